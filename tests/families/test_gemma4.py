@@ -27,6 +27,8 @@ from interpreter import HAS_TRITON
 from quire.config.kv_cache import PLAIN
 from quire.config.memory import kv_block_bytes
 from quire.config.model import Heads
+from quire.runtime.loading.checkpoint import open_checkpoint
+from quire.runtime.loading.files import files_at
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.runtime.models.gemma4 import GEMMA4
 from quire.types.errors import ModelLoadError
@@ -94,10 +96,19 @@ def test_bfloat16_is_near_float32(attention: str, heads: dict[str, Any], tmp_pat
         torch.testing.assert_close(near[0], logits[0], rtol=0.1, atol=0.6)
 
 
-def test_layers_say_how_many_weights_there_are(tmp_path: Path) -> None:
+def copied_keys(model: Any) -> int:
+    """The weights of keys that are values too: they are stored once, and held twice."""
+    sizes = {name: value.numel() for name, value in model.named_parameters() if ".self_attn." in name}
+    return sum(
+        size for name, size in sizes.items() if ".k_proj." in name and name.replace("k_proj", "v_proj") not in sizes
+    )
+
+
+def test_layers_say_how_many_weights_they_hold(tmp_path: Path) -> None:
     model = saved(tmp_path, **SHARED, hidden_size_per_layer_input=8, attention_k_eq_v=True)
-    scalars = len(model.model.layers)
-    assert hf_model_config(tmp_path).num_parameters == sum(each.numel() for each in model.parameters()) + scalars
+    more = len(model.model.layers) + copied_keys(model)  # a scalar each
+    assert copied_keys(model) > 0
+    assert hf_model_config(tmp_path).num_parameters == sum(each.numel() for each in model.parameters()) + more
 
 
 def test_a_mixture_runs_as_a_program_and_in_bfloat16(tmp_path: Path) -> None:
@@ -333,6 +344,8 @@ def test_quantized_gguf_files_are_read_as_they_are_stored(changes: dict[str, Any
     model = exact(saved(tmp_path, **(changes | {"intermediate_size": 64, "vocab_size": 64})), tmp_path)
     sizes = [64, 64, 128, 128] if model.config.use_double_wide_mlp else 64
     path = gguf_file(tmp_path / "m.gguf", model, "Q8_0", feed_forward_length=sizes)
+    matrices = sum(value.numel() for value in model.parameters() if value.dim() > 1)
+    assert open_checkpoint(files_at(path)).config.levels.parameters == matrices + copied_keys(model)
     for (_, logits), (_, near) in zip(logits_of(tmp_path), logits_of(path), strict=True):
         torch.testing.assert_close(near[0], logits[0], rtol=1e-3, atol=1e-3)
 

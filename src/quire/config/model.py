@@ -144,7 +144,7 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class WeightCounts:
-    """How many weights the layers of a model have, as the layers themselves say: all of them; those in the matrices of
+    """How many weights the layers of a model hold, as the layers themselves say: all of them; those in the matrices of
     blocks, which quantization shrinks; and the output features of these matrices, each of which has a scale."""
 
     parameters: int = 0

@@ -29,6 +29,7 @@ class LatentProducts(WeightLayer):
     """The matrix from latents to keys and values of all heads, in two. Never quantized: it is small."""
 
     parts = ("kv_b_proj.weight",)
+    expands = True
 
     def __init__(self, num_heads: int, latent: Latent, make: MakeHeads, placement: Placement) -> None:
         super().__init__()

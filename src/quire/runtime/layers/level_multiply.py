@@ -114,11 +114,10 @@ class QuantizedPacker:
     def _pack_float8(self, weight: Float8Weight, bias: Tensor | None) -> Multiply:
         single = weight.by_rows()
         scheme = weight.activations
-        rounds_rows = scheme is not None and scheme.kind == "fp8" and scheme.group is None
-        if _by_rows(weight) and rounds_rows:
+        if _by_rows(weight) and _rounds(scheme, None):
             return self._scaled(ScaledRows(weight.numbers, single.scales.flatten().contiguous()), bias)
         packed = pack_levels(weight.numbers, single.scales, None, nibbles=False)
-        in_blocks = scheme is not None and scheme.kind == "fp8" and scheme.group == weight.block[1]
+        in_blocks = _rounds(scheme, weight.block[1])
         multiply = self._levels(packed, bias, rounds=weight.block[1] if in_blocks else None)
         return multiply if in_blocks else rounding(multiply, scheme)
 
@@ -139,9 +138,12 @@ def _by_rows(weight: Float8Weight) -> bool:
     """Whether an output has one scale, and its rows are float8 too or its inputs fit a step."""
     if weight.block[1] < weight.shape[1]:
         return False
-    scheme = weight.activations
-    rounds = scheme is not None and scheme.kind == "fp8" and scheme.group is None
-    return rounds or _step(weight) is not None
+    return _rounds(weight.activations, None) or _step(weight) is not None
+
+
+def _rounds(scheme: ActivationScheme | None, group: int | None) -> bool:
+    """Whether kernels round rows as the scheme says, by scales of so many inputs (None: of a token)."""
+    return scheme is not None and scheme.kind == "fp8" and scheme.group == group and not scheme.powers
 
 
 def _step(weight: Float8Weight) -> int | None:

@@ -121,7 +121,7 @@ class Linear(WeightLayer):
             if name in self._quantized:
                 parts.append(self._product.pack_quantized(self._quantized[name].to(self._placement.device), bias))
             else:
-                parts.append(self._product.pack(self.weight.data[span], bias))
+                parts.append(self._product.pack(self.weight.data[span].clone(), bias))  # a view would keep the whole
         order = None if self._order is None else self._order.to(self._placement.device)
         return PartsMultiply(tuple(parts), order)
 
@@ -180,6 +180,9 @@ class KeysAsValues(Linear):
         outputs = {"q_proj": heads.query_size, _KEY: heads.kv_size, _VALUE: heads.kv_size}
         super().__init__(inputs, outputs, bias, product, placement)
         self.parts = tuple(part for part in self.parts if not part.startswith(_VALUE))
+
+    def copies(self, part: str) -> int:
+        return len(self._held(part))
 
     def load(self, part: str, tensor: Tensor) -> None:
         for each in self._held(part):

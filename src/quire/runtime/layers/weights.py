@@ -90,10 +90,15 @@ class WeightLayer(nn.Module):
     parts: tuple[str, ...] = ()
     random_mean = 0.0
     shrinks = False  # where a model's weights are quantized
+    expands = False  # whether quantized matrices are always expanded to numbers
     weight: nn.Parameter
 
     def part_shape(self, part: str) -> tuple[int, ...]:
         return tuple(self._part(part).shape)
+
+    def copies(self, part: str) -> int:  # noqa: ARG002
+        """How often the finished layer holds a part."""
+        return 1
 
     def load(self, part: str, tensor: Tensor) -> None:
         self._part(part).copy_(tensor)

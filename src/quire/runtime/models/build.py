@@ -78,13 +78,20 @@ def describe_weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: layer.part_shape(part) for layer, parts in layers for name, part in parts.items()}
 
 
+def count_copies(config: ModelConfig) -> dict[str, int]:
+    """How often the layers hold each tensor that they can hold quantized, as it is stored; nothing is allocated."""
+    layers = weight_layers(_outline(config))
+    return {name: layer.copies(part) for layer, parts in layers if not layer.expands for name, part in parts.items()}
+
+
 def count_weights(config: ModelConfig) -> ModelConfig:
-    """Return the config with the number of the model's weights, as its layers say; nothing is allocated."""
+    """Return the config with the number of weights that the model's layers hold, as they say; nothing is
+    allocated."""
     model = _outline(config)
     inside = {id(layer) for blocks in model.modules() if isinstance(blocks, Blocks) for layer in blocks.modules()}
     parameters = in_blocks = outputs = 0
     for layer, parts in weight_layers(model):
-        shapes = [layer.part_shape(part) for part in parts.values()]
+        shapes = [layer.part_shape(part) for part in parts.values() for _ in range(layer.copies(part))]
         parameters += sum(map(math.prod, shapes))
         if layer.shrinks and id(layer) in inside:
             matrices = [shape for shape in shapes if len(shape) == 2]

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.runtime.quantization.activations import ActivationScheme
 
 GROUP = 32  # inputs that share a scale and an offset in GGUF files and in the native kernels
-_SMALLEST_HALF = 2.0**-14  # below it float16 loses bits
+_HALF_ERROR = 2.0**-11  # of a number in float16's range; below 2**-14 only some have so small an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class LevelWeight:
         return replace(self, **parts)
 
     def as_halves(self) -> LevelWeight | None:
-        """The same with float16 scales and offsets, off by a part in 2048 of each at most; None: out of its range."""
+        """The same with float16 scales and offsets, off by a part in 2048 of each at most; None: by more."""
         if not (_fits_half(self.scales) and _fits_half(self.offsets)):
             return None
         return replace(self, scales=self.scales.half(), offsets=self.offsets.half())
@@ -105,5 +105,7 @@ def _same_columns(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 def _fits_half(factors: Tensor) -> bool:
-    size = factors.abs()
-    return factors.dtype == torch.float16 or bool(((size == 0) | ((size >= _SMALLEST_HALF) & (size < 65504.0))).all())
+    """Whether float16 keeps each of them to a part in 2048. One beyond its range becomes infinite."""
+    wide = factors.float()
+    error = (wide.half().float() - wide).abs()
+    return factors.dtype == torch.float16 or bool((error <= wide.abs() * _HALF_ERROR).all())

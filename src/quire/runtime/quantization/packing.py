@@ -1,4 +1,5 @@
-"""Small whole numbers packed into 32-bit words, one behind the other from the lowest bit on, across words too."""
+"""Small whole numbers packed into 32-bit words, one behind the other from the lowest bit on: across words too, or as
+many as fit whole into each."""
 
 from __future__ import annotations
 
@@ -22,6 +23,18 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     beyond = torch.cat((wide, wide.new_zeros(rows, 1)), dim=1)  # what lies behind the last byte is not used
     pairs = beyond.index_select(1, first) | beyond.index_select(1, first + 1) << 8
     return (pairs >> (starts % 8).to(torch.int16) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def words_of(count: int, bits: int, *, across: bool) -> int:
+    """How many words hold so many numbers."""
+    return -(-count * bits // 32) if across else -(-count // (32 // bits))
+
+
+def unpack_whole(words: Tensor, bits: int, count: int) -> Tensor:
+    """Like `unpack`, of words that hold `32 // bits` numbers each, none of them across two."""
+    shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
+    split = words.unsqueeze(-1) >> shifts & ((1 << bits) - 1)  # [rows, words, numbers of one]
+    return split.flatten(1)[:, :count].to(torch.uint8)
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:

@@ -92,6 +92,18 @@ def test_every_way_is_the_plain_formula(name: str, rows: int, monkeypatch: pytes
     near(stream if pending is None else stream + pending, wanted, weight)
 
 
+def test_scales_that_are_powers_of_two_are_made_before_the_product() -> None:
+    """Kernels know no such scales."""
+    scheme = ActivationScheme("fp8", group=64, powers=True)
+    weight = blocks(scheme)
+    product = TritonProduct(torch.float32, DEVICE, dependent_rows=sys.maxsize)
+    assert product.keeps(weight)
+    x = rand(3, INPUTS, seed=2)
+    found = product.pack_quantized(weight.to(DEVICE), None)(x)
+    wanted = F.linear(scheme.rounded(x), weight.values().to(DEVICE))
+    assert float((found - wanted).abs().max() / wanted.std()) < 2e-3
+
+
 def test_small_groups_are_expanded() -> None:
     weight = quantize_int4(rand(16, 96, scale=0.1))
     product = TritonProduct(torch.float32, DEVICE, dependent_rows=sys.maxsize)

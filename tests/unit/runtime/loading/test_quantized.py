@@ -215,7 +215,6 @@ def compressed(**changes: Any) -> dict[str, Any]:
 
 
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
-KEY_SCALES = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 
 
 @pytest.mark.parametrize(
@@ -233,7 +232,6 @@ KEY_SCALES = {"num_bits": 8, "type": "float", "strategy": "tensor"}
         ("awq", {"version": "gemv"}, "version: 'gemv' is not supported; supported: gemm"),
         ("awq", {"zero_point": False}, "zero_point: weights without zero points"),
         ("ct-w4a16", {"format": "marlin-24", "group__format": None}, "format: 'marlin-24' is not supported; supported"),
-        ("ct-w4a16", {"kv_cache_scheme": KEY_SCALES}, "kv_cache_scheme: is not supported"),
         ("ct-w4a16", {"transform_config": {"config_groups": {"a": 1}}}, "transform_config: is not supported"),
         ("ct-w4a16", {"group__targets": ["Embedding"]}, "targets: 'Embedding' is not supported"),
         ("ct-w4a16", {"group__targets": ["re:("]}, "is no regular expression"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from quire.config.engine import DeviceConfig
 from quire.config.model import Heads
 from quire.kernels.reference.quantize import quantize_rows_int8
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.linear import PartsMultiply
-from quire.runtime.layers.product import DenseProduct
+from quire.runtime.layers.linear import Linear, PartsMultiply
+from quire.runtime.layers.product import DenseProduct, Multiply
 from quire.runtime.layers.quantizing import QUANTIZERS, QuantizingProduct
+from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.hf.quantized.integers import Integers
 from quire.runtime.quantization.activations import ActivationScheme
 from quire.runtime.quantization.float8_weight import Float8Weight
@@ -116,6 +118,20 @@ def test_halves_are_refused_where_they_lose_bits() -> None:
     assert tiny.as_halves() is None
 
 
+def test_small_scales_that_float16_holds_make_halves() -> None:
+    """One of them must not expand a whole matrix: any of a float16 checkpoint, bfloat16 down to 2**-17."""
+    levels, zeros = torch.randint(0, 16, (4, INPUTS)).to(torch.uint8), torch.randint(0, 16, (4, 3))
+    stored = (torch.tensor([[1, 3, 1023]]) * 2.0**-24).half().expand(4, 3)
+    for scales in (stored, torch.tensor([[0.0, 1.5078125 * 2**-17, 1.0]], dtype=torch.bfloat16).expand(4, 3)):
+        weight = Integers(levels, scales, zeros if scales is stored else torch.full((4, 3), 8), 4).weight()
+        halves = weight.as_halves()
+        assert halves is not None
+        torch.testing.assert_close(halves.scales.float(), weight.scales, rtol=0.0, atol=0.0)
+        assert ((halves.offsets.float() - weight.offsets).abs() <= weight.offsets.abs() / 2048).all()
+    large = LevelWeight(weight.levels, weight.scales * 1e5, weight.offsets, nibbles=True)
+    assert large.as_halves() is None
+
+
 def parts_linear(weights: list[QuantizedWeight | Tensor], *, keeps: bool | None = None) -> Tensor:
     """The product of a stacked layer with rows, whose parts are given one by one."""
     heads = Heads(2, 1, 16)
@@ -147,6 +163,22 @@ def test_parts_may_be_stored_in_different_ways() -> None:
     (query, one), (key, two), value = integers(32, 32), integers(16, 96, bits=8, seed=1), noise(16, INPUTS, seed=2)
     found = parts_linear([query, key, value], keeps=False)
     torch.testing.assert_close(found, plain_parts([(one, None), (two, None), (value, None)]), rtol=1e-3, atol=1e-3)
+
+
+def test_a_plain_part_beside_quantized_ones_keeps_no_memory_but_its_own() -> None:
+    class Recording(DenseProduct):
+        def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+            packed.append(weight)
+            return super().pack(weight, bias)
+
+    packed: list[Tensor] = []
+    placement = Placement(torch.float32, torch.device("cpu"))
+    layer = Linear(INPUTS, {"q_proj": 32, "k_proj": 16}, False, Recording(torch.float32), placement)
+    rounds = replace(float8(32, (32, INPUTS)), activations=ActivationScheme("fp8"))
+    layer.load_quantized("q_proj.weight", rounds)
+    layer.load("k_proj.weight", noise(16, INPUTS))
+    layer.finish()
+    assert [weight.untyped_storage().nbytes() for weight in packed] == [32 * INPUTS * 4, 16 * INPUTS * 4]
 
 
 def test_parts_may_round_their_rows_in_different_ways() -> None:

@@ -90,7 +90,10 @@ def gguf_family(architecture: str) -> GgufFamily:
 
 
 def _read_levels(model: GgufModel) -> StoredLevels:
-    stored = [owner.tensors[name] for name, owner in model.owners.items()]
+    """Keys that are values too are stored once, and held twice."""
+    owners = model.owners
+    copied = [name for name in owners if ".attn_k." in name and name.replace("attn_k", "attn_v") not in owners]
+    stored = [owners[name].tensors[name] for name in (*owners, *copied)]
     matrices = [tensor for tensor in stored if tensor.ggml_type.name in LEVEL_TYPES and len(tensor.shape) > 1]
     sizes = [(math.prod(tensor.shape), tensor.ggml_type.name in NIBBLE_TYPES) for tensor in matrices]
     return StoredLevels(sum(size for size, _ in sizes), sum(packed_bytes(size, nibbles=four) for size, four in sizes))

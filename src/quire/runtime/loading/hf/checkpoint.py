@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +14,18 @@ from quire.config.model import ModelConfig
 from quire.runtime.loading.expected import check_tensors
 from quire.runtime.loading.hf.config import hf_method, hf_model_config
 from quire.runtime.loading.hf.directory import INDEX, weight_files
-from quire.runtime.loading.hf.quantized.layers import QuantizedLayer, find_quantized
+from quire.runtime.loading.hf.names import part_names
+from quire.runtime.loading.hf.quantized.layers import QuantizedLayer, find_cache_scales, find_quantized
 from quire.runtime.loading.hf.quantized.method import DTYPES, BadTensors
 from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
 from quire.runtime.loading.pieces import Piece, pieces_of
 from quire.runtime.loading.values import refuse_blank, refuse_non_finite
-from quire.runtime.models.family import Family
-from quire.runtime.models.registry import find_family
+from quire.runtime.models.build import describe_weights
 from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
 from quire.runtime.quantization.weight import QuantizedWeight
 from quire.types.errors import ModelLoadError
+
+logger = logging.getLogger("quire.runtime")
 
 WEIGHT_DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
@@ -48,8 +50,12 @@ class HfCheckpoint:
         self._files: list[SafetensorsFile] = []
         try:
             self._owners = self._open(directory)
-            self._quantized = self._find_quantized()
-            self._pieces = self._find_pieces()
+            self._names = part_names(self.config, self._owners)
+            layers = self._find_layers()
+            self._quantized = self._find_quantized(layers)
+            taken = {stored.name for layer in layers for stored in layer.tensors.values()}
+            self._pieces = self._find_pieces(taken | self._find_cache_scales())
+            self._drop_zero_biases()
             self.names = frozenset(self._pieces) | frozenset(self._quantized)
             check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
         except ModelLoadError:
@@ -72,7 +78,10 @@ class HfCheckpoint:
             return None
         quantized = self._quantized[name]
         assert self._method is not None
-        tensors = {word: self._read_whole(Piece(stored.name), DTYPES) for word, stored in quantized.tensors.items()}
+        tensors = {
+            word: self._read_whole(Piece(stored.name), DTYPES, may_be_zero=word in self._method.zero_words)
+            for word, stored in quantized.tensors.items()
+        }
         for word, tensor in tensors.items():
             if tensor.is_floating_point():
                 refuse_non_finite(tensor.float(), quantized.file, f"{quantized.layer}.{word}")
@@ -101,8 +110,9 @@ class HfCheckpoint:
         for file in self._files:
             file.close()
 
-    def _read_whole(self, piece: Piece, dtypes: Mapping[str, torch.dtype]) -> Tensor:
-        """The piece as numbers of one of the dtypes that are allowed, by their names in the file."""
+    def _read_whole(self, piece: Piece, dtypes: Mapping[str, torch.dtype], *, may_be_zero: bool = False) -> Tensor:
+        """The piece as numbers of one of the dtypes that are allowed, by their names in the file. A matrix of nothing
+        but zeros is damaged, unless it may be."""
         tensor, owner = self._stored(piece.tensor), self._owners[piece.tensor]
         dtype, raw, shape = dtypes.get(tensor.dtype), owner.raw(piece.tensor), tensor.shape
         if dtype is None:
@@ -111,37 +121,53 @@ class HfCheckpoint:
             )
         if piece.expert is not None:
             raw, shape = raw.reshape(shape[0], -1)[piece.expert], shape[1:]
-        refuse_blank(raw, len(shape), owner.name, piece.tensor)
+        if not may_be_zero:
+            refuse_blank(raw, len(shape), owner.name, piece.tensor)
         if raw.ctypes.data % dtype.itemsize:
             raw = raw.copy()  # torch wants numbers at multiples of their size
         values = torch.from_numpy(raw).view(dtype).view(shape)
         return values if piece.expert is None else piece.of_expert(values)
 
-    def _find_quantized(self) -> dict[str, QuantizedLayer]:
-        """The matrices that are stored quantized, by the names of the layers' parts."""
+    def _find_layers(self) -> list[QuantizedLayer]:
+        """The layers of the files whose matrices are stored quantized, also those that the model does not read."""
         if self._method is None:
-            return {}
-        family = find_family(self.config.architecture)
+            return []
         layers = find_quantized(self._owners, self._method)
         if not layers:
             reason = f"says {self._method.name}, and no matrix is stored so"
             raise ModelLoadError(self.file, reason, tensor="quantization_config", fix="leave it out")
-        prefix = _missing_prefix(family, self._owners)
-        named = {family.rename(f"{prefix}{layer.layer}.weight"): layer for layer in layers}
-        return {name: layer for name, layer in named.items() if name is not None and self._is_wanted(family, name)}
+        return layers
 
-    def _find_pieces(self) -> dict[str, Piece]:
-        """Where each tensor of the layers that is stored as numbers lies, by its name."""
-        family, experts = find_family(self.config.architecture), self.config.experts
+    def _find_cache_scales(self) -> set[str]:
+        """Tensors that scale quantized keys and values. A warning says that they are not used."""
+        if self._method is None:
+            return set()
+        scales = find_cache_scales(self._owners)
+        if scales or self._method.has_cache_scheme:
+            logger.warning(
+                "%s: how the checkpoint quantizes keys and values is not used (%d scales): kv_cache_dtype decides, and "
+                "float8 keys and values have the scale 1.0",
+                self.file,
+                len(scales),
+            )
+        return scales
+
+    def _find_quantized(self, layers: Iterable[QuantizedLayer]) -> dict[str, QuantizedLayer]:
+        """The matrices that are stored quantized, by the names of the layers' parts."""
+        named = {self._names.of(f"{layer.layer}.weight"): layer for layer in layers}
+        return {name: layer for name, layer in named.items() if name is not None}
+
+    def _find_pieces(self, taken: Collection[str]) -> dict[str, Piece]:
+        """Where each tensor of the layers that is stored as numbers lies, by its name. `taken`: tensors of the files
+        that belong to quantized matrices or are not used."""
+        experts = self.config.experts
         count = 0 if experts is None else experts.num
         found: dict[str, Piece] = {}
-        prefix = _missing_prefix(family, self._owners)
-        taken = {tensor.name for layer in self._quantized.values() for tensor in layer.tensors.values()}
         for stored, file in self._owners.items():
-            name = None if stored in taken else family.rename(prefix + stored)
-            if name is None or not self._is_wanted(family, name):
+            name = None if stored in taken else self._names.of(stored)
+            if name is None:
                 continue
-            for known, piece in pieces_of(name, stored, family.stacked, count):
+            for known, piece in pieces_of(name, stored, self._names.family.stacked, count):
                 if known in found:
                     raise ModelLoadError(file.name, f"is the same tensor as {found[known].tensor}", tensor=stored)
                 if piece.expert == 0:
@@ -150,10 +176,18 @@ class HfCheckpoint:
         exponents = {piece.exponents for piece in found.values()}
         return {known: piece for known, piece in found.items() if piece.tensor not in exponents}
 
-    def _is_wanted(self, family: Family, name: str) -> bool:
-        """Whether a tensor of this name belongs to a layer that the model has."""
-        is_dropped = family.drops_layers and _layer(name) >= self.config.num_layers
-        return not is_dropped and not family.is_unread(self.config, name)
+    def _drop_zero_biases(self) -> None:
+        """Leave out biases of quantized matrices that the model does not have: some tools write zeros for every matrix.
+        Refuse those with other numbers."""
+        biases = [name for name in self._pieces if name.endswith(".bias") and _matrix_of(name) in self._quantized]
+        known = describe_weights(self.config) if biases else {}
+        for name in biases:
+            if name in known:
+                continue
+            if self.read(name).any():
+                reason = f"is not zero, and a {self.config.architecture} model of this config has no such bias"
+                raise ModelLoadError(self.source(name), reason, tensor=self._pieces[name].tensor)
+            del self._pieces[name]
 
     def _check_stack(self, piece: Piece, num_experts: int) -> None:
         """Refuse a tensor that holds another number of experts, or blocks whose exponents are not there."""
@@ -186,15 +220,5 @@ class HfCheckpoint:
         return owners
 
 
-def _layer(name: str) -> int:
-    """The number of the layer that a tensor is of; -1: of none."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return int(found[1]) if found else -1
-
-
-def _missing_prefix(family: Family, stored: Collection[str]) -> str:
-    """What stands before the names of a whole model and not here: checkpoints of embedding models hold its layers
-    alone."""
-    prefix, _, rest = family.embedding.partition(".")
-    is_known = family.embedding in stored or family.rename(rest) == family.embedding
-    return f"{prefix}." if rest in stored and not is_known else ""
+def _matrix_of(bias: str) -> str:
+    return f"{bias.removesuffix('.bias')}.weight"

@@ -46,7 +46,7 @@ def hf_model_config(directory: Path) -> ModelConfig:
     if method is not None:
         from quire.runtime.loading.hf.quantized.layers import count_stored
 
-        result = replace(result, levels=count_stored(directory, method))
+        result = replace(result, levels=count_stored(directory, method, result))
     return count_weights(result)
 
 

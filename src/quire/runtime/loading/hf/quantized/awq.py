@@ -24,6 +24,7 @@ class Awq(Method):
     name = "awq"
     words = frozenset(("qweight", "qzeros", "scales"))
     main_words = ("qweight",)
+    zero_words = ("qzeros",)
 
     def __init__(self, config: Fields) -> None:
         bits = config.integer("bits", config.integer("w_bit", 4))

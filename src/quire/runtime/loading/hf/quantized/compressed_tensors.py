@@ -19,12 +19,12 @@ from quire.runtime.loading.hf.safetensors import StoredTensor
 from quire.runtime.quantization.activations import ActivationScheme
 from quire.runtime.quantization.float8_weight import Float8Weight
 from quire.runtime.quantization.levels import LevelWeight
-from quire.runtime.quantization.packing import unpack
+from quire.runtime.quantization.packing import unpack, unpack_whole, words_of
 from quire.runtime.quantization.weight import QuantizedWeight
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _CLASS = "Linear"
-_REFUSED = ("kv_cache_scheme", "sparsity_config", "transform_config")
+_REFUSED = ("sparsity_config", "transform_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class CompressedTensors(Method):
         "input_zero_point",
     ))  # fmt: skip
     main_words = ("weight_packed", "weight")
+    zero_words = ("weight_zero_point", "input_zero_point")
 
     def __init__(self, config: Fields) -> None:
         form = config.text("format", "naive-quantized")
@@ -57,7 +58,7 @@ class CompressedTensors(Method):
             value = config.raw(key)
             if value and not (isinstance(value, dict) and value.get("format") == "dense"):
                 raise config.refuse(key, "is not supported", fix="use a checkpoint without it")
-        self._targets: list[_Target] = []
+        schemes: dict[str, Scheme] = {}  # by target; of the same one twice, the later
         for name, group in groups.items():
             path = f"config_groups.{name}"
             if not isinstance(group, dict):
@@ -69,7 +70,8 @@ class CompressedTensors(Method):
             if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
                 raise config.refuse(f"{path}.targets", "must be a list of names")
             scheme = read_scheme(config, path, group)
-            self._targets += [_Target(_checked(config, path, target), scheme) for target in targets]
+            schemes |= {_checked(config, path, target): scheme for target in targets}
+        self._targets = [_Target(pattern, schemes[pattern]) for pattern in sorted(schemes, key=_priority)]
 
     def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
         return "weight_packed" in tensors or ("weight" in tensors and tensors["weight"].dtype in (FLOAT8, "I8"))
@@ -82,7 +84,7 @@ class CompressedTensors(Method):
             if need(tensors, "weight_shape", 1, ("I64", "I32")) != (2,):
                 raise BadTensors("weight_shape", "must hold outputs and inputs")
             inputs = words * 32 // scheme.bits if scheme.group is None else groups * scheme.group
-            if scheme.is_float or words != -(-inputs * scheme.bits // 32):
+            if scheme.is_float or _packs_across(words, inputs, scheme.bits) is None:
                 raise BadTensors("weight_packed", f"has {words} words for {inputs} inputs of {scheme.bits} bits")
         else:
             outputs, inputs = need(tensors, "weight", 2, (FLOAT8,) if scheme.is_float else ("I8",))
@@ -117,19 +119,18 @@ def _read_integers(scheme: Scheme, tensors: Mapping[str, Tensor], activations: A
     scales = tensors["weight_scale"]
     if "weight_packed" in tensors:
         outputs, inputs = (int(size) for size in tensors["weight_shape"])
-        if (
-            len(tensors["weight_packed"]) != outputs
-            or -(-inputs * scheme.bits // 32) != tensors["weight_packed"].shape[1]
-        ):
+        across = _packs_across(tensors["weight_packed"].shape[1], inputs, scheme.bits)
+        if len(tensors["weight_packed"]) != outputs or across is None:
             raise BadTensors("weight_shape", f"is {outputs} x {inputs}, which the packed weight is not")
-        levels = unpack(tensors["weight_packed"], scheme.bits, inputs)
+        levels = _unpack(tensors["weight_packed"], scheme.bits, inputs, across=across)
     else:
-        outputs, _ = tensors["weight"].shape
+        outputs, across = len(tensors["weight"]), True
         levels = (tensors["weight"].to(torch.int16) + lowest).to(torch.uint8)
     scales = scales.reshape(-1, 1).expand(outputs, 1) if scheme.group is None else scales
     zeros = torch.full(scales.shape, lowest, dtype=torch.int16)
     if not scheme.is_symmetric:
-        zeros = _read_zeros(tensors["weight_zero_point"], scheme.bits, (outputs, scales.shape[1]), lowest)
+        shape = (outputs, scales.shape[1])
+        zeros = _read_zeros(tensors["weight_zero_point"], scheme.bits, shape, across=across)
     index = tensors.get("weight_g_idx")
     if index is not None and int(index.min()) < 0:
         index = None  # so the tool marks an order that is as usual
@@ -140,15 +141,25 @@ def _read_integers(scheme: Scheme, tensors: Mapping[str, Tensor], activations: A
     return Integers(levels, scales, zeros, scheme.bits, index, scheme.group).weight(activations)
 
 
-def _read_zeros(stored: Tensor, bits: int, shape: Shape, lowest: int) -> Tensor:  # [outputs, groups]
+def _packs_across(words: int, count: int, bits: int) -> bool | None:
+    """Whether numbers lie across words, as newer versions of the tool pack 3, 5, 6 and 7 bits; older ones fill up each
+    word. None: so many words hold neither."""
+    return next((across for across in (True, False) if words == words_of(count, bits, across=across)), None)
+
+
+def _unpack(words: Tensor, bits: int, count: int, *, across: bool) -> Tensor:
+    return unpack(words, bits, count) if across else unpack_whole(words, bits, count)
+
+
+def _read_zeros(stored: Tensor, bits: int, shape: Shape, *, across: bool) -> Tensor:  # [outputs, groups]
     """Packed by outputs, or as signed bytes."""
     if stored.dtype == torch.int8:
         if tuple(stored.shape) != shape:
             raise BadTensors("weight_zero_point", f"has shape {list(stored.shape)}, expected {list(shape)}")
-        return stored.to(torch.int16) + lowest
-    if tuple(stored.shape) != (-(-shape[0] * bits // 32), shape[1]):
+        return stored.to(torch.int16) + (1 << (bits - 1))
+    if tuple(stored.shape) != (words_of(shape[0], bits, across=across), shape[1]):
         raise BadTensors("weight_zero_point", f"has shape {list(stored.shape)}, not that of packed zero points")
-    return unpack(stored.t(), bits, shape[0]).t().to(torch.int16)
+    return _unpack(stored.t(), bits, shape[0], across=across).t().to(torch.int16)
 
 
 def _activations(scheme: Scheme, tensors: Mapping[str, Tensor]) -> ActivationScheme | None:
@@ -157,6 +168,12 @@ def _activations(scheme: Scheme, tensors: Mapping[str, Tensor]) -> ActivationSch
     given = scheme.activations
     scale = float(tensors["input_scale"].float()) if given.is_static else None
     return ActivationScheme("fp8" if given.is_float else "int8", scale, given.group)
+
+
+def _priority(pattern: str) -> tuple[int, str]:
+    """Which of several targets a layer takes, as the format's own tool has it: its name, then the first regular
+    expression by the alphabet, then its class."""
+    return (2 if pattern == _CLASS else 1 if pattern.startswith("re:") else 0), pattern
 
 
 def _checked(config: Fields, path: str, target: str) -> str:

@@ -35,6 +35,9 @@ class Float8(Method):
         if scheme == "static" and self._block is not None:
             raise config.refuse("activation_scheme", "cannot be static where weights have blocks")
         self._is_static = scheme == "static"
+        self._has_powers = _read_powers(config)
+        if self._is_static and self._has_powers:
+            raise config.refuse("scale_fmt", "is of dynamic scales, activation_scheme is static")
 
     def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
         return "weight" in tensors and tensors["weight"].dtype == FLOAT8
@@ -52,8 +55,8 @@ class Float8(Method):
         outputs, inputs = weight.shape
         block = self._block or (outputs, inputs)
         scale = float(tensors["input_scale"].float()) if self._is_static else None
-        group = None if self._block is None or inputs % block[1] else block[1]
-        scheme = ActivationScheme("fp8", scale, group)
+        group = None if self._block is None else block[1]
+        scheme = ActivationScheme("fp8", scale, group, self._has_powers)
         scales = tensors["weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"]
         return Float8Weight(
             weight, scales.float().reshape(-(-outputs // block[0]), -(-inputs // block[1])), block, scheme
@@ -73,6 +76,14 @@ def check_scale(tensors: Mapping[str, StoredTensor], word: str, shape: Shape, bl
 
 def _scale_word(tensors: Mapping[str, StoredTensor]) -> str:
     return next((word for word in SCALES if word in tensors), SCALES[0])
+
+
+def _read_powers(config: Fields) -> bool:
+    """Whether scales of activations are powers of two."""
+    kind = config.raw("scale_fmt")
+    if kind not in (None, "ue8m0"):
+        raise config.refuse("scale_fmt", f"{kind!r} is not supported", fix="supported: ue8m0")
+    return kind is not None
 
 
 def _read_block(config: Fields) -> tuple[int, int] | None:

@@ -23,6 +23,7 @@ class Gptq(Method):
     name = "gptq"
     words = frozenset(("qweight", "qzeros", "scales", "g_idx"))
     main_words = ("qweight",)
+    zero_words = ("qzeros",)
 
     def __init__(self, config: Fields) -> None:
         self._bits = config.integer("bits")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.config.model import StoredLevels, packed_bytes
+from quire.config.model import ModelConfig, StoredLevels, packed_bytes
 from quire.runtime.loading.hf.directory import weight_files
+from quire.runtime.loading.hf.names import part_names
 from quire.runtime.loading.hf.quantized.method import BadTensors, Layout, Method
 from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
+from quire.runtime.models.build import count_copies
 from quire.runtime.quantization.levels import GROUP
 from quire.types.errors import ModelLoadError
 
 _GPU_GROUP = 64  # Triton's products take groups of a multiple of it
+_CACHE_SCALE = re.compile(r"\.(?:k|v|kv)_(?:scale|zero_point)$|\.(?:k|v|qkv)_proj\.output_scale$")
 _FIX = "the config and the weights do not fit together"
 
 
@@ -53,19 +57,28 @@ def find_quantized(owners: Mapping[str, SafetensorsFile], method: Method) -> lis
     return found
 
 
-def count_stored(directory: Path, method: Method) -> StoredLevels:
-    """The weights of a checkpoint's quantized matrices; nothing where there are no files. Only headers are read."""
+def find_cache_scales(names: Iterable[str]) -> set[str]:
+    """The tensors of a quantized checkpoint that are scales of keys and values, not of matrices."""
+    return {name for name in names if _CACHE_SCALE.search(name)}
+
+
+def count_stored(directory: Path, method: Method, config: ModelConfig) -> StoredLevels:
+    """The weights of a checkpoint's quantized matrices, as often as the layers hold them; nothing where there are no
+    files. Only headers are read."""
     owners: dict[str, SafetensorsFile] = {}
     try:
         for path in weight_files(directory)[0]:
             file = SafetensorsFile(path)
             owners |= dict.fromkeys(file.tensors, file)
-        layouts = [(layer.layer, layer.layout) for layer in find_quantized(owners, method)]
+        layers = find_quantized(owners, method)
     except ModelLoadError:
         return StoredLevels(has_table=False)  # whoever reads the weights says why
     finally:
         for file in owners.values():
             file.close()
+    names, copies = part_names(config, owners), count_copies(config)
+    parts = [(names.of(f"{layer.layer}.weight"), layer.layout) for layer in layers]
+    layouts = [(name, one) for name, one in parts if name is not None for _ in range(copies.get(name, 0))]
     by_groups = [one for _, one in layouts if one.bits and one.inputs % (GROUP * one.groups) == 0]
     on_cpu = [(one.outputs * one.inputs, one.bits <= 4) for one in by_groups]
     on_gpu = [one for name, one in layouts if one.inputs % (_GPU_GROUP * one.groups) == 0 and ".experts." not in name]

@@ -31,12 +31,15 @@ class Layout(NamedTuple):
 class Method(ABC):
     """A way to store a quantized matrix: as several tensors, named by the layer's name, a dot, and a word each.
 
-    `words`: all that belong to such a matrix. The tensor of one of `main_words` marks it.
+    `words`: all that belong to such a matrix. The tensor of one of `main_words` marks it. Those of `zero_words`, its
+    zero points, may be nothing but zeros.
     """
 
     name: str
     words: frozenset[str]
     main_words: tuple[str, ...]
+    zero_words: tuple[str, ...] = ()
+    has_cache_scheme = False  # whether the config says how keys and values are quantized, which is not used
 
     def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
         """Whether a layer with these tensors, by their words, has a quantized matrix."""

@@ -39,4 +39,6 @@ def read_method(config: Fields) -> Method | None:
     methods: dict[str, type[Gptq | Awq | CompressedTensors | Float8]] = {
         each.name: each for each in (Gptq, Awq, CompressedTensors, Float8)
     }
-    return methods[name](own)
+    method = methods[name](own)
+    method.has_cache_scheme = own.raw("kv_cache_scheme") is not None
+    return method
