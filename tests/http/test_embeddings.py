@@ -95,7 +95,7 @@ def test_the_official_client_reads_embeddings(encoder: EncoderServer) -> None:
         ({"input": [[1], [999]]}, "input[1]", "token ids outside"),
         ({"input": [-1]}, "input", "token ids"),
         ({"input": ["x"] * 21}, "input", "has 21 inputs, limit 20"),
-        ({"input": ["x" * 30] * 14}, "input", "has 420 tokens in all, limit 400"),
+        ({"input": ["x" * 30] * 14}, "input", "has more than 400 tokens in all"),
         ({"input": "x" * (LENGTH + 1)}, "input", f"has {LENGTH + 1} tokens, the most are {LENGTH}; .*truncate_prompt"),
         ({"input": "x", "encoding_format": "float16"}, "encoding_format", "must be one of float, base64"),
         ({"input": "x", "dimensions": 0}, "dimensions", r"must be in \[1, "),
@@ -205,6 +205,24 @@ def test_documents_are_ranked(ranker: EncoderServer, path: str) -> None:
     assert "document" not in whole["results"][0]
     for wrong in ([], [1], [{"title": "x"}], "x", [""]):
         assert ranker.post(path, {"query": "q", "documents": wrong}).status_code == 400
+
+
+def test_the_texts_of_all_pairs_are_bounded_together() -> None:
+    server = EncoderServer(labels=("fits",), limits={"prompt_tokens": 100, "prompt_characters": 200})
+    try:
+        long = server.post(RERANK, {"query": "q" * 150, "documents": ["d" * 60], "truncate_prompt_tokens": -1})
+        assert long.json()["error"]["param"] == "documents"
+        assert "has, together with query, 210 characters in all, limit 200" in long.json()["error"]["message"]
+        joined: list[int] = []
+        encode = server.service.texts.tokenizer.encode_pairs
+        spied = lambda *given: (joined.append(1) or pair for pair in encode(*given))  # noqa: E731
+        server.service.texts.tokenizer.encode_pairs = spied  # type: ignore[method-assign]
+        many = server.post(RERANK, {"query": "q" * 30, "documents": ["d"] * 50})
+        assert many.json()["error"]["param"] == "documents"
+        assert "has more than 100 tokens in all" in many.json()["error"]["message"]
+        assert len(joined) == 4  # of 31 tokens each: those after them were never joined
+    finally:
+        server.close()
 
 
 def test_an_encoder_ranks_by_the_cosine(encoder: EncoderServer) -> None:
