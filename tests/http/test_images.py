@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,22 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.config.vision import ImageGrid, ImageLimits
 from real_server import RealServer
 from tests.http.conftest import Serve
 from tiny_served import FLAGS, write_tiny_vision_model
 
 Image = pytest.importorskip("PIL.Image")
-LIMITS = ("--limit", "image_bytes=100000", "--limit", "image_pixels=250000", "--limit-mm-per-prompt", '{"image": 2}')
+LIMITS = (
+    "--limit",
+    "image_bytes=100000",
+    "--limit",
+    "image_pixels=250000",
+    "--limit",
+    "images_pixels=300000",
+    "--limit-mm-per-prompt",
+    '{"image": 2}',
+)
 
 
 def picture(seed: int, width: int = 40, height: int = 24) -> Any:
@@ -174,6 +187,8 @@ REFUSED: list[tuple[list[dict[str, Any]], str, str]] = [
     ([{"type": "input_audio"}], "messages[0].content[0]", "takes text and images"),
     ([part(picture(1, 600, 600))], "messages[0].content[0].image_url.url", "more than 100,000 bytes"),
     ([part(Image.new("RGB", (600, 600)))], "messages[0].content[0].image_url.url", "limit 250,000"),
+    ([part(Image.new("RGB", (400, 400)))] * 2, "messages[0].content[1].image_url.url", "limit 300,000 in all"),
+    ([part(url="file://[x/a")], "messages[0].content[0].image_url.url", "no path of a local file"),
     ([part(Image.new("RGB", (900, 4)))], "messages[0].content[0].image_url.url", "200 times"),
     ([part(picture(1))] * 3, "messages[0].content[2]", "one image more than the 2"),
     ([part(picture(1)), {"type": "text", "text": "<|image_pad|>"}], "messages", "2 placeholders of images"),
@@ -235,3 +250,27 @@ def test_pixels_that_are_held_are_bounded(serve: Serve) -> None:
             pass
         assert service.pixels.num_bytes == 1_000
     assert service.pixels.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (b'{"messages": "hi"}', "quire-text"),
+        (b'{"messages": [{"content": [{"type": "image_url"}]}]}', "quire-long-text"),
+        (b'{"messages": [{"content": [{"type": "\\u0069mage_url"}]}]}', "quire-long-text"),
+        (b'{"input": "hi", "previous_response_id": "resp_1"}', "quire-long-text"),
+        (b'{"messages": "' + b"x" * 70_000 + b'"}', "quire-long-text"),
+    ],
+)
+def test_small_bodies_with_images_hold_up_no_text(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, body: bytes, name: str
+) -> None:
+    server = serve()
+    service = server.service
+    texts_only = server.call(lambda: service.dispatcher.known_engine)
+    ran = asyncio.run_coroutine_threadsafe(service.in_thread_of(body[:1_000], threading.current_thread), server.loop)
+    assert ran.result(10).name.startswith("quire-text")
+    images = ImageLimits(ImageGrid(token_id=9))
+    monkeypatch.setattr(service.dispatcher, "known_engine", replace(texts_only, images=images))
+    ran = asyncio.run_coroutine_threadsafe(service.in_thread_of(body, threading.current_thread), server.loop)
+    assert ran.result(10).name.startswith(name)
