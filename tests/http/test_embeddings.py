@@ -232,6 +232,10 @@ def test_an_encoder_ranks_by_the_cosine(encoder: EncoderServer) -> None:
     assert [each["score"] for each in found] == pytest.approx([1.0, wanted])
     pairs = encoder.post(SCORE, {"text_1": ["abc", "z"], "text_2": ["abc", "z"]}).json()["data"]
     assert [each["score"] for each in pairs] == pytest.approx([1.0, 1.0])
+    for path, body in ((SCORE, {"text_1": "a", "text_2": "b"}), (RERANK, {"query": "a", "documents": ["b"]})):
+        assert encoder.post(path, {**body, "use_activation": True}).status_code == 200
+        refused = encoder.post(path, {**body, "use_activation": False})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "use_activation")
 
 
 def test_a_classifier_names_the_best_label() -> None:
@@ -246,6 +250,9 @@ def test_a_classifier_names_the_best_label() -> None:
         assert server.post(EMBED, {"input": "x"}).status_code == 400
         pooled = server.post("/pooling", {"input": "abc"}).json()["data"]
         assert pooled == [{"object": "pooling", "index": 0, "data": vector(ids("abc"))}]
+        refused = server.post("/pooling", {"input": "abc", "normalize": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "normalize")
+        assert server.post("/pooling", {"input": "abc", "normalize": False}).status_code == 200
     finally:
         server.close()
 

@@ -92,7 +92,7 @@ class _Counters:
 
 class EncoderCore:
     """Accepts texts and runs steps, as EngineCore does with prompts: every accepted request gets exactly one terminal
-    message. It has no KV cache and samples nothing.
+    message. It has no KV cache and samples nothing. A row with a number that is not finite fails its request.
 
     Not thread-safe: one thread submits, aborts and steps. An exception of the encoder ends all requests.
     """
@@ -166,7 +166,12 @@ class EncoderCore:
             self._die(error)
             return
         for request, row in zip(batch, rows, strict=True):
-            self._end(request.request_id, "stop", row, start)
+            if np.isfinite(np.frombuffer(row, np.float32)).all():
+                self._end(request.request_id, "stop", row, start)
+            else:
+                self._end(
+                    request.request_id, "error", started=start, error="the model made numbers that are not finite"
+                )
         counters.steps += 1
         counters.tokens += num_tokens
         counters.seconds += self._clock() - start

@@ -12,6 +12,7 @@ from quire.config.embedding import PoolingModel
 from quire.serving.requests import Prompt
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
+from quire.types.pooling import PoolingParams
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
 
@@ -79,6 +80,14 @@ class TextReader:
             check_total(where, num_tokens, self.max_tokens)
             read.append(PooledText(ids, first if self.model.has_pairs else None))
         return read
+
+    def check_params(self, params: PoolingParams, activation: str = "activate") -> None:
+        """Raise InvalidRequest for what says nothing to this model. `activation`: the caller's name of `activate`."""
+        self.check_dimensions(params.dimensions)
+        if self.model.task == "classify" and params.normalize:
+            raise InvalidRequest("normalize", "is for embeddings, and this model classifies", "leave it out")
+        if self.model.task == "embed" and not params.activate:
+            raise InvalidRequest(activation, "is for classifiers, and this model makes embeddings", "leave it out")
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raise InvalidRequest unless embeddings of this model may be cut to this length."""

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from quire.config.engine import SchedulerConfig
 from quire.engine.encoder_core import EncoderCore
 from quire.types.pooling import PoolingParams, PoolingWork
 from quire.types.request import Abort, Submit, pack_tokens
 from quire.types.sampling import SamplingParams
+
+NO_NUMBER = 13
+
+
+def numbers(request: Submit) -> bytes:
+    return (
+        np.where(np.asarray(request.prompt_token_ids) == NO_NUMBER, np.nan, request.prompt_token_ids)
+        .astype(np.float32)
+        .tobytes()
+    )
 
 
 class Echo:
@@ -19,7 +31,7 @@ class Echo:
 
     def encode(self, requests: Sequence[Submit]) -> list[bytes]:
         self.batches.append([request.request_id for request in requests])
-        return [request.prompt_token_ids.tobytes() for request in requests]
+        return [numbers(request) for request in requests]
 
     def close(self) -> None: ...
 
@@ -53,7 +65,18 @@ def test_an_id_that_is_aborted_and_used_again_answers_for_its_last_text() -> Non
             core.abort(Abort("a"))
     ends = core.step().finished
     assert [(end.samples[0].finish_reason, end.pooled) for end in ends] == [
-        ("abort", b""), ("abort", b""), ("stop", pack_tokens([3, 3]).tobytes())
+        ("abort", b""), ("abort", b""), ("stop", np.float32([3, 3]).tobytes())
     ]  # fmt: skip
     assert echo.batches == [["a"]]
     assert not core.has_work
+
+
+def test_a_request_whose_row_is_not_finite_fails_alone() -> None:
+    core, _ = make()
+    for each in (request("a", 2), request("b", 1, 1, token=NO_NUMBER), request("c", 2)):
+        core.submit(each)
+    ends = {end.request_id: end for end in core.step().finished}
+    assert [ends[name].error is None for name in "abc"] == [True, False, True]
+    assert "not finite" in (ends["b"].error or "")
+    assert ends["b"].pooled == b""
+    assert core.dead is None

@@ -24,7 +24,10 @@ _GUIDE = "See [the guide](../guides/embeddings.md). "
 
 
 def _params(call: PoolingCall) -> PoolingParams:
-    return PoolingParams(activate=call.given.get("use_activation", True))
+    """Raises InvalidRequest for what says nothing to the model."""
+    params = PoolingParams(activate=call.given.get("use_activation", True))
+    call.reader.check_params(params, "use_activation")
+    return params
 
 
 def _pairs(call: PoolingCall, first: list[str], second: list[str], names: tuple[str, str]) -> list[PooledText]:
