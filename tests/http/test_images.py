@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config.vision import ImageGrid, ImageLimits
+from quire.serving.http.endpoints.chat import CHAT
+from quire.serving.http.generation.job import prepare_job
+from quire.serving.http.request_head import RequestHead
 from real_server import RealServer
 from tests.http.conftest import Serve
 from tiny_served import FLAGS, write_tiny_vision_model
@@ -154,6 +158,36 @@ def test_responses_take_images_and_remember_them(case: Case) -> None:
     assert "input[0].content[0].image_url" in missing.text
     assert "nothing is fetched" in network.text
     assert "only text is taken here" in misplaced.text
+
+
+def test_a_conversation_with_too_many_images_loses_its_oldest_messages(case: Case) -> None:
+    def shown(count: int, seed: int) -> dict[str, Any]:
+        image = {"type": "input_image", "image_url": part(picture(seed, 16, 16))["image_url"]["url"]}
+        return {"role": "user", "content": [image] * count}
+
+    def ask(*messages: dict[str, Any], **more: Any) -> httpx.Response:
+        with case.server.client() as client:
+            return client.post("/v1/responses", json={"input": list(messages), "max_output_tokens": 4, **more})
+
+    last = [shown(1, 3), shown(1, 4)]
+    assert ask(shown(1, 2), *last).status_code == 400
+    cut = ask(shown(1, 2), *last, truncation="auto")
+    assert cut.status_code == 200, cut.text
+    assert "the oldest 1 messages were left out to fit the limits of images" in cut.text
+    assert cut.json()["usage"]["input_tokens"] == ask(*last).json()["usage"]["input_tokens"]
+    alone = ask(shown(3, 5), truncation="auto")
+    assert alone.status_code == 400
+    assert "one image more than the 2" in alone.text
+
+
+def test_what_was_sent_of_images_is_not_kept_while_a_request_runs(serve: Serve) -> None:
+    service = serve().service
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}).encode()
+    job = prepare_job(
+        service, CHAT.generation, CHAT.fields_by_name, body, RequestHead("a", False, "", False, False, 0.0)
+    )
+    assert "messages" not in job.options.parameters
+    assert job.options.parameters["max_tokens"] == 4
 
 
 def test_tokenize_counts_images_and_other_endpoints_refuse_them(case: Case) -> None:

@@ -29,26 +29,39 @@ _LARGE_PIXELS = 16_000_000  # a process decodes one image at a time that has mor
 _LARGE_ONE = threading.Lock()
 
 
+class TooManyImages(InvalidRequest):
+    """The images of a request are too many, or too large together."""
+
+
 @dataclass(slots=True)
 class ImageBudget:
     """What the images of one request have together. An image is added before it is decoded."""
 
+    max_images: int
     max_pixels: int  # as they come
+    num_images: int = 0
     num_pixels: int = 0
     num_bytes: int = 0  # after they are resized
 
-    def add(self, field: str, num_pixels: int, num_bytes: int) -> None:
-        """Count an image. Raises InvalidRequest if all together become too large."""
+    def add_one(self, field: str) -> None:
+        """Count an image that is not opened yet. Raises TooManyImages."""
+        if self.num_images == self.max_images:
+            reason = f"is one image more than the {self.max_images} that a request may have"
+            raise TooManyImages(field, reason, "send fewer")
+        self.num_images += 1
+
+    def add_size(self, field: str, num_pixels: int, num_bytes: int) -> None:
+        """Count the pixels of an image. Raises TooManyImages if all together have too many."""
         self.num_pixels += num_pixels
         self.num_bytes += num_bytes
         if self.num_pixels > self.max_pixels:
             reason = f"makes {self.num_pixels:,} pixels with the images before it, limit {self.max_pixels:,} in all"
-            raise InvalidRequest(field, reason, "send fewer or smaller images")
+            raise TooManyImages(field, reason, "send fewer or smaller images")
         if self.num_bytes > MAX_PIXEL_BYTES:
             reason = (
                 f"makes, resized, {self.num_bytes // 3:,} pixels with those before it, limit {MAX_PIXEL_BYTES // 3:,}"
             )
-            raise InvalidRequest(field, reason, "send fewer or smaller images, or have the operator lower max_pixels")
+            raise TooManyImages(field, reason, "send fewer or smaller images, or have the operator lower max_pixels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,7 @@ class ImageReader:
     max_all_pixels: int = MAX_ALL_PIXELS
 
     def make_budget(self) -> ImageBudget:
-        return ImageBudget(self.max_all_pixels)
+        return ImageBudget(self.limits.max_images, self.max_all_pixels)
 
     def decode(self, field: str, data: bytes, budget: ImageBudget | None = None) -> PromptImage:
         """Prepare an image file. Raises InvalidRequest."""
@@ -83,7 +96,7 @@ class ImageReader:
             self._check_size(field, *image.size)
             height, width = fitting_size(image.height, image.width, self.limits.grid, field)
             if budget is not None:
-                budget.add(field, image.width * image.height, height * width * 3)
+                budget.add_size(field, image.width * image.height, height * width * 3)
             with _LARGE_ONE if image.width * image.height > _LARGE_PIXELS else nullcontext():
                 image.load()
                 return self._resized(field, library, _as_rgb(_upright(library, image)))

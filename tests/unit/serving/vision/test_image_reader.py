@@ -171,7 +171,7 @@ def test_the_images_of_a_request_are_bounded_together_before_they_are_decoded() 
         InvalidRequest, match="image: makes 5,250,000 pixels with the images before it, limit 5,000,000"
     ):
         reader.decode("image", bomb(1_500, 2_000), budget)  # its pixels cannot be decoded
-    resized = ImageBudget(2**40)
+    resized = ImageBudget(20, 2**40)
     with pytest.raises(InvalidRequest, match="image: makes, resized, .* limit 16,777,216"):
         for _ in range(20):
             reader.prepare("image", Image.new("RGB", (1_400, 1_400)), resized)
