@@ -69,6 +69,7 @@ OVER: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
 }
 ELSEWHERE = {
     *("image_bytes", "image_pixels", "images_pixels", "images_bytes"),  # test_images.py
+    "inputs",  # test_embeddings.py
     "body_bytes", "queue_requests", "queue_tokens", "bodies_bytes", "stream_bytes", "connections", "header_bytes",
     "header_seconds", "body_seconds", "idle_seconds", "stall_seconds", "ping_seconds",
     "coalesce_streams", "coalesce_ms", "fork_requests", "fork_tokens", "fork_seconds", "quarantine_seconds",
