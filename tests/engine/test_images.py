@@ -188,6 +188,29 @@ def test_a_prompt_with_an_image_can_stay_resident(case: Case) -> None:
     assert made.core.stats().prompt_tokens - before == 1
 
 
+@pytest.mark.parametrize("budget", [2_048, 12])
+def test_the_blocks_of_a_request_that_fails_hold_its_image(
+    case: Case, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """Others that show the same image read them before the failure is known."""
+    made = case.engine(block_size=2, num_blocks=256, budget=budget, depth=2)
+    sampler = made.executor.worker._sampler
+    add, failing = sampler.add, ["bad"]
+
+    def add_but_the_first(new: Any) -> None:
+        if failing:
+            raise ValueError(failing.pop())
+        add(new)
+
+    monkeypatch.setattr(sampler, "add", add_but_the_first)
+    made.core.submit(request("bad", ONE))
+    made.core.submit(request("good", ONE))
+    made.run()
+    assert made.finished["bad"].error == "bad"
+    assert made.finished["good"].num_cached_tokens > ONE.images[0].start
+    assert list(made.finished["good"].samples[0].token_ids) == case.expected(ONE)
+
+
 def _change(**changes: Any) -> Callable[[Submit], Submit]:
     return lambda given: replace(given, images=(replace(given.images[0], **changes),))
 

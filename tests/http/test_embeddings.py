@@ -95,7 +95,7 @@ def test_the_official_client_reads_embeddings(encoder: EncoderServer) -> None:
         ({"input": [[1], [999]]}, "input[1]", "token ids outside"),
         ({"input": [-1]}, "input", "token ids"),
         ({"input": ["x"] * 21}, "input", "has 21 inputs, limit 20"),
-        ({"input": ["x" * 30] * 14}, "input", "has 420 tokens in all, limit 400"),
+        ({"input": ["x" * 30] * 14}, "input", "has more than 400 tokens in all"),
         ({"input": "x" * (LENGTH + 1)}, "input", f"has {LENGTH + 1} tokens, the most are {LENGTH}; .*truncate_prompt"),
         ({"input": "x", "encoding_format": "float16"}, "encoding_format", "must be one of float, base64"),
         ({"input": "x", "dimensions": 0}, "dimensions", r"must be in \[1, "),
@@ -207,6 +207,24 @@ def test_documents_are_ranked(ranker: EncoderServer, path: str) -> None:
         assert ranker.post(path, {"query": "q", "documents": wrong}).status_code == 400
 
 
+def test_the_texts_of_all_pairs_are_bounded_together() -> None:
+    server = EncoderServer(labels=("fits",), limits={"prompt_tokens": 100, "prompt_characters": 200})
+    try:
+        long = server.post(RERANK, {"query": "q" * 150, "documents": ["d" * 60], "truncate_prompt_tokens": -1})
+        assert long.json()["error"]["param"] == "documents"
+        assert "has, together with query, 210 characters in all, limit 200" in long.json()["error"]["message"]
+        joined: list[int] = []
+        encode = server.service.texts.tokenizer.encode_pairs
+        spied = lambda *given: (joined.append(1) or pair for pair in encode(*given))  # noqa: E731
+        server.service.texts.tokenizer.encode_pairs = spied  # type: ignore[method-assign]
+        many = server.post(RERANK, {"query": "q" * 30, "documents": ["d"] * 50})
+        assert many.json()["error"]["param"] == "documents"
+        assert "has more than 100 tokens in all" in many.json()["error"]["message"]
+        assert len(joined) == 4  # of 31 tokens each: those after them were never joined
+    finally:
+        server.close()
+
+
 def test_an_encoder_ranks_by_the_cosine(encoder: EncoderServer) -> None:
     found = encoder.post(SCORE, {"text_1": "abc", "text_2": ["abc", "z"]}).json()["data"]
     one, other = np.asarray(vector(ids("abc"))), np.asarray(vector(ids("z")))
@@ -214,6 +232,10 @@ def test_an_encoder_ranks_by_the_cosine(encoder: EncoderServer) -> None:
     assert [each["score"] for each in found] == pytest.approx([1.0, wanted])
     pairs = encoder.post(SCORE, {"text_1": ["abc", "z"], "text_2": ["abc", "z"]}).json()["data"]
     assert [each["score"] for each in pairs] == pytest.approx([1.0, 1.0])
+    for path, body in ((SCORE, {"text_1": "a", "text_2": "b"}), (RERANK, {"query": "a", "documents": ["b"]})):
+        assert encoder.post(path, {**body, "use_activation": True}).status_code == 200
+        refused = encoder.post(path, {**body, "use_activation": False})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "use_activation")
 
 
 def test_a_classifier_names_the_best_label() -> None:
@@ -228,6 +250,9 @@ def test_a_classifier_names_the_best_label() -> None:
         assert server.post(EMBED, {"input": "x"}).status_code == 400
         pooled = server.post("/pooling", {"input": "abc"}).json()["data"]
         assert pooled == [{"object": "pooling", "index": 0, "data": vector(ids("abc"))}]
+        refused = server.post("/pooling", {"input": "abc", "normalize": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "normalize")
+        assert server.post("/pooling", {"input": "abc", "normalize": False}).status_code == 200
     finally:
         server.close()
 

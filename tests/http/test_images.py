@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import json
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,25 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.config.vision import ImageGrid, ImageLimits
+from quire.serving.http.endpoints.chat import CHAT
+from quire.serving.http.generation.job import prepare_job
+from quire.serving.http.request_head import RequestHead
 from real_server import RealServer
 from tests.http.conftest import Serve
 from tiny_served import FLAGS, write_tiny_vision_model
 
 Image = pytest.importorskip("PIL.Image")
-LIMITS = ("--limit", "image_bytes=100000", "--limit", "image_pixels=250000", "--limit-mm-per-prompt", '{"image": 2}')
+LIMITS = (
+    "--limit",
+    "image_bytes=100000",
+    "--limit",
+    "image_pixels=250000",
+    "--limit",
+    "images_pixels=300000",
+    "--limit-mm-per-prompt",
+    '{"image": 2}',
+)
 
 
 def picture(seed: int, width: int = 40, height: int = 24) -> Any:
@@ -143,6 +160,36 @@ def test_responses_take_images_and_remember_them(case: Case) -> None:
     assert "only text is taken here" in misplaced.text
 
 
+def test_a_conversation_with_too_many_images_loses_its_oldest_messages(case: Case) -> None:
+    def shown(count: int, seed: int) -> dict[str, Any]:
+        image = {"type": "input_image", "image_url": part(picture(seed, 16, 16))["image_url"]["url"]}
+        return {"role": "user", "content": [image] * count}
+
+    def ask(*messages: dict[str, Any], **more: Any) -> httpx.Response:
+        with case.server.client() as client:
+            return client.post("/v1/responses", json={"input": list(messages), "max_output_tokens": 4, **more})
+
+    last = [shown(1, 3), shown(1, 4)]
+    assert ask(shown(1, 2), *last).status_code == 400
+    cut = ask(shown(1, 2), *last, truncation="auto")
+    assert cut.status_code == 200, cut.text
+    assert "the oldest 1 messages were left out to fit the limits of images" in cut.text
+    assert cut.json()["usage"]["input_tokens"] == ask(*last).json()["usage"]["input_tokens"]
+    alone = ask(shown(3, 5), truncation="auto")
+    assert alone.status_code == 400
+    assert "one image more than the 2" in alone.text
+
+
+def test_what_was_sent_of_images_is_not_kept_while_a_request_runs(serve: Serve) -> None:
+    service = serve().service
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}).encode()
+    job = prepare_job(
+        service, CHAT.generation, CHAT.fields_by_name, body, RequestHead("a", False, "", False, False, 0.0)
+    )
+    assert "messages" not in job.options.parameters
+    assert job.options.parameters["max_tokens"] == 4
+
+
 def test_tokenize_counts_images_and_other_endpoints_refuse_them(case: Case) -> None:
     messages = [{"role": "user", "content": [part(picture(1)), {"type": "text", "text": "hi"}]}]
     _, usage = case.answer(*messages[0]["content"])
@@ -174,6 +221,8 @@ REFUSED: list[tuple[list[dict[str, Any]], str, str]] = [
     ([{"type": "input_audio"}], "messages[0].content[0]", "takes text and images"),
     ([part(picture(1, 600, 600))], "messages[0].content[0].image_url.url", "more than 100,000 bytes"),
     ([part(Image.new("RGB", (600, 600)))], "messages[0].content[0].image_url.url", "limit 250,000"),
+    ([part(Image.new("RGB", (400, 400)))] * 2, "messages[0].content[1].image_url.url", "limit 300,000 in all"),
+    ([part(url="file://[x/a")], "messages[0].content[0].image_url.url", "no path of a local file"),
     ([part(Image.new("RGB", (900, 4)))], "messages[0].content[0].image_url.url", "200 times"),
     ([part(picture(1))] * 3, "messages[0].content[2]", "one image more than the 2"),
     ([part(picture(1)), {"type": "text", "text": "<|image_pad|>"}], "messages", "2 placeholders of images"),
@@ -235,3 +284,27 @@ def test_pixels_that_are_held_are_bounded(serve: Serve) -> None:
             pass
         assert service.pixels.num_bytes == 1_000
     assert service.pixels.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (b'{"messages": "hi"}', "quire-text"),
+        (b'{"messages": [{"content": [{"type": "image_url"}]}]}', "quire-long-text"),
+        (b'{"messages": [{"content": [{"type": "\\u0069mage_url"}]}]}', "quire-long-text"),
+        (b'{"input": "hi", "previous_response_id": "resp_1"}', "quire-long-text"),
+        (b'{"messages": "' + b"x" * 70_000 + b'"}', "quire-long-text"),
+    ],
+)
+def test_small_bodies_with_images_hold_up_no_text(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, body: bytes, name: str
+) -> None:
+    server = serve()
+    service = server.service
+    texts_only = server.call(lambda: service.dispatcher.known_engine)
+    ran = asyncio.run_coroutine_threadsafe(service.in_thread_of(body[:1_000], threading.current_thread), server.loop)
+    assert ran.result(10).name.startswith("quire-text")
+    images = ImageLimits(ImageGrid(token_id=9))
+    monkeypatch.setattr(service.dispatcher, "known_engine", replace(texts_only, images=images))
+    ran = asyncio.run_coroutine_threadsafe(service.in_thread_of(body, threading.current_thread), server.loop)
+    assert ran.result(10).name.startswith(name)

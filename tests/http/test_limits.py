@@ -68,7 +68,7 @@ OVER: dict[str, tuple[str, str, Callable[[int], dict[str, Any]]]] = {
     "label": (COMPLETIONS, "cache_salt", lambda size: {"prompt": "x", "cache_salt": "u" * size}),
 }
 ELSEWHERE = {
-    *("image_bytes", "image_pixels", "images_bytes"),  # test_images.py
+    *("image_bytes", "image_pixels", "images_pixels", "images_bytes"),  # test_images.py
     "inputs",  # test_embeddings.py
     "body_bytes", "queue_requests", "queue_tokens", "bodies_bytes", "stream_bytes", "connections", "header_bytes",
     "header_seconds", "body_seconds", "idle_seconds", "stall_seconds", "ping_seconds",

@@ -37,43 +37,48 @@ class TextQueue:
     many texts holds up no other for longer than a batch takes, times their number. The server makes a tenant of every
     HTTP request."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+    def __init__(self, max_tokens: int, max_texts: int) -> None:
+        self._max_tokens, self._max_texts = max_tokens, max_texts
         self._tenants: dict[str, deque[Submit]] = {}  # in the order of their turns
-        self._removed: set[str] = set()
-        self._num_requests = 0
+        self._live: dict[str, Submit] = {}  # others in `_tenants` were removed
 
     def __len__(self) -> int:
-        return self._num_requests
+        return len(self._live)
 
     def add(self, request: Submit) -> None:
+        """Append a request. None of those in the queue has its id."""
         self._tenants.setdefault(request.tenant, deque()).append(request)
-        self._num_requests += 1
+        self._live[request.request_id] = request
 
     def remove(self, request: Submit) -> None:
         """Remove a request from any place. It must be in the queue."""
-        self._removed.add(request.request_id)
-        self._num_requests -= 1
+        del self._live[request.request_id]
 
     def take(self) -> list[Submit]:
-        """The requests of the next batch: at least one, and others while there is room for their tokens."""
+        """The requests of the next batch: at least one, and others while there is room for their tokens and texts."""
         batch: list[Submit] = []
-        room = self._max_tokens
-        while self._num_requests:
+        tokens_left, texts_left = self._max_tokens, self._max_texts
+        while self._live:
             tenant = next(iter(self._tenants))
             requests = self._tenants.pop(tenant)
-            while requests and requests[0].request_id in self._removed:
-                self._removed.discard(requests.popleft().request_id)
-            if requests and batch and len(requests[0].prompt_token_ids) > room:
-                self._tenants = {tenant: requests, **self._tenants}  # it is the first of the next batch
-                return batch
+            while requests and self._live.get(requests[0].request_id) is not requests[0]:
+                requests.popleft()
             if requests:
+                num_tokens, num_texts = len(requests[0].prompt_token_ids), _num_texts(requests[0])
+                if batch and (num_tokens > tokens_left or num_texts > texts_left):
+                    self._tenants = {tenant: requests, **self._tenants}  # it is the first of the next batch
+                    return batch
                 batch.append(requests.popleft())
-                room -= len(batch[-1].prompt_token_ids)
-                self._num_requests -= 1
+                del self._live[batch[-1].request_id]
+                tokens_left, texts_left = tokens_left - num_tokens, texts_left - num_texts
             if requests:
                 self._tenants[tenant] = requests
+        self._tenants.clear()  # only removed requests are left
         return batch
+
+
+def _num_texts(request: Submit) -> int:
+    return 1 if request.pooling is None else len(request.pooling.lengths)
 
 
 @dataclass(slots=True)
@@ -87,7 +92,7 @@ class _Counters:
 
 class EncoderCore:
     """Accepts texts and runs steps, as EngineCore does with prompts: every accepted request gets exactly one terminal
-    message. It has no KV cache and samples nothing.
+    message. It has no KV cache and samples nothing. A row with a number that is not finite fails its request.
 
     Not thread-safe: one thread submits, aborts and steps. An exception of the encoder ends all requests.
     """
@@ -104,7 +109,7 @@ class EncoderCore:
         self._encoder, self.config, self.vocab_size, self._check, self._clock = (
             encoder, config, vocab_size, check, clock,
         )  # fmt: skip
-        self._queue = TextQueue(config.max_num_batched_tokens)
+        self._queue = TextQueue(config.max_num_batched_tokens, config.max_num_seqs)
         self._live: dict[str, tuple[Submit, float]] = {}  # with the time of arrival
         self._finished: list[Finished] = []
         self._counters = _Counters()
@@ -161,7 +166,12 @@ class EncoderCore:
             self._die(error)
             return
         for request, row in zip(batch, rows, strict=True):
-            self._end(request.request_id, "stop", row, start)
+            if np.isfinite(np.frombuffer(row, np.float32)).all():
+                self._end(request.request_id, "stop", row, start)
+            else:
+                self._end(
+                    request.request_id, "error", started=start, error="the model made numbers that are not finite"
+                )
         counters.steps += 1
         counters.tokens += num_tokens
         counters.seconds += self._clock() - start

@@ -37,6 +37,7 @@ from quire.types.output import Finished, TokensOut
 from quire.types.request import Abort, Submit
 
 logger = logging.getLogger("quire.engine")
+_POOLED_BYTES = 16 * 2**20  # of one message
 
 
 class EngineLoop:
@@ -199,13 +200,22 @@ class EngineLoop:
 
 
 def _split_large(part: TokensOut) -> list[TokensOut]:
-    """Split a batch: one message, and one more for each finished request with logprobs, which may be large."""
-    small: list[Finished] = []
+    """Split a batch into messages that are sent one by one: a finished request with logprobs, which may be large, has
+    one of its own, and pooled rows go on in another message where those of one would have more than `_POOLED_BYTES`."""
+    shared: list[list[Finished]] = [[]]
     large: list[Finished] = []
+    num_bytes = 0
     for end in part.finished:
-        has_logprobs = end.prompt_logprobs or any(sample.logprobs for sample in end.samples)
-        (large if has_logprobs else small).append(end)
-    if not large:
+        if end.prompt_logprobs or any(sample.logprobs for sample in end.samples):
+            large.append(end)
+            continue
+        if num_bytes and num_bytes + len(end.pooled) > _POOLED_BYTES:
+            shared.append([])
+            num_bytes = 0
+        shared[-1].append(end)
+        num_bytes += len(end.pooled)
+    if not large and len(shared) == 1:
         return [part]
-    alone = [TokensOut(part.step, part.samples[:0], part.token_ids[:0], finished=(end,)) for end in large]
-    return [replace(part, finished=tuple(small)), *alone]
+    others = [*shared[1:], *([end] for end in large)]
+    apart = [TokensOut(part.step, part.samples[:0], part.token_ids[:0], finished=tuple(ends)) for ends in others]
+    return [replace(part, finished=tuple(shared[0])), *apart]

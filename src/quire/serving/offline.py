@@ -168,11 +168,13 @@ class OfflineModel:
         params: PoolingParams | None,
         use_tqdm: ShowsProgress,
     ) -> list[list[float]]:
+        params = params or PoolingParams()
+        loaded.reader.check_params(params)
         with (
             self._alone(),
             ProgressLine("embedding", len(texts), shown=None if use_tqdm is None else bool(use_tqdm)) as line,
         ):
-            return loaded.run(texts, params or PoolingParams(), line.update)
+            return loaded.run(texts, params, line.update)
 
     @property
     def tokenizer(self) -> Tokenizer:

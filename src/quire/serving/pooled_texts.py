@@ -12,6 +12,7 @@ from quire.config.embedding import PoolingModel
 from quire.serving.requests import Prompt
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
+from quire.types.pooling import PoolingParams
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
 
@@ -40,6 +41,7 @@ class TextReader:
     model: PoolingModel
     tokenizer: Tokenizer | None
     advice: str = "set truncate_prompt_tokens=-1 to keep its beginning"
+    max_tokens: int | None = None  # of all pairs together; None: any number
 
     def read(
         self, prompts: Sequence[Prompt], where: str, truncate: int | None = None, *, add_special_tokens: bool = True
@@ -64,14 +66,28 @@ class TextReader:
     def pairs(
         self, firsts: Sequence[str], seconds: Sequence[str], where: str, truncate: int | None = None
     ) -> list[PooledText]:
-        """The tokens of each pair, as the model's tokenizer joins two texts. The longer text is cut first."""
+        """The tokens of each pair, as the model's tokenizer joins two texts. The longer text is cut first. Raises
+        InvalidRequest at the first pair that cannot be taken: those after it are never joined."""
         most = self.read_truncate(truncate)
         texts = self._lowered([*firsts, *seconds], where)
         assert self.tokenizer is not None
-        joined = self.tokenizer.encode_pairs(texts[: len(firsts)], texts[len(firsts) :], most)
-        read = [PooledText(ids, first if self.model.has_pairs else None) for ids, first in joined]
-        self._check(read, where)
+        read: list[PooledText] = []
+        num_tokens = 0
+        for ids, first in self.tokenizer.encode_pairs(texts[: len(firsts)], texts[len(firsts) :], most):
+            place = f"{where}[{len(read)}]" if len(seconds) > 1 else where
+            check_tokens(self.model, ids, place, self.advice)
+            num_tokens += len(ids)
+            check_total(where, num_tokens, self.max_tokens)
+            read.append(PooledText(ids, first if self.model.has_pairs else None))
         return read
+
+    def check_params(self, params: PoolingParams, activation: str = "activate") -> None:
+        """Raise InvalidRequest for what says nothing to this model. `activation`: the caller's name of `activate`."""
+        self.check_dimensions(params.dimensions)
+        if self.model.task == "classify" and params.normalize:
+            raise InvalidRequest("normalize", "is for embeddings, and this model classifies", "leave it out")
+        if self.model.task == "embed" and not params.activate:
+            raise InvalidRequest(activation, "is for classifiers, and this model makes embeddings", "leave it out")
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raise InvalidRequest unless embeddings of this model may be cut to this length."""
@@ -100,7 +116,10 @@ class TextReader:
     def _lowered(self, texts: list[str], where: str) -> list[str]:
         if texts and self.tokenizer is None:
             raise InvalidRequest(where, "are text, but there is no tokenizer", "pass token ids")
-        return [text.lower() for text in texts] if self.model.settings.lowercase else texts
+        if not self.model.settings.lowercase:
+            return texts
+        lowered = {text: text.lower() for text in texts}  # one text may be in many pairs
+        return [lowered[text] for text in texts]
 
     def _check(self, texts: Sequence[PooledText], where: str) -> None:
         for place, text in enumerate(texts):
@@ -120,6 +139,12 @@ def check_tokens(model: PoolingModel, ids: Sequence[int], where: str, advice: st
     if model.padding_id is not None and model.padding_id in ids:
         reason = f"holds the padding token {model.padding_id}, which this model gives no position"
         raise InvalidRequest(where, reason, "leave it out")
+
+
+def check_total(where: str, num_tokens: int, limit: int | None) -> None:
+    """Raise InvalidRequest for more tokens than the texts of one request may have together."""
+    if limit is not None and num_tokens > limit:
+        raise InvalidRequest(where, f"has more than {limit} tokens in all", "send fewer texts at once")
 
 
 def check_work(model: PoolingModel, request: Submit) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from engine_thread import EngineThread, PlainEdge
@@ -21,9 +22,10 @@ from quire.engine.messages import (
     Lost,
     StatsAnswer,
 )
+from quire.engine.process import _split_large
 from quire.engine.submission import MAX_ANSWER, check_answer_size
 from quire.types.errors import InvalidRequest
-from quire.types.output import TokensOut
+from quire.types.output import Finished, SampleEnd, TokensOut
 from quire.types.request import Abort, Submit
 from quire.types.sampling import SamplingParams
 
@@ -308,3 +310,15 @@ def test_a_request_with_logprobs_ends_in_a_message_of_its_own(start: Start, conn
     last = [said for said in edge.heard if isinstance(said, TokensOut)][-1]
     assert [end.request_id for end in last.finished] == ["a"]
     assert len(last.samples) == 0
+
+
+def test_pooled_rows_of_a_step_go_in_messages_of_bounded_size() -> None:
+    ends = tuple(
+        Finished(str(place), (SampleEnd(0, (), "stop"),), pooled=bytes(size))
+        for place, size in enumerate([0, 9 * 2**20, 7 * 2**20, 1, 20 * 2**20, 0, 1])
+    )
+    out = TokensOut(3, np.arange(2), np.arange(2).reshape(2, 1), finished=ends)
+    messages = _split_large(out)
+    assert [[end.request_id for end in one.finished] for one in messages] == [["0", "1", "2"], ["3"], ["4"], ["5", "6"]]
+    assert [len(one.samples) for one in messages] == [2, 0, 0, 0]
+    assert {one.step for one in messages} == {3}

@@ -145,3 +145,12 @@ def test_of_a_pair_that_is_too_long_the_longer_text_is_cut(most: int) -> None:
         wanted = backend.encode(*pair)
         assert ids == wanted.ids
         assert [int(place >= first) for place in range(len(ids))] == wanted.type_ids
+
+
+def test_a_text_of_many_pairs_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = OurTokenizer(word_tokenizer(), SpecialTokens(None, (), None))
+    encoded: list[str] = []
+    encode = ours.encode_batch
+    monkeypatch.setattr(ours, "encode_batch", lambda texts, *more: encoded.extend(texts) or encode(texts, *more))
+    assert len(list(ours.encode_pairs(["the cat"] * 50, ["sat", "on"] * 25))) == 50
+    assert sorted(encoded) == ["on", "sat", "the cat"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +20,7 @@ from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.parts import make_parts
 from quire.runtime.worker.runner import RowSampler, Runner, SampleStep, StepOutput
 from quire.types.errors import InvalidRequest
+from quire.types.images import PromptImage
 from quire.types.step import Ints, Masks, NewRow, RowFailure, RowTokens, StepPlan
 
 
@@ -153,19 +155,20 @@ class Worker:
             self._sampler.remove(row)
 
     def _add(self, news: tuple[NewRow, ...]) -> tuple[RowFailure, ...]:
-        """A row that fails is placed all the same, with tokens the model knows: its share of the plan is computed, as
-        others may read the blocks of a prompt it shares with them."""
+        """A row that fails is placed all the same, with tokens the model knows and the images before a broken one: its
+        share of the plan is computed, as others may read the blocks of a prompt it shares with them."""
         placed, failures, known = [], [], self._are_known(news)
         for new in news:
             try:
                 if not known:
                     self._check_tokens(new.token_ids)
-                self._check_images(new)
+                self._check_images(new.images)
                 self._sampler.add(new)
             except Exception as error:  # noqa: BLE001  this row's own code: only its request ends
                 self._failed.add(new.row)
                 failures.append(RowFailure(new.row, str(error) or type(error).__name__))
-                new = new._replace(token_ids=new.token_ids.clip(0, self._vocab_size - 1), images=())
+                tokens, images = new.token_ids.clip(0, self._vocab_size - 1), tuple(self._unbroken(new.images))
+                new = new._replace(token_ids=tokens, images=images)
             placed.append(new)
         self.rows.place(placed)
         if self._images is not None:
@@ -191,10 +194,17 @@ class Worker:
         tokens = np.concatenate([line.token_ids for line in lines])
         return len(tokens) == 0 or bool(tokens.min() >= 0 and tokens.max() < self._vocab_size)
 
-    def _check_images(self, new: NewRow) -> None:
+    def _check_images(self, images: tuple[PromptImage, ...]) -> None:
         if self._images is not None:
-            for image in new.images:
+            for image in images:
                 self._images.check_image(image)
+
+    def _unbroken(self, images: tuple[PromptImage, ...]) -> Iterator[PromptImage]:
+        """Yield the images before the first that fails its check."""
+        with suppress(InvalidRequest):
+            for image in images:
+                self._check_images((image,))
+                yield image
 
     def _check_tokens(self, token_ids: Ints) -> None:
         if token_ids.min(initial=0) < 0 or token_ids.max(initial=0) >= self._vocab_size:

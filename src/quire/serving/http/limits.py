@@ -44,6 +44,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("content_parts", 1_024, "parts", "the `content` of one message", _BAD, highest=65_536),
     Limit("image_bytes", 20 * MIB, "bytes", "one image as it is sent, besides body_bytes", _BAD, highest=2**30),
     Limit("image_pixels", 64_000_000, "pixels", "one image as it is sent", _BAD, highest=170_000_000),
+    Limit("images_pixels", 200_000_000, "pixels", "all images of a request as they are sent", _BAD, highest=2**40),
     Limit("tools", 128, "tools", "`tools`", _BAD, highest=4_096),
     Limit("n", 128, "samples", "`n`, besides max_num_seqs", _BAD, highest=sampling.MAX_N),
     Limit("choices", 1_024, "samples", "`n` times the number of prompts", _BAD, highest=2**20),

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import hashlib
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from quire.serving.http.pinned_prefix_file import PinnedPrefixFile
 from quire.serving.http.pinned_prefixes import PinnedPrefixes
 from quire.serving.http.request_watch import RequestWatch
 from quire.serving.http.response_store import ResponseStore
-from quire.serving.http.text_threads import TextThreads, num_text_threads
+from quire.serving.http.text_threads import LONG_TEXT, TextThreads, num_text_threads
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.process.peers import Peers
@@ -51,6 +52,9 @@ logger = logging.getLogger("quire.edge")
 
 SMALL_BODY = 2**16  # bytes
 LARGE_BODY = 2**18  # bytes: working on one leaves memory behind that is worth giving back
+_MAY_SHOW_IMAGES = re.compile(  # by themselves, by reference to a stored response, or spelled with escapes
+    rb"image|previous_response_id|item_reference|\\u00[2-7]"
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -294,7 +298,8 @@ class Service:
         from quire.serving.vision.messages import ImageTaker
         from quire.serving.vision.sources import MediaSources
 
-        reader = ImageReader(limits, self.limits["image_bytes"], self.limits["image_pixels"])
+        sizes = (self.limits[name] for name in ("image_bytes", "image_pixels", "images_pixels"))
+        reader = ImageReader(limits, *sizes)
         return ImageTaker(reader, MediaSources(self.media_folder, reader.max_bytes))
 
     @contextmanager
@@ -312,6 +317,14 @@ class Service:
     async def in_thread(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run work on text off the event loop."""
         return await asyncio.wrap_future(self.threads.submit(0, work, *args, **kwargs))
+
+    async def in_thread_of(self, body: bytes, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run work on the body of a request off the event loop. Long bodies and those with images, of which a few bytes
+        may take long to decode, never hold up short ones."""
+        engine, size = self.dispatcher.known_engine, len(body)
+        if size <= LONG_TEXT and engine is not None and engine.images is not None and _MAY_SHOW_IMAGES.search(body):
+            size = LONG_TEXT + 1
+        return await self.in_thread_for(size, work, *args, **kwargs)
 
     async def in_thread_for(self, num_bytes: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run work on a text of so many bytes off the event loop. Long texts never hold up short ones."""

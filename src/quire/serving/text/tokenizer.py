@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -205,13 +205,15 @@ class Tokenizer:
 
     def encode_pairs(
         self, firsts: Sequence[str], seconds: Sequence[str], most: int | None = None
-    ) -> list[tuple[list[int], int]]:
-        """The ids of each pair of texts as one, and how many of them come before the second text. Of pairs with more
-        than `most` the longer text loses its end first."""
+    ) -> Iterator[tuple[list[int], int]]:
+        """Yield the ids of each pair of texts as one, and how many of them come before the second text. Of pairs with
+        more than `most` the longer text loses its end first. A text of several pairs is encoded once."""
         before, between, after = self._pair_edges
         room = None if most is None else max(most - len(before) - len(between) - len(after), 0)
-        joined = []
-        for first, second in zip(self.encode_batch(firsts, False), self.encode_batch(seconds, False), strict=True):
+        distinct = list(dict.fromkeys((*firsts, *seconds)))
+        encoded = dict(zip(distinct, self.encode_batch(distinct, False), strict=True))
+        for one, other in zip(firsts, seconds, strict=True):
+            first, second = encoded[one], encoded[other]
             if room is not None and len(first) + len(second) > room:
                 shorter = min(len(first), len(second), room // 2)
                 first, second = (
@@ -220,8 +222,7 @@ class Tokenizer:
                     else (first[:shorter], second[: room - shorter])
                 )
             head = [*before, *first, *between]
-            joined.append(([*head, *second, *after][:most], len(head)))
-        return joined
+            yield [*head, *second, *after][:most], len(head)
 
     @cached_property
     def _pair_edges(self) -> tuple[list[int], list[int], list[int]]:

@@ -7,57 +7,109 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.config.vision import ImageGrid, ImageLimits
+from quire.config.vision import FEWEST_TOKENS, ImageGrid, ImageLimits
 from quire.types.errors import InvalidRequest
-from quire.types.images import PromptImage, image_key
+from quire.types.images import MAX_PIXEL_BYTES, PromptImage, image_key
 from quire.types.install import install_extra
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_RATIO = 200  # of the longer side to the shorter
 MAX_BYTES, MAX_PIXELS = 20 * 2**20, 64_000_000  # of one image as it comes
+MAX_ALL_PIXELS = 200_000_000  # of the images of one request, as they come
 _FIX = "send a PNG, JPEG or WebP file"
+_ORIENTATION = 0x0112  # the EXIF tag
+_GREY_16 = ("I", "I;16", "I;16L", "I;16B", "I;16N")  # modes of grey PNG files with 16 bits
+_LARGE_PIXELS = 16_000_000  # a process decodes one image at a time that has more: it may take 16 bytes for each
+_LARGE_ONE = threading.Lock()
+
+
+class TooManyImages(InvalidRequest):
+    """The images of a request are too many, or too large together."""
+
+
+@dataclass(slots=True)
+class ImageBudget:
+    """What the images of one request have together. An image is added before it is decoded."""
+
+    max_images: int
+    max_pixels: int  # as they come
+    num_images: int = 0
+    num_pixels: int = 0
+    num_bytes: int = 0  # after they are resized
+
+    def add_one(self, field: str) -> None:
+        """Count an image that is not opened yet. Raises TooManyImages."""
+        if self.num_images == self.max_images:
+            reason = f"is one image more than the {self.max_images} that a request may have"
+            raise TooManyImages(field, reason, "send fewer")
+        self.num_images += 1
+
+    def add_size(self, field: str, num_pixels: int, num_bytes: int) -> None:
+        """Count the pixels of an image. Raises TooManyImages if all together have too many."""
+        self.num_pixels += num_pixels
+        self.num_bytes += num_bytes
+        if self.num_pixels > self.max_pixels:
+            reason = f"makes {self.num_pixels:,} pixels with the images before it, limit {self.max_pixels:,} in all"
+            raise TooManyImages(field, reason, "send fewer or smaller images")
+        if self.num_bytes > MAX_PIXEL_BYTES:
+            reason = (
+                f"makes, resized, {self.num_bytes // 3:,} pixels with those before it, limit {MAX_PIXEL_BYTES // 3:,}"
+            )
+            raise TooManyImages(field, reason, "send fewer or smaller images, or have the operator lower max_pixels")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageReader:
-    """Prepares images for one model. May be used in any thread."""
+    """Prepares images for one model. May be used in any thread; a large image waits for its turn there."""
 
     limits: ImageLimits
     max_bytes: int = MAX_BYTES
     max_pixels: int = MAX_PIXELS
+    max_all_pixels: int = MAX_ALL_PIXELS
 
-    def decode(self, field: str, data: bytes) -> PromptImage:
+    def make_budget(self) -> ImageBudget:
+        return ImageBudget(self.limits.max_images, self.max_all_pixels)
+
+    def decode(self, field: str, data: bytes, budget: ImageBudget | None = None) -> PromptImage:
         """Prepare an image file. Raises InvalidRequest."""
         library = _pillow(field)
         if len(data) > self.max_bytes:
             raise InvalidRequest(field, f"has {len(data):,} bytes, limit {self.max_bytes:,}", "send a smaller image")
+        return self._prepare(field, lambda: library.open(io.BytesIO(data), formats=FORMATS), budget)
+
+    def prepare(self, field: str, image: Any, budget: ImageBudget | None = None) -> PromptImage:
+        """Turn, resize and hash a PIL image. It is placed in no prompt yet. Raises InvalidRequest."""
+        if not isinstance(image, _pillow(field).Image):
+            raise InvalidRequest(field, f"must be a PIL image, got {type(image).__name__}")
+        return self._prepare(field, lambda: image, budget)
+
+    def _prepare(self, field: str, open_image: Callable[[], Any], budget: ImageBudget | None) -> PromptImage:
+        library = _pillow(field)
         try:
-            image = library.open(io.BytesIO(data), formats=FORMATS)  # reads no pixel yet
+            image = open_image()  # reads no pixel yet
             self._check_size(field, *image.size)
-            image.load()
+            height, width = fitting_size(image.height, image.width, self.limits.grid, field)
+            if budget is not None:
+                budget.add_size(field, image.width * image.height, height * width * 3)
+            with _LARGE_ONE if image.width * image.height > _LARGE_PIXELS else nullcontext():
+                image.load()
+                return self._resized(field, library, _as_rgb(_upright(library, image)))
         except InvalidRequest:
             raise
         except (library.DecompressionBombError, library.DecompressionBombWarning):
             raise InvalidRequest(field, f"has more than {self.max_pixels:,} pixels", "send a smaller image") from None
         except Exception as error:  # noqa: BLE001  whatever a decoder raises about somebody's bytes
             raise InvalidRequest(field, f"cannot be decoded ({type(error).__name__})", _FIX) from None
-        return self.prepare(field, image)
 
-    def prepare(self, field: str, image: Any) -> PromptImage:
-        """Turn, resize and hash a PIL image. It is placed in no prompt yet. Raises InvalidRequest."""
-        library = _pillow(field)
-        from PIL import ImageOps
-
-        if not isinstance(image, library.Image):
-            raise InvalidRequest(field, f"must be a PIL image, got {type(image).__name__}")
-        self._check_size(field, *image.size)
-        upright = ImageOps.exif_transpose(image).convert("RGB")
-        height, width = fitting_size(upright.height, upright.width, self.limits.grid, field)
-        pixels = upright.resize((width, height), library.Resampling.BICUBIC).tobytes()
+    def _resized(self, field: str, library: Any, image: Any) -> PromptImage:
+        height, width = fitting_size(image.height, image.width, self.limits.grid, field)
+        pixels = image.resize((width, height), library.Resampling.BICUBIC).tobytes()
         rows, columns = height // self.limits.grid.unit, width // self.limits.grid.unit
         return PromptImage(0, rows, columns, pixels, image_key(rows, columns, pixels))
 
@@ -82,7 +134,37 @@ def fitting_size(height: int, width: int, grid: ImageGrid, field: str = "images"
     elif rows * columns * unit**2 < grid.min_pixels:
         grow = math.sqrt(grid.min_pixels / (height * width))
         rows, columns = (math.ceil(side * grow / unit) for side in (height, width))
+    while rows * columns > grid.max_tokens:  # rounding up, or to a side of one unit, may exceed it
+        rows, columns = (rows - 1, columns) if rows > columns else (rows, columns - 1)
+    if rows * columns < FEWEST_TOKENS:  # rounded down from about as many
+        rows, columns = (4 if rows == 3 else 1, 4 if columns == 3 else 1) if 3 in (rows, columns) else (2, 2)
     return rows * unit, columns * unit
+
+
+def _upright(library: Any, image: Any) -> Any:
+    """The image turned as its file says, or as it is where what the file says cannot be read."""
+    try:
+        orientation = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # noqa: BLE001  whatever a parser raises about somebody's metadata
+        return image
+    turns = library.Transpose
+    turn = {
+        2: turns.FLIP_LEFT_RIGHT,
+        3: turns.ROTATE_180,
+        4: turns.FLIP_TOP_BOTTOM,
+        5: turns.TRANSPOSE,
+        6: turns.ROTATE_270,
+        7: turns.TRANSVERSE,
+        8: turns.ROTATE_90,
+    }.get(orientation)
+    return image if turn is None else image.transpose(turn)
+
+
+def _as_rgb(image: Any) -> Any:
+    """The image in RGB. Of a transparent image the colors are kept and the transparency is dropped."""
+    if image.mode in _GREY_16:  # the library would cut off what is above 255
+        image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def place_images(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from quire.serving.text.chat_messages import IMAGE_PARTS, PLACEHOLDER, unknown_of_image
-from quire.serving.vision.image_reader import ImageReader
+from quire.serving.vision.image_reader import ImageBudget, ImageReader, TooManyImages
 from quire.serving.vision.sources import MediaSources
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
 
 _FORM = 'send {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
+Taken = tuple[Any, tuple[PromptImage, ...]]  # a message with placeholders in place of its images, and these
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,38 +27,52 @@ class ImageTaker:
     def take(self, messages: Sequence[Any]) -> tuple[list[Any], tuple[PromptImage, ...]]:
         """Return the messages with placeholders in place of image parts, and the images in order. What is wrong with
         messages besides is left to whoever renders them. Raises InvalidRequest."""
-        images: list[PromptImage] = []
-        taken = [self._take(f"messages[{place}]", message, images) for place, message in enumerate(messages)]
-        return taken, tuple(images)
+        budget = self.reader.make_budget()
+        pairs = [self._take(f"messages[{place}]", message, budget) for place, message in enumerate(messages)]
+        return [message for message, _ in pairs], tuple(chain.from_iterable(images for _, images in pairs))
 
-    def _take(self, where: str, message: Any, images: list[PromptImage]) -> Any:
+    def take_last(self, messages: Sequence[Any], num_first: int) -> tuple[dict[int, Taken], int]:
+        """Take the images of the first `num_first` messages, and of as many of the last ones as a request may have
+        images. Returns each of these messages with its images, by its place, and the place of the first of the last
+        ones. Raises InvalidRequest."""
+        budget = self.reader.make_budget()
+        taken: dict[int, Taken] = {}
+        for place in range(num_first):
+            taken[place] = self._take(f"messages[{place}]", messages[place], budget)
+        for place in range(len(messages) - 1, num_first - 1, -1):
+            try:
+                taken[place] = self._take(f"messages[{place}]", messages[place], budget)
+            except TooManyImages:
+                return taken, place + 1
+        return taken, num_first
+
+    def _take(self, where: str, message: Any, budget: ImageBudget) -> Taken:
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, list | tuple):
-            return message
+            return message, ()
+        images: list[PromptImage] = []
         parts = []
         for place, part in enumerate(content):
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind == PLACEHOLDER["type"]:
                 raise InvalidRequest(f"{where}.content[{place}]", "has no image", _FORM)
             if kind in IMAGE_PARTS:
-                if len(images) == self.reader.limits.max_images:
-                    reason = f"is one image more than the {len(images)} that a request may have"
-                    raise InvalidRequest(f"{where}.content[{place}]", reason, "send fewer")
-                images.append(self._read(f"{where}.content[{place}]", part))
+                budget.add_one(f"{where}.content[{place}]")
+                images.append(self._read(f"{where}.content[{place}]", part, budget))
                 parts.append(PLACEHOLDER)
             else:
                 parts.append(part)
-        return {**message, "content": parts}
+        return {**message, "content": parts}, tuple(images)
 
-    def _read(self, where: str, part: Mapping[str, Any]) -> PromptImage:
+    def _read(self, where: str, part: Mapping[str, Any], budget: ImageBudget) -> PromptImage:
         kind = str(part["type"])
         for _, _, error in unknown_of_image(where, part):
             raise error
         if kind == "image_pil":
-            return self.reader.prepare(f"{where}.image_pil", part.get("image_pil"))
+            return self.reader.prepare(f"{where}.image_pil", part.get("image_pil"), budget)
         given, field = part.get("image_url"), f"{where}.image_url"
         if isinstance(given, Mapping):
             given, field = given.get("url"), f"{field}.url"
         if given is None:
             raise InvalidRequest(field, "is missing", _FORM)
-        return self.reader.decode(field, self.sources.read(field, given))
+        return self.reader.decode(field, self.sources.read(field, given), budget)

@@ -51,9 +51,12 @@ class MediaSources:
         if self.folder is None:
             reason = "is a file, and no folder of media is allowed here"
             raise InvalidRequest(field, reason, "send a data: URL, or have the operator set allowed_local_media_path")
-        parts = urlsplit(url)
-        path = unquote(parts.path)
-        if parts.netloc not in ("", "localhost") or "\0" in path or not path.startswith("/"):
+        try:
+            host, path = urlsplit(url)[1:3]
+        except ValueError:  # such as half of an address in brackets
+            host, path = "unknown", ""
+        path = unquote(path)
+        if host not in ("", "localhost") or "\0" in path or not path.startswith("/"):
             raise InvalidRequest(field, "is no path of a local file", "send file:///folder/name.png")
         real = os.path.realpath(path)
         if os.path.commonpath((self.folder, real)) != self.folder:

@@ -13,9 +13,9 @@ import torch
 
 from quire.config.vision import ImageGrid, ImageLimits, Vision
 from quire.runtime.layers.vision import cut_patches
-from quire.serving.vision.image_reader import ImageReader, fitting_size, place_images
+from quire.serving.vision.image_reader import ImageBudget, ImageReader, fitting_size, place_images
 from quire.types.errors import InvalidRequest
-from quire.types.images import PromptImage
+from quire.types.images import MAX_PIXEL_BYTES, PromptImage
 
 Image = pytest.importorskip("PIL.Image")
 GRID = ImageGrid(token_id=9)
@@ -40,6 +40,14 @@ def test_sizes_are_those_of_transformers(size: tuple[int, int]) -> None:
     processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     wanted = processing.smart_resize(*size, factor=28, min_pixels=GRID.min_pixels, max_pixels=GRID.max_pixels)
     assert fitting_size(*size, GRID) == wanted
+
+
+@pytest.mark.parametrize("tokens", [4, 5, 7, 16, 256])
+def test_no_shape_has_more_tokens_than_the_engine_takes(tokens: int) -> None:
+    grid = ImageGrid(token_id=9, min_pixels=tokens * 28 * 28, max_pixels=tokens * 28 * 28)
+    for size in [(100, 300), (300, 100), (1, 200), (200, 1), (57, 57), (2_000, 1_500), (28, 29)]:
+        height, width = fitting_size(*size, grid)
+        assert 4 <= height // 28 * (width // 28) <= grid.max_tokens
 
 
 @pytest.mark.parametrize(
@@ -70,6 +78,43 @@ def test_a_photograph_is_turned_as_its_file_says() -> None:
     exif[0x0112] = 6  # taken with the camera on its side
     found = READER.decode("image", file_of(image, "JPEG", exif=exif))
     assert (found.rows, found.columns) == (4, 2)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_orientation_is_that_of_the_library(orientation: int) -> None:
+    from PIL import ImageOps
+
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = file_of(noise(60, 120), exif=exif)
+    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert READER.decode("image", data) == READER.prepare("image", Image.fromarray(np.asarray(turned)))
+
+
+def test_metadata_that_cannot_be_read_turns_nothing() -> None:
+    whole = file_of(noise(60, 60))
+    bad_hex = chunk_of(b"tEXt", b"Raw profile type exif\0\nexif\n4\nnot hex")
+    bad_exif = chunk_of(b"eXIf", b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\xff\xff")
+    wanted = READER.decode("image", whole)
+    for chunk in (bad_hex, bad_exif):
+        assert READER.decode("image", whole[:33] + chunk + whole[33:]) == wanted
+
+
+def test_grey_of_16_bits_keeps_its_shades() -> None:
+    shades = np.linspace(0, 65_535, 112 * 112).astype(np.uint16).reshape(112, 112)
+    found = READER.decode("image", file_of(Image.fromarray(shades)))
+    wanted = READER.prepare("image", Image.fromarray((shades >> 8).astype(np.uint8)))
+    assert found == wanted
+    assert len(set(found.pixels)) > 200
+
+
+def test_an_image_of_the_caller_is_left_as_it_is() -> None:
+    image, exif = noise(60, 120), Image.Exif()
+    exif[0x0112] = 6
+    given = Image.open(io.BytesIO(file_of(image, exif=exif)))
+    READER.prepare("image", given)
+    assert given.size == (120, 60)
+    assert given.getexif()[0x0112] == 6
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -116,6 +161,21 @@ def test_hostile_and_broken_files_are_refused_by_name(data: bytes, reason: str) 
     with pytest.raises(InvalidRequest, match=reason) as error:
         READER.decode("messages[0].content[1]", data)
     assert error.value.field == "messages[0].content[1]"
+
+
+def test_the_images_of_a_request_are_bounded_together_before_they_are_decoded() -> None:
+    reader = ImageReader(ImageLimits(GRID), max_pixels=4_000_000, max_all_pixels=5_000_000)
+    budget = reader.make_budget()
+    reader.decode("image", file_of(Image.new("RGB", (1_500, 1_500))), budget)
+    with pytest.raises(
+        InvalidRequest, match="image: makes 5,250,000 pixels with the images before it, limit 5,000,000"
+    ):
+        reader.decode("image", bomb(1_500, 2_000), budget)  # its pixels cannot be decoded
+    resized = ImageBudget(20, 2**40)
+    with pytest.raises(InvalidRequest, match="image: makes, resized, .* limit 16,777,216"):
+        for _ in range(20):
+            reader.prepare("image", Image.new("RGB", (1_400, 1_400)), resized)
+    assert resized.num_bytes > MAX_PIXEL_BYTES
 
 
 def test_what_is_no_image_is_refused() -> None:

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from quire.config.vision import ImageGrid, ImageLimits
 from quire.runtime.loading.files import files_at
 from quire.serving.text.chat_messages import PLACEHOLDER
 from quire.serving.text.chat_template import ChatTemplate
 from quire.serving.text.tokenizer import load_tokenizer
+from quire.serving.vision.image_reader import ImageReader
+from quire.serving.vision.messages import ImageTaker
+from quire.serving.vision.sources import MediaSources
 from quire.types.errors import InvalidRequest
 from tiny_served import write_tiny_vision_model
 
@@ -73,3 +77,21 @@ def test_the_template_of_the_processor_comes_before_that_of_the_tokenizer(tmp_pa
     folder = write_tiny_vision_model(tmp_path / "model")
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     assert load_tokenizer(files_at(folder)).chat_template == TEMPLATE
+
+
+def test_only_the_last_images_that_a_request_may_have_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image")
+    prepared: list[str] = []
+    reader = ImageReader(ImageLimits(ImageGrid(token_id=9), max_images=3))
+    prepare = ImageReader.prepare
+    monkeypatch.setattr(ImageReader, "prepare", lambda *given: prepared.append(given[1]) or prepare(*given))
+    taker = ImageTaker(reader, MediaSources(None, 100))
+    part = {"type": "image_pil", "image_pil": image.new("RGB", (56, 56))}
+    messages = [user(part), user(part), user(text("a")), user(part), user(part)]
+    taken, first = taker.take_last(messages, 1)
+    assert first == 2
+    assert {place: len(images) for place, (_, images) in taken.items()} == {0: 1, 2: 0, 3: 1, 4: 1}
+    assert taken[4][0] == user(PLACEHOLDER)
+    assert prepared == [f"messages[{place}].content[0].image_pil" for place in (0, 4, 3)]
+    with pytest.raises(InvalidRequest, match="one image more than the 3"):
+        taker.take(messages)

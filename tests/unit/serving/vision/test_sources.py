@@ -67,6 +67,8 @@ def test_nothing_outside_of_the_folder_is_read(folder: Path, name: str) -> None:
         ("file://host{folder}/one.png", "no path of a local file"),
         ("file://{folder}/one.png%00", "no path of a local file"),
         ("file:one.png", "no path of a local file"),
+        ("file://[x/a", "no path of a local file"),
+        ("file://\u2100/x", "no path of a local file"),
         ("http://127.0.0.1/one.png", "nothing is fetched"),
         ("https://example.com/one.png", "nothing is fetched"),
         ("HTTPS://example.com/one.png", "nothing is fetched"),

@@ -77,7 +77,8 @@ def pool(call: PoolingCall) -> PoolingJob:
 
 def _pooled(call: PoolingCall, kind: str, member: str) -> PoolingJob:
     given = call.given
-    call.reader.check_dimensions(given.get("dimensions"))
+    params = PoolingParams(given.get("dimensions"), given.get("normalize"))
+    call.reader.check_params(params)
     texts = call.reader.read(
         given["input"],
         "input",
@@ -90,7 +91,7 @@ def _pooled(call: PoolingCall, kind: str, member: str) -> PoolingJob:
         data = [{"object": kind, "index": place, member: row} for place, row in enumerate(shown)]
         return listing(call, data, num_tokens)
 
-    return PoolingJob(texts, PoolingParams(given.get("dimensions"), given.get("normalize")), write)
+    return PoolingJob(texts, params, write)
 
 
 def _endpoint(

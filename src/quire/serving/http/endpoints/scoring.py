@@ -15,6 +15,7 @@ from quire.serving.http.validators.text_lists import TextList
 from quire.serving.http.validators.values import Flag, Text, Whole
 from quire.serving.pooled_texts import PooledText, Rows, check_scores, check_task, cosines, pair_up
 from quire.serving.requests import Prompt
+from quire.types.errors import InvalidRequest
 from quire.types.pooling import PoolingParams
 
 _ACTIVATE = Field("use_activation", Flag(),
@@ -23,19 +24,31 @@ _GUIDE = "See [the guide](../guides/embeddings.md). "
 
 
 def _params(call: PoolingCall) -> PoolingParams:
-    return PoolingParams(activate=call.given.get("use_activation", True))
+    """Raises InvalidRequest for what says nothing to the model."""
+    params = PoolingParams(activate=call.given.get("use_activation", True))
+    call.reader.check_params(params, "use_activation")
+    return params
 
 
 def _pairs(call: PoolingCall, first: list[str], second: list[str], names: tuple[str, str]) -> list[PooledText]:
     """The texts to compute for a score of each pair."""
     reader, cut = call.reader, call.given.get("truncate_prompt_tokens")
     check_scores(reader.model)
+    _check_characters(call, first, second, names)
     if reader.model.task == "classify":
         return reader.pairs(pair_up(first, second), second, names[1], cut)
     sides = ((first, names[0]), (second, names[1]))
     return [
         text for side, where in sides for text in reader.read([Prompt(text=one) for one in side], where, cut)
     ]  # fmt: skip
+
+
+def _check_characters(call: PoolingCall, first: list[str], second: list[str], names: tuple[str, str]) -> None:
+    """Raise InvalidRequest where both sides together have too much text. Each was checked by itself."""
+    total, limit = sum(map(len, (*first, *second))), call.limits["prompt_characters"]
+    if total > limit:
+        reason = f"has, together with {names[0]}, {total} characters in all, limit {limit}"
+        raise InvalidRequest(names[1], reason, "send less at once")
 
 
 def _scores(call: PoolingCall, rows: Rows, num_pairs: int) -> list[float]:

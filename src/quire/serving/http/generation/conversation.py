@@ -33,11 +33,15 @@ def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedPa
 
 
 def render_prompt(service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> Prompt:
-    """The prompt of a conversation, with its images if the model takes some."""
+    """The prompt of a conversation, with its images if the model takes some. `taken_images` are those whose
+    placeholders the messages hold already."""
     taker = service.image_taker()
     if taker is None:
         return Prompt(text=render_messages(service, given, tools))
-    messages, images = taker.take(given["messages"])
+    if "taken_images" in given:
+        messages, images = given["messages"], given["taken_images"]
+    else:
+        messages, images = taker.take(given["messages"])
     text = render_messages(service, {**given, "messages": messages}, tools, takes_images=True)
     return Prompt(text=text, images=images)
 

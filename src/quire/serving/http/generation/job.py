@@ -26,6 +26,8 @@ from quire.types.errors import InvalidRequest
 from quire.types.grammar import CheckedGrammar
 from quire.types.request import Submit
 
+_OF_PROMPTS = ("messages", "taken_images")  # may be large, and nothing reads them once the prompts are made
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -106,7 +108,7 @@ def prepare_job(
         prefaces=tuple(prefaces),
         echoes_prompt=echoes_prompt,
         drops_answer=drops_answer,
-        parameters=given,
+        parameters={name: value for name, value in given.items() if name not in _OF_PROMPTS},
         reading=reading,
     )
     interval = given.get("stream_interval", 1)

@@ -47,7 +47,7 @@ class ResponseOptions:
     prefaces: tuple[str, ...]  # text to write before each answer, one per prompt; empty without `echo`
     echoes_prompt: bool
     drops_answer: bool  # max_tokens=0: the client only wants the prompt
-    parameters: Parameters  # as the endpoint translated them
+    parameters: Parameters  # as the endpoint translated them, less its messages
     reading: MessageReading | None = None  # splits answers into content, reasoning and calls; None: all is content
 
     @property

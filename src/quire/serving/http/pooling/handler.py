@@ -26,8 +26,8 @@ from quire.serving.http.fields import check_body
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
-from quire.serving.pooled_texts import NOTHING_SAMPLED, PooledText, Rows, TextReader, cut_up
-from quire.types.errors import InvalidRequest, QuireError
+from quire.serving.pooled_texts import NOTHING_SAMPLED, PooledText, Rows, TextReader, check_total, cut_up
+from quire.types.errors import QuireError
 from quire.types.pooling import PoolingParams, PoolingWork
 from quire.types.request import Submit, pack_tokens
 
@@ -131,7 +131,7 @@ class PoolingHandler:
             endpoint.fields_by_name, decode_json(body, limits["nesting"]), limits, strict=head.strict
         )
         call = PoolingCall(
-            reader=TextReader(model, service.texts.tokenizer),
+            reader=TextReader(model, service.texts.tokenizer, max_tokens=limits["prompt_tokens"]),
             given=given,
             limits=dict(limits),
             name=service.served_name(given.get("model")),
@@ -140,10 +140,7 @@ class PoolingHandler:
             received_at=head.received_at,
         )
         job = endpoint.read(call)
-        total = sum(len(text.token_ids) for text in job.texts)
-        if total > limits["prompt_tokens"]:
-            reason = f"has {total} tokens in all, limit {limits['prompt_tokens']}"
-            raise InvalidRequest("input", reason, "send fewer texts at once")
+        check_total("input", sum(len(text.token_ids) for text in job.texts), limits["prompt_tokens"])
         parts = cut_up(job.texts, model)
         names = head.engine_ids(endpoint.id_prefix, given.get("request_id"), len(parts))
         tenant = f"{head.principal}/{names[0]}"  # of its own: requests take turns

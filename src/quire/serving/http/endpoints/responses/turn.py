@@ -194,22 +194,34 @@ def _truncate(service: Service, parameters: Parameters) -> list[str]:
     first = 1 if messages[0]["role"] == "system" else 0
     max_model_len = service.engine().max_model_len
     most: int = max_model_len - parameters.get("max_tokens", max_model_len // _ANSWER_SHARE)
-    nearest = _first_that_may_fit(service, messages, most)
+    taker = service.image_taker()
+    taken, first_taken = ({}, 0) if taker is None else taker.take_last(messages, first)
+    nearest = max(first_taken, _first_that_may_fit(service, messages, most))
     starts = [place for place in range(first, len(messages)) if messages[place]["role"] != "tool"]
     starts = [place for place in starts if place >= nearest] or starts[-1:]
 
-    def fits(place: int) -> bool:
-        kept = {**parameters, "messages": [*messages[:first], *messages[place:]]}
-        return _num_tokens(service, kept) <= most
+    def kept_from(place: int) -> Parameters:
+        places = (*range(first), *range(place, len(messages)))
+        if taker is None or place < first_taken:  # one message has too many images: the request path says so
+            return {"messages": [messages[each] for each in places]}
+        images = [image for each in places for image in taken[each][1]]
+        return {"messages": [taken[each][0] for each in places], "taken_images": tuple(images)}
 
-    if not starts or (starts[0] == first and fits(first)):
+    def fits(place: int) -> bool:
+        return _num_tokens(service, parameters | kept_from(place)) <= most
+
+    if not starts:
+        return []
+    if starts[0] == first and fits(first):
+        parameters |= kept_from(first)
         return []
     low, high = 0, len(starts) - 1  # the last place is kept even if it is too long: the request path says so
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(starts[middle]) else (middle + 1, high)
-    parameters["messages"] = [*messages[:first], *messages[starts[low] :]]
-    return [f"truncation: the oldest {starts[low] - first} messages were left out to fit max_model_len"]
+    parameters |= kept_from(starts[low])
+    limit = "the limits of images" if starts[low] == first_taken > first else "max_model_len"
+    return [f"truncation: the oldest {starts[low] - first} messages were left out to fit {limit}"]
 
 
 def _first_that_may_fit(service: Service, messages: Sequence[dict[str, Any]], most: int) -> int:
