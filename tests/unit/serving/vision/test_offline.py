@@ -171,7 +171,7 @@ def test_an_image_is_found_on_disk_after_a_restart_and_another_is_not(folder: Pa
     tiers = {"host_cache_memory": "1MiB", "disk_cache_path": str(tmp_path / "blocks"), "disk_cache_memory": "16MiB"}
     settings: dict[str, Any] = {**SETTINGS, **tiers, "tier_write": "through", "block_size": 4}
     prompt = f"hello {HOLDER}tell me more"
-    found = []
+    found, stored = [], 0
     for seed in (1, 1, 2):
         with LLM(folder, **settings) as llm:
             for _ in range(2_000 if found else 0):  # steps, until the files of the run before have been listed
