@@ -18,11 +18,12 @@ MODEL_STAMP := $(VENV)/.model
 CLIENTS := .venv-clients# one environment for each extra with clients, on top of $(VENV)
 CLIENT_FAULTS := -W ignore::pytest.PytestUnraisableExceptionWarning# clients that leave their event loops open
 CODE := setup.py tools src tests benchmarks examples
+LONG := $(addprefix tests/,browser clients families parity http/test_guides.py http/test_hostile_grammars.py http/test_schemathesis.py)
 BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve demo test test-clients check format bench soak kills cuts parity families clean
+.PHONY: help setup serve demo test test-long test-clients check format bench soak kills cuts parity families clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,8 +36,11 @@ serve: $(MODEL_STAMP) ## set up and serve the default model: OpenAI's API and a 
 demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
 	@$(BIN)/quire chat "$(QUESTION)"
 
-test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests, all but those of `make test-long`
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(LONG))
+
+test-long: $(DEV_STAMP) $(MODEL_STAMP) ## run the rest: model families, parity, browser, clients, guides, attacks
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(LONG)
 
 test-clients: $(CLIENTS)/clients/.installed $(CLIENTS)/clients-openai2/.installed $(MODEL_STAMP) ## run other projects' clients against the server, npm's too where npm is
 	! command -v npm >/dev/null || (cd tests/clients/javascript && npm install --no-package-lock --no-fund --no-audit)

@@ -46,9 +46,9 @@ def test_no_spelling_leads_to_an_admin_route_but_its_own(path: str) -> None:
 
 
 def test_a_path_that_is_not_there_is_answered_with_its_api_and_with_what_is_there() -> None:
-    error = path_not_found("/v1/embeddings", ROUTES)
+    error = path_not_found("/v1/moderations", ROUTES)
     assert (error.status, error.code) == (404, "not_found")
-    assert "does not have embeddings (/v1/embeddings)" in str(error)
+    assert "does not have moderations (/v1/moderations)" in str(error)
     assert "/v1/chat/completions, /v1/models" in str(error)
     assert "there is nothing at /x\\x1b[0m" in str(path_not_found("/x\x1b[0m", ROUTES))
 
