@@ -55,7 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="of the products to tune")
-    parser.add_argument("--kinds", nargs="+", default=["bf16"], choices=["bf16", "w8", "w8a8", "w4"], help="to tune")
+    parser.add_argument("--kinds", nargs="+", default=["bf16"], choices=["bf16", "w8", "w8a8"], help="to tune")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--seconds", type=float, default=110.0, help="no case starts later")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile")
@@ -137,17 +137,9 @@ def _measure_layers(
 
 
 def _tune(options: argparse.Namespace, workspace: Workspace) -> list[dict[str, object]]:
-    """Prints the best tilings as entries of `products_plan.MEASURED`, or for w4 of `level_products.MEASURED`."""
+    """Prints the best tilings as entries of `products_plan.MEASURED`."""
     found: list[dict[str, object]] = []
-    if "w4" in options.kinds:
-        for level in rest_levels.tune(workspace, tuple(options.rows)):
-            found.append(level._asdict())
-            line = (
-                f"{level.key}: {level.best},  # {level.name}: {level.best_us:.2f} us, before {level.present_us:.2f} us"
-            )
-            print(line, flush=True)
-    kinds = tuple(kind for kind in options.kinds if kind != "w4")
-    for trial in rest_products.tune(workspace, tuple(options.rows), kinds):
+    for trial in rest_products.tune(workspace, tuple(options.rows), tuple(options.kinds)):
         key = trial.layer.shape(trial.rows, trial.kind)
         found.append({"key": key, **trial._asdict(), "layer": trial.layer.name})
         print(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,14 @@ pytest.importorskip("triton")
 from quire.kernels.reference.quantize import quantize_rows as reference_rows
 from quire.kernels.triton.launch import FLOAT8
 from quire.kernels.triton.level_products import PackedLevels, choose_level_tiling, level_product, pack_levels
+from quire.kernels.triton.nibble_products import (
+    PackedNibbles,
+    choose_nibble_tiling,
+    expand_nibbles,
+    nibble_product,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.products_plan import Tiling
 from triton_cases import DEVICE, rand
@@ -20,7 +30,7 @@ NEAR = {torch.float32: 1e-4, torch.float16: 2e-2}
 
 def weight(
     outputs: int, inputs: int, group: int, kind: str, *, symmetric: bool = False
-) -> tuple[PackedLevels, torch.Tensor]:
+) -> tuple[PackedLevels | PackedNibbles, torch.Tensor]:
     """Packed, and its numbers."""
     generator = torch.Generator().manual_seed(outputs)
     scales = (torch.rand(outputs, inputs // group, generator=generator) * 0.05).half().to(DEVICE)
@@ -37,7 +47,15 @@ def weight(
     values = plain * scales.float().repeat_interleave(group, 1)
     if offsets is not None:
         values += offsets.float().repeat_interleave(group, 1)
-    return pack_levels(levels, scales, offsets, nibbles=kind == "nibbles"), values
+    pack = pack_nibbles if kind == "nibbles" else pack_levels
+    return pack(levels, scales, offsets), values
+
+
+def product(x: torch.Tensor, packed: PackedLevels | PackedNibbles, splits: int, **options: Any) -> torch.Tensor:
+    space = Workspace.make(DEVICE)
+    if isinstance(packed, PackedNibbles):
+        return nibble_product(x, packed, space, tiling=tiling(splits, 128), **options)
+    return level_product(x, packed, space, tiling=tiling(splits, packed.step), **options)
 
 
 def tiling(splits: int, step: int) -> Tiling:
@@ -49,7 +67,8 @@ def tiling(splits: int, step: int) -> Tiling:
     ("kind", "group", "symmetric", "rows", "splits"),
     [
         ("nibbles", 32, False, 3, 1), ("nibbles", 64, True, 1, 2), ("nibbles", 128, False, 20, 2),
-        ("nibbles", 256, True, 2, 1), ("bytes", 32, True, 3, 2), ("bytes", 128, False, 1, 1),
+        ("nibbles", 256, True, 2, 1), ("nibbles", 128, True, 40, 2), ("nibbles", 32, True, 2, 2),
+        ("bytes", 32, True, 3, 2), ("bytes", 128, False, 1, 1),
         ("float8", 128, True, 3, 2),
     ],
 )  # fmt: skip
@@ -58,26 +77,27 @@ def test_products_are_those_of_the_numbers(
 ) -> None:
     packed, values = weight(80, 256, group, kind, symmetric=symmetric)
     x, bias = rand(rows, 256, dtype=dtype, scale=0.3), rand(80, dtype=dtype, seed=1)
-    found = level_product(x, packed, Workspace.make(DEVICE), bias=bias, tiling=tiling(splits, packed.step))
+    found = product(x, packed, splits, bias=bias)
     wanted = F.linear(x.float(), values, bias.float())
     torch.testing.assert_close(found.float(), wanted, rtol=NEAR[dtype], atol=NEAR[dtype])
 
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_gate_and_residual_are_taken_along(splits: int) -> None:
-    packed, values = weight(96, 128, 32, "nibbles")  # 48 gates, 48 ups: panels hold both
-    x, space = rand(3, 128, scale=0.3), Workspace.make(DEVICE)
+    packed, values = weight(96, 256, 32, "nibbles")  # 48 gates, 48 ups: panels hold both
+    x = rand(3, 256, scale=0.3)
     gate, up = F.linear(x, values).chunk(2, dim=1)
-    found = level_product(x, packed, space, activation="silu", tiling=tiling(splits, 32))
+    found = product(x, packed, splits, activation="silu")
     torch.testing.assert_close(found, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
     stream = rand(3, 96, seed=2)
     wanted = stream + F.linear(x, values)
-    level_product(x, packed, space, residual=stream, out=stream, tiling=tiling(splits, 32))
+    product(x, packed, splits, residual=stream, out=stream)
     torch.testing.assert_close(stream, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_float8_rows_with_scales_of_groups_meet_float8_blocks() -> None:
     packed, values = weight(64, 256, 128, "float8", symmetric=True)
+    assert isinstance(packed, PackedLevels)
     x = rand(5, 256)
     numbers, scale = reference_rows(x.view(-1, 128))
     rounded = (numbers.float() * scale[:, None]).view(5, 256)
@@ -89,10 +109,10 @@ def test_float8_rows_with_scales_of_groups_meet_float8_blocks() -> None:
 
 
 def test_a_bad_row_is_bad_alone() -> None:
-    packed, values = weight(64, 128, 32, "nibbles")
-    x = rand(3, 128)
+    packed, values = weight(64, 256, 32, "nibbles")
+    x = rand(3, 256)
     x[1, 7] = float("nan")
-    found = level_product(x, packed, Workspace.make(DEVICE), tiling=tiling(2, 32))
+    found = product(x, packed, 2)
     assert found[1].isnan().all()
     torch.testing.assert_close(found[[0, 2]], F.linear(x[[0, 2]], values), rtol=1e-4, atol=1e-4)
 
@@ -100,7 +120,23 @@ def test_a_bad_row_is_bad_alone() -> None:
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 6144, 4096), (64, 4096, 14336), (4096, 28672, 4096)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_tilings_leave_no_split_without_work(rows: int, outputs: int, inputs: int, gated: bool) -> None:
-    chosen = choose_level_tiling(rows, outputs, inputs, 64, gated, torch.device("cpu"))
-    steps = inputs // 128
-    assert (chosen.splits - 1) * -(-steps // chosen.splits) < steps
-    assert chosen.block_m >= min(rows, 16)
+    steps, device = inputs // 128, torch.device("cpu")
+    for chosen in (
+        choose_level_tiling(rows, outputs, inputs, gated, device),
+        choose_nibble_tiling(rows, outputs, steps, gated, device),
+    ):
+        assert (chosen.splits - 1) * -(-steps // chosen.splits) < steps
+        assert chosen.block_m >= min(rows, 16)
+
+
+@pytest.mark.parametrize(("inputs", "group"), [(96, 96), (192, 32), (576, 64), (320, 160), (576, 576)])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_inputs_need_not_fill_the_last_step(inputs: int, group: int, symmetric: bool) -> None:
+    packed, values = weight(70, inputs, group, "nibbles", symmetric=symmetric)
+    assert isinstance(packed, PackedNibbles)
+    torch.testing.assert_close(unpack_nibbles(packed), values, rtol=0, atol=1e-6)
+    x = rand(3, inputs, scale=0.3)
+    torch.testing.assert_close(product(x, packed, 1), F.linear(x, values), rtol=1e-4, atol=1e-4)
+    for first, count in ((0, 70), (64, 6)):
+        expanded = expand_nibbles(packed, torch.full((count, inputs), float("nan"), device=DEVICE), first)
+        torch.testing.assert_close(expanded, values[first : first + count], rtol=0, atol=1e-6)

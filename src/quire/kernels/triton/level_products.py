@@ -1,9 +1,8 @@
-"""Products by weights of 4 or 8 bits with a scale for each group of inputs: W4A16, W8A16 and block-scaled FP8.
+"""Products by weights of 8 bits with a scale for each group of inputs: W8A16 and block-scaled FP8.
 
 Weights are shuffled once, at load: a panel of 64 outputs holds the inputs of one step after the other, so that a
-program reads memory in its order. A byte of a 4-bit weight holds inputs j and j + step / 2 of a step: both halves of
-the byte are multiplied by rows as they lie. Levels become numbers in registers, exactly; scales are applied to the sums
-of a step. K is split over programs where there are few tiles, as in `products`.
+program reads memory in its order. Levels become numbers in registers, exactly; scales are applied to the sums of a
+step. K is split over programs where there are few tiles, as in `products`.
 """
 
 from __future__ import annotations
@@ -19,32 +18,26 @@ from torch import Tensor
 from quire.kernels.triton.activation import ACTIVATIONS
 from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, num_processors, power_of_two
 from quire.kernels.triton.products import Workspace, epilogue, join_splits
-from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling, rows_held
+from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling
 
 PANEL = 64  # outputs
 STEPS = (128, 64, 32)  # inputs of a step: the first that divides a group
 _MOST_TILE_ROWS = 128
 _MOST_SPLITS, _FEWEST_STEPS = 16, 4
-_MOST_ROWS_HELD = 4096
-MEASURED: dict[tuple[int, int, int, int, bool], Tiling] = {}  # by `tiling_key`; other shapes follow a rule
 
 
 class PackedLevels(NamedTuple):
-    """A weight whose entries are (level - 8) * scale + offset for nibbles, else number * scale + offset."""
+    """A weight whose entries are number * scale + offset."""
 
-    data: Tensor  # [panels, steps, 64, step / 2] uint8 for nibbles; [panels, steps, 64, step] int8 or float8
+    data: Tensor  # [panels, steps, 64, step] int8 or float8
     scales: Tensor  # [groups, outputs padded to whole panels]
     offsets: Tensor | None  # likewise
     outputs: int
     inputs: int
 
     @property
-    def nibbles(self) -> bool:
-        return self.data.dtype == torch.uint8
-
-    @property
     def step(self) -> int:
-        return self.data.shape[3] * (2 if self.nibbles else 1)
+        return self.data.shape[3]
 
 
 def step_of(group: int) -> int | None:
@@ -52,8 +45,8 @@ def step_of(group: int) -> int | None:
     return next((step for step in STEPS if group % step == 0), None)
 
 
-def pack_levels(levels: Tensor, scales: Tensor, offsets: Tensor | None, *, nibbles: bool) -> PackedLevels:
-    """levels [outputs, inputs]: uint8 below 16 for `nibbles`, or int8 or float8; scales, offsets [outputs, groups]."""
+def pack_levels(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> PackedLevels:
+    """levels [outputs, inputs]: int8 or float8; scales, offsets [outputs, groups]."""
     outputs, inputs = levels.shape
     step = step_of(inputs // scales.shape[1])
     if step is None:
@@ -61,55 +54,30 @@ def pack_levels(levels: Tensor, scales: Tensor, offsets: Tensor | None, *, nibbl
     padded = -outputs % PANEL
     raw = torch.nn.functional.pad(levels.view(torch.uint8), (0, 0, 0, padded))
     panels = raw.view(-1, PANEL, inputs // step, step).transpose(1, 2)  # [panels, steps, 64, step]
-    if nibbles:
-        panels = panels[..., : step // 2] | panels[..., step // 2 :] << 4
-    kind = torch.uint8 if nibbles else levels.dtype
     factors = [None if each is None else torch.nn.functional.pad(each, (0, 0, 0, padded)).t().contiguous()
                for each in (scales, offsets)]  # fmt: skip
     assert factors[0] is not None
-    return PackedLevels(panels.contiguous().view(kind), factors[0], factors[1], outputs, inputs)
+    return PackedLevels(panels.contiguous().view(levels.dtype), factors[0], factors[1], outputs, inputs)
 
 
 @triton.jit
-def _numbers(nibbles, dtype: tl.constexpr):
-    """Levels below 16, less 8. A half's bits are put together: 128 + level (or 1024) is a number without conversion."""
-    if dtype == tl.bfloat16:
-        return ((nibbles.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0).to(dtype)
-    elif dtype == tl.float16:
-        return ((nibbles.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0).to(dtype)
-    else:
-        return (nibbles.to(tl.int8) - 8).to(dtype)
-
-
-@triton.jit
-def _step_sums(
-    w_at, x_at, STEP: tl.constexpr, NIBBLES: tl.constexpr, HAS_OFFSET: tl.constexpr, PRECISION: tl.constexpr
-):
+def _step_sums(w_at, x_at, HAS_OFFSET: tl.constexpr, PRECISION: tl.constexpr):
     """Of one step: products [BLOCK_N, BLOCK_M], and the sums of the rows' inputs [BLOCK_M]."""
     w = tl.load(w_at)
     x = tl.load(x_at)
     total = tl.sum(x.to(tl.float32), 0) if HAS_OFFSET else 0.0
-    if NIBBLES:
-        part = tl.dot(_numbers(w & 15, x.dtype), x, input_precision=PRECISION)
-        second = tl.load(x_at + STEP // 2)
-        part = tl.dot(_numbers(w >> 4, x.dtype), second, part, input_precision=PRECISION)
-        if HAS_OFFSET:
-            total += tl.sum(second.to(tl.float32), 0)
-    else:
-        part = tl.dot(w.to(x.dtype), x, input_precision=PRECISION)
-    return part, total
+    return tl.dot(w.to(x.dtype), x, input_precision=PRECISION), total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "total_steps", "x_scale_stride", "group_steps", "steps"])
 def _level_kernel(
     x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, x_scale_ptr, scale_ptr, offset_ptr, partial_ptr, counter_ptr,
     M, N, total_steps, x_stride, out_stride, residual_stride, factor_stride, x_scale_stride, group_steps, steps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, NIBBLES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
     GATED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_X_SCALE: tl.constexpr, HAS_OFFSET: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     PANEL_ROWS: tl.constexpr = 64
-    LINE: tl.constexpr = STEP // 2 if NIBBLES else STEP  # bytes of an output in a step
     tile, split = tl.program_id(0), tl.program_id(1)
     row_tiles = tl.cdiv(M, BLOCK_M)
     m = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -118,19 +86,19 @@ def _level_kernel(
     x_row = (m % M).to(tl.int64)
     first = split * steps
     count = tl.minimum(steps, total_steps - first)
-    place = tl.arange(0, LINE)
-    panel_stride = total_steps * (PANEL_ROWS * LINE)
-    w_at = w_ptr + (w_row // PANEL_ROWS * panel_stride + w_row % PANEL_ROWS * LINE)[:, None] + place[None, :]
+    place = tl.arange(0, STEP)
+    panel_stride = total_steps * (PANEL_ROWS * STEP)
+    w_at = w_ptr + (w_row // PANEL_ROWS * panel_stride + w_row % PANEL_ROWS * STEP)[:, None] + place[None, :]
     up_row = w_row + N
-    up_at = w_ptr + (up_row // PANEL_ROWS * panel_stride + up_row % PANEL_ROWS * LINE)[:, None] + place[None, :]
+    up_at = w_ptr + (up_row // PANEL_ROWS * panel_stride + up_row % PANEL_ROWS * STEP)[:, None] + place[None, :]
     x_at = x_ptr + x_row[None, :] * x_stride + place[:, None]
     await_inputs(DEPENDENT)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(first, first + count):
-        shift = step * (PANEL_ROWS * LINE)
+        shift = step * (PANEL_ROWS * STEP)
         factor_at = step // group_steps * factor_stride
-        part, total = _step_sums(w_at + shift, x_at + step * STEP, STEP, NIBBLES, HAS_OFFSET, PRECISION)
+        part, total = _step_sums(w_at + shift, x_at + step * STEP, HAS_OFFSET, PRECISION)
         if HAS_X_SCALE:
             x_scale = tl.load(x_scale_ptr + x_row * x_scale_stride + step // group_steps)[None, :]
             part *= x_scale
@@ -138,7 +106,7 @@ def _level_kernel(
         if HAS_OFFSET:
             acc += tl.load(offset_ptr + factor_at + w_row).to(tl.float32)[:, None] * total[None, :]
         if GATED:
-            part, total = _step_sums(up_at + shift, x_at + step * STEP, STEP, NIBBLES, HAS_OFFSET, PRECISION)
+            part, total = _step_sums(up_at + shift, x_at + step * STEP, HAS_OFFSET, PRECISION)
             if HAS_X_SCALE:
                 part *= x_scale
             acc_up += part * tl.load(scale_ptr + factor_at + up_row).to(tl.float32)[:, None]
@@ -183,7 +151,7 @@ def level_product(
     if rows == 0:
         return out
     steps, gated = inputs // weight.step, activation is not None
-    tiling = tiling or choose_level_tiling(rows, outputs, inputs, weight.data.shape[3], gated, x.device)
+    tiling = tiling or choose_level_tiling(rows, outputs, inputs, gated, x.device)
     tiles = triton.cdiv(outputs, tiling.block_n) * triton.cdiv(rows, tiling.block_m)
     check(tiling.splits == 1 or _fits(tiles, tiling, gated), "the workspace is too small")
     _level_kernel[(tiles, tiling.splits)](
@@ -191,7 +159,7 @@ def level_product(
         workspace.partials, workspace.counters, rows, outputs, steps,
         x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0), weight.scales.stride(0),
         0 if x_scale is None else x_scale.stride(0), steps // weight.scales.shape[0], triton.cdiv(steps, tiling.splits),
-        BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, STEP=weight.step, SPLITS=tiling.splits, NIBBLES=weight.nibbles,
+        BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, STEP=weight.step, SPLITS=tiling.splits,
         GATED=gated, KIND=ACTIVATIONS[activation or "silu"], HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, HAS_X_SCALE=x_scale is not None, HAS_OFFSET=weight.offsets is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
@@ -200,16 +168,9 @@ def level_product(
     return out
 
 
-def tiling_key(rows: int, outputs: int, inputs: int, line: int, gated: bool) -> tuple[int, int, int, int, bool]:
-    """What a measured tiling is found by. `line`: bytes of an output in a step."""
-    return min(rows_held(rows), _MOST_ROWS_HELD), outputs, inputs, line, gated
-
-
 @lru_cache(maxsize=4096)
-def choose_level_tiling(rows: int, outputs: int, inputs: int, line: int, gated: bool, device: torch.device) -> Tiling:
-    """The measured tiling; else two programs or more on each multiprocessor, by splits of K if tiles are few."""
-    if (known := MEASURED.get(tiling_key(rows, outputs, inputs, line, gated))) is not None:
-        return known
+def choose_level_tiling(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> Tiling:
+    """Two programs or more on each multiprocessor, by splits of K if tiles are few."""
     block_m = min(max(16, power_of_two(rows)), _MOST_TILE_ROWS)
     block_n = 128 if rows > 256 and not gated else 64
     tiles, steps = -(-outputs // block_n) * -(-rows // block_m), inputs // STEPS[0]

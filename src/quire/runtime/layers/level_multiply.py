@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.kernels.norm import Norm
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.level_products import PackedLevels, level_product, pack_levels, step_of
+from quire.kernels.triton.nibble_products import QUARTER, PackedNibbles, nibble_product, pack_nibbles
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.products_plan import own_rows
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
     from quire.runtime.quantization.weight import QuantizedWeight
 
 _FLOAT8_CAPABILITY = (8, 9)
-LEAST_GROUP = 64  # weights in smaller groups are expanded: their steps would be too short for the tensor cores
+LEAST_GROUP = 64  # bytes in smaller groups are expanded: their steps would be too short for the tensor cores
 
 
 @dataclass(frozen=True, slots=True)
 class LevelMultiply(FusedMultiply):
     """Multiplies rows [tokens, in] by a packed weight [out, in]."""
 
-    weight: PackedLevels
+    weight: PackedLevels | PackedNibbles
     bias: Tensor | None
     workspace: Workspace
     dependent_rows: int  # rows from which a kernel is launched while the one before still runs
@@ -65,9 +66,15 @@ class LevelMultiply(FusedMultiply):
             x, scale = numbers.view(x.shape), scales.view(len(x), -1)
         outputs = self.weight.outputs // (1 if activation is None else 2)
         out = torch.empty(len(x), outputs, dtype=dtype, device=x.device) if residual is None else residual
+        dependent = len(x) >= self.dependent_rows
+        if isinstance(self.weight, PackedNibbles):
+            return nibble_product(
+                x, self.weight, self.workspace, bias=self.bias, residual=residual, activation=activation, out=out,
+                dependent=dependent,
+            )  # fmt: skip
         return level_product(
             x, self.weight, self.workspace, bias=self.bias, residual=residual, x_scale=scale, activation=activation,
-            out=out, dependent=len(x) >= self.dependent_rows,
+            out=out, dependent=dependent,
         )  # fmt: skip
 
     def _normed(self, x: Tensor, norm: Norm, pending: Tensor | None) -> Tensor:
@@ -89,7 +96,7 @@ class QuantizedPacker:
     def takes(self, weight: QuantizedWeight) -> bool:
         """Whether a kernel multiplies by a weight of this form."""
         if isinstance(weight, LevelWeight):
-            return weight.group % LEAST_GROUP == 0
+            return weight.group % (QUARTER if weight.nibbles else LEAST_GROUP) == 0
         in_blocks = weight.shape[1] % weight.block[1] == 0 and _step(weight) is not None
         return self._has_float8() and (_by_rows(weight) or in_blocks)
 
@@ -108,7 +115,8 @@ class QuantizedPacker:
         if not weight.is_symmetric:
             whole = weight.offsets.float() + (8.0 * weight.scales.float() if weight.nibbles else 0.0)
             offsets = whole.to(factors.scales.dtype)
-        packed = pack_levels(weight.levels, factors.scales, offsets, nibbles=weight.nibbles)
+        pack = pack_nibbles if weight.nibbles else pack_levels
+        packed: PackedLevels | PackedNibbles = pack(weight.levels, factors.scales, offsets)
         return rounding(self._levels(packed, bias, columns=weight.columns), weight.activations)
 
     def _pack_float8(self, weight: Float8Weight, bias: Tensor | None) -> Multiply:
@@ -116,7 +124,7 @@ class QuantizedPacker:
         scheme = weight.activations
         if _by_rows(weight) and _rounds(scheme, None):
             return self._scaled(ScaledRows(weight.numbers, single.scales.flatten().contiguous()), bias)
-        packed = pack_levels(weight.numbers, single.scales, None, nibbles=False)
+        packed = pack_levels(weight.numbers, single.scales, None)
         in_blocks = _rounds(scheme, weight.block[1])
         multiply = self._levels(packed, bias, rounds=weight.block[1] if in_blocks else None)
         return multiply if in_blocks else rounding(multiply, scheme)
@@ -126,7 +134,12 @@ class QuantizedPacker:
         return ScaledMultiply(rows, bias, self.dtype, self.workspace, few, self.dependent_rows)
 
     def _levels(
-        self, packed: PackedLevels, bias: Tensor | None, *, columns: Tensor | None = None, rounds: int | None = None
+        self,
+        packed: PackedLevels | PackedNibbles,
+        bias: Tensor | None,
+        *,
+        columns: Tensor | None = None,
+        rounds: int | None = None,
     ) -> LevelMultiply:
         return LevelMultiply(packed, bias, self.workspace, self.dependent_rows, columns, rounds)
 

@@ -1,0 +1,347 @@
+"""Products by weights of 4 bits with a scale for each group of inputs, rows in the run dtype (W4A16).
+
+Weights are shuffled once, at load, so that levels become numbers by few instructions and a program reads memory in its
+order: a panel of 64 outputs holds one step of 128 inputs after the other. A word of 16 bits has one level of each
+quarter of its step. To shift a word and to replace its upper bits makes numbers of the same quarter for both words of a
+register: the four quarters are four products, by rows as they lie.
+
+Scales are applied to the sums of a step, or folded into the numbers, which the run dtype then rounds. K is split over
+programs where there are few tiles, as in `products`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.activation import ACTIVATIONS
+from quire.kernels.triton.launch import (
+    INTERPRETED,
+    await_inputs,
+    check,
+    check_rows,
+    num_processors,
+    power_of_two,
+)
+from quire.kernels.triton.products import Workspace, epilogue, join_splits
+from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling
+
+PANEL = 64  # outputs
+STEP = 128  # inputs
+QUARTER = 32
+_MOST_TILE_ROWS = 128
+_MOST_SPLITS, _FEWEST_STEPS = 16, 2
+_FOLDED_ROWS = 32  # from so many on, scales are folded into the numbers
+
+
+class PackedNibbles(NamedTuple):
+    """A weight whose entries are (level - 8) * scale + offset."""
+
+    data: Tensor  # [panels, steps, 64, 32] int16: bits 4q .. 4q + 3 of word i are the level of input 32q + i of a step
+    scales: Tensor  # [groups, outputs padded to whole panels]
+    offsets: Tensor | None  # likewise
+    outputs: int
+    inputs: int
+    group: int  # inputs: 32, 64 or whole steps
+
+
+def pack_nibbles(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> PackedNibbles:
+    """levels [outputs, inputs]: uint8 below 16; scales, offsets [outputs, groups] of a multiple of 32 inputs."""
+    outputs, inputs = levels.shape
+    group = inputs // scales.shape[1]
+    check(group % QUARTER == 0, "groups must be multiples of 32 inputs")
+    fine = group if group % STEP == 0 or group in (32, 64) else 64 if group % 64 == 0 else 32
+    padded = (0, -inputs % STEP, 0, -outputs % PANEL)
+    steps = torch.nn.functional.pad(levels, padded, value=8).to(torch.int16)
+    quarters = steps.view(-1, PANEL, steps.shape[1] // STEP, 4, QUARTER).transpose(1, 2).unbind(3)
+    data = quarters[0] | quarters[1] << 4 | quarters[2] << 8 | quarters[3] << 12
+
+    def factors(given: Tensor) -> Tensor:
+        finer = given.repeat_interleave(group // fine, dim=1)
+        missing = -(-steps.shape[1] // fine) - finer.shape[1]
+        return torch.nn.functional.pad(finer, (0, missing, 0, padded[3])).t().contiguous()
+
+    return PackedNibbles(
+        data.contiguous(), factors(scales), None if offsets is None else factors(offsets), outputs, inputs, fine
+    )
+
+
+def unpack_nibbles(weight: PackedNibbles) -> Tensor:
+    """The numbers of a packed weight [outputs, inputs], float32."""
+    quarters = torch.stack([weight.data >> 4 * quarter & 15 for quarter in range(4)], dim=3)
+    rows = quarters.transpose(1, 2).flatten(0, 1).flatten(1).float() - 8.0
+    factors = [weight.scales, torch.zeros_like(weight.scales) if weight.offsets is None else weight.offsets]
+    scales, offsets = (each.t().float().repeat_interleave(weight.group, dim=1)[:, : rows.shape[1]] for each in factors)
+    return (rows * scales + offsets)[: weight.outputs, : weight.inputs]
+
+
+# Of two words in a register: a half whose upper bits are those of 128 (of 1024 in float16) and whose lower bits are a
+# level is the number 128 + level. 136 is then taken from it.
+_TO_HALVES = """{{
+    .reg .b32 second, third, fourth, one, less;
+    mov.b32 one, {one};
+    mov.b32 less, {less};
+    shr.u32 second, $4, 4;
+    shr.u32 third, $4, 8;
+    shr.u32 fourth, $4, 12;
+    lop3.b32 $0, $4, 0x000F000F, {magic}, 0xEA;
+    lop3.b32 $1, second, 0x000F000F, {magic}, 0xEA;
+    lop3.b32 $2, third, 0x000F000F, {magic}, 0xEA;
+    lop3.b32 $3, fourth, 0x000F000F, {magic}, 0xEA;
+    {fma} $0, $0, one, less;
+    {fma} $1, $1, one, less;
+    {fma} $2, $2, one, less;
+    {fma} $3, $3, one, less;
+}}"""
+_TO_BFLOAT16 = tl.constexpr(
+    _TO_HALVES.format(magic="0x43004300", fma="fma.rn.bf16x2", one="0x3F803F80", less="0xC308C308")
+)
+_TO_FLOAT16 = tl.constexpr(
+    _TO_HALVES.format(magic="0x64006400", fma="fma.rn.f16x2", one="0x3C003C00", less="0xE408E408")
+)
+
+
+@triton.jit
+def _numbers(words, dtype: tl.constexpr, COMPILED: tl.constexpr):
+    """The levels of the four quarters, less 8."""
+    if COMPILED and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _TO_BFLOAT16, "=&r,=&r,=&r,=&r,r", (words,),
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif COMPILED and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            _TO_FLOAT16, "=&r,=&r,=&r,=&r,r", (words,),
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        levels = words.to(tl.int32)
+        return (
+            ((levels & 15) - 8).to(dtype), ((levels >> 4 & 15) - 8).to(dtype), ((levels >> 8 & 15) - 8).to(dtype),
+            ((levels >> 12 & 15) - 8).to(dtype),
+        )  # fmt: skip
+
+
+@triton.jit
+def _factors(at, step, group_steps, stride, dtype: tl.constexpr, PER_STEP: tl.constexpr):
+    """The scales or offsets of the four quarters of a step [BLOCK_N, 1] each."""
+    if PER_STEP == 1:
+        first = tl.load(at + step // group_steps * stride).to(dtype)[:, None]
+        return first, first, first, first
+    elif PER_STEP == 2:
+        first = tl.load(at + step * 2 * stride).to(dtype)[:, None]
+        third = tl.load(at + (step * 2 + 1) * stride).to(dtype)[:, None]
+        return first, first, third, third
+    else:
+        first = tl.load(at + step * 4 * stride).to(dtype)[:, None]
+        second = tl.load(at + (step * 4 + 1) * stride).to(dtype)[:, None]
+        third = tl.load(at + (step * 4 + 2) * stride).to(dtype)[:, None]
+        fourth = tl.load(at + (step * 4 + 3) * stride).to(dtype)[:, None]
+        return first, second, third, fourth
+
+
+@triton.jit
+def _add_step(
+    acc, w_at, x0, x1, x2, x3, scale_at, offset_at, step, group_steps, stride, PER_STEP: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, FOLDED: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Add the products of one step to `acc` [BLOCK_N, BLOCK_M]."""
+    n0, n1, n2, n3 = _numbers(tl.load(w_at), x0.dtype, COMPILED)
+    if FOLDED:
+        s0, s1, s2, s3 = _factors(scale_at, step, group_steps, stride, x0.dtype, PER_STEP)
+        n0, n1, n2, n3 = n0 * s0, n1 * s1, n2 * s2, n3 * s3
+        if HAS_OFFSET:
+            o0, o1, o2, o3 = _factors(offset_at, step, group_steps, stride, x0.dtype, PER_STEP)
+            n0, n1, n2, n3 = n0 + o0, n1 + o1, n2 + o2, n3 + o3
+        acc = tl.dot(n0, x0, acc, input_precision=PRECISION)
+        acc = tl.dot(n1, x1, acc, input_precision=PRECISION)
+        acc = tl.dot(n2, x2, acc, input_precision=PRECISION)
+        acc = tl.dot(n3, x3, acc, input_precision=PRECISION)
+    else:
+        part = tl.dot(n0, x0, input_precision=PRECISION)
+        part = tl.dot(n1, x1, part, input_precision=PRECISION)
+        part = tl.dot(n2, x2, part, input_precision=PRECISION)
+        part = tl.dot(n3, x3, part, input_precision=PRECISION)
+        acc += part * tl.load(scale_at + step // group_steps * stride).to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit
+def _inputs(x_at, place, K, HAS_TAIL: tl.constexpr):
+    """A quarter of a step of all rows, zeros behind the last input."""
+    if HAS_TAIL:
+        return tl.load(x_at, mask=place[:, None] < K, other=0.0)
+    return tl.load(x_at)
+
+
+@triton.jit(do_not_specialize=["M", "K", "total_steps", "group_steps", "steps"])
+def _nibble_kernel(
+    x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, scale_ptr, offset_ptr, partial_ptr, counter_ptr,
+    M, N, K, total_steps, x_stride, out_stride, residual_stride, factor_stride, group_steps, steps,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PER_STEP: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    HAS_TAIL: tl.constexpr, FOLDED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    PANEL_ROWS: tl.constexpr = 64
+    WORDS: tl.constexpr = 32  # of an output in a step
+    tile, split = tl.program_id(0), tl.program_id(1)
+    row_tiles = tl.cdiv(M, BLOCK_M)
+    m = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_row = tl.minimum(n, N - 1).to(tl.int64)
+    x_row = (m % M).to(tl.int64)
+    first = split * steps
+    last_step = tl.minimum(first + steps, total_steps)
+    place = tl.arange(0, WORDS)
+    panel_stride = total_steps * (PANEL_ROWS * WORDS)
+    w_at = w_ptr + (w_row // PANEL_ROWS * panel_stride + w_row % PANEL_ROWS * WORDS)[:, None] + place[None, :]
+    up_row = w_row + N
+    up_at = w_ptr + (up_row // PANEL_ROWS * panel_stride + up_row % PANEL_ROWS * WORDS)[:, None] + place[None, :]
+    x_at = x_ptr + x_row[None, :] * x_stride + place[:, None]
+    await_inputs(DEPENDENT)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(first, last_step):
+        k = step * (4 * WORDS)
+        x0 = _inputs(x_at + k, place + k, K, HAS_TAIL)
+        x1 = _inputs(x_at + k + WORDS, place + k + WORDS, K, HAS_TAIL)
+        x2 = _inputs(x_at + k + 2 * WORDS, place + k + 2 * WORDS, K, HAS_TAIL)
+        x3 = _inputs(x_at + k + 3 * WORDS, place + k + 3 * WORDS, K, HAS_TAIL)
+        shift = step * (PANEL_ROWS * WORDS)
+        acc = _add_step(
+            acc, w_at + shift, x0, x1, x2, x3, scale_ptr + w_row, offset_ptr + w_row if HAS_OFFSET else w_row, step,
+            group_steps, factor_stride, PER_STEP, HAS_OFFSET, FOLDED, PRECISION, COMPILED,
+        )  # fmt: skip
+        if GATED:
+            acc_up = _add_step(
+                acc_up, up_at + shift, x0, x1, x2, x3, scale_ptr + up_row,
+                offset_ptr + up_row if HAS_OFFSET else up_row, step, group_steps, factor_stride, PER_STEP, HAS_OFFSET,
+                FOLDED, PRECISION, COMPILED,
+            )  # fmt: skip
+    acc, acc_up, last = join_splits(
+        acc, acc_up, tile, split, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLITS, GATED
+    )  # fmt: skip
+    if last:
+        epilogue(
+            acc, acc_up, m, n, M, N, out_ptr, bias_ptr, residual_ptr, scale_ptr, scale_ptr, out_stride,
+            residual_stride, GATED, KIND, HAS_BIAS, HAS_RESIDUAL, False, False,
+        )  # fmt: skip
+
+
+def nibble_product(
+    x: Tensor,  # [M, K]
+    weight: PackedNibbles,  # [N, K]; [2 * N, K], gate then up, with an activation
+    workspace: Workspace,
+    *,
+    bias: Tensor | None = None,  # [weight rows]
+    residual: Tensor | None = None,  # [M, N]: added to the result; may be `out`
+    activation: str | None = None,  # of activation.ACTIVATIONS: the result is activation(gate) * up
+    out: Tensor | None = None,  # [M, N]; by default of x's dtype, or of the residual's
+    tiling: Tiling | None = None,  # by default chosen for the shape; its block_k does not count
+    dependent: bool = False,
+    folded: bool | None = None,  # by default chosen by the rows; always where groups are smaller than a step
+) -> Tensor:
+    """x @ weight.T with its epilogue, for any number of rows; summed and finished in float32, rounded once."""
+    rows, inputs = x.shape
+    check_rows(x, "x")
+    check(inputs == weight.inputs, "x and weight differ in K")
+    outputs, gated = weight.outputs // (1 if activation is None else 2), activation is not None
+    if out is None:
+        out = torch.empty(rows, outputs, dtype=x.dtype if residual is None else residual.dtype, device=x.device)
+    check_rows(out, "out")
+    check(out.shape == (rows, outputs), "out is [M, N]")
+    check(residual is None or (residual.shape == out.shape and residual.stride(1) == 1), "residual is [M, N]")
+    if rows == 0:
+        return out
+    steps, has_offset = weight.data.shape[1], weight.offsets is not None
+    tiling = tiling or choose_nibble_tiling(rows, outputs, steps, gated, x.device)
+    tiles = triton.cdiv(outputs, tiling.block_n) * triton.cdiv(rows, tiling.block_m)
+    check(tiling.splits == 1 or _fits(tiles, tiling, gated), "the workspace is too small")
+    folded = (rows >= _FOLDED_ROWS if folded is None else folded) or has_offset or weight.group < STEP
+    _nibble_kernel[(tiles, tiling.splits)](
+        x, weight.data, out, bias, residual, weight.scales, weight.offsets, workspace.partials, workspace.counters,
+        rows, outputs, inputs, steps, x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0),
+        weight.scales.stride(0), max(weight.group // STEP, 1), triton.cdiv(steps, tiling.splits),
+        BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, SPLITS=tiling.splits, PER_STEP=max(STEP // weight.group, 1),
+        GATED=gated, KIND=ACTIVATIONS[activation or "silu"], HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None, HAS_OFFSET=has_offset, HAS_TAIL=inputs % STEP != 0, FOLDED=folded,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", DEPENDENT=dependent, COMPILED=not INTERPRETED,
+        num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=dependent,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _expand_kernel(
+    w_ptr, scale_ptr, offset_ptr, out_ptr, rows, K, total_steps, out_stride, factor_stride, group_steps,
+    PER_STEP: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_TAIL: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    PANEL_ROWS: tl.constexpr = 64
+    WORDS: tl.constexpr = 32
+    panel, step = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    line, place = tl.arange(0, PANEL_ROWS), tl.arange(0, WORDS)
+    row = panel * PANEL_ROWS + line
+    words = tl.load(
+        w_ptr + (panel * total_steps + step) * (PANEL_ROWS * WORDS) + line[:, None] * WORDS + place[None, :]
+    )
+    dtype = out_ptr.dtype.element_ty
+    n0, n1, n2, n3 = _numbers(words, dtype, COMPILED)
+    s0, s1, s2, s3 = _factors(scale_ptr + row, step, group_steps, factor_stride, dtype, PER_STEP)
+    n0, n1, n2, n3 = n0 * s0, n1 * s1, n2 * s2, n3 * s3
+    if HAS_OFFSET:
+        o0, o1, o2, o3 = _factors(offset_ptr + row, step, group_steps, factor_stride, dtype, PER_STEP)
+        n0, n1, n2, n3 = n0 + o0, n1 + o1, n2 + o2, n3 + o3
+    out_at = out_ptr + row[:, None] * out_stride + step * (4 * WORDS) + place[None, :]
+    here, k = (row < rows)[:, None], step * (4 * WORDS) + place[None, :]
+    if HAS_TAIL:
+        tl.store(out_at, n0, mask=here & (k < K))
+        tl.store(out_at + WORDS, n1, mask=here & (k + WORDS < K))
+        tl.store(out_at + 2 * WORDS, n2, mask=here & (k + 2 * WORDS < K))
+        tl.store(out_at + 3 * WORDS, n3, mask=here & (k + 3 * WORDS < K))
+    else:
+        tl.store(out_at, n0, mask=here)
+        tl.store(out_at + WORDS, n1, mask=here)
+        tl.store(out_at + 2 * WORDS, n2, mask=here)
+        tl.store(out_at + 3 * WORDS, n3, mask=here)
+
+
+def expand_nibbles(weight: PackedNibbles, out: Tensor, first: int = 0) -> Tensor:
+    """Write the numbers of outputs from `first`, the first of a panel, to `out` [outputs, inputs], in its dtype."""
+    panel, rows = first // PANEL, len(out)
+    check(first % PANEL == 0 and first + rows <= weight.outputs, "outputs begin with a panel's, and are the weight's")
+    check_rows(out, "out")
+    steps, has_offset = weight.data.shape[1], weight.offsets is not None
+    offsets = weight.offsets[:, first:] if weight.offsets is not None else None
+    _expand_kernel[(steps, triton.cdiv(rows, PANEL))](
+        weight.data[panel:], weight.scales[:, first:], offsets, out, rows, weight.inputs, steps, out.stride(0),
+        weight.scales.stride(0), max(weight.group // STEP, 1), PER_STEP=max(STEP // weight.group, 1),
+        HAS_OFFSET=has_offset, HAS_TAIL=weight.inputs % STEP != 0, COMPILED=not INTERPRETED, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@lru_cache(maxsize=4096)
+def choose_nibble_tiling(rows: int, outputs: int, steps: int, gated: bool, device: torch.device) -> Tiling:
+    """Two programs or more on each multiprocessor, by splits of K if tiles are few."""
+    block_m = min(max(16, power_of_two(rows)), _MOST_TILE_ROWS)
+    block_n = 128 if rows > 256 and not gated else 64
+    tiles = -(-outputs // block_n) * -(-rows // block_m)
+    wanted = min(round(2 * num_processors(device) / tiles), steps // _FEWEST_STEPS, _MOST_SPLITS)
+    warps, stages = (8 if block_m * block_n > 8192 else 4), (4 if block_m <= 64 else 3)
+    for splits in range(wanted, 1, -1):
+        even = -(-steps // -(-steps // splits))  # no split is left without a step
+        tiling = Tiling(block_m, block_n, STEP, even, warps, stages)
+        if _fits(tiles, tiling, gated):
+            return tiling
+    return Tiling(block_m, block_n, STEP, 1, warps, stages)
+
+
+def _fits(tiles: int, tiling: Tiling, gated: bool) -> bool:
+    sums = tiles * tiling.splits * tiling.block_n * tiling.block_m * (2 if gated else 1)
+    return sums <= PARTIAL_SUMS and tiles <= TILE_COUNTERS
