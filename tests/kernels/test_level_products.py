@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from quire.kernels.norm import Norm
+from quire.kernels.reference.elementwise import rms_norm
 from quire.kernels.reference.quantize import quantize_rows as reference_rows
 from quire.kernels.triton.launch import FLOAT8
 from quire.kernels.triton.level_products import PackedLevels, choose_level_tiling, level_product, pack_levels
@@ -21,6 +23,7 @@ from quire.kernels.triton.nibble_products import (
     pack_nibbles,
     unpack_nibbles,
 )
+from quire.kernels.triton.nibble_row import nibble_row
 from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.products_plan import Tiling
 from triton_cases import DEVICE, rand
@@ -140,3 +143,28 @@ def test_inputs_need_not_fill_the_last_step(inputs: int, group: int, symmetric: 
     for first, count in ((0, 70), (64, 6)):
         expanded = expand_nibbles(packed, torch.full((count, inputs), float("nan"), device=DEVICE), first)
         torch.testing.assert_close(expanded, values[first : first + count], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "group", "symmetric", "dtype"),
+    [
+        (256, 128, True, torch.bfloat16), (576, 64, False, torch.bfloat16), (1280, 32, False, torch.float16),
+        (512, 256, True, torch.float16), (4224, 4224, False, torch.bfloat16),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_one_row_takes_norm_gate_bias_and_residual_along(
+    inputs: int, group: int, symmetric: bool, dtype: torch.dtype, has_norm: bool
+) -> None:
+    packed, values = weight(70, inputs, group, "nibbles", symmetric=symmetric)
+    assert isinstance(packed, PackedNibbles)
+    x, bias = rand(1, inputs, dtype=dtype, scale=0.3), rand(70, seed=1)
+    norm = Norm(rand(inputs, dtype=dtype, seed=2), 1e-5) if has_norm else None
+    rows = x.float() if norm is None else rms_norm(x.float(), norm.weight.float(), norm.eps)
+    wanted = F.linear(rows, values, bias)
+    stream = rand(1, 70, seed=3)
+    added = nibble_row(x, packed, stream.clone(), bias=bias, residual=stream, norm=norm)
+    torch.testing.assert_close(added, stream + wanted, rtol=1e-3, atol=1e-3)
+    gate, up = wanted.chunk(2, dim=1)
+    gated = nibble_row(x, packed, torch.empty(1, 35, device=DEVICE), bias=bias, activation="silu", norm=norm)
+    torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-3, atol=1e-3)

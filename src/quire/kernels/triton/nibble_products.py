@@ -36,7 +36,8 @@ STEP = 128  # inputs
 QUARTER = 32
 _MOST_TILE_ROWS = 128
 _MOST_SPLITS, _FEWEST_STEPS = 16, 2
-_FOLDED_ROWS = 32  # from so many on, scales are folded into the numbers
+_PROGRAMS = {16: 3.5, 32: 3.5, 64: 2.5}  # for each multiprocessor, by the rows of a tile; else 2
+_FOLDED_ROWS = 64  # with more, scales are folded into the numbers
 
 
 class PackedNibbles(NamedTuple):
@@ -263,7 +264,7 @@ def nibble_product(
     tiling = tiling or choose_nibble_tiling(rows, outputs, steps, gated, x.device)
     tiles = triton.cdiv(outputs, tiling.block_n) * triton.cdiv(rows, tiling.block_m)
     check(tiling.splits == 1 or _fits(tiles, tiling, gated), "the workspace is too small")
-    folded = (rows >= _FOLDED_ROWS if folded is None else folded) or has_offset or weight.group < STEP
+    folded = (rows > _FOLDED_ROWS if folded is None else folded) or has_offset or weight.group < STEP
     _nibble_kernel[(tiles, tiling.splits)](
         x, weight.data, out, bias, residual, weight.scales, weight.offsets, workspace.partials, workspace.counters,
         rows, outputs, inputs, steps, x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0),
@@ -328,18 +329,16 @@ def expand_nibbles(weight: PackedNibbles, out: Tensor, first: int = 0) -> Tensor
 
 @lru_cache(maxsize=4096)
 def choose_nibble_tiling(rows: int, outputs: int, steps: int, gated: bool, device: torch.device) -> Tiling:
-    """Two programs or more on each multiprocessor, by splits of K if tiles are few."""
-    block_m = min(max(16, power_of_two(rows)), _MOST_TILE_ROWS)
-    block_n = 128 if rows > 256 and not gated else 64
+    """A few programs on each multiprocessor, by splits of K if tiles are few."""
+    block_m, block_n = min(max(16, power_of_two(rows)), _MOST_TILE_ROWS), 64
     tiles = -(-outputs // block_n) * -(-rows // block_m)
-    wanted = min(round(2 * num_processors(device) / tiles), steps // _FEWEST_STEPS, _MOST_SPLITS)
-    warps, stages = (8 if block_m * block_n > 8192 else 4), (4 if block_m <= 64 else 3)
-    for splits in range(wanted, 1, -1):
+    programs = int(_PROGRAMS.get(block_m, 2.0) * num_processors(device))
+    for splits in range(min(programs // tiles, steps // _FEWEST_STEPS, _MOST_SPLITS), 1, -1):
         even = -(-steps // -(-steps // splits))  # no split is left without a step
-        tiling = Tiling(block_m, block_n, STEP, even, warps, stages)
+        tiling = Tiling(block_m, block_n, STEP, even, 4, 3)
         if _fits(tiles, tiling, gated):
             return tiling
-    return Tiling(block_m, block_n, STEP, 1, warps, stages)
+    return Tiling(block_m, block_n, STEP, 1, 4, 3)
 
 
 def _fits(tiles: int, tiling: Tiling, gated: bool) -> bool:

@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 
 from quire.kernels.norm import Norm
+from quire.kernels.triton.activation import gate
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.level_products import PackedLevels, level_product, pack_levels, step_of
-from quire.kernels.triton.nibble_products import QUARTER, PackedNibbles, nibble_product, pack_nibbles
+from quire.kernels.triton.nibble_products import (
+    PANEL,
+    QUARTER,
+    PackedNibbles,
+    expand_nibbles,
+    nibble_product,
+    pack_nibbles,
+)
+from quire.kernels.triton.nibble_row import nibble_row, takes_row
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.products_plan import own_rows
@@ -31,6 +40,8 @@ if TYPE_CHECKING:
     from quire.runtime.quantization.weight import QuantizedWeight
 
 _FLOAT8_CAPABILITY = (8, 9)
+EXPANDED_ROWS = 256  # more rows are multiplied by numbers that the weight is expanded to
+_EXPANDED_BYTES = 32 << 20  # of numbers at a time: they stay in the device's cache
 LEAST_GROUP = 64  # bytes in smaller groups are expanded: their steps would be too short for the tensor cores
 
 
@@ -38,7 +49,7 @@ LEAST_GROUP = 64  # bytes in smaller groups are expanded: their steps would be t
 class LevelMultiply(FusedMultiply):
     """Multiplies rows [tokens, in] by a packed weight [out, in]."""
 
-    weight: PackedLevels | PackedNibbles
+    weight: PackedLevels
     bias: Tensor | None
     workspace: Workspace
     dependent_rows: int  # rows from which a kernel is launched while the one before still runs
@@ -67,21 +78,82 @@ class LevelMultiply(FusedMultiply):
         outputs = self.weight.outputs // (1 if activation is None else 2)
         out = torch.empty(len(x), outputs, dtype=dtype, device=x.device) if residual is None else residual
         dependent = len(x) >= self.dependent_rows
-        if isinstance(self.weight, PackedNibbles):
-            return nibble_product(
-                x, self.weight, self.workspace, bias=self.bias, residual=residual, activation=activation, out=out,
-                dependent=dependent,
-            )  # fmt: skip
         return level_product(
             x, self.weight, self.workspace, bias=self.bias, residual=residual, x_scale=scale, activation=activation,
             out=out, dependent=dependent,
         )  # fmt: skip
 
     def _normed(self, x: Tensor, norm: Norm, pending: Tensor | None) -> Tensor:
-        dependent = len(x) >= self.dependent_rows
-        if pending is None:
-            return rms_norm(x, *norm, dependent=dependent)
-        return add_rms_norm(pending, x, *norm, dependent=dependent)
+        return _normed(x, norm, pending, dependent=len(x) >= self.dependent_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class NibbleMultiply(FusedMultiply):
+    """Multiplies rows [tokens, in] by a weight [out, in] of 4 bits. One row has a kernel of its own, which takes the
+    norm along. For many rows, some outputs at a time are expanded to numbers, which the library multiplies by."""
+
+    weight: PackedNibbles
+    bias: Tensor | None
+    workspace: Workspace
+    dependent_rows: int  # rows from which a kernel is launched while the one before still runs
+    columns: Tensor | None = None  # [in]: the input that each column of the weight belongs to; None: its own
+
+    def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
+        return self._product(x)
+
+    def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]
+        return self._after_norm(x, norm, pending)
+
+    def gated(self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None) -> Tensor:
+        return self._after_norm(x, norm, pending, activation)
+
+    def add_to(self, target: Tensor, x: Tensor) -> None:
+        self._product(x, residual=target)
+
+    def _after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None, activation: str | None = None) -> Tensor:
+        if pending is None and self.columns is None and takes_row(x) and norm.weight.dtype == x.dtype:
+            return self._product(x, activation=activation, norm=norm)
+        normed = _normed(x, norm, pending, dependent=len(x) >= self.dependent_rows)
+        return self._product(normed, activation=activation)
+
+    def _product(
+        self, x: Tensor, *, activation: str | None = None, residual: Tensor | None = None, norm: Norm | None = None
+    ) -> Tensor:
+        if self.columns is not None:
+            x = x.index_select(1, self.columns)
+        if len(x) > EXPANDED_ROWS:
+            return self._expanded(x, activation, residual)
+        outputs, dependent = self.weight.outputs // (1 if activation is None else 2), len(x) >= self.dependent_rows
+        out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device) if residual is None else residual
+        if takes_row(x):
+            return nibble_row(
+                x, self.weight, out, bias=self.bias, residual=residual, activation=activation, norm=norm,
+                dependent=dependent,
+            )  # fmt: skip
+        return nibble_product(
+            x, self.weight, self.workspace, bias=self.bias, residual=residual, activation=activation, out=out,
+            dependent=dependent,
+        )  # fmt: skip
+
+    def _expanded(self, x: Tensor, activation: str | None, residual: Tensor | None) -> Tensor:
+        outputs, inputs = self.weight.outputs, self.weight.inputs
+        at_once = min(max(_EXPANDED_BYTES // (inputs * x.element_size()) // PANEL * PANEL, PANEL), outputs)
+        numbers = torch.empty(at_once, inputs, dtype=x.dtype, device=x.device)
+        whole = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+        for first in range(0, outputs, at_once):
+            part = expand_nibbles(self.weight, numbers[: outputs - first], first)
+            torch.mm(x, part.t(), out=whole[:, first : first + at_once])
+        if self.bias is not None:
+            whole += self.bias
+        if activation is not None:
+            return gate(whole, activation)
+        return whole if residual is None else residual.add_(whole)
+
+
+def _normed(x: Tensor, norm: Norm, pending: Tensor | None, *, dependent: bool) -> Tensor:
+    if pending is None:
+        return rms_norm(x, *norm, dependent=dependent)
+    return add_rms_norm(pending, x, *norm, dependent=dependent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +187,12 @@ class QuantizedPacker:
         if not weight.is_symmetric:
             whole = weight.offsets.float() + (8.0 * weight.scales.float() if weight.nibbles else 0.0)
             offsets = whole.to(factors.scales.dtype)
-        pack = pack_nibbles if weight.nibbles else pack_levels
-        packed: PackedLevels | PackedNibbles = pack(weight.levels, factors.scales, offsets)
-        return rounding(self._levels(packed, bias, columns=weight.columns), weight.activations)
+        if weight.nibbles:
+            packed = pack_nibbles(weight.levels, factors.scales, offsets)
+            own = NibbleMultiply(packed, bias, self.workspace, self.dependent_rows, weight.columns)
+            return rounding(own, weight.activations)
+        levels = pack_levels(weight.levels, factors.scales, offsets)
+        return rounding(self._levels(levels, bias, columns=weight.columns), weight.activations)
 
     def _pack_float8(self, weight: Float8Weight, bias: Tensor | None) -> Multiply:
         single = weight.by_rows()
@@ -135,7 +210,7 @@ class QuantizedPacker:
 
     def _levels(
         self,
-        packed: PackedLevels | PackedNibbles,
+        packed: PackedLevels,
         bias: Tensor | None,
         *,
         columns: Tensor | None = None,

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from quire.kernels.norm import Norm
 from quire.kernels.reference.elementwise import rms_norm
 from quire.runtime.layers import level_multiply
-from quire.runtime.layers.level_multiply import LevelMultiply
+from quire.runtime.layers.level_multiply import LevelMultiply, NibbleMultiply
 from quire.runtime.layers.product import FusedMultiply
 from quire.runtime.layers.skinny import TritonProduct
 from quire.runtime.layers.skinny_fp8 import ScaledMultiply
@@ -41,8 +41,8 @@ def blocks(scheme: ActivationScheme | None, block: tuple[int, int] = (32, 64)) -
 
 
 CASES: dict[str, tuple[QuantizedWeight, type]] = {
-    "int4": (quantize_int4(rand(OUTPUTS, INPUTS, scale=0.1)), LevelMultiply),
-    "act-order": (shuffled(), LevelMultiply),
+    "int4": (quantize_int4(rand(OUTPUTS, INPUTS, scale=0.1)), NibbleMultiply),
+    "act-order": (shuffled(), NibbleMultiply),
     "w8a16": (replace(quantize_int8(rand(OUTPUTS, INPUTS, scale=0.1)), activations=None), LevelMultiply),
     "w8a8": (quantize_int8(rand(OUTPUTS, INPUTS, scale=0.1)), ScaledMultiply),
     "blocks": (blocks(ActivationScheme("fp8", group=64)), LevelMultiply),
@@ -66,10 +66,12 @@ def near(found: torch.Tensor, wanted: torch.Tensor, weight: QuantizedWeight) -> 
     assert float((found - wanted).abs().max() / wanted.std()) < bound
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 5])
 @pytest.mark.parametrize("name", CASES)
 def test_every_way_is_the_plain_formula(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(level_multiply, "own_rows", lambda *_: 16)
+    monkeypatch.setattr(level_multiply, "EXPANDED_ROWS", 4)
+    monkeypatch.setattr(level_multiply, "_EXPANDED_BYTES", 4 * INPUTS * 64)  # a panel at a time
     weight, kind = CASES[name]
     multiply = packed(weight)
     assert isinstance(multiply, kind)
