@@ -8,6 +8,7 @@ import torch
 from quire.kernels.norm import Norm
 from quire.kernels.reference import quantize
 from quire.kernels.reference.products import product
+from quire.kernels.triton.int8 import rescale
 from quire.kernels.triton.products import Workspace, skinny_product
 from quire.kernels.triton.products_plan import (
     FLOAT8_OWN_ROWS,
@@ -146,3 +147,12 @@ def test_the_default_tiling_multiplies_too() -> None:
 def test_one_row_is_never_left_to_the_library_and_few_of_float8_neither(shape: tuple[int, int]) -> None:
     assert 1 <= own_rows(*shape) <= MOST_ROWS
     assert 64 <= own_rows(*shape, "w8a8") <= MOST_ROWS
+
+
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 7), (5, 40), (9, 1100)])
+def test_int8_sums_take_both_scales(rows: int, outputs: int) -> None:
+    sums = torch.randint(-(1 << 20), 1 << 20, (rows, outputs), dtype=torch.int32, device=DEVICE)
+    x_scale, weight_scale = rand(rows).abs(), rand(outputs, seed=1).abs()
+    x_scale[0] = float("nan")  # of a row that went bad
+    found = rescale(sums, x_scale, weight_scale, torch.float32)
+    torch.testing.assert_close(found, sums * x_scale[:, None] * weight_scale, rtol=1e-6, atol=0, equal_nan=True)

@@ -26,10 +26,10 @@ def multiply_float8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Te
 
 
 def can_multiply_int8(rows: int, inputs: int, outputs: int) -> bool:
-    """Whether `multiply_int8` takes these sizes."""
+    """Whether `sum_int8` takes these sizes."""
     return rows > _FEW_INT8 and inputs % _INT8_MULTIPLE == 0 and outputs % _INT8_MULTIPLE == 0
 
 
-def multiply_int8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """The same for int8, summed exactly: float32."""
-    return torch._int_mm(x, weight.t()).float().mul_(x_scale[:, None]).mul_(weight_scale)
+def sum_int8(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, inputs] @ weight [outputs, inputs].T, both int8, on a CUDA device: int32, exactly."""
+    return torch._int_mm(x, weight.t())

@@ -16,7 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.activation import ACTIVATIONS
-from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, num_processors, power_of_two
+from quire.kernels.triton.int8 import as_float
+from quire.kernels.triton.launch import (
+    FLOAT8,
+    INTERPRETED,
+    await_inputs,
+    check,
+    check_rows,
+    num_processors,
+    power_of_two,
+)
 from quire.kernels.triton.products import Workspace, epilogue, join_splits
 from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling
 
@@ -61,12 +70,13 @@ def pack_levels(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> Packe
 
 
 @triton.jit
-def _step_sums(w_at, x_at, HAS_OFFSET: tl.constexpr, PRECISION: tl.constexpr):
+def _step_sums(w_at, x_at, HAS_OFFSET: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr):
     """Of one step: products [BLOCK_N, BLOCK_M], and the sums of the rows' inputs [BLOCK_M]."""
     w = tl.load(w_at)
     x = tl.load(x_at)
     total = tl.sum(x.to(tl.float32), 0) if HAS_OFFSET else 0.0
-    return tl.dot(w.to(x.dtype), x, input_precision=PRECISION), total
+    numbers = as_float(w, COMPILED).to(x.dtype) if w.dtype == tl.int8 else w.to(x.dtype)
+    return tl.dot(numbers, x, input_precision=PRECISION), total
 
 
 @triton.jit(do_not_specialize=["M", "total_steps", "x_scale_stride", "group_steps", "steps"])
@@ -76,6 +86,7 @@ def _level_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
     GATED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_X_SCALE: tl.constexpr, HAS_OFFSET: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     PANEL_ROWS: tl.constexpr = 64
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -98,7 +109,7 @@ def _level_kernel(
     for step in range(first, first + count):
         shift = step * (PANEL_ROWS * STEP)
         factor_at = step // group_steps * factor_stride
-        part, total = _step_sums(w_at + shift, x_at + step * STEP, HAS_OFFSET, PRECISION)
+        part, total = _step_sums(w_at + shift, x_at + step * STEP, HAS_OFFSET, PRECISION, COMPILED)
         if HAS_X_SCALE:
             x_scale = tl.load(x_scale_ptr + x_row * x_scale_stride + step // group_steps)[None, :]
             part *= x_scale
@@ -106,7 +117,7 @@ def _level_kernel(
         if HAS_OFFSET:
             acc += tl.load(offset_ptr + factor_at + w_row).to(tl.float32)[:, None] * total[None, :]
         if GATED:
-            part, total = _step_sums(up_at + shift, x_at + step * STEP, HAS_OFFSET, PRECISION)
+            part, total = _step_sums(up_at + shift, x_at + step * STEP, HAS_OFFSET, PRECISION, COMPILED)
             if HAS_X_SCALE:
                 part *= x_scale
             acc_up += part * tl.load(scale_ptr + factor_at + up_row).to(tl.float32)[:, None]
@@ -163,7 +174,7 @@ def level_product(
         GATED=gated, KIND=ACTIVATIONS[activation or "silu"], HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, HAS_X_SCALE=x_scale is not None, HAS_OFFSET=weight.offsets is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
-        num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=dependent,
+        COMPILED=not INTERPRETED, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=dependent,
     )  # fmt: skip
     return out
 

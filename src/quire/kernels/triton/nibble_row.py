@@ -19,7 +19,7 @@ from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, power_
 from quire.kernels.triton.nibble_products import STEP, PackedNibbles
 from quire.kernels.triton.products import epilogue
 
-_OUTPUTS = 8  # of a program
+_FEW_OUTPUTS = 2048  # programs of a weight with fewer have half as many
 _MOST_STEPS = 32  # that a program reads at once
 _STEPS_OF_WARP = 8
 
@@ -180,7 +180,7 @@ def nibble_row(
     residual: Tensor | None = None,  # [1, N]: added to the result; may be `out`
     activation: str | None = None,  # of activation.ACTIVATIONS: the result is activation(gate) * up
     norm: Norm | None = None,  # of x, with a weight of its dtype
-    outputs_at_once: int = _OUTPUTS,
+    outputs_at_once: int | None = None,
     stages: int = 1,
     dependent: bool = False,
 ) -> Tensor:
@@ -188,7 +188,9 @@ def nibble_row(
     check(takes_row(x) and x.shape[1] == weight.inputs, "x is one row of the weight's inputs in half precision")
     check(norm is None or norm.weight.dtype == x.dtype, "the norm's weight has x's dtype")
     outputs, steps = weight.outputs // (1 if activation is None else 2), weight.data.shape[1]
-    at_once = min(max(power_of_two(steps), _STEPS_OF_WARP), _MOST_STEPS)
+    if outputs_at_once is None:
+        outputs_at_once = 4 if activation is not None or outputs < _FEW_OUTPUTS else 8
+    at_once = _steps_at_once(steps)
     _row_kernel[(triton.cdiv(outputs, outputs_at_once),)](
         x.view(torch.int32), weight.data.view(torch.int32), out, bias, residual, weight.scales, weight.offsets,
         None if norm is None else norm.weight.view(torch.int32), outputs, weight.inputs, steps,
@@ -201,3 +203,11 @@ def nibble_row(
         num_warps=at_once // _STEPS_OF_WARP, launch_pdl=dependent,
     )  # fmt: skip
     return out
+
+
+def _steps_at_once(steps: int) -> int:
+    """So many that none is left over, if four warps or fewer can have as many."""
+    for count in (_MOST_STEPS, _MOST_STEPS // 2):
+        if steps % count == 0:
+            return count
+    return min(max(power_of_two(steps), _STEPS_OF_WARP), _MOST_STEPS)

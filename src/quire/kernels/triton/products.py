@@ -18,7 +18,8 @@ from torch import Tensor
 
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import ACTIVATIONS, activate
-from quire.kernels.triton.launch import FLOAT8, SMALL, await_inputs, check, check_rows
+from quire.kernels.triton.int8 import as_float
+from quire.kernels.triton.launch import FLOAT8, INTERPRETED, SMALL, await_inputs, check, check_rows
 from quire.kernels.triton.products_plan import MOST_ROWS, PARTIAL_SUMS, TILE_COUNTERS, Tiling, choose_tiling
 
 FAST_ROWS = 64
@@ -193,6 +194,7 @@ def _vector_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_W_SCALE: tl.constexpr,
     HAS_NORM: tl.constexpr, EVEN_K: tl.constexpr, W_BYTES: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     RUN: tl.constexpr = 8  # neighbours in a row that a thread reads: 16 bytes of x
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -212,10 +214,10 @@ def _vector_kernel(
         if HAS_NORM:
             square += _sum_runs(x * x, RUN)
             x = x * _load_k(norm_ptr + k, k, K, EVEN_K, "evict_last").to(tl.float32)
-        acc += _sum_runs(w.to(tl.float32) * x, RUN)
+        acc += _sum_runs(as_float(w, COMPILED) * x, RUN)
         if GATED:
             up = _load_k(w_ptr + (w_row[:, None] + N) * w_stride + k, k, K, EVEN_K, "evict_first")
-            acc_up += _sum_runs(up.to(tl.float32) * x, RUN)
+            acc_up += _sum_runs(as_float(up, COMPILED) * x, RUN)
     total = tl.sum(acc, 1, keep_dims=True)  # [BLOCK_N, 1]
     total_up = tl.sum(acc_up, 1, keep_dims=True) if GATED else total
     if HAS_NORM:
@@ -284,7 +286,8 @@ def _launch_vector(operands, norm: Norm | None, outputs: int, tiling: Tiling, fl
     _vector_kernel[(triton.cdiv(outputs, tiling.block_n),)](
         *operands, norm and norm.weight, outputs, x.shape[1], weight.stride(0), norm.eps if norm else 0.0,
         BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, HAS_NORM=norm is not None,
-        EVEN_K=x.shape[1] % tiling.block_k == 0, STAGES=tiling.stages, **flags,
+        EVEN_K=x.shape[1] % tiling.block_k == 0, STAGES=tiling.stages, COMPILED=not INTERPRETED,
+        **flags,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.library import FLOAT8_MULTIPLE, can_multiply_int8, multiply_float8, multiply_int8
+from quire.kernels.library import FLOAT8_MULTIPLE, can_multiply_int8, multiply_float8, sum_int8
 from quire.kernels.reference.quantize import quantize_rows
 
 _NUMBERS_AT_ONCE = 1 << 22  # quantized at once by plain torch, which needs them in float32
@@ -36,7 +36,9 @@ def multiply_scaled(x: ScaledRows, weight: ScaledRows, dtype: torch.dtype) -> Te
     """
     outputs, inputs = weight.numbers.shape
     if x.numbers.dtype == torch.int8 and x.numbers.is_cuda and can_multiply_int8(len(x.numbers), inputs, outputs):
-        return multiply_int8(*x, *weight).to(dtype)
+        from quire.kernels.triton.int8 import rescale
+
+        return rescale(sum_int8(x.numbers, weight.numbers), x.scale, weight.scale, dtype)
     if x.numbers.dtype == torch.int8 or not x.numbers.is_cuda or inputs % FLOAT8_MULTIPLE or outputs % FLOAT8_MULTIPLE:
         return torch.mm(x.values(dtype), weight.values(dtype).t())
     return multiply_float8(*x, *weight).to(dtype)
