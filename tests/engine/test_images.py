@@ -32,12 +32,13 @@ LIMITS = ImageLimits(VISION.grid, max_images=3, max_encoded_tokens=2_048, max_ke
 class Case:
     def __init__(self, folder: Path) -> None:
         self.folder, self.model = folder, vision_model(folder)
-        self._answers: dict[int, list[int]] = {}
+        self._answers: dict[tuple[object, ...], list[int]] = {}
 
     def expected(self, prompt: VisionPrompt) -> list[int]:
-        if id(prompt) not in self._answers:
-            self._answers[id(prompt)] = vision_reference(self.model, prompt, COUNT)[0]
-        return self._answers[id(prompt)]
+        key = (*prompt.tokens, *(image.key for image in prompt.images))
+        if key not in self._answers:
+            self._answers[key] = vision_reference(self.model, prompt, COUNT)[0]
+        return self._answers[key]
 
     def engine(self, speculative: dict[str, Any] | None = None, **settings: Any) -> TinyEngine:
         settings = {"images": LIMITS, "max_len": 128, **settings}
