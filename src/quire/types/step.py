@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.types.images import PromptImage
+from quire.types.pooling import PoolingWork
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.transfer import NO_TRANSFERS, Transfers
 
@@ -60,7 +61,7 @@ class NewRow(NamedTuple):
     seed: int  # the user's, or one that the engine derived
     num_candidates: int = 0  # how many most likely next tokens its samples report
     images: tuple[PromptImage, ...] = ()  # of its prompt, by their place in it
-    pools: bool = False  # its samples report the hidden state that they are sampled from
+    pools: PoolingWork | None = None  # its only sample reports numbers of the prompt; nothing is sampled
 
 
 class RowTokens(NamedTuple):
@@ -211,7 +212,7 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class RowPooled:
-    """The hidden state of a row's last token, after the last norm."""
+    """What a row that is pooled became: a hidden state after the last norm, a classifier's logits, or a score."""
 
     row: int
     numbers: bytes  # float32

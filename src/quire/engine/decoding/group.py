@@ -205,7 +205,7 @@ class Group:
     num_spare: int = 0  # rows that are reserved for further beams
     num_preemptions: int = 0
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    pooled: bytes = b""  # the hidden state of its last prompt token, if the request is pooled
+    pooled: bytes = b""  # float32 numbers, if the request is pooled
     ledger: Ledger = field(default_factory=Ledger)
     arrival: float = 0.0  # when it was submitted, on the engine's clock
     queued_step: int = 0  # the number of plans when it last began to wait
@@ -215,13 +215,15 @@ class Group:
     hit: Hit | None = None  # the last prefix lookup, while it waits
     num_known: int = 0  # first tokens that other requests had too: its state after them is kept
     num_prompt: int = field(init=False)
-    reads_cache: bool = field(init=False)  # False: it wants prompt logprobs, so every position is computed
+    reads_cache: bool = field(init=False)  # False: it wants something of every position
     # Its tokens as int32 bytes, those of images replaced by their content: slices are keys, and comparing is a memcmp.
     prompt: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)
-        self.reads_cache = self.request.sampling.prompt_logprobs is None
+        pooling = self.request.pooling
+        is_summed = pooling is not None and pooling.kind != "last"
+        self.reads_cache = self.request.sampling.prompt_logprobs is None and not is_summed
         self.prompt = self.request.key_tokens
 
     @property

@@ -21,6 +21,7 @@ from quire.runtime.speculation.drafter import NO_DRAFTS
 from quire.runtime.transfer import Pending
 from quire.runtime.worker.batch import Batch
 from quire.runtime.worker.images import ImageRows
+from quire.runtime.worker.pooled_rows import PooledRows
 from quire.runtime.worker.rows import Rows
 from quire.types.step import (
     NO_ROWS,
@@ -184,7 +185,7 @@ class Runner:
         self._images = images
         self._model, self._rows, self._batches, self._forward = model, rows, batches, forward
         self._sampler, self._num_samples = sampler, num_samples
-        self.pooling: set[int] = set()  # live rows that report hidden states
+        self.pooled = PooledRows(model, rows)
 
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """`failed` rows are computed but never handed to the sampler; their token is 0."""
@@ -197,22 +198,28 @@ class Runner:
             batch = replace(batch, step=replace(batch.step, features=features))
         failures: list[RowFailure] = []
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-        if batch.shape is None and not self._wants_prompt_logprobs(plan, failed):
+        pooled = self.pooled if self.pooled.works else None
+        sums_up = pooled is not None and pooled.want_all(plan)
+        if batch.shape is None and not sums_up and not self._wants_prompt_logprobs(plan, failed):
             hidden = self._forward(replace(batch, step=replace(batch.step, wanted=batch.wanted)))
         else:
             all_hidden = self._forward(batch)  # [tokens, hidden]
             prompt_logprobs = self._prompt_logprobs(plan, all_hidden, failed, failures)
+            if sums_up:
+                self.pooled.add_up(plan, all_hidden)
             hidden = all_hidden.index_select(0, batch.wanted)
         logits = None
-        if 0 < len(batch.samples) <= self._num_samples and failed.isdisjoint(batch.samples.rows.tolist()):
+        sampled = batch.samples.rows
+        is_sampled = pooled is None or not pooled.are_all(sampled)
+        if is_sampled and 0 < len(sampled) <= self._num_samples and failed.isdisjoint(sampled.tolist()):
             logits = self._model.logits(hidden)  # [positions, vocab]
             logits = logits if batch.spread is None else logits.index_select(0, batch.spread)
         return partial(self._finish, _Computed(plan, batch, hidden, logits, failed, prompt_logprobs, tuple(failures)))
 
     def _finish(self, computed: _Computed, masks: Masks | None) -> StepOutput:
         batch, samples = computed.batch, computed.batch.samples.under(masks)
-        if len(samples) == 0:
-            token_ids, report = torch.empty(0, dtype=torch.int64, device=computed.hidden.device), NO_REPORT
+        if len(samples) == 0 or (self.pooled.works and self.pooled.are_all(samples.rows)):
+            token_ids, report = torch.zeros(len(samples), dtype=torch.int64, device=computed.hidden.device), NO_REPORT
         elif computed.logits is not None:
             sampled = self._sampler.sample(computed.logits, samples, self._rows.history)
             token_ids, report = sampled.token_ids, sampled.report
@@ -220,20 +227,13 @@ class Runner:
             token_ids, report = self._sample_in_parts(computed, samples)
         self._append(batch, token_ids)
         plan, prompt_logprobs = computed.plan, computed.prompt_logprobs
-        pooled = self._pooled(computed) if self.pooling else ()
-        failures, masked = computed.failures, masked_samples(masks)
-        return StepOutput(plan, token_ids, report, prompt_logprobs, failures, masked=masked, pooled=pooled)
-
-    def _pooled(self, computed: _Computed) -> tuple[RowPooled, ...]:
-        """Waits for the device."""
-        rows, spread = computed.batch.samples.rows.tolist(), computed.batch.spread
-        places = [place for place, row in enumerate(rows) if row in self.pooling and row not in computed.failed]
-        if not places:
-            return ()
-        index = self._rows.upload(np.asarray(places))
-        positions = index if spread is None else spread.index_select(0, index)
-        states = self._model.normed(computed.hidden.index_select(0, positions)).float().cpu().numpy()
-        return tuple(RowPooled(rows[place], state.tobytes()) for place, state in zip(places, states, strict=True))
+        pooled, failures = (
+            self.pooled.report(batch, computed.hidden, computed.failed) if self.pooled.works else ((), ())
+        )
+        failures += computed.failures
+        return StepOutput(
+            plan, token_ids, report, prompt_logprobs, failures, masked=masked_samples(masks), pooled=pooled
+        )  # fmt: skip
 
     def _sample_in_parts(self, computed: _Computed, samples: Samples) -> tuple[Tensor, Report]:
         """At most `num_samples` at a time: steps that verify long drafts need no more memory than others."""
