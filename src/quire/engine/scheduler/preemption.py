@@ -51,7 +51,7 @@ class Swap:
         if not any(sequence.num_computed for sequence in group.live):  # what it swapped out before stays there
             free(group)
             return "nothing was computed"
-        if not group.reads_cache:
+        if group.request.sampling.prompt_logprobs is not None or not group.reads_cache:
             return self._recompute.free_blocks(group, builder, num_tokens)
         found = self._reuse.swap_blocks(group, builder)
         blocks = {key: block for each in found.values() for key, block in each.blocks.items()}

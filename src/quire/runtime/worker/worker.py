@@ -152,6 +152,8 @@ class Worker:
         self._failed.difference_update(rows)
         if self._runner.pooled.works:
             self._runner.pooled.remove(rows)
+        if self._runner.scored.asked:
+            self._runner.scored.remove(rows)
         for row in rows:
             self._sampler.remove(row)
 
@@ -176,6 +178,8 @@ class Worker:
             self._images.place(placed)
         if any(new.pools is not None for new in news):
             self._runner.pooled.add(news)
+        if any(new.sampling.prompt_logprobs is not None for new in news):
+            self._runner.scored.add(news)
         return tuple(failures)
 
     def _write(self, writes: tuple[RowTokens, ...]) -> tuple[RowFailure, ...]:
