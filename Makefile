@@ -23,7 +23,7 @@ BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kerne
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve demo test test-long test-clients check format bench soak kills cuts parity families clean
+.PHONY: help setup serve demo test test-long test-clients check format bench soak kills cuts parity lm-eval families clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ cuts: $(DEV_STAMP) $(MODEL_STAMP) ## 64 streams with random cuts (SECONDS=600): 
 
 parity: $(DEV_STAMP) $(MODEL_STAMP) ## compare the default model with transformers over the whole matrix (long)
 	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q tests/parity
+
+lm-eval: $(CLIENTS)/lm-eval/.installed $(MODEL_STAMP) ## score a task by lm-eval over the server and by transformers: both must agree (ARGS="--limit 10")
+	PYTHONPATH=src $(CLIENTS)/lm-eval/bin/python -m benchmarks.lm_eval_parity $(ARGS)
 
 families: $(DEV_STAMP) ## print the table of model families and the engine's features, each against transformers, and run their tests on every backend
 	$(BIN)/python -m tests.families.matrix

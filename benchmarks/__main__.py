@@ -34,13 +34,18 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a batch in which one request has a grammar and one a penalty, beside the plain batch",
         ("--requests", "16", "--tokens-out", "32", "--repeats", "2"),
     ),
+    "prompt_logprobs": (
+        "what logprobs of prompts cost, and what continuations of one context save",
+        ("--prompts", "4", "--repeats", "1"),
+    ),
     "sharing": ("KV memory that samples and beams of a request share", ("--requests", "4", "--long-tokens", "64")),
     "speculation": ("speculative beside plain decoding", ("--repeats", "2")),
     "serving": ("the server's throughput, latency, memory and boot, beside another server", ("--requests", "8")),
 }
-# what needs a GPU, or a model: only listed here
+# what needs a GPU, a model or packages of others: only listed here
 GPU_BENCHMARKS: dict[str, str] = {
     "embeddings": "texts embedded in a second, beside sentence-transformers where it is installed",
+    "lm_eval_parity": "the scores of an lm-eval task over the server and by transformers",
     "perplexity": "what every kind of quantization costs in perplexity and saves in memory",
     "gpu": "tokens/s of every kind of load, a burst of 1,500 requests among them; --full-cache: in a full cache too",
     "gpu.serve": "the server's throughput and latency",

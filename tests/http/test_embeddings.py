@@ -173,7 +173,7 @@ def test_an_encoder_refuses_what_it_cannot_do(encoder: EncoderServer, path: str,
 def test_a_model_that_generates_text_refuses_to_embed(server: TestServer, path: str, body: dict[str, Any]) -> None:
     answer = server.post(path, body)
     assert answer.status_code == 400
-    assert "generates text, and makes no embeddings or scores" in answer.text
+    assert "is served to generate text, and makes no embeddings or scores" in answer.text
 
 
 def test_a_cross_encoder_scores_pairs(ranker: EncoderServer) -> None:

@@ -30,14 +30,13 @@ from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import (
     BlockCopy,
     Chunk,
+    LogprobTable,
     Masks,
     NewRow,
-    PromptLogprobs,
     RowTokens,
     StateMove,
     StepPlan,
     StepResult,
-    TokenLogprobs,
 )
 
 VOCAB = 97
@@ -212,10 +211,10 @@ class Greedy:
 class GreedySampler:
     """Argmax; keeps the logits it was shown. Rows whose seed is in `broken` raise when added."""
 
-    def __init__(self, broken: Sequence[int] = (), prompt_rows: Sequence[int] = ()) -> None:
+    def __init__(self, broken: Sequence[int] = ()) -> None:
         self.rows: set[int] = set()
         self.seen: dict[int, list[Tensor]] = {}
-        self._broken, self._prompt_rows = broken, prompt_rows
+        self._broken = broken
 
     def add(self, new: NewRow) -> None:
         if new.seed in self._broken:
@@ -234,19 +233,6 @@ class GreedySampler:
         for row, line in zip(rows, logits, strict=True):
             self.seen[row].append(line.float().cpu().clone())
         return Greedy(logits.argmax(dim=-1))
-
-    def wants_prompt_logprobs(self, row: int) -> bool:
-        return row in self._prompt_rows
-
-    def prompt_logprobs(self, row: int, start: int, logits: Tensor, next_ids: Tensor) -> PromptLogprobs:
-        table = logits.float().cpu().log_softmax(dim=-1)
-        entries = tuple(
-            TokenLogprobs(
-                np.asarray([token], np.int32), line[token : token + 1].numpy(), int((line > line[token]).sum()) + 1
-            )
-            for line, token in zip(table, next_ids.tolist(), strict=True)
-        )
-        return PromptLogprobs(row, start, entries)
 
 
 class Bench:
@@ -323,6 +309,11 @@ class Bench:
                 images=tuple(images),
             )
         )
+
+    def prompt_tables(self, row: int) -> list[LogprobTable]:
+        """The prompt logprobs of a row in the last step."""
+        pending = self.output.prompt_logprobs
+        return [each.table for each in pending.finish([part.cpu() for part in pending.tensors]) if each.row == row]
 
     def write(self, row: int, start: int, tokens: Sequence[int]) -> None:
         """Say what the row's tokens are from a position on."""

@@ -41,6 +41,7 @@ _COUNTS = ("block_size", "num_kv_blocks", "max_model_len", "max_num_seqs", "max_
 class EngineArguments:
     """The engine settings a user may give. None means that the engine chooses, by the machine and the model."""
 
+    task: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -80,6 +81,7 @@ class EngineArguments:
 class EngineSettings(TypedDict, total=False):
     """The fields of EngineArguments as keyword arguments."""
 
+    task: str
     dtype: str
     device: str
     block_size: int

@@ -13,13 +13,14 @@ from quire.config.model import DTYPE_BYTES, ModelConfig
 from quire.config.resolve import device_capacity, model_length, resolve_device
 from quire.config.sizes import format_size, format_table
 from quire.types.errors import ConfigError, DoesNotFit
+from quire.types.pooling import PoolingKind
 
 BATCHED_TOKENS = {"cpu": 4_096, "cuda": 32_768}
 DEFAULT_NUM_TEXTS = 1_024
 TURNS = 8  # requests that share a batch when all of them have many texts
 _SETTINGS = {  # those that say something to an encoder; enforce_eager holds anyway
     "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads", "seed",
-    "gpu_memory_utilization", "enforce_eager",
+    "gpu_memory_utilization", "enforce_eager", "task",
 }  # fmt: skip
 
 
@@ -27,11 +28,13 @@ _SETTINGS = {  # those that say something to an encoder; enforce_eager holds any
 class Pooling:
     """One vector from those of a text's tokens: their mean, that of the first token (cls) or of the last."""
 
-    kind: Literal["mean", "cls", "last"] = "mean"
+    kind: PoolingKind = "mean"
     normalize: bool = True  # to length 1
 
 
 Activation = Literal["sigmoid", "softmax", "none"]
+Task = Literal["auto", "generate", "embed", "classify", "score", "pooling"]
+TASKS: tuple[Task, ...] = ("auto", "generate", "embed", "classify", "score", "pooling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class EmbeddingSettings:
     lowercase: bool = False  # of texts, before they are tokenized
     classes: Classes | None = None  # None: it makes embeddings
     dimensions: tuple[int, ...] | None = None  # lengths to which embeddings may be cut; (): any; None: none
+    answers: tuple[int | str, int | str] | None = None  # the tokens for no and yes by which a decoder scores pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class PoolingModel:
     padding_id: int | None = None  # a token that has no position
     has_pairs: bool = True  # the second text of a pair has a type of its own
     turn_tokens: int = 1  # that one request may have computed before the others have their turn
+    by_decoder: bool = False  # each text is a prompt of an engine, which reports numbers that are not finished
 
 
 def describe_pooling(model: ModelConfig, settings: EmbeddingSettings, config: EncoderConfig) -> PoolingModel:
@@ -79,6 +84,20 @@ def describe_pooling(model: ModelConfig, settings: EmbeddingSettings, config: En
         padding_id=offset - 1 if offset else None,
         has_pairs=num_types > 1,
         turn_tokens=max(1, config.max_num_batched_tokens // TURNS),
+    )
+
+
+def describe_decoder_pooling(model: ModelConfig, settings: EmbeddingSettings, max_model_len: int) -> PoolingModel:
+    """What a decoder makes of texts. A text leaves room for one token, which is never sampled."""
+    classes = settings.classes
+    return PoolingModel(
+        task="embed" if classes is None else "classify",
+        size=model.hidden_size if classes is None else len(classes.labels),
+        max_model_len=min(max_model_len - 1, settings.max_length or max_model_len),
+        vocab_size=model.vocab_size,
+        settings=settings,
+        has_pairs=False,
+        by_decoder=True,
     )
 
 

@@ -212,6 +212,7 @@ class ModelConfig:
     encoder: Encoder | None = None  # None: a decoder
     recurrent: Recurrent | None = None  # None: all layers attend
     vision: Vision | None = None  # None: the model takes no images
+    num_labels: int = 0  # of a decoder that classifies texts by their last token; 0: it generates text
     attention_gate: bool = False  # what a token has read is multiplied by the sigmoid of logits of its own
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None

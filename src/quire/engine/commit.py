@@ -187,7 +187,7 @@ class Committer:
                 taken.append((sequence.handle, item.entry))
         for prompt in result.prompt_logprobs:
             if (sequence := self._sequence_if_leased(leases.get(prompt.row), prompt.row)) is not None:
-                sequence.group.prompt_logprobs.update(enumerate(prompt.entries, prompt.start))
+                sequence.group.prompt_logprobs.append(prompt.table)
         return tuple(taken)
 
     def _sequence_if_leased(self, lease: int | None, row: int) -> Sequence | None:

@@ -206,7 +206,7 @@ def _split_large(part: TokensOut) -> list[TokensOut]:
     large: list[Finished] = []
     num_bytes = 0
     for end in part.finished:
-        if end.prompt_logprobs or any(sample.logprobs for sample in end.samples):
+        if end.prompt_logprobs is not None or any(sample.logprobs for sample in end.samples):
             large.append(end)
             continue
         if num_bytes and num_bytes + len(end.pooled) > _POOLED_BYTES:

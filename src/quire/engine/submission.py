@@ -30,6 +30,7 @@ MAX_ANSWER = 16 * 2**20  # bytes of one request's terminal message
 MAX_STEP_LOGPROBS = 32 * 2**20  # bytes of logprobs in one step's message, if every row asked for as many
 _PAIR = 8  # bytes of a token id and its logprob
 _ENTRY = 64  # bytes of one position besides its pairs
+_RANK = 4  # the same of a prompt, whose positions are in one table
 _TOKEN = 5  # bytes of a token id at most
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
 _MAX_INT32 = 2**31 - 1
@@ -73,6 +74,9 @@ def check_request(
     check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
     check_vocabulary("logit_bias", sampling.logit_bias or (), vocab_size)
     check_vocabulary("logprob_token_ids", sampling.logprob_token_ids or (), vocab_size)
+    if (sampling.prompt_logprobs_start or 0) > prompt:
+        reason = f"is {sampling.prompt_logprobs_start}, and the prompt has {prompt} tokens"
+        raise InvalidRequest("prompt_logprobs_start", reason, f"use at most {prompt}")
     room = config.max_model_len - prompt
     limit = prompt + (room if sampling.max_tokens is None else min(sampling.max_tokens, room))
     _check_fits(request, limit, cache, num_pinned, config.max_num_batched_tokens)
@@ -214,7 +218,7 @@ def check_answer_size(request: Submit, config: SchedulerConfig, vocab_size: int)
     if entry * config.num_rows > MAX_STEP_LOGPROBS:
         most = MAX_STEP_LOGPROBS // config.num_rows // _PAIR
         raise InvalidRequest("logprobs", f"asks for more than {most} per token, the limit here", "ask for fewer")
-    prompt_entry = _entry_bytes(sampling.prompt_logprobs, 0, vocab_size)
+    prompt_entry = _entry_bytes(sampling.prompt_logprobs, 0, vocab_size, _RANK)
     size = sampling.n * outputs * (entry + _TOKEN) + prompt * prompt_entry
     if size > MAX_ANSWER:
         field = "prompt_logprobs" if prompt * prompt_entry > size // 2 else "logprobs" if entry else "max_tokens"
@@ -222,11 +226,11 @@ def check_answer_size(request: Submit, config: SchedulerConfig, vocab_size: int)
         raise InvalidRequest(field, reason, "lower it, n or max_tokens")
 
 
-def _entry_bytes(logprobs: int | None, named: int, vocab_size: int) -> int:
+def _entry_bytes(logprobs: int | None, named: int, vocab_size: int, besides: int = _ENTRY) -> int:
     """Return the size in bytes of the logprobs of one position."""
     if logprobs is None:
         return 0
-    return _ENTRY + _PAIR * (1 + named + (vocab_size if logprobs < 0 else logprobs))
+    return besides + _PAIR * (1 + named + (vocab_size if logprobs < 0 else logprobs))
 
 
 # ------------------------------------------------------------------------------------------------- groups

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from quire.config.embedding import EmbeddingSettings, Pooling
-from quire.types.pooling import PoolingParams
+from quire.config.embedding import Pooling
 
 
 def pool(hidden: Tensor, lengths: Tensor, pooling: Pooling) -> Tensor:
@@ -26,16 +24,3 @@ def first_tokens(hidden: Tensor, lengths: Tensor) -> Tensor:  # [texts, size]
 
 def last_tokens(hidden: Tensor, lengths: Tensor) -> Tensor:  # [texts, size]
     return hidden.index_select(0, lengths.cumsum(0) - 1)
-
-
-def finish_rows(rows: Tensor, settings: EmbeddingSettings, params: PoolingParams) -> Tensor:
-    """What users get of pooled states or logits [texts, size], in float32."""
-    classes = settings.classes
-    if classes is not None:
-        if not params.activate or classes.activation == "none":
-            return rows
-        return torch.sigmoid(rows) if classes.activation == "sigmoid" else torch.softmax(rows, dim=-1)
-    if params.dimensions is not None:
-        rows = rows[:, : params.dimensions]
-    wants = settings.pooling.normalize if params.normalize is None else params.normalize
-    return F.normalize(rows, dim=-1) if wants else rows

@@ -11,6 +11,7 @@ from quire.config.embedding import (
     EmbeddingSettings,
     EncoderConfig,
     PoolingModel,
+    describe_decoder_pooling,
     describe_pooling,
     resolve_encoder_config,
 )
@@ -30,7 +31,7 @@ from quire.runtime.encoder.executor import EncoderExecutor
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.hardware import detect_hardware
 from quire.runtime.loading.files import ModelFiles
-from quire.runtime.loading.hf.sentence import read_embedding_settings
+from quire.runtime.loading.hf.pooling_task import read_pooling_settings
 from quire.runtime.loading.model_config import read_model_config
 from quire.runtime.loading.namespace import cache_namespace
 from quire.runtime.loading.progress import Progress
@@ -49,6 +50,13 @@ class PlannedEngine:
     config: EngineConfig
     memory: MemoryPlan
     draft_files: ModelFiles | None = None  # of the model that guesses ahead, where there is one
+    settings: EmbeddingSettings | None = None  # of what it makes of texts; None: it generates text
+
+    @property
+    def pooling(self) -> PoolingModel | None:
+        if self.settings is None:
+            return None
+        return describe_decoder_pooling(self.model, self.settings, self.config.scheduler.max_model_len)
 
     def build(
         self, load_format: Literal["auto", "dummy"], progress: Progress, tools: DecodingTools | None = None
@@ -129,9 +137,12 @@ def plan_model(
     """Decide how a model runs on this machine, for a server or `offline`. Raises ConfigError, DoesNotFit or
     ModelLoadError."""
     model = read_model_config(files)
-    if ENTRIES[model.architecture].kind == "decoder":
-        return _plan_engine(files, model, arguments, offline=offline)
-    settings = read_embedding_settings(files)
+    kind = ENTRIES[model.architecture].kind
+    if offline and kind == "decoder" and arguments.task in ("auto", "generate"):
+        return _plan_engine(files, model, arguments, offline=offline)  # it generates and embeds: calls say which
+    settings = read_pooling_settings(files, arguments.task)
+    if settings is None or kind in ("decoder", "decoder classifier"):
+        return replace(_plan_engine(files, model, arguments, offline=offline), settings=settings)
     config = resolve_encoder_config(arguments, detect_hardware(), model, settings)
     return PlannedEncoder(files, model, config, settings)
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
-from quire.config.embedding import EncoderConfig, PoolingModel
+from quire.config.embedding import EncoderConfig, PoolingModel, describe_decoder_pooling
 from quire.config.model import ModelConfig
 from quire.runtime.encoder.encoder import TextEncoder
+from quire.runtime.finished_rows import finish_rows
 from quire.runtime.loading.files import ModelFiles
-from quire.runtime.loading.hf.sentence import read_embedding_settings
-from quire.runtime.pooling import finish_rows
+from quire.runtime.loading.hf.pooling_task import read_pooling_settings
 from quire.serving.client import EngineClient
 from quire.serving.pooled_texts import NOTHING_SAMPLED, PooledText, TextReader
 from quire.serving.text.tokenizer import Tokenizer
-from quire.types.errors import InvalidRequest, QuireError
-from quire.types.pooling import PoolingParams, PoolingWork
+from quire.types.errors import QuireError
+from quire.types.pooling import PoolingParams
 from quire.types.request import Abort, Submit, pack_tokens
 
 Advance = Callable[[int], None]  # how many texts are done
@@ -43,7 +43,7 @@ class LoadedTexts:
         found: list[list[float]] = [[] for _ in texts]
         done = 0
         for batch, rows in self.encoder.run(ids, first_parts=firsts):
-            for text, row in zip(batch, finish_rows(rows, self.model.settings, params).tolist(), strict=True):
+            for text, row in zip(batch, finish_rows(rows.numpy(), self.model.settings, params).tolist(), strict=True):
                 found[text] = row
             done += len(batch)
             if advance is not None:
@@ -52,8 +52,7 @@ class LoadedTexts:
 
 
 class DecoderTexts:
-    """Embeddings of a model that generates text: the hidden state of each text's last token. Texts are prompts like
-    any others, so they share batches and the prefix cache."""
+    """What a decoder makes of texts. They are prompts like any others, so they share batches and the prefix cache."""
 
     def __init__(self, client: EngineClient, model: PoolingModel, reader: TextReader) -> None:
         self._client, self.model, self.reader = client, model, reader
@@ -64,17 +63,17 @@ class DecoderTexts:
         """One row for each text, in order. Whatever ends it early ends all of its requests."""
         client = self._client
         numbers = {f"embed-{number}": number for number in range(len(texts))}
-        found = torch.empty(len(texts), self.model.size)
+        found = np.empty((len(texts), self.model.size), np.float32)
         waiting = set(numbers)
         try:
             for name, text in zip(numbers, texts, strict=True):
-                work = PoolingWork(params, (len(text.token_ids),))
+                work = self.reader.work([text], params)
                 client.submit(Submit(name, pack_tokens(text.token_ids), NOTHING_SAMPLED, pooling=work))
             while waiting:
                 for end in client.receive().finished:
                     if end.error is not None:
                         raise QuireError(end.error)
-                    found[numbers[end.request_id]] = torch.frombuffer(bytearray(end.pooled), dtype=torch.float32)
+                    found[numbers[end.request_id]] = np.frombuffer(end.pooled, np.float32)
                     waiting.discard(end.request_id)
                 if advance is not None:
                     advance(len(texts) - len(waiting))
@@ -89,19 +88,14 @@ class DecoderTexts:
 
 
 def decoder_texts(
-    client: EngineClient, files: ModelFiles, config: ModelConfig, max_model_len: int, tokenizer: Tokenizer | None
+    client: EngineClient,
+    files: ModelFiles,
+    config: ModelConfig,
+    max_model_len: int,
+    tokenizer: Tokenizer | None,
 ) -> DecoderTexts:
-    """Raises InvalidRequest for a model whose files ask for more than the state of the last token."""
-    settings = read_embedding_settings(files)
-    if settings.pooling.kind != "last":
-        reason = f"generates text, and its files pool by {settings.pooling.kind!r}"
-        raise InvalidRequest("model", reason, "use a model that pools by its last token, or an encoder")
-    model = PoolingModel(
-        task="embed",
-        size=config.hidden_size,
-        max_model_len=min(max_model_len - 1, settings.max_length or max_model_len),
-        vocab_size=config.vocab_size,
-        settings=settings,
-        has_pairs=False,
-    )
+    """For a model that was loaded without a task: its embeddings, or scores where its files say so."""
+    settings = read_pooling_settings(files, "pooling")
+    assert settings is not None
+    model = describe_decoder_pooling(config, settings, max_model_len)
     return DecoderTexts(client, model, TextReader(model, tokenizer))

@@ -192,6 +192,7 @@ class LLM(OfflineModel):
         return self._live.step()
 
     def _start(self, request: Submit, prompt: str | None) -> LiveRequest:
+        self._check_generates()
         if self._busy:
             raise QuireError("this LLM is in the middle of another call; finish or close its stream first")
         return self._live.start(request, prompt)
@@ -282,6 +283,7 @@ class LLM(OfflineModel):
                 requests = [replace(request, beam=beam) for request, beam in zip(requests, beams[part], strict=True)]
             return [replace(request, pin=pin) for request in requests] if pin else requests
 
+        self._check_generates()
         with self._exclusively(), DeferredInterrupt() as interrupt:
             batch = Batch(self._client, self._tokenizer)
             feed = Feed(batch, prompts, make)
@@ -314,6 +316,7 @@ class LLM(OfflineModel):
             feed.submit_all()
 
     def _stream(self, requests: Sequence[Submit], prompts: Sequence[Prompt]) -> Stream:
+        self._check_generates()
         with self._exclusively():
             batch = Batch(self._client, self._tokenizer, follow_all=True)
             try:
@@ -328,6 +331,11 @@ class LLM(OfflineModel):
                 raise
         if batch.errors:
             raise batch.errors[0]
+
+    def _check_generates(self) -> None:
+        if self.model_config.num_labels:
+            reason = f"{self._loaded.name} is a classifier: it gives texts labels or scores and generates no text"
+            raise InvalidRequest("model", reason, "call classify or score, or load a model that generates text")
 
     def _alone(self) -> AbstractContextManager[None]:
         return self._exclusively() if isinstance(self._loaded, LoadedModel) else super()._alone()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from quire.config.arguments import EngineArguments
+from quire.config.embedding import PoolingModel
 from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
 from quire.config.model import ModelConfig
@@ -27,7 +28,7 @@ from quire.serving.requests import RequestMaker
 from quire.serving.terminal import LoadingProgress
 from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
-from quire.serving.vllm_arguments import check_purpose, translate_arguments, without_pooling
+from quire.serving.vllm_arguments import check_encoder, take_task, translate_arguments
 from quire.types.errors import ConfigError
 from quire.types.sampling_defaults import SamplingDefaults
 
@@ -52,6 +53,7 @@ class LoadedModel:
     checker: GrammarChecker | None
     requests: RequestMaker
     client: EngineClient
+    pooling: PoolingModel | None = None  # what a task asked it to make of texts
     images: ImageTaker | None = None  # of messages; None: the model takes no images
 
     @property
@@ -89,7 +91,8 @@ def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedM
     `offline`: requests come as batches; else they come one by one, every token of a stream counts, and the model must
     generate text.
     """
-    given = translate_arguments(without_pooling(arguments) if offline else arguments)
+    others, asked_by, task = take_task(arguments)
+    given = translate_arguments(others)
     model, tokenizer = _as_name("model", given.pop("model", None)), _as_name("tokenizer", given.pop("tokenizer", None))
     skips_tokenizer = bool(given.pop("skip_tokenizer_init", False))
     load_format = _read_load_format(given.pop("load_format", "auto"))
@@ -100,12 +103,10 @@ def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedM
     with closing(LoadingProgress(shown=is_shown)) as progress:
         files = resolve_model(model, progress=progress)
         progress.close()
-        plan = plan_model if offline else plan_engine
-        settings = EngineArguments(**given)
-        planned = plan(files, settings, offline=offline)
-        classes = planned.settings.classes if isinstance(planned, PlannedEncoder) else None
-        is_encoder = isinstance(planned, PlannedEncoder)
-        check_purpose(arguments, is_encoder=is_encoder, is_classifier=classes is not None)
+        settings = EngineArguments(**given, task=task)
+        planned = _plan(files, settings, asked_by, offline=offline)
+        if isinstance(planned, PlannedEncoder):
+            check_encoder(arguments)
         defaults = read_sampling_defaults(files, generation_config, override)
         if isinstance(planned, PlannedEngine):
             if is_shown:
@@ -118,6 +119,20 @@ def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedM
             return _load_encoder(planned, text, load_format, progress)
         loaded = _load_engine(planned, text, defaults, load_format, progress)
         return _with_images(loaded, settings)
+
+
+def _plan(
+    files: ModelFiles, settings: EngineArguments, asked_by: str, *, offline: bool
+) -> PlannedEngine | PlannedEncoder:
+    """`asked_by`: the argument that asks for a task, which errors name."""
+    if not offline and settings.task not in ("auto", "generate"):
+        raise ConfigError(asked_by, "is not 'generate', and requests one by one generate text", "use LLM, or a server")
+    try:
+        return (plan_model if offline else plan_engine)(files, settings, offline=offline)
+    except ConfigError as error:
+        if error.setting != "task":
+            raise
+        raise ConfigError(asked_by, error.reason, error.fix) from None
 
 
 def _with_images(loaded: LoadedModel, settings: EngineArguments) -> LoadedModel:
@@ -155,6 +170,7 @@ def _load_engine(
         checker=checker,
         requests=requests,
         client=InProcessClient(core),
+        pooling=planned.pooling,
     )
 
 

@@ -15,7 +15,7 @@ from quire.serving.chat_tokenizer import ChatTokenizer
 from quire.serving.client import EngineClient
 from quire.serving.encoding import DecoderTexts, LoadedTexts, decoder_texts
 from quire.serving.loading import LoadedEncoder, LoadedModel
-from quire.serving.pooled_texts import PooledText, check_scores, check_task, cosines, pair_up
+from quire.serving.pooled_texts import PooledText, TextReader, check_scores, check_task, cosines, pair_up
 from quire.serving.requests import Prompt, PromptLike, RequestMaker, read_prompts, refuse_salts
 from quire.serving.terminal import ProgressLine
 from quire.serving.text.tokenizer import Tokenizer
@@ -154,6 +154,8 @@ class OfflineModel:
         loaded = self._loaded
         if isinstance(loaded, LoadedEncoder):
             return loaded.texts
+        if loaded.pooling is not None:
+            return DecoderTexts(loaded.client, loaded.pooling, TextReader(loaded.pooling, loaded.tokenizer))
         length = loaded.config.scheduler.max_model_len
         return decoder_texts(loaded.client, loaded.files, loaded.model_config, length, loaded.tokenizer)
 

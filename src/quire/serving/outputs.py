@@ -214,7 +214,7 @@ class OutputBuilder:
         prompt_logprobs = None
         if request.sampling.prompt_logprobs is not None and finished.prompt_logprobs is not None:
             prompt_logprobs = [
-                None if entry is None else self.read_logprobs(entry) for entry in finished.prompt_logprobs
+                None if line is None else self._read_line(*line) for line in finished.prompt_logprobs.lines()
             ]
         return RequestOutput(
             request_id=request.request_id,
@@ -256,8 +256,12 @@ class OutputBuilder:
 
     def read_logprobs(self, entry: TokenLogprobs, num_named: int = 0) -> dict[int, Logprob]:
         """The chosen token first, then the most likely ones with their ranks, then the last `num_named` without."""
-        token_ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
-        chosen = {token_ids[0]: Logprob(values[0], entry.rank, self._name(token_ids[0]))}
+        return self._read_line(entry.token_ids.tolist(), entry.logprobs.tolist(), entry.rank, num_named)
+
+    def _read_line(
+        self, token_ids: Sequence[int], values: Sequence[float], rank: int, num_named: int = 0
+    ) -> dict[int, Logprob]:
+        chosen = {token_ids[0]: Logprob(values[0], rank, self._name(token_ids[0]))}
         num_ranked = len(token_ids) - 1 - num_named
         for place, (token, value) in enumerate(zip(token_ids[1:], values[1:], strict=True), start=1):
             chosen.setdefault(token, Logprob(value, place if place <= num_ranked else None, self._name(token)))

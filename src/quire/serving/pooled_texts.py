@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from quire.config.embedding import PoolingModel
 from quire.serving.requests import Prompt
+from quire.serving.text.score_prompt import AFTER, BEFORE, pair_text
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
-from quire.types.pooling import PoolingParams
+from quire.types.pooling import PoolingParams, PoolingWork
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
 
@@ -66,20 +67,59 @@ class TextReader:
     def pairs(
         self, firsts: Sequence[str], seconds: Sequence[str], where: str, truncate: int | None = None
     ) -> list[PooledText]:
-        """The tokens of each pair, as the model's tokenizer joins two texts. The longer text is cut first. Raises
-        InvalidRequest at the first pair that cannot be taken: those after it are never joined."""
+        """The tokens of each pair, as the model's tokenizer joins two texts, or in the prompt of a decoder that answers
+        yes or no. The longer text is cut first, or the end of a prompt's document. Raises InvalidRequest at the first
+        pair that cannot be taken: those after it are never joined."""
         most = self.read_truncate(truncate)
         texts = self._lowered([*firsts, *seconds], where)
         assert self.tokenizer is not None
         read: list[PooledText] = []
         num_tokens = 0
-        for ids, first in self.tokenizer.encode_pairs(texts[: len(firsts)], texts[len(firsts) :], most):
+        join = self.tokenizer.encode_pairs if self.model.settings.answers is None else self._asked
+        for ids, first in join(texts[: len(firsts)], texts[len(firsts) :], most):
             place = f"{where}[{len(read)}]" if len(seconds) > 1 else where
             check_tokens(self.model, ids, place, self.advice)
             num_tokens += len(ids)
             check_total(where, num_tokens, self.max_tokens)
             read.append(PooledText(ids, first if self.model.has_pairs else None))
         return read
+
+    def _asked(
+        self, firsts: Sequence[str], seconds: Sequence[str], most: int | None
+    ) -> Iterator[tuple[list[int], int]]:
+        assert self.tokenizer is not None
+        before, after = self.tokenizer.encode_batch([BEFORE, AFTER], False)
+        room = None if most is None else max(most - len(before) - len(after), 0)
+        for query, document in zip(firsts, seconds, strict=True):
+            inner = self.tokenizer.encode(pair_text(query, document), add_special_tokens=False)
+            yield [*before, *inner[:room], *after], len(before)
+
+    def work(self, texts: Sequence[PooledText], params: PoolingParams) -> PoolingWork:
+        """What an engine is asked for of texts that are computed together."""
+        lengths = tuple(len(text.token_ids) for text in texts)
+        firsts: tuple[int, ...] = ()
+        if any(text.first_part is not None for text in texts):
+            firsts = tuple(
+                length if text.first_part is None else text.first_part
+                for text, length in zip(texts, lengths, strict=True)
+            )
+        return PoolingWork(params, lengths, firsts, self.model.settings.pooling.kind, self._answers())
+
+    def _answers(self) -> tuple[int, ...]:
+        """The tokens for no and yes. Raises InvalidRequest for a word that is no token."""
+        found: list[int] = []
+        for answer in self.model.settings.answers or ():
+            if not isinstance(answer, str):
+                found.append(answer)
+                continue
+            if self.tokenizer is None:
+                raise InvalidRequest("model", "scores by words, but there is no tokenizer", "load it with one")
+            ids = self.tokenizer.encode(answer, add_special_tokens=False)
+            if len(ids) != 1:
+                reason = f"scores by the word {answer!r}, which is {len(ids)} tokens"
+                raise InvalidRequest("model", reason, "name words of one token in classifier_from_token of config.json")
+            found += ids
+        return tuple(found)
 
     def check_params(self, params: PoolingParams, activation: str = "activate") -> None:
         """Raise InvalidRequest for what says nothing to this model. `activation`: the caller's name of `activate`."""

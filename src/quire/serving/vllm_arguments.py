@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from quire.config.arguments import EngineArguments
+from quire.config.embedding import TASKS, Task
 from quire.types.errors import ConfigError, InvalidRequest
 
 logger = logging.getLogger("quire")
@@ -64,7 +65,7 @@ class NoEffect:
 _ONE_DEVICE = "Quire runs a model on one device; set it to 1 and start one server per GPU"
 _TEXT_ONLY = "Quire takes text and images, which it prepares by itself; leave it out"
 _NO_LORA = "merge the adapter into the model and load that"
-_BY_MODEL = "leave it out: encoders embed, as their files say, and other models generate text"
+_BY_MODEL = "leave it out, or use --task embed, classify or score of `quire serve`"
 _OFF = (None, False)
 
 
@@ -173,30 +174,35 @@ NO_EFFECT: dict[str, NoEffect] = {
 }
 
 
-EMBED, CLASSIFY = ("embed", "embedding"), ("classify", "score")
-POOLING = {"task": EMBED + CLASSIFY, "runner": ("pooling",), "convert": ("embed", "classify")}  # what asks for no text
+_TASKS: dict[str, dict[object, Task]] = {  # by argument: what each value asks for
+    "task": {**{task: task for task in TASKS}, "embedding": "embed", None: "auto"},
+    "runner": {None: "auto", "auto": "auto", "generate": "generate", "pooling": "pooling"},
+    "convert": {None: "auto", "auto": "auto", "none": "auto", "embed": "embed", "classify": "classify"},
+}
 
 
-def without_pooling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments without those that ask for embeddings or classes. `check_purpose` must see all of them."""
-    return {name: value for name, value in given.items() if value not in POOLING.get(name, ())}
+def take_task(given: Mapping[str, Any]) -> tuple[dict[str, Any], str, Task]:
+    """Split the arguments of `LLM` into those that say nothing of its task, and the task with the name of the argument
+    that asks for it. Raises ConfigError for an unknown value, and where two of them ask for different tasks."""
+    name, task = "task", TASKS[0]
+    for one, known in _TASKS.items():
+        value = given.get(one)
+        if not isinstance(value, str | None) or value not in known:
+            raise ConfigError(
+                one, f"{value!r:.80} is unknown", f"choose one of {', '.join(map(str, filter(None, known)))}"
+            )
+        found = known[value]
+        if task in ("auto", "pooling") and found != "auto":
+            name, task = one, task if found == "pooling" and task != "auto" else found
+        elif found not in ("auto", "pooling", task) or (task == "generate" and found == "pooling"):
+            raise ConfigError(one, f"is {value!r}, but {name} is {given.get(name)!r}", "give one of them")
+    return {one: value for one, value in given.items() if one not in _TASKS}, name, task
 
 
-def check_purpose(given: Mapping[str, Any], *, is_encoder: bool, is_classifier: bool) -> None:
-    """Raise ConfigError for an argument of `LLM` that asks a model for what it does not do: an encoder to generate
-    text, a classifier to embed, or another model to classify. Models that generate text embed as well."""
-    makes = "classify" if is_classifier else "embed"
-    others = EMBED if is_classifier else CLASSIFY
-    for name in POOLING:
-        value = given.get(name)
-        if value in others and not (value == "score" and is_encoder):  # of embeddings, a score is their cosine
-            reason = f"{value!r} is not what this model does"
-            raise ConfigError(name, reason, f'leave it out, or use "{makes if name != "runner" else "pooling"}"')
-        if is_encoder and value == "generate":
-            reason = f"{value!r} is for models that generate text, and this one is an encoder"
-            raise ConfigError(name, reason, f'leave it out or use "{makes if name != "runner" else "pooling"}"')
+def check_encoder(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument of `LLM` that only models which generate text know."""
     for name, neutral in (("generation_config", (None, "auto")), ("override_generation_config", (None, {}))):
-        if is_encoder and given.get(name) not in neutral:
+        if given.get(name) not in neutral:
             reason = "is for models that generate text, and this one is an encoder"
             raise ConfigError(name, reason, "leave it out")
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from quire.types.ledger import LedgerEntry
 from quire.types.sampling import SamplingParams
-from quire.types.step import Ints, TokenLogprobs
+from quire.types.step import Ints, LogprobTable, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
@@ -38,7 +38,7 @@ class Finished:
 
     request_id: str
     samples: tuple[SampleEnd, ...]
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    prompt_logprobs: LogprobTable | None = None
     error: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from quire.types.errors import InvalidRequest
 
 Data = TypeVar("Data")
+PoolingKind = Literal["mean", "cls", "last"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class PoolingWork:
     params: PoolingParams
     lengths: tuple[int, ...]  # tokens of each text
     first_parts: tuple[int, ...] = ()  # of each text, tokens of the first of a pair; empty: no text is a pair
+    kind: PoolingKind = "last"  # of a decoder's states; an encoder pools as its files say
+    answers: tuple[int, ...] = ()  # tokens for no and yes: the score is how much likelier yes is; empty: no score
 
 
 @dataclass(frozen=True, slots=True)

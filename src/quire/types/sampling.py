@@ -93,7 +93,8 @@ class SamplingParams:
     max_tokens: int | None = 16  # None: up to max_model_len
     min_tokens: int = 0
     logprobs: int | None = None  # how many most likely tokens, besides the chosen one; -1: the whole vocabulary
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for every prompt token but the first
+    prompt_logprobs_start: int | None = None  # only from this prompt token on: those before may come from the cache
     logprob_token_ids: Iterable[int] | None = ()  # more tokens whose logprobs are returned; implies logprobs=0
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -301,6 +302,7 @@ _CHECKS: dict[str, Any] = {
     "min_tokens": Whole(0, 2**31 - 1),
     "logprobs": Whole(-1, MAX_LOGPROBS, optional=True),
     "prompt_logprobs": Whole(-1, MAX_LOGPROBS, optional=True),
+    "prompt_logprobs_start": Whole(0, 2**31 - 1, optional=True),
     "logprob_token_ids": _logprob_token_ids,
     "detokenize": check_flag,
     "skip_special_tokens": check_flag,
@@ -328,6 +330,8 @@ def _check_together(params: SamplingParams) -> None:
         raise InvalidRequest("min_tokens", reason, "lower it or raise max_tokens")
     if params.best_of is not None and params.best_of < params.n:
         raise InvalidRequest("best_of", f"is {params.best_of}, below n={params.n}", "raise it or lower n")
+    if params.prompt_logprobs_start is not None and params.prompt_logprobs is None:
+        raise InvalidRequest("prompt_logprobs_start", "needs prompt_logprobs", "set that, or leave this out")
     if params.stops and not params.detokenize:
         raise InvalidRequest("stop", "needs text, but detokenize is false", "use stop_token_ids or set detokenize=True")
     if params.repetition_detection is not None and not params.detokenize:

@@ -11,6 +11,7 @@ guided plan needs only tokens that are on the device, and the masks of allowed t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.types.images import PromptImage
+from quire.types.pooling import PoolingWork
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.transfer import NO_TRANSFERS, Transfers
 
@@ -60,7 +62,7 @@ class NewRow(NamedTuple):
     seed: int  # the user's, or one that the engine derived
     num_candidates: int = 0  # how many most likely next tokens its samples report
     images: tuple[PromptImage, ...] = ()  # of its prompt, by their place in it
-    pools: bool = False  # its samples report the hidden state that they are sampled from
+    pools: PoolingWork | None = None  # its only sample reports numbers of the prompt; nothing is sampled
 
 
 class RowTokens(NamedTuple):
@@ -174,12 +176,36 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobTable:
+    """Raw log-probabilities of consecutive prompt tokens, in flat arrays: of each token, and of the k most likely ones
+    at its position (best first). The first token of a prompt has none."""
+
+    start: int  # the place of the first of the tokens in the prompt
+    token_ids: Ints  # [tokens * (1 + k)]
+    logprobs: Floats  # [tokens * (1 + k)]
+    ranks: Ints  # [tokens], from 1; 0: not computed, as the request ended before
+
+    @property
+    def width(self) -> int:
+        """1 + k."""
+        return len(self.token_ids) // max(len(self.ranks), 1)
+
+    def lines(self) -> Iterator[tuple[list[int], list[float], int] | None]:
+        """Of each prompt token, the first one included: token ids, logprobs and the token's rank; None where there are
+        none."""
+        ids, values, width = self.token_ids.tolist(), self.logprobs.tolist(), self.width
+        yield from (None for _ in range(self.start))
+        for place, rank in enumerate(self.ranks.tolist()):
+            line = slice(place * width, (place + 1) * width)
+            yield (ids[line], values[line], rank) if rank else None
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Logprobs of the prompt positions start .. start + len(entries). Position 0 has none."""
+    """Logprobs of some tokens of a row's prompt."""
 
     row: int
-    start: int
-    entries: tuple[TokenLogprobs, ...]
+    table: LogprobTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +237,7 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class RowPooled:
-    """The hidden state of a row's last token, after the last norm."""
+    """What a row that is pooled became: a hidden state after the last norm, a classifier's logits, or a score."""
 
     row: int
     numbers: bytes  # float32

@@ -63,6 +63,7 @@ SAMPLING_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "min_tokens": st.integers(0, 16),
     "logprobs": st.none() | st.integers(-1, 1_000),
     "prompt_logprobs": st.none() | st.integers(-1, 1_000),
+    "prompt_logprobs_start": st.none() | st.integers(0, 1_000),
     "logprob_token_ids": TOKEN_IDS,
     "detokenize": st.booleans(),
     "skip_special_tokens": st.booleans(),

@@ -22,6 +22,7 @@ from quire.serving.text.tokenizer import Tokenizer
 from quire.types.step import (
     Candidates,
     Chunk,
+    LogprobTable,
     Masks,
     NewRow,
     PromptLogprobs,
@@ -172,8 +173,13 @@ class ScriptedExecutor:
         last = min(chunk.start + chunk.num_tokens, new.num_prompt_tokens - 1)
         if wanted is None or chunk.start >= last:
             return []
-        entries = tuple(_entry(int(new.token_ids[place]), wanted) for place in range(chunk.start + 1, last + 1))
-        return [PromptLogprobs(chunk.row, chunk.start + 1, entries)]
+        start = max(chunk.start + 1, new.sampling.prompt_logprobs_start or 0)
+        entries = [_entry(int(new.token_ids[place]), wanted) for place in range(start, last + 1)]
+        if not entries:
+            return []
+        ids, values = (np.concatenate(part) for part in zip(*((e.token_ids, e.logprobs) for e in entries), strict=True))
+        ranks = np.array([entry.rank for entry in entries], dtype=np.int32)
+        return [PromptLogprobs(chunk.row, LogprobTable(start, ids, values, ranks))]
 
     def collect(self) -> StepResult:
         return self._results.popleft()

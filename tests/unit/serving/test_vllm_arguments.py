@@ -73,7 +73,7 @@ def test_an_argument_that_only_tunes_is_accepted_with_a_warning(
         ("enable_chunked_prefill", False, "always computed in chunks"),
         ("hf_overrides", {"rope_theta": 1}, "config.json"),
         ("tokenizer_mode", "slow", '"auto"'),
-        ("runner", "pooling", "encoders embed"),
+        ("runner", "pooling", "--task embed"),
         ("hf_token", "secret", "hf auth login"),
     ],
 )

@@ -19,7 +19,7 @@ from quire.types.ledger import LedgerEntry, LedgerKind, PrefixMiss
 from quire.types.output import Finished, FinishReason, SampleEnd
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
-from quire.types.step import Ints, TokenLogprobs
+from quire.types.step import Ints, LogprobTable, TokenLogprobs
 
 MAX_ENTRIES = 64  # entries of a ledger
 _MERGE_FROM = 32  # from this number of entries on, consecutive chunks share one
@@ -204,8 +204,8 @@ class Group:
     is_running: bool = False
     num_spare: int = 0  # rows that are reserved for further beams
     num_preemptions: int = 0
-    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    pooled: bytes = b""  # the hidden state of its last prompt token, if the request is pooled
+    prompt_logprobs: list[LogprobTable] = field(default_factory=list)  # in the order of their steps
+    pooled: bytes = b""  # float32 numbers, if the request is pooled
     ledger: Ledger = field(default_factory=Ledger)
     arrival: float = 0.0  # when it was submitted, on the engine's clock
     queued_step: int = 0  # the number of plans when it last began to wait
@@ -215,13 +215,20 @@ class Group:
     hit: Hit | None = None  # the last prefix lookup, while it waits
     num_known: int = 0  # first tokens that other requests had too: its state after them is kept
     num_prompt: int = field(init=False)
-    reads_cache: bool = field(init=False)  # False: it wants prompt logprobs, so every position is computed
+    num_reusable: int = field(init=False)  # first tokens that may come from the cache
+    reads_cache: bool = field(init=False)  # False: it wants something of every position
     # Its tokens as int32 bytes, those of images replaced by their content: slices are keys, and comparing is a memcmp.
     prompt: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)
-        self.reads_cache = self.request.sampling.prompt_logprobs is None
+        pooling, sampling = self.request.pooling, self.request.sampling
+        self.num_reusable = self.limit
+        if pooling is not None and pooling.kind != "last":
+            self.num_reusable = 0
+        elif sampling.prompt_logprobs is not None:  # a token's logprob comes from the position before it
+            self.num_reusable = max((sampling.prompt_logprobs_start or 0) - 1, 0)
+        self.reads_cache = self.num_reusable > 0
         self.prompt = self.request.key_tokens
 
     @property
@@ -261,7 +268,8 @@ class Group:
         sampling, samples = self.request.sampling, tuple(self.ended)
         entries = None
         if sampling.prompt_logprobs is not None:
-            entries = (None, *(self.prompt_logprobs.get(i) for i in range(1, self.num_prompt)))
+            start = min(max(sampling.prompt_logprobs_start or 0, 1), self.num_prompt)
+            entries = join_tables(self.prompt_logprobs, start, self.num_prompt)
         if len(samples) > 1:
             samples = tuple(sorted(samples, key=lambda sample: sample.index))
         if self.sampling is not sampling and self.search is None:  # logprobs were only for ranking
@@ -274,6 +282,20 @@ class Group:
         cached, preempted = self.num_cached or 0, self.num_preemptions
         request_id, pooled = self.request.request_id, self.pooled
         return Finished(request_id, samples, entries, error, cached, preempted, ledger, invalid_field, pooled)
+
+
+def join_tables(tables: list[LogprobTable], start: int, end: int) -> LogprobTable:
+    """One table of the prompt tokens `start` .. `end`. What was computed again after a preemption counts once."""
+    width, count = max((table.width for table in tables), default=1), max(end - start, 0)
+    ids = np.zeros((count, width), dtype=np.int32)
+    values = np.zeros((count, width), dtype=np.float32)
+    ranks = np.zeros(count, dtype=np.int32)
+    for table in tables:
+        places = slice(table.start - start, table.start - start + len(table.ranks))
+        ids[places] = table.token_ids.reshape(-1, width)
+        values[places] = table.logprobs.reshape(-1, width)
+        ranks[places] = table.ranks
+    return LogprobTable(start, ids.reshape(-1), values.reshape(-1), ranks)
 
 
 def _without_repeats(reasons: list[str]) -> str:

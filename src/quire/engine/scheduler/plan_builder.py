@@ -82,7 +82,7 @@ class PlanBuilder:
                 group.seed,
                 group.num_candidates,
                 group.request.images,
-                group.request.pooling is not None,
+                group.request.pooling,
             )
         )
 

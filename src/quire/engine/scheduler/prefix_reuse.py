@@ -129,13 +129,14 @@ class PrefixReuse:
         return sequence.num_readable // self._block_size > sequence.table.num_cached
 
     def _leader_limit(self, group: Group) -> int:
-        return group.num_prompt - 1 + (len(group.live[0].outputs) if len(group.live) == 1 else 0)
+        known = group.num_prompt - 1 + (len(group.live[0].outputs) if len(group.live) == 1 else 0)
+        return known if known < group.num_reusable else group.num_reusable
 
     def _limits(self, group: Group) -> dict[Sequence, int]:
         """Return which sequences are looked up when the group is admitted, and how many tokens of each at most: all
         samples if each has generated tokens (the group was preempted), otherwise the leader."""
         if len(group.live) > 1 and all(sequence.outputs for sequence in group.live):
-            return {sequence: sequence.prefill_target - 1 for sequence in group.live}
+            return {sequence: min(sequence.prefill_target - 1, group.num_reusable) for sequence in group.live}
         return {group.leader: self._leader_limit(group)}
 
     def _match(self, tree: PrefixTree, sequence: Sequence, limit: int) -> Match:

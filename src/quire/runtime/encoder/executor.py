@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.config.embedding import EmbeddingSettings
 from quire.runtime.encoder.encoder import TextEncoder
-from quire.runtime.pooling import finish_rows
+from quire.runtime.finished_rows import finish_rows
 from quire.types.pooling import PoolingWork
 from quire.types.request import Submit
 
@@ -40,7 +40,7 @@ class EncoderExecutor:
         return [self._finished(part, _work(request)) for part, request in zip(parts, requests, strict=True)]
 
     def _finished(self, rows: Tensor, work: PoolingWork) -> bytes:
-        return finish_rows(rows, self._settings, work.params).numpy().tobytes()
+        return finish_rows(rows.numpy(), self._settings, work.params).tobytes()
 
     def close(self) -> None:
         self._encoder.close()

@@ -285,6 +285,10 @@ class LayerBuilder:
     def position_embedding(self, name: str, num_positions: int, size: int, *, offset: int = 0) -> PositionEmbedding:
         return PositionEmbedding(name, num_positions, size, self._placement, offset=offset)
 
+    def label_head(self, name: str, config: ModelConfig) -> Linear:
+        """The head of a classifier. Never quantized."""
+        return Linear(config.hidden_size, {name: config.num_labels}, False, self._table_product, self._placement)
+
     def lm_head(self, name: str, embedding: Embedding, config: ModelConfig, *, bias: bool = False) -> nn.Module:
         """A tied head has no bias."""
         if config.tie_word_embeddings:

@@ -26,9 +26,13 @@ class BaseModel(nn.Module):
         self._embedding_scale, self._logit_scale = config.embedding_scale, config.logit_scale
         self._logit_softcap = config.logit_softcap
 
-    def assemble(self, embedding: TokenTable, blocks: Blocks, norm: nn.Module, head: nn.Module) -> None:
-        """Say which of the model's modules do what. Their names stay those that they have in the model."""
+    def assemble(
+        self, embedding: TokenTable, blocks: Blocks, norm: nn.Module, head: nn.Module, labels: nn.Module | None = None
+    ) -> None:
+        """Say which of the model's modules do what. Their names stay those that they have in the model. `labels`: the
+        head of a classifier."""
         self._parts = (embedding, blocks, norm, head)  # in a tuple: not children a second time
+        self._labels = (labels,)
 
     @property
     def embedding(self) -> TokenTable:
@@ -57,9 +61,20 @@ class BaseModel(nn.Module):
         found: Tensor = self._parts[2](hidden)
         return found
 
+    @property
+    def classifies(self) -> bool:
+        return self._labels[0] is not None
+
+    def classify(self, states: Tensor) -> Tensor:
+        assert self._labels[0] is not None, "this model has no labels"
+        logits: Tensor = self._labels[0](states)
+        return logits
+
     def logits(self, hidden: Tensor) -> Tensor:
-        _, _, norm, head = self._parts
-        logits: Tensor = head(norm(hidden))
+        return self.head_logits(self._parts[2](hidden))
+
+    def head_logits(self, states: Tensor) -> Tensor:
+        logits: Tensor = self._parts[3](states)
         if self._logit_scale != 1.0:
             logits = logits.mul_(self._logit_scale)
         cap = self._logit_softcap

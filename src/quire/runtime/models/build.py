@@ -42,6 +42,16 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab]."""
 
+    def head_logits(self, states: Tensor) -> Tensor:
+        """[n, hidden] after the last norm -> [n, vocab]."""
+
+    @property
+    def classifies(self) -> bool:
+        """Whether it has a head for labels."""
+
+    def classify(self, states: Tensor) -> Tensor:
+        """[n, hidden] after the last norm -> [n, labels]."""
+
     @property
     def is_static(self) -> bool:
         """Whether a step depends on nothing of its tokens but positions and lengths that the device knows, so that it

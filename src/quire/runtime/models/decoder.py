@@ -6,6 +6,9 @@ of Mistral, Qwen2 and Qwen3 may have windows. Granite scales what it adds; some 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 from torch import nn
 
 from quire.config.fields import Fields
@@ -18,6 +21,7 @@ from quire.runtime.models.base import BaseModel
 from quire.runtime.models.family import Family, GgufFamily
 from quire.runtime.models.hf_config import read_decoder, read_window, read_windows, refuse_windows
 from quire.runtime.models.hf_rope import read_rope
+from quire.runtime.models.labels import read_labels
 
 
 class DecoderAttention(nn.Module):
@@ -71,7 +75,8 @@ class Decoder(BaseModel):
         super().__init__(config)
         self.model = self.stack(config, build, self.block, self.norm_offset)
         self.lm_head = build.lm_head("lm_head", self.model.embed_tokens, config)
-        self.assemble(self.model.embed_tokens, self.model.layers, self.model.norm, self.lm_head)
+        self.score = build.label_head("score", config) if config.num_labels else None
+        self.assemble(self.model.embed_tokens, self.model.layers, self.model.norm, self.lm_head, self.score)
 
 
 def read_llama(config: Fields) -> ModelConfig:
@@ -146,9 +151,25 @@ def read_smollm3(config: Fields) -> ModelConfig:
     )  # fmt: skip
 
 
+def read_classifier(config: Fields, family: Family) -> ModelConfig:
+    """A decoder of a family with a head for labels in place of one for tokens: the last token of a text is classified.
+    Nothing is sampled, so the head for tokens is the embedding, which takes no memory."""
+    numbers, num_labels = family.read(config), len(read_labels(config))
+    return replace(
+        numbers, architecture=f"{family.name}-classifier", num_labels=num_labels, tie_word_embeddings=True
+    )  # fmt: skip
+
+
+def classifier_of(family: Family) -> Family:
+    return Family(name=f"{family.name}-classifier", build=family.build, read=partial(read_classifier, family=family))
+
+
 LLAMA = Family(name="llama", build=Decoder, read=read_llama, gguf=GgufFamily(has_pairs=True))
 MISTRAL = Family(name="mistral", build=Decoder, read=read_mistral)
 GRANITE = Family(name="granite", build=Decoder, read=read_granite)
 SMOLLM3 = Family(name="smollm3", build=Decoder, read=read_smollm3)
 QWEN2 = Family(name="qwen2", build=Decoder, read=read_qwen2, gguf=GgufFamily())
 QWEN3 = Family(name="qwen3", build=Decoder, read=read_qwen3, gguf=GgufFamily())
+LLAMA_CLASSIFIER, MISTRAL_CLASSIFIER, QWEN2_CLASSIFIER, QWEN3_CLASSIFIER = map(
+    classifier_of, (LLAMA, MISTRAL, QWEN2, QWEN3)
+)

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from quire.runtime.models.family import Family
 
 
-# a decoder generates text, an encoder makes embeddings, a classifier is an encoder with a head that gives logits
-Kind = Literal["decoder", "encoder", "classifier"]
+# a decoder generates text, an encoder makes embeddings; classifiers have a head for labels: of an encoder, or of a
+# decoder
+Kind = Literal["decoder", "encoder", "classifier", "decoder classifier"]
+CLASSIFIERS: tuple[Kind, ...] = ("classifier", "decoder classifier")
 
 
 class Entry(NamedTuple):
@@ -65,6 +67,18 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",)),
     "deepseek_v2": Entry("deepseek", "DEEPSEEK_V2", ("DeepseekV2ForCausalLM",)),
     "deepseek_v3": Entry("deepseek", "DEEPSEEK_V3", ("DeepseekV3ForCausalLM",)),
+    "llama-classifier": Entry(
+        "decoder", "LLAMA_CLASSIFIER", ("LlamaForSequenceClassification",), kind="decoder classifier"
+    ),
+    "mistral-classifier": Entry(
+        "decoder", "MISTRAL_CLASSIFIER", ("MistralForSequenceClassification",), kind="decoder classifier"
+    ),
+    "qwen2-classifier": Entry(
+        "decoder", "QWEN2_CLASSIFIER", ("Qwen2ForSequenceClassification",), kind="decoder classifier"
+    ),
+    "qwen3-classifier": Entry(
+        "decoder", "QWEN3_CLASSIFIER", ("Qwen3ForSequenceClassification",), kind="decoder classifier"
+    ),
     "bert": Entry("bert", "BERT", ("BertModel", "BertForMaskedLM"), kind="encoder"),
     "roberta": Entry("bert", "ROBERTA", ("RobertaModel", "RobertaForMaskedLM"), kind="encoder"),
     "xlm-roberta": Entry("bert", "XLM_ROBERTA", ("XLMRobertaModel", "XLMRobertaForMaskedLM"), kind="encoder"),
@@ -89,8 +103,11 @@ def of_kind(kind: Kind) -> tuple[str, ...]:
 
 def check_generates(name: str, setting: str = "model") -> None:
     """Raise ConfigError for a family that generates no text. `setting`: the one that names the model."""
-    if ENTRIES[name].kind != "decoder":
-        reason = f"is an encoder ({name}): it makes embeddings and generates no text"
+    kind = ENTRIES[name].kind
+    if kind != "decoder":
+        does = "is a classifier" if kind in CLASSIFIERS else "is an encoder"
+        makes = "gives texts labels or scores" if kind in CLASSIFIERS else "makes embeddings"
+        reason = f"{does} ({name}): it {makes} and generates no text"
         raise ConfigError(setting, reason, "use a model that generates text")
 
 

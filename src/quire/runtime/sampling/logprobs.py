@@ -66,14 +66,6 @@ def entries_of(listing: Listing, wanted: Wanted, vocab_size: int) -> list[TokenL
     ]
 
 
-def prompt_entries(logits: Tensor, token_ids: Tensor, count: int) -> list[TokenLogprobs]:
-    """An entry per line of logits [T, vocab] and token [T] of a prompt. Waits for the device."""
-    wanted = Wanted([count] * len(token_ids), [0] * len(token_ids))
-    vocab_size, nothing = logits.shape[1], token_ids.new_empty(len(token_ids), 0)
-    listing = list_logprobs(logits, token_ids, wanted.most(vocab_size), nothing)
-    return entries_of(Listing._make(part.cpu() for part in listing), wanted, vocab_size)
-
-
 def _listed(logits: Tensor, token_ids: Tensor, count: int, named: Tensor) -> Listing:
     own = logits.gather(1, token_ids.clamp(min=0)[:, None])  # [T, 1]
     tops = tile_max(logits)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.runtime.sampling.choice import Choice, TorchChoice
 from quire.runtime.sampling.history import TokenHistory
-from quire.runtime.sampling.logprobs import Listing, list_logprobs, prompt_entries
+from quire.runtime.sampling.logprobs import Listing, list_logprobs
 from quire.runtime.sampling.ranking import best_tokens
 from quire.runtime.sampling.reports import NO_CANDIDATES, NO_LOGPROBS, NO_REPORT, Report, Reports, all_candidates
 from quire.runtime.sampling.samples import Longs, Part, Samples
@@ -25,7 +25,7 @@ from quire.runtime.sampling.transforms.repetition import RepetitionPenalty
 from quire.runtime.sampling.transforms.transform import Step, Transform
 from quire.runtime.sampling.validation import check_ids
 from quire.runtime.transfer import Pending
-from quire.types.step import Candidates, Ints, NewRow, PromptLogprobs, RowLogprobs
+from quire.types.step import Candidates, Ints, NewRow, RowLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Sampler:
     penalty, frequency and presence penalty, temperature, min_p, top_k, top_p. Where candidates are asked for, it is
     their log-probabilities that are changed, as in transformers' beam search. A token depends on its own logits, and
     on its row's parameters, seed and history so far, alone. A row that was never added is greedy. Nothing waits for
-    the device but prompt logprobs.
+    the device.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, choice: Choice | None = None) -> None:
@@ -69,7 +69,6 @@ class Sampler:
             OccurrencePenalty(num_rows, device),
         )
         self._reports = Reports(num_rows, vocab_size, device)
-        self._num_prompt_logprobs: dict[int, int] = {}  # by row
         self._special: set[int] = set()  # rows that ask for more than a choice
         self._num_prompt: Longs = np.zeros(num_rows, dtype=np.int64)
         self._batch: _Batch | None = None
@@ -82,8 +81,6 @@ class Sampler:
             for transform in self._transforms:
                 transform.add(new)
             self._reports.add(new)
-            if new.sampling.prompt_logprobs is not None:
-                self._num_prompt_logprobs[new.row] = new.sampling.prompt_logprobs
         self.choice.add(new)
         self._num_prompt[new.row] = new.num_prompt_tokens
         self._batch = None
@@ -95,7 +92,6 @@ class Sampler:
             for transform in self._transforms:
                 transform.members.leave(row)
             self._reports.remove(row)
-            self._num_prompt_logprobs.pop(row, None)
         self.choice.remove(row)
         self._batch = None
 
@@ -135,18 +131,6 @@ class Sampler:
     def report(self, listing: Listing, rows: Ints) -> Report:
         """See `Reports.read`."""
         return self._reports.read(listing, rows)
-
-    def wants_prompt_logprobs(self, row: int) -> bool:
-        return row in self._num_prompt_logprobs
-
-    @torch.inference_mode()
-    def prompt_logprobs(self, row: int, start: int, logits: Tensor, next_ids: Tensor) -> PromptLogprobs:
-        """Entries for the prompt tokens `next_ids` [T] at positions from `start`; logits [T, vocab] predict them.
-
-        Waits for the device.
-        """
-        count = self._num_prompt_logprobs[row]
-        return PromptLogprobs(row, start, tuple(prompt_entries(logits, next_ids.long(), count)))
 
     def check(self) -> None:
         for transform in self._transforms:
@@ -199,7 +183,6 @@ def asks_for_more(new: NewRow) -> bool:
         or sampling.frequency_penalty != 0.0
         or sampling.stop_token_ids
         or sampling.logprobs is not None
-        or sampling.prompt_logprobs is not None
         or sampling.logprob_token_ids
         or new.num_candidates
     )

@@ -194,5 +194,8 @@ def _plain(new: NewRow) -> NewRow:
     """The row without what only its user is told."""
     sampling = new.sampling
     if sampling.logprobs is None and sampling.prompt_logprobs is None:
-        return new
-    return new._replace(sampling=replace(sampling, logprobs=None, prompt_logprobs=None, logprob_token_ids=()))
+        return new if new.pools is None else new._replace(pools=None)
+    silent = replace(
+        sampling, logprobs=None, prompt_logprobs=None, prompt_logprobs_start=None, logprob_token_ids=()
+    )  # fmt: skip
+    return new._replace(sampling=silent, pools=None)

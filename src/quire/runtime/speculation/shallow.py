@@ -50,5 +50,15 @@ class ShallowDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
 
+    def head_logits(self, states: Tensor) -> Tensor:
+        return self._model.head_logits(states)
+
+    @property
+    def classifies(self) -> bool:
+        return self._model.classifies
+
+    def classify(self, states: Tensor) -> Tensor:
+        return self._model.classify(states)
+
     def _most(self, num_layers: int | None) -> int:
         return self._num_layers if num_layers is None else min(num_layers, self._num_layers)

@@ -21,10 +21,11 @@ from quire.runtime.speculation.drafter import NO_DRAFTS
 from quire.runtime.transfer import Pending
 from quire.runtime.worker.batch import Batch
 from quire.runtime.worker.images import ImageRows
+from quire.runtime.worker.pooled_rows import PooledRows
+from quire.runtime.worker.prompt_logprobs import NO_PROMPT_LOGPROBS, PromptLogprobRows
 from quire.runtime.worker.rows import Rows
 from quire.types.step import (
     NO_ROWS,
-    Chunk,
     Ints,
     Masks,
     NewRow,
@@ -37,7 +38,6 @@ from quire.types.step import (
 )
 
 _Part = TypeVar("_Part")
-_PROMPT_LOGPROBS_AT_ONCE = 128  # positions whose logits are held at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StepOutput:
     plan: StepPlan
     token_ids: Tensor  # [samples], int64; negative where the sampler failed a row
     report: Report = NO_REPORT
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    prompt_logprobs: Pending[tuple[PromptLogprobs, ...]] = NO_PROMPT_LOGPROBS
     failures: tuple[RowFailure, ...] = ()
     drafts: Pending[tuple[RowDraft, ...]] = NO_DRAFTS
     masked: Ints = field(default_factory=lambda: NO_ROWS)  # places of the samples that had a mask
@@ -56,7 +56,8 @@ class StepOutput:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that must come to the host."""
-        return (self.token_ids, *self.report.logprobs.tensors, *self.report.candidates.tensors, *self.drafts.tensors)
+        parts = (self.report.logprobs, self.prompt_logprobs, self.report.candidates, self.drafts)
+        return (self.token_ids, *(tensor for part in parts for tensor in part.tensors))
 
     def result(self, on_host: Sequence[Tensor]) -> StepResult:
         """The result, given `tensors` on the host; they may be overwritten afterwards."""
@@ -65,7 +66,7 @@ class StepOutput:
             self.plan.step,
             tokens.clip(min=0),
             _read(self.report.logprobs, numbers),
-            self.prompt_logprobs,
+            _read(self.prompt_logprobs, numbers),
             self.failures + row_failures(self.plan.sample_rows, tokens, self.masked),
             _read(self.report.candidates, numbers),
             _read(self.drafts, numbers),
@@ -103,10 +104,6 @@ class RowSampler(Protocol):
     def remove(self, row: int) -> None: ...
 
     def sample(self, logits: Tensor, samples: Samples, history: TokenHistory) -> Sampled: ...
-
-    def wants_prompt_logprobs(self, row: int) -> bool: ...
-
-    def prompt_logprobs(self, row: int, start: int, logits: Tensor, next_ids: Tensor) -> PromptLogprobs: ...
 
 
 class Batches(Protocol):
@@ -164,8 +161,7 @@ class _Computed:
     hidden: Tensor  # [positions, hidden], of batch.wanted
     logits: Tensor | None  # [samples, vocab], if all samples are chosen at once
     failed: frozenset[int]
-    prompt_logprobs: tuple[PromptLogprobs, ...]
-    failures: tuple[RowFailure, ...]
+    prompt_logprobs: Pending[tuple[PromptLogprobs, ...]]
 
 
 class Runner:
@@ -184,7 +180,7 @@ class Runner:
         self._images = images
         self._model, self._rows, self._batches, self._forward = model, rows, batches, forward
         self._sampler, self._num_samples = sampler, num_samples
-        self.pooling: set[int] = set()  # live rows that report hidden states
+        self.pooled, self.scored = PooledRows(model, rows), PromptLogprobRows(model, rows)
 
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """`failed` rows are computed but never handed to the sampler; their token is 0."""
@@ -195,24 +191,30 @@ class Runner:
         batch = self._batches.build(plan)
         if self._images is not None and (features := self._images.features(plan)) is not None:
             batch = replace(batch, step=replace(batch.step, features=features))
-        failures: list[RowFailure] = []
-        prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-        if batch.shape is None and not self._wants_prompt_logprobs(plan, failed):
+        prompt_logprobs, scored = NO_PROMPT_LOGPROBS, bool(self.scored.asked) and self.scored.want(plan, failed)
+        pooled = self.pooled if self.pooled.works else None
+        sums_up = pooled is not None and pooled.want_all(plan)
+        if batch.shape is None and not sums_up and not scored:
             hidden = self._forward(replace(batch, step=replace(batch.step, wanted=batch.wanted)))
         else:
             all_hidden = self._forward(batch)  # [tokens, hidden]
-            prompt_logprobs = self._prompt_logprobs(plan, all_hidden, failed, failures)
+            if scored:
+                prompt_logprobs = self.scored.compute(plan, all_hidden, failed)
+            if sums_up:
+                self.pooled.add_up(plan, all_hidden)
             hidden = all_hidden.index_select(0, batch.wanted)
         logits = None
-        if 0 < len(batch.samples) <= self._num_samples and failed.isdisjoint(batch.samples.rows.tolist()):
+        sampled = batch.samples.rows
+        is_sampled = pooled is None or not pooled.are_all(sampled)
+        if is_sampled and 0 < len(sampled) <= self._num_samples and failed.isdisjoint(sampled.tolist()):
             logits = self._model.logits(hidden)  # [positions, vocab]
             logits = logits if batch.spread is None else logits.index_select(0, batch.spread)
-        return partial(self._finish, _Computed(plan, batch, hidden, logits, failed, prompt_logprobs, tuple(failures)))
+        return partial(self._finish, _Computed(plan, batch, hidden, logits, failed, prompt_logprobs))
 
     def _finish(self, computed: _Computed, masks: Masks | None) -> StepOutput:
         batch, samples = computed.batch, computed.batch.samples.under(masks)
-        if len(samples) == 0:
-            token_ids, report = torch.empty(0, dtype=torch.int64, device=computed.hidden.device), NO_REPORT
+        if len(samples) == 0 or (self.pooled.works and self.pooled.are_all(samples.rows)):
+            token_ids, report = torch.zeros(len(samples), dtype=torch.int64, device=computed.hidden.device), NO_REPORT
         elif computed.logits is not None:
             sampled = self._sampler.sample(computed.logits, samples, self._rows.history)
             token_ids, report = sampled.token_ids, sampled.report
@@ -220,20 +222,12 @@ class Runner:
             token_ids, report = self._sample_in_parts(computed, samples)
         self._append(batch, token_ids)
         plan, prompt_logprobs = computed.plan, computed.prompt_logprobs
-        pooled = self._pooled(computed) if self.pooling else ()
-        failures, masked = computed.failures, masked_samples(masks)
-        return StepOutput(plan, token_ids, report, prompt_logprobs, failures, masked=masked, pooled=pooled)
-
-    def _pooled(self, computed: _Computed) -> tuple[RowPooled, ...]:
-        """Waits for the device."""
-        rows, spread = computed.batch.samples.rows.tolist(), computed.batch.spread
-        places = [place for place, row in enumerate(rows) if row in self.pooling and row not in computed.failed]
-        if not places:
-            return ()
-        index = self._rows.upload(np.asarray(places))
-        positions = index if spread is None else spread.index_select(0, index)
-        states = self._model.normed(computed.hidden.index_select(0, positions)).float().cpu().numpy()
-        return tuple(RowPooled(rows[place], state.tobytes()) for place, state in zip(places, states, strict=True))
+        pooled, failures = (
+            self.pooled.report(batch, computed.hidden, computed.failed) if self.pooled.works else ((), ())
+        )
+        return StepOutput(
+            plan, token_ids, report, prompt_logprobs, failures, masked=masked_samples(masks), pooled=pooled
+        )  # fmt: skip
 
     def _sample_in_parts(self, computed: _Computed, samples: Samples) -> tuple[Tensor, Report]:
         """At most `num_samples` at a time: steps that verify long drafts need no more memory than others."""
@@ -257,32 +251,3 @@ class Runner:
             return
         grown, index = batch.grown
         self._rows.append(rows[grown], batch.rows.index_select(0, index), token_ids.index_select(0, index))
-
-    def _wants_prompt_logprobs(self, plan: StepPlan, failed: frozenset[int]) -> bool:
-        wants = self._sampler.wants_prompt_logprobs
-        return any(chunk.row not in failed and wants(chunk.row) for chunk in plan.chunks)
-
-    def _prompt_logprobs(
-        self, plan: StepPlan, hidden: Tensor, failed: frozenset[int], failures: list[RowFailure]
-    ) -> tuple[PromptLogprobs, ...]:
-        found: list[PromptLogprobs] = []
-        begin = len(plan.decode_rows)
-        for chunk in plan.chunks:
-            if chunk.row not in failed and self._sampler.wants_prompt_logprobs(chunk.row):
-                try:
-                    found += self._chunk_logprobs(chunk, hidden[begin : begin + chunk.num_tokens])
-                except Exception as error:  # noqa: BLE001  one row's own code: only its request ends
-                    failures.append(RowFailure(chunk.row, str(error)))
-            begin += chunk.num_tokens
-        return tuple(found)
-
-    def _chunk_logprobs(self, chunk: Chunk, hidden: Tensor) -> list[PromptLogprobs]:
-        """Each position of the chunk says how likely the prompt token after it was."""
-        last = min(chunk.start + chunk.num_tokens, int(self._rows.num_prompt[chunk.row]) - 1)
-        found = []
-        for start in range(chunk.start, last, _PROMPT_LOGPROBS_AT_ONCE):
-            end = min(start + _PROMPT_LOGPROBS_AT_ONCE, last)
-            logits = self._model.logits(hidden[start - chunk.start : end - chunk.start])
-            next_ids = self._rows.tokens[chunk.row, start + 1 : end + 1].long()
-            found.append(self._sampler.prompt_logprobs(chunk.row, start + 1, logits, next_ids))
-        return found

@@ -150,7 +150,10 @@ class Worker:
         if self._images is not None:
             self._images.release(rows)
         self._failed.difference_update(rows)
-        self._runner.pooling.difference_update(rows)
+        if self._runner.pooled.works:
+            self._runner.pooled.remove(rows)
+        if self._runner.scored.asked:
+            self._runner.scored.remove(rows)
         for row in rows:
             self._sampler.remove(row)
 
@@ -173,7 +176,10 @@ class Worker:
         self.rows.place(placed)
         if self._images is not None:
             self._images.place(placed)
-        self._runner.pooling.update(new.row for new in news if new.pools)
+        if any(new.pools is not None for new in news):
+            self._runner.pooled.add(news)
+        if any(new.sampling.prompt_logprobs is not None for new in news):
+            self._runner.scored.add(news)
         return tuple(failures)
 
     def _write(self, writes: tuple[RowTokens, ...]) -> tuple[RowFailure, ...]:

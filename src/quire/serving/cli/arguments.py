@@ -221,7 +221,7 @@ def add_doctor(commands: Commands[OneLineParser]) -> None:
 
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
     """The engine settings that were given; the rest keep their defaults. A seed of -1 means any: no setting."""
-    flags = (*ENGINE_FLAGS, *ENGINE_SWITCHES, *ENGINE_CHOICES, "--scheduling-policy")
+    flags = (*ENGINE_FLAGS, *ENGINE_SWITCHES, *ENGINE_CHOICES, "--scheduling-policy", "--task")
     given = {name: getattr(args, name) for flag in flags if (name := field_of(flag)) in args}
     if "seed" in args and args.seed is not None and args.seed >= 0:
         given["seed"] = args.seed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from quire.config.embedding import TASKS
 from quire.config.server import (
     DEFAULT_DRAIN_SECONDS,
     DEFAULT_EDGE_TIMEOUT,
@@ -55,6 +56,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--model", help="the same as MODEL")
     parser.add_argument(
         "--served-model-name", action="append", metavar="NAME", help="what clients call the model; repeatable"
+    )
+    parser.add_argument(
+        "--task",
+        choices=TASKS,
+        default="auto",
+        help="what the model is for: generate text, embed, classify or score texts (auto: as its files say)",
     )
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template instead of the model's own")
     parser.add_argument(

@@ -78,7 +78,8 @@ def model_not_found(name: str, served: Sequence[str]) -> ApiError:
 
 
 _TASKS = {
-    "generate": "generates text, and makes no embeddings or scores; use /v1/chat/completions or /v1/completions",
+    "generate": "is served to generate text, and makes no embeddings or scores; use /v1/chat/completions or "
+    "/v1/completions, or serve it with --task embed or --task score",
     "embed": "makes embeddings, and generates no text; use /v1/embeddings, /score or /rerank",
     "classify": "classifies or scores texts, and generates no text; use /classify, /score or /rerank",
 }

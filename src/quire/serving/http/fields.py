@@ -175,7 +175,13 @@ OUTPUT = (
     Field("stream_interval", Whole(1, "max_tokens"), "At least this many tokens per event of a stream.", 1),
 )  # fmt: skip
 
-PROMPT_LOGPROBS = Field("prompt_logprobs", LogprobCount(), "The same for every prompt token; not with `stream`.")
+PROMPT_LOGPROBS = (
+    Field("prompt_logprobs", LogprobCount(), "The same for every prompt token; not with `stream`."),
+    Field("prompt_logprobs_start", Whole(0, "prompt_tokens"),
+          "Only the prompt tokens from this one on have logprobs: those before it may come from the prefix cache. "
+          "Needs `prompt_logprobs`, or `echo` with `logprobs`."),
+    Field("logprob_start_len", Whole(-1, "prompt_tokens"), "SGLang's name of `prompt_logprobs_start`; -1: absent.", -1),
+)  # fmt: skip
 
 NAMES = (
     Field("request_id", Identifier(), "Names the request in answers and logs; also the X-Request-Id header."),

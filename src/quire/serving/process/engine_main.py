@@ -116,6 +116,7 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | Encode
         ageing=config.scheduler.policy_settings.ageing,
         step_seconds=longest_step(config.device, config.scheduler.max_num_batched_tokens, planned.model),
         model=_sizes(planned.model),
+        pooling=planned.pooling,
     )
     return planned.build(source.load_format, report, tools), ready
 

@@ -74,8 +74,9 @@ def test_logprobs_and_prompt_logprobs_reach_the_result() -> None:
     result = single.collect()
     assert [entry.row for entry in result.logprobs] == [2]
     assert result.logprobs[0].entry.token_ids[0] == result.token_ids[0]
-    assert [(part.row, part.start, len(part.entries)) for part in result.prompt_logprobs] == [(2, 1, 5)]
-    assert [int(entry.token_ids[0]) for entry in result.prompt_logprobs[0].entries] == [2, 3, 4, 5, 6]
+    (part,) = result.prompt_logprobs
+    assert (part.row, part.table.start, part.table.width) == (2, 1, 3)
+    assert part.table.token_ids.reshape(5, 3)[:, 0].tolist() == [2, 3, 4, 5, 6]
 
 
 def test_a_closed_executor_refuses_work_and_may_be_closed_again() -> None:

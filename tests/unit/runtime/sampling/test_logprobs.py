@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.runtime.sampling.logprobs import Wanted, entries_of, list_logprobs
 from quire.types.errors import InvalidRequest
 from quire.types.step import TokenLogprobs
 from tests.unit.runtime.sampling.bench import Bench, new_row
@@ -93,25 +94,17 @@ def test_a_failed_row_has_no_logprobs() -> None:
     assert sampled.token_ids[0] < 0
 
 
-@pytest.mark.parametrize("count", [0, 4, -1])
-def test_prompt_logprobs_come_for_any_stretch_of_the_prompt(count: int) -> None:
-    bench, logits = Bench(VOCAB), random_logits(130)
-    bench.add(new_row(5, prompt_logprobs=count))
-    bench.add(new_row(6))
-    assert bench.sampler.wants_prompt_logprobs(5)
-    assert not bench.sampler.wants_prompt_logprobs(6)
-    next_ids = torch.randint(VOCAB, (130,), generator=torch.Generator().manual_seed(1))
-    found = bench.sampler.prompt_logprobs(5, 17, logits, next_ids)
-    assert (found.row, found.start, len(found.entries)) == (5, 17, 130)
-    for line, entry in enumerate(found.entries):
-        assert_entry(entry, logits[line], int(next_ids[line]), VOCAB if count == -1 else count)
-    bench.sampler.remove(5)
-    assert not bench.sampler.wants_prompt_logprobs(5)
+@pytest.mark.parametrize("count", [0, 4, VOCAB])
+def test_a_listing_of_many_lines_is_that_of_each(count: int) -> None:
+    logits, next_ids = random_logits(130), torch.randint(VOCAB, (130,), generator=torch.Generator().manual_seed(1))
+    listing = list_logprobs(logits, next_ids, count, next_ids.new_empty(130, 0))
+    entries = entries_of(listing, Wanted([count] * 130, [0] * 130), VOCAB)
+    for line, entry in enumerate(entries):
+        assert_entry(entry, logits[line], int(next_ids[line]), count)
 
 
 def test_half_precision_logits_give_float32_logprobs() -> None:
-    bench, logits = Bench(VOCAB), random_logits(3).bfloat16()
-    bench.add(new_row(0, prompt_logprobs=2))
-    found = bench.sampler.prompt_logprobs(0, 1, logits, torch.tensor([1, 2, 3], dtype=torch.int32))
+    logits, next_ids = random_logits(3).bfloat16(), torch.tensor([1, 2, 3])
+    found = list_logprobs(logits, next_ids, 2, next_ids.new_empty(3, 0))
     expected = logits.float().log_softmax(dim=-1)
-    np.testing.assert_allclose(found.entries[1].logprobs[0], expected[1, 2], atol=1e-5)
+    np.testing.assert_allclose(found.chosen[1], expected[1, 2], atol=1e-5)

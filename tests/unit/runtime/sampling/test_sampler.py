@@ -308,14 +308,13 @@ MORE: dict[str, Any] = {
     "frequency_penalty": 0.1,
     "stop_token_ids": [3],
     "logprobs": 0,
-    "prompt_logprobs": 0,
     "logprob_token_ids": [3],
 }
 CHOICE = {"temperature", "top_p", "top_k", "min_p", "seed"}
 OF_OTHERS = {  # parameters that the sampler never looks at
     "n", "stop", "bad_words", "ignore_eos", "max_tokens", "detokenize", "skip_special_tokens", "best_of", "rank_by",
     "spaces_between_special_tokens", "include_stop_str_in_output", "repetition_detection", "structured_outputs",
-    "output_kind",
+    "output_kind", "prompt_logprobs", "prompt_logprobs_start",
 }  # fmt: skip
 
 

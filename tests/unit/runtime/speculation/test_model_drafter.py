@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,10 @@ pytest.importorskip("triton")
 from quire.config.model import Heads
 from quire.engine.speculation.draft_length import DraftLength
 from quire.runtime.layers import skinny
+from quire.runtime.speculation.model_drafter import _plain
+from quire.types.pooling import PoolingParams, PoolingWork
+from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.step import NewRow
 from tiny_models import MemoryCheckpoint, random_checkpoint, tiny_config
 from worker_executor import TinyEngine
 
@@ -51,3 +56,11 @@ def test_drafts_by_triton_kernels_are_right_where_the_model_is_the_same(
     stats = made.core.stats()
     assert stats.accepted_tokens == stats.drafted_tokens > 0
     made.executor.worker.check()
+
+
+def test_a_draft_model_is_not_asked_for_what_only_users_are_told() -> None:
+    sampling = SamplingParams(logprobs=2, prompt_logprobs=1, prompt_logprobs_start=2, top_k=3)
+    new = NewRow(0, np.array([1, 2, 3], np.int32), 3, (), sampling, TokenRules(), 0, 0)
+    assert _plain(new).sampling == SamplingParams(top_k=3)
+    pooled = new._replace(sampling=SamplingParams(), pools=PoolingWork(PoolingParams(), (3,)))
+    assert _plain(pooled).pools is None

@@ -105,12 +105,12 @@ def test_a_step_of_more_pieces_than_there_is_room_for_runs_as_it_is(monkeypatch:
 
 
 def test_prompt_logprobs_and_forks_take_their_positions_of_a_padded_step() -> None:
-    plain, graphed, _ = both(prompt_rows=(0,))
+    plain, graphed, _ = both()
     found: list[list[float]] = []
     for made in (plain, graphed):
-        made.add(0, LONG[:10])
+        made.add(0, LONG[:10], prompt_logprobs=0)
         made.run(chunks=[Chunk(0, 0, 6)])
-        found.append([entry.logprobs[0] for each in made.output.prompt_logprobs for entry in each.entries])
+        found.append([value for table in made.prompt_tables(0) for value in table.logprobs.tolist()])
         made.add(1, LONG[:10])
         made.add(2, LONG[:10])
         made.run(chunks=[Chunk(0, 6, 4, (0, 1, 2))])

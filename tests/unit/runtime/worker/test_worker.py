@@ -107,40 +107,50 @@ def test_a_token_outside_the_vocabulary_fails_only_its_row(token: int) -> None:
     assert group.tokens[0][3:] == alone([1, 2, 3], 1)
 
 
-def test_prompt_logprobs_raising_fails_only_its_row() -> None:
-    class Broken(GreedySampler):
-        def prompt_logprobs(self, *_: object) -> None:  # type: ignore[override]
-            raise RuntimeError("no logprobs today")
-
-    group = bench(sampler=Broken(prompt_rows=[1]))
-    group.add(0, [1, 2, 3])
-    group.add(1, [4, 5])
-    group.run(chunks=[Chunk(0, 0, 3, (0,)), Chunk(1, 0, 2, (1,))])
-    assert [(failure.row, failure.reason) for failure in group.output.failures] == [(1, "no logprobs today")]
-    assert group.tokens[0][3:] == alone([1, 2, 3], 1)
-
-
 def test_prompt_logprobs_cover_every_prompt_token_but_the_first_however_it_is_chunked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]
     found = []
     for cuts, at_once in (([10], 128), ([1, 4, 5], 128), ([7, 3], 2)):
-        monkeypatch.setattr("quire.runtime.worker.runner._PROMPT_LOGPROBS_AT_ONCE", at_once)
-        group = bench(sampler=GreedySampler(prompt_rows=[0]))
-        group.add(0, prompt)
-        start, entries = 0, {}
+        monkeypatch.setattr("quire.runtime.worker.prompt_logprobs.AT_ONCE", at_once)
+        group = bench()
+        group.add(0, prompt, prompt_logprobs=0)
+        group.add(1, prompt[:4], prompt_logprobs=2)
+        group.add(2, prompt[:5])
+        start, lines = 0, {}
         for size in cuts:
             end = start + size
-            group.run(chunks=[Chunk(0, start, size, (0,) if end == 10 else ())])
-            for part in group.output.prompt_logprobs:
-                entries |= {part.start + i: entry for i, entry in enumerate(part.entries)}
+            others = [] if start else [Chunk(1, 0, 4, (1,)), Chunk(2, 0, 5, (2,))]
+            group.run(chunks=[*others, Chunk(0, start, size, (0,) if end == 10 else ())])
+            assert not group.prompt_tables(2)
+            if not start:
+                (other,) = group.prompt_tables(1)
+            for table in group.prompt_tables(0):
+                lines |= {place: line for place, line in enumerate(table.lines()) if line is not None}
             start = end
-        assert sorted(entries) == list(range(1, 10))
-        assert [int(entries[i].token_ids[0]) for i in range(1, 10)] == prompt[1:]
-        found.append(np.array([entries[i].logprobs[0] for i in range(1, 10)]))
+        assert sorted(lines) == list(range(1, 10))
+        assert [lines[place][0] for place in range(1, 10)] == [[token] for token in prompt[1:]]
+        found.append(np.array([lines[place][1][0] for place in range(1, 10)]))
+        assert other.start == 1
+        assert other.token_ids.reshape(3, 3)[:, 0].tolist() == prompt[1:4]
+        np.testing.assert_allclose(other.logprobs.reshape(3, 3)[:, 0], found[-1][:3], atol=1e-5)
     np.testing.assert_allclose(found[1], found[0], atol=1e-5)
     np.testing.assert_allclose(found[2], found[0], atol=1e-5)
+
+
+def test_prompt_logprobs_begin_where_they_are_asked_for() -> None:
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]
+    whole, late = bench(), bench()
+    whole.add(0, prompt, prompt_logprobs=1)
+    whole.run(chunks=[Chunk(0, 0, 10, (0,))])
+    late.add(0, prompt, prompt_logprobs=1, prompt_logprobs_start=7)
+    late.run(chunks=[Chunk(0, 0, 5)])
+    assert not late.prompt_tables(0)
+    late.run(chunks=[Chunk(0, 5, 5, (0,))])
+    (all_of_them,), (few,) = whole.prompt_tables(0), late.prompt_tables(0)
+    assert (few.start, few.ranks.tolist()) == (7, all_of_them.ranks.tolist()[6:])
+    np.testing.assert_allclose(few.logprobs, all_of_them.logprobs[6 * 2 :], atol=1e-5)
 
 
 def test_logits_are_computed_only_where_a_row_samples() -> None:

@@ -15,7 +15,7 @@ from quire.serving.http.endpoints.openai_logprobs import (
     render_chat,
     render_completion,
 )
-from quire.types.step import TokenLogprobs
+from quire.types.step import LogprobTable, TokenLogprobs
 from tests.unit.serving.scripted import TOKENIZER, ids
 
 
@@ -58,7 +58,9 @@ def test_nothing_at_all_is_still_json() -> None:
 
 
 def test_prompt_logprobs_rank_the_chosen_token_first() -> None:
-    found = prompt_logprobs([None, entry((65, -1.0), (66, -0.5))], TokenNames(TOKENIZER))
+    one = entry((65, -1.0), (66, -0.5))
+    table = LogprobTable(1, one.token_ids, one.logprobs, np.array([one.rank], dtype=np.int32))
+    found = prompt_logprobs(table, TokenNames(TOKENIZER))
     assert found[0] is None
     assert found[1] is not None
     assert [(token, found[1][token]["rank"]) for token in found[1]] == [("65", 3), ("66", 1)]

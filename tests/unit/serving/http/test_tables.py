@@ -121,7 +121,8 @@ def test_the_highest_values_pass_the_engines_own_checks() -> None:
     bounded = {name: value for name, value in highest.items() if name in sampling and value is not None}
     assert {"n", "temperature", "top_p", "logprobs"} <= set(bounded)
     for name, value in bounded.items():
-        assert getattr(SamplingParams(**{name: value}), name) == value
+        needed = {"prompt_logprobs": 0} if name == "prompt_logprobs_start" else {}
+        assert getattr(SamplingParams(**needed, **{name: value}), name) == value
 
 
 @pytest.mark.parametrize("change", [{"nonsense": 1}, {"n": 0}, {"n": 2**40}, {"n": True}, {"n": "5"}])

@@ -14,7 +14,7 @@ from quire.runtime.loading.hf.config import CONFIG
 from quire.runtime.loading.hf.json_file import read_json
 from quire.runtime.loading.model_config import read_family
 from quire.runtime.models.labels import read_classes
-from quire.runtime.models.registry import ENTRIES
+from quire.runtime.models.registry import CLASSIFIERS, ENTRIES
 from quire.types.errors import ModelLoadError
 
 MODULES, POOLING, GENERAL = "modules.json", "config.json", "config_sentence_transformers.json"
@@ -31,24 +31,25 @@ def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
     directory = files.path
     if files.kind != "hf":
         return EmbeddingSettings(Pooling("last"))
-    if ENTRIES[read_family(files)].kind == "classifier":
+    kind = ENTRIES[read_family(files)].kind
+    if kind in CLASSIFIERS:
         length, lowercase = _read_transformer(directory)
         classes = read_classes(Fields(str(directory / CONFIG), read_json(directory / CONFIG)))
-        return EmbeddingSettings(max_length=length, lowercase=lowercase, classes=classes)
+        by = Pooling("cls" if kind == "classifier" else "last")
+        return EmbeddingSettings(by, max_length=length, lowercase=lowercase, classes=classes)
     dimensions = _read_dimensions(directory)
     if not (directory / MODULES).is_file():
-        is_decoder = ENTRIES[read_family(files)].kind == "decoder"
-        return EmbeddingSettings(Pooling("last" if is_decoder else "mean"), dimensions=dimensions)
-    modules = _read_modules(directory)
+        return EmbeddingSettings(Pooling("last" if kind == "decoder" else "mean"), dimensions=dimensions)
+    modules = read_modules(directory)
     _refuse_default_prompt(directory)
     first, second, *others = modules if len(modules) > 1 else (*modules, ("", ""))
     if first[0] != "Transformer" or second[0] != "Pooling" or [kind for kind, _ in others] not in ([], ["Normalize"]):
         names = ", ".join(kind for kind, _ in modules)
         fix = "supported: Transformer, Pooling and, where they are normalized, Normalize"
         raise ModelLoadError(str(directory / MODULES), f"embeddings made by {names} are not supported", fix=fix)
-    kind = _read_pooling(directory / second[1] / POOLING)
+    pooling = _read_pooling(directory / second[1] / POOLING)
     length, lowercase = _read_transformer(directory / first[1])
-    return EmbeddingSettings(Pooling(kind, normalize=bool(others)), length, lowercase, dimensions=dimensions)
+    return EmbeddingSettings(Pooling(pooling, normalize=bool(others)), length, lowercase, dimensions=dimensions)
 
 
 def _read_dimensions(directory: Path) -> tuple[int, ...] | None:
@@ -63,7 +64,7 @@ def _read_dimensions(directory: Path) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def _read_modules(directory: Path) -> list[tuple[str, str]]:
+def read_modules(directory: Path) -> list[tuple[str, str]]:
     """The kind of each module and its folder, in order."""
     path = directory / MODULES
     try:

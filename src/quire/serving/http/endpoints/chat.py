@@ -74,7 +74,7 @@ _FIELDS = (
     Field("logprobs", Flag(), "Return the log-probability of each token.", False),
     Field("top_logprobs", LogprobCount(),
           "And of this many likeliest ones; -1: of the whole vocabulary. Needs logprobs=true.", 0),
-    PROMPT_LOGPROBS,
+    *PROMPT_LOGPROBS,
     Field("echo", Flag(), "Put the last message before the answer if it is the assistant's.", False),
     Field("return_prompt_text", Flag(),
           "Also return `prompt_text`, the conversation as the chat template wrote it; in a stream with the first "

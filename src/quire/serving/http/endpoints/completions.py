@@ -18,7 +18,7 @@ from quire.serving.http.endpoints.openai_format import (
     prompt_members,
     usage_json,
 )
-from quire.serving.http.endpoints.openai_logprobs import completion_logprobs, render_completion
+from quire.serving.http.endpoints.openai_logprobs import completion_logprobs, echoed_columns, render_completion
 from quire.serving.http.endpoints.openai_schemas import COMPLETION_SCHEMAS
 from quire.serving.http.fields import (
     ADD_SPECIAL_TOKENS,
@@ -58,7 +58,7 @@ _FIELDS = (
     ADD_SPECIAL_TOKENS,
     *TRUNCATION,
     *TEXT_FIELDS,
-    PROMPT_LOGPROBS,
+    *PROMPT_LOGPROBS,
     Field("suffix", Text("prompt_characters"),
           "Text after the answer: the model fills in what is between `prompt` and this. Needs a model that was trained "
           "to fill in the middle, such as qwen2.5-coder."),
@@ -124,17 +124,10 @@ class CompletionFormat:
     def _prompt_columns(self, options: ResponseOptions, result: ChoiceResult) -> list[LogprobColumns]:
         """The logprobs of an echoed prompt."""
         request, finished = result.request, result.request.finished
-        entries = (finished.prompt_logprobs if finished else None) or ()
-        render, names = self.logprobs_renderer(options), self._names.of(options)
-        offsets = text_offsets(self._tokenizer, request.submit.prompt_token_ids, result.preface)
-        columns: list[LogprobColumns] = []
-        for token, entry, offset in zip(request.submit.prompt_token_ids, entries, offsets, strict=True):
-            if entry is None:
-                key = _encode(names[token].key)
-                columns.append((key, b"null", b"null", str(offset).encode()))
-            else:
-                columns.append(render(entry, offset))
-        return columns
+        table = None if finished is None else finished.prompt_logprobs
+        token_ids = request.submit.prompt_token_ids
+        offsets = text_offsets(self._tokenizer, token_ids, result.preface)
+        return echoed_columns(table, token_ids, offsets, self._names.of(options))
 
 
 def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quire.serving.http.endpoint import Endpoint
-from quire.serving.http.fields import MODEL, Field, no_effect, not_supported
+from quire.serving.http.fields import LABELS as GENERATING_LABELS
+from quire.serving.http.fields import MODEL, NAMES, Field, no_effect, not_supported
 from quire.serving.http.pooling.handler import PoolingCall, PoolingEndpoint, PoolingJob
 from quire.serving.http.schemas import NUMBER, TEXT, WHOLE, Schema, many, record, ref
 from quire.serving.http.validators.prompts import Prompts
@@ -23,7 +24,7 @@ TRUNCATION = Field("truncate_prompt_tokens", Whole(-1, "prompt_tokens"),
           "refused.")  # fmt: skip
 LABELS = (
     no_effect("user", "Who asked.", why="is a label that nothing reads"),
-    no_effect("priority", "Which request goes first.", 0, why="has no effect: requests take turns"),
+    *(field for field in (*GENERATING_LABELS, *NAMES) if field.name in ("priority", "cache_salt")),
 )
 COMMON = (MODEL, TRUNCATION, REQUEST_ID, *LABELS)
 DIMENSIONS = Field("dimensions", Whole(1, MOST_DIMENSIONS),
@@ -109,7 +110,7 @@ def _endpoint(
         fields=(*COMMON, *INPUT),
         response=next(iter(schemas)),
         schemas=schemas,
-        description="See [the guide](../guides/embeddings.md). Needs an encoder.",
+        description="See [the guide](../guides/embeddings.md). Needs an encoder, or a decoder that is served to embed.",
         id_prefix=prefix,
         read=read,
     )

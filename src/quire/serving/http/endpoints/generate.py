@@ -77,7 +77,7 @@ SAMPLING_MEMBERS: dict[str, Validator] = {
     **{field.name: field.validator for field in OUTPUT if field.name not in _AROUND},
     "max_tokens": CHAT.fields_by_name["max_tokens"].validator,
     "logprobs": COMPLETIONS.fields_by_name["logprobs"].validator,
-    "prompt_logprobs": PROMPT_LOGPROBS.validator,
+    **{field.name: field.validator for field in PROMPT_LOGPROBS},
     "output_kind": OutputKind(),
     "detokenize": Flag(),
     "extra_args": Only(({},)),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import msgspec
 
 from quire.serving.dispatch.in_flight_request import RenderLogprobs
 from quire.serving.text.tokenizer import Tokenizer
-from quire.types.step import TokenLogprobs
+from quire.types.step import LogprobTable, TokenLogprobs
 
 LOWEST = -9999.0  # JSON has no minus infinity
 _encode = msgspec.json.encode
@@ -78,13 +79,31 @@ def render_completion(names: TokenNames) -> RenderLogprobs:
     """Four columns: the token, its logprob, an object of the top ones, and where it begins in the text."""
 
     def render(entry: TokenLogprobs, offset: int) -> tuple[bytes, ...]:
-        ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
-        top: dict[str, float] = {}
-        for token, value in zip(ids, values, strict=True):
-            top.setdefault(names[token].key, max(value, LOWEST))
-        return _encode(names[ids[0]].key), number(values[0]), _encode(top), str(offset).encode()
+        return _completion_columns(names, entry.token_ids.tolist(), entry.logprobs.tolist(), offset)
 
     return render
+
+
+def _completion_columns(
+    names: TokenNames, ids: Sequence[int], values: Sequence[float], offset: int
+) -> tuple[bytes, ...]:
+    top: dict[str, float] = {}
+    for token, value in zip(ids, values, strict=True):
+        top.setdefault(names[token].key, max(value, LOWEST))
+    return _encode(names[ids[0]].key), number(values[0]), _encode(top), str(offset).encode()
+
+
+def echoed_columns(
+    table: LogprobTable | None, token_ids: Sequence[int], offsets: Sequence[int], names: TokenNames
+) -> list[tuple[bytes, ...]]:
+    """The columns of an echoed prompt. A token without logprobs has null in their place."""
+    lines: Iterable[tuple[list[int], list[float], int] | None] = repeat(None) if table is None else table.lines()
+    return [
+        (_encode(names[token].key), b"null", b"null", str(offset).encode())
+        if line is None
+        else _completion_columns(names, line[0], line[1], offset)
+        for token, offset, line in zip(token_ids, offsets, lines, strict=table is not None)
+    ]
 
 
 def chat_logprobs(columns: Sequence[tuple[bytes, ...]]) -> bytes:
@@ -103,16 +122,17 @@ def completion_logprobs(columns: Sequence[tuple[bytes, ...]]) -> bytes:
     )  # fmt: skip
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprobs | None], names: TokenNames) -> list[dict[str, Any] | None]:
+def prompt_logprobs(table: LogprobTable | None, names: TokenNames) -> list[dict[str, Any] | None]:
     """Of every prompt token: an object by token id; the first has none."""
-    return [None if entry is None else _prompt_entry(entry, names) for entry in entries]
+    if table is None:
+        return []
+    return [None if line is None else _prompt_entry(*line, names) for line in table.lines()]
 
 
-def _prompt_entry(entry: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
-    ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
-    ranks = [entry.rank, *range(1, len(ids))]
+def _prompt_entry(ids: Sequence[int], values: Sequence[float], rank: int, names: TokenNames) -> dict[str, Any]:
+    ranks = [rank, *range(1, len(ids))]
     found: dict[str, Any] = {}
-    for token, value, rank in zip(ids, values, ranks, strict=True):
-        shown = {"logprob": max(value, LOWEST), "rank": rank, "decoded_token": msgspec.Raw(names[token].text)}
+    for token, value, place in zip(ids, values, ranks, strict=True):
+        shown = {"logprob": max(value, LOWEST), "rank": place, "decoded_token": msgspec.Raw(names[token].text)}
         found.setdefault(str(token), shown)
     return found

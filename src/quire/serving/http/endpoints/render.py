@@ -22,7 +22,7 @@ from quire.types.request import Submit
 
 _PLAIN = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "ignore_eos", "min_tokens", "logprobs", "prompt_logprobs", "skip_special_tokens",
+    "seed", "ignore_eos", "min_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start", "skip_special_tokens",
     "spaces_between_special_tokens", "include_stop_str_in_output", "best_of", "rank_by",
 )  # fmt: skip
 _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids")

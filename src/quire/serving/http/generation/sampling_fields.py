@@ -63,7 +63,19 @@ def read_sampling(
     if settings.echoes_prompt and given.get("echo") and sampling.logprobs is not None:  # the echo has them too
         counts = (given.get("logprobs", 0), sampling.prompt_logprobs or 0)
         sampling = replace(sampling, prompt_logprobs=-1 if -1 in counts else max(counts))
+    if (start := _first_scored(given)) is not None:
+        sampling = replace(sampling, prompt_logprobs_start=start)
     return sampling, wanted == 0
+
+
+def _first_scored(given: Parameters) -> int | None:
+    """The first prompt token whose logprob is wanted; None: all are."""
+    start: int | None = given.get("prompt_logprobs_start")
+    other: int = given.get("logprob_start_len", -1)
+    if start is not None and other not in (-1, start):
+        reason = f"is {other}, but prompt_logprobs_start is {start}"
+        raise InvalidRequest("logprob_start_len", reason, "give one of them")
+    return start if start is not None or other == -1 else other
 
 
 def read_beam(given: Parameters) -> BeamRules | None:

@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.config.embedding import PoolingModel
+from quire.runtime.finished_rows import finish_rows
 from quire.serving.dispatch.in_flight_request import InFlightRequest
 from quire.serving.dispatch.mailbox import Mailbox
 from quire.serving.dispatch.observer import RequestRecord
@@ -26,9 +28,10 @@ from quire.serving.http.fields import check_body
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
+from quire.serving.http.validators.values import UnsupportedParameter
 from quire.serving.pooled_texts import NOTHING_SAMPLED, PooledText, Rows, TextReader, check_total, cut_up
 from quire.types.errors import QuireError
-from quire.types.pooling import PoolingParams, PoolingWork
+from quire.types.pooling import PoolingParams
 from quire.types.request import Submit, pack_tokens
 
 
@@ -72,6 +75,7 @@ class PoolingEndpoint(Endpoint):
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     job: PoolingJob
+    model: PoolingModel
     submits: list[Submit]
     warnings: tuple[str, ...]
 
@@ -103,7 +107,7 @@ class PoolingHandler:
                 await until_over(mailbox)
                 if mailbox.failure is not None:
                     raise as_failure(mailbox.failure)
-                body = await service.in_thread(_written, prepared.job, requests)
+                body = await service.in_thread(_written, prepared.job, prepared.model, requests)
                 await exchange.reply(200, body)
 
     @contextmanager
@@ -130,6 +134,7 @@ class PoolingHandler:
         given, warnings = check_body(
             endpoint.fields_by_name, decode_json(body, limits["nesting"]), limits, strict=head.strict
         )
+        useless = self._drop_useless(given, model, strict=head.strict)
         call = PoolingCall(
             reader=TextReader(model, service.texts.tokenizer, max_tokens=limits["prompt_tokens"]),
             given=given,
@@ -143,9 +148,32 @@ class PoolingHandler:
         check_total("input", sum(len(text.token_ids) for text in job.texts), limits["prompt_tokens"])
         parts = cut_up(job.texts, model)
         names = head.engine_ids(endpoint.id_prefix, given.get("request_id"), len(parts))
-        tenant = f"{head.principal}/{names[0]}"  # of its own: requests take turns
-        submits = [_submit(name, part, job.params, tenant) for name, part in zip(names, parts, strict=True)]
-        return _Prepared(job, submits, (*head.warnings, *warnings))
+        submits = [
+            Submit(
+                name,
+                pack_tokens(chain.from_iterable(text.token_ids for text in part)),
+                NOTHING_SAMPLED,
+                priority=given.get("priority", 0),
+                cache_salt=head.salt(given.get("cache_salt", "")) if model.by_decoder else "",
+                tenant=f"{head.principal}/{names[0]}",  # of its own: requests take turns
+                pooling=call.reader.work(part, job.params),
+            )
+            for name, part in zip(names, parts, strict=True)
+        ]
+        return _Prepared(job, model, submits, (*head.warnings, *warnings, *useless))
+
+    def _drop_useless(self, given: dict[str, Any], model: PoolingModel, *, strict: bool) -> list[str]:
+        """Remove fields that mean nothing to this model and server. Returns warnings; raises the first if `strict`."""
+        policy = self._service.engine().policy
+        reasons = {"priority": f"means nothing to the {policy!r} policy of this server"} if policy != "priority" else {}
+        if not model.by_decoder:
+            reasons["cache_salt"] = "means nothing to an encoder, which caches no prompts"
+        useless = [
+            UnsupportedParameter(name, reason, "leave it out") for name, reason in reasons.items() if given.pop(name, 0)
+        ]
+        if useless and strict:
+            raise useless[0]
+        return [str(error) for error in useless]
 
     def _requests(self, exchange: Exchange, submits: Sequence[Submit], received_at: float) -> list[InFlightRequest]:
         mailbox, trace = Mailbox(asyncio.get_running_loop(), len(submits)), trace_of(exchange)
@@ -169,19 +197,10 @@ class PoolingHandler:
         ]
 
 
-def _submit(name: str, texts: Sequence[PooledText], params: PoolingParams, tenant: str) -> Submit:
-    lengths = tuple(len(text.token_ids) for text in texts)
-    firsts: tuple[int, ...] = ()
-    if any(text.first_part is not None for text in texts):
-        firsts = tuple(
-            length if text.first_part is None else text.first_part for text, length in zip(texts, lengths, strict=True)
-        )
-    tokens = pack_tokens(chain.from_iterable(text.token_ids for text in texts))
-    return Submit(name, tokens, NOTHING_SAMPLED, tenant=tenant, pooling=PoolingWork(params, lengths, firsts))
-
-
-def _written(job: PoolingJob, requests: Sequence[InFlightRequest]) -> bytes:
+def _written(job: PoolingJob, model: PoolingModel, requests: Sequence[InFlightRequest]) -> bytes:
     """The body of the response."""
     numbers = b"".join(request.finished.pooled for request in requests if request.finished is not None)
     rows = np.frombuffer(numbers, np.float32).reshape(len(job.texts), -1)
+    if model.by_decoder:
+        rows = finish_rows(rows, model.settings, job.params)
     return msgspec.json.encode(job.write(rows, sum(len(text.token_ids) for text in job.texts)))

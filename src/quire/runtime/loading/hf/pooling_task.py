@@ -1,0 +1,71 @@
+"""Whether a model makes numbers of texts in place of generating, and which: by its files and the task asked for."""
+
+from __future__ import annotations
+
+from quire.config.embedding import TASKS, Classes, EmbeddingSettings, Pooling
+from quire.config.fields import Fields
+from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.hf.config import CONFIG
+from quire.runtime.loading.hf.json_file import read_json
+from quire.runtime.loading.hf.sentence import MODULES, read_embedding_settings, read_modules
+from quire.runtime.loading.model_config import read_family
+from quire.runtime.models.registry import ENTRIES
+from quire.types.errors import ConfigError
+
+ANSWERS = ("no", "yes")
+_BY_TOKENS = "classifier_from_token"  # a key of config.json, in vLLM's spelling: the words for no and yes
+_LOGIT_SCORE = "LogitScore"  # a module of sentence-transformers
+
+
+def read_pooling_settings(files: ModelFiles, task: str) -> EmbeddingSettings | None:
+    """What a model makes of texts; None: it generates text. A decoder does so unless the task says otherwise, or its
+    files do: those of sentence-transformers beside config.json, or `classifier_from_token` in it.
+
+    Raises ConfigError for a task that the model does not do.
+    """
+    if task not in TASKS:
+        raise ConfigError("task", f"{task!r} is unknown", f"choose one of {', '.join(TASKS)}")
+    if ENTRIES[read_family(files)].kind != "decoder":
+        settings = read_embedding_settings(files)
+        _check_task(task, settings.classes)
+        return settings
+    if task == "generate":
+        return None
+    if task == "classify":
+        reason = "'classify' needs labels, and this model has none"
+        raise ConfigError("task", reason, 'use "embed" or "score", or a model such as LlamaForSequenceClassification')
+    answers = _read_answers(files)
+    if task == "score" or (task in ("auto", "pooling") and answers is not None):
+        return EmbeddingSettings(Pooling("last"), classes=Classes(("yes",), "sigmoid"), answers=answers or ANSWERS)
+    has_modules = files.kind == "hf" and (files.path / MODULES).is_file()
+    return read_embedding_settings(files) if task != "auto" or has_modules else None
+
+
+def _check_task(task: str, classes: Classes | None) -> None:
+    """Of a model that generates no text. A score of embeddings is their cosine."""
+    does = ("embed", "score") if classes is None else ("classify", "score")[: 2 if len(classes.labels) == 1 else 1]
+    if task not in ("auto", "pooling", *does):
+        fix = f'leave it out, or use "{does[0]}"'
+        if task == "generate":
+            kind = "an encoder" if classes is None else "a classifier"
+            raise ConfigError("task", f"'generate' is for models that generate text, and this one is {kind}", fix)
+        raise ConfigError("task", f"{task!r} is not what this model does", fix)
+
+
+def _read_answers(files: ModelFiles) -> tuple[int | str, int | str] | None:
+    """The tokens for no and yes that a reranker's files name; None: they name none."""
+    if files.kind != "hf":
+        return None
+    path = files.path / CONFIG
+    config = Fields(str(path), read_json(path))
+    named = config.raw(_BY_TOKENS)
+    if named is not None:
+        if not isinstance(named, list) or len(named) != len(ANSWERS) or not all(isinstance(one, str) for one in named):
+            raise config.refuse(_BY_TOKENS, "must be two words, for no and for yes")
+        return named[0], named[1]
+    folder = dict(read_modules(files.path)).get(_LOGIT_SCORE) if (files.path / MODULES).is_file() else None
+    if folder is None:
+        return None
+    path = files.path / folder / CONFIG
+    config = Fields(str(path), read_json(path))
+    return config.integer("false_token_id"), config.integer("true_token_id")

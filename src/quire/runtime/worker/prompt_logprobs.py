@@ -1,0 +1,122 @@
+"""Logprobs of prompt tokens: logits of the positions before them, in slices, of which only what was asked for leaves
+the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.runtime.models.build import Model
+from quire.runtime.sampling.logprobs import Listing, list_logprobs
+from quire.runtime.transfer import Pending, gathered
+from quire.runtime.worker.rows import Rows
+from quire.types.step import Ints, LogprobTable, NewRow, PromptLogprobs, StepPlan
+
+AT_ONCE = 128  # positions whose logits are held at a time
+
+
+class Asked(NamedTuple):
+    """How many likeliest tokens a row wants of each position, -1 for all, and the first position that it wants."""
+
+    num_top: int
+    start: int
+
+
+class _Span(NamedTuple):
+    """Tokens of a row's prompt, from `start` on, whose logprobs a step gives."""
+
+    row: int
+    start: int
+    num_tokens: int
+    place: int  # of the hidden state before the first of them
+
+
+class PromptLogprobRows:
+    """The live rows that want prompt logprobs. Positions of all rows in a step share slices."""
+
+    def __init__(self, model: Model, rows: Rows) -> None:
+        self._model, self._rows = model, rows
+        self.asked: dict[int, Asked] = {}  # by row; most steps have none
+
+    def add(self, news: Iterable[NewRow]) -> None:
+        for new in news:
+            if (count := new.sampling.prompt_logprobs) is not None:
+                self.asked[new.row] = Asked(count, max(new.sampling.prompt_logprobs_start or 0, 1))
+
+    def remove(self, rows: Iterable[int]) -> None:
+        """Idempotent."""
+        for row in rows:
+            self.asked.pop(row, None)
+
+    def want(self, plan: StepPlan, failed: frozenset[int]) -> bool:
+        return any(chunk.row in self.asked and chunk.row not in failed for chunk in plan.chunks)
+
+    def compute(self, plan: StepPlan, hidden: Tensor, failed: frozenset[int]) -> Pending[tuple[PromptLogprobs, ...]]:
+        """From the hidden states [tokens, hidden] of all tokens of a step. Each position says how likely the prompt
+        token after it was. Does not wait for the device."""
+        groups: dict[int, list[_Span]] = {}  # by how many likeliest tokens they want
+        for span in self._spans(plan, failed):
+            groups.setdefault(self.asked[span.row].num_top, []).append(span)
+        parts = [self._listed(spans, hidden, count) for count, spans in groups.items()]
+        if not parts:
+            return NO_PROMPT_LOGPROBS
+        return parts[0] if len(parts) == 1 else _joined(gathered(parts))
+
+    def _spans(self, plan: StepPlan, failed: frozenset[int]) -> list[_Span]:
+        """What the rows of a step want of it."""
+        spans: list[_Span] = []
+        begin = len(plan.decode_rows)
+        for chunk in plan.chunks:
+            if chunk.row in self.asked and chunk.row not in failed:
+                first = max(chunk.start, self.asked[chunk.row].start - 1)
+                last = min(chunk.start + chunk.num_tokens, int(self._rows.num_prompt[chunk.row]) - 1)
+                if first < last:
+                    spans.append(_Span(chunk.row, first + 1, last - first, begin + first - chunk.start))
+            begin += chunk.num_tokens
+        return spans
+
+    def _listed(self, spans: list[_Span], hidden: Tensor, count: int) -> Pending[tuple[PromptLogprobs, ...]]:
+        tokens, lengths = self._rows.tokens, [span.num_tokens for span in spans]
+        offsets = np.concatenate([np.arange(length) for length in lengths])  # of each position in its span
+        states = self._rows.upload(np.repeat([span.place for span in spans], lengths) + offsets)
+        firsts = [span.row * tokens.shape[1] + span.start for span in spans]
+        next_ids = tokens.view(-1).index_select(0, self._rows.upload(np.repeat(firsts, lengths) + offsets)).long()
+        listings = []
+        for start in range(0, len(offsets), AT_ONCE):
+            some = slice(start, start + AT_ONCE)
+            logits = self._model.logits(hidden.index_select(0, states[some]))  # [positions, vocab]
+            most, chosen = logits.shape[1] if count == -1 else min(count, logits.shape[1]), next_ids[some]
+            listings.append(list_logprobs(logits, chosen, most, chosen.new_empty(len(chosen), 0)))
+        whole = listings[0] if len(listings) == 1 else Listing._make(map(torch.cat, zip(*listings, strict=True)))
+        return Pending(tuple(whole[:5]), partial(_read, tuple(spans)))
+
+
+def _read(
+    spans: Sequence[_Span], chosen_ids: Tensor, chosen: Tensor, ranks: Tensor, top_ids: Tensor, top: Tensor
+) -> tuple[PromptLogprobs, ...]:
+    ids = np.concatenate([chosen_ids.numpy()[:, None], top_ids.numpy()], axis=1, dtype=np.int32)  # [positions, 1 + k]
+    values = np.concatenate([chosen.numpy()[:, None], top.numpy()], axis=1)
+    found: list[PromptLogprobs] = []
+    begin = 0
+    for span in spans:
+        some = slice(begin, begin + span.num_tokens)
+        table = LogprobTable(span.start, ids[some].reshape(-1), values[some].reshape(-1), _int32(ranks[some]))
+        found.append(PromptLogprobs(span.row, table))
+        begin += span.num_tokens
+    return tuple(found)
+
+
+def _int32(numbers: Tensor) -> Ints:
+    return numbers.numpy().astype(np.int32)  # a copy
+
+
+def _joined(parts: Pending[tuple[tuple[PromptLogprobs, ...], ...]]) -> Pending[tuple[PromptLogprobs, ...]]:
+    return Pending(parts.tensors, lambda *on_host: tuple(each for part in parts.finish(on_host) for each in part))
+
+
+NO_PROMPT_LOGPROBS: Pending[tuple[PromptLogprobs, ...]] = Pending((), tuple)

@@ -1,0 +1,17 @@
+"""The prompt by which a decoder is asked whether a document answers a query. It is the one that Qwen3-Reranker was
+trained with; the model answers yes or no."""
+
+from __future__ import annotations
+
+BEFORE = (
+    "<|im_start|>system\n"
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def pair_text(query: str, document: str) -> str:
+    """What stands between BEFORE and AFTER."""
+    return f"<Instruct>: {_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
