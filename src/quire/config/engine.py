@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.config.adapters import AdapterConfig
 from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.policy import PolicyName, PolicySettings
@@ -115,6 +116,7 @@ class EngineConfig:
     device: DeviceConfig
     speculation: SpeculationConfig | None = None  # None: no speculative decoding
     recording: RecordingConfig | None = None  # None: nothing is recorded
+    adapters: AdapterConfig | None = None  # None: no LoRA adapters
 
 
 def row_buckets(num_rows: int) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ class Submit:
     tenant: str = ""  # the client that it runs for; the fair policy shares by it
     pin: str = ""  # if set: keep the prompt pinned under this name after the request
     images: tuple[PromptImage, ...] = ()  # of the prompt, by their place in it
+    adapter: str = ""  # the name of its LoRA adapter; empty: the model as it is
     pooling: PoolingWork | None = None  # if set: each of its texts becomes a row of numbers; nothing is generated
 
     @property
