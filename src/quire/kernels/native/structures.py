@@ -1,4 +1,4 @@
-"""What programs hand to the compiled kernels. The structures mirror program.h and delta.h."""
+"""What programs hand to the compiled kernels. The structures mirror program.h, delta.h and low_rank.h."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ class CDelta(Structure):
         ("key_heads", c_int64), ("value_heads", c_int64), ("key_dim", c_int64), ("value_dim", c_int64),
         ("width", c_int64), ("gates", c_int64), ("convolution", c_void_p), ("rate", c_void_p), ("bias", c_void_p),
         ("norm", c_void_p), ("eps", c_double),
+    )  # fmt: skip
+
+
+class CLowRankLayer(Structure):
+    _fields_ = (
+        ("inputs", c_int64), ("parts", c_int64), ("num_spans", c_int64), ("tiled", c_int64), ("slot_bytes", c_int64),
+        ("spans", c_void_p), ("ranks", c_void_p), ("slots", c_void_p),
     )  # fmt: skip
 
 
@@ -31,5 +38,5 @@ class CRun(Structure):
         ("rows", c_int64), ("num_wanted", c_int64), ("num_spans", c_int64), ("slots", c_void_p), ("tables", c_void_p),
         ("spans", c_void_p), ("wanted", c_void_p), ("buffers", c_void_p), ("widths", c_void_p), ("angles", c_void_p),
         ("keys", c_void_p), ("values", c_void_p), ("states", c_void_p), ("state_stride", c_int64),
-        ("segments", c_void_p), ("num_segments", c_int64),
+        ("segments", c_void_p), ("num_segments", c_int64), ("adapters", c_void_p), ("wanted_adapters", c_void_p),
     )  # fmt: skip
