@@ -25,7 +25,7 @@ struct OutputSpan {
 struct LowRankLayer {
     int64_t inputs, parts, num_spans, tiled, slot_bytes;
     const OutputSpan* spans;
-    const int64_t* ranks;  // [slots, parts]: even numbers; 0: the adapter leaves the part as it is
+    const int64_t* ranks;  // [slots, parts], padded as tiles need it; 0: the adapter leaves the part as it is
     const uint8_t* slots;
 };
 
@@ -50,9 +50,6 @@ struct Adapter {
         for (int64_t i = 0; i < layer.num_spans; ++i)
             if (ranks[layer.spans[i].part] > 0) count += panels_of(layer.spans[i].count);
         return count;
-    }
-    int64_t first_rank() const {
-        return *std::find_if(ranks, ranks + layer.parts, [](int64_t each) { return each > 0; });
     }
     int64_t column(int64_t part) const {  // where the numbers of a part begin in what A makes of a row
         int64_t before = 0;
@@ -116,7 +113,6 @@ struct VectorUnits {
     static constexpr int MOST_ROWS = LANES == 8 ? 2 : 4, MOST_PANELS = LANES / 4;  // their sums fit in the registers
 
     static int64_t padded(int64_t inputs) { return inputs; }
-    void prepare(int64_t, int64_t) {}
 
     // ROWS rows x PANELS panels of `lines` lines, one behind the other: give(row, panel, sums [16]).
     template <int ROWS, int PANELS, typename Give>
@@ -145,7 +141,7 @@ struct VectorUnits {
 
     // Rows x `panels` panels of `lines` lines: give(row, panel, sums [16]).
     template <typename Give>
-    static void multiply(const UnitRows<float>& rows, const uint8_t* memory, int64_t lines, int64_t panels, Give give) {
+    void multiply(const UnitRows<float>& rows, const uint8_t* memory, int64_t lines, int64_t panels, Give give) {
         by_rows<MOST_PANELS>(0, panels, [&](auto num, int64_t panel) {
             by_rows<MOST_ROWS>(0, rows.count, [&](auto n, int64_t row) {
                 add_up<n, num>(rows.first + row * rows.stride, rows.stride, memory + panel * lines * LINE_BYTES, lines,
@@ -156,77 +152,45 @@ struct VectorUnits {
 };
 
 #ifdef __AMX_BF16__
-// bfloat16 lines and rows, on tile units. Tiles 0-3 hold sums, 4 rows and 6 lines of 32 inputs, 5 and 7 those of the
-// inputs behind the last 32. Each thread has its own.
+// bfloat16 lines and rows, on tile units: tiles 0-3 hold sums, 4 rows, 6 lines. A panel has at most a tile of lines, or
+// a multiple of it. Each thread has its own.
 class TileUnits {
-    int64_t rows = 0, rest = 0;  // that the tiles are laid out for
+    static constexpr int64_t AHEAD = 2048;  // bytes that are asked for before the tiles need them
+    int64_t rows_ = 0, lines_ = 0;          // that the tiles are laid out for
 
-   public:
-    typedef bf16 Number;
-    static constexpr int64_t AHEAD = 4096;  // bytes that are asked for before the units need them
-
-    ~TileUnits() { _tile_release(); }
-
-    static int64_t padded(int64_t inputs) { return (inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS; }
-
-    // For so many rows, and a rank.
-    void prepare(int64_t num_rows, int64_t rank) {
-        const int64_t behind = rank % TILE_INPUTS == 0 ? TILE_INPUTS : rank % TILE_INPUTS;
-        if (num_rows == rows && behind == rest) return;
-        rows = num_rows;
-        rest = behind;
+    void lay_out(int64_t rows, int64_t lines) {
+        if (rows == rows_ && lines == lines_) return;
+        rows_ = rows;
+        lines_ = lines;
         TileShapes shapes(rows);
-        shapes.line_bytes[5] = static_cast<uint16_t>(2 * rest);
-        shapes.lines[7] = static_cast<uint8_t>(rest / 2);
+        shapes.line_bytes[4] = static_cast<uint16_t>(4 * lines);
+        shapes.lines[6] = static_cast<uint8_t>(lines);
         configure_tiles(shapes);
     }
 
-    static void ask_for(const uint8_t* lines, int64_t bytes) {
-        for (int64_t i = 0; i < bytes; i += LINE_BYTES) _mm_prefetch(lines + AHEAD + i, _MM_HINT_T0);
-    }
-
     template <int PANELS, typename Give>
-    static void add_up(const UnitRows<bf16>& rows, const uint8_t* panel, int64_t lines, Give give) {
-        constexpr int64_t TILE = LINES * LINE_BYTES;
+    void add_up(const UnitRows<bf16>& rows, const uint8_t* panel, int64_t lines, Give give) const {
         const int64_t size = lines * LINE_BYTES, stride = rows.stride * sizeof(bf16);
-        const bf16* x = rows.first;
+        const uint8_t* end = panel + size;
         clear_sums<(PANELS > 2)>();
-        for (int64_t k = 0; k < lines; k += LINES, panel += TILE, x += TILE_INPUTS) {
-            const int64_t bytes = std::min(LINES, lines - k) * LINE_BYTES;
-            for (int p = 0; p < PANELS; ++p) ask_for(panel + p * size, bytes);
+        for (const bf16* x = rows.first; panel < end; panel += lines_ * LINE_BYTES, x += TILE_INPUTS) {
+            for (int64_t i = 0; i < lines_ * LINE_BYTES; i += LINE_BYTES)
+                for (int p = 0; p < PANELS; ++p) _mm_prefetch(panel + p * size + AHEAD + i, _MM_HINT_T0);
             finish_stores();
-            if (bytes == TILE) {
-                _tile_loadd(4, x, stride);
-                _tile_loadd(6, panel, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                if constexpr (PANELS > 1) {
-                    _tile_loadd(6, panel + size, 64);
-                    _tile_dpbf16ps(1, 4, 6);
-                }
-                if constexpr (PANELS > 2) {
-                    _tile_loadd(6, panel + 2 * size, 64);
-                    _tile_dpbf16ps(2, 4, 6);
-                }
-                if constexpr (PANELS > 3) {
-                    _tile_loadd(6, panel + 3 * size, 64);
-                    _tile_dpbf16ps(3, 4, 6);
-                }
-            } else {
-                _tile_loadd(5, x, stride);
-                _tile_loadd(7, panel, 64);
-                _tile_dpbf16ps(0, 5, 7);
-                if constexpr (PANELS > 1) {
-                    _tile_loadd(7, panel + size, 64);
-                    _tile_dpbf16ps(1, 5, 7);
-                }
-                if constexpr (PANELS > 2) {
-                    _tile_loadd(7, panel + 2 * size, 64);
-                    _tile_dpbf16ps(2, 5, 7);
-                }
-                if constexpr (PANELS > 3) {
-                    _tile_loadd(7, panel + 3 * size, 64);
-                    _tile_dpbf16ps(3, 5, 7);
-                }
+            _tile_loadd(4, x, stride);
+            _tile_loadd(6, panel, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            if constexpr (PANELS > 1) {
+                _tile_loadd(6, panel + size, 64);
+                _tile_dpbf16ps(1, 4, 6);
+            }
+            if constexpr (PANELS > 2) {
+                _tile_loadd(6, panel + 2 * size, 64);
+                _tile_dpbf16ps(2, 4, 6);
+            }
+            if constexpr (PANELS > 3) {
+                _tile_loadd(6, panel + 3 * size, 64);
+                _tile_dpbf16ps(3, 4, 6);
             }
         }
         alignas(64) float sums[PANELS][UNIT_ROWS * LOW_RANK_OUTPUTS];
@@ -239,8 +203,17 @@ class TileUnits {
             for (int p = 0; p < PANELS; ++p) give(row, p, sums[p] + row * LOW_RANK_OUTPUTS);
     }
 
+   public:
+    typedef bf16 Number;
+
+    ~TileUnits() { _tile_release(); }
+
+    static int64_t padded(int64_t inputs) { return (inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS; }
+
+    // The same as VectorUnits does.
     template <typename Give>
-    static void multiply(const UnitRows<bf16>& rows, const uint8_t* memory, int64_t lines, int64_t panels, Give give) {
+    void multiply(const UnitRows<bf16>& rows, const uint8_t* memory, int64_t lines, int64_t panels, Give give) {
+        lay_out(rows.count, std::min(lines, LINES));
         by_rows<4>(0, panels, [&](auto num, int64_t panel) {
             add_up<num>(rows, memory + panel * lines * LINE_BYTES, lines,
                         [&](int64_t row, int64_t p, const float* sums) { give(row, panel + p, sums); });
@@ -267,8 +240,7 @@ template <typename T, typename Units> struct LowRankAdd {
         const auto rows = take_rows<T, Number>(x, x_stride, &groups.rows[unit.begin], unit.count, layer.inputs,
                                                Units::padded(layer.inputs), room);
         const uint8_t* memory = adapter.memory + begin * adapter.lines * LINE_BYTES;
-        by.prepare(unit.count, adapter.first_rank());
-        Units::multiply(rows, memory, adapter.lines, end - begin, [&](int64_t row, int64_t panel, const float* sums) {
+        by.multiply(rows, memory, adapter.lines, end - begin, [&](int64_t row, int64_t panel, const float* sums) {
             Number* to = inner + row * inner_stride + (begin + panel) * LOW_RANK_OUTPUTS;
             for (int64_t i = 0; i < LOW_RANK_OUTPUTS; i += LANES) store(to + i, load(sums + i));
         });
@@ -284,7 +256,6 @@ template <typename T, typename Units> struct LowRankAdd {
             const int64_t bytes = adapter.lines_for(rank) * LINE_BYTES;  // of a panel
             const int64_t low = std::max<int64_t>(0, begin), high = std::min(panels, end);
             if (low < high) {
-                by.prepare(unit.count, rank);
                 const UnitRows<Number> rows{inner + adapter.column(span.part), inner_stride, unit.count};
                 const auto give = [&](int64_t row, int64_t panel, const float* sums) {
                     const int64_t output = (low + panel) * LOW_RANK_OUTPUTS;
@@ -293,7 +264,7 @@ template <typename T, typename Units> struct LowRankAdd {
                         put(to + j, fetch(to + j, n) + load(sums + j), n);
                     });
                 };
-                Units::multiply(rows, memory + low * bytes, adapter.lines_for(rank), high - low, give);
+                by.multiply(rows, memory + low * bytes, adapter.lines_for(rank), high - low, give);
             }
             begin -= panels;
             end -= panels;

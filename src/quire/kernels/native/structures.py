@@ -1,8 +1,33 @@
-"""What programs hand to the compiled kernels. The structures mirror program.h, delta.h and low_rank.h."""
+"""What a program is run with, and what it hands to the compiled kernels. The structures mirror program.h, delta.h and
+low_rank.h."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStep:
+    """What a program is run with, besides its rows. int64 and contiguous, as the functions of `ops` take it."""
+
+    slots: Sequence[Tensor]  # of each table of blocks: most layers read the first one
+    tables: Sequence[Tensor]  # all laid out alike
+    spans: Tensor
+    wanted: Tensor | None  # [rows]: those that the program returns; None: all
+    caches: Sequence[tuple[Tensor, Tensor]]  # keys and values [blocks, kv heads, block, dim] of each layer
+    angles: Sequence[tuple[Tensor, Tensor]]  # cos and sin [rows, ..., numbers turned], in the order of `Program.angles`
+    given: Any = None  # to operations in Python
+    beside: Tensor | None = None  # [rows, width]
+    states: Sequence[Tensor] = ()  # [slots, numbers] float32, of each recurrent layer
+    segments: npt.NDArray[np.int64] | None = None  # [segments, 4], of what recurrent layers compute
+    adapters: tuple[Tensor, Tensor] | None = None  # slots of all rows and of the wanted ones, below 0: none
 
 
 class CDelta(Structure):

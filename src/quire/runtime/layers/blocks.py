@@ -8,7 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.native.program import Program, ProgramStep, ProgramWriter
+from quire.kernels.native.program import Program, ProgramWriter
+from quire.kernels.native.structures import ProgramStep
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.native import NativePlan
 from quire.runtime.layers.rotary import Rotary

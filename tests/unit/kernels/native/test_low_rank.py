@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.native.adapters import AdapterSlots, Runs
 from quire.kernels.native.loader import why_not_native
+from quire.kernels.native.low_rank import LowRankSlots, Runs
+from quire.kernels.native.panels import cut_panels
+from quire.kernels.native.program import Program, ProgramWriter, Symbol
+from quire.kernels.native.structures import ProgramStep
+from quire.kernels.native.weights import LinearWeights
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
@@ -63,7 +68,7 @@ def test_rows_of_many_adapters_get_what_their_own_adds(
     dtype: torch.dtype, parts: list[Runs], inputs: int, threads: int
 ) -> None:
     torch.manual_seed(threads)
-    stack = AdapterSlots(5, 256, inputs, parts, dtype)
+    stack = LowRankSlots(5, 256, inputs, parts, dtype)
     ranks = [[1] * 3, [8, 16, 64], [0, 16, 0], [33, 2, 7], [256, 31, 64]]
     adapters = [random_pairs(each[: len(parts)], inputs, parts, dtype) for each in ranks]
     for slot, pairs in enumerate(adapters):
@@ -78,7 +83,7 @@ def test_rows_of_many_adapters_get_what_their_own_adds(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_gets_the_same_bits_whatever_shares_its_batch(dtype: torch.dtype, threads: int) -> None:
     torch.manual_seed(threads)
-    stack = AdapterSlots(3, 48, 64, QKV, dtype)
+    stack = LowRankSlots(3, 48, 64, QKV, dtype)
     for slot in range(3):
         stack.place(slot, random_pairs([48, 20, 5], 64, QKV, dtype))
     slots = torch.tensor(([0] * 21 + [1, 2, -1]) * 4)
@@ -94,7 +99,7 @@ def test_a_row_gets_the_same_bits_whatever_shares_its_batch(dtype: torch.dtype, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_slot_held_before_is_forgotten(dtype: torch.dtype) -> None:
-    stack, slots = AdapterSlots(2, 64, 32, QKV, dtype), torch.tensor([0, 1])
+    stack, slots = LowRankSlots(2, 64, 32, QKV, dtype), torch.tensor([0, 1])
     large, small = random_pairs([64, 64, 64], 32, QKV, dtype), random_pairs([3, 0, 9], 32, QKV, dtype)
     x, zeros = torch.randn(2, 32).to(dtype), torch.zeros(2, 80, dtype=dtype)
     stack.place(0, [(a.fill_(float("nan")), b) for a, b in filter(None, large)])
@@ -109,7 +114,7 @@ def test_what_a_slot_held_before_is_forgotten(dtype: torch.dtype) -> None:
 
 
 def test_rows_of_a_wider_matrix_are_changed_in_place() -> None:
-    stack = AdapterSlots(1, 4, 16, [[(0, 24)]], torch.float32)
+    stack = LowRankSlots(1, 4, 16, [[(0, 24)]], torch.float32)
     pairs = random_pairs([4], 16, [[(0, 24)]], torch.float32)
     stack.place(0, pairs)
     x, y = torch.randn(3, 40)[:, 8:24], torch.zeros(3, 64)
@@ -119,7 +124,7 @@ def test_rows_of_a_wider_matrix_are_changed_in_place() -> None:
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:
-    stack = AdapterSlots(2, 8, 16, [[(0, 24)]], torch.float32)
+    stack = LowRankSlots(2, 8, 16, [[(0, 24)]], torch.float32)
     x, y, slots = torch.zeros(3, 16), torch.zeros(3, 24), torch.zeros(3, dtype=torch.int64)
     for wrong in (
         (y.bfloat16(), x, slots), (y, x[:, :8], slots), (y[:2], x, slots), (y[:, :20], x, slots), (y, x, slots.int()),
@@ -133,3 +138,61 @@ def test_what_the_kernels_do_not_take_is_refused() -> None:
         stack.place(0, [(torch.zeros(8, 15), torch.zeros(24, 8))])
     with pytest.raises(ValueError, match="slot must be from 0 to 1"):
         stack.place(2, [None])
+
+
+def program_with_adapters(stack: LowRankSlots, *, in_python: bool = False) -> tuple[Program, Tensor]:
+    """x + (W x + what adapters add), for the rows that are wanted once more."""
+    writer, weight = ProgramWriter(torch.float32, 32), torch.randn(32, 32) / 6
+    packed = LinearWeights(cut_panels(weight), None)
+
+    def adapted(x: Symbol) -> Symbol:
+        y = writer.multiply(x, packed)
+        writer.low_rank_add(x, y, stack)
+        return y
+
+    x = writer.stream
+    change = adapted(x)
+    if in_python:
+        change = writer.call(lambda each, _: each.clone(), (change,), 32)
+    writer.add(x, change)
+    selected = writer.select(x, fresh=True)
+    writer.narrow()
+    if in_python:
+        selected_change = writer.call(lambda each, _: each.clone(), (selected,), 32)
+        writer.add(selected, adapted(selected_change))
+    else:
+        writer.add(selected, adapted(selected))
+    return writer.finish(selected), weight
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+@pytest.mark.parametrize("wanted", [None, [5, 0, 3], []])
+def test_a_program_adds_what_the_adapters_of_its_rows_add(wanted: list[int] | None, in_python: bool) -> None:
+    parts: list[Runs] = [[(0, 20)], [(20, 32)]]
+    stack = LowRankSlots(2, 16, 32, parts, torch.float32)
+    adapters = [random_pairs(ranks, 32, parts, torch.float32) for ranks in ([16, 3], [0, 8])]
+    for slot, pairs in enumerate(adapters):
+        stack.place(slot, pairs)
+    program, weight = program_with_adapters(stack, in_python=in_python)
+    slots, x = torch.tensor([1, -1, 0, 0, 1, 1, -1]), torch.randn(7, 32)
+    kept = list(range(7)) if wanted is None else wanted
+    nothing = torch.empty(0, dtype=torch.int64)
+    chosen = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
+    step = ProgramStep(nothing, nothing, nothing.view(0, 4), chosen, [(torch.empty(0), torch.empty(0))], ())
+    found = program.run(x.clone(), replace(step, adapters=(slots, slots[kept])))
+    first = x + expected(x @ weight.T, x, slots.tolist(), adapters, parts).float()
+    second = first[kept] + expected(first[kept] @ weight.T, first[kept], slots[kept].tolist(), adapters, parts).float()
+    torch.testing.assert_close(found, second, atol=1e-4, rtol=1e-4)
+    without = x + x @ weight.T
+    torch.testing.assert_close(
+        program.run(x.clone(), step), without[kept] + without[kept] @ weight.T, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_a_program_takes_no_slot_that_its_layers_lack() -> None:
+    stack = LowRankSlots(2, 4, 32, [[(0, 32)]], torch.float32)
+    program, _ = program_with_adapters(stack)
+    nothing, slots = torch.empty(0, dtype=torch.int64), torch.tensor([0, 2])
+    step = ProgramStep(nothing, nothing, nothing.view(0, 4), None, [(torch.empty(0), torch.empty(0))], ())
+    with pytest.raises(AssertionError):
+        program.run(torch.randn(2, 32), replace(step, adapters=(slots, slots)))

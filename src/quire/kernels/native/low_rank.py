@@ -19,7 +19,7 @@ _PANEL, _TILE_INPUTS = 16, 32  # outputs of a panel; inputs of a tile
 _LINE_BYTES = 64
 
 
-class AdapterSlots:
+class LowRankSlots:
     """The low-rank matrices of one linear layer, for as many adapters as there are slots.
 
     The layer stacks several matrices by rows (q, k and v), its parts: `parts` are the outputs of each. An adapter may
@@ -30,12 +30,12 @@ class AdapterSlots:
     def __init__(self, num_slots: int, max_rank: int, inputs: int, parts: Sequence[Runs], dtype: torch.dtype) -> None:
         self.dtype, self.inputs, self.num_slots = dtype, inputs, num_slots
         self._is_tiled = dtype == torch.bfloat16 and has_tile_units()
-        self._max_rank, self._parts = _even(max_rank), [list(runs) for runs in parts]
+        self._max_rank, self._parts = max_rank, [list(runs) for runs in parts]
         self.outputs = max(end for runs in parts for _, end in runs)
         spans = [(part, begin, end - begin) for part, runs in enumerate(parts) for begin, end in runs]
         self._spans = np.array(spans, dtype=np.int64)
         self._ranks = np.zeros((num_slots, len(parts)), dtype=np.int64)
-        self.slot_bytes = _slot_bytes(self._max_rank, inputs, self._parts, is_tiled=self._is_tiled)
+        self.slot_bytes = self._bytes_for(max_rank)
         # numpy asks for huge pages where torch does not; what no adapter has filled takes no memory
         self._memory = np.zeros(num_slots * self.slot_bytes + _LINE_BYTES, dtype=np.uint8)
         begin = -self._memory.ctypes.data % _LINE_BYTES
@@ -49,16 +49,16 @@ class AdapterSlots:
         """Put an adapter into a slot: for each part A [rank, inputs] and B [outputs of the part, rank], or None where
         the adapter does not change the part. What y gets added is B (A x): scales are part of B."""
         self.clear(slot)
-        ranks = [0 if pair is None else _even(len(pair[0])) for pair in pairs]
         for part, pair in enumerate(pairs):
             self._check(part, pair)
-        whole = [pad(a, (0, 0, 0, len(a) % 2)) for a, _ in filter(None, pairs)]
+        ranks = [0 if pair is None else self._padded(len(pair[0])) for pair in pairs]
+        whole = [pad(pair[0], (0, 0, 0, rank - len(pair[0]))) for pair, rank in zip(pairs, ranks, strict=True) if pair]
         if not whole:
             return
-        lines = [self._lines(torch.cat(whole), _TILE_INPUTS)]
+        lines = [self._lines(torch.cat(whole), self._padded_inputs)]
         for part, first, count in self._first_outputs():
             if (pair := pairs[part]) is not None:
-                lines.append(self._lines(pair[1][first : first + count], 2))
+                lines.append(self._lines(pair[1][first : first + count], ranks[part]))
         place = 0
         for each in lines:
             self._slots[slot, place : place + len(each)] = each
@@ -89,7 +89,7 @@ class AdapterSlots:
         if pair is None:
             return
         (a, b), outputs = pair, sum(end - begin for begin, end in self._parts[part])
-        if a.shape[1:] != (self.inputs,) or b.shape != (outputs, len(a)) or _even(len(a)) > self._max_rank:
+        if a.shape[1:] != (self.inputs,) or b.shape != (outputs, len(a)) or len(a) > self._max_rank:
             raise ValueError(
                 f"A must be [rank, {self.inputs}] and B [{outputs}, rank], rank at most {self._max_rank}, "
                 f"not {list(a.shape)} and {list(b.shape)}"
@@ -103,23 +103,30 @@ class AdapterSlots:
             seen[part] += count
         return found
 
-    def _lines(self, matrix: Tensor, inputs_of: int) -> Tensor:
-        """[outputs, inputs] -> [bytes]: panels of 16 outputs. Tiled: inputs padded to a multiple of `inputs_of`."""
-        missing = -matrix.shape[1] % inputs_of if self._is_tiled else matrix.shape[1] % 2 * (inputs_of == 2)
+    def _lines(self, matrix: Tensor, inputs: int) -> Tensor:
+        """[outputs, fewer inputs] -> [bytes]: panels of 16 outputs, padded."""
         held = matrix.to(torch.bfloat16 if self._is_tiled else torch.float32)
-        padded = pad(held, (0, missing, 0, -len(matrix) % _PANEL))
-        step = 2 if self._is_tiled else 1
-        split = padded.view(-1, _PANEL, padded.shape[1] // step, step)
+        padded = pad(held, (0, inputs - matrix.shape[1], 0, -len(matrix) % _PANEL))
+        together = 2 if self._is_tiled else 1  # inputs of a line
+        split = padded.view(-1, _PANEL, inputs // together, together)
         return split.transpose(1, 2).contiguous().view(-1).view(torch.uint8)
 
+    def _padded(self, rank: int) -> int:
+        """To pairs within one tile, to whole tiles beyond."""
+        if not self._is_tiled:
+            return rank
+        return _round_up(rank, 2 if rank <= _TILE_INPUTS else _TILE_INPUTS)
 
-def _even(rank: int) -> int:
-    return rank + rank % 2
+    @property
+    def _padded_inputs(self) -> int:
+        return _round_up(self.inputs, _TILE_INPUTS) if self._is_tiled else self.inputs
+
+    def _bytes_for(self, rank: int) -> int:
+        """Of an adapter that changes all parts with this rank."""
+        padded, size = self._padded(rank), 2 if self._is_tiled else 4
+        outputs = sum(_round_up(int(count), _PANEL) for _, _, count in self._spans)
+        return size * (_round_up(padded * len(self._parts), _PANEL) * self._padded_inputs + outputs * padded)
 
 
-def _slot_bytes(rank: int, inputs: int, parts: Sequence[Runs], *, is_tiled: bool) -> int:
-    """Of an adapter that changes all parts with this rank."""
-    size = 2 if is_tiled else 4
-    inner = -(-inputs // _TILE_INPUTS) * _TILE_INPUTS if is_tiled else inputs
-    outputs = sum(-(-(end - begin) // _PANEL) * _PANEL for runs in parts for begin, end in runs)
-    return size * (-(-rank * len(parts) // _PANEL) * _PANEL * inner + outputs * rank)
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
