@@ -40,7 +40,7 @@ class AdapterStore:
             raise InvalidRequest("adapter", f"{digest[:12]} is not loaded", "load it first")
         adapter = self._reader.read(folder)
         if adapter.digest != digest:
-            reason = f"the files in {folder} have changed since the adapter was loaded"
+            reason = f"the files of {digest[:12]} have changed since it was loaded"
             raise InvalidRequest("adapter", reason, "load it again under another name")
         with self._lock:
             if digest in self._folders:
