@@ -22,7 +22,8 @@ from quire.simulator.recording import (
     Unpinned,
 )
 from quire.simulator.run import Outcome, Run, StepRun
-from quire.types.errors import QuireError
+from quire.types.adapters import AdapterInfo
+from quire.types.errors import InvalidRequest, QuireError
 from quire.types.output import Finished
 from quire.types.request import Abort
 from quire.types.step import Masks, StepPlan, StepResult
@@ -62,6 +63,12 @@ class _ReplayExecutor:
 
     def transfers(self) -> TransferReport:
         return self.reports.popleft() if self.reports else NOTHING_MOVED
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        raise InvalidRequest("adapter", f"{name} ({folder}) cannot be read: a simulated device has no weights")
+
+    def forget_adapter(self, digest: str) -> None:
+        """No adapter is kept."""
 
     def close(self) -> None:
         self._results.clear()

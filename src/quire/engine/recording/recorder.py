@@ -44,6 +44,7 @@ class _RecordedExecutor:
         self._inner, self._record = inner, record
         self.depth, self.launch, self.supply_masks = inner.depth, inner.launch, inner.supply_masks
         self.collect, self.close = inner.collect, inner.close
+        self.read_adapter, self.forget_adapter = inner.read_adapter, inner.forget_adapter
 
     def transfers(self) -> TransferReport:
         report = self._inner.transfers()

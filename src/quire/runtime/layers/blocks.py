@@ -12,6 +12,7 @@ from quire.kernels.native.program import Program, ProgramWriter
 from quire.kernels.native.structures import ProgramStep
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.native import NativePlan
+from quire.runtime.layers.adapted import ActiveAdapters
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import BESIDE, ForwardStep
 from quire.runtime.layers.stream import Stream, Value
@@ -28,7 +29,8 @@ class Blocks(nn.ModuleList):
         super().__init__(blocks)
         self._width = width  # of the residual stream
         self._beside = beside  # of what blocks read of tokens besides: `step.memo[BESIDE]`
-        self._programs: dict[int, Program] = {}  # by the number of blocks
+        self.adapters: ActiveAdapters | None = None  # what linear layers are told of a step's LoRA adapters
+        self._programs: dict[tuple[int, bool], Program] = {}  # by the number of blocks, and whether rows use adapters
         self._caches: tuple[LayerCache, ...] = ()
         self._pairs: list[tuple[Tensor, Tensor]] = []  # the same caches
 
@@ -36,22 +38,29 @@ class Blocks(nn.ModuleList):
         """Embedded tokens [tokens, hidden], overwritten, to hidden states, of `step.wanted` only; fills the cache."""
         if isinstance(step.attention, NativePlan):
             return self._run_program(x, step)
+        if self.adapters is not None:
+            self.adapters.begin(step.adapters)
         return cast("Tensor", self._go_through(x, step))
 
-    def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> Program:
-        """Make the program of the first layers over caches like these, or find it."""
-        count = len(list(self)[:num_layers])
-        if count not in self._programs:
+    def trace(
+        self, caches: tuple[LayerCache, ...], num_layers: int | None = None, *, has_adapters: bool = False
+    ) -> Program:
+        """Make the program of the first layers over caches like these, or find it. `has_adapters`: for steps whose rows
+        use LoRA adapters."""
+        key = (len(list(self)[:num_layers]), has_adapters)
+        if key not in self._programs:
+            if self.adapters is not None:
+                self.adapters.trace(has_adapters=has_adapters)
             writer, nothing = ProgramWriter(caches[0].key.dtype, self._width), torch.empty(0, dtype=torch.int64)
             step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
             if self._beside:
                 step.memo[BESIDE] = writer.beside(self._beside)
-            self._programs[count] = writer.finish(self._go_through(writer.stream, step))
-        return self._programs[count]
+            self._programs[key] = writer.finish(self._go_through(writer.stream, step))
+        return self._programs[key]
 
     def _go_through(self, x: Value, step: ForwardStep) -> Value:
         rows = step.attention.rows if getattr(step.backend, "kernels", None) == "triton" else None
-        stream = Stream(x, rows, step.memo.get(BESIDE))
+        stream = Stream(x, rows, step.memo.get(BESIDE), self.adapters)
         *others, last = list(self)[: step.num_layers]
         for block in others:
             block(stream, step)
@@ -60,7 +69,7 @@ class Blocks(nn.ModuleList):
         return stream.settle()
 
     def _run_program(self, x: Tensor, step: ForwardStep) -> Tensor:
-        program = self.trace(step.caches, step.num_layers)
+        program = self.trace(step.caches, step.num_layers, has_adapters=step.adapters is not None)
         if self._caches is not step.caches:
             self._caches, self._pairs = step.caches, [(cache.key, cache.value) for cache in step.caches]
         plan: NativePlan = step.attention

@@ -1,0 +1,127 @@
+"""LoRA adapters of a linear layer: what each row's adapter adds to the layer's product.
+
+The layers of a model do not get the step as an argument, so all of them share one `ActiveAdapters`, which `Blocks`
+fills before it runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels.native.program import Symbol
+from quire.kernels.reference.lora import Runs, add_low_rank
+from quire.runtime.layers.step import AdaptedRows, AdapterStep, ForwardStep
+from quire.runtime.layers.stream import Value
+from quire.runtime.layers.weights import Placement
+
+
+class ActiveAdapters:
+    """The adapters of the step that runs. One for a model."""
+
+    def __init__(self) -> None:
+        self.is_on = False  # whether a row of the step uses one
+        self.is_narrowed = False  # whether only the wanted tokens are left
+        self._step: AdapterStep | None = None
+
+    def begin(self, step: AdapterStep | None) -> None:
+        """A step begins with all of its tokens."""
+        self._step, self.is_on, self.is_narrowed = step, step is not None, False
+
+    def trace(self, *, has_adapters: bool) -> None:
+        """A program is written down, for steps with or without adapters."""
+        self._step, self.is_on, self.is_narrowed = None, has_adapters, False
+
+    def narrow(self) -> None:
+        """From here on, rows are the wanted tokens of the step."""
+        self.is_narrowed = True
+
+    @property
+    def rows(self) -> AdaptedRows:
+        assert self._step is not None, "no step with adapters runs"
+        return self._step.wanted if self.is_narrowed else self._step.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedPart:
+    """One of the matrices that a linear layer stacks."""
+
+    name: str  # in the checkpoint, without the path of the layer
+    outputs: Runs  # of the layer
+    index: Tensor | None  # [outputs]: which output of the checkpoint's matrix each of them is; None: the same
+    turned: bool  # the checkpoint stores the matrix by inputs, then outputs
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(end - begin for begin, end in self.outputs)
+
+
+class LinearAdapters:
+    """The A and B of the adapters in all slots, for one linear layer.
+
+    `ranks` [slots, parts] are those of the slots, on the device and mirrored on the host: 0 where an adapter does not
+    change a part. What lies beyond a rank is never read. `dependent_rows`: rows from which Triton kernels are launched
+    while the one before still runs.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[AdaptedPart],
+        shape: tuple[int, int, int, int],  # slots, the most rank, inputs, outputs
+        placement: Placement,
+        active: ActiveAdapters,
+        ranks: tuple[Tensor, npt.NDArray[np.int32]],
+        dependent_rows: int = 0,
+    ) -> None:
+        slots, max_rank, inputs, outputs = shape
+        self.parts, self.active = tuple(parts), active
+        dtype, device = placement.dtype, placement.device
+        self.a = torch.zeros(slots, len(parts) * max_rank, inputs, dtype=dtype, device=device)
+        self.b = torch.zeros(slots, outputs, max_rank, dtype=dtype, device=device)
+        self.ranks, self.host_ranks = ranks
+        self._outputs, self._dependent_rows = [part.outputs for part in parts], dependent_rows
+        self._blocks: Tensor | None = None  # of outputs, for the Triton kernels
+
+    def put(self, slot: int, part: int, a: Tensor, b: Tensor) -> None:
+        """Copy a pair into a slot: a [rank, inputs], b [outputs of the part, rank]. The ranks are set by the owner of
+        the slots."""
+        rank, first = len(a), part * self.b.shape[2]
+        self.a[slot, first : first + rank].copy_(a, non_blocking=True)
+        place = 0
+        for begin, end in self.parts[part].outputs:
+            self.b[slot, begin:end, :rank].copy_(b[place : place + end - begin], non_blocking=True)
+            place += end - begin
+
+    def add(self, out: Value, x: Value) -> Value:
+        """Add to `out` [rows, outputs] what the adapters of the rows make of x [rows, inputs], in place. A program gets
+        a symbol of its own."""
+        if isinstance(x, Symbol):
+            return x.writer.call(partial(_add, self, is_narrowed=self.active.is_narrowed), (out, x), out.width)
+        self.add_rows(out, x, self.active.rows)
+        return out
+
+    def add_rows(self, out: Tensor, x: Tensor, rows: AdaptedRows) -> None:
+        if rows.tiles is None:
+            add_low_rank(out, x, self.a, self.b, rows.groups, self.host_ranks.tolist(), self._outputs)
+            return
+        from quire.kernels.triton.lora import add_tiles, output_blocks
+
+        if self._blocks is None:
+            self._blocks = output_blocks(self._outputs).to(out.device)
+        tiles = (rows.tiles.order, rows.tiles.tiles, rows.tiles.most)
+        dependent = 0 < self._dependent_rows <= len(x)
+        add_tiles(out, x, self.a, self.b, self.ranks, *tiles, self._blocks, dependent=dependent)
+
+
+def _add(adapters: LinearAdapters, out: Tensor, x: Tensor, step: ForwardStep, *, is_narrowed: bool) -> Tensor:
+    """An operation of a program."""
+    assert step.adapters is not None
+    is_narrowed = is_narrowed and step.wanted is not None
+    adapters.add_rows(out, x, step.adapters.wanted if is_narrowed else step.adapters.tokens)
+    return out
