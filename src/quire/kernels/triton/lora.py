@@ -10,6 +10,7 @@ for the most tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,6 +24,34 @@ OUTPUT_BLOCK = 256  # outputs of a program, at most
 _MOST_SPLITS = 8
 _SPLIT_INPUTS = 512  # of a program, where few rows are multiplied
 _PROGRAMS = 264  # that occupy a large GPU
+_LINE, _MOST_LINES = 64, 16  # numbers of two bytes in a line of the cache; lines of a row asked for ahead
+
+
+class OutputBlocks(NamedTuple):
+    """The outputs of a layer's parts, cut into blocks."""
+
+    table: Tensor  # [blocks, 3] int32: part, begin, end
+    are_aligned: bool  # all begin and end at multiples of 16
+
+    @classmethod
+    def of(cls, parts: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> OutputBlocks:
+        """parts: for each the runs of its outputs, from the first to before the second."""
+        blocks = [
+            (part, start, min(start + OUTPUT_BLOCK, end))
+            for part, runs in enumerate(parts)
+            for begin, end in runs
+            for start in range(begin, end, OUTPUT_BLOCK)
+        ]
+        are_aligned = all(begin % 16 == end % 16 == 0 for _, begin, end in blocks)
+        return cls(torch.tensor(blocks, dtype=torch.int32, device=device), are_aligned)
+
+
+@triton.jit
+def _prefetch(at):
+    """Ask the L2 cache for the lines at some addresses."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -30,7 +59,7 @@ def _shrink_kernel(
     x_ptr, a_ptr, low_ptr, ranks_ptr, order_ptr, tiles_ptr, K, x_stride, a_stride, ranks_stride, low_stride,
     split_stride, steps,
     MAX_RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64)
@@ -40,6 +69,10 @@ def _shrink_kernel(
     row = tl.load(order_ptr + first + m, mask=m < count, other=0).to(tl.int64)
     k = split * steps * BLOCK_K + tl.arange(0, BLOCK_K)
     mine = tl.minimum(steps, tl.cdiv(K, BLOCK_K) - split * steps)
+    if DEPENDENT and LINES > 0:  # A is not written by the kernel before: it may come while that one ends
+        line = tl.minimum(split * steps * BLOCK_K + tl.arange(0, LINES) * LINE, K - 1)
+        line_at = a_ptr + slot * a_stride + (part * MAX_RANK + r)[:, None].to(tl.int64) * K + line[None, :]
+        _prefetch(tl.where((r < rank)[:, None] & (count > 0), line_at, a_ptr))
     await_inputs(DEPENDENT)
     if count > 0:
         x_at = x_ptr + row[:, None] * x_stride + k[None, :]
@@ -62,48 +95,48 @@ def _shrink_kernel(
 
 
 @triton.jit
+def _summed(at, mask, split_stride, SPLITS: tl.constexpr):
+    """The partial sums of all splits, in the order of K."""
+    low = tl.load(at, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        low += tl.load(at + split * split_stride, mask=mask, other=0.0)
+    return low
+
+
+@triton.jit
 def _expand_kernel(
     low_ptr, b_ptr, out_ptr, ranks_ptr, order_ptr, tiles_ptr, blocks_ptr, ranks_stride, low_stride, split_stride,
     b_stride, out_stride,
     MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64)
     first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
     part, begin = tl.load(blocks_ptr + block * 3), tl.load(blocks_ptr + block * 3 + 1)
     end = tl.load(blocks_ptr + block * 3 + 2)
+    if ALIGNED:
+        begin, end = tl.multiple_of(begin, 16), tl.multiple_of(end, 16)
     rank = tl.multiple_of(tl.load(ranks_ptr + slot * ranks_stride + part), 16)
     m, n, r = tl.arange(0, BLOCK_M), begin + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     row = tl.load(order_ptr + first + m, mask=m < count, other=0).to(tl.int64)
+    is_row, is_output = (m < count)[:, None], (n < end)[None, :]
+    b_at = b_ptr + slot * b_stride + n[None, :].to(tl.int64) * MAX_RANK + r[:, None]
+    b = tl.load(b_at, mask=(r < rank)[:, None] & is_output & (count > 0), other=0.0)  # no kernel writes it: no waiting
     await_inputs(DEPENDENT)
     if (count > 0) & (rank > 0):
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         low_at = low_ptr + (first + m)[:, None].to(tl.int64) * low_stride + (part * MAX_RANK + r)[None, :]
-        b_at = b_ptr + slot * b_stride + n[None, :].to(tl.int64) * MAX_RANK + r[:, None]
-        for shift in range(0, rank, BLOCK_R):
-            is_rank = shift + r < rank
-            low = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-            for split in range(SPLITS):
-                at = low_at + split * split_stride + shift
-                low += tl.load(at, mask=(m < count)[:, None] & is_rank[None, :], other=0.0)
-            b = tl.load(b_at + shift, mask=is_rank[:, None] & (n < end)[None, :], other=0.0)
-            acc = tl.dot(low.to(b.dtype), b, acc, input_precision=PRECISION)
+        low = _summed(low_at, is_row & (r < rank)[None, :], split_stride, SPLITS)
+        acc = tl.dot(low.to(b.dtype), b, input_precision=PRECISION)
+        if MAX_RANK > BLOCK_R:
+            for shift in range(BLOCK_R, rank, BLOCK_R):
+                is_rank = shift + r < rank
+                low = _summed(low_at + shift, is_row & is_rank[None, :], split_stride, SPLITS)
+                b = tl.load(b_at + shift, mask=is_rank[:, None] & is_output, other=0.0)
+                acc = tl.dot(low.to(b.dtype), b, acc, input_precision=PRECISION)
         at = out_ptr + row[:, None] * out_stride + n[None, :]
-        inside = (m < count)[:, None] & (n < end)[None, :]
-        product = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at, (product + acc).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def output_blocks(parts: Sequence[Sequence[tuple[int, int]]]) -> Tensor:  # [blocks, 3] int32
-    """The outputs of each part, from the first to before the second, cut into blocks: part, begin, end."""
-    blocks = [
-        (part, start, min(start + OUTPUT_BLOCK, end))
-        for part, runs in enumerate(parts)
-        for begin, end in runs
-        for start in range(begin, end, OUTPUT_BLOCK)
-    ]
-    return torch.tensor(blocks, dtype=torch.int32)
+        product = tl.load(at, mask=is_row & is_output, other=0.0).to(tl.float32)
+        tl.store(at, (product + acc).to(out_ptr.dtype.element_ty), mask=is_row & is_output)
 
 
 def add_tiles(
@@ -115,7 +148,7 @@ def add_tiles(
     order: Tensor,  # [places] int32: rows, sorted by slot
     tiles: Tensor,  # [tiles, 3] int32: a slot, where its rows begin in `order`, how many there are
     most: int,  # rows of a tile
-    blocks: Tensor,  # what `output_blocks` gives
+    blocks: OutputBlocks,
     dependent: bool = False,
 ) -> None:
     """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no tile stay as they are."""
@@ -130,17 +163,20 @@ def add_tiles(
         return
     splits, block_k = _splits(num_tiles * parts, inputs, most)
     steps = triton.cdiv(triton.cdiv(inputs, block_k), splits)
+    lines = min(power_of_two(triton.cdiv(steps * block_k, _LINE)), _MOST_LINES) if most <= 16 else 0
     low = torch.empty(splits, len(order), parts * max_rank, dtype=torch.float32, device=x.device)
     block_r, precision = min(power_of_two(max_rank), 64), "ieee" if x.dtype == torch.float32 else "tf32"
     _shrink_kernel[(num_tiles, parts, splits)](
         x, a, low, ranks, order, tiles, inputs, x.stride(0), a.stride(0), ranks.stride(0), low.stride(1), low.stride(0),
         steps, MAX_RANK=max_rank, BLOCK_M=most, BLOCK_R=block_r, BLOCK_K=block_k, EVEN_K=inputs % block_k == 0,
-        PRECISION=precision, DEPENDENT=dependent, num_warps=4, num_stages=3, launch_pdl=dependent,
+        PRECISION=precision, DEPENDENT=dependent, LINES=lines, LINE=_LINE, num_warps=4, num_stages=3,
+        launch_pdl=dependent,
     )  # fmt: skip
-    _expand_kernel[(num_tiles, len(blocks))](
-        low, b, out, ranks, order, tiles, blocks, ranks.stride(0), low.stride(1), low.stride(0), b.stride(0),
+    aligned = blocks.are_aligned and out.stride(0) % 16 == 0
+    _expand_kernel[(num_tiles, len(blocks.table))](
+        low, b, out, ranks, order, tiles, blocks.table, ranks.stride(0), low.stride(1), low.stride(0), b.stride(0),
         out.stride(0), MAX_RANK=max_rank, SPLITS=splits, BLOCK_M=most, BLOCK_N=OUTPUT_BLOCK, BLOCK_R=block_r,
-        PRECISION=precision, DEPENDENT=dependent, num_warps=4, num_stages=2, launch_pdl=dependent,
+        ALIGNED=aligned, PRECISION=precision, DEPENDENT=dependent, num_warps=4, num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from quire.kernels.reference.lora import Runs, add_low_rank
 from quire.runtime.layers.step import AdaptedRows, AdapterStep, ForwardStep
 from quire.runtime.layers.stream import Value
 from quire.runtime.layers.weights import Placement
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.lora import OutputBlocks
 
 
 class ActiveAdapters:
@@ -86,7 +90,7 @@ class LinearAdapters:
         self.b = torch.zeros(slots, outputs, max_rank, dtype=dtype, device=device)
         self.ranks, self.host_ranks = ranks
         self._outputs, self._dependent_rows = [part.outputs for part in parts], dependent_rows
-        self._blocks: Tensor | None = None  # of outputs, for the Triton kernels
+        self._blocks: OutputBlocks | None = None  # for the Triton kernels
 
     def put(self, slot: int, part: int, a: Tensor, b: Tensor) -> None:
         """Copy a pair into a slot: a [rank, inputs], b [outputs of the part, rank]. The ranks are set by the owner of
@@ -110,10 +114,10 @@ class LinearAdapters:
         if rows.tiles is None:
             add_low_rank(out, x, self.a, self.b, rows.groups, self.host_ranks.tolist(), self._outputs)
             return
-        from quire.kernels.triton.lora import add_tiles, output_blocks
+        from quire.kernels.triton.lora import OutputBlocks, add_tiles
 
         if self._blocks is None:
-            self._blocks = output_blocks(self._outputs).to(out.device)
+            self._blocks = OutputBlocks.of(self._outputs, out.device)
         tiles = (rows.tiles.order, rows.tiles.tiles, rows.tiles.most)
         dependent = 0 < self._dependent_rows <= len(x)
         add_tiles(out, x, self.a, self.b, self.ranks, *tiles, self._blocks, dependent=dependent)
