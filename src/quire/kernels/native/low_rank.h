@@ -3,9 +3,9 @@
 // A layer stacks `parts` matrices by its outputs (q, k and v), and an adapter has a pair (A, B) of its own for each: A
 // [rank, inputs], B [outputs of the part, rank]. In a slot the A of all parts lie one behind the other as one matrix,
 // then B, one matrix for each span of outputs. A matrix is cut into panels of 16 outputs, padded with zeros; a panel is a
-// run of lines of 64 bytes, one for each input (float32), or for each pair of inputs, which stand side by side (bfloat16,
-// for tile units). An adapter of low rank leaves the end of its slot unused. Every sum runs over the inputs in order: a
-// row's result does not depend on the rows beside it.
+// run of lines of numbers of the rows' type, one line for each input or, for tile units, for each pair of inputs, which
+// stand side by side. An adapter of low rank leaves the end of its slot unused. Every sum runs over the inputs in order:
+// a row's result does not depend on the rows beside it.
 #pragma once
 
 #include <omp.h>
@@ -14,14 +14,14 @@
 
 namespace {
 
-constexpr int64_t LOW_RANK_OUTPUTS = 16, UNIT_ROWS = 16, LINE_BYTES = 64;
+constexpr int64_t LOW_RANK_OUTPUTS = 16, UNIT_ROWS = 16;
 
 // Neighbouring outputs of a layer that belong to the same part.
 struct OutputSpan {
     int64_t part, first, count;
 };
 
-// The adapters of one layer. Where `tiled`, lines are of bfloat16 and rows are too; else lines are of float32.
+// The adapters of one layer. `tiled`: for tile units.
 struct LowRankLayer {
     int64_t inputs, parts, num_spans, tiled, slot_bytes;
     const OutputSpan* spans;
@@ -106,9 +106,10 @@ UnitRows<N> take_rows(const T* x, int64_t stride, const int64_t* rows, int64_t c
     return {room.data(), padded, count};
 }
 
-// float32 lines, rows of float32: any CPU.
-struct VectorUnits {
+// Lines of W, rows of float32: any CPU.
+template <typename W> struct VectorUnits {
     typedef float Number;
+    static constexpr int64_t LINE_BYTES = LOW_RANK_OUTPUTS * sizeof(W);
     static constexpr int64_t PIECES = LOW_RANK_OUTPUTS / LANES;
     static constexpr int MOST_ROWS = LANES == 8 ? 2 : 4, MOST_PANELS = LANES / 4;  // their sums fit in the registers
 
@@ -117,12 +118,12 @@ struct VectorUnits {
     // ROWS rows x PANELS panels of `lines` lines, one behind the other: give(row, panel, sums [16]).
     template <int ROWS, int PANELS, typename Give>
     static void add_up(const float* x, int64_t stride, const uint8_t* panel, int64_t lines, Give give) {
-        const float* weights = reinterpret_cast<const float*>(panel);
+        const W* weights = reinterpret_cast<const W*>(panel);
         Floats sums[ROWS][PANELS * PIECES] = {};
         for (int64_t k = 0; k < lines; ++k) {
             Floats entries[PANELS * PIECES];
             unroll<PANELS * static_cast<int>(PIECES)>([&](auto i) {
-                const float* line = weights + (i / PIECES * lines + k) * LOW_RANK_OUTPUTS;
+                const W* line = weights + (i / PIECES * lines + k) * LOW_RANK_OUTPUTS;
                 entries[i] = load(line + i % PIECES * LANES);
             });
             unroll<ROWS>([&](auto r) {
@@ -205,6 +206,7 @@ class TileUnits {
 
    public:
     typedef bf16 Number;
+    static constexpr int64_t LINE_BYTES = 64;
 
     ~TileUnits() { _tile_release(); }
 
@@ -239,7 +241,7 @@ template <typename T, typename Units> struct LowRankAdd {
         static thread_local std::vector<Number> room;
         const auto rows = take_rows<T, Number>(x, x_stride, &groups.rows[unit.begin], unit.count, layer.inputs,
                                                Units::padded(layer.inputs), room);
-        const uint8_t* memory = adapter.memory + begin * adapter.lines * LINE_BYTES;
+        const uint8_t* memory = adapter.memory + begin * adapter.lines * Units::LINE_BYTES;
         by.multiply(rows, memory, adapter.lines, end - begin, [&](int64_t row, int64_t panel, const float* sums) {
             Number* to = inner + row * inner_stride + (begin + panel) * LOW_RANK_OUTPUTS;
             for (int64_t i = 0; i < LOW_RANK_OUTPUTS; i += LANES) store(to + i, load(sums + i));
@@ -249,11 +251,11 @@ template <typename T, typename Units> struct LowRankAdd {
     // What B makes of that, the panels [begin, end) of all spans, is added to y.
     void expand(Units& by, const RowUnit& unit, const Adapter& adapter, int64_t begin, int64_t end,
                 const Number* inner, int64_t inner_stride) const {
-        const uint8_t* memory = adapter.memory + adapter.inner_panels() * adapter.lines * LINE_BYTES;
+        const uint8_t* memory = adapter.memory + adapter.inner_panels() * adapter.lines * Units::LINE_BYTES;
         for (int64_t i = 0; i < layer.num_spans && end > 0; ++i) {
             const OutputSpan& span = layer.spans[i];
             const int64_t rank = adapter.ranks[span.part], panels = rank > 0 ? panels_of(span.count) : 0;
-            const int64_t bytes = adapter.lines_for(rank) * LINE_BYTES;  // of a panel
+            const int64_t bytes = adapter.lines_for(rank) * Units::LINE_BYTES;  // of a panel
             const int64_t low = std::max<int64_t>(0, begin), high = std::min(panels, end);
             if (low < high) {
                 const UnitRows<Number> rows{inner + adapter.column(span.part), inner_stride, unit.count};
@@ -320,7 +322,7 @@ void low_rank_add(const LowRankLayer& layer, const RowUnits& groups, const T* x,
     if constexpr (std::is_same_v<T, bf16>)
         if (layer.tiled) return LowRankAdd<T, TileUnits>{layer, groups, x, x_stride, y, y_stride}.go(shares);
 #endif
-    LowRankAdd<T, VectorUnits>{layer, groups, x, x_stride, y, y_stride}.go(shares);
+    LowRankAdd<T, VectorUnits<T>>{layer, groups, x, x_stride, y, y_stride}.go(shares);
 }
 
 }  // namespace

@@ -16,15 +16,14 @@ from quire.kernels.native.structures import CLowRankLayer
 
 Runs = Sequence[tuple[int, int]]  # outputs from the first to before the second
 _PANEL, _TILE_INPUTS = 16, 32  # outputs of a panel; inputs of a tile
-_LINE_BYTES = 64
+_ALIGNMENT = 64
 
 
 class LowRankSlots:
     """The low-rank matrices of one linear layer, for as many adapters as there are slots.
 
     The layer stacks several matrices by rows (q, k and v), its parts: `parts` are the outputs of each. An adapter may
-    change some of them, each with a rank of its own. Rows are of `dtype`; where the CPU has tile units, matrices for
-    bfloat16 rows are held in bfloat16, otherwise in float32.
+    change some of them, each with a rank of its own. Rows and matrices are of `dtype`.
     """
 
     def __init__(self, num_slots: int, max_rank: int, inputs: int, parts: Sequence[Runs], dtype: torch.dtype) -> None:
@@ -37,8 +36,8 @@ class LowRankSlots:
         self._ranks = np.zeros((num_slots, len(parts)), dtype=np.int64)
         self.slot_bytes = self._bytes_for(max_rank)
         # numpy asks for huge pages where torch does not; what no adapter has filled takes no memory
-        self._memory = np.zeros(num_slots * self.slot_bytes + _LINE_BYTES, dtype=np.uint8)
-        begin = -self._memory.ctypes.data % _LINE_BYTES
+        self._memory = np.zeros(num_slots * self.slot_bytes + _ALIGNMENT, dtype=np.uint8)
+        begin = -self._memory.ctypes.data % _ALIGNMENT
         self._slots = torch.from_numpy(self._memory[begin : begin + num_slots * self.slot_bytes]).view(num_slots, -1)
         self.layer = CLowRankLayer(
             inputs, len(parts), len(spans), self._is_tiled, self.slot_bytes, self._spans.ctypes.data,
@@ -105,8 +104,7 @@ class LowRankSlots:
 
     def _lines(self, matrix: Tensor, inputs: int) -> Tensor:
         """[outputs, fewer inputs] -> [bytes]: panels of 16 outputs, padded."""
-        held = matrix.to(torch.bfloat16 if self._is_tiled else torch.float32)
-        padded = pad(held, (0, inputs - matrix.shape[1], 0, -len(matrix) % _PANEL))
+        padded = pad(matrix.to(self.dtype), (0, inputs - matrix.shape[1], 0, -len(matrix) % _PANEL))
         together = 2 if self._is_tiled else 1  # inputs of a line
         split = padded.view(-1, _PANEL, inputs // together, together)
         return split.transpose(1, 2).contiguous().view(-1).view(torch.uint8)
@@ -123,9 +121,10 @@ class LowRankSlots:
 
     def _bytes_for(self, rank: int) -> int:
         """Of an adapter that changes all parts with this rank."""
-        padded, size = self._padded(rank), 2 if self._is_tiled else 4
+        padded = self._padded(rank)
         outputs = sum(_round_up(int(count), _PANEL) for _, _, count in self._spans)
-        return size * (_round_up(padded * len(self._parts), _PANEL) * self._padded_inputs + outputs * padded)
+        inner = _round_up(padded * len(self._parts), _PANEL)
+        return self.dtype.itemsize * (inner * self._padded_inputs + outputs * padded)
 
 
 def _round_up(number: int, step: int) -> int:

@@ -92,7 +92,7 @@ class AdapterReader:
             a, b = (_values(file, side) for side in sides)
             pairs += self._pairs(name, a, b.float().mul_(scale))
             rank = max(rank, len(a))
-        return HostAdapter(digest.hexdigest(), rank, tuple(pairs))
+        return HostAdapter(digest.hexdigest(), rank, tuple(sorted(pairs, key=lambda pair: pair.target)))
 
     def _known(self, module: str, sides: _Sides) -> tuple[str, _Sides]:
         """The layers' name of a module's matrix, without `.weight`. A module that they cannot adapt is refused."""
@@ -107,7 +107,7 @@ class AdapterReader:
         """Shapes and rank."""
         layer, place = self._slots.targets[name][0]
         stack = self._slots.layers[layer]
-        part, inputs, limit = stack.parts[place], stack.a.shape[2], self._slots.config.max_rank
+        part, inputs, limit = stack.parts[place], stack.num_inputs, self._slots.config.max_rank
         rank = config.rank_of(module)
         if rank > limit:
             fix = f"raise max_lora_rank to {rank}, or train a smaller one"

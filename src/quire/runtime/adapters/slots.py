@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,13 @@ from torch import Tensor
 from quire.config.adapter_memory import RANK_STEP, padded_rank
 from quire.config.adapters import AdapterConfig
 from quire.kernels.reference.lora import Runs
-from quire.runtime.layers.adapted import ActiveAdapters, AdaptedPart, LinearAdapters
+from quire.runtime.layers.adapted import (
+    ActiveAdapters,
+    AdaptedPart,
+    LinearAdapters,
+    NativeAdapters,
+    StackedAdapters,
+)
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.weights import Placement
 from quire.runtime.models.base import BaseModel
@@ -41,7 +48,7 @@ class HostAdapter:
 
     digest: str
     rank: int  # the largest of its pairs
-    pairs: tuple[Pair, ...]
+    pairs: tuple[Pair, ...]  # in the order of their targets
 
     @property
     def num_bytes(self) -> int:
@@ -50,13 +57,14 @@ class HostAdapter:
 
 class AdapterSlots:
     """Owns the device memory of all adapters of a model. From its making on, the model's linear layers add what the
-    adapters of a step's rows change. `rank_step`: the ranks of pairs are multiples of it."""
+    adapters of a step's rows change. `kernels`: which ones run the model. `rank_step`: the ranks of pairs are multiples
+    of it."""
 
     def __init__(
-        self, model: BaseModel, config: AdapterConfig, placement: Placement, *, triton: bool, dependent_rows: int = 0
+        self, model: BaseModel, config: AdapterConfig, placement: Placement, kernels: str, *, dependent_rows: int = 0
     ) -> None:
-        self.config, self.device, self.dtype = config, placement.device, placement.dtype
-        self.rank_step = RANK_STEP if triton else 1
+        self.config, self.device, self.dtype, self.kernels = config, placement.device, placement.dtype, kernels
+        self.rank_step = RANK_STEP if kernels == "triton" else 1
         linears = model.adapted_linears()
         self.targets: dict[str, tuple[Target, ...]] = {}  # by the checkpoint name of the matrix, without `.weight`
         active = ActiveAdapters()
@@ -69,7 +77,11 @@ class AdapterSlots:
             shape = (config.slots, padded_rank(config.max_rank), linear.num_inputs, linear.num_outputs)
             mine = slice(end - len(each), end)
             ranks = (self._ranks[:, mine], self._host_ranks[:, mine])
-            linear.adapters = LinearAdapters(each, shape, placement, active, ranks, dependent_rows)
+            linear.adapters = (
+                NativeAdapters(each, shape, placement, active)
+                if kernels == "native"
+                else StackedAdapters(each, shape, placement, active, ranks, dependent_rows)
+            )
             self.layers.append(linear.adapters)
             self.targets |= _targets(path, linear, each, number)
         model.blocks.adapters = active
@@ -77,15 +89,14 @@ class AdapterSlots:
     def put(self, slot: int, adapter: HostAdapter) -> None:
         """Copy an adapter into a slot, after all work that was launched before. Does not wait on a GPU."""
         self.clear(slot)
-        for pair in adapter.pairs:
-            layer = self.layers[pair.target.layer]
-            layer.put(slot, pair.target.part, pair.a, pair.b)
-            layer.host_ranks[slot, pair.target.part] = len(pair.a)
+        for number, pairs in groupby(adapter.pairs, key=lambda pair: pair.target.layer):
+            self.layers[number].put(slot, {pair.target.part: (pair.a, pair.b) for pair in pairs})
         self._send_ranks(slot)
 
     def clear(self, slot: int) -> None:
         """The slot changes nothing."""
-        self._host_ranks[slot] = 0
+        for layer in self.layers:
+            layer.clear(slot)
         self._send_ranks(slot)
 
     def _send_ranks(self, slot: int) -> None:

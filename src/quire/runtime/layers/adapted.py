@@ -6,9 +6,9 @@ fills before it runs them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,9 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.program import Symbol
 from quire.kernels.reference.lora import Runs, add_low_rank
-from quire.runtime.layers.step import AdaptedRows, AdapterStep, ForwardStep
+from quire.runtime.layers.step import AdaptedRows, AdapterStep
 from quire.runtime.layers.stream import Value
 from quire.runtime.layers.weights import Placement
 
@@ -38,9 +39,9 @@ class ActiveAdapters:
         """A step begins with all of its tokens."""
         self._step, self.is_on, self.is_narrowed = step, step is not None, False
 
-    def trace(self, *, has_adapters: bool) -> None:
-        """A program is written down, for steps with or without adapters."""
-        self._step, self.is_on, self.is_narrowed = None, has_adapters, False
+    def trace(self) -> None:
+        """A program is written down: it serves steps with adapters and without."""
+        self._step, self.is_on, self.is_narrowed = None, True, False
 
     def narrow(self) -> None:
         """From here on, rows are the wanted tokens of the step."""
@@ -66,12 +67,66 @@ class AdaptedPart:
         return sum(end - begin for begin, end in self.outputs)
 
 
-class LinearAdapters:
-    """The A and B of the adapters in all slots, for one linear layer.
+class LinearAdapters(ABC):
+    """The A and B of the adapters in all slots, for one linear layer."""
+
+    def __init__(self, parts: Sequence[AdaptedPart], inputs: int, active: ActiveAdapters) -> None:
+        self.parts, self.num_inputs, self.active = tuple(parts), inputs, active
+
+    @abstractmethod
+    def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Copy an adapter into a slot that was cleared: by part, a [rank, inputs] and b [outputs of the part, rank]."""
+
+    @abstractmethod
+    def clear(self, slot: int) -> None:
+        """The slot changes nothing."""
+
+    @abstractmethod
+    def add(self, out: Value, x: Value) -> Value:
+        """Add to `out` [rows, outputs] what the adapters of the rows make of x [rows, inputs], in place. A program may
+        get a symbol of its own."""
+
+
+class NativeAdapters(LinearAdapters):
+    """In the compiled CPU kernels, of programs and alone."""
+
+    def __init__(
+        self,
+        parts: Sequence[AdaptedPart],
+        shape: tuple[int, int, int, int],  # slots, the most rank, inputs, outputs
+        placement: Placement,
+        active: ActiveAdapters,
+    ) -> None:
+        num_slots, max_rank, inputs, _ = shape
+        super().__init__(parts, inputs, active)
+        self._slots = LowRankSlots(num_slots, max_rank, inputs, [part.outputs for part in parts], placement.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._slots.num_slots * self._slots.slot_bytes
+
+    def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        self._slots.place(slot, [pairs.get(part) for part in range(len(self.parts))])
+
+    def clear(self, slot: int) -> None:
+        self._slots.clear(slot)
+
+    def add(self, out: Value, x: Value) -> Value:
+        if isinstance(x, Symbol):
+            x.writer.low_rank_add(x, out, self._slots)
+            return out
+        slots = self.active.rows.slots
+        assert slots is not None, "the rows' slots are not on the host"
+        self._slots.add_to(out, x, torch.from_numpy(slots))
+        return out
+
+
+class StackedAdapters(LinearAdapters):
+    """As tensors, for torch and for the Triton kernels.
 
     `ranks` [slots, parts] are those of the slots, on the device and mirrored on the host: 0 where an adapter does not
-    change a part. What lies beyond a rank is never read. `dependent_rows`: rows from which Triton kernels are launched
-    while the one before still runs.
+    change a part. The owner of the slots sends them to the device. What lies beyond a rank is never read.
+    `dependent_rows`: rows from which Triton kernels are launched while the one before still runs.
     """
 
     def __init__(
@@ -84,7 +139,7 @@ class LinearAdapters:
         dependent_rows: int = 0,
     ) -> None:
         slots, max_rank, inputs, outputs = shape
-        self.parts, self.active = tuple(parts), active
+        super().__init__(parts, inputs, active)
         dtype, device = placement.dtype, placement.device
         self.a = torch.zeros(slots, len(parts) * max_rank, inputs, dtype=dtype, device=device)
         self.b = torch.zeros(slots, outputs, max_rank, dtype=dtype, device=device)
@@ -92,28 +147,23 @@ class LinearAdapters:
         self._outputs, self._dependent_rows = [part.outputs for part in parts], dependent_rows
         self._blocks: OutputBlocks | None = None  # for the Triton kernels
 
-    def put(self, slot: int, part: int, a: Tensor, b: Tensor) -> None:
-        """Copy a pair into a slot: a [rank, inputs], b [outputs of the part, rank]. The ranks are set by the owner of
-        the slots."""
-        rank, first = len(a), part * self.b.shape[2]
-        self.a[slot, first : first + rank].copy_(a, non_blocking=True)
-        place = 0
-        for begin, end in self.parts[part].outputs:
-            self.b[slot, begin:end, :rank].copy_(b[place : place + end - begin], non_blocking=True)
-            place += end - begin
+    def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        for part, (a, b) in pairs.items():
+            rank, first, place = len(a), part * self.b.shape[2], 0
+            self.a[slot, first : first + rank].copy_(a, non_blocking=True)
+            for begin, end in self.parts[part].outputs:
+                self.b[slot, begin:end, :rank].copy_(b[place : place + end - begin], non_blocking=True)
+                place += end - begin
+            self.host_ranks[slot, part] = rank
+
+    def clear(self, slot: int) -> None:
+        self.host_ranks[slot] = 0
 
     def add(self, out: Value, x: Value) -> Value:
-        """Add to `out` [rows, outputs] what the adapters of the rows make of x [rows, inputs], in place. A program gets
-        a symbol of its own."""
-        if isinstance(x, Symbol):
-            return x.writer.call(partial(_add, self, is_narrowed=self.active.is_narrowed), (out, x), out.width)
-        self.add_rows(out, x, self.active.rows)
-        return out
-
-    def add_rows(self, out: Tensor, x: Tensor, rows: AdaptedRows) -> None:
+        rows = self.active.rows
         if rows.tiles is None:
             add_low_rank(out, x, self.a, self.b, rows.groups, self.host_ranks.tolist(), self._outputs)
-            return
+            return out
         from quire.kernels.triton.lora import OutputBlocks, add_tiles
 
         if self._blocks is None:
@@ -121,11 +171,4 @@ class LinearAdapters:
         tiles = (rows.tiles.order, rows.tiles.tiles, rows.tiles.most)
         dependent = 0 < self._dependent_rows <= len(x)
         add_tiles(out, x, self.a, self.b, self.ranks, *tiles, self._blocks, dependent=dependent)
-
-
-def _add(adapters: LinearAdapters, out: Tensor, x: Tensor, step: ForwardStep, *, is_narrowed: bool) -> Tensor:
-    """An operation of a program."""
-    assert step.adapters is not None
-    is_narrowed = is_narrowed and step.wanted is not None
-    adapters.add_rows(out, x, step.adapters.wanted if is_narrowed else step.adapters.tokens)
-    return out
+        return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -30,7 +31,7 @@ class Blocks(nn.ModuleList):
         self._width = width  # of the residual stream
         self._beside = beside  # of what blocks read of tokens besides: `step.memo[BESIDE]`
         self.adapters: ActiveAdapters | None = None  # what linear layers are told of a step's LoRA adapters
-        self._programs: dict[tuple[int, bool], Program] = {}  # by the number of blocks, and whether rows use adapters
+        self._programs: dict[int, Program] = {}  # by the number of blocks
         self._caches: tuple[LayerCache, ...] = ()
         self._pairs: list[tuple[Tensor, Tensor]] = []  # the same caches
 
@@ -42,21 +43,18 @@ class Blocks(nn.ModuleList):
             self.adapters.begin(step.adapters)
         return cast("Tensor", self._go_through(x, step))
 
-    def trace(
-        self, caches: tuple[LayerCache, ...], num_layers: int | None = None, *, has_adapters: bool = False
-    ) -> Program:
-        """Make the program of the first layers over caches like these, or find it. `has_adapters`: for steps whose rows
-        use LoRA adapters."""
-        key = (len(list(self)[:num_layers]), has_adapters)
-        if key not in self._programs:
+    def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> Program:
+        """Make the program of the first layers over caches like these, or find it."""
+        count = len(list(self)[:num_layers])
+        if count not in self._programs:
             if self.adapters is not None:
-                self.adapters.trace(has_adapters=has_adapters)
+                self.adapters.trace()
             writer, nothing = ProgramWriter(caches[0].key.dtype, self._width), torch.empty(0, dtype=torch.int64)
             step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
             if self._beside:
                 step.memo[BESIDE] = writer.beside(self._beside)
-            self._programs[key] = writer.finish(self._go_through(writer.stream, step))
-        return self._programs[key]
+            self._programs[count] = writer.finish(self._go_through(writer.stream, step))
+        return self._programs[count]
 
     def _go_through(self, x: Value, step: ForwardStep) -> Value:
         rows = step.attention.rows if getattr(step.backend, "kernels", None) == "triton" else None
@@ -69,7 +67,7 @@ class Blocks(nn.ModuleList):
         return stream.settle()
 
     def _run_program(self, x: Tensor, step: ForwardStep) -> Tensor:
-        program = self.trace(step.caches, step.num_layers, has_adapters=step.adapters is not None)
+        program = self.trace(step.caches, step.num_layers)
         if self._caches is not step.caches:
             self._caches, self._pairs = step.caches, [(cache.key, cache.value) for cache in step.caches]
         plan: NativePlan = step.attention
@@ -80,4 +78,13 @@ class Blocks(nn.ModuleList):
         beside = step.memo.get(BESIDE)
         states = () if step.states is None else (step.states.layers, step.states.segments)
         given = ProgramStep(slots, tables, plan.spans, step.wanted, self._pairs, angles, step, beside, *states)
-        return program.run(x, given)
+        return program.run(x, given if step.adapters is None else replace(given, adapters=_adapter_slots(step)))
+
+
+def _adapter_slots(step: ForwardStep) -> tuple[Tensor, Tensor]:
+    """Of all tokens, and of the wanted ones."""
+    assert step.adapters is not None
+    tokens, wanted = step.adapters.tokens.slots, step.adapters.wanted.slots
+    assert tokens is not None
+    assert wanted is not None
+    return torch.from_numpy(tokens), torch.from_numpy(tokens if step.wanted is None else wanted)

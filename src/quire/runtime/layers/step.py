@@ -54,7 +54,8 @@ class AdapterTiles:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """Which of some rows use which LoRA adapter, as `groups` for torch or as `tiles` for Triton."""
+    """Which of some rows use which LoRA adapter: as `groups` for torch, as `tiles` for Triton, as `slots` for compiled
+    kernels."""
 
     groups: tuple[tuple[int, Tensor], ...] = ()  # a slot, and the rows [n] int64 that use it
     tiles: AdapterTiles | None = None

@@ -71,8 +71,8 @@ class RowAdapters:
         return bool((self._of_rows[rows] >= 0).any())
 
     def step(self, token_rows: Longs, wanted: Longs) -> AdapterStep | None:
-        """For torch: the adapters of the tokens of these rows, and of the wanted ones among them; None: they use
-        none."""
+        """For torch and the compiled kernels: the adapters of the tokens of these rows, and of the wanted ones among
+        them; None: they use none."""
         slots = self._of_rows[token_rows]
         if (slots < 0).all():
             return None
@@ -102,6 +102,8 @@ class RowAdapters:
         del self._failed[placement.slot]
 
     def _grouped(self, slots: Longs) -> AdaptedRows:
+        if self._slots.kernels == "native":
+            return AdaptedRows(slots=slots)
         used = np.unique(slots[slots >= 0]).tolist()
         rows = (torch.from_numpy(np.flatnonzero(slots == slot)) for slot in used)
         groups = tuple((slot, to_device(mine, self._slots.device)) for slot, mine in zip(used, rows, strict=True))
@@ -114,10 +116,10 @@ def make_adapters(
     """Allocates the slots of the device. None where the config has no adapters."""
     if config.adapters is None:
         return None
-    device, triton = torch.device(config.device.device), kernels == "triton"
+    device = torch.device(config.device.device)
     placement = Placement(TORCH_DTYPES[config.device.dtype], device)
-    dependent = dependent_rows(device) if triton else 0
-    slots = AdapterSlots(model, config.adapters, placement, triton=triton, dependent_rows=dependent)
+    dependent = dependent_rows(device) if kernels == "triton" else 0
+    slots = AdapterSlots(model, config.adapters, placement, kernels, dependent_rows=dependent)
     store = AdapterStore(AdapterReader(model, model_config, slots), config.adapters.host_adapters)
     return RowAdapters(slots, store, config.scheduler.num_rows)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.native import low_rank
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.low_rank import LowRankSlots, Runs
 from quire.kernels.native.panels import cut_panels
@@ -30,6 +31,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["any CPU", "tile units"])
+def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Kernels for bfloat16 rows: those of any CPU, or those of this one if it has tile units."""
+    if request.param == "any CPU":
+        monkeypatch.setattr(low_rank, "has_tile_units", lambda: False)
+    elif not low_rank.has_tile_units():
+        pytest.skip("the CPU has no tile units")
+    return str(request.param)
 
 
 def random_pairs(ranks: Sequence[int], inputs: int, parts: Sequence[Runs], dtype: torch.dtype) -> list[Pair]:
@@ -64,6 +75,7 @@ def check(y: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("parts", [[[(0, 40)]], QKV, INTERLEAVED])
 @pytest.mark.parametrize("inputs", [64, 50])
+@pytest.mark.usefixtures("units")
 def test_rows_of_many_adapters_get_what_their_own_adds(
     dtype: torch.dtype, parts: list[Runs], inputs: int, threads: int
 ) -> None:
@@ -81,6 +93,7 @@ def test_rows_of_many_adapters_get_what_their_own_adds(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("units")
 def test_a_row_gets_the_same_bits_whatever_shares_its_batch(dtype: torch.dtype, threads: int) -> None:
     torch.manual_seed(threads)
     stack = LowRankSlots(3, 48, 64, QKV, dtype)
@@ -98,6 +111,7 @@ def test_a_row_gets_the_same_bits_whatever_shares_its_batch(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("units")
 def test_what_a_slot_held_before_is_forgotten(dtype: torch.dtype) -> None:
     stack, slots = LowRankSlots(2, 64, 32, QKV, dtype), torch.tensor([0, 1])
     large, small = random_pairs([64, 64, 64], 32, QKV, dtype), random_pairs([3, 0, 9], 32, QKV, dtype)

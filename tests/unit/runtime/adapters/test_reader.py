@@ -34,7 +34,7 @@ def reader() -> AdapterReader:
     device = DeviceConfig("cpu", "float32", "float32", attention_backend="reference")
     built = build_model(CONFIG, LayerBuilder(device, CONFIG.heads))
     placement = Placement(torch.float32, torch.device("cpu"))
-    return AdapterReader(built, CONFIG, AdapterSlots(built, SMALL, placement, triton=False))
+    return AdapterReader(built, CONFIG, AdapterSlots(built, SMALL, placement, "torch"))
 
 
 def refusal(reader: AdapterReader, folder: Path) -> str:
