@@ -105,9 +105,8 @@ class LowRankSlots:
     def _lines(self, matrix: Tensor, inputs: int) -> Tensor:
         """[outputs, fewer inputs] -> [bytes]: panels of 16 outputs, padded."""
         padded = pad(matrix.to(self.dtype), (0, inputs - matrix.shape[1], 0, -len(matrix) % _PANEL))
-        together = 2 if self._is_tiled else 1  # inputs of a line
-        split = padded.view(-1, _PANEL, inputs // together, together)
-        return split.transpose(1, 2).contiguous().view(-1).view(torch.uint8)
+        whole = padded.contiguous().view(torch.int32) if self._is_tiled else padded  # pairs of inputs move together
+        return whole.view(-1, _PANEL, whole.shape[1]).transpose(1, 2).contiguous().view(-1).view(torch.uint8)
 
     def _padded(self, rank: int) -> int:
         """To pairs within one tile, to whole tiles beyond."""
