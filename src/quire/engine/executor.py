@@ -36,8 +36,8 @@ class Executor(Protocol):
         """Return which transfers of launched plans have completed or failed since the last call. Never waits."""
 
     def read_adapter(self, name: str, folder: str) -> AdapterInfo:
-        """Read and check a LoRA adapter, and keep it in host memory. May be called from any thread. Raises InvalidRequest
-        if it does not fit the model."""
+        """Read and check a LoRA adapter, and keep it in host memory. May be called from any thread. Raises
+        InvalidRequest if it does not fit the model."""
 
     def forget_adapter(self, digest: str) -> None:
         """Drop an adapter that no live row uses. Its slot on the device is free."""

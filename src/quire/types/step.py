@@ -117,8 +117,8 @@ class DraftOrder(NamedTuple):
 class StepPlan:
     """One forward pass. The scheduler makes the plan, and every worker executes it.
 
-    The order of execution is: released, adapters, window_owners, new_rows, writes, grants, transfers, copies, forward pass over
-    decode_rows and then chunks, sampling, drafting.
+    The order of execution is: released, adapters, window_owners, new_rows, writes, grants, transfers, copies, forward
+    pass over decode_rows and then chunks, sampling, drafting.
     """
 
     step: int

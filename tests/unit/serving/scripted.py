@@ -19,6 +19,8 @@ from quire.serving.client import InProcessClient
 from quire.serving.text.special_tokens import SpecialTokens
 from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer
+from quire.types.adapters import AdapterInfo
+from quire.types.errors import InvalidRequest
 from quire.types.step import (
     Candidates,
     Chunk,
@@ -90,6 +92,7 @@ class ScriptedExecutor:
         self.on_launch: Callable[[], None] = lambda: None
         self.logprob: Callable[[int], float] = lambda index: -1.5  # of every token of a sample
         self.num_launched = 0
+        self.adapters: set[str] = set()  # digests in host memory
 
     def launch(self, plan: StepPlan) -> None:
         assert self._owed is None, "a plan is launched before the masks of the last one were supplied"
@@ -107,6 +110,17 @@ class ScriptedExecutor:
             self._owed = plan
         else:
             self._results.append(self._sample(plan, plan.masks))
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        """The digest of an adapter is the name of its folder."""
+        digest = folder.rsplit("/", 1)[-1]
+        if digest.startswith("bad"):
+            raise InvalidRequest("lora_path", f"{digest} is no adapter", "name another folder")
+        self.adapters.add(digest)
+        return AdapterInfo(name, digest, 8, 1_000, folder)
+
+    def forget_adapter(self, digest: str) -> None:
+        self.adapters.remove(digest)
 
     def supply_masks(self, masks: Masks | None) -> None:
         plan, self._owed = self._owed, None

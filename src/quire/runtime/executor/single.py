@@ -28,7 +28,8 @@ from quire.runtime.tiers.make import check_folder, make_tiers
 from quire.runtime.tuned import adopt_tuned
 from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
-from quire.types.errors import EngineDead
+from quire.types.adapters import AdapterInfo
+from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
@@ -132,6 +133,15 @@ class SingleExecutor:
 
     def transfers(self) -> TransferReport:
         return NOTHING_MOVED if self._worker is None else self._worker.tiers.report()
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        """Raises InvalidRequest."""
+        raise InvalidRequest(
+            "lora_name", f"{name!r} of {folder!r}: LoRA is not available in this runtime", "leave it out"
+        )
+
+    def forget_adapter(self, digest: str) -> None:
+        """Nothing is kept of an adapter."""
 
     def check(self) -> None:
         """Every owner's own check; waits for the device."""
