@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,8 +69,10 @@ class FakeAdapters:
     slots: dict[int, str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)  # digests that cannot be put into a slot
     num_placed: int = 0
+    on_read: Callable[[], object] = field(default=lambda: None)
 
     def read(self, name: str, folder: str) -> AdapterInfo:
+        self.on_read()
         if folder not in self.contents:
             raise InvalidRequest("lora_path", f"{folder!r} has no adapter", "name another folder")
         digest = self.contents[folder]

@@ -19,7 +19,7 @@ from quire.serving.client import InProcessClient
 from quire.serving.text.special_tokens import SpecialTokens
 from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer
-from quire.types.adapters import AdapterInfo
+from quire.types.adapters import NO_ADAPTER, AdapterInfo
 from quire.types.errors import InvalidRequest
 from quire.types.step import (
     Candidates,
@@ -78,7 +78,8 @@ class _Row:
 
 
 class ScriptedExecutor:
-    """Follows plans; knows rows only by their prompt. `fails` names prompts whose own code raises.
+    """Follows plans; knows rows only by their prompt. `fails` names prompts whose own code raises. A row with a LoRA
+    adapter says the adapter's digest first.
 
     A masked sample says the first token that is allowed where the script's is not. A row with candidates has the
     script's token far ahead of all others.
@@ -93,6 +94,7 @@ class ScriptedExecutor:
         self.logprob: Callable[[int], float] = lambda index: -1.5  # of every token of a sample
         self.num_launched = 0
         self.adapters: set[str] = set()  # digests in host memory
+        self.slots: dict[int, str] = {}  # what plans have put into the slots
 
     def launch(self, plan: StepPlan) -> None:
         assert self._owed is None, "a plan is launched before the masks of the last one were supplied"
@@ -100,9 +102,11 @@ class ScriptedExecutor:
         self.on_launch()
         for row in plan.released:
             self._rows.pop(row, None)
+        self.slots |= dict(plan.adapters)
         for new in plan.new_rows:
             prompt = TOKENIZER.decode(new.token_ids[: new.num_prompt_tokens].tolist(), skip_special_tokens=False)
-            script = [*ids(self._script(prompt, new.sample_index)), EOS_ID]
+            named = "" if new.adapter == NO_ADAPTER else f"{self.slots[new.adapter]}:"
+            script = [*ids(named + self._script(prompt, new.sample_index)), EOS_ID]
             self._rows[new.row] = _Row(script, new.token_ids.tolist(), new)
         for write in plan.writes:
             self._rows[write.row].tokens[write.start :] = write.token_ids.tolist()
