@@ -34,6 +34,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a batch in which one request has a grammar and one a penalty, beside the plain batch",
         ("--requests", "16", "--tokens-out", "32", "--repeats", "2"),
     ),
+    "lora": (
+        "a batch in which every row has a LoRA adapter of its own, beside the same batch without",
+        ("--adapters", "8", "--tokens-out", "32", "--repeats", "2"),
+    ),
     "sharing": ("KV memory that samples and beams of a request share", ("--requests", "4", "--long-tokens", "64")),
     "speculation": ("speculative beside plain decoding", ("--repeats", "2")),
     "serving": ("the server's throughput, latency, memory and boot, beside another server", ("--requests", "8")),

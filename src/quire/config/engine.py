@@ -76,6 +76,7 @@ class SchedulerConfig:
     policy_settings: PolicySettings = field(default_factory=PolicySettings)
     preemption: PreemptionName = "auto"  # whether a preempted request's blocks are swapped out or recomputed
     images: ImageLimits | None = None  # None: requests have no images
+    adapter_slots: int = 0  # different LoRA adapters among running requests; 0: there are none
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

@@ -63,10 +63,11 @@ class SimulatedExecutor:
         return self._transfers.next_completion()
 
     def read_adapter(self, name: str, folder: str) -> AdapterInfo:
-        raise InvalidRequest("adapter", f"{name} ({folder}) cannot be read: a simulated device has no weights")
+        """Adapters are recorded: none is read."""
+        raise InvalidRequest("lora_path", f"{folder!r} cannot be read in a replay, as {name!r}", "record it")
 
     def forget_adapter(self, digest: str) -> None:
-        """No adapter is kept."""
+        """Nothing is kept of an adapter."""
 
     def close(self) -> None:
         self._in_flight.clear()

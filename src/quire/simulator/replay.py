@@ -13,6 +13,8 @@ from quire.simulator.engine import RecordedModel, count_work, make_replayed_core
 from quire.simulator.grammars import ReplayedGrammars
 from quire.simulator.recording import (
     Aborted,
+    AdapterLoaded,
+    AdapterUnloaded,
     CacheReset,
     Ended,
     Event,
@@ -65,10 +67,11 @@ class _ReplayExecutor:
         return self.reports.popleft() if self.reports else NOTHING_MOVED
 
     def read_adapter(self, name: str, folder: str) -> AdapterInfo:
-        raise InvalidRequest("adapter", f"{name} ({folder}) cannot be read: a simulated device has no weights")
+        """Adapters are recorded: none is read."""
+        raise InvalidRequest("lora_path", f"{folder!r} cannot be read in a replay, as {name!r}", "record it")
 
     def forget_adapter(self, digest: str) -> None:
-        """No adapter is kept."""
+        """Nothing is kept of an adapter."""
 
     def close(self) -> None:
         self._results.clear()
@@ -152,6 +155,10 @@ class _Replay:
             self.core.reset_cache()
         elif isinstance(event, Unpinned):
             self.core.unpin(event.salt, event.name)
+        elif isinstance(event, AdapterLoaded):
+            self.core.adapters.add(event.info)
+        elif isinstance(event, AdapterUnloaded):
+            self.core.adapters.unload(event.name)
         return None
 
     def _step(self, event: Stepped) -> Difference | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 NO_ADAPTER = -1  # the slot of rows that run the model as it is
@@ -25,3 +25,19 @@ class AdapterPlacement(NamedTuple):
 
     slot: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """LoRA adapters. `placements` and `requests` count since the start of the engine, or since the adapter was loaded;
+    the others are current values."""
+
+    loaded: int = 0
+    slots: int = 0  # of the device
+    slots_used: int = 0  # by running requests
+    waiting: int = 0  # requests that wait for a slot
+    placements: int = 0  # copies of an adapter into a slot
+    requests: dict[str, int] = field(default_factory=dict)  # by the name of the adapter
+
+
+NO_ADAPTERS = AdapterStats()
