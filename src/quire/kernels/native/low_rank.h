@@ -31,6 +31,17 @@ struct LowRankLayer {
 
 inline int64_t panels_of(int64_t outputs) { return (outputs + LOW_RANK_OUTPUTS - 1) / LOW_RANK_OUTPUTS; }
 
+// Rows of a matrix [rows, inputs] become the outputs from `first` on of panels of `lines` lines of TOGETHER inputs.
+template <int64_t TOGETHER, typename T>
+void pack_panels(const T* matrix, int64_t stride, int64_t rows, int64_t inputs, int64_t first, int64_t lines,
+                 T* panels) {
+    for (int64_t output = first; output < first + rows; ++output, matrix += stride) {
+        T* to = panels + (output / LOW_RANK_OUTPUTS * lines * LOW_RANK_OUTPUTS + output % LOW_RANK_OUTPUTS) * TOGETHER;
+        for (int64_t i = 0; i < inputs; ++i)
+            to[i / TOGETHER * LOW_RANK_OUTPUTS * TOGETHER + i % TOGETHER] = matrix[i];
+    }
+}
+
 // Where the matrices of one adapter lie in one layer.
 struct Adapter {
     const LowRankLayer& layer;

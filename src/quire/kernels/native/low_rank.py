@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from quire.kernels.native.loader import TYPES, open_library
 from quire.kernels.native.ops import has_tile_units
@@ -34,7 +33,7 @@ class LowRankSlots:
         spans = [(part, begin, end - begin) for part, runs in enumerate(parts) for begin, end in runs]
         self._spans = np.array(spans, dtype=np.int64)
         self._ranks = np.zeros((num_slots, len(parts)), dtype=np.int64)
-        self.slot_bytes = self._bytes_for(max_rank)
+        self.slot_bytes = self._bytes_for([max_rank] * len(parts))
         # numpy asks for huge pages where torch does not; what no adapter has filled takes no memory
         self._memory = np.zeros(num_slots * self.slot_bytes + _ALIGNMENT, dtype=np.uint8)
         begin = -self._memory.ctypes.data % _ALIGNMENT
@@ -51,17 +50,17 @@ class LowRankSlots:
         for part, pair in enumerate(pairs):
             self._check(part, pair)
         ranks = [0 if pair is None else self._padded(len(pair[0])) for pair in pairs]
-        whole = [pad(pair[0], (0, 0, 0, rank - len(pair[0]))) for pair, rank in zip(pairs, ranks, strict=True) if pair]
-        if not whole:
-            return
-        lines = [self._lines(torch.cat(whole), self._padded_inputs)]
-        for part, first, count in self._first_outputs():
+        panels, first = self._slots[slot], 0
+        panels[: self._bytes_for(ranks)] = 0
+        for pair, rank in zip(pairs, ranks, strict=True):
+            if pair is not None:
+                self._pack(pair[0], first, self._padded_inputs, panels)
+                first += rank
+        place = _round_up(first, _PANEL) * self._padded_inputs * self.dtype.itemsize
+        for part, begin, count in self._first_outputs():
             if (pair := pairs[part]) is not None:
-                lines.append(self._lines(pair[1][first : first + count], ranks[part]))
-        place = 0
-        for each in lines:
-            self._slots[slot, place : place + len(each)] = each
-            place += len(each)
+                self._pack(pair[1][begin : begin + count], 0, ranks[part], panels[place:])
+                place += _round_up(count, _PANEL) * ranks[part] * self.dtype.itemsize
         self._ranks[slot] = ranks
 
     def clear(self, slot: int) -> None:
@@ -102,11 +101,13 @@ class LowRankSlots:
             seen[part] += count
         return found
 
-    def _lines(self, matrix: Tensor, inputs: int) -> Tensor:
-        """[outputs, fewer inputs] -> [bytes]: panels of 16 outputs, padded."""
-        padded = pad(matrix.to(self.dtype), (0, inputs - matrix.shape[1], 0, -len(matrix) % _PANEL))
-        whole = padded.contiguous().view(torch.int32) if self._is_tiled else padded  # pairs of inputs move together
-        return whole.view(-1, _PANEL, whole.shape[1]).transpose(1, 2).contiguous().view(-1).view(torch.uint8)
+    def _pack(self, matrix: Tensor, first: int, inputs: int, panels: Tensor) -> None:
+        """Rows [outputs, fewer inputs] become the outputs from `first` on of panels [bytes] of so many inputs."""
+        held, lines = matrix.to(self.dtype).contiguous(), inputs // 2 if self._is_tiled else inputs
+        open_library().quire_pack_low_rank(
+            TYPES[self.dtype], self._is_tiled, held.data_ptr(), held.stride(0), *held.shape, first, lines,
+            panels.data_ptr(),
+        )  # fmt: skip
 
     def _padded(self, rank: int) -> int:
         """To pairs within one tile, to whole tiles beyond."""
@@ -118,12 +119,11 @@ class LowRankSlots:
     def _padded_inputs(self) -> int:
         return _round_up(self.inputs, _TILE_INPUTS) if self._is_tiled else self.inputs
 
-    def _bytes_for(self, rank: int) -> int:
-        """Of an adapter that changes all parts with this rank."""
-        padded = self._padded(rank)
-        outputs = sum(_round_up(int(count), _PANEL) for _, _, count in self._spans)
-        inner = _round_up(padded * len(self._parts), _PANEL)
-        return self.dtype.itemsize * (inner * self._padded_inputs + outputs * padded)
+    def _bytes_for(self, ranks: Sequence[int]) -> int:
+        """Of an adapter that changes parts with these ranks."""
+        padded = [self._padded(rank) for rank in ranks]
+        outer = sum(_round_up(count, _PANEL) * padded[part] for part, _, count in self._spans.tolist())
+        return self.dtype.itemsize * (_round_up(sum(padded), _PANEL) * self._padded_inputs + outer)
 
 
 def _round_up(number: int, step: int) -> int:
