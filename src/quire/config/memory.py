@@ -368,8 +368,9 @@ def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     rows, value_bytes = min(config.scheduler.num_rows, GRAPH_ROWS), DTYPE_BYTES[config.device.dtype]
     tokens = token_buckets(model, config)
     widest = widest_activations(model)
-    choosing = NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (widest + model.vocab_size) * value_bytes
-    return choosing + len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * widest * value_bytes
+    kinds = 1 if config.adapters is None else 2  # steps with and without LoRA adapters
+    choosing = kinds * NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (widest + model.vocab_size) * value_bytes
+    return choosing + kinds * len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * widest * value_bytes
 
 
 def _rows(scheduler: SchedulerConfig, block_size: int, groups: KVGroups) -> int:

@@ -27,7 +27,7 @@ from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import check_folder, make_tiers
 from quire.runtime.tuned import adopt_tuned
-from quire.runtime.worker.adapters import make_adapters
+from quire.runtime.worker.adapters import RowAdapters, make_adapters
 from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.adapters import AdapterInfo
@@ -136,19 +136,23 @@ class SingleExecutor:
     def transfers(self) -> TransferReport:
         return NOTHING_MOVED if self._worker is None else self._worker.tiers.report()
 
+    @property
+    def adapters(self) -> RowAdapters | None:
+        """The LoRA adapters of the device; None: it has no slots for any."""
+        return None if self._worker is None else self._worker.adapters
+
     def read_adapter(self, name: str, folder: str) -> AdapterInfo:
-        return self._adapters().read(name, folder)
+        return self._store().read(name, folder)
 
     def forget_adapter(self, digest: str) -> None:
-        self._adapters().forget(digest)
+        self._store().forget(digest)
 
-    def _adapters(self) -> AdapterStore:
-        worker = self._worker
-        if worker is None:
+    def _store(self) -> AdapterStore:
+        if self._worker is None:
             raise EngineDead("the executor was closed")
-        if worker.adapters is None:
+        if self.adapters is None:
             raise InvalidRequest("adapter", "this engine has no slots for LoRA adapters", "start it with some")
-        return worker.adapters.store
+        return self.adapters.store
 
     def check(self) -> None:
         """Every owner's own check; waits for the device."""

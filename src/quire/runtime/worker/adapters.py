@@ -40,24 +40,26 @@ class RowAdapters:
     """Owns which adapter each row uses. `version` rises when a row gets another."""
 
     def __init__(self, slots: AdapterSlots, store: AdapterStore, num_rows: int) -> None:
-        self.store, self._slots, self._num_slots = store, slots, slots.config.slots
+        self.store, self.slots, self._num_slots = store, slots, slots.config.slots
         self._of_rows: Longs = np.full(num_rows + 1, NO_ADAPTER, dtype=np.int64)  # the last one is that of padding
-        self._failed: dict[int, AdapterPlacement] = {}  # by slot
+        self._failed: dict[int, InvalidRequest] = {}  # by slot: why it does not hold the adapter that it should
         self.version = 0
 
     def put(self, placements: Sequence[AdapterPlacement]) -> None:
-        """Copy adapters into slots. One that cannot be read is tried again for the next row that uses its slot."""
-        for placement in placements:
-            self._failed[placement.slot] = placement
+        """Copy adapters into slots. Where one cannot be read, all rows that use the slot fail until another is put
+        there."""
+        for slot, digest in placements:
+            self._failed.pop(slot, None)
             try:
-                self._put(placement)
-            except InvalidRequest:
-                self._slots.clear(placement.slot)
+                self.slots.put(slot, self.store.get(digest))
+            except InvalidRequest as error:
+                self._failed[slot] = error
+                self.slots.clear(slot)
 
     def check_slot(self, slot: int) -> None:
         """Raise InvalidRequest if the slot does not hold the adapter that was put there."""
         if slot in self._failed:
-            self._put(self._failed[slot])
+            raise self._failed[slot]
 
     def place(self, news: Sequence[NewRow]) -> None:
         """Rows get sequences."""
@@ -97,16 +99,12 @@ class RowAdapters:
         assert (self._of_rows < self._num_slots).all()
         assert self._of_rows[-1] == NO_ADAPTER
 
-    def _put(self, placement: AdapterPlacement) -> None:
-        self._slots.put(placement.slot, self.store.get(placement.digest))
-        del self._failed[placement.slot]
-
     def _grouped(self, slots: Longs) -> AdaptedRows:
         if self._slots.kernels == "native":
             return AdaptedRows(slots=slots)
         used = np.unique(slots[slots >= 0]).tolist()
         rows = (torch.from_numpy(np.flatnonzero(slots == slot)) for slot in used)
-        groups = tuple((slot, to_device(mine, self._slots.device)) for slot, mine in zip(used, rows, strict=True))
+        groups = tuple((slot, to_device(mine, self.slots.device)) for slot, mine in zip(used, rows, strict=True))
         return AdaptedRows(groups, slots=slots)
 
 

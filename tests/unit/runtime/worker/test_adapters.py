@@ -181,8 +181,8 @@ def test_an_adapter_that_cannot_be_read_fails_its_rows_alone(folders: list[Path]
     for row in (0, 2):
         torch.testing.assert_close(bench.sampler.seen[row][0], whole.sampler.seen[row][0])
     bench.release(1)
-    adapters.store.read("again", str(folders[1]))
-    prefill(bench, {3: 1})  # it can be read by now
+    bench.put_adapter(1, folders[1])  # it can be read by now
+    prefill(bench, {3: 1})
     assert not bench.result.failures
 
 
