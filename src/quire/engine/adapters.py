@@ -11,7 +11,7 @@ from quire.engine.decoding.group import Group
 from quire.engine.executor import Executor
 from quire.engine.observer import EngineObserver
 from quire.engine.scheduler.adapter_slots import AdapterSlots
-from quire.types.adapters import AdapterInfo, AdapterStats
+from quire.types.adapters import OTHER_ADAPTERS, AdapterInfo, AdapterStats
 from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
 
@@ -19,7 +19,6 @@ MAX_ADAPTERS = 4_096  # names
 _NAME = re.compile(r"[^\x00-\x20\x7f](?:[^\x00-\x1f\x7f]{0,254}[^\x00-\x20\x7f])?")
 _SHOWN = 16  # names in a message
 _COUNTED = 64  # adapters whose requests are counted one by one
-OTHERS = "others"  # the name under which the requests of all further adapters are counted
 
 
 class AdapterTable:
@@ -157,7 +156,8 @@ class AdapterTable:
     def stats(self) -> AdapterStats:
         slots, counts = self._slots, dict(list(self._requests.items())[:_COUNTED])
         if len(counts) < len(self._requests):
-            counts[OTHERS] = self._requests.total() - sum(counts.values())
+            rest = self._requests.total() - sum(counts.values())
+            counts[OTHER_ADAPTERS] = counts.get(OTHER_ADAPTERS, 0) + rest
         return AdapterStats(
             loaded=len(self._infos),
             slots=len(slots),

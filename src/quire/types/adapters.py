@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+OTHER_ADAPTERS = "others"  # the name under which requests are counted that are not counted by their adapter
 NO_ADAPTER = -1  # the slot of rows that run the model as it is
 
 

@@ -122,7 +122,7 @@ class LowRankSlots:
     def _bytes_for(self, ranks: Sequence[int]) -> int:
         """Of an adapter that changes parts with these ranks."""
         padded = [self._padded(rank) for rank in ranks]
-        outer = sum(_round_up(count, _PANEL) * padded[part] for part, _, count in self._spans.tolist())
+        outer: int = sum(_round_up(count, _PANEL) * padded[part] for part, _, count in self._spans.tolist())
         return self.dtype.itemsize * (_round_up(sum(padded), _PANEL) * self._padded_inputs + outer)
 
 

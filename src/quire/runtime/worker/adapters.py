@@ -100,7 +100,7 @@ class RowAdapters:
         assert self._of_rows[-1] == NO_ADAPTER
 
     def _grouped(self, slots: Longs) -> AdaptedRows:
-        if self._slots.kernels == "native":
+        if self.slots.kernels == "native":
             return AdaptedRows(slots=slots)
         used = np.unique(slots[slots >= 0]).tolist()
         rows = (torch.from_numpy(np.flatnonzero(slots == slot)) for slot in used)
