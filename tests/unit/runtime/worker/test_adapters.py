@@ -151,6 +151,46 @@ def test_a_slot_gives_what_was_put_there_last(attention: str, folders: list[Path
     assert torch.equal(torch.stack(fresh.sampler.seen[0]), torch.stack(used.sampler.seen[0]))
 
 
+def test_adapters_that_come_and_go_under_traffic_never_change_another_row(folders: list[Path]) -> None:
+    """Every row must give the tokens that it gives alone, whatever was loaded, put into slots and forgotten since."""
+    alone: dict[int, list[int]] = {}
+    for number in range(-1, len(folders)):
+        made = greedy("auto")
+        if number >= 0:
+            made.put_adapter(0, folders[number])
+        prefill(made, {0: min(number, 0)})
+        for _ in range(3):
+            made.run(decode=[0])
+        alone[number] = made.tokens[0]
+    assert len(set(map(tuple, alone.values()))) == len(alone)  # every adapter shows
+    bench, rng = greedy("auto"), random.Random(0)
+    adapters = bench.worker.adapters
+    assert adapters is not None
+    live: dict[int, tuple[int, int]] = {}  # by row: its adapter and slot
+    done = 0
+    for _ in range(150):
+        free = [slot for slot in range(SMALL.slots) if slot not in {slot for _, slot in live.values()}]
+        chunks = []
+        row = next((row for row in range(4) if row not in live), None)
+        if row is not None and (free or rng.random() < 0.3):
+            number = rng.randrange(-1, len(folders)) if free else -1
+            slot = rng.choice(free) if number >= 0 else -1
+            digest = bench.put_adapter(slot, folders[number]) if number >= 0 else ""
+            live[row] = (number, slot)
+            bench.add(row, PROMPTS[0], adapter=slot)
+            chunks = [Chunk(row, 0, len(PROMPTS[0]), (row,))]
+        bench.run(decode=[other for other in live if other != row], chunks=chunks)
+        if chunks and number >= 0 and rng.random() < 0.5:
+            adapters.store.forget(digest)  # the slot has it
+        for row in [row for row in live if len(bench.tokens[row]) == len(alone[-1])]:
+            number, _ = live.pop(row)
+            assert bench.tokens[row] == alone[number], number
+            bench.release(row)
+            done += 1
+    assert done > 100
+    assert adapters.store.num_held <= SMALL.host_adapters
+
+
 def test_quantized_weights_and_adapters_go_together(folders: list[Path]) -> None:
     quantized = greedy("auto", quantization="int8")
     plain = greedy("auto", quantization="int8")
