@@ -49,6 +49,7 @@ GPU_BENCHMARKS: dict[str, str] = {
     "gpu": "tokens/s of every kind of load, a burst of 1,500 requests among them; --full-cache: in a full cache too",
     "gpu.serve": "the server's throughput and latency",
     "gpu.structured": "what requests under a grammar cost themselves and others: none, one or all of 256",
+    "gpu.adapters": "a decode step with LoRA adapters beside one without, any device",
     "gpu.swap": "GB/s of blocks to host memory and back",
     "gpu.accuracy": "what bf16, fp8, int8 and int4 cost in perplexity and logprobs",
     "gpu.kernels_attention": "every attention kernel: right, and how fast",
