@@ -38,6 +38,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "what logprobs of prompts cost, and what continuations of one context save",
         ("--prompts", "4", "--repeats", "1"),
     ),
+    "lora": (
+        "a batch in which every row has a LoRA adapter of its own, beside the same batch without",
+        ("--adapters", "8", "--tokens-out", "32", "--repeats", "2"),
+    ),
     "sharing": ("KV memory that samples and beams of a request share", ("--requests", "4", "--long-tokens", "64")),
     "speculation": ("speculative beside plain decoding", ("--repeats", "2")),
     "serving": ("the server's throughput, latency, memory and boot, beside another server", ("--requests", "8")),
@@ -50,6 +54,7 @@ GPU_BENCHMARKS: dict[str, str] = {
     "gpu": "tokens/s of every kind of load, a burst of 1,500 requests among them; --full-cache: in a full cache too",
     "gpu.serve": "the server's throughput and latency",
     "gpu.structured": "what requests under a grammar cost themselves and others: none, one or all of 256",
+    "gpu.adapters": "a decode step with LoRA adapters beside one without, any device",
     "gpu.swap": "GB/s of blocks to host memory and back",
     "gpu.accuracy": "what bf16, fp8, int8 and int4 cost in perplexity and logprobs",
     "gpu.kernels_attention": "every attention kernel: right, and how fast",

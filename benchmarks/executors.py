@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.types.adapters import AdapterInfo
+from quire.types.errors import InvalidRequest
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
@@ -37,6 +39,12 @@ class InstantExecutor:
 
     def transfers(self) -> TransferReport:
         return NOTHING_MOVED
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        raise InvalidRequest("adapter", f"{name} ({folder}) cannot be read: there are no weights")
+
+    def forget_adapter(self, digest: str) -> None:
+        """No adapter is kept."""
 
     def close(self) -> None:
         self._plans.clear()

@@ -24,6 +24,7 @@ from quire.engine.executor import Executor
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.assembly import plan_engine
+from quire.types.adapters import AdapterInfo
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Masks, StepPlan, StepResult
@@ -61,6 +62,12 @@ class TimedExecutor:
 
     def transfers(self) -> TransferReport:
         return self._inner.transfers()
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        return self._inner.read_adapter(name, folder)
+
+    def forget_adapter(self, digest: str) -> None:
+        self._inner.forget_adapter(digest)
 
     def close(self) -> None:
         self._inner.close()

@@ -36,6 +36,7 @@ from quire.runtime.tiers.staged_link import StagedLink
 from quire.runtime.tiers.streams import cuda_streams
 from quire.runtime.worker.device_cache import DeviceCache
 from quire.serving.assembly import plan_engine
+from quire.types.adapters import AdapterInfo
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Masks, StepPlan, StepResult
@@ -156,6 +157,12 @@ class Loaded:
 
     def transfers(self) -> TransferReport:
         return NOTHING_MOVED
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        return self._inner.read_adapter(name, folder)
+
+    def forget_adapter(self, digest: str) -> None:
+        self._inner.forget_adapter(digest)
 
     def close(self) -> None:
         self._inner.close()

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from quire.serving.async_llm import EngineArgs as EngineArgs
     from quire.serving.batch import LiveRequest as LiveRequest
     from quire.serving.llm import LLM as LLM
+    from quire.serving.lora import LoRARequest as LoRARequest
     from quire.serving.requests import TextPrompt as TextPrompt
     from quire.serving.requests import TokensPrompt as TokensPrompt
     from quire.types.beam import BeamSearchOutput as BeamSearchOutput
@@ -45,6 +46,7 @@ _HOMES = {
     "AsyncLLMEngine": "quire.serving.async_llm",
     "EngineArgs": "quire.serving.async_llm",
     "AsyncEngineArgs": "quire.serving.async_llm",
+    "LoRARequest": "quire.serving.lora",
     "TextPrompt": "quire.serving.requests",
     "TokensPrompt": "quire.serving.requests",
     "RequestOutputKind": "quire.types.vllm_sampling",
@@ -90,6 +92,7 @@ __all__ = [
     "EngineStats",
     "InvalidRequest",
     "LiveRequest",
+    "LoRARequest",
     "Logprob",
     "ModelLoadError",
     "PinnedPrefix",

@@ -32,7 +32,7 @@ class EngineThread:
         self.gate.set()
         self.executor = _Gated(64, 4, crash_at=crash_at)
         self.executor.gate, self.executor.seconds = self.gate, seconds
-        scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=240)
+        scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=240, adapter_slots=2)
         self.core = EngineCore(self.executor, CacheConfig(4, 64), scheduler, VOCAB)
         self.address = f"ipc://{directory}/engine-{number}"
         self.stuck: list[int] = []
@@ -80,9 +80,9 @@ class PlainEdge:
     def say(self, *messages: ToEngine) -> None:
         assert self.socket.send([encode(message) for message in messages])
 
-    def submit(self, request_id: str, prompt: list[int], **params: object) -> None:
+    def submit(self, request_id: str, prompt: list[int], adapter: str = "", **params: object) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, "seed": 0, **params})  # type: ignore[arg-type]
-        self.say(Submit(request_id, tuple(prompt), sampling))
+        self.say(Submit(request_id, tuple(prompt), sampling, adapter=adapter))
 
     def wait(self, found: Callable[[], bool]) -> None:
         """Listen until something is so."""

@@ -3,7 +3,9 @@ exactly its own history through its block table. The next token is a hash of wha
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +13,8 @@ import numpy.typing as npt
 
 from fake_tiers import FakeTiers
 from quire.config.kv_cache import PLAIN, KVGroups
+from quire.types.adapters import NO_ADAPTER, AdapterInfo
+from quire.types.errors import InvalidRequest
 from quire.types.step import (
     Candidates,
     Masks,
@@ -53,6 +57,50 @@ class FakeSpan:
     @property
     def history(self) -> list[int]:
         return [token + self.row.mark for token in self.row.tokens]
+
+
+@dataclass
+class FakeAdapters:
+    """The adapters of the pretend model: folders that `contents` has, by their digests. `slots` is what plans have put
+    into the device's slots; a row adds the number of its adapter to every token that it writes."""
+
+    contents: dict[str, str] = field(default_factory=dict)  # folder -> digest
+    held: set[str] = field(default_factory=set)  # in host memory
+    slots: dict[int, str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)  # digests that cannot be put into a slot
+    num_placed: int = 0
+    on_read: Callable[[], object] = field(default=lambda: None)
+
+    def read(self, name: str, folder: str) -> AdapterInfo:
+        self.on_read()
+        if folder not in self.contents:
+            raise InvalidRequest("lora_path", f"{folder!r} has no adapter", "name another folder")
+        digest = self.contents[folder]
+        self.held.add(digest)
+        return AdapterInfo(name, digest, 8, 1_000, folder)
+
+    def forget(self, digest: str) -> None:
+        assert digest in self.held, "an adapter was forgotten that is not held"
+        self.held.remove(digest)
+        self.slots = {slot: each for slot, each in self.slots.items() if each != digest}
+
+    def place(self, plan: StepPlan, rows: Iterable[FakeRow]) -> None:
+        placed = [placement.slot for placement in plan.adapters]
+        assert len(set(placed)) == len(placed), "a slot was given two adapters"
+        used = {row.new.adapter for row in rows}
+        for slot, digest in plan.adapters:
+            assert slot not in used, "a slot was given away that a row uses"
+            assert digest in self.held, "an adapter was placed that is not held"
+            self.slots.pop(slot, None)
+            if digest not in self.lost:
+                self.slots[slot] = digest
+            self.num_placed += 1
+
+    def mark(self, slot: int) -> int:
+        return 0 if slot == NO_ADAPTER else 1_000_003 * zlib.crc32(self.slots[slot].encode())
+
+    def is_missing(self, slot: int) -> bool:
+        return slot != NO_ADAPTER and slot not in self.slots
 
 
 class FakeSides:
@@ -164,6 +212,7 @@ class FakeExecutor:
     period: int = 0  # answers go on with what stands so many tokens before; 0: by the hash
     tiers: FakeTiers = field(default_factory=lambda: FakeTiers(0, 1))
     groups: KVGroups = PLAIN
+    adapters: FakeAdapters = field(default_factory=FakeAdapters)
 
     def __post_init__(self) -> None:
         total = self.num_blocks + self.groups.num_states * self.groups.blocks_per_state
@@ -175,6 +224,7 @@ class FakeExecutor:
         self.masks: dict[int, list[npt.NDArray[np.uint32]]] = {}  # by row: the last supplied one, and a later plan's
         self.plans: list[StepPlan] = []
         self.marks: dict[int, int] = {}  # of rows that the next plans introduce
+        self.expected: dict[int, str] = {}  # by row: the adapter that it must run with
         self.closed = False
 
     def launch(self, plan: StepPlan) -> None:
@@ -187,11 +237,13 @@ class FakeExecutor:
         for row in plan.released:
             self.rows.pop(row, None)
             self.masks.pop(row, None)
+        self.adapters.place(plan, self.rows.values())
         self.sides.assign(plan)
         for new in plan.new_rows:
             assert new.row not in self.rows, "a seated row was given away"
-            mark = self.marks.get(new.row, 0)
-            self.rows[new.row] = FakeRow(new, new.token_ids.tolist(), list(new.block_ids), mark)
+            is_missing = self.adapters.is_missing(new.adapter)
+            mark = self.marks.get(new.row, 0) + (0 if is_missing else self.adapters.mark(new.adapter))
+            self.rows[new.row] = FakeRow(new, new.token_ids.tolist(), list(new.block_ids), mark, is_missing)
         self._write_rows(plan)
         self._grant(plan)
         self.tiers.obey(plan.transfers, self.memory)
@@ -232,6 +284,12 @@ class FakeExecutor:
 
     def transfers(self) -> TransferReport:
         return self.tiers.report()
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        return self.adapters.read(name, folder)
+
+    def forget_adapter(self, digest: str) -> None:
+        self.adapters.forget(digest)
 
     def close(self) -> None:
         self.closed = True
@@ -284,6 +342,10 @@ class FakeExecutor:
     def _compute(self, plan: StepPlan) -> None:
         computed = plan.decode_rows.tolist() + [chunk.row for chunk in plan.chunks]
         assert len(set(computed)) == len(computed)
+        for number in computed:
+            row = self.rows[number]
+            adapter = self.adapters.slots.get(row.new.adapter, "")
+            assert row.fails or self.expected.get(number, adapter) == adapter, "a row ran with another's adapter"
         for chunk in plan.chunks:
             row = self.rows[chunk.row]
             assert self._read(row, chunk.start) == row.tokens[: chunk.start], "a chunk begins before what it builds on"

@@ -18,6 +18,7 @@ from quire.config.policy import POLICY_NAMES, RESERVING
 from quire.config.speculation import SpeculationConfig
 from quire.config.tiers import EVICTION_NAMES, TierConfig
 from quire.engine.decoding.tools import DecodingTools
+from quire.engine.scheduler.adapter_slots import NO_SLOT
 from quire.engine.speculation.ngram import NgramProposers
 from quire.engine.speculation.proposer import DraftProposers
 from quire.engine.speculation.runtime_drafts import RuntimeDraftProposers
@@ -29,12 +30,14 @@ from toy_model import VOCAB
 
 Files = Mapping[bytes, Memory]
 NAMES = "abc"  # of pinned prompts
+ADAPTERS = "xyz"
 MEETS = (
     *POLICY_NAMES, *EVICTION_NAMES,
     "answers compared", "plain", "toy grammars", "real grammars", "masks alone", "masks in a batch", "best_of", "beams",
     "branches", "failed", "refused", "cut off", "cut off while compiling", "closed while compiling", "drafts",
     "looked up drafts", "ordered drafts", "cached", "salts of their own", "old blocks", "evicted", "cache reset",
     "pinned", "unpinned", "recomputed", "swapped", "from host memory", "from disk", "files lost",
+    "adapters", "waits for a slot",
 )  # fmt: skip
 LONGEST = 100  # tokens of a sequence, where a policy reserves memory for so many
 REFUSALS = ("beam_width", "best_of", "n", "max_tokens", "priority", "structured_outputs", "request")
@@ -98,7 +101,8 @@ class Mix:
     ) -> None:
         """`files` are what an earlier engine left on disk, for requests of these `salts`. `is_grouped`: the model has
         layers with a window, or recurrent ones, or both."""
-        self.rng = rng = random.Random(seed)
+        self.rng, self.adapters = random.Random(seed), random.Random(seed + 5)
+        rng = self.rng
         self.block_size = block_size = rng.choice([1, 1, 2, 3, 4, 5, 6, 7, 8])
         policy = rng.choice(["fcfs"] * 4 + ["priority", "fair"] + list(POLICY_NAMES))
         tiers, behind, preemption = tiers_of(seed, block_size, policy, files)
@@ -137,7 +141,11 @@ class Mix:
             behind=behind,
             preemption=preemption,
             groups=groups,
+            adapters={name: f"digest {name}" for name in ADAPTERS},
+            adapter_slots=self.adapters.choice([0, 1, 2]),
         )
+        for name in ADAPTERS if self.engine.core.config.adapter_slots else ():
+            self.engine.core.adapters.load(name, name)
         self.engine.executor.period = period
         self.least_batch = rng.choice([0, 4])  # masks of more rows than this are made together
         self.asked: dict[str, Asked] = {}
@@ -236,6 +244,8 @@ class Mix:
         salts = ["", "", "s", "t", f"of {len(self.asked)} alone"]
         asked.salt = self.rng.choice(salts)
         asked.params["tenant"] = self.rng.choice(["", "x", "y", "z"])
+        if self.engine.core.config.adapter_slots:
+            asked.adapter = self.adapters.choice(["", *ADAPTERS])
         if self.engine.core.config.policy == "priority" or self.rng.random() < 0.01:
             asked.params["priority"] = self.rng.randint(-2, 2)
         if self.asked and self.rng.random() < 0.25:
@@ -284,7 +294,7 @@ class Mix:
         try:
             self.engine.submit(
                 name, asked.prompt, max_tokens=asked.length, seed=asked.seed, end_ids=END_IDS, pin=pin,
-                salt=asked.salt, **asked.params,
+                salt=asked.salt, adapter=asked.adapter, **asked.params,
             )  # fmt: skip
         except InvalidRequest as refusal:
             if refusal.field not in (*REFUSALS, "prompt" if pin else "") or (
@@ -343,10 +353,10 @@ class Mix:
     def _check_salts(self) -> None:
         """A request finds nothing in the cache if no other request has its salt. The executor checks at every step that
         no row reads what was written under another salt: see SaltMarks."""
-        counts = Counter(asked.salt for asked in self.asked.values())
+        counts = Counter((asked.salt, asked.adapter) for asked in self.asked.values())
         for name, message in self.engine.finished.items():
-            salt = self.asked[name].salt
-            if counts[salt] == 1 and salt not in self.old_salts:
+            salt, adapter = self.asked[name].salt, self.asked[name].adapter
+            if counts[salt, adapter] == 1 and salt not in self.old_salts:
                 self.met["salts of their own"] += 1
                 assert message.num_cached_tokens == 0
 
@@ -370,6 +380,8 @@ class Mix:
             "beams": sum("beam" in asked.params for asked in whole),
             "cut off": len(self.cut),
             "drafts": stats.drafts,
+            "adapters": sum(bool(asked.adapter) for asked in whole),
+            "waits for a slot": sum(NO_SLOT in entry.note for message in messages.values() for entry in message.ledger),
             "looked up drafts": stats.drafts if self.crowd.period else 0,
             "ordered drafts": stats.drafts if isinstance(self.proposers, RuntimeDraftProposers) else 0,
             "cached": stats.prefix_hits,

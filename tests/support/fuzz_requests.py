@@ -26,6 +26,7 @@ class Asked:
     length: int
     params: dict[str, object] = field(default_factory=dict)
     salt: str = ""
+    adapter: str = ""
     tokens: Callable[[int], list[int]] = lambda index: []  # of each sample
     ranked: list[tuple[int, ...]] | None = None  # the samples' tokens, best first
     may_fail: bool = False  # by its own grammar

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from fake_executor import VOCAB, FakeExecutor
 from fake_tiers import FakeTiers
@@ -36,8 +37,9 @@ class SaltMarks(EngineObserver):
 
     def planned(self, step: InFlightStep) -> None:
         for new in step.plan.new_rows:
-            salt = self.core.rows.sequence_at(new.row).group.request.cache_salt
-            self.executor.marks[new.row] = 1_000 * zlib.crc32(salt.encode())
+            request = self.core.rows.sequence_at(new.row).group.request
+            self.executor.marks[new.row] = 1_000 * zlib.crc32(request.cache_salt.encode())
+            self.executor.expected[new.row] = request.adapter_digest
 
 
 class Harness:
@@ -55,6 +57,7 @@ class Harness:
         behind: FakeTiers | None = None,
         check_every: int = 1,
         groups: KVGroups = PLAIN,
+        adapters: Mapping[str, str] = MappingProxyType({}),
         **settings: object,
     ) -> None:
         tiers = tiers or TierConfig()
@@ -65,6 +68,7 @@ class Harness:
         marks = SaltMarks()
         self.core = EngineCore(self.executor, cache, scheduler, VOCAB, tools=tools, clock=clock, observer=marks)
         marks.core, marks.executor = self.core, self.executor
+        self.executor.adapters.contents.update(adapters)
         self.best: dict[int, list[list[int]]] = {}  # handle -> a beam search's best so far, as it was streamed
         self.finished: dict[str, Finished] = {}
         self.streams: dict[int, list[int]] = {}  # sample handle -> tokens as they came
@@ -84,11 +88,14 @@ class Harness:
         priority: int = 0,
         tenant: str = "",
         pin: str = "",
+        adapter: str = "",
         **params: object,
     ) -> None:
         sampling = SamplingParams(**{"max_tokens": 8, **params})  # type: ignore[arg-type]
         rules = TokenRules(end_ids=end_ids, grammar=grammar)
-        request = Submit(request_id, tuple(prompt), sampling, rules, priority, salt, beam, source, tenant, pin)
+        request = Submit(
+            request_id, tuple(prompt), sampling, rules, priority, salt, beam, source, tenant, pin, (), adapter
+        )
         self.handles[request_id] = self.core.submit(request)
 
     def step(self) -> None:

@@ -68,7 +68,7 @@ class TestServer:
         self._starts_up, self._sampling_defaults = starts_up, sampling_defaults
         self.config = ServerConfig(
             source=config.pop("source", ModelSource(model=MODEL, served_names=(MODEL, "other-name"))),
-            engine=EngineArguments(),
+            engine=config.pop("engine", EngineArguments()),
             **config,
         )
         self._observer = observer or NullObserver()
@@ -103,6 +103,7 @@ class TestServer:
             device="cpu",
             policy=self.scheduler.policy,
             eos_ids=(EOS_ID,),
+            adapter_slots=self.scheduler.adapter_slots,
         )
         return core, ready
 

@@ -13,6 +13,7 @@ from quire.engine.core import EngineCore
 from quire.engine.encoder_core import EncoderCore
 from quire.engine.progress import Backlog
 from quire.serving.process.link import EngineListener, EngineReady
+from quire.types.adapters import AdapterInfo
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
@@ -68,6 +69,16 @@ class LocalLink:
 
     async def reset_cache(self) -> int:
         return await self._ask(lambda core: core.reset_cache())
+
+    async def adapters(self) -> tuple[AdapterInfo, ...]:
+        return cast("tuple[AdapterInfo, ...]", await self._ask(lambda core: core.adapters.listing()))
+
+    async def load_adapter(self, name: str, folder: str, *, in_place: bool) -> AdapterInfo:
+        found = await self._ask(lambda core: core.adapters.load(name, folder, in_place=in_place))
+        return cast("AdapterInfo", found)
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        return cast("AdapterInfo", await self._ask(lambda core: core.adapters.unload(name)))
 
     def close(self) -> None:
         self._orders.put(None)
@@ -166,7 +177,10 @@ class LocalLink:
             if self._core is None:
                 answer.set_exception(EngineDead("there is no engine"))
             else:
-                answer.set_result(question(self._core))
+                try:
+                    answer.set_result(question(self._core))
+                except InvalidRequest as error:
+                    answer.set_exception(error)
 
         self._orders.put(order)
         return await asyncio.wait_for(asyncio.wrap_future(answer), 120)

@@ -74,7 +74,7 @@ class RecordedLoad:
         self.finished: dict[str, Finished] = {}
 
     def submit(self, request_id: str, prompt: list[int], **fields: object) -> None:
-        names = ("rules", "priority", "cache_salt", "beam", "source", "tenant", "pin")
+        names = ("rules", "priority", "cache_salt", "beam", "source", "tenant", "pin", "adapter")
         given = {name: fields.pop(name) for name in names if name in fields}
         sampling = SamplingParams(**{"max_tokens": 8, **fields})  # type: ignore[arg-type]
         self.core.submit(Submit(request_id, tuple(prompt), sampling, **given))  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.config.adapters import AdapterConfig
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.kv_cache import PLAIN, KVGroups, lay_out
 from quire.config.memory import state_groups
@@ -23,7 +24,9 @@ from quire.runtime.models.build import build_model, count_weights
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.sampling.samples import Samples
+from quire.runtime.worker.adapters import make_adapters
 from quire.runtime.worker.worker import Worker
+from quire.types.adapters import NO_ADAPTER, AdapterPlacement
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
 from quire.types.sampling import SamplingParams, TokenRules
@@ -174,11 +177,13 @@ def engine_config(
     quantization: Quantization | None = None,
     groups: KVGroups = PLAIN,
     images: ImageLimits | None = None,
+    adapters: AdapterConfig | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         CacheConfig(block_size, num_blocks, layout=layout, tiers=tiers or TierConfig(), groups=groups),
         SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=max_len, images=images),
         DeviceConfig(device, dtype, kv_dtype or dtype, quantization=quantization),  # type: ignore[arg-type]
+        adapters=adapters,
     )
 
 
@@ -258,7 +263,8 @@ class Bench:
         load_weights(model, checkpoint)
         self.model_config = checkpoint.config
         self.sampler = sampler or GreedySampler()
-        self.worker = Worker(model, builder.backend, self.sampler, checkpoint.config, config)
+        adapters = make_adapters(model, checkpoint.config, config, builder.backend.kernels)
+        self.worker = Worker(model, builder.backend, self.sampler, checkpoint.config, config, adapters=adapters)
         order = torch.randperm(config.cache.num_blocks, generator=torch.Generator().manual_seed(1))
         self.free: list[int] = order.tolist()
         self.size = config.cache.block_size
@@ -274,6 +280,14 @@ class Bench:
         self._copies: list[BlockCopy] = []
         self._released: list[int] = []
         self._writes: list[RowTokens] = []
+        self._placements: list[AdapterPlacement] = []
+
+    def put_adapter(self, slot: int, folder: Any) -> str:
+        """Have the next step put an adapter into a slot; returns its digest."""
+        assert self.worker.adapters is not None
+        digest = self.worker.adapters.store.read("adapter", str(folder)).digest
+        self._placements.append(AdapterPlacement(slot, digest))
+        return digest
 
     def add(
         self,
@@ -288,6 +302,7 @@ class Bench:
         num_prompt: int | None = None,
         rules: TokenRules | None = None,
         images: Sequence[PromptImage] = (),
+        adapter: int = NO_ADAPTER,
         **sampling: Any,
     ) -> None:
         self.tokens[row] = list(tokens)
@@ -307,6 +322,7 @@ class Bench:
                 seed=seed,
                 num_candidates=num_candidates,
                 images=tuple(images),
+                adapter=adapter,
             )
         )
 
@@ -387,7 +403,9 @@ class Bench:
             released=tuple(self._released),
             writes=tuple(self._writes),
             masks=masks,
+            adapters=tuple(self._placements),
         )
+        self._placements = []
         self._new, self._grants, self._copies, self._released, self._writes = [], [], [], [], []
         self._moves = []
         self.step += 1

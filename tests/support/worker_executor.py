@@ -22,8 +22,10 @@ from quire.runtime.models.build import build_model
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import make_tiers
+from quire.runtime.worker.adapters import make_adapters
 from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
+from quire.types.adapters import AdapterInfo
 from quire.types.output import Finished
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
@@ -55,6 +57,14 @@ class WorkerExecutor:
 
     def transfers(self) -> TransferReport:
         return self.worker.tiers.report()
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        assert self.worker.adapters is not None
+        return self.worker.adapters.store.read(name, folder)
+
+    def forget_adapter(self, digest: str) -> None:
+        assert self.worker.adapters is not None
+        self.worker.adapters.store.forget(digest)
 
     def close(self) -> None:
         self.worker.tiers.close()
@@ -90,7 +100,8 @@ class TinyEngine:
         )
         decoder = _load(checkpoint, builder)
         sampler = _sampler(config, checkpoint.config, builder)
-        worker = Worker(decoder, builder.backend, sampler, checkpoint.config, config)
+        adapters = make_adapters(decoder, checkpoint.config, config, builder.backend.kernels)
+        worker = Worker(decoder, builder.backend, sampler, checkpoint.config, config, adapters=adapters)
 
         def load(_: ModelConfig, drafting: LayerBuilder) -> BaseModel:
             assert draft is not None

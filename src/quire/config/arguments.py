@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
+from quire.config.adapters import AdapterConfig, AdapterModule, read_lora_dir, read_modules, resolve_adapters
 from quire.config.engine import MAX_BLOCK_SIZE
 from quire.config.model import QUANTIZATIONS, STORED_METHODS, Dtype
 from quire.config.policy import RESERVING, PolicyName, PolicySettings, read_policy, read_policy_settings
@@ -76,6 +77,12 @@ class EngineArguments:
     limit_mm_per_prompt: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     allowed_local_media_path: str | None = None
+    enable_lora: bool = False
+    lora_modules: list[Any] | dict[str, str] | None = None
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
+    max_cpu_loras: int | None = None
+    lora_dir: str | None = None  # from which clients of a server may load adapters
 
 
 class EngineSettings(TypedDict, total=False):
@@ -116,6 +123,12 @@ class EngineSettings(TypedDict, total=False):
     limit_mm_per_prompt: dict[str, Any] | None
     mm_processor_kwargs: dict[str, Any] | None
     allowed_local_media_path: str | None
+    enable_lora: bool
+    lora_modules: list[Any] | dict[str, str] | None
+    max_loras: int | None
+    max_lora_rank: int | None
+    max_cpu_loras: int | None
+    lora_dir: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +143,8 @@ class ParsedArguments:
     tiers: TierConfig
     speculation: SpeculationConfig | None
     recording: RecordingConfig | None
+    adapters: AdapterConfig | None
+    modules: tuple[AdapterModule, ...]  # adapters to load at the start
 
 
 def read_arguments(args: EngineArguments) -> ParsedArguments:
@@ -147,7 +162,15 @@ def read_arguments(args: EngineArguments) -> ParsedArguments:
         tiers=read_tiers(args.host_cache_memory, args.swap_space, *disk, args.tier_write),
         speculation=read_speculation(args.speculative_config),
         recording=read_recording(args.record, args.record_tokens, args.record_limit),
+        adapters=resolve_adapters(
+            enable=args.enable_lora,
+            slots=args.max_loras,
+            max_rank=args.max_lora_rank,
+            host_adapters=args.max_cpu_loras,
+        ),
+        modules=read_modules(args.lora_modules, enable=args.enable_lora),
     )
+    read_lora_dir(args.lora_dir, enable=args.enable_lora)
     check_tiers(parsed.tiers, parsed.preemption, policy, parsed.layout)
     speculates, has_files = parsed.speculation is not None, bool(parsed.tiers.disk_path)
     check_recording(parsed.recording, speculates=speculates, has_files=has_files)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.config.adapters import AdapterConfig
 from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.policy import PolicyName, PolicySettings
@@ -75,6 +76,7 @@ class SchedulerConfig:
     policy_settings: PolicySettings = field(default_factory=PolicySettings)
     preemption: PreemptionName = "auto"  # whether a preempted request's blocks are swapped out or recomputed
     images: ImageLimits | None = None  # None: requests have no images
+    adapter_slots: int = 0  # different LoRA adapters among running requests; 0: there are none
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -115,6 +117,7 @@ class EngineConfig:
     device: DeviceConfig
     speculation: SpeculationConfig | None = None  # None: no speculative decoding
     recording: RecordingConfig | None = None  # None: nothing is recorded
+    adapters: AdapterConfig | None = None  # None: no LoRA adapters
 
 
 def row_buckets(num_rows: int) -> tuple[int, ...]:

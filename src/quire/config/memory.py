@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.config.adapter_memory import adapter_memory
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
 from quire.config.kv_cache import PLAIN, KVGroups, lay_out
@@ -68,6 +69,7 @@ class MemoryPlan:
     groups: KVGroups = PLAIN  # of layers; window blocks are some of `num_blocks`
     max_chunk: int = 0  # tokens of a sequence that a step computes
     images: int = 0  # encoding the largest image, and vectors of images that are kept
+    adapters: int = 0  # slots for LoRA adapters
 
     @property
     def state_bytes(self) -> int:
@@ -91,7 +93,7 @@ class MemoryPlan:
         """Bytes of everything but the KV cache."""
         needed = self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs
         host = self.host_cache if self.device == "cpu" else 0
-        return needed + self.images + self.masks + self.draft + self.staging + self.states + host
+        return needed + self.images + self.adapters + self.masks + self.draft + self.staging + self.states + host
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -160,6 +162,9 @@ class MemoryPlan:
         if self.groups.num_states and room + self.states >= smallest_cache:
             fix = f"lower it: a sequence takes {format_size(self.state_bytes)} of memory for states"
             return "max_num_seqs", f"{short} ({format_size(self.states)} of them states)", fix
+        if self.adapters and room + self.adapters >= smallest_cache:
+            fix = "lower it, or the largest rank of adapters"
+            return "max_loras", f"{short} ({format_size(self.adapters)} of them for adapters)", fix
         if self.activations + self.sampling + self.masks + self.rows + self.graphs > self.weights:
             return "max_num_batched_tokens", short, "lower it, and max_num_seqs, or use a device with more memory"
         return "model", f"{short} ({format_size(self.weights)} of them weights)", "choose a smaller model or dtype"
@@ -177,6 +182,7 @@ class MemoryPlan:
         lines = [
             ("weights", self.weights, ""),
             *([("drafting", self.draft, "weights, rows and sampling of the draft")] if self.draft else []),
+            *([("adapters", self.adapters, "slots for LoRA adapters")] if self.adapters else []),
             ("activations", self.activations, "upper bound for one step"),
             *([("images", self.images, "encoding the largest one")] if self.images else []),
             ("logits, sampling", self.sampling, ""),
@@ -259,6 +265,9 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         groups=groups,
         max_chunk=scheduler.max_num_batched_tokens,
         images=_images(model, scheduler, facts.weight_bytes(config.device.dtype, device)),
+        adapters=adapter_memory(
+            model, config.adapters, DTYPE_BYTES[config.device.dtype], scheduler.max_num_batched_tokens
+        ),
     )
 
 
@@ -359,8 +368,9 @@ def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     rows, value_bytes = min(config.scheduler.num_rows, GRAPH_ROWS), DTYPE_BYTES[config.device.dtype]
     tokens = token_buckets(model, config)
     widest = widest_activations(model)
-    choosing = NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (widest + model.vocab_size) * value_bytes
-    return choosing + len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * widest * value_bytes
+    kinds = 1 if config.adapters is None else 2  # steps with and without LoRA adapters
+    choosing = kinds * NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (widest + model.vocab_size) * value_bytes
+    return choosing + kinds * len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * widest * value_bytes
 
 
 def _rows(scheduler: SchedulerConfig, block_size: int, groups: KVGroups) -> int:

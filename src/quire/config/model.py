@@ -145,11 +145,14 @@ class Recurrent:
 @dataclass(frozen=True, slots=True)
 class WeightCounts:
     """How many weights the layers of a model hold, as the layers themselves say: all of them; those in the matrices of
-    blocks, which quantization shrinks; and the output features of these matrices, each of which has a scale."""
+    blocks, which quantization shrinks; and the output features of these matrices, each of which has a scale. Of linear
+    layers that LoRA adapters may change: the inputs of all matrices and the outputs; the most matrices of a layer."""
 
     parameters: int = 0
     in_blocks: int = 0
     block_outputs: int = 0
+    adapter_width: int = 0
+    adapter_parts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ def resolve_engine_config(
         seed=args.seed,
         policy_settings=parsed.policy_settings,
         preemption=parsed.preemption,
+        adapter_slots=0 if parsed.adapters is None else parsed.adapters.slots,
     )
     images = resolve_images(
         model.vision, args.limit_mm_per_prompt, args.mm_processor_kwargs, scheduler.max_num_batched_tokens
@@ -82,7 +83,7 @@ def resolve_engine_config(
     block_bytes = kv_block_bytes(model, device.kv_dtype, args.block_size, groups)
     tiers = resolve_tiers(parsed.tiers, block_bytes, host_field)
     cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers, groups=groups)
-    unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording)
+    unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording, parsed.adapters)
     unsized = _resolve_layout(unsized, facts, model)
     try:
         config = _size_cache(args, facts, model, unsized, capacity)

@@ -95,6 +95,7 @@ class Committer:
         that are complete. Returns the batch of tokens to stream, and how many tokens were generated."""
         for failure in result.failures:
             if (sequence := self._sequence_if_leased(step.lease_of(failure.row), failure.row)) is not None:
+                self._scheduler.adapters.note_failure(sequence.group)
                 self._fail(sequence.group, Fault(failure.reason))
         table = self._scheduler.rows
         rows, tokens = step.rows, result.token_ids if step.places is None else result.token_ids[step.places]
@@ -167,6 +168,7 @@ class Committer:
             if sequence is not None and not sequence.group.has_token:
                 sequence.group.has_token = True
                 sequence.group.ledger.note("first_token", now)
+                self._scheduler.note_token(sequence.group)
 
     def _take_logprobs(
         self, step: InFlightStep, result: StepResult, paced: list[PacedResult]

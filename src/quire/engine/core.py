@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.engine.adapters import AdapterTable
 from quire.engine.commit import NO_BATCH, Batch, Committer
 from quire.engine.counters import Counters
 from quire.engine.decoding.controller import Ending, Fault, fault_of
@@ -22,11 +23,18 @@ from quire.engine.in_flight import InFlightStep, Pipeline
 from quire.engine.kvcache.pinned_prefixes import PinnedPrefixes
 from quire.engine.observer import EngineObserver
 from quire.engine.paced_results import PacedResults, beam_ends
-from quire.engine.scheduler.accounts import block_holders
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.scheduler.scheduler import Scheduler
-from quire.engine.submission import add_sequences, check_request, find_origin, make_controller, make_group, most_blocks
+from quire.engine.submission import (
+    add_sequences,
+    check_request,
+    end_uncompiled,
+    find_origin,
+    make_controller,
+    make_group,
+    most_blocks,
+)
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, SampleEnd, TokensOut
 from quire.types.request import Abort, Submit
@@ -60,6 +68,7 @@ class EngineCore:
         self._executor, self._cache, self._config, self._vocab_size = executor, cache, scheduler, vocab_size
         self._tools, self._clock, self._observer = tools or DecodingTools(), clock, observer or EngineObserver()
         self._scheduler = Scheduler(cache, scheduler)
+        self.adapters = AdapterTable(self._scheduler.adapters, executor, self._observer)
         self._pipeline = Pipeline(executor, depth or executor.depth, clock)
         self._scheduler.paced.least_forced = 1 if self._pipeline.depth == 1 else _LEAST_FORCED
         self._guided = GuidedRows(self._scheduler, self._tools.grammars.vocab_size, self._end, self._fail)
@@ -101,12 +110,15 @@ class EngineCore:
         self._ordinal += 1
         self._next_handle += request.sampling.n
         self._groups[request.request_id] = group
+        if request.adapter:
+            self.adapters.hold(group.request)
         self._observer.submitted(group)
         return group.handle
 
     def _accept(self, request: Submit) -> Group:
         """Check a request and make its group. The group joins the queue now, or when its grammar is compiled."""
-        asked, request = request, self.pins.pad_prompt(request)
+        asked = self.adapters.resolve(request) if request.adapter or request.adapter_digest else request
+        request = self.pins.pad_prompt(asked)
         cache, config, vocab_size = self._cache, self._config, self._vocab_size
         has_text, num_pinned = self._tools.vocabulary is not None, self.pins.num_reserved
         limit = check_request(request, cache, config, vocab_size, has_text=has_text, num_pinned=num_pinned)
@@ -148,24 +160,14 @@ class EngineCore:
     def _abort(self, group: Group, abort: Abort) -> None:
         ending: Ending = ("abort", None) if abort.stop_reason is None else ("stop", abort.stop_reason)
         if group in self._compiling:
-            self._abort_compiling(group, abort.index, ending)
+            if end_uncompiled(group, abort.index, ending):
+                self._finish_request(group, group.finish_message(self._clock()))
         elif group.search is not None:
             if abort.index is None:
                 self._finish_search(group, ending)
         elif abort.index is None or not group.is_ranked:
             for sequence in [s for s in group.live if abort.index in (None, s.index)]:
                 self._end(sequence, ending)
-
-    def _abort_compiling(self, group: Group, index: int | None, ending: Ending) -> None:
-        """End samples of a group whose grammar is being compiled, and which has no sequences yet."""
-        if index is not None and group.is_ranked:
-            return
-        count, over = group.request.sampling.n, {sample.index for sample in group.ended}
-        for each in range(count) if index is None else [index] if 0 <= index < count else []:
-            if each not in over:
-                group.ended.append(SampleEnd(each, (), *ending))
-        if len(group.ended) == count:
-            self._finish_request(group, group.finish_message(self._clock()))
 
     @property
     def config(self) -> SchedulerConfig:
@@ -313,6 +315,8 @@ class EngineCore:
         if self._compiling.pop(group, None) is None:
             self._scheduler.remove(group)
         del self._groups[group.request.request_id]
+        if group.request.adapter:
+            self.adapters.release(group.request)
         self._finished.append(message)
         self._counters.finished += 1
         if group.request.pin:
@@ -358,7 +362,7 @@ class EngineCore:
         return self._groups.get(request_id)
 
     def stats(self) -> EngineStats:
-        return self._counters.stats(self._scheduler, self._paced, self._cache)
+        return self._counters.stats(self._scheduler, self._paced, self._cache, self.adapters)
 
     @property
     def num_ready(self) -> int:
@@ -367,10 +371,7 @@ class EngineCore:
 
     def block_map(self) -> BlockMap:
         """Return the holders of all blocks, and the blocks of each request."""
-        scheduler = self._scheduler
-        holders = block_holders(scheduler.running, scheduler.pool, scheduler.pins)
-        cached = tuple(scheduler.tree.evictable_blocks())
-        return BlockMap(self._counters.steps, self._cache.block_size, holders, scheduler.request_blocks(), cached)
+        return self._scheduler.block_map(self._counters.steps)
 
     def reset_cache(self) -> int:
         """Empty the prefix cache, pinned prefixes included. Returns how many blocks became free."""
@@ -381,6 +382,7 @@ class EngineCore:
     def check(self) -> None:
         """Assert that all parts agree, and that no block is held without a request or a pin."""
         self._scheduler.check()
+        self.adapters.check(self._groups.values())
         assert set(self._groups.values()) == {*self._scheduler.running, *self._scheduler.waiting, *self._compiling}
         if not self._groups:
             assert self._scheduler.pool.num_used == self.pins.num_blocks

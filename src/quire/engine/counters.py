@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.config.engine import CacheConfig
+from quire.engine.adapters import AdapterTable
 from quire.engine.paced_results import PacedResults
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.types.stats import STEP_SIZES, BlockStats, EngineStats
@@ -31,7 +32,9 @@ class Counters:
         self.output_tokens += num_outputs
         self._step_seconds += seconds
 
-    def stats(self, scheduler: Scheduler, paced: PacedResults, cache: CacheConfig) -> EngineStats:
+    def stats(
+        self, scheduler: Scheduler, paced: PacedResults, cache: CacheConfig, adapters: AdapterTable
+    ) -> EngineStats:
         pool, pins, reuse = scheduler.pool, scheduler.pins, scheduler.reuse
         blocks = BlockStats(
             total=pool.num_blocks,
@@ -66,4 +69,5 @@ class Counters:
             drafted_tokens=paced.num_drafted,
             accepted_tokens=paced.num_accepted,
             drafts=paced.num_drafts,
+            adapters=adapters.stats(),
         )

@@ -123,6 +123,8 @@ class EncoderCore:
             raise EngineDead(self.dead)
         if request.request_id in self._live:
             raise InvalidRequest("request_id", f"{request.request_id!r} is in use", "choose another")
+        if request.adapter:
+            raise InvalidRequest("model", "an encoder has no LoRA adapters", "name the model itself")
         self._check(request)
         self._live[request.request_id] = (request, self._clock())
         self._queue.add(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from quire.types.adapters import AdapterInfo
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import TransferReport
 
@@ -33,6 +34,13 @@ class Executor(Protocol):
 
     def transfers(self) -> TransferReport:
         """Return which transfers of launched plans have completed or failed since the last call. Never waits."""
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        """Read and check a LoRA adapter, and keep it in host memory. May be called from any thread. Raises
+        InvalidRequest if it does not fit the model."""
+
+    def forget_adapter(self, digest: str) -> None:
+        """Drop an adapter that no live row uses. Its slot on the device is free."""
 
     def close(self) -> None:
         """Release devices and processes. Idempotent."""

@@ -1,7 +1,8 @@
 """The messages between edges and the engine process: typed msgpack, one message per frame, checked when decoded.
 
-An edge sends Submit, Abort, Ask, Unpin and Goodbye. The engine sends TokensOut and the answers below. The dataclasses
-of `types` are not described a second time: their wire forms are derived from their fields.
+An edge sends Submit, Abort, Ask, Unpin, LoadAdapter, UnloadAdapter and Goodbye. The engine sends TokensOut and the
+answers below. The dataclasses of `types` are not described a second time: their wire forms are derived from their
+fields.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 import numpy as np
 
+from quire.types.adapters import AdapterInfo
 from quire.types.errors import InvalidRequest, QuireError
 from quire.types.output import TokensOut
 from quire.types.prefix import PinnedPrefix
@@ -27,7 +29,7 @@ from quire.types.stats import BlockMap, EngineStats
 
 MAX_MESSAGE = 64 * 2**20  # bytes
 
-Question = Literal["stats", "block_map", "reset_cache", "pins"]
+Question = Literal["stats", "block_map", "reset_cache", "pins", "adapters"]
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
@@ -42,6 +44,23 @@ class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
 
     number: int
     salt: str
+    name: str
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Load a LoRA adapter from a folder and give it a name. The engine answers with AdapterAnswer of the same number;
+    steps go on while it reads."""
+
+    number: int
+    name: str
+    folder: str
+    in_place: bool = False  # it may replace another one of that name
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """Take the name of a LoRA adapter away. The engine answers with AdapterAnswer of the same number."""
+
+    number: int
     name: str
 
 
@@ -93,14 +112,33 @@ class Unpinned(msgspec.Struct, frozen=True, tag="unpinned"):
     was_there: bool
 
 
+class AdapterAnswer(msgspec.Struct, frozen=True, tag="adapter"):
+    """The adapter that was loaded or unloaded, or the parts of the InvalidRequest that refuses it."""
+
+    number: int
+    info: AdapterInfo | None
+    field: str = ""
+    reason: str = ""
+    fix: str = ""
+
+    def result(self) -> AdapterInfo | InvalidRequest:
+        return InvalidRequest(self.field, self.reason, self.fix) if self.info is None else self.info
+
+
+class AdaptersAnswer(msgspec.Struct, frozen=True, tag="adapters"):
+    number: int
+    adapters: tuple[AdapterInfo, ...]
+
+
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
     """The last message of an engine whose executor failed. Requests that have not finished by now never will."""
 
     reason: str
 
 
-ToEngine = Submit | Abort | Ask | Unpin | Goodbye
-FromEngine = Accepted | Refused | TokensOut | StatsAnswer | BlockMapAnswer | CacheReset | PinsAnswer | Unpinned | Lost
+ToEngine = Submit | Abort | Ask | Unpin | LoadAdapter | UnloadAdapter | Goodbye
+Answer = StatsAnswer | BlockMapAnswer | CacheReset | PinsAnswer | Unpinned | AdapterAnswer | AdaptersAnswer
+FromEngine = Accepted | Refused | TokensOut | Answer | Lost
 
 
 class BadMessage(QuireError):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quire.engine.decoding.group import Group
     from quire.engine.in_flight import InFlightStep
+    from quire.types.adapters import AdapterInfo
     from quire.types.output import TokensOut
     from quire.types.request import Abort
     from quire.types.step import StepResult
@@ -36,6 +37,12 @@ class EngineObserver:
 
     def unpinned(self, salt: str, name: str) -> None:
         """A prompt was unpinned."""
+
+    def adapter_loaded(self, info: AdapterInfo) -> None:
+        """A LoRA adapter got a name. It replaces another one of that name."""
+
+    def adapter_unloaded(self, name: str) -> None:
+        """A LoRA adapter lost its name."""
 
     def compiled(self, group: Group) -> None:
         """The grammar of a request was compiled, and the request waits to be admitted; or it failed, and the request

@@ -8,23 +8,30 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NoReturn
 
+from quire.engine.adapters import AdapterTable
 from quire.engine.core import EngineCore
 from quire.engine.encoder_core import EncoderCore
 from quire.engine.messages import (
     Accepted,
+    AdapterAnswer,
+    AdaptersAnswer,
+    Answer,
     Ask,
     BlockMapAnswer,
     CacheReset,
     FromEngine,
     Goodbye,
+    LoadAdapter,
     Lost,
     PinsAnswer,
     Refused,
     StatsAnswer,
     ToEngine,
+    UnloadAdapter,
     Unpin,
     Unpinned,
 )
@@ -32,6 +39,7 @@ from quire.engine.progress import ProgressRecord
 from quire.engine.routing import Routes
 from quire.engine.submission import check_answer_size
 from quire.engine.transport import EngineSocket
+from quire.types.adapters import AdapterInfo
 from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import Finished, TokensOut
 from quire.types.request import Abort, Submit
@@ -62,6 +70,9 @@ class EngineLoop:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._waking = threading.Lock()
         self._stopping = self._closed = False
+        self._reader = ThreadPoolExecutor(1, "adapters")  # reads LoRA adapters, one after the other
+        self._read: deque[tuple[int, LoadAdapter, AdapterInfo | InvalidRequest]] = deque()  # filled by that thread
+        self.on_adapters: Callable[[tuple[AdapterInfo, ...]], None] = lambda _: None  # told of every change
 
     # ------------------------------------------------------------------------------------------ called by any thread
     def stop(self) -> None:
@@ -106,6 +117,7 @@ class EngineLoop:
         if self._core.has_work and self._core.dead is None:
             self._deliver(self._core.step())
             self._flush()
+        self._reader.shutdown(cancel_futures=True)
         self._edges.close()
         self._progress.close()
         self._core.close()
@@ -142,6 +154,8 @@ class EngineLoop:
     def _receive(self) -> None:
         while self._gone:
             self._drop(self._gone.popleft())
+        while self._read:
+            self._finish_load(*self._read.popleft())
         for edge, message in self._edges.receive():
             self._handle(edge, message)
 
@@ -155,6 +169,10 @@ class EngineLoop:
             self._queue(edge, self._answer(message))
         elif isinstance(message, Unpin):
             self._queue(edge, Unpinned(message.number, self._core.unpin(message.salt, message.name)))
+        elif isinstance(message, LoadAdapter):
+            self._begin_load(edge, message)
+        elif isinstance(message, UnloadAdapter):
+            self._queue(edge, self._unload(message))
         elif isinstance(message, Goodbye):
             self._drop(edge)
 
@@ -168,13 +186,60 @@ class EngineLoop:
         self._routes.add(edge, request.request_id, handle, request.sampling.n)
         return Accepted(request.request_id, handle)
 
-    def _answer(self, ask: Ask) -> StatsAnswer | BlockMapAnswer | CacheReset | PinsAnswer:
+    def _begin_load(self, edge: int, order: LoadAdapter) -> None:
+        """Read a LoRA adapter in another thread."""
+        try:
+            self._table.begin_load(order.name, in_place=order.in_place)
+        except InvalidRequest as error:
+            self._queue(edge, AdapterAnswer(order.number, None, error.field, error.reason, error.fix))
+            return
+        self._reader.submit(self._read_adapter, edge, order)
+
+    def _read_adapter(self, edge: int, order: LoadAdapter) -> None:
+        found: AdapterInfo | InvalidRequest
+        try:
+            found = self._table.read(order.name, order.folder)
+        except InvalidRequest as error:
+            found = error
+        except Exception as error:
+            logger.exception("reading the LoRA adapter %s failed", order.name)
+            found = InvalidRequest("lora_path", f"cannot be read: {error!r:.200}", "check its files")
+        self._read.append((edge, order, found))
+        self._wake_up()
+
+    def _finish_load(self, edge: int, order: LoadAdapter, found: AdapterInfo | InvalidRequest) -> None:
+        if isinstance(found, InvalidRequest):
+            self._table.finish_load(order.name, None)
+            self._queue(edge, AdapterAnswer(order.number, None, found.field, found.reason, found.fix))
+            return
+        self._table.finish_load(order.name, found)
+        self.on_adapters(self._table.listing())
+        self._queue(edge, AdapterAnswer(order.number, found))
+
+    def _unload(self, order: UnloadAdapter) -> AdapterAnswer:
+        try:
+            info = self._table.unload(order.name)
+        except InvalidRequest as error:
+            return AdapterAnswer(order.number, None, error.field, error.reason, error.fix)
+        self.on_adapters(self._table.listing())
+        return AdapterAnswer(order.number, info)
+
+    @property
+    def _table(self) -> AdapterTable:
+        if isinstance(self._core, EncoderCore):
+            raise InvalidRequest("lora_name", "an encoder has no LoRA adapters", "leave it out")
+        return self._core.adapters
+
+    def _answer(self, ask: Ask) -> Answer:
         if ask.question == "stats":
             return StatsAnswer(ask.number, self._core.stats())
         if ask.question == "block_map":
             return BlockMapAnswer(ask.number, self._core.block_map())
         if ask.question == "pins":
             return PinsAnswer(ask.number, self._core.pins.listing())
+        if ask.question == "adapters":
+            known = () if isinstance(self._core, EncoderCore) else self._table.listing()
+            return AdaptersAnswer(ask.number, known)
         return CacheReset(ask.number, self._core.reset_cache())
 
     def _deliver(self, out: TokensOut) -> None:

@@ -11,7 +11,7 @@ from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import RESERVING
 from quire.config.vision import FEWEST_TOKENS, ImageLimits
 from quire.engine.decoding.beam import BeamSearch
-from quire.engine.decoding.controller import PLAIN, StepController
+from quire.engine.decoding.controller import PLAIN, Ending, StepController
 from quire.engine.decoding.grammar import Matcher
 from quire.engine.decoding.group import NOT_STREAMED, Group, Sequence
 from quire.engine.decoding.stop_text import StopRules, StopText
@@ -23,6 +23,7 @@ from quire.engine.scheduler.row_table import RowTable
 from quire.engine.speculation.proposer import NO_PROPOSER
 from quire.types.errors import InvalidRequest
 from quire.types.images import KEY_BYTES, MAX_PIXEL_BYTES
+from quire.types.output import SampleEnd
 from quire.types.request import Submit
 from quire.types.sampling import check_vocabulary
 
@@ -98,7 +99,7 @@ def _check_pooling(request: Submit) -> None:
 def _check_types(request: Submit) -> None:
     """Raise InvalidRequest if a field has another type than its annotation says. The scheduler would fail on it later,
     and with it every request."""
-    for field in ("cache_salt", "tenant", "pin"):
+    for field in ("cache_salt", "tenant", "pin", "adapter"):
         if not isinstance(getattr(request, field), str):
             raise InvalidRequest(field, f"is {getattr(request, field)!r}, not a text", "send a string")
     if type(request.priority) is not int:
@@ -286,6 +287,8 @@ def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowTable) ->
         return None
     if group.request.cache_salt != request.cache_salt:
         raise InvalidRequest("source", f"{source.request_id!r} has another cache_salt", "use the same")
+    if group.request.adapter_digest != request.adapter_digest:
+        return None  # the tokens are the same, and their keys and values are not
     if group.is_ranked:
         raise InvalidRequest("source", f"{source.request_id!r} is still ranking its samples", "wait for its end")
     origin = next((sequence for sequence in group.live if sequence.index == source.index), None)
@@ -297,6 +300,18 @@ def find_origin(request: Submit, groups: Mapping[str, Group], rows: RowTable) ->
         reason = f"has no sample {source.index} that begins with these {source.num_tokens} tokens"
         raise InvalidRequest("source", reason, "send the tokens it was seen to have")
     return origin
+
+
+def end_uncompiled(group: Group, index: int | None, ending: Ending) -> bool:
+    """End samples of a group whose grammar is being compiled, and which has no sequences yet. Returns whether all of
+    them have ended."""
+    if index is not None and group.is_ranked:
+        return False
+    count, over = group.request.sampling.n, {sample.index for sample in group.ended}
+    for each in range(count) if index is None else [index] if 0 <= index < count else []:
+        if each not in over:
+            group.ended.append(SampleEnd(each, (), *ending))
+    return len(group.ended) == count
 
 
 def _seed_for(request: Submit, engine_seed: int, ordinal: int) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from quire.config.server import MetricNames
 from quire.observability.counts import Counts, Histogram
 from quire.observability.metric_table import FINISHED_REASONS, METRICS, PREFIX, VLLM_NAMES, VLLM_PREFIX, Metric
+from quire.types.adapters import OTHER_ADAPTERS
 from quire.types.stats import STEP_SIZES, TIER_FAILURES, BlockStats, EngineStats
 
 if TYPE_CHECKING:
@@ -128,6 +129,11 @@ def _values(stats: EngineStats) -> dict[str, float]:
         "generation_tokens": stats.output_tokens,
         "engine_steps": stats.steps,
         "engine_step_seconds": stats.step_seconds,
+        "lora_adapters": stats.adapters.loaded,
+        "lora_slots": stats.adapters.slots,
+        "lora_slots_used": stats.adapters.slots_used,
+        "lora_requests_waiting": stats.adapters.waiting,
+        "lora_placements": stats.adapters.placements,
     }
 
 
@@ -147,6 +153,7 @@ def _labelled(stats: EngineStats) -> dict[str, dict[str, float]]:
         "cache_tier_moved_bytes": {way: count * tiers.block_bytes for way, count in moved.items()},
         "cache_tier_evicted_blocks": {"host": tiers.host_evicted, "disk": tiers.disk_evicted},
         "cache_tier_failures": dict.fromkeys(TIER_FAILURES, 0.0) | tiers.failures,
+        "lora_requests": {OTHER_ADAPTERS: 0.0} | stats.adapters.requests,
     }
 
 

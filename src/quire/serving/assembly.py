@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from quire.config.adapters import AdapterModule, read_modules
 from quire.config.arguments import EngineArguments
 from quire.config.embedding import (
     EmbeddingSettings,
@@ -38,7 +40,7 @@ from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
 from quire.runtime.models.registry import ENTRIES, check_generates
 from quire.serving.pooled_texts import check_work
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class PlannedEngine:
     memory: MemoryPlan
     draft_files: ModelFiles | None = None  # of the model that guesses ahead, where there is one
     settings: EmbeddingSettings | None = None  # of what it makes of texts; None: it generates text
+    modules: tuple[AdapterModule, ...] = ()  # LoRA adapters that it has from the start
 
     @property
     def pooling(self) -> PoolingModel | None:
@@ -78,7 +81,7 @@ class PlannedEngine:
         proposers = make_proposers(config.speculation, executor.depth)
         tools = replace(tools or DecodingTools(), proposers=proposers)
         try:
-            return _make_core(executor, config, self.model.vocab_size, tools)
+            return load_modules(_make_core(executor, config, self.model.vocab_size, tools), self.modules)
         except BaseException:
             executor.close()
             raise
@@ -101,6 +104,16 @@ def _make_core(executor: SingleExecutor, config: EngineConfig, vocab_size: int, 
 
     writer = RecordingWriter.from_config(config, vocab_size, executor.depth)
     return make_recorded_core(executor, config.cache, config.scheduler, vocab_size, writer=writer, tools=tools)
+
+
+def load_modules(core: EngineCore, modules: Iterable[AdapterModule]) -> EngineCore:
+    """Load the LoRA adapters that an engine has from the start. Raises ConfigError."""
+    for name, folder in modules:
+        try:
+            core.adapters.load(name, folder)
+        except InvalidRequest as error:
+            raise ConfigError("lora_modules", f"{name!r}: {error.field}: {error.reason}", error.fix) from None
+    return core
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +173,8 @@ def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArgumen
     if draft is not None:
         check_generates(draft.architecture, "speculative_config")
     config, memory = resolve_engine_config(arguments, detect_hardware(), model, draft, offline=offline)
-    return PlannedEngine(files, model, config, memory, draft_files)
+    modules = read_modules(arguments.lora_modules, enable=arguments.enable_lora)
+    return PlannedEngine(files, model, config, memory, draft_files, modules=modules)
 
 
 def find_draft(arguments: EngineArguments, *, offline: bool = False) -> ModelFiles | None:

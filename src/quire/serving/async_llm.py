@@ -18,10 +18,12 @@ from quire.serving.batch import Batch, Ended
 from quire.serving.chat_tokenizer import ChatTokenizer
 from quire.serving.client import EngineClient
 from quire.serving.loading import load_model
+from quire.serving.lora import LoRARequest, load_lora, take_loras
 from quire.serving.outputs import StreamPiece
 from quire.serving.requests import PromptLike, pair_sampling, read_prompts
 from quire.serving.text.tokenizer import Tokenizer
 from quire.serving.vllm_arguments import CallArguments, check_call, translate_arguments
+from quire.types.adapters import AdapterInfo
 from quire.types.errors import ConfigError, EngineDead, InvalidRequest, QuireError
 from quire.types.output import CompletionOutput, RequestOutput
 from quire.types.request import Abort, Submit
@@ -79,8 +81,10 @@ class AsyncLLM:
         that is slower than the model gets several tokens in one output. Leaving the iteration ends the request. Raises
         InvalidRequest, or QuireError if the request fails.
         """
-        check_call(others)
-        stream = await self._start(prompt, sampling_params, request_id, priority)
+        (lora,), others_left = take_loras(others, 1)
+        check_call(others_left)
+        adapter = "" if lora is None else await load_lora(self._loaded.client, self._engine.call, lora)
+        stream = await self._start(prompt, sampling_params, request_id, priority, adapter)
         try:
             async for output in stream.outputs():
                 yield output
@@ -94,7 +98,7 @@ class AsyncLLM:
             self._engine.abort(one)
 
     async def _start(
-        self, prompt: PromptLike, params: SamplingParams | None, request_id: str | None, priority: int
+        self, prompt: PromptLike, params: SamplingParams | None, request_id: str | None, priority: int, adapter: str
     ) -> _Stream:
         loop = asyncio.get_running_loop()
         kind = (params or self._default_sampling).output_kind
@@ -106,7 +110,7 @@ class AsyncLLM:
             (sampling,) = pair_sampling(params, 1, self._default_sampling)
             sampling = replace(sampling, output_kind=RequestOutputKind.CUMULATIVE)  # the engine knows no kinds
             (request,) = self._loaded.requests.make(read, [sampling], priorities=[priority])
-            return replace(request, request_id=f"request-{request.request_id}"), read[0].text
+            return replace(request, request_id=f"request-{request.request_id}", adapter=adapter), read[0].text
 
         self._engine.check()
         request, text = await loop.run_in_executor(self._text, prepare)
@@ -117,6 +121,20 @@ class AsyncLLM:
         stream = _Stream(request, text, kind, loop)
         self._engine.submit(stream)
         return stream
+
+    # -------------------------------------------------------------------------------------------------- adapters
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter, if it is not loaded. Raises InvalidRequest."""
+        return bool(await load_lora(self._loaded.client, self._engine.call, lora_request))
+
+    async def remove_lora(self, lora_name: str) -> bool:
+        """Unload a LoRA adapter. Requests that run with it go on. Raises InvalidRequest if there is none."""
+        await asyncio.wrap_future(self._engine.call(lambda: self._loaded.client.unload_adapter(lora_name)))
+        return True
+
+    async def list_loras(self) -> tuple[AdapterInfo, ...]:
+        """The LoRA adapters that requests may name."""
+        return await asyncio.wrap_future(self._engine.call(self._loaded.client.adapters))
 
     # ------------------------------------------------------------------------------------------------- condition
     async def get_tokenizer(self) -> ChatTokenizer:
@@ -231,6 +249,7 @@ class _Stream:
             outputs=completions,
             finished=False,
             sampling=self.request.sampling,
+            adapter=self.request.adapter,
         )
 
 

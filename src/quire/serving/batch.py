@@ -216,6 +216,11 @@ class LiveRequest:
         return self._request.images
 
     @property
+    def adapter(self) -> str:
+        """The name of its LoRA adapter; empty: none."""
+        return self._request.adapter
+
+    @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         """Of a fork: with the tokens it kept."""
         return tuple(self._request.prompt_token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from quire.engine.core import EngineCore
+from quire.types.adapters import AdapterInfo
 from quire.types.output import TokensOut
 from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
@@ -41,6 +42,24 @@ class EngineClient(Protocol):
 
     def reset_cache(self) -> int:
         """Forget cached prefixes; returns how many blocks that freed."""
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The LoRA adapters that requests may name."""
+
+    def load_adapter(self, name: str, folder: str, *, in_place: bool = False) -> AdapterInfo:
+        """Load a LoRA adapter and give it a name. Raises InvalidRequest."""
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Take the name of a LoRA adapter away. Raises InvalidRequest if there is none of that name."""
+
+    def begin_load(self, name: str, *, in_place: bool = False) -> None:
+        """Check that an adapter may be loaded under a name. `finish_load` must follow. Raises InvalidRequest."""
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        """Read an adapter, between `begin_load` and `finish_load`. Any thread may call it. Raises InvalidRequest."""
+
+    def finish_load(self, name: str, info: AdapterInfo | None) -> None:
+        """Give a name to the adapter that was read; None: it could not be read."""
 
     def close(self) -> None:
         """Let go of the engine. Idempotent."""
@@ -80,6 +99,24 @@ class InProcessClient:
 
     def reset_cache(self) -> int:
         return self._core.reset_cache()
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        return self._core.adapters.listing()
+
+    def load_adapter(self, name: str, folder: str, *, in_place: bool = False) -> AdapterInfo:
+        return self._core.adapters.load(name, folder, in_place=in_place)
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        return self._core.adapters.unload(name)
+
+    def begin_load(self, name: str, *, in_place: bool = False) -> None:
+        self._core.adapters.begin_load(name, in_place=in_place)
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        return self._core.adapters.read(name, folder)
+
+    def finish_load(self, name: str, info: AdapterInfo | None) -> None:
+        self._core.adapters.finish_load(name, info)
 
     def close(self) -> None:
         self._core.close()

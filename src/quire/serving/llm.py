@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, Unpack
 from quire.config.arguments import EngineSettings
 from quire.serving.batch import Batch, Feed, LiveRequest, LiveRequests, branch_of
 from quire.serving.loading import LoadedModel, LoadFormat, load_model
+from quire.serving.lora import LoRARequest, load_loras, take_loras
 from quire.serving.offline import OfflineModel, ShowsProgress
 from quire.serving.outputs import StreamPiece, beam_output
 from quire.serving.requests import (
@@ -28,6 +29,7 @@ from quire.serving.requests import (
 from quire.serving.terminal import DeferredInterrupt, ProgressLine
 from quire.serving.text.chat_template import ChatTemplates
 from quire.serving.vllm_arguments import CallArguments, check_call
+from quire.types.adapters import AdapterInfo
 from quire.types.beam import BeamSearchOutput, BeamSearchParams
 from quire.types.decoding import BeamRules
 from quire.types.errors import ConfigError, InvalidRequest, QuireError
@@ -95,10 +97,9 @@ class LLM(OfflineModel):
         Without `sampling_params` the model's own defaults hold. `use_tqdm`: a progress line on stderr; None draws it
         only on a terminal. Ctrl-C ends what is live and leaves the engine usable.
         """
-        if others:
-            check_call(others)
         read = read_prompts(prompts)
-        return self._run(read, self._pair(sampling_params, len(read)), use_tqdm, priority=priority)
+        sampling, adapters = self._pair(sampling_params, len(read)), self._adapters(others, len(read))
+        return self._run(read, sampling, use_tqdm, priority=priority, adapters=adapters)
 
     def chat(
         self,
@@ -115,22 +116,30 @@ class LLM(OfflineModel):
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered by the model's chat template or the given one. Without
         `sampling_params` the model's own defaults hold."""
-        if others:
-            check_call(others)
+        conversations = read_conversations(messages)
+        adapters = self._adapters(others, len(conversations))
         prompts = self._render(
-            read_conversations(messages),
+            conversations,
             chat_template,
             chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
         )
-        return self._run(prompts, self._pair(sampling_params, len(prompts)), use_tqdm, add_special_tokens=False)
+        sampling = self._pair(sampling_params, len(prompts))
+        return self._run(prompts, sampling, use_tqdm, add_special_tokens=False, adapters=adapters)
 
-    def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Stream:
         """Answer one prompt piece by piece, as its tokens come. Closing the iterator early ends the request."""
         prompts = read_prompts(prompt)
-        return self._stream(self._requests.make(prompts, self._pair(sampling_params, len(prompts))), prompts)
+        requests = self._requests.make(prompts, self._pair(sampling_params, len(prompts)))
+        return self._stream(self._with_lora(requests, lora_request), prompts)
 
     def stream_chat(
         self,
@@ -139,11 +148,13 @@ class LLM(OfflineModel):
         *,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Stream:
         """Answer one conversation piece by piece, as its tokens come. Closing the iterator early ends the request."""
         prompts = self._render([list(messages)], chat_template, chat_template_kwargs)
         sampling = self._pair(sampling_params, 1)
-        return self._stream(self._requests.make(prompts, sampling, add_special_tokens=False), prompts)
+        requests = self._requests.make(prompts, sampling, add_special_tokens=False)
+        return self._stream(self._with_lora(requests, lora_request), prompts)
 
     def beam_search(
         self,
@@ -154,22 +165,27 @@ class LLM(OfflineModel):
         **others: Unpack[CallArguments],
     ) -> list[BeamSearchOutput]:
         """The likeliest answers to every prompt, best first. All searches run in one batch, each of its own width."""
-        if others:
-            check_call(others)
         read = read_prompts(prompts)
-        searches = pair_beams(params, len(read))
+        searches, adapters = pair_beams(params, len(read)), self._adapters(others, len(read))
         sampling, beams = [one.sampling for one in searches], [one.rules for one in searches]
-        outputs = self._run(read, sampling, use_tqdm, beams=beams)
+        outputs = self._run(read, sampling, use_tqdm, beams=beams, adapters=adapters)
         return [beam_output(output, self._tokenizer) for output in outputs]
 
     # -------------------------------------------------------------------------------------------------- branching
-    def start(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> LiveRequest:
+    def start(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> LiveRequest:
         """Begin to answer one prompt; `step` and the `wait` of any live request compute it.
 
         While requests live, only they are computed: other calls are refused.
         """
         read = read_prompts(prompt)
-        (request,) = self._requests.make(read, self._pair(sampling_params, len(read)))
+        requests = self._requests.make(read, self._pair(sampling_params, len(read)))
+        (request,) = self._with_lora(requests, lora_request)
         return self._start(request, read[0].text)
 
     def fork(
@@ -181,11 +197,12 @@ class LLM(OfflineModel):
         sampling_params: SamplingParams | None = None,
     ) -> LiveRequest:
         """Go on from the middle of another request's sample `index`, after `at_token` tokens of its answer (None: all
-        so far), with sampling parameters of its own. What the source has computed is shared, not computed again."""
+        so far), with sampling parameters of its own and the LoRA adapter of the source. What the source has computed is
+        shared, not computed again."""
         tokens, branch = branch_of(source, index, at_token)
         (request,) = self._requests.make([Prompt(token_ids=tokens)], self._pair(sampling_params, 1))
         images = source.images if isinstance(source, LiveRequest) else ()
-        return self._start(replace(request, source=branch, images=images), None)
+        return self._start(replace(request, source=branch, images=images, adapter=source.adapter), None)
 
     def step(self) -> list[StreamPiece]:
         """Compute one step of the live requests; what is new in them. Nothing when none lives."""
@@ -225,6 +242,34 @@ class LLM(OfflineModel):
         """Keep a prompt no longer: it is cached as others are. Raises InvalidRequest for a name that is not known."""
         if not self._client.unpin("", name):
             raise InvalidRequest("name", f"{name!r} is not registered", "see prefixes()")
+
+    # ---------------------------------------------------------------------------------------------------- adapters
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter, if it is not loaded. Raises InvalidRequest."""
+        return bool(load_loras(self._client, [lora_request]))
+
+    def remove_lora(self, lora_name: str) -> bool:
+        """Unload a LoRA adapter. Requests that run with it go on. Raises InvalidRequest if there is none."""
+        return bool(self._client.unload_adapter(lora_name))
+
+    def list_loras(self) -> tuple[AdapterInfo, ...]:
+        """The LoRA adapters that requests may name."""
+        return self._client.adapters()
+
+    def _adapters(self, others: CallArguments, num_prompts: int) -> Sequence[str]:
+        """Check the other arguments of a call, and load the LoRA adapters that it names. Returns the name for each
+        prompt; (): none."""
+        if not others:
+            return ()
+        loras, left = take_loras(others, num_prompts)
+        check_call(left)
+        return load_loras(self._client, loras)
+
+    def _with_lora(self, requests: Sequence[Submit], lora: LoRARequest | None) -> Sequence[Submit]:
+        if lora is None:
+            return requests
+        (name,) = load_loras(self._client, [lora])
+        return [replace(request, adapter=name) for request in requests]
 
     # ------------------------------------------------------------------------------------------------- condition
     def get_default_sampling_params(self) -> SamplingParams:
@@ -270,6 +315,7 @@ class LLM(OfflineModel):
         priority: Sequence[int] | None = None,
         beams: Sequence[BeamRules] = (),
         pin: str = "",
+        adapters: Sequence[str] = (),
     ) -> list[RequestOutput]:
         if priority is not None and len(priority) != len(prompts):
             raise InvalidRequest("priority", f"has {len(priority)} entries for {len(prompts)} prompts")
@@ -281,6 +327,9 @@ class LLM(OfflineModel):
             )
             if beams:
                 requests = [replace(request, beam=beam) for request, beam in zip(requests, beams[part], strict=True)]
+            if adapters:
+                named = zip(requests, adapters[part], strict=True)
+                requests = [replace(request, adapter=adapter) for request, adapter in named]
             return [replace(request, pin=pin) for request in requests] if pin else requests
 
         self._check_generates()

@@ -226,6 +226,7 @@ class OutputBuilder:
             num_cached_tokens=finished.num_cached_tokens,
             metrics={"num_preemptions": float(finished.num_preemptions)},
             sampling=request.sampling,
+            adapter=request.adapter,
         )
 
     def _completion(

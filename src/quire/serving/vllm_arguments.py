@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from quire.config.arguments import EngineArguments
 from quire.config.embedding import TASKS, Task
 from quire.types.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from quire.serving.lora import LoRARequest
 
 logger = logging.getLogger("quire")
 
@@ -64,7 +67,7 @@ class NoEffect:
 
 _ONE_DEVICE = "Quire runs a model on one device; set it to 1 and start one server per GPU"
 _TEXT_ONLY = "Quire takes text and images, which it prepares by itself; leave it out"
-_NO_LORA = "merge the adapter into the model and load that"
+_NO_LORA = "leave it out: LoRA adapters are for calls that generate text"
 _BY_MODEL = "leave it out, or use --task embed, classify or score of `quire serve`"
 _OFF = (None, False)
 
@@ -150,12 +153,9 @@ NO_EFFECT: dict[str, NoEffect] = {
     "pooler_config": NoEffect((None,), _BY_MODEL),
     "override_pooler_config": NoEffect((None,), _BY_MODEL),
     # LoRA, pictures and sound
-    "enable_lora": NoEffect(_OFF, _NO_LORA),
-    "max_loras": NoEffect((None, 1), _NO_LORA),
-    "max_lora_rank": NoEffect((None, 16), _NO_LORA),
-    "max_cpu_loras": NoEffect((None,), _NO_LORA),
-    "fully_sharded_loras": NoEffect(_OFF, _NO_LORA),
-    "lora_dtype": NoEffect((None, "auto"), _NO_LORA),
+    "fully_sharded_loras": NoEffect(_OFF, "adapters are on one device, as the model is; leave it out"),
+    "lora_dtype": NoEffect((None, "auto"), "adapters are computed in the dtype of the model; leave it out"),
+    "default_mm_loras": NoEffect((None, {}), "name the adapter in each request"),
     "media_io_kwargs": NoEffect((None, {}), _TEXT_ONLY),
     "mm_processor_cache_gb": _tuning(_TEXT_ONLY, 4, 0),
     "disable_mm_preprocessor_cache": _tuning(_TEXT_ONLY, False),
@@ -208,9 +208,9 @@ def check_encoder(given: Mapping[str, Any]) -> None:
 
 
 class CallArguments(TypedDict, total=False):
-    """Arguments of vLLM's `generate` and `chat` that ask for nothing here."""
+    """Arguments of vLLM's `generate` and `chat`. All but `lora_request` ask for nothing here."""
 
-    lora_request: object
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None
     prompt_adapter_request: object
     tokenization_kwargs: object
     mm_processor_kwargs: object

@@ -10,6 +10,8 @@ import numpy as np
 from quire.simulator.clock import VirtualClock
 from quire.simulator.cost import Cost
 from quire.simulator.transfers import DEFAULT_TRANSFER_COST, SimulatedTransfers, TransferCost
+from quire.types.adapters import AdapterInfo
+from quire.types.errors import InvalidRequest
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import FoundFile, TransferReport
 
@@ -59,6 +61,13 @@ class SimulatedExecutor:
     def next_transfer(self) -> float | None:
         """Return the moment at which the next transfer completes; None: no transfer is pending."""
         return self._transfers.next_completion()
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        """Adapters are recorded: none is read."""
+        raise InvalidRequest("lora_path", f"{folder!r} cannot be read in a replay, as {name!r}", "record it")
+
+    def forget_adapter(self, digest: str) -> None:
+        """Nothing is kept of an adapter."""
 
     def close(self) -> None:
         self._in_flight.clear()

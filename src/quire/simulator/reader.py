@@ -20,6 +20,8 @@ from quire.engine.recording.writer import FORMAT
 from quire.simulator.model_outputs import BeamCandidates, Failure
 from quire.simulator.recording import (
     Aborted,
+    AdapterLoaded,
+    AdapterUnloaded,
     CacheReset,
     Ended,
     Recording,
@@ -29,6 +31,7 @@ from quire.simulator.recording import (
     Submitted,
     Unpinned,
 )
+from quire.types.adapters import AdapterInfo
 from quire.types.decoding import BeamRules
 from quire.types.errors import QuireError
 from quire.types.ledger import LedgerEntry
@@ -112,6 +115,8 @@ class _Reader:
             "failure": self._failure,
             "reset_cache": lambda record: self._recording.events.append(CacheReset(*self._time(record))),
             "unpin": self._unpin,
+            "adapter": self._load_adapter,
+            "no adapter": self._unload_adapter,
             "dead": self._dead,
             "over": self._over,
         }
@@ -172,6 +177,7 @@ class _Reader:
             source=None if source is None else from_json(Branch, source),
             tenant=record["tenant"],
             pin=record.get("pin", ""),
+            adapter=record.get("adapter", ""),
         )
         by_stop = "stop" in texts
         self._note_inexact(request, texts)
@@ -197,6 +203,13 @@ class _Reader:
 
     def _unpin(self, record: Record) -> None:
         self._recording.events.append(Unpinned(*self._time(record), record["salt"], record["name"]))
+
+    def _load_adapter(self, record: Record) -> None:
+        info = AdapterInfo(record["name"], record["digest"], int(record["rank"]), int(record["bytes"]), "")
+        self._recording.events.append(AdapterLoaded(*self._time(record), info))
+
+    def _unload_adapter(self, record: Record) -> None:
+        self._recording.events.append(AdapterUnloaded(*self._time(record), record["name"]))
 
     # ---------------------------------------------------------------------------------------- decisions
     def _step(self, record: Record) -> None:

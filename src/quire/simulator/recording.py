@@ -11,6 +11,7 @@ from quire.config.recording import TokenForm
 from quire.config.speculation import SpeculationConfig
 from quire.simulator.cost import StepSize
 from quire.simulator.model_outputs import ModelOutputs
+from quire.types.adapters import AdapterInfo
 from quire.types.errors import QuireError
 from quire.types.ledger import LedgerEntry
 from quire.types.request import Submit
@@ -79,6 +80,24 @@ class Unpinned:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """A LoRA adapter got a name."""
+
+    at: float
+    clock: Readings
+    info: AdapterInfo
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUnloaded:
+    """A LoRA adapter lost its name."""
+
+    at: float
+    clock: Readings
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stepped:
     """One call of `EngineCore.step`: the records of its plans, and the seconds of the steps it committed."""
 
@@ -99,7 +118,7 @@ class Stepped:
         return self.num_used, self.num_running, self.num_waiting, self.num_preempted, self.num_swapped
 
 
-Event = Submitted | Aborted | CacheReset | Unpinned | Stepped
+Event = Submitted | Aborted | CacheReset | Unpinned | AdapterLoaded | AdapterUnloaded | Stepped
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from quire.simulator.engine import RecordedModel, count_work, make_replayed_core
 from quire.simulator.grammars import ReplayedGrammars
 from quire.simulator.recording import (
     Aborted,
+    AdapterLoaded,
+    AdapterUnloaded,
     CacheReset,
     Ended,
     Event,
@@ -22,7 +24,8 @@ from quire.simulator.recording import (
     Unpinned,
 )
 from quire.simulator.run import Outcome, Run, StepRun
-from quire.types.errors import QuireError
+from quire.types.adapters import AdapterInfo
+from quire.types.errors import InvalidRequest, QuireError
 from quire.types.output import Finished
 from quire.types.request import Abort
 from quire.types.step import Masks, StepPlan, StepResult
@@ -62,6 +65,13 @@ class _ReplayExecutor:
 
     def transfers(self) -> TransferReport:
         return self.reports.popleft() if self.reports else NOTHING_MOVED
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        """Adapters are recorded: none is read."""
+        raise InvalidRequest("lora_path", f"{folder!r} cannot be read in a replay, as {name!r}", "record it")
+
+    def forget_adapter(self, digest: str) -> None:
+        """Nothing is kept of an adapter."""
 
     def close(self) -> None:
         self._results.clear()
@@ -145,6 +155,10 @@ class _Replay:
             self.core.reset_cache()
         elif isinstance(event, Unpinned):
             self.core.unpin(event.salt, event.name)
+        elif isinstance(event, AdapterLoaded):
+            self.core.adapters.add(event.info)
+        elif isinstance(event, AdapterUnloaded):
+            self.core.adapters.unload(event.name)
         return None
 
     def _step(self, event: Stepped) -> Difference | None:

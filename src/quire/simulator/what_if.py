@@ -22,6 +22,8 @@ from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.grammars import ReplayedGrammars
 from quire.simulator.recording import (
     Aborted,
+    AdapterLoaded,
+    AdapterUnloaded,
     CacheReset,
     Event,
     Recording,
@@ -147,6 +149,10 @@ class _Simulation:
             self.core.reset_cache()
         elif isinstance(event, Unpinned):
             self.core.unpin(event.salt, event.name)
+        elif isinstance(event, AdapterLoaded):
+            self.core.adapters.add(event.info)
+        elif isinstance(event, AdapterUnloaded):
+            self.core.adapters.unload(event.name)
 
     def _submit(self, event: Submitted, stops: dict[tuple[int, int | None], int]) -> None:
         request = self._without_priority(event.request)

@@ -102,3 +102,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     sampling: SamplingParams | None = None
+    adapter: str = ""  # the name of its LoRA adapter; empty: none

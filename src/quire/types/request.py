@@ -43,7 +43,17 @@ class Submit:
     tenant: str = ""  # the client that it runs for; the fair policy shares by it
     pin: str = ""  # if set: keep the prompt pinned under this name after the request
     images: tuple[PromptImage, ...] = ()  # of the prompt, by their place in it
+    adapter: str = ""  # the name of its LoRA adapter; empty: the model as it is
     pooling: PoolingWork | None = None  # if set: each of its texts becomes a row of numbers; nothing is generated
+    adapter_digest: str = ""  # of that adapter; the engine sets it when it accepts the request
+
+    @property
+    def cache_root(self) -> str:
+        """Requests share cached blocks only if this is equal: it tells apart salts and adapters. A request without an
+        adapter has its salt."""
+        if self.adapter_digest:
+            return f"\0{self.adapter_digest}\0{self.cache_salt}"
+        return f"\0\0{self.cache_salt}" if self.cache_salt.startswith("\0") else self.cache_salt
 
     @property
     def key_tokens(self) -> bytes:

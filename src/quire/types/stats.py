@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quire.types.adapters import NO_ADAPTERS, AdapterStats
+
 STEP_SIZES = tuple(2**i for i in range(21))  # upper bounds of the buckets by which steps are counted, in tokens
 
 
@@ -93,6 +95,7 @@ class EngineStats:
     drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # draft tokens that were accepted
     drafts: int = 0  # drafts that were verified
+    adapters: AdapterStats = NO_ADAPTERS
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quire.types.adapters import NO_ADAPTER, AdapterPlacement
 from quire.types.images import PromptImage
 from quire.types.pooling import PoolingWork
 from quire.types.sampling import SamplingParams, TokenRules
@@ -63,6 +64,7 @@ class NewRow(NamedTuple):
     num_candidates: int = 0  # how many most likely next tokens its samples report
     images: tuple[PromptImage, ...] = ()  # of its prompt, by their place in it
     pools: PoolingWork | None = None  # its only sample reports numbers of the prompt; nothing is sampled
+    adapter: int = NO_ADAPTER  # the slot of its LoRA adapter
 
 
 class RowTokens(NamedTuple):
@@ -117,8 +119,8 @@ class DraftOrder(NamedTuple):
 class StepPlan:
     """One forward pass. The scheduler makes the plan, and every worker executes it.
 
-    The order of execution is: released, window_owners, new_rows, writes, grants, transfers, copies, forward pass over
-    decode_rows and then chunks, sampling, drafting.
+    The order of execution is: released, adapters, window_owners, new_rows, writes, grants, transfers, copies, forward
+    pass over decode_rows and then chunks, sampling, drafting.
     """
 
     step: int
@@ -133,6 +135,7 @@ class StepPlan:
     # Layers with a window keep the tokens of block window_owners[i] in its window blocks, the i-th of window_blocks.
     window_owners: Ints = field(default_factory=lambda: NO_ROWS)
     window_blocks: Ints = field(default_factory=lambda: NO_ROWS)  # [owners * window blocks of each]
+    adapters: tuple[AdapterPlacement, ...] = ()
     states: tuple[StateMove, ...] = ()  # of rows that this step computes, for each row by position
     copies: tuple[BlockCopy, ...] = ()
     released: tuple[int, ...] = ()  # rows that are free again

@@ -17,6 +17,7 @@ from quire.observability.counts import SharedCounts
 from quire.observability.metric_table import METRICS
 from quire.observability.metrics import ServerMetrics, server_metrics
 from quire.serving.dispatch.observer import Observer
+from quire.types.adapters import AdapterStats
 from quire.types.errors import EngineDead
 from quire.types.sampling import SamplingParams
 from quire.types.stats import STEP_SIZES, BlockStats, EngineStats, TierStats
@@ -42,6 +43,12 @@ NAMES = [
     "quire:iteration_tokens_total",
     "quire:kv_cache_usage_perc",
     "quire:kv_cache_waste_perc",
+    "quire:lora_adapters",
+    "quire:lora_placements_total",
+    "quire:lora_requests_total",
+    "quire:lora_requests_waiting",
+    "quire:lora_slots",
+    "quire:lora_slots_used",
     "quire:num_preemptions_total",
     "quire:num_requests_running",
     "quire:num_requests_waiting",
@@ -249,17 +256,22 @@ def test_what_the_tiers_hold_move_and_fail_at_is_shown_by_label() -> None:
         failures={"io": 6},
         block_bytes=10,
     )
+    adapters = AdapterStats(loaded=9, slots=4, slots_used=3, waiting=2, placements=7, requests={"a b": 5, "c": 1})
     metrics = ServerMetrics("tiny")
     metrics.engine_up(1)
 
     async def ask() -> EngineStats:
-        return stats(tiers=tiers, host_hits=5, disk_hits=3, swaps=2, evicted_blocks=8, pinned_prefixes=4)
+        return stats(
+            adapters=adapters, tiers=tiers, host_hits=5, disk_hits=3, swaps=2, evicted_blocks=8, pinned_prefixes=4
+        )
 
     found = page(metrics, ask)
     hits = [found[f"quire:prefix_cache_tier_hits_total{{{tier}}}"] for tier in ("device", "host", "disk")]
     assert hits == [12, 5, 3]
     assert (found["quire:cache_tier_used_blocks{disk}"], found["quire:cache_tier_held_blocks"]) == (9, 2)
     assert found["quire:prefix_cache_pinned_prefixes"] == 4
+    assert (found["quire:lora_slots_used"], found["quire:lora_requests_waiting"]) == (3, 2)
+    assert found["quire:lora_requests_total{a b}"] == 5
     assert found["quire:cache_tier_moved_blocks_total{loaded}"] == 4
     assert found["quire:cache_tier_moved_bytes_total{saved}"] == 70
     evicted = {name: count for name, count in found.items() if name.startswith("quire:cache_tier_evicted_blocks")}

@@ -19,6 +19,8 @@ from quire.serving.client import InProcessClient
 from quire.serving.text.special_tokens import SpecialTokens
 from quire.serving.text.token_table import vocabulary_source
 from quire.serving.text.tokenizer import Tokenizer
+from quire.types.adapters import NO_ADAPTER, AdapterInfo
+from quire.types.errors import InvalidRequest
 from quire.types.step import (
     Candidates,
     Chunk,
@@ -77,7 +79,8 @@ class _Row:
 
 
 class ScriptedExecutor:
-    """Follows plans; knows rows only by their prompt. `fails` names prompts whose own code raises.
+    """Follows plans; knows rows only by their prompt. `fails` names prompts whose own code raises. A row with a LoRA
+    adapter says the adapter's digest first.
 
     A masked sample says the first token that is allowed where the script's is not. A row with candidates has the
     script's token far ahead of all others.
@@ -91,6 +94,8 @@ class ScriptedExecutor:
         self.on_launch: Callable[[], None] = lambda: None
         self.logprob: Callable[[int], float] = lambda index: -1.5  # of every token of a sample
         self.num_launched = 0
+        self.adapters: set[str] = set()  # digests in host memory
+        self.slots: dict[int, str] = {}  # what plans have put into the slots
 
     def launch(self, plan: StepPlan) -> None:
         assert self._owed is None, "a plan is launched before the masks of the last one were supplied"
@@ -98,9 +103,11 @@ class ScriptedExecutor:
         self.on_launch()
         for row in plan.released:
             self._rows.pop(row, None)
+        self.slots |= dict(plan.adapters)
         for new in plan.new_rows:
             prompt = TOKENIZER.decode(new.token_ids[: new.num_prompt_tokens].tolist(), skip_special_tokens=False)
-            script = [*ids(self._script(prompt, new.sample_index)), EOS_ID]
+            named = "" if new.adapter == NO_ADAPTER else f"{self.slots[new.adapter]}:"
+            script = [*ids(named + self._script(prompt, new.sample_index)), EOS_ID]
             self._rows[new.row] = _Row(script, new.token_ids.tolist(), new)
         for write in plan.writes:
             self._rows[write.row].tokens[write.start :] = write.token_ids.tolist()
@@ -108,6 +115,17 @@ class ScriptedExecutor:
             self._owed = plan
         else:
             self._results.append(self._sample(plan, plan.masks))
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        """The digest of an adapter is the name of its folder."""
+        digest = folder.rsplit("/", 1)[-1]
+        if digest.startswith("bad"):
+            raise InvalidRequest("lora_path", f"{digest} is no adapter", "name another folder")
+        self.adapters.add(digest)
+        return AdapterInfo(name, digest, 8, 1_000, folder)
+
+    def forget_adapter(self, digest: str) -> None:
+        self.adapters.remove(digest)
 
     def supply_masks(self, masks: Masks | None) -> None:
         plan, self._owed = self._owed, None

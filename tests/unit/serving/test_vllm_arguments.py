@@ -23,6 +23,7 @@ HABITS: dict[str, Any] = {
     "quantization": None,
     "tokenizer_mode": "auto",
     "enable_lora": False,
+    "fully_sharded_loras": False,
     "enable_chunked_prefill": True,
     "disable_log_stats": True,
     "disable_custom_all_reduce": False,
@@ -69,7 +70,7 @@ def test_an_argument_that_only_tunes_is_accepted_with_a_warning(
     [
         ("tensor_parallel_size", 2, "one server per GPU"),
         ("tensor_parallel_size", True, "one server per GPU"),
-        ("enable_lora", True, "merge the adapter"),
+        ("lora_dtype", "float32", "in the dtype of the model"),
         ("enable_chunked_prefill", False, "always computed in chunks"),
         ("hf_overrides", {"rope_theta": 1}, "config.json"),
         ("tokenizer_mode", "slow", '"auto"'),
@@ -132,7 +133,7 @@ def test_calls_take_vllms_arguments_that_ask_for_nothing(make_llm: MakeLLM) -> N
     message = [{"role": "user", "content": "hello"}]
     (output,) = llm.chat(message, sampling, chat_template_content_format="auto", mm_processor_kwargs=None)
     assert output.outputs[0].text == "<user:hello\nbot:>"
-    with pytest.raises(InvalidRequest, match="^lora_request: .*merge the adapter"):
+    with pytest.raises(InvalidRequest, match="^lora_request: must be a LoRARequest, got str"):
         llm.generate("a", sampling, lora_request="adapter")
     with pytest.raises(InvalidRequest, match="^prompt_token_idx: is not an argument"):
         llm.generate("a", sampling, prompt_token_idx=[1])  # type: ignore[call-arg]

@@ -15,11 +15,12 @@ from quire.engine.decoding.beam import BeamSearch
 from quire.engine.decoding.controller import StepController
 from quire.engine.kvcache.prefix_tree import Match, PrefixTree
 from quire.engine.kvcache.table import BlockTable
+from quire.types.adapters import NO_ADAPTER
 from quire.types.ledger import LedgerEntry, LedgerKind, PrefixMiss
 from quire.types.output import Finished, FinishReason, SampleEnd
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
-from quire.types.step import Ints, LogprobTable, TokenLogprobs
+from quire.types.step import Chunk, Ints, LogprobTable, TokenLogprobs
 
 MAX_ENTRIES = 64  # entries of a ledger
 _MERGE_FROM = 32  # from this number of entries on, consecutive chunks share one
@@ -213,6 +214,10 @@ class Group:
     has_token: bool = False  # a generated token has come back
     num_cached: int | None = None  # prompt tokens that its first admission found in the prefix cache
     hit: Hit | None = None  # the last prefix lookup, while it waits
+    slot: int = NO_ADAPTER  # of its LoRA adapter, while it runs
+    slot_wait_since: float | None = None  # when it began to wait for that slot
+    # Its chunks while no token has come from that slot: their blocks are not shared. None: all that it computes is.
+    held_chunks: list[tuple[Sequence, Chunk]] | None = None
     num_known: int = 0  # first tokens that other requests had too: its state after them is kept
     num_prompt: int = field(init=False)
     num_reusable: int = field(init=False)  # first tokens that may come from the cache

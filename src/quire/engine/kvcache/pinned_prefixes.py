@@ -20,6 +20,7 @@ SHARE = 2  # at most 1 / SHARE of the blocks are pinned or reserved for pins
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
+    root: str  # of the blocks
     prompt: bytes  # its tokens as keys, without the padding to whole blocks
     num_tokens: int
     table: BlockTable
@@ -99,7 +100,7 @@ class PinnedPrefixes:
             reason = "cannot stay resident: nothing is cached here"
             raise InvalidRequest("prompt", reason, "turn enable_prefix_caching on, with a policy that shares memory")
         pin, num_tokens = self._held.get((request.cache_salt, request.pin)), len(request.prompt_token_ids)
-        is_held = pin is not None and pin.prompt == request.key_tokens
+        is_held = pin is not None and (pin.root, pin.prompt) == (request.cache_root, request.key_tokens)
         own = 0 if is_held else self._pool.at_rest(-(-num_tokens // self._block_size))
         others = self.num_reserved
         total = self._pool.num_blocks
@@ -123,7 +124,7 @@ class PinnedPrefixes:
     def _hold(self, request: Submit, reservation: _Reservation) -> None:
         tree, tokens, key = self._tree, request.prompt_token_ids, (request.cache_salt, request.pin)
         assert tree is not None
-        match, size = tree.match(request.cache_salt, request.key_tokens, len(tokens)), self._block_size
+        match, size = tree.match(request.cache_root, request.key_tokens, len(tokens)), self._block_size
         is_grouped = isinstance(self._pool, GroupedPool)
         wanted = (len(tokens) - 1) // size if is_grouped else -(-len(tokens) // size)
         if match.node is None or match.num_blocks < wanted or not wanted:
@@ -139,9 +140,8 @@ class PinnedPrefixes:
         table.start_with(node)
         table.rest()
         self.remove(*key)
-        self._held[key] = _Pin(
-            request.key_tokens[: reservation.num_tokens * TOKEN_BYTES], reservation.num_tokens, table
-        )
+        prompt = request.key_tokens[: reservation.num_tokens * TOKEN_BYTES]
+        self._held[key] = _Pin(request.cache_root, prompt, reservation.num_tokens, table)
 
     def remove(self, salt: str, name: str) -> bool:
         """Unpin a prompt. Its blocks stay cached until they are evicted. Returns False if no pin has that name."""

@@ -116,7 +116,7 @@ def why_missed(
 
 def _find_eviction(tree: PrefixTree, match: Match, request: Submit, tokens: bytes) -> Eviction | None:
     """Return the eviction of the run that began right after the whole blocks of a match."""
-    node = tree.root(request.cache_salt) if match.node is None else match.node
+    node = tree.root(request.cache_root) if match.node is None else match.node
     if not node.ghosts or node.end != match.num_blocks:
         return None
     width = tree.block_size * TOKEN_BYTES

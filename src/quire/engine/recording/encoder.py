@@ -12,6 +12,8 @@ import numpy as np
 
 from quire.engine.recording.events import (
     Aborted,
+    AdapterLoaded,
+    AdapterUnloaded,
     CacheReset,
     Collected,
     Event,
@@ -57,7 +59,7 @@ class EventEncoder:
         self._reports: list[Record] = []  # of the current step
         self._tokens: list[Longs] = []  # [4, samples]: ordinals, indices, places, tokens
         self._searching: set[int] = set()  # requests that are beam searches
-        self._aliases: dict[str, str] = {"": ""}  # of salts and tenants
+        self._aliases: dict[str, str] = {"": ""}  # of salts, tenants and adapters
 
     def encode(self, event: Event) -> list[Record]:
         """Return the records of the next event."""
@@ -70,6 +72,12 @@ class EventEncoder:
             return [{"is": "reset_cache", "clock": event.clock}]
         if isinstance(event, Unpinned):
             return [{"is": "unpin", "salt": self._alias(event.salt), "name": event.name, "clock": event.clock}]
+        if isinstance(event, AdapterLoaded):
+            info = event.info
+            known = {"digest": info.digest, "rank": info.rank, "bytes": info.num_bytes}
+            return [{"is": "adapter", "name": self._alias(info.name), **known, "clock": event.clock}]
+        if isinstance(event, AdapterUnloaded):
+            return [{"is": "no adapter", "name": self._alias(event.name), "clock": event.clock}]
         return [self._abort(event)]
 
     def _part(self, part: StepPart) -> list[Record]:
@@ -111,6 +119,7 @@ class EventEncoder:
         record["texts"] = [name for name, is_set in _text_endings(request).items() if is_set]
         record["salt"], record["tenant"] = self._alias(request.cache_salt), self._alias(request.tenant)
         optional = {"priority": request.priority, "beam": request.beam, "source": request.source, "pin": request.pin}
+        optional["adapter"] = self._alias(request.adapter)
         record |= {name: _plain(value) for name, value in optional.items() if value}
         record["clock"] = event.clock
         return record
@@ -127,7 +136,8 @@ class EventEncoder:
         return {name: value for name, value in sampling.items() if name not in _REVEALING}, rules
 
     def _alias(self, value: str) -> str:
-        """Return a salt or a tenant. Where tokens are hashed, return a number that equal values share."""
+        """Return a salt, a tenant or the name of an adapter. Where tokens are hashed, return a number that equal values
+        share."""
         if isinstance(self._encoding, ExactTokens):
             return value
         return self._aliases.setdefault(value, f"{len(self._aliases)}")

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from typing import Generic, NamedTuple, TypeVar
 
 from quire.engine.recording.rows import BeamRows, RowOwner
+from quire.types.adapters import AdapterInfo
 from quire.types.output import Finished
 from quire.types.request import Abort, Submit
 from quire.types.step import Candidates, Ints, RowDraft, RowFailure, RowLogprobs, StepPlan
@@ -42,6 +43,20 @@ class Unpinned(NamedTuple):
     """A pinned prefix was released."""
 
     salt: str
+    name: str
+    clock: Readings
+
+
+class AdapterLoaded(NamedTuple):
+    """A LoRA adapter got a name."""
+
+    info: AdapterInfo
+    clock: Readings
+
+
+class AdapterUnloaded(NamedTuple):
+    """A LoRA adapter lost its name."""
+
     name: str
     clock: Readings
 
@@ -101,7 +116,7 @@ class Stepped(NamedTuple):
     dead: str | None = None
 
 
-Event = Submitted | Aborted | CacheReset | Unpinned | Stepped
+Event = Submitted | Aborted | CacheReset | Unpinned | AdapterLoaded | AdapterUnloaded | Stepped
 
 
 class UnfinishedRequests(Generic[T]):

@@ -6,6 +6,7 @@ from hashlib import blake2b
 from typing import Any
 
 from quire.engine.recording.rows import RowTracker
+from quire.types.adapters import NO_ADAPTER
 from quire.types.step import StepPlan
 from quire.types.transfer import NO_TRANSFERS
 
@@ -24,6 +25,8 @@ def plan_record(plan: StepPlan, rows: RowTracker) -> Record:
         ]
     if plan.new_rows:
         record["new"] = [int(rows.ordinals[new.row]) for new in plan.new_rows]
+    if plan.adapters:
+        record["adapters"] = [[slot, digest] for slot, digest in plan.adapters]
     counts = {"released": len(plan.released), "granted": len(plan.grant_rows), "copied": len(plan.copies)}
     record |= {name: count for name, count in counts.items() if count}
     if plan.transfers is not NO_TRANSFERS:
@@ -52,6 +55,9 @@ def plan_digest(plan: StepPlan) -> str:
             [(order.row, order.num_tokens) for order in plan.drafts],
         )
         digest.update(repr(rest).encode())
+    slots = [new.adapter for new in plan.new_rows]
+    if plan.adapters or any(slot != NO_ADAPTER for slot in slots):
+        digest.update(repr((slots, *map(tuple, plan.adapters))).encode())
     return digest.hexdigest()
 
 

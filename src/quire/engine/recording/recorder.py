@@ -17,6 +17,8 @@ from quire.engine.in_flight import InFlightStep
 from quire.engine.observer import EngineObserver
 from quire.engine.recording.events import (
     Aborted,
+    AdapterLoaded,
+    AdapterUnloaded,
     CacheReset,
     Collected,
     Launched,
@@ -31,6 +33,7 @@ from quire.engine.recording.events import (
 from quire.engine.recording.grammars import RecordedGrammars
 from quire.engine.recording.rows import find_beams, find_owners
 from quire.engine.recording.writer import RecordingWriter
+from quire.types.adapters import AdapterInfo
 from quire.types.output import TokensOut
 from quire.types.request import Abort
 from quire.types.step import Candidates, RowDraft, StepResult
@@ -44,6 +47,7 @@ class _RecordedExecutor:
         self._inner, self._record = inner, record
         self.depth, self.launch, self.supply_masks = inner.depth, inner.launch, inner.supply_masks
         self.collect, self.close = inner.collect, inner.close
+        self.read_adapter, self.forget_adapter = inner.read_adapter, inner.forget_adapter
 
     def transfers(self) -> TransferReport:
         report = self._inner.transfers()
@@ -121,6 +125,12 @@ class Recorder(EngineObserver):
 
     def unpinned(self, salt: str, name: str) -> None:
         self._writer.put(Unpinned(salt, name, self._take_readings()))
+
+    def adapter_loaded(self, info: AdapterInfo) -> None:
+        self._writer.put(AdapterLoaded(info, self._take_readings()))
+
+    def adapter_unloaded(self, name: str) -> None:
+        self._writer.put(AdapterUnloaded(name, self._take_readings()))
 
     def asked_for_slack(self) -> None:
         self._readings.clear()  # no decision depends on them

@@ -10,6 +10,7 @@ import numpy as np
 from quire.engine.decoding.group import Group, Sequence
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.table import BlockTable
+from quire.types.adapters import AdapterPlacement
 from quire.types.step import (
     NO_ROWS,
     Bits,
@@ -83,6 +84,7 @@ class PlanBuilder:
                 group.num_candidates,
                 group.request.images,
                 group.request.pooling,
+                group.slot,
             )
         )
 
@@ -237,6 +239,7 @@ class PlanBuilder:
         released: tuple[int, ...],
         transfers: Transfers,
         windows: Mapping[int, tuple[int, ...]],
+        adapters: tuple[AdapterPlacement, ...],
         *,
         is_guided: bool,
     ) -> tuple[StepPlan, Masks | None]:
@@ -261,6 +264,7 @@ class PlanBuilder:
             grant_blocks=blocks,
             window_owners=np.fromiter(windows, dtype=np.int32) if windows else NO_ROWS,
             window_blocks=np.fromiter(chain.from_iterable(windows.values()), np.int32) if windows else NO_ROWS,
+            adapters=adapters,
             states=tuple(self._states),
             copies=tuple(copy for _, copy in self._copies),
             released=released,

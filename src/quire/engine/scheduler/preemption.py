@@ -40,7 +40,8 @@ class Recompute:
 
 class Swap:
     """Move all blocks to host memory; they are loaded again when the group is admitted. Recompute instead if host
-    memory is full, or if the request wants something of every position, as prompt logprobs are."""
+    memory is full, if the request wants something of every position, as prompt logprobs are, or if no token has come
+    from the slot of its LoRA adapter yet."""
 
     def __init__(self, compute: ComputeTime, tiers: Tiers, reuse: PrefixReuse) -> None:
         self._compute, self._tiers, self._reuse = compute, tiers, reuse
@@ -51,7 +52,8 @@ class Swap:
         if not any(sequence.num_computed for sequence in group.live):  # what it swapped out before stays there
             free(group)
             return "nothing was computed"
-        if group.request.sampling.prompt_logprobs is not None or not group.reads_cache:
+        wants_all = group.request.sampling.prompt_logprobs is not None or not group.reads_cache
+        if wants_all or group.held_chunks is not None:
             return self._recompute.free_blocks(group, builder, num_tokens)
         found = self._reuse.swap_blocks(group, builder)
         blocks = {key: block for each in found.values() for key, block in each.blocks.items()}

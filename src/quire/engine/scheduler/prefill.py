@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.decoding.controller import PLAIN
 from quire.engine.decoding.group import Group, Sequence, SequenceState
+from quire.engine.scheduler.adapter_slots import NO_SLOT
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import NEAR
 from quire.types.step import Chunk
@@ -159,12 +160,12 @@ class Prefill:
         if reuse.prefetch is not None:
             reuse.ready += reuse.prefetch.take_ready(scheduler.now, scheduler.policy.rank)
             reuse.prefetch.look(scheduler.policy.likely_next(scheduler, NEAR))
-        if reuse.ready:
-            for group in reuse.ready:
+        for ready in (reuse.ready, scheduler.adapters.ready):
+            for group in ready:
                 if scheduler.waiting.is_deferred(group):
                     scheduler.waiting.resume(group)
                     scheduler.policy.resumed(group)
-            reuse.ready.clear()
+            ready.clear()
 
     def _admit(self, builder: PlanBuilder) -> None:
         """Admit waiting groups, in the policy's order, while rows, budget and blocks last. Running groups are not
@@ -177,6 +178,8 @@ class Prefill:
                 return
             if not group.wait_reason and self._stopped_step >= group.queued_step:
                 group.wait_reason = self._stopped_for
+            if group.slot_wait_since is not None:
+                group.wait_reason = f"{NO_SLOT} for {scheduler.now - group.slot_wait_since:.3f} s"
             group.ledger.note("admitted", scheduler.now, 0, f"waited: {group.wait_reason}" if group.wait_reason else "")
             scheduler.waiting.remove(group)
             scheduler.running.add(group)
@@ -187,6 +190,8 @@ class Prefill:
             if group.search is not None:
                 group.num_spare = group.num_beams_to_come
                 rows.reserve(group.num_spare)
+            if group.request.adapter_digest:
+                scheduler.adapters.enter(group)
             scheduler.allocation.admitted(group)
             scheduler.policy.admitted(group, scheduler)
             self._owing[group] = None
@@ -205,6 +210,10 @@ class Prefill:
                 return None, "not its turn"
             if group in builder.prompts:  # it was preempted in this plan
                 return None, "preempted in this step"
+            if group.request.adapter_digest and not scheduler.adapters.may_enter(group):
+                scheduler.adapters.wait(group, scheduler.now)
+                self._defer(group, NO_SLOT)
+                continue
             if len(group.live) + group.num_beams_to_come > num_free:
                 return None, "no free row"
             if group is self._blocked and self._is_unchanged():
@@ -215,9 +224,13 @@ class Prefill:
             if not reason:
                 self._blocked, self._blocked_at = group, self._room
                 return None, "no free blocks"
-            group.wait_reason = reason
-            scheduler.waiting.defer(group)
-            scheduler.policy.deferred(group)
+            self._defer(group, reason)
+
+    def _defer(self, group: Group, reason: str) -> None:
+        """Let others overtake a waiting group until it is resumed."""
+        group.wait_reason = reason
+        self._scheduler.waiting.defer(group)
+        self._scheduler.policy.deferred(group)
 
     def _is_unchanged(self) -> bool:
         """Whether the blocked group still has no room: no row was assigned or released, and no block became free."""

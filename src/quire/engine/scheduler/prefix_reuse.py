@@ -73,7 +73,7 @@ class PrefixReuse:
         tree, hit = self._tree, group.hit
         if tree is None or not group.reads_cache:
             return NO_MATCH
-        if hit is None or not hit.is_held(tree, group.request.cache_salt):
+        if hit is None or not hit.is_held(tree, group.request.cache_root):
             return self._look(tree, group)
         if hit.version != self._pool.version:
             hit = group.hit = hit._replace(match=cut_again(tree, hit), version=self._pool.version)
@@ -140,7 +140,7 @@ class PrefixReuse:
         return {group.leader: self._leader_limit(group)}
 
     def _match(self, tree: PrefixTree, sequence: Sequence, limit: int) -> Match:
-        salt, tokens = sequence.group.request.cache_salt, sequence.tokens()
+        salt, tokens = sequence.group.request.cache_root, sequence.tokens()
         match = tree.match(salt, tokens, limit)
         while match.num_tokens < limit and self._publish_at(match, tokens, limit):
             match = tree.match(salt, tokens, limit)
@@ -165,7 +165,7 @@ class PrefixReuse:
     def _tier_salt(self, group: Group) -> str:
         """Return the salt of a group's blocks in the tiers. A group that does not read the cache has one of its own."""
         request = group.request
-        return request.cache_salt if self.reads_cache(group) else f"{request.request_id} of {request.cache_salt}"
+        return request.cache_root if self.reads_cache(group) else f"{request.request_id} of {request.cache_root}"
 
     def find_files(self, group: Group, num_blocks: int | None = None) -> list[bytes]:
         """Return the files that extend the leader's prefix hit. With `num_blocks`, only those among so many blocks
@@ -271,7 +271,7 @@ class PrefixReuse:
         """Fill an empty table with the whole blocks of a match in the prefix tree."""
         tree, table = self._tree, sequence.table
         if tree is not None:
-            salt = sequence.group.request.cache_salt
+            salt = sequence.group.request.cache_root
             node = tree.root(salt) if match.node is None else tree.node_at(match.node, match.num_blocks)
             table.start_with(node)
             tree.used(node if match.partial is None or match.closest is None else match.closest)
@@ -282,7 +282,7 @@ class PrefixReuse:
         source = group.request.source
         if source is None or origin.row is None or origin.group in self._loading:
             return 0
-        if group.request.sampling.prompt_logprobs is not None:
+        if group.request.sampling.prompt_logprobs is not None or origin.group.held_chunks is not None:
             return 0
         row, leader = origin.row, origin.group.leader
         if leader.row is not None and builder.introduces(row) and builder.start_of(row) is None:
@@ -315,7 +315,11 @@ class PrefixReuse:
         Publish the blocks that are not published lazily."""
         if self._tree is not None:
             for chunk in chunks:
-                self._note_computed(self._rows.sequence_at(chunk.row), chunk)
+                sequence = self._rows.sequence_at(chunk.row)
+                if sequence.group.held_chunks is None:
+                    self.note_computed(sequence, chunk)
+                else:
+                    sequence.group.held_chunks.append((sequence, chunk))
         for group in self._loading:
             if group.is_running:
                 self.publish_group(group)
@@ -326,9 +330,9 @@ class PrefixReuse:
         self._loading.clear()
         self._plan += 1
 
-    def _note_computed(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Note that the current plan computes a chunk of a sequence. Groups of several sequences, and engines with
-        tiers, publish its blocks at once. All others publish them when a lookup could use them (lazy publishing)."""
+    def note_computed(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Note that a plan computes a chunk of a sequence. Groups of several sequences, and engines with tiers, publish
+        its blocks at once. All others publish them when a lookup could use them (lazy publishing)."""
         group = sequence.group
         sequence.num_readable = min(sequence.num_computed, sequence.num_tokens)
         if self._has_tiers or len(group.live) > 1 or group.search is not None:

@@ -242,6 +242,8 @@ class Publisher:
         node, first = table.node, table.num_cached
         if node is None or node.is_detached or last <= first or (table.is_duplicate and not leaving):
             return False
+        if sequence.group.held_chunks is not None:
+            return False
         deepest, count = tree.descend(node, tokens, last)
         if count > first:
             if not leaving:

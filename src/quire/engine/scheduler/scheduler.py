@@ -9,6 +9,7 @@ from quire.engine.decoding.controller import PLAIN
 from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.engine.kvcache.grouped_table import GroupedTable
 from quire.engine.scheduler import accounts
+from quire.engine.scheduler.adapter_slots import AdapterSlots
 from quire.engine.scheduler.ahead_set import AheadSet
 from quire.engine.scheduler.paced import PacedSet
 from quire.engine.scheduler.parts import make_parts
@@ -18,7 +19,7 @@ from quire.engine.scheduler.prefill import Prefill
 from quire.engine.scheduler.queue import GroupQueue
 from quire.engine.scheduler.row_table import RowTable
 from quire.types.errors import OutOfBlocks
-from quire.types.stats import RequestBlocks
+from quire.types.stats import BlockMap
 from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
 
 _RUNNING_AHEAD = (SequenceState.STARTING, SequenceState.AHEAD)
@@ -48,7 +49,7 @@ class Scheduler:
         self.waiting, self.running = GroupQueue(self.policy.key), GroupQueue(self.policy.key)
         self.num_preemptions = 0
         self.block_size, self._budget = cache.block_size, config.max_num_batched_tokens
-        self.ahead = AheadSet(config.num_rows)
+        self.ahead, self.adapters = AheadSet(config.num_rows), AdapterSlots(config.adapter_slots)
         self.prefill = Prefill(self, self._budget, 0 if config.images is None else config.images.max_encoded_tokens)
         self._stride = 1  # ticks by which the current plan advances the AheadSet; 0 while decoding is paused
         self.ahead_rows: Ints = NO_ROWS  # the rows of the last plan that run ahead: the first of its decode_rows
@@ -90,6 +91,8 @@ class Scheduler:
         self.policy.removed(group, self)
         self.prefill.remove(group)
         self.reuse.forget(group)
+        if group.request.adapter_digest:
+            self.adapters.leave(group)
         if group.num_spare:
             self.rows.reserve(-group.num_spare)
         group.is_running, group.num_spare = False, 0
@@ -160,7 +163,13 @@ class Scheduler:
         is_guided = self.rows.num_guided > 0 and self._samples_guided(builder)
         windows = self.pool.take_assigned()
         plan, self.masks = builder.finish(
-            self.num_plans, self.ahead_rows, released, transfers, windows, is_guided=is_guided
+            self.num_plans,
+            self.ahead_rows,
+            released,
+            transfers,
+            windows,
+            self.adapters.take_placements() if self.adapters.placements else (),
+            is_guided=is_guided,
         )
         self._released.clear()
         self.num_plans += 1
@@ -333,6 +342,17 @@ class Scheduler:
         sequence.group.num_spare += 1
         self.rows.reserve(1)
 
+    def note_token(self, group: Group) -> None:
+        """Note that the first token of a group came: its LoRA adapter is in its slot, and what was computed with it is
+        right."""
+        for proven in self.adapters.note_token(group) if group.held_chunks is not None else ():
+            held, proven.held_chunks = proven.held_chunks or (), None
+            for sequence, chunk in held:
+                if sequence.row == chunk.row:
+                    owners = ((row, self.rows.sequences[row]) for row in chunk.sample_rows)
+                    rows = tuple(row for row, owner in owners if owner is not None and owner.group is proven)
+                    self.reuse.note_computed(sequence, chunk._replace(sample_rows=rows))
+
     # ----------------------------------------------------------------------------------------------- accounts
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Learn from the time that a step took."""
@@ -344,9 +364,11 @@ class Scheduler:
         num_held, num_pinned = self.pool.num_used - len(self.allocation.kept), self.pins.num_alone()
         return accounts.slots_used(self.running, self.pool, num_held, num_pinned, self.block_size, self.tick)
 
-    def request_blocks(self) -> tuple[RequestBlocks, ...]:
-        """Return the blocks that each live request holds, running requests first."""
-        return accounts.request_blocks((*self.running, *self.waiting), self.tick)
+    def block_map(self, step: int) -> BlockMap:
+        """Return the holders of all blocks, and the blocks of each live request, running requests first."""
+        holders = accounts.block_holders(self.running, self.pool, self.pins)
+        requests = accounts.request_blocks((*self.running, *self.waiting), self.tick)
+        return BlockMap(step, self.block_size, holders, requests, tuple(self.tree.evictable_blocks()))
 
     def check_idle(self) -> None:
         """Raise RuntimeError if blocks or rows are held though no request is live: a leak. Costs nothing."""
@@ -362,3 +384,4 @@ class Scheduler:
             owner.check()
         accounts.check_blocks(self.running, self.pool, self.allocation.kept, self.pins, self.tree)
         accounts.check_groups(self.running, self.waiting, self.rows, self.ahead)
+        self.adapters.check(self.running, self.waiting)

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <deque>
+#include <optional>
 #include <utility>
 
 #include "delta.h"
 #include "experts.h"
+#include "low_rank.h"
 #include "paged_attention.h"
 
 namespace {
@@ -29,7 +31,8 @@ enum Kind : int64_t {
     CONVOLVE,
     DELTA,
     GATE_BY,
-    MULTIPLY_HEADS
+    MULTIPLY_HEADS,
+    LOW_RANK_ADD
 };
 
 // One operation on buffers [rows, width]. What a kind does not use is zero.
@@ -41,8 +44,8 @@ struct Operation {
     int64_t layer;         // whose cache, which angles, or which activation
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
-    // of a norm [groups, size] or [2, size] with its bias, PackedLinears, PackedExperts, PackedDelta, sinks, or a Clamp
-    // or null
+    // of a norm [groups, size] or [2, size] with its bias, PackedLinears, PackedExperts, PackedDelta, LowRankLayer, sinks,
+    // or a Clamp or null
     const void* weight;
     double number;       // a norm's eps, the scale of attention, of what is added, or of x
     double cap;          // of attention
@@ -72,6 +75,7 @@ struct ProgramRun {
     int64_t state_stride;
     const int64_t* segments;
     int64_t num_segments;
+    const int64_t *adapters, *wanted_adapters;  // the slot of each row, of each wanted one; null: no row has an adapter
 };
 
 template <typename T> void add_rows_to(T* x, const T* more, float scale, int64_t count) {
@@ -181,6 +185,13 @@ template <typename T> struct Interpreter {
             std::memcpy(at(op.out) + row * values, at(op.x) + run.wanted[row] * values, values * sizeof(T));
     }
 
+    void add_low_rank(const Operation& op, std::optional<RowUnits>& units) const {
+        if (run.adapters == nullptr) return;
+        if (!units) units.emplace(run.adapters, run.rows);
+        low_rank_add(*static_cast<const LowRankLayer*>(op.weight), *units, at(op.x), width(op.x), at(op.out),
+                     width(op.out));
+    }
+
     Shape shape(const Operation& op) const {
         return {op.groups, op.kv_heads, op.size, op.block_size, op.latent > 0 ? op.latent : op.size,
                 op.block_heads};
@@ -197,6 +208,7 @@ template <typename T> struct Interpreter {
 
     void go() const {
         std::deque<std::pair<Shape, Cut>> cuts;  // a group points into its cut, which must stay where it is
+        std::optional<RowUnits> units;           // of the rows as they are now
         for (int64_t i = 0; i < count; ++i) {
             const Operation& op = operations[i];
             switch (op.kind) {
@@ -218,7 +230,10 @@ template <typename T> struct Interpreter {
                     break;
                 case ACTIVATE: activate(op.layer, at(op.x), run.rows * width(op.x)); break;
                 case NARROW:
-                    if (run.wanted != nullptr) run.rows = run.num_wanted;
+                    if (run.wanted == nullptr) break;
+                    run.rows = run.num_wanted;
+                    run.adapters = run.wanted_adapters;
+                    units.reset();
                     break;
                 case MIX: mix(op); break;
                 case SCALE: scale_rows(at(op.x), static_cast<float>(op.number), run.rows * width(op.x)); break;
@@ -229,6 +244,7 @@ template <typename T> struct Interpreter {
                 case DELTA: follow(op); break;
                 case GATE_BY: gate_by_sigmoid(at(op.x), at(op.y) + op.column, width(op.y), run.rows, op.size); break;
                 case MULTIPLY_HEADS: multiply_by_heads(op); break;
+                case LOW_RANK_ADD: add_low_rank(op, units); break;
             }
         }
     }

@@ -22,14 +22,15 @@ from quire.kernels.clamp import Clamp
 from quire.kernels.delta import DeltaSizes, DeltaWeights
 from quire.kernels.native.buffers import lay_out_buffers
 from quire.kernels.native.loader import TYPES, open_library
+from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.ops import ACTIVATIONS, doubles
-from quire.kernels.native.structures import CAngles, CDelta, COperation, CRun
+from quire.kernels.native.structures import CAngles, CDelta, COperation, CRun, ProgramStep
 from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear
 
 (
     RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, SCALE, TIMES,
-    CONVOLVE, DELTA, GATE_BY, MULTIPLY_HEADS,
-) = range(18)  # fmt: skip
+    CONVOLVE, DELTA, GATE_BY, MULTIPLY_HEADS, LOW_RANK_ADD,
+) = range(19)  # fmt: skip
 _STREAM = 0  # the buffer that a run is given
 
 
@@ -51,22 +52,6 @@ class _Call:
     out: int
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramStep:
-    """What a program is run with, besides its rows. int64 and contiguous, as the functions of `ops` take it."""
-
-    slots: Sequence[Tensor]  # of each table of blocks: most layers read the first one
-    tables: Sequence[Tensor]  # all laid out alike
-    spans: Tensor
-    wanted: Tensor | None  # [rows]: those that the program returns; None: all
-    caches: Sequence[tuple[Tensor, Tensor]]  # keys and values [blocks, kv heads, block, dim] of each layer
-    angles: Sequence[tuple[Tensor, Tensor]]  # cos and sin [rows, ..., numbers turned], in the order of `Program.angles`
-    given: Any = None  # to operations in Python
-    beside: Tensor | None = None  # [rows, width]
-    states: Sequence[Tensor] = ()  # [slots, numbers] float32, of each recurrent layer
-    segments: npt.NDArray[np.int64] | None = None  # [segments, 4], of what recurrent layers compute
-
-
 class ProgramWriter:
     """Writes a program down. Its methods take and return symbols; those that return none change x."""
 
@@ -79,6 +64,7 @@ class ProgramWriter:
         self._angles: list[Hashable] = []
         self._fresh: list[int] = []  # buffers that outlive a run
         self._beside: Symbol | None = None
+        self._num_slots = 0  # of adapters
         self.stream = self._new(width)  # the rows that a run is given
 
     def norm(self, x: Symbol, weight: Tensor, eps: float) -> Symbol:
@@ -108,6 +94,13 @@ class ProgramWriter:
         out, packed = self._new(linear.weight.outputs), self._pack(linear)
         self._add(MULTIPLY, x.buffer, out=out.buffer, pointer=self._keep(packed))
         return out
+
+    def low_rank_add(self, x: Symbol, y: Symbol, slots: LowRankSlots) -> None:
+        """y plus what the adapters of the rows make of x. In steps without adapters, nothing."""
+        assert (x.width, y.width, self._dtype) == (slots.inputs, slots.outputs, slots.dtype)
+        self._kept.append(slots)
+        self._num_slots = min(self._num_slots or slots.num_slots, slots.num_slots)
+        self._add(LOW_RANK_ADD, x.buffer, out=y.buffer, pointer=ctypes.addressof(slots.layer))
 
     def multiply_heads(self, x: Symbol, linears: Sequence[LinearWeights], rest: int) -> Symbol:
         """Each head that rows begin with by a weight of its own; `rest` numbers behind its inputs go on as they are."""
@@ -234,6 +227,7 @@ class ProgramWriter:
         program = Program(self._dtype, self._entries, self._widths, offsets, room, self._fresh, result.buffer)
         program.angles, program.kept = tuple(self._angles), self._kept
         program.beside = None if self._beside is None else self._beside.buffer
+        program.num_slots = self._num_slots
         return program
 
     def _new(self, width: int) -> Symbol:
@@ -249,8 +243,7 @@ class ProgramWriter:
         """The address of a number for each of `num`, or None."""
         if numbers is None:
             return None
-        assert (numbers.dtype, numbers.shape) == (torch.float32, (num,))
-        assert numbers.is_contiguous()
+        assert (numbers.dtype, numbers.shape, numbers.is_contiguous()) == (torch.float32, (num,), True)
         self._kept.append(numbers)
         return numbers.data_ptr()
 
@@ -282,6 +275,7 @@ class Program:
     angles: tuple[Hashable, ...] = ()  # the names under which runs give angles
     kept: Sequence[Any] = ()
     beside: int | None = None  # the buffer of what runs are given beside the stream
+    num_slots = 0  # of adapters that rows may use
 
     def __init__(
         self,
@@ -316,8 +310,7 @@ class Program:
         assert x.is_contiguous()
         assert x.dtype == self._dtype
         for numbers in (*step.slots, *step.tables, step.spans):
-            assert numbers.dtype == torch.int64
-            assert numbers.is_contiguous()
+            assert (numbers.dtype, numbers.is_contiguous()) == (torch.int64, True)
         rows, wanted = len(x), step.wanted
         if wanted is not None and (wanted.dtype != torch.int64 or not wanted.is_contiguous()):
             wanted = wanted.to(torch.int64).contiguous()
@@ -326,10 +319,9 @@ class Program:
         buffers[_STREAM] = x.data_ptr()
         if self.beside is not None:
             assert step.beside is not None
-            assert step.beside.is_contiguous()
-            assert step.beside.dtype == self._dtype
-            assert step.beside.shape == (rows, self._widths[self.beside])
-            buffers[self.beside] = step.beside.data_ptr()
+            beside, shape = step.beside, (rows, self._widths[self.beside])
+            assert (beside.dtype, beside.shape, beside.is_contiguous()) == (self._dtype, shape, True)
+            buffers[self.beside] = beside.data_ptr()
         fresh = {each: torch.empty(num_wanted, int(self._widths[each]), dtype=x.dtype) for each in self._fresh}
         for each, tensor in fresh.items():
             buffers[each] = tensor.data_ptr()
@@ -344,7 +336,7 @@ class Program:
             buffers.ctypes.data, self._widths.ctypes.data, ctypes.addressof(angles), self._keys.ctypes.data,
             self._values.ctypes.data, self._states.ctypes.data, step.states[0].stride(0) if step.states else 0,
             None if step.segments is None else step.segments.ctypes.data,
-            0 if step.segments is None else len(step.segments),
+            0 if step.segments is None else len(step.segments), *self._adapters(step, rows, num_wanted),
         )  # fmt: skip
         known = (x, *fresh.values())
         for part in self._parts:
@@ -356,6 +348,14 @@ class Program:
                 begin = ctypes.addressof(self._operations) + first * ctypes.sizeof(COperation)
                 self._library.quire_run(TYPES[self._dtype], begin, count, byref(run))
         return x if wanted is None else fresh.get(self._result, x)
+
+    def _adapters(self, step: ProgramStep, rows: int, num_wanted: int) -> tuple[int | None, int | None]:
+        if step.adapters is None or self.num_slots == 0:
+            return None, None
+        for slots, count in zip(step.adapters, (rows, num_wanted), strict=True):
+            assert (slots.dtype, slots.shape, slots.is_contiguous()) == (torch.int64, (count,), True)
+            assert count == 0 or int(slots.max()) < self.num_slots
+        return step.adapters[0].data_ptr(), step.adapters[1].data_ptr()
 
     def _place(self, rows: int) -> npt.NDArray[np.int64]:
         if len(self._memory) < rows * self._room_values:

@@ -136,6 +136,22 @@ void quire_multiply_rows(const float* x, const float* weight, float* out, int64_
     multiply_rows(x, weight, Product{rows, inputs, outputs, outputs}, out);
 }
 
+// See pack_panels; tiled: for tile units, two inputs to a line.
+void quire_pack_low_rank(int64_t type, int64_t tiled, const void* matrix, int64_t stride, int64_t rows, int64_t inputs,
+                         int64_t first, int64_t lines, void* panels) {
+    DISPATCH(type, {
+        const auto pack = tiled ? pack_panels<2, T> : pack_panels<1, T>;
+        pack(static_cast<const T*>(matrix), stride, rows, inputs, first, lines, static_cast<T*>(panels));
+    })
+}
+
+// y [rows, outputs] += B (A x) for x [rows, inputs]; slots [rows]: the adapter of each row, or below 0.
+void quire_low_rank_add(int64_t type, const LowRankLayer* layer, const int64_t* slots, const void* x, int64_t x_stride,
+                        void* y, int64_t y_stride, int64_t rows) {
+    const RowUnits units(slots, rows);
+    DISPATCH(type, low_rank_add<T>(*layer, units, static_cast<const T*>(x), x_stride, static_cast<T*>(y), y_stride))
+}
+
 // clamp: see Clamp, or null.
 void quire_gate(int64_t type, int64_t activation, const Clamp* clamp, const void* gate_up, void* out, int64_t rows,
                 int64_t size) {

@@ -1,8 +1,33 @@
-"""What programs hand to the compiled kernels. The structures mirror program.h and delta.h."""
+"""What a program is run with, and what it hands to the compiled kernels. The structures mirror program.h, delta.h and
+low_rank.h."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStep:
+    """What a program is run with, besides its rows. int64 and contiguous, as the functions of `ops` take it."""
+
+    slots: Sequence[Tensor]  # of each table of blocks: most layers read the first one
+    tables: Sequence[Tensor]  # all laid out alike
+    spans: Tensor
+    wanted: Tensor | None  # [rows]: those that the program returns; None: all
+    caches: Sequence[tuple[Tensor, Tensor]]  # keys and values [blocks, kv heads, block, dim] of each layer
+    angles: Sequence[tuple[Tensor, Tensor]]  # cos and sin [rows, ..., numbers turned], in the order of `Program.angles`
+    given: Any = None  # to operations in Python
+    beside: Tensor | None = None  # [rows, width]
+    states: Sequence[Tensor] = ()  # [slots, numbers] float32, of each recurrent layer
+    segments: npt.NDArray[np.int64] | None = None  # [segments, 4], of what recurrent layers compute
+    adapters: tuple[Tensor, Tensor] | None = None  # slots of all rows and of the wanted ones, below 0: none
 
 
 class CDelta(Structure):
@@ -10,6 +35,13 @@ class CDelta(Structure):
         ("key_heads", c_int64), ("value_heads", c_int64), ("key_dim", c_int64), ("value_dim", c_int64),
         ("width", c_int64), ("gates", c_int64), ("convolution", c_void_p), ("rate", c_void_p), ("bias", c_void_p),
         ("norm", c_void_p), ("eps", c_double),
+    )  # fmt: skip
+
+
+class CLowRankLayer(Structure):
+    _fields_ = (
+        ("inputs", c_int64), ("parts", c_int64), ("num_spans", c_int64), ("tiled", c_int64), ("slot_bytes", c_int64),
+        ("spans", c_void_p), ("ranks", c_void_p), ("slots", c_void_p),
     )  # fmt: skip
 
 
@@ -31,5 +63,5 @@ class CRun(Structure):
         ("rows", c_int64), ("num_wanted", c_int64), ("num_spans", c_int64), ("slots", c_void_p), ("tables", c_void_p),
         ("spans", c_void_p), ("wanted", c_void_p), ("buffers", c_void_p), ("widths", c_void_p), ("angles", c_void_p),
         ("keys", c_void_p), ("values", c_void_p), ("states", c_void_p), ("state_stride", c_int64),
-        ("segments", c_void_p), ("num_segments", c_int64),
+        ("segments", c_void_p), ("num_segments", c_int64), ("adapters", c_void_p), ("wanted_adapters", c_void_p),
     )  # fmt: skip

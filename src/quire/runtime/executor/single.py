@@ -15,6 +15,7 @@ import torch
 from quire.config.engine import EngineConfig
 from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
+from quire.runtime.adapters.store import AdapterStore
 from quire.runtime.executor.token_ring import Landing, TokenRing
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
@@ -26,9 +27,11 @@ from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import check_folder, make_tiers
 from quire.runtime.tuned import adopt_tuned
+from quire.runtime.worker.adapters import RowAdapters, make_adapters
 from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
-from quire.types.errors import EngineDead
+from quire.types.adapters import AdapterInfo
+from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
@@ -133,6 +136,24 @@ class SingleExecutor:
     def transfers(self) -> TransferReport:
         return NOTHING_MOVED if self._worker is None else self._worker.tiers.report()
 
+    @property
+    def adapters(self) -> RowAdapters | None:
+        """The LoRA adapters of the device; None: it has no slots for any."""
+        return None if self._worker is None else self._worker.adapters
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        return self._store().read(name, folder)
+
+    def forget_adapter(self, digest: str) -> None:
+        self._store().forget(digest)
+
+    def _store(self) -> AdapterStore:
+        if self._worker is None:
+            raise EngineDead("the executor was closed")
+        if self.adapters is None:
+            raise InvalidRequest("adapter", "this engine has no slots for LoRA adapters", "set enable_lora")
+        return self.adapters.store
+
     def check(self) -> None:
         """Every owner's own check; waits for the device."""
         if self._worker is not None:
@@ -165,7 +186,8 @@ def _make_worker(
     model, kernels = load(files, model_config, builder), builder.backend.kernels
     device, scheduler = torch.device(config.device.device), config.scheduler
     sampler = make_sampler(scheduler.num_rows, model_config.vocab_size, device, kernels, scheduler.num_samples)
-    worker = Worker(model, builder.backend, sampler, model_config, config)
+    adapters = make_adapters(model, model_config, config, kernels)
+    worker = Worker(model, builder.backend, sampler, model_config, config, adapters=adapters)
     worker.drafter = make_drafter(worker, model, model_config, config, partial(load, draft_files))
     worker.tiers = make_tiers(worker.cache, config.cache, triton=kernels == "triton")
     return worker

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.native.program import Program, ProgramStep, ProgramWriter
+from quire.kernels.native.program import Program, ProgramWriter
+from quire.kernels.native.structures import ProgramStep
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.native import NativePlan
+from quire.runtime.layers.adapted import ActiveAdapters
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import BESIDE, ForwardStep
 from quire.runtime.layers.stream import Stream, Value
@@ -27,6 +30,7 @@ class Blocks(nn.ModuleList):
         super().__init__(blocks)
         self._width = width  # of the residual stream
         self._beside = beside  # of what blocks read of tokens besides: `step.memo[BESIDE]`
+        self.adapters: ActiveAdapters | None = None  # what linear layers are told of a step's LoRA adapters
         self._programs: dict[int, Program] = {}  # by the number of blocks
         self._caches: tuple[LayerCache, ...] = ()
         self._pairs: list[tuple[Tensor, Tensor]] = []  # the same caches
@@ -35,12 +39,16 @@ class Blocks(nn.ModuleList):
         """Embedded tokens [tokens, hidden], overwritten, to hidden states, of `step.wanted` only; fills the cache."""
         if isinstance(step.attention, NativePlan):
             return self._run_program(x, step)
+        if self.adapters is not None:
+            self.adapters.begin(step.adapters)
         return cast("Tensor", self._go_through(x, step))
 
     def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> Program:
         """Make the program of the first layers over caches like these, or find it."""
         count = len(list(self)[:num_layers])
         if count not in self._programs:
+            if self.adapters is not None:
+                self.adapters.trace()
             writer, nothing = ProgramWriter(caches[0].key.dtype, self._width), torch.empty(0, dtype=torch.int64)
             step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
             if self._beside:
@@ -50,7 +58,7 @@ class Blocks(nn.ModuleList):
 
     def _go_through(self, x: Value, step: ForwardStep) -> Value:
         rows = step.attention.rows if getattr(step.backend, "kernels", None) == "triton" else None
-        stream = Stream(x, rows, step.memo.get(BESIDE))
+        stream = Stream(x, rows, step.memo.get(BESIDE), self.adapters)
         *others, last = list(self)[: step.num_layers]
         for block in others:
             block(stream, step)
@@ -70,4 +78,13 @@ class Blocks(nn.ModuleList):
         beside = step.memo.get(BESIDE)
         states = () if step.states is None else (step.states.layers, step.states.segments)
         given = ProgramStep(slots, tables, plan.spans, step.wanted, self._pairs, angles, step, beside, *states)
-        return program.run(x, given)
+        return program.run(x, given if step.adapters is None else replace(given, adapters=_adapter_slots(step)))
+
+
+def _adapter_slots(step: ForwardStep) -> tuple[Tensor, Tensor]:
+    """Of all tokens, and of the wanted ones."""
+    assert step.adapters is not None
+    tokens, wanted = step.adapters.tokens.slots, step.adapters.wanted.slots
+    assert tokens is not None
+    assert wanted is not None
+    return torch.from_numpy(tokens), torch.from_numpy(tokens if step.wanted is None else wanted)

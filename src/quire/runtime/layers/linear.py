@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.config.model import Heads
 from quire.kernels.native.program import Symbol
+from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.product import FusedMultiply, Multiply, Product
@@ -47,30 +48,31 @@ class Linear(WeightLayer):
         kinds = ("weight", "bias") if bias else ("weight",)
         self.parts = tuple(f"{name}.{kind}" for name in outputs for kind in kinds)
         self._product, self._placement, self._dtype = product, placement, placement.dtype
-        self._stored = dict.fromkeys(outputs, stored) if isinstance(stored, Stored) else stored
-        self._spans: dict[str, slice] = {}
+        self.stored = dict.fromkeys(outputs, stored) if isinstance(stored, Stored) else stored
+        self.spans: dict[str, slice] = {}  # the rows of each matrix among the stacked ones
         begin = 0
         for name, count in outputs.items():
-            self._spans[name] = slice(begin, begin + count)
+            self.spans[name] = slice(begin, begin + count)
             begin += count
-        self._order = order
+        self.order = order
         self._quantized: dict[str, QuantizedWeight] = {}  # parts loaded as such, by name
-        self.num_outputs = rows
+        self.num_inputs, self.num_outputs = inputs, rows
         self.multiply: Multiply | None = None  # how the finished weight is multiplied by
         self.fused: FusedMultiply | None = None  # the same, where it takes norms and additions along
+        self.adapters: LinearAdapters | None = None  # LoRA adapters that rows may use
 
     def part_shape(self, part: str) -> tuple[int, ...]:
-        return self._stored[part.rpartition(".")[0]].shape(super().part_shape(part))
+        return self.stored[part.rpartition(".")[0]].shape(super().part_shape(part))
 
     def load(self, part: str, tensor: Tensor) -> None:
         self._hold(part)
         self._part(part).copy_(
-            self._stored[part.rpartition(".")[0]].in_order(tensor).to(self._dtype)
+            self.stored[part.rpartition(".")[0]].in_order(tensor).to(self._dtype)
         )  # rounded to the run dtype even when held wider
 
     def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
         name = part.removesuffix(".weight")
-        stored = self._stored[name]
+        stored = self.stored[name]
         keeps = self._product.keeps(weight)
         if stored.turned or not (keeps or weight.activations):
             return super().load_quantized(part, weight)
@@ -85,8 +87,8 @@ class Linear(WeightLayer):
             self._part(part).copy_(self._part(part).to(self._dtype))
 
     def finish(self) -> None:
-        is_complete = self._quantized.keys() == self._spans.keys()
-        whole = stack([self._quantized[name] for name in self._spans]) if is_complete else None
+        is_complete = self._quantized.keys() == self.spans.keys()
+        whole = stack([self._quantized[name] for name in self.spans]) if is_complete else None
         if whole is not None:
             self.multiply = self._pack_quantized(whole)
         elif any(weight.activations is not None for weight in self._quantized.values()):
@@ -102,39 +104,53 @@ class Linear(WeightLayer):
 
     def _pack_numbers(self) -> Multiply:
         weight, bias = self.weight.data, self._bias
-        if self._order is not None:
-            order = self._order.to(weight.device)
+        if self.order is not None:
+            order = self.order.to(weight.device)
             weight, bias = weight[order], None if bias is None else bias[order]
         return self._product.pack(weight, bias)
 
     def _pack_quantized(self, whole: QuantizedWeight) -> Multiply:
         bias = self._bias
-        if self._order is not None:
-            whole, bias = whole.rows(self._order), None if bias is None else bias[self._order.to(bias.device)]
+        if self.order is not None:
+            whole, bias = whole.rows(self.order), None if bias is None else bias[self.order.to(bias.device)]
         return self._product.pack_quantized(whole.to(self._placement.device), bias)
 
     def _pack_parts(self) -> Multiply:
         """Parts that differ in how their rows are rounded are multiplied one after the other."""
         parts: list[Multiply] = []
-        for name, span in self._spans.items():
+        for name, span in self.spans.items():
             bias = None if self._bias is None else self._bias[span]
             if name in self._quantized:
                 parts.append(self._product.pack_quantized(self._quantized[name].to(self._placement.device), bias))
             else:
                 parts.append(self._product.pack(self.weight.data[span].clone(), bias))  # a view would keep the whole
-        order = None if self._order is None else self._order.to(self._placement.device)
+        order = None if self.order is None else self.order.to(self._placement.device)
         return PartsMultiply(tuple(parts), order)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a row of the step that runs uses an adapter: then its change needs the rows before the product."""
+        return self.adapters is not None and self.adapters.active.is_on
+
+    def held(self, part: str) -> list[str]:
+        """The parts that a stored one fills."""
+        return [part]
 
     def forward(self, x: Value | Normed) -> Value:  # [tokens, in] -> [tokens, out]
         assert self.multiply is not None, "finish() was not called"
         if isinstance(x, Normed):
             if x.stream.is_empty:
                 return x.stream.x.new_empty(0, self.num_outputs)
-            if self.fused is not None and isinstance(x.norm, RMSNorm):
+            if self.fused is not None and isinstance(x.norm, RMSNorm) and not self.is_adapted:
                 return self.fused.after_norm(x.stream.x, x.norm.as_norm, x.stream.take_pending())
             x = x.value()
         if isinstance(x, Tensor) and len(x) == 0:
             return x.new_empty(0, self.num_outputs)
+        product = self._multiply(x)
+        return self.adapters.add(product, x) if self.adapters is not None and self.is_adapted else product
+
+    def _multiply(self, x: Value) -> Value:
+        assert self.multiply is not None
         if isinstance(x, Symbol) and not isinstance(self.multiply, NativeMultiply):
             return x.writer.call(partial(_multiply, self.multiply), (x,), self.num_outputs)
         return self.multiply(x)
@@ -158,7 +174,7 @@ class Linear(WeightLayer):
         whole = self.weight if kind == "weight" else self.bias
         if whole is None:
             raise KeyError(part)
-        return whole.data[self._spans[name]]
+        return whole.data[self.spans[name]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,23 +198,22 @@ class KeysAsValues(Linear):
         self.parts = tuple(part for part in self.parts if not part.startswith(_VALUE))
 
     def copies(self, part: str) -> int:
-        return len(self._held(part))
+        return len(self.held(part))
 
     def load(self, part: str, tensor: Tensor) -> None:
-        for each in self._held(part):
+        for each in self.held(part):
             super().load(each, tensor)
 
     def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
-        keeps = [Linear.load_quantized(self, each, weight) for each in self._held(part)]
+        keeps = [Linear.load_quantized(self, each, weight) for each in self.held(part)]
         return all(keeps)
 
     def randomize(self, part: str, generator: torch.Generator) -> None:
         super().randomize(part, generator)
-        for copy in self._held(part)[1:]:
+        for copy in self.held(part)[1:]:
             self._part(copy).copy_(self._part(part))
 
-    def _held(self, part: str) -> list[str]:
-        """The parts that a stored one fills."""
+    def held(self, part: str) -> list[str]:
         return [part, part.replace(_KEY, _VALUE)] if part.startswith(_KEY) else [part]
 
 

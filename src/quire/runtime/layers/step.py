@@ -44,6 +44,33 @@ class Features:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterTiles:
+    """Rows sorted by the slot of their adapter and cut into tiles of one slot each, for the Triton kernels."""
+
+    most: int  # rows of a tile
+    order: Tensor  # [rows], int32: the sorted rows; those without an adapter are left out, the rest means nothing
+    tiles: Tensor  # [tiles, 3], int32: a slot, where its rows begin in `order`, how many there are; 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Which of some rows use which LoRA adapter: as `groups` for torch, as `tiles` for Triton, as `slots` for compiled
+    kernels."""
+
+    groups: tuple[tuple[int, Tensor], ...] = ()  # a slot, and the rows [n] int64 that use it
+    tiles: AdapterTiles | None = None
+    slots: npt.NDArray[np.int64] | None = None  # [rows], on the host; below 0: none. None where Triton runs the layers
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStep:
+    """The LoRA adapters of a step's tokens, and of those that `ForwardStep.wanted` leaves."""
+
+    tokens: AdaptedRows
+    wanted: AdaptedRows
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardStep:
     """One batch, built by the worker: decode rows first (longest first), then chunks."""
 
@@ -63,6 +90,7 @@ class ForwardStep:
     # axes; one line where all axes are the same. None: tokens are at `positions`.
     axes: Tensor | None = None
     features: Features | None = None  # in place of embeddings; None: all tokens have theirs
+    adapters: AdapterStep | None = None  # None: no token of the step uses one
     memo: dict[Any, Any] = field(default_factory=dict)  # what layers share: made by the first that needs it
 
     def slots_of(self, cache: LayerCache) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.kernels.native.program import Symbol
 
 if TYPE_CHECKING:
+    from quire.runtime.layers.adapted import ActiveAdapters
     from quire.runtime.layers.linear import Linear
 
 Value = Any  # a tensor [tokens, size]; a Symbol while a program is written; rows that kernels quantized
@@ -30,11 +31,17 @@ class Stream:
     """The residual stream x [tokens, hidden].
 
     A change may be left `pending` for the next norm, which reads the stream anyway. `beside` [tokens, size] is what
-    layers read of tokens besides.
+    layers read of tokens besides. `adapters` is told when the stream keeps only the wanted tokens.
     """
 
-    def __init__(self, x: Value, rows: Tensor | None = None, beside: Value | None = None) -> None:
-        self.x, self.beside = x, beside
+    def __init__(
+        self,
+        x: Value,
+        rows: Tensor | None = None,
+        beside: Value | None = None,
+        adapters: ActiveAdapters | None = None,
+    ) -> None:
+        self.x, self.beside, self._adapters = x, beside, adapters
         self.rows = rows  # [tokens], or None: below 0 for a token of padding, whose numbers mean nothing
         self.pending: Tensor | None = None
         self._wanted: Tensor | None = None
@@ -85,6 +92,8 @@ class Stream:
     def _narrow(self, changes: tuple[Value | Projected | PostNormed, ...]) -> list[Value | Projected | PostNormed]:
         self._narrows, wanted = False, self._wanted
         x = self.settle()
+        if self._adapters is not None:
+            self._adapters.narrow()
         if isinstance(x, Symbol):
             self.x = x.writer.select(x, fresh=True)
             self.beside = None if self.beside is None else x.writer.select(self.beside)
@@ -101,7 +110,9 @@ class Stream:
         if self.is_empty:
             return
         if isinstance(change, Projected) and change.linear.fused is not None and scale == 1.0:
-            self.pending = change.linear.fused.add_to(self.x, change.x)
+            linear, self.pending = change.linear, change.linear.fused.add_to(self.x, change.x)
+            if linear.adapters is not None and linear.is_adapted:
+                linear.adapters.add(self.x if self.pending is None else self.pending, change.x)
             return
         value = value_of(change)
         if isinstance(self.x, Symbol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,9 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.experts import EachExpert
 from quire.runtime.layers.latent import LatentAttention
+from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import TokenTable
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.step import ForwardStep
@@ -37,6 +41,10 @@ class BaseModel(nn.Module):
     @property
     def embedding(self) -> TokenTable:
         return self._parts[0]
+
+    @property
+    def blocks(self) -> Blocks:
+        return self._parts[1]
 
     @property
     def tower(self) -> VisionTower | None:
@@ -96,6 +104,12 @@ class BaseModel(nn.Module):
     def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
         self._parts[1].trace(caches, num_layers)
 
+    def adapted_linears(self) -> dict[str, Linear]:
+        """The linear layers that LoRA adapters may change, by their paths: those of blocks, but not of routed
+        experts."""
+        path = next(path for path, module in self.named_modules() if module is self.blocks)
+        return dict(_linears(self.blocks, path))
+
     @property
     def rules(self) -> list[AttentionRule]:
         """Those of all attention layers."""
@@ -116,6 +130,14 @@ class BaseEncoder(nn.Module):
         assert self.head is not None, "this encoder has no head"
         logits: Tensor = self.head(first)
         return logits
+
+
+def _linears(module: nn.Module, path: str) -> Iterator[tuple[str, Linear]]:
+    for name, child in module.named_children():
+        if isinstance(child, Linear):
+            yield f"{path}.{name}", child
+        elif not isinstance(child, EachExpert):
+            yield from _linears(child, f"{path}.{name}")
 
 
 def _kind(module: nn.Module) -> tuple[type, object]:

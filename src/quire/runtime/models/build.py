@@ -107,7 +107,16 @@ def count_weights(config: ModelConfig) -> ModelConfig:
             matrices = [shape for shape in shapes if len(shape) == 2]
             in_blocks += sum(map(math.prod, matrices))
             outputs += layer.num_outputs if isinstance(layer, Linear) else sum(shape[0] for shape in matrices)
-    return replace(config, weights=WeightCounts(parameters, in_blocks, outputs))
+    return replace(config, weights=WeightCounts(parameters, in_blocks, outputs, *_count_adapted(model)))
+
+
+def _count_adapted(model: BaseModel | BaseEncoder) -> tuple[int, int]:
+    """What `WeightCounts` says of linear layers that adapters may change."""
+    if not isinstance(model, BaseModel):
+        return 0, 0
+    linears = model.adapted_linears().values()
+    width = sum(len(linear.spans) * linear.num_inputs + linear.num_outputs for linear in linears)
+    return width, max((len(linear.spans) for linear in linears), default=0)
 
 
 def _build(config: ModelConfig, builder: LayerBuilder) -> BaseModel | BaseEncoder:

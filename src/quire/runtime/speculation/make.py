@@ -42,7 +42,8 @@ def make_drafter(
         cache, coverage = target.cache.first(speculation.num_layers), TargetCoverage()
     scheduler, device = config.scheduler, torch.device(config.device.device)
     sampler = make_sampler(scheduler.num_rows, draft.vocab_size, device, builder.backend.kernels, scheduler.num_samples)
-    worker = Worker(model, builder.backend, sampler, draft, config, cache=cache)
+    adapters = None if cache is None else target.adapters  # those of the target's own layers
+    worker = Worker(model, builder.backend, sampler, draft, config, cache=cache, adapters=adapters)
     return ModelDrafter(
         worker,
         target.rows,

@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.runtime.attention.backend import AttentionBatch, BatchBackend, ChunkSpan, LayerCache
 from quire.runtime.layers.step import ForwardStep, StateStep, WindowStep
 from quire.runtime.sampling.samples import Longs, Samples
+from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.images import ImageRows
 from quire.runtime.worker.rows import Rows
@@ -30,6 +31,7 @@ class StepShape(NamedTuple):
     decodes: bool
     chunks: bool
     cascade: bool
+    adapters: bool = False  # a token uses a LoRA adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,10 @@ class BatchBuilder:
         backend: BatchBackend,
         states: RowStates | None = None,
         images: ImageRows | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
         self._rows, self._cache, self._backend, self._states, self._images = rows, cache, backend, states, images
+        self._adapters = adapters
         self._window = cache.window
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
         self._tables = tuple(zip(tables_of(rows, cache), cache.of_tables, cache.sources, strict=True))
@@ -115,6 +119,7 @@ class BatchBuilder:
             windows=self._window_steps(blocks, position, others),
             states=self._state_step(plan, decodes, spans),
             axes=axes_tensor(self._images, rows, token_rows, positions, spans),
+            adapters=None if self._adapters is None else self._adapters.step(token_rows, places.wanted),
         )
         return make_batch(step, places, chosen)
 

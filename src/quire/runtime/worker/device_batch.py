@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.delta import NO_STATE
-from quire.runtime.layers.step import ForwardStep, StateStep, WindowStep
+from quire.runtime.layers.step import AdaptedRows, AdapterStep, AdapterTiles, ForwardStep, StateStep, WindowStep
 from quire.runtime.sampling.samples import Longs
+from quire.runtime.worker.adapters import TileArrays
 from quire.runtime.worker.batch import (
     Batch,
     HeadPlaces,
@@ -29,6 +31,7 @@ from quire.types.step import StepPlan
 
 PADDING = -1  # the row of a token that nobody asked for
 _BYTES_PER_TOKEN = 72  # of what the host says of one
+_BYTES_PER_ADAPTED_TOKEN = 16  # of what it says of adapters: a place in their order, and at most a tile
 _BYTES_BESIDE = 1 << 14  # alignment
 _BYTES_PER_SEGMENT = 16
 _NO_AXES: Longs = np.empty((0, 0), dtype=np.int64)
@@ -46,13 +49,15 @@ class DeviceBatchBuilder:
     def __init__(self, state: DeviceState, buckets: Sequence[int], *, plain: bool) -> None:
         rows, cache = state.rows, state.cache
         self._rows, self._cache, self._attention, self._shared = rows, cache, state.attention, state.shared
-        self._plain, self._states, self._images = plain, state.states, state.images
+        self._plain, self._states, self._images, self._adapters = plain, state.states, state.images, state.adapters
         self._buckets = () if plain else tuple(buckets)
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
         self._tables = tables_of(rows, cache)
         most = self._buckets[-1] if self._buckets else 0
         num_bytes = most * _BYTES_PER_TOKEN + self._segment_room(most) * _BYTES_PER_SEGMENT + _BYTES_BESIDE
         num_bytes += self._attention.tiles(find_spans(StepPlan(step=0)), self._attention.tile_room(most)).nbytes
+        if self._adapters is not None:
+            num_bytes += most * _BYTES_PER_ADAPTED_TOKEN + _BYTES_BESIDE
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
         self._token_ids = torch.zeros(most, dtype=torch.int32, device=rows.device)
 
@@ -64,18 +69,26 @@ class DeviceBatchBuilder:
         chosen = rows.courier.send(found.rows.astype(np.int32), *found[1:5])
         segments = None if self._states is None else self._states.segments(plan, decodes, spans)
         room, decoded = self._room(len(positions), spans, segments), rows.lengths[decodes]
-        shape = None if room is None else StepShape(room, len(decodes) > 0, len(spans) > 0, cascade)
+        adapted = self._adapters is not None and self._adapters.are_used(token_rows)
+        shape = None if room is None else StepShape(room, len(decodes) > 0, len(spans) > 0, cascade, adapted)
         tiles = self._tiles(spans, shape) if len(spans) else None
         if shape is not None:
             token_rows, positions = _pad(token_rows, shape.tokens, PADDING), _pad(positions, shape.tokens, 0)
             decoded = _pad(decoded, self._looked_at(shape), 0)
             segments = None if segments is None else self._pad_segments(segments, shape.tokens)
         step = self._step(token_rows, positions, spans, decoded, tiles, segments, shape, cascade=cascade)
+        if adapted and shape is None:
+            step = replace(step, adapters=self._adapter_step(token_rows, found.wanted))
         return make_batch(step, found, chosen, shape)
 
     def usual_shapes(self) -> list[StepShape]:
         """Those that most steps have: chunks alone, and chunks beside decodes."""
-        return [StepShape(tokens, decodes, True, False) for tokens in self._buckets for decodes in (False, True)]
+        return [
+            StepShape(tokens, decodes, True, False, adapted)
+            for adapted in ((False,) if self._adapters is None else (False, True))
+            for tokens in self._buckets
+            for decodes in (False, True)
+        ]
 
     def blank(self, shape: StepShape) -> Batch:
         """A step of that shape that is nothing but padding: it changes no row and no block."""
@@ -145,7 +158,8 @@ class DeviceBatchBuilder:
         places = np.where(token_rows == PADDING, rows.spare, token_rows)  # the spare row is empty
         lengths = rows.lengths[places]
         axes = _NO_AXES if self._images is None else self._images.axes(token_rows, positions, spans, whole=True)
-        where, position, row, length, decode, tile, span, slot, axis = rows.courier.send(
+        adapted, most = self._adapter_tiles(token_rows, shape)
+        where, position, row, length, decode, tile, span, slot, axis, *of_adapters = rows.courier.send(
             places * rows.capacity + positions,
             positions,
             token_rows.astype(np.int32),
@@ -155,6 +169,7 @@ class DeviceBatchBuilder:
             parts[:, :2].astype(np.int32),
             parts[:, 2:].astype(np.int32),
             axes,
+            *adapted,
             into=None if shape is None else self._memory,
         )
         token_ids = torch.empty_like(where, dtype=torch.int32) if shape is None else self._token_ids[: shape.tokens]
@@ -177,7 +192,22 @@ class DeviceBatchBuilder:
             ),
             states=self._state_step(span, slot, has_chunks=tiles is not None),
             axes=None if self._images is None else axis,
+            adapters=_all_tokens(AdapterTiles(most, *of_adapters)) if of_adapters else None,
         )
+
+    def _adapter_tiles(self, token_rows: Longs, shape: StepShape | None) -> tuple[TileArrays | tuple[()], int]:
+        """The adapters of a padded step's tokens, and the rows of a tile; nothing where they use none."""
+        if self._adapters is None or shape is None or not shape.adapters:
+            return (), 0
+        return self._adapters.tiles(token_rows, shape.tokens)
+
+    def _adapter_step(self, token_rows: Longs, wanted: Longs) -> AdapterStep:
+        """The adapters of a step that is not padded: its layers may go on with the wanted tokens alone."""
+        assert self._adapters is not None
+        (all_tokens, most), (some, fewer) = (self._adapters.tiles(rows) for rows in (token_rows, token_rows[wanted]))
+        on_device = self._rows.courier.send(*all_tokens, *some)
+        first, second = AdapterTiles(most, *on_device[:2]), AdapterTiles(fewer, *on_device[2:])
+        return AdapterStep(AdaptedRows(tiles=first), AdaptedRows(tiles=second))
 
     def _state_step(self, spans: Tensor, slots: Tensor, *, has_chunks: bool) -> StateStep | None:
         return None if self._states is None else StateStep(self._states.layers, None, spans, slots, has_chunks)
@@ -188,6 +218,11 @@ class DeviceBatchBuilder:
         size = self._rows.block_size
         blocks = self._tables[table][rows.long(), positions // size]
         return slots_of(blocks, positions, self._heads[table], size)
+
+
+def _all_tokens(tiles: AdapterTiles) -> AdapterStep:
+    rows = AdaptedRows(tiles=tiles)
+    return AdapterStep(rows, rows)
 
 
 def _pad(numbers: Longs, room: int, filler: int) -> Longs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.runtime.attention.triton import TritonAttention
+from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.device_rows import DeviceRows
 from quire.runtime.worker.images import ImageRows
@@ -22,3 +23,4 @@ class DeviceState:
     shared: SharedRuns
     states: RowStates | None = None  # of models with recurrent layers
     images: ImageRows | None = None  # of models that take images
+    adapters: RowAdapters | None = None  # of engines with LoRA adapters

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import row_buckets
-from quire.runtime.layers.step import ForwardStep, StateStep, WindowStep
+from quire.runtime.layers.step import AdaptedRows, AdapterStep, AdapterTiles, ForwardStep, StateStep, WindowStep
 from quire.runtime.models.build import Model
 from quire.runtime.sampling.logprobs import Listing
 from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.sampling.triton_choice import TritonChoice
+from quire.runtime.transfer import Courier
+from quire.runtime.worker.adapters import RowAdapters, tile_rows
 from quire.runtime.worker.batch import tables_of
 from quire.runtime.worker.capture import Capture, Launch
 from quire.runtime.worker.device_lists import NOTHING_LISTED, ListSpace
@@ -56,12 +58,39 @@ class Kind(NamedTuple):
     cascade: bool = False
     listed: int = NOTHING_LISTED  # likeliest tokens that are listed of each row, after the chosen token's logprob
     guided: bool = False  # two graphs: one up to the logits, one from the masks on
+    adapters: bool = False  # a row uses a LoRA adapter
 
 
 class _Graph(NamedTuple):
     launch: Launch
     listing: Listing | None  # where it leaves what it lists
     sample: Launch | None = None  # of a guided kind: what comes after the masks
+
+
+class _Adapters:
+    """Where graphs read which rows of a step use which LoRA adapters."""
+
+    def __init__(self, adapters: RowAdapters, most: int, device: torch.device) -> None:
+        self._adapters = adapters
+        self._order = torch.zeros(most, dtype=torch.int32, device=device)
+        rooms = (adapters.tile_room(bucket) for bucket in row_buckets(most))
+        self._tiles = torch.zeros(max(rooms), 3, dtype=torch.int32, device=device)
+        self._written: tuple[bytes, int, int] | None = None  # rows, bucket and version of what these hold
+
+    def write(self, rows: Ints, bucket: int, courier: Courier) -> None:
+        """Costs nothing while rows and their adapters stay the same."""
+        wanted = (rows.tobytes(), bucket, self._adapters.version)
+        if wanted == self._written:
+            return
+        arrays, _ = self._adapters.tiles(rows.astype(np.int64), bucket)
+        courier.send_into(self._order[:bucket], arrays.order)
+        courier.send_into(self._tiles[: len(arrays.tiles)], arrays.tiles)
+        self._written = wanted
+
+    def step(self, bucket: int) -> AdapterStep:
+        tiles = self._tiles[: self._adapters.tile_room(bucket)]
+        rows = AdaptedRows(tiles=AdapterTiles(tile_rows(bucket), self._order[:bucket], tiles))
+        return AdapterStep(rows, rows)
 
 
 class _Logits:
@@ -106,6 +135,7 @@ class DecodeGraphs:
         self._state_spans[:, 0] = torch.arange(most)
         self._state_slots = torch.full((most, 2), PADDING, dtype=torch.int32, device=device)
         self._lists = ListSpace(most, choice.vocab_size, device)
+        self._adapters = None if state.adapters is None else _Adapters(state.adapters, most, device)
         self._written, self._written_bucket = NO_ROWS, 0  # what entries and places hold
         self._graphs: dict[Kind, _Graph] = {}
         self._borrowed: Counter[Kind] = Counter()  # steps that ran by the graph of a larger bucket
@@ -114,9 +144,14 @@ class DecodeGraphs:
     def buckets(self) -> tuple[int, ...]:
         return self._buckets
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether rows may use LoRA adapters."""
+        return self._adapters is not None
+
     def rehearse(self, kind: Kind) -> None:
         """Launch the kernels of a graph, each once, over nothing but padding."""
-        self._write(NO_ROWS, kind.bucket)
+        self._write(NO_ROWS, kind)
         self._choose(kind, self._logits(kind, layers=self._model.num_varied), self._listing(kind))
 
     def capture(self, bucket: int) -> None:
@@ -145,7 +180,7 @@ class DecodeGraphs:
         rows = plan.decode_rows
         kind = self._kind(rows, guided=plan.guided)
         graph = self._graphs.get(kind) or self._make(kind)
-        self._write(rows, kind.bucket)
+        self._write(rows, kind)
         self._choice.settle()
         graph.launch()
         return graph
@@ -173,6 +208,7 @@ class DecodeGraphs:
             self._state.shared.announce(rows),
             self._lists.room(listed),
             guided,
+            self._state.adapters is not None and self._state.adapters.are_used(rows),
         )
         if kind in self._graphs or self._borrowed[kind] >= BORROWED_RUNS:
             return kind
@@ -186,7 +222,7 @@ class DecodeGraphs:
     def _make(self, kind: Kind) -> _Graph:
         """Capture over nothing but padding, which changes no row."""
         start, listing = time.perf_counter(), self._listing(kind)
-        self._write(NO_ROWS, kind.bucket)
+        self._write(NO_ROWS, kind)
         if kind.guided:
             graph = self._make_guided(kind, listing)
         else:
@@ -213,8 +249,12 @@ class DecodeGraphs:
         logits.tensor = None
         return graph
 
-    def _write(self, rows: Ints, bucket: int) -> None:
+    def _write(self, rows: Ints, kind: Kind) -> None:
         """Say which rows the next step is about. Costs nothing while they stay the same."""
+        bucket = kind.bucket
+        if kind.adapters:
+            assert self._adapters is not None
+            self._adapters.write(rows, bucket, self._rows.courier)
         is_written = len(rows) > 0 and bucket <= self._written_bucket
         if is_written and (rows is self._written or np.array_equal(rows, self._written)):
             return
@@ -246,6 +286,7 @@ class DecodeGraphs:
             windows=tuple(WindowStep(positions[:0], plan.over(tables)) for tables in self._tables[1:]),
             states=self._state_step(bucket),
             axes=self._axes(bucket, positions),
+            adapters=self._adapters.step(bucket) if self._adapters is not None and kind.adapters else None,
         )
         return self._model.logits(self._model(step, vectors))
 

@@ -13,6 +13,7 @@ from quire.config.kv_cache import lay_out
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.models.build import Model
+from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.batch import BatchBuilder
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.images import ImageRows
@@ -54,6 +55,7 @@ def make_parts(
     model_config: ModelConfig,
     config: EngineConfig,
     cache: KVCache | None = None,
+    adapters: RowAdapters | None = None,
 ) -> Parts:
     """Allocates all rows and, unless one is given, the KV cache."""
     device = torch.device(config.device.device)
@@ -69,17 +71,17 @@ def make_parts(
     )
     cache = cache or _make_cache(backend, model_config, config, row_shape)
     if backend.kernels == "triton":
-        return _device_parts(model, backend, sampler, row_shape, cache, model_config, config)
+        return _device_parts(model, backend, sampler, row_shape, cache, model_config, config, adapters)
     if isinstance(cache, VirtualCache):
         virtual = VirtualRows(*row_shape[:4], cache.ranges)
         images = _make_images(model, model_config, config, virtual)
-        mapped = VirtualBatchBuilder(virtual, cache, backend, images)
+        mapped = VirtualBatchBuilder(virtual, cache, backend, images, adapters)
         return Parts(virtual, cache, mapped, PlainForward(model), NoGraphs(), images=images)
     if backend.kernels == "native":
         model.trace(cache.layers)
     rows = Rows(*row_shape)
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
-    batches = BatchBuilder(rows, cache, backend, states, images)
+    batches = BatchBuilder(rows, cache, backend, states, images, adapters)
     return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
 
 
@@ -119,6 +121,7 @@ def _device_parts(
     cache: KVCache,
     model_config: ModelConfig,
     config: EngineConfig,
+    adapters: RowAdapters | None,
 ) -> Parts:
     from quire.runtime.worker.capture import CudaCapture, NoCapture
     from quire.runtime.worker.device_batch import DeviceBatchBuilder
@@ -132,7 +135,7 @@ def _device_parts(
     rows = DeviceRows(*row_shape)
     backend.reserve(cache.of_tables, config.scheduler.num_rows)
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
-    state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states, images)
+    state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states, images, adapters)
     if config.device.enforce_eager or not model.is_static:
         batches = DeviceBatchBuilder(state, (), plain=not model.is_static)
         return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)

@@ -37,6 +37,8 @@ def prepare(batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: DecodeG
             graphs.rehearse(Kind(bucket))
             graphs.rehearse(Kind(bucket, narrow=True))
             graphs.rehearse(Kind(bucket, cascade=True))
+            if graphs.has_adapters:
+                graphs.rehearse(Kind(bucket, adapters=True))
         for listed in (0, 8):
             graphs.rehearse(Kind(first, listed=listed))
         graphs.rehearse(Kind(first, guided=True))  # masks are applied by one kernel, whatever the bucket

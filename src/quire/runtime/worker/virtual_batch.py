@@ -10,6 +10,7 @@ import torch
 from quire.runtime.attention.virtual import VirtualSpans
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.sampling.samples import Longs
+from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.batch import Batch, axes_tensor, find_samples, find_spans, find_tokens, make_batch
 from quire.runtime.worker.images import ImageRows
 from quire.runtime.worker.virtual_cache import VirtualCache
@@ -26,9 +27,14 @@ class VirtualBatchBuilder:
     """Builds batches without reading the device, and has mapped what they need when it returns them."""
 
     def __init__(
-        self, rows: VirtualRows, cache: VirtualCache, backend: VirtualBackend, images: ImageRows | None = None
+        self,
+        rows: VirtualRows,
+        cache: VirtualCache,
+        backend: VirtualBackend,
+        images: ImageRows | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
-        self._images = images
+        self._images, self._adapters = images, adapters
         self._rows, self._cache, self._backend = rows, cache, backend
         self._kv_heads = torch.arange(cache.layers[0].key_tokens.shape[1], device=rows.device)
 
@@ -53,6 +59,7 @@ class VirtualBatchBuilder:
             attention=self._backend.prepare(self._spans(plan, decodes)),
             backend=self._backend,
             axes=axes_tensor(self._images, rows, token_rows, positions, spans),
+            adapters=None if self._adapters is None else self._adapters.step(token_rows, places.wanted),
         )
         return make_batch(step, places, chosen)
 

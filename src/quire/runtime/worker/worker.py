@@ -16,9 +16,11 @@ from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.models.build import Model
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
 from quire.runtime.tiers.tiers import NO_TIERS, Tiers
+from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.parts import make_parts
 from quire.runtime.worker.runner import RowSampler, Runner, SampleStep, StepOutput
+from quire.types.adapters import NO_ADAPTER
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
 from quire.types.step import Ints, Masks, NewRow, RowFailure, RowTokens, StepPlan
@@ -46,8 +48,10 @@ class Worker:
         config: EngineConfig,
         *,
         cache: KVCache | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
-        parts = make_parts(model, backend, sampler, model_config, config, cache)
+        parts = make_parts(model, backend, sampler, model_config, config, cache, adapters)
+        self.adapters = adapters
         self.rows, self.cache, self._graphs = parts.rows, parts.cache, parts.graphs
         self._states, self._images = parts.states, parts.images
         self._sampler, self._vocab_size, self._prepare = sampler, model_config.vocab_size, parts.prepare
@@ -107,6 +111,8 @@ class Worker:
             self._states.check()
         if self._images is not None:
             self._images.check()
+        if self.adapters is not None:
+            self.adapters.check()
         self.tiers.check()
         assert all(self.rows.live[row] for row in self._failed)
 
@@ -126,6 +132,9 @@ class Worker:
     def _update(self, plan: StepPlan) -> tuple[RowFailure, ...]:
         """All that comes before the forward pass."""
         self._release(plan.released)
+        if plan.adapters:
+            assert self.adapters is not None, "adapters for a worker without slots"
+            self.adapters.put(plan.adapters)
         self.rows.assign_windows(plan.window_owners, plan.window_blocks)
         failures = self._add(plan.new_rows) if plan.new_rows else ()
         failures += self._write(plan.writes) if plan.writes else ()
@@ -166,16 +175,19 @@ class Worker:
                 if not known:
                     self._check_tokens(new.token_ids)
                 self._check_images(new.images)
+                self._check_adapter(new.adapter)
                 self._sampler.add(new)
             except Exception as error:  # noqa: BLE001  this row's own code: only its request ends
                 self._failed.add(new.row)
                 failures.append(RowFailure(new.row, str(error) or type(error).__name__))
                 tokens, images = new.token_ids.clip(0, self._vocab_size - 1), tuple(self._unbroken(new.images))
-                new = new._replace(token_ids=tokens, images=images)
+                new = new._replace(token_ids=tokens, images=images, adapter=NO_ADAPTER)
             placed.append(new)
         self.rows.place(placed)
         if self._images is not None:
             self._images.place(placed)
+        if self.adapters is not None:
+            self.adapters.place(placed)
         if any(new.pools is not None for new in news):
             self._runner.pooled.add(news)
         if any(new.sampling.prompt_logprobs is not None for new in news):
@@ -199,6 +211,13 @@ class Worker:
         """Whether the model knows all tokens of all these rows."""
         tokens = np.concatenate([line.token_ids for line in lines])
         return len(tokens) == 0 or bool(tokens.min() >= 0 and tokens.max() < self._vocab_size)
+
+    def _check_adapter(self, slot: int) -> None:
+        if slot == NO_ADAPTER:
+            return
+        if self.adapters is None:
+            raise InvalidRequest("adapter", "this worker has no slots for adapters", "leave it out")
+        self.adapters.check_slot(slot)
 
     def _check_images(self, images: tuple[PromptImage, ...]) -> None:
         if self._images is not None:

@@ -80,6 +80,12 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 ENGINE_SWITCHES = {"--enforce-eager": "capture no step as a CUDA graph: slower, for finding faults"}
 ENGINE_CHOICES = {"--enable-prefix-caching": "keep computed prompts and answers for prompts that begin alike (on)"}
+LORA_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "--max-loras": (int, "LoRA adapters in one step: slots on the device (8)"),
+    "--max-lora-rank": (int, "the largest rank of a LoRA adapter, up to 256 (16)"),
+    "--max-cpu-loras": (int, "LoRA adapters in host memory; others are read again (four times --max-loras)"),
+    "--lora-dir": (str, "the folder below which /v1/load_lora_adapter may load adapters (none: it loads nothing)"),
+}
 SAMPLING_FLAGS = {
     "--temperature": (float, "0 picks the likeliest token"),
     "--top-p": (float, "keep the likeliest tokens up to this probability"),
@@ -222,6 +228,7 @@ def add_doctor(commands: Commands[OneLineParser]) -> None:
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
     """The engine settings that were given; the rest keep their defaults. A seed of -1 means any: no setting."""
     flags = (*ENGINE_FLAGS, *ENGINE_SWITCHES, *ENGINE_CHOICES, "--scheduling-policy", "--task")
+    flags += (*LORA_FLAGS, "--enable-lora", "--lora-modules")
     given = {name: getattr(args, name) for flag in flags if (name := field_of(flag)) in args}
     if "seed" in args and args.seed is not None and args.seed >= 0:
         given["seed"] = args.seed
@@ -263,6 +270,23 @@ def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     for flag, text in ENGINE_CHOICES.items():
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text, default=argparse.SUPPRESS)
     return group
+
+
+def add_lora(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("LoRA adapters")
+    absent = argparse.SUPPRESS
+    switch, use = argparse.BooleanOptionalAction, "take requests with LoRA adapters (off)"
+    group.add_argument("--enable-lora", action=switch, help=use, default=absent)
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        action="extend",
+        metavar="NAME=PATH",
+        help='adapters to load at the start, whose names clients give as the model; or {"name": ..., "path": ...}',
+        default=absent,
+    )
+    for flag, (kind, text) in LORA_FLAGS.items():
+        group.add_argument(flag, type=kind, help=text, default=absent)
 
 
 def add_loading(group: argparse._ArgumentGroup, *, verbose: bool = True) -> argparse._ArgumentGroup:

@@ -22,6 +22,7 @@ from quire.serving.cli.arguments import (
     add_engine,
     add_generation_config,
     add_loading,
+    add_lora,
     examples,
 )
 
@@ -30,6 +31,7 @@ EXAMPLES = {
     "quire serve qwen3-0.6b --port 8080 --max-model-len 4096": "another model, port and length",
     "quire serve --admin --show-admin-key": "with the block map in the playground; prints its address and key",
     "quire serve --host 0.0.0.0 --api-key-file keys.txt": "reachable from elsewhere, for those with a key",
+    "quire serve --enable-lora --lora-modules sql=/adapters/sql": "with a LoRA adapter, as the model `sql`",
     "quire serve --api-workers 4 --limit queue_requests=4096": "four HTTP processes, a longer queue",
 }
 
@@ -80,6 +82,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     _add_server(parser)
     _add_access(parser)
     _add_watching(parser)
+    add_lora(parser)
     group = add_generation_config(add_loading(add_engine(parser), verbose=False))
     group.add_argument("--scheduling-policy", default=argparse.SUPPRESS, help="the same as --policy")
     group.add_argument("--seed", type=int, help="for requests that bring no seed (0)")

@@ -71,10 +71,13 @@ def internal_error() -> ApiError:
     return ApiError(500, "the server failed to answer; the cause is in its log", code="internal_error")
 
 
+MODEL_NOT_FOUND = "model_not_found"
+
+
 def model_not_found(name: str, served: Sequence[str]) -> ApiError:
     names = ", ".join(served[:8]) + (", ..." if len(served) > 8 else "")
     message = f"model: {name[:80]!a} is not served here; served: {names}; send one of them, or leave model out"
-    return ApiError(404, message, code="model_not_found", param="model")
+    return ApiError(404, message, code=MODEL_NOT_FOUND, param="model")
 
 
 _TASKS = {
@@ -133,6 +136,8 @@ def _quarantined(error: Quarantined) -> ApiError:
 def as_failure(failure: Failure) -> ApiError:
     """A request that was taken in and came to nothing."""
     if failure.error is not None:
+        if failure.kind == "refused" and failure.error.field == "model":  # its LoRA adapter was unloaded meanwhile
+            return ApiError(404, str(failure.error), code=MODEL_NOT_FOUND, param="model")
         return as_api_error(failure.error)
     if failure.retry_after is not None:
         return _quarantined(Quarantined(failure.retry_after))

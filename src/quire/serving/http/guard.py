@@ -115,7 +115,7 @@ class Guard:
             )
             return ApiError(403, message, code="cross_site")
         if raw_path not in self._public:
-            is_admin = scope["path"].startswith("/admin") or raw_path.startswith(b"/admin")
+            is_admin = _is_for_admins(scope["path"]) or raw_path.startswith(b"/admin")
             if is_admin and (
                 not self._keys.has_admin or (self._is_admin_elsewhere and not scope.get(FROM_ADMIN, False))
             ):
@@ -142,6 +142,12 @@ class Guard:
         if given:
             name = as_identifier(given, self._limits)
             exchange.scope["quire.request_id"] = exchange.scope["quire.given_id"] = name
+
+
+def _is_for_admins(path: str) -> bool:
+    """Whether only admins may call a path. Those of LoRA adapters are recognised in every spelling that PathAliases
+    understands."""
+    return path.startswith("/admin") or path.rstrip("/").endswith(("/load_lora_adapter", "/unload_lora_adapter"))
 
 
 def _loopback_hosts(host: str) -> frozenset[str] | None:

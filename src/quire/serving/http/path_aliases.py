@@ -22,7 +22,7 @@ _KNOWN_APIS = {  # of other servers, by the beginning of their path after /v1
     "/vector_stores": "vector stores",
     "/fine_tuning": "fine-tuning",
     "/realtime": "the realtime API",
-    "/load_lora_adapter": "LoRA adapters",
+    "/load_lora_adapter": "LoRA adapters (start it with --enable-lora, --lora-dir and --admin)",
     "/api/": "Ollama's API",
 }
 

@@ -20,8 +20,16 @@ from quire.config.server import ServerConfig
 from quire.serving.dispatch.dispatcher import Dispatcher
 from quire.serving.dispatch.observer import Observer
 from quire.serving.dispatch.recent_requests import RecentRequests
+from quire.serving.http.adapters import Adapters
 from quire.serving.http.batches.runner import BatchRunner
-from quire.serving.http.errors import engine_unavailable, model_not_found, too_busy, wrong_task
+from quire.serving.http.errors import (
+    MODEL_NOT_FOUND,
+    ApiError,
+    engine_unavailable,
+    model_not_found,
+    too_busy,
+    wrong_task,
+)
 from quire.serving.http.key_ring import KeyRing
 from quire.serving.http.limits import Limits
 from quire.serving.http.pinned_prefix_file import PinnedPrefixFile
@@ -224,6 +232,7 @@ class Service:
     recent_requests: RecentRequests = field(init=False)
     responses: ResponseStore = field(init=False)
     pinned_prefixes: PinnedPrefixes = field(init=False)
+    adapters: Adapters = field(init=False)
 
     def __post_init__(self) -> None:
         self.bodies, self.uploads = (BodyPool(self.limits["bodies_bytes"]) for _ in range(2))
@@ -236,6 +245,7 @@ class Service:
         self.responses = ResponseStore(self.limits)
         self.batches = BatchRunner(self.files_directory, self.limits, self.dispatcher, self.config.api_workers)
         self.pinned_prefixes = PinnedPrefixes(self.dispatcher, self.link, self.keys, PinnedPrefixFile(self.prefix_file))
+        self.adapters = Adapters(self.dispatcher, self.link, self.config.engine)
         if self.recalls_prefixes:
             self.dispatcher.on_engine_up = self.pinned_prefixes.recall
 
@@ -273,12 +283,26 @@ class Service:
 
     def served_name(self, asked: str | None) -> str:
         """The name that responses carry; nothing and `default` stand for the first. Raises ApiError for a model that is
-        not served here."""
+        not served here, and is no LoRA adapter that is known: see `knowing_adapters`."""
         if asked in self.names:
             return asked
         if not asked or asked == "default":
             return self.names[0]
-        return self._untagged_name(asked)
+        return asked if asked in self.adapters else self._untagged_name(asked)
+
+    def adapter_of(self, model: str) -> str:
+        """The LoRA adapter of a served name; "": the model itself."""
+        return "" if model in self.names else model
+
+    async def knowing_adapters(self, work: Callable[[], Awaitable[R]]) -> R:
+        """Do work that names a model. If this edge does not know the model, it may be a LoRA adapter that was loaded
+        since: ask the engine, and do the work once more."""
+        try:
+            return await work()
+        except ApiError as error:
+            if error.code != MODEL_NOT_FOUND or not await self.adapters.refresh():
+                raise
+        return await work()
 
     def _untagged_name(self, asked: str) -> str:
         """The served name that is the same but for the tag `:latest`, which Ollama's clients add to names without
@@ -286,6 +310,8 @@ class Service:
         for name in self.names:
             if name.removesuffix(":latest") == asked.removesuffix(":latest"):
                 return name
+        if asked.removesuffix(":latest") in self.adapters:
+            return asked.removesuffix(":latest")
         raise model_not_found(asked, self.names)
 
     def image_taker(self) -> ImageTaker | None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from quire.config.adapters import AdapterModule
 from quire.config.server import AccessConfig, ServerConfig
 from quire.serving.process.link import EngineReady
 from quire.types.errors import QuireError
@@ -29,6 +30,7 @@ class EngineStart(msgspec.Struct, frozen=True, tag="engine_start"):
     generation: int  # counts engines since the server started, from 1
     address: str
     directory: str
+    adapters: tuple[AdapterModule, ...] = ()  # LoRA adapters that clients loaded into the engine before it
 
 
 class EdgeStart(msgspec.Struct, frozen=True, tag="edge_start"):
@@ -78,6 +80,12 @@ class EngineDown(msgspec.Struct, frozen=True, tag="engine_down"):
     """To the edges: the engine is gone and all that was in it is lost."""
 
     reason: str
+
+
+class AdaptersNow(msgspec.Struct, frozen=True, tag="adapters_now"):
+    """From an engine: the LoRA adapters that it has. The next engine loads them again."""
+
+    adapters: tuple[AdapterModule, ...]
 
 
 class EdgeGone(msgspec.Struct, frozen=True, tag="edge_gone"):
@@ -179,6 +187,7 @@ ControlMessage = (
     | LoadProgress
     | EngineUp
     | EngineDown
+    | AdaptersNow
     | EdgeGone
     | EdgeStuck
     | EdgeReady

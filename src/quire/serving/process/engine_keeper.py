@@ -6,13 +6,24 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from quire.config.adapters import AdapterModule
 from quire.config.server import ServerConfig
 from quire.engine.progress import ProgressReader
 from quire.serving.process.backoff import Backoff
 from quire.serving.process.child_process import ChildProcess
-from quire.serving.process.control import ControlMessage, EdgeGone, EngineStart, EngineUp, Fatal, LoadProgress, Stop
+from quire.serving.process.control import (
+    AdaptersNow,
+    ControlMessage,
+    EdgeGone,
+    EngineStart,
+    EngineUp,
+    Fatal,
+    LoadProgress,
+    Stop,
+)
 
 logger = logging.getLogger("quire.supervisor")
 
@@ -37,6 +48,7 @@ class EngineKeeper:
         self.generation = 0
         self.started_at = 0.0
         self._asked_to_stop = False
+        self._adapters: tuple[AdapterModule, ...] | None = None  # of the last engine; None: those it started with
         self._fatal: Fatal | None = None
         self._has_served = False  # any engine
         self._load_failures = 0  # in a row
@@ -64,6 +76,8 @@ class EngineKeeper:
             self._reader = ProgressReader(self._file("progress"))
         elif isinstance(message, LoadProgress):
             self._phase, self._progress_at = message.phase, time.monotonic()
+        elif isinstance(message, AdaptersNow):
+            self._adapters = message.adapters
         elif isinstance(message, Fatal):
             self._fatal = message
 
@@ -94,7 +108,11 @@ class EngineKeeper:
         self._phase, self._progress_at = "start", now
         self.child = ChildProcess(self._module)
         address = f"ipc://{self._file('engine')}"
-        self.child.send(EngineStart(self._config, self.generation, address, str(self._directory)))
+        config = self._config
+        if self._adapters is not None:  # what clients have unloaded is not loaded again
+            config = replace(config, engine=replace(config.engine, lora_modules=None))
+        directory, adapters = str(self._directory), self._adapters or ()
+        self.child.send(EngineStart(config, self.generation, address, directory, adapters))
 
     def _watch(self, now: float) -> None:
         assert self.child is not None

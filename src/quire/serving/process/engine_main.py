@@ -7,10 +7,11 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
+from quire.config.adapters import AdapterModule
 from quire.config.embedding import EncoderConfig, PoolingModel
 from quire.config.engine import DeviceConfig
 from quire.config.facts import HardwareFacts
@@ -24,6 +25,7 @@ from quire.engine.transport import EngineSocket
 from quire.observability.logging import set_up_logging
 from quire.serving.process.child import EXIT_ENGINE_DEAD, EXIT_FAILED, ProgressReports, enter_child, leave_orphaned
 from quire.serving.process.control import (
+    AdaptersNow,
     ControlChannel,
     EdgeGone,
     EdgeStuck,
@@ -33,7 +35,8 @@ from quire.serving.process.control import (
     Stop,
 )
 from quire.serving.process.link import EngineReady, ModelSizes
-from quire.types.errors import ConfigError, EngineDead, ModelLoadError
+from quire.types.adapters import AdapterInfo
+from quire.types.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError
 
 logger = logging.getLogger("quire.engine")
 
@@ -58,6 +61,8 @@ def run_engine(arguments: list[str], load: Load) -> int:
         progress = Path(start.directory) / f"progress-{start.generation}"
         record = ProgressRecord(progress)
         loop = EngineLoop(core, socket, record, on_stuck=control.report_stuck)
+        load_adapters_again(core, start.adapters)
+        loop.on_adapters = control.report_adapters
         if "torch" in sys.modules:  # not in tests, whose engines have no model
             from quire.runtime.accelerator import report_compilations
 
@@ -109,6 +114,7 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | Encode
         num_blocks=config.cache.num_blocks,
         groups=config.cache.groups,
         images=config.scheduler.images,
+        adapter_slots=config.scheduler.adapter_slots,
         dtype=config.device.dtype,
         device=config.device.device,
         policy=config.scheduler.policy,
@@ -119,6 +125,16 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | Encode
         pooling=planned.pooling,
     )
     return planned.build(source.load_format, report, tools), ready
+
+
+def load_adapters_again(core: EngineCore | EncoderCore, adapters: Iterable[AdapterModule]) -> None:
+    """Load the LoRA adapters of the engine before this one. One that cannot be read any more is left out."""
+    for name, folder in adapters:
+        assert isinstance(core, EngineCore)
+        try:
+            core.adapters.load(name, folder)
+        except InvalidRequest as error:
+            logger.error("the LoRA adapter %s is gone after the restart of the engine: %s", name, error)
 
 
 def _encoder_ready(generation: int, model: ModelConfig, config: EncoderConfig, pooling: PoolingModel) -> EngineReady:
@@ -176,6 +192,9 @@ class _Control:
 
     def report_stuck(self, edge: int) -> None:
         self._channel.send(EdgeStuck(edge))
+
+    def report_adapters(self, adapters: tuple[AdapterInfo, ...]) -> None:
+        self._channel.send(AdaptersNow(tuple(AdapterModule(info.name, info.folder) for info in adapters)))
 
     def _read(self) -> None:
         while (message := self._channel.receive()) is not None:

@@ -10,6 +10,7 @@ from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.policy import DEFAULT_AGEING
 from quire.config.vision import ImageLimits
 from quire.engine.progress import Backlog
+from quire.types.adapters import AdapterInfo
 from quire.types.errors import InvalidRequest
 from quire.types.output import TokensOut
 from quire.types.prefix import PinnedPrefix
@@ -49,6 +50,7 @@ class EngineReady:
     model: ModelSizes = ModelSizes()
     groups: KVGroups = PLAIN
     images: ImageLimits | None = None  # None: the model takes no images
+    adapter_slots: int = 0  # of LoRA adapters; 0: there are none
     pooling: PoolingModel | None = None  # what it makes of texts; None: it generates text
 
 
@@ -93,6 +95,15 @@ class EngineLink(Protocol):
 
     async def unpin(self, salt: str, name: str) -> bool:
         """Let go of a resident prompt; False if there is none of that name. Raises EngineDead as above."""
+
+    async def adapters(self) -> tuple[AdapterInfo, ...]:
+        """The LoRA adapters that requests may name. Raises EngineDead as above."""
+
+    async def load_adapter(self, name: str, folder: str, *, in_place: bool) -> AdapterInfo:
+        """Load a LoRA adapter. Raises InvalidRequest, or EngineDead as above, after minutes."""
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Unload a LoRA adapter. Raises InvalidRequest, or EngineDead as above."""
 
     async def reset_cache(self) -> int:
         """Forget cached prefixes; returns how many blocks that freed. Raises EngineDead as above."""

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from quire.config.adapters import read_modules
 from quire.config.environment import read_environment
 from quire.config.server import ServerConfig
 from quire.config.speculation import read_speculation
@@ -29,6 +30,9 @@ def with_local_files(config: ServerConfig, *, offline: bool, progress: Progress 
         draft = resolve_model(speculation.model, offline=offline, progress=progress).path.absolute()
         engine = replace(engine, speculative_config={**(engine.speculative_config or {}), "model": str(draft)})
     names = source.served_names or (files.name,)
+    for module in read_modules(engine.lora_modules, enable=engine.enable_lora):
+        if module.name in (*names, "default"):
+            raise ConfigError("lora_modules", f"{module.name!r} is the name of the model itself", "choose another")
     found = replace(source, model=str(files.path.absolute()), tokenizer=tokenizer, served_names=names)
     return replace(config, source=found, engine=engine)
 

@@ -19,15 +19,20 @@ import zmq
 
 from quire.engine.messages import (
     Accepted,
+    AdapterAnswer,
+    AdaptersAnswer,
     Ask,
     BadMessage,
     BlockMapAnswer,
     FromEngine,
     Goodbye,
+    LoadAdapter,
     Lost,
     PinsAnswer,
     Refused,
     StatsAnswer,
+    ToEngine,
+    UnloadAdapter,
     Unpin,
     Unpinned,
     encode,
@@ -37,7 +42,8 @@ from quire.engine.transport import EdgeSocket
 from quire.serving.process.child import leave_orphaned
 from quire.serving.process.control import ControlChannel, ControlMessage, EngineDown, EngineUp
 from quire.serving.process.link import EngineListener
-from quire.types.errors import EngineDead
+from quire.types.adapters import AdapterInfo
+from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.output import TokensOut
 from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
@@ -46,10 +52,11 @@ from quire.types.stats import BlockMap, EngineStats
 logger = logging.getLogger("quire.edge")
 
 ANSWER_SECONDS = 5.0  # a step may be long; when the engine ends, questions end at once
+LOAD_SECONDS = 600.0  # to read a LoRA adapter, after those before it
 _MAX_QUESTIONS = 256  # unanswered at one time
 _MAX_OUTBOX = 65_536  # messages not yet handed to the socket
 
-Answer = TypeVar("Answer", EngineStats, BlockMap, int, tuple[PinnedPrefix, ...], bool)
+Answer = TypeVar("Answer", EngineStats, BlockMap, int, tuple[PinnedPrefix, ...], tuple[AdapterInfo, ...], bool, object)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,18 @@ class RemoteLink:
     async def unpin(self, salt: str, name: str) -> bool:
         return await self._ask(lambda number: Unpin(number, salt, name), bool)
 
+    async def adapters(self) -> tuple[AdapterInfo, ...]:
+        return await self._ask(lambda number: Ask(number, "adapters"), tuple)
+
+    async def load_adapter(self, name: str, folder: str, *, in_place: bool) -> AdapterInfo:
+        def order(number: int) -> LoadAdapter:
+            return LoadAdapter(number, name, folder, in_place)
+
+        return _loaded(await self._ask(order, object, LOAD_SECONDS))
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        return _loaded(await self._ask(lambda number: UnloadAdapter(number, name), object))
+
     async def reset_cache(self) -> int:
         return await self._ask(lambda number: Ask(number, "reset_cache"), int)
 
@@ -156,17 +175,19 @@ class RemoteLink:
             self._woken = True
         os.eventfd_write(self._wake, 1)
 
-    async def _ask(self, question: Callable[[int], Ask | Unpin], kind: type[Answer]) -> Answer:
-        number, answer = next(self._numbers), Future[object]()
+    async def _ask(
+        self, question: Callable[[int], ToEngine], kind: type[Answer], seconds: float | None = None
+    ) -> Answer:
+        number, answer, limit = next(self._numbers), Future[object](), ANSWER_SECONDS if seconds is None else seconds
         with self._lock:
             if len(self._questions) >= _MAX_QUESTIONS:
                 raise EngineDead(f"{_MAX_QUESTIONS} questions to the engine are unanswered")
             self._questions[number] = answer
         try:
             self._post(_Outgoing(encode(question(number)), number))
-            found = await asyncio.wait_for(asyncio.wrap_future(answer), ANSWER_SECONDS)
+            found = await asyncio.wait_for(asyncio.wrap_future(answer), limit)
         except TimeoutError:
-            raise EngineDead(f"the engine did not answer within {ANSWER_SECONDS:g} s") from None
+            raise EngineDead(f"the engine did not answer within {limit:g} s") from None
         finally:
             with self._lock:
                 self._questions.pop(number, None)
@@ -252,6 +273,10 @@ class RemoteLink:
             self._answer(message.number, message.pins)
         elif isinstance(message, Unpinned):
             self._answer(message.number, message.was_there)
+        elif isinstance(message, AdapterAnswer):
+            self._answer(message.number, message.result())
+        elif isinstance(message, AdaptersAnswer):
+            self._answer(message.number, message.adapters)
         elif isinstance(message, Lost):
             self._lose(listener, message.reason)
         else:
@@ -286,6 +311,14 @@ class RemoteLink:
     def _fail_questions(self) -> None:
         for number in list(self._questions):
             self._fail_question(number)
+
+
+def _loaded(answer: object) -> AdapterInfo:
+    """Return the adapter in an answer, or raise the refusal in it."""
+    if isinstance(answer, InvalidRequest):
+        raise answer
+    assert isinstance(answer, AdapterInfo)
+    return answer
 
 
 def _open_progress(path: str) -> ProgressReader | None:

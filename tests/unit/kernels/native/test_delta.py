@@ -9,7 +9,8 @@ from torch import Tensor
 from delta_cases import DeltaCase, delta_case, expected
 from quire.kernels.delta import DeltaSizes
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.program import ProgramStep, ProgramWriter
+from quire.kernels.native.program import ProgramWriter
+from quire.kernels.native.structures import ProgramStep
 from quire.kernels.reference import delta
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))

@@ -14,7 +14,8 @@ from quire.kernels.native import ops
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.ops import BYTES, NIBBLES, PLAIN, PackedWeight
 from quire.kernels.native.panels import cut_panels
-from quire.kernels.native.program import Program, ProgramStep, ProgramWriter
+from quire.kernels.native.program import Program, ProgramWriter
+from quire.kernels.native.structures import ProgramStep
 from quire.kernels.native.weights import LinearWeights
 from quire.kernels.reference import elementwise
 from quire.kernels.reference.activation import activate

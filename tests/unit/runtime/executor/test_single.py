@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from adapter_files import SMALL, make_adapter
 from quire.config.model import Heads
 from quire.engine.core import EngineCore
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.resolve import ModelFiles
-from quire.types.errors import EngineDead
+from quire.types.adapters import NO_ADAPTER, AdapterPlacement
+from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Chunk, Masks, NewRow, StepPlan
-from tiny_models import DEVICE, VOCAB, engine_config, tiny_config
+from tiny_models import DEVICE, VOCAB, engine_config, tiny_config, transformers_model
 
 FILES = ModelFiles("tiny", Path("nowhere"), "hf")
 
@@ -45,6 +47,37 @@ def test_results_come_back_in_the_order_of_launching() -> None:
     assert first.token_ids.dtype == np.int32
     assert first.failures == second.failures == ()
     single.check()
+
+
+def test_adapters_are_read_and_forgotten(tmp_path: Path) -> None:
+    config = tiny_config()
+    settings = replace(engine_config(block_size=16, rows=4), adapters=SMALL)
+    single = SingleExecutor(FILES, config, settings, load_format="dummy")
+    folder = make_adapter(tmp_path, transformers_model(config))
+    info = single.read_adapter("mine", str(folder))
+    assert (info.name, info.rank) == ("mine", 4)
+    steps = {}
+    for slot in (NO_ADAPTER, 1):
+        new = row(0, 5, logprobs=0)._replace(adapter=slot)
+        placed = (AdapterPlacement(1, info.digest),) if slot == 1 else ()
+        single.launch(StepPlan(0, new_rows=(new,), chunks=(Chunk(0, 0, 5, (0,)),), adapters=placed, released=(0,)))
+        result = single.collect()
+        assert not result.failures
+        (logprobs,) = result.logprobs
+        steps[slot] = float(logprobs.entry.logprobs[0])
+    assert steps[NO_ADAPTER] != steps[1]
+    single.forget_adapter(info.digest)
+    single.check()
+    single.close()
+
+
+def test_an_executor_without_slots_reads_no_adapters(tmp_path: Path) -> None:
+    single = executor()
+    with pytest.raises(InvalidRequest, match="no slots for LoRA adapters"):
+        single.read_adapter("mine", str(tmp_path))
+    single.close()
+    with pytest.raises(EngineDead):
+        single.read_adapter("mine", str(tmp_path))
 
 
 def test_the_same_seed_gives_the_same_model() -> None:

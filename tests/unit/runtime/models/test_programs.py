@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from adapter_files import SMALL, make_adapter
+from quire.config.adapter_memory import adapter_memory
 from quire.config.model import Heads
 from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.program import Program, Symbol
+from quire.runtime.layers.adapted import NativeAdapters
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.native import NativeOps
 from quire.runtime.layers.ops import TorchOps
+from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Value
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.quantization.levels import LevelWeight
@@ -112,3 +118,49 @@ def test_no_program_is_written_where_torch_attends() -> None:
         model = one.worker._runner._model
         assert isinstance(model, Decoder)
         assert len(model.model.layers._programs) == num_programs
+
+
+def adapted_answers(folder: Path, dtype: str) -> tuple[Bench, list[object]]:
+    """Steps with rows of two adapters, with some rows of none, and with only such rows."""
+    config = tiny_config("llama", **SIZES)
+    reference = transformers_model(config)
+    one = Bench(checkpoint_of(reference, config), engine_config(adapters=SMALL, dtype=dtype))
+    for slot, rank in ((0, 4), (2, 16)):
+        one.put_adapter(slot, make_adapter(folder / str(slot), reference, seed=slot, rank=rank))
+    for row, (tokens, slot) in enumerate((([5, 9, 2, 11, 7, 3, 8, 1], 2), ([4, 4, 17], -1), ([6, 1], 0), ([9], 2))):
+        one.add(row, tokens, adapter=slot)
+    found = [one.run(chunks=[Chunk(0, 0, 4)])]
+    found.append(
+        one.run(chunks=[Chunk(0, 4, 4, (0,)), Chunk(1, 0, 3, (1,)), Chunk(2, 0, 2, (2,)), Chunk(3, 0, 1, (3,))])
+    )
+    found += [one.run(decode=rows) for rows in ([0, 1, 2, 3], [1], [2, 3, 0], [3, 1])]
+    return one, found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_program_with_adapters_has_nothing_in_python_and_samples_what_its_blocks_sample(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, program = adapted_answers(tmp_path, dtype)
+    model = one.worker._runner._model
+    assert isinstance(model, Decoder)
+    (written,) = model.model.layers._programs.values()
+    assert written.num_slots == SMALL.slots
+    if dtype == "float32":  # products of bfloat16 are compiled for tile units only
+        assert written.num_calls == 0
+    adapters = [linear.adapters for linear in model.adapted_linears().values()]
+    held = sum(each.num_bytes for each in adapters if isinstance(each, NativeAdapters))
+    planned = adapter_memory(tiny_config("llama", **SIZES), SMALL, getattr(torch, dtype).itemsize, max_tokens=0)
+    assert 0 < held <= planned
+
+    def go_through(blocks: Blocks, x: Tensor, step: ForwardStep) -> Value:
+        assert blocks.adapters is not None
+        blocks.adapters.begin(step.adapters)
+        return blocks._go_through(x, step)
+
+    monkeypatch.setattr(Blocks, "_run_program", go_through)
+    monkeypatch.delattr(Program, "run")
+    other, blocks = adapted_answers(tmp_path, dtype)
+    assert blocks == program
+    for row, seen in one.sampler.seen.items():
+        assert torch.equal(torch.stack(other.sampler.seen[row]), torch.stack(seen))

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from quire.config.model import Heads
 from quire.runtime.attention import triton as backend
 from quire.runtime.worker import forward_graphs
+from quire.runtime.worker.batch import StepShape
 from quire.runtime.worker.forward_graphs import ForwardGraphs
 from quire.types.step import Chunk
 from tiny_models import Bench, GreedySampler, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
@@ -61,7 +62,11 @@ def test_steps_of_one_shape_run_by_one_graph_whatever_their_rows_and_lengths() -
         made.run(chunks=[Chunk(4, 23, 1, (4,))])
         made.run(decode=[4, 0, 1])
     assert_same(plain, graphed)
-    assert set(graphs._graphs) == {(16, False, True, False), (16, True, True, False), (16, True, False, False)}
+    assert set(graphs._graphs) == {
+        StepShape(16, False, True, False),
+        StepShape(16, True, True, False),
+        StepShape(16, True, False, False),
+    }
 
 
 def test_a_shape_is_captured_when_it_has_been_met_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +94,7 @@ def test_a_step_beyond_the_largest_bucket_runs_as_it_is() -> None:
         made.run(chunks=[Chunk(0, 0, 17)])
         made.run(chunks=[Chunk(0, 17, 7, (0,))])
     assert_same(plain, graphed)
-    assert set(graphs._graphs) == {(16, False, True, False)}
+    assert set(graphs._graphs) == {StepShape(16, False, True, False)}
 
 
 def test_a_step_of_more_pieces_than_there_is_room_for_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +106,7 @@ def test_a_step_of_more_pieces_than_there_is_room_for_runs_as_it_is(monkeypatch:
         made.run(chunks=[Chunk(row, 0, 4, (row,)) for row in range(3)])
         made.run(decode=[2, 0, 1])
     assert_same(plain, graphed)
-    assert set(graphs._graphs) == {(16, True, False, False)}
+    assert set(graphs._graphs) == {StepShape(16, True, False, False)}
 
 
 def test_prompt_logprobs_and_forks_take_their_positions_of_a_padded_step() -> None:

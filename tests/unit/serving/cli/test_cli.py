@@ -87,7 +87,7 @@ def test_wrong_usage_is_one_line_and_exit_code_two(
         (["serve", "--ctx-sz", "4096"], "did you mean --max-model-len instead of --ctx-sz?"),
         (["serve", "-ngl", "99", "--parallel", "4"], "did you mean --max-num-seqs instead of --parallel?"),
         (["serve", "--tensor-parallel-size", "2"], "tensor_parallel_size: 2 is not supported; Quire runs a model on"),
-        (["serve", "--enable-lora"], "merge the adapter"),
+        (["serve", "--fully-sharded-loras"], "adapters are on one device"),
         (["pull", "--trust-remote-code"], "unrecognized arguments: --trust-remote-code"),
     ],
 )
@@ -103,7 +103,7 @@ def test_what_is_unknown_is_answered_with_what_may_be_meant(
 
 
 def test_flags_of_vllm_that_ask_for_nothing_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
-    habits = "--tensor-parallel-size 1 -pp=1 --disable-log-requests --enable-chunked-prefill --no-enable-lora"
+    habits = "--tensor-parallel-size 1 -pp=1 --disable-log-requests --enable-chunked-prefill --no-enable-eplb"
     args = _parser().parse_args(["serve", *habits.split(), "m", "--max-num-seqs", "3"])
     assert (args.model_name, args.max_num_seqs) == ("m", 3)
     assert not caplog.records

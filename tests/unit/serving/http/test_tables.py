@@ -77,7 +77,7 @@ def test_the_reference_page_is_what_the_tables_say() -> None:
 
 def test_the_reference_page_has_every_route() -> None:
     page = re.sub(r"\{\w+\}", "{}", write_reference())
-    admin = _admin_routes(Mock(), Mock())
+    admin = _admin_routes(Mock(), Mock(), Mock())
     routes = {(endpoint.method, endpoint.documented_path): bool(endpoint.fields) for endpoint in ENDPOINT_TABLE}
     assert len(routes) > 40
     for (method, path), has_section in (routes | dict.fromkeys(admin, False)).items():

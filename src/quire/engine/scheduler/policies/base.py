@@ -45,9 +45,9 @@ class Policy:
     otherwise.
 
     The scheduler calls `added`, `admitted` and `removed` for every group; a preempted group is removed and added again.
-    It calls `deferred` for a waiting group that must not be admitted yet, as another request computes the same prefix
-    or its blocks are read from disk, and `resumed` when it may. The waiting queue skips deferred groups, and so must
-    `choose`.
+    It calls `deferred` for a waiting group that must not be admitted yet, as another request computes the same prefix,
+    its blocks are read from disk, or there is no slot for its LoRA adapter, and `resumed` when it may. The waiting
+    queue skips deferred groups, and so must `choose`.
     """
 
     counts_outputs = False  # whether the engine calls `note_generated` and `note_generated_paced`

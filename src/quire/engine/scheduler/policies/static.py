@@ -26,6 +26,9 @@ class StaticBatch(Policy):
     def reserved(self, group: Group) -> int:
         return max(self._padded, group.limit)
 
+    def deferred(self, group: Group) -> None:
+        self._batch.pop(group, None)  # a later batch has it
+
     def removed(self, group: Group, view: SchedulerView) -> None:  # noqa: ARG002 - Policy's signature
         self._batch.pop(group, None)
 

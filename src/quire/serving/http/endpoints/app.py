@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serving.http.endpoints.admin import Admin
+from quire.serving.http.endpoints.admin_lora import LOAD_PATH, UNLOAD_PATH, AdminLora
 from quire.serving.http.endpoints.admin_prefixes import AdminPrefixes
 from quire.serving.http.endpoints.registry import ENDPOINTS
 from quire.serving.http.errors import ApiError
@@ -31,7 +32,7 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
     files = playground_routes(playground) if access.playground else {}
     routes = api_routes(service)
     if access.admin_digests:
-        admin = _admin_routes(Admin(service), AdminPrefixes(service))
+        admin = _admin_routes(Admin(service), AdminPrefixes(service), AdminLora(service))
         routes |= {route: AsgiHandler(handler) for route, handler in admin.items()}
     routes |= {("GET", path): AsgiHandler(file) for path, file in files.items()}
     for (method, path), handler in routes.items():
@@ -71,7 +72,7 @@ def api_routes(service: Service) -> Routes:
     return routes
 
 
-def _admin_routes(admin: Admin, prefixes: AdminPrefixes) -> dict[tuple[str, str], Handler]:
+def _admin_routes(admin: Admin, prefixes: AdminPrefixes, lora: AdminLora) -> dict[tuple[str, str], Handler]:
     return {
         ("POST", "/admin/drain"): admin.drain,
         ("POST", "/admin/abort"): admin.abort,
@@ -82,6 +83,8 @@ def _admin_routes(admin: Admin, prefixes: AdminPrefixes) -> dict[tuple[str, str]
         ("GET", "/admin/stats"): admin.stats,
         ("GET", "/admin/requests"): admin.requests,
         ("GET", "/admin/blocks"): admin.blocks,
+        ("POST", LOAD_PATH): lora.load,
+        ("POST", UNLOAD_PATH): lora.unload,
     }
 
 

@@ -70,6 +70,7 @@ class Capabilities:
                     "device": engine.device,
                     "scheduling_policy": engine.policy,
                     "images": _images(engine.images),
+                    "max_loras": engine.adapter_slots,
                 },
                 "strict": service.config.strict,
                 "admin": bool(service.config.access.admin_digests),

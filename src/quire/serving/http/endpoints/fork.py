@@ -31,7 +31,7 @@ Nothing that was computed is computed again while the engine still has it. The a
 be forked by whoever sent it (the same key), while it is streamed, and after its end for as long as `fork_seconds`,
 `fork_requests` and `fork_tokens` allow. Only the HTTP process that answers it knows it: with `--api-workers` above 1 a
 fork that comes to another is answered with 404. Parameters that are left out have their defaults, not those of the
-forked request. A branch ends early when its client hangs up."""
+forked request; the LoRA adapter is that of the forked request. A branch ends early when its client hangs up."""
 
 
 def find_origin(service: Service, given: Parameters, head: RequestHead) -> Origin:
@@ -58,7 +58,8 @@ def find_origin(service: Service, given: Parameters, head: RequestHead) -> Origi
         raise InvalidRequest("at_token", reason, f"choose a value in [0, {len(answer)}]")
     tokens = (*choice.submit.prompt_token_ids, *answer[:at_token])
     branch = Branch(choice.submit.request_id, choice.index, len(tokens))
-    return Origin(tokens, at_token, branch, choice.submit.cache_salt, choice.submit.images)
+    submit = choice.submit
+    return Origin(tokens, at_token, branch, submit.cache_salt, submit.images, submit.adapter)
 
 
 FORK = GenerationEndpoint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from quire.serving.http.endpoint import Endpoint, PlainEndpoint
@@ -10,6 +11,7 @@ from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import Exchange, Handler
 from quire.serving.http.schemas import TEXT, WHOLE, Schema, many, or_null, record, ref
 from quire.serving.http.service import Service
+from quire.types.adapters import AdapterInfo
 
 _STATES = {
     "loading": "the model is loading",
@@ -48,11 +50,21 @@ class Pages:
         await exchange.reply_json({"version": self._service.version})
 
     async def models(self, exchange: Exchange) -> None:
-        await exchange.reply_json({"object": "list", "data": [self._model(name) for name in self._service.names]})
+        service = self._service
+        shown = [self._model(name) for name in service.names]
+        shown += [self._adapter(info) for info in await service.adapters.listing() if info.name not in service.names]
+        await exchange.reply_json({"object": "list", "data": shown})
 
     async def model(self, exchange: Exchange) -> None:
-        name = self._service.served_name(exchange.scope["path_params"]["model"])
-        await exchange.reply_json(self._model(name))
+        service, asked = self._service, exchange.scope["path_params"]["model"]
+        adapters = {info.name: info for info in await service.adapters.listing()}
+        name = service.served_name(asked)
+        await exchange.reply_json(self._adapter(adapters[name]) if service.adapter_of(name) else self._model(name))
+
+    def _adapter(self, info: AdapterInfo) -> dict[str, Any]:
+        """A LoRA adapter. Of its folder, only the name is shown: where it lies is nobody's business."""
+        name = self._service.names[0]
+        return {**self._model(info.name), "root": Path(info.folder).name, "parent": name}
 
     def _model(self, name: str) -> dict[str, Any]:
         service, engine = self._service, self._service.dispatcher.known_engine
@@ -118,7 +130,7 @@ _SCHEMAS: dict[str, Schema] = {
             "created": WHOLE,
             "owned_by": TEXT,
             "root": TEXT,
-            "parent": {"type": "null"},
+            "parent": or_null(TEXT),
             "max_model_len": or_null(WHOLE),
             "default_sampling_params": {"type": "object", "additionalProperties": {"type": "number"}},
         }

@@ -6,6 +6,7 @@ import json
 import sys
 
 from quire.serving.http.endpoint import Endpoint
+from quire.serving.http.endpoints.admin_lora import LOAD_PATH, UNLOAD_PATH
 from quire.serving.http.endpoints.registry import ENDPOINTS
 from quire.serving.http.fields import Field
 from quire.serving.http.limits import LIMITS, Limits
@@ -39,12 +40,19 @@ _ABORT = (
     "all of them"
 )
 _KEEP = "keep a prompt in the cache, for every key or for `api_key` alone"
+_LOAD = (
+    'load a LoRA adapter from a folder below `--lora-dir`; with `"load_inplace": true` it may replace another one of '
+    "that name"
+)
+_MODELS = (
+    "the models, with `max_model_len` and `default_sampling_params`; LoRA adapters have the model as their `parent`"
+)
 _ROUTES = f"""\
 ## Other routes
 
 | Route | Answer |
 |-|-|
-| `GET /v1/models`, `GET /v1/models/{{id}}` | the models, with `max_model_len` and `default_sampling_params` |
+| `GET /v1/models`, `GET /v1/models/{{id}}` | {_MODELS} |
 | `POST /v1/files` | upload a file as a form (`multipart/form-data`): `purpose` (`batch`) and `file` |
 | `GET /v1/files` | the files of this key |
 | `GET /v1/files/{{id}}`, `GET /v1/files/{{id}}/content`, `DELETE /v1/files/{{id}}` | describe, read or delete a file |
@@ -77,6 +85,8 @@ Admin routes exist only where an admin key is set, and only that key opens them:
 | `GET /admin/stats` | the engine's counters, and what waits at each edge |
 | `GET /admin/requests` | live requests of all edges with their state |
 | `GET /admin/blocks` | server-sent events: the block map, about four times a second |
+| `POST {LOAD_PATH}` `{{"lora_name": ..., "lora_path": ...}}` | {_LOAD} |
+| `POST {UNLOAD_PATH}` `{{"lora_name": ...}}` | unload a LoRA adapter; requests that run with it go on |
 """
 _MISS = {
     "`reason`": '`"differs"`: another request has other tokens from here on. `"evicted"`: the tokens from here on were '

@@ -44,7 +44,9 @@ class TextHandler:
         query = exchange.check_query("strict", *self._endpoint.query, strict=strict)
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)
-            answer, warnings = await service.in_thread_of(body, self._answer, body, strict)
+            answer, warnings = await service.knowing_adapters(
+                lambda: service.in_thread_of(body, self._answer, body, strict)
+            )
             exchange.warnings = warnings = [*query, *warnings]
             await exchange.reply_json({**answer, "warnings": warnings} if warnings else answer)
 

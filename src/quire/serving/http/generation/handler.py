@@ -89,7 +89,9 @@ class GenerationHandler:
             body = await exchange.read_body(service.limits, meter.add)
             with service.dispatcher.preparing():
                 settings, fields = self._endpoint.generation, self._endpoint.fields_by_name
-                job = await service.in_thread_of(body, prepare_job, service, settings, fields, body, head)
+                job = await service.knowing_adapters(
+                    lambda: service.in_thread_of(body, prepare_job, service, settings, fields, body, head)
+                )
                 return job if job.plan is None else await self._constrained(job, job.plan)
 
     async def _constrained(self, job: Job, plan: AnswerPlan) -> Job:

@@ -82,7 +82,10 @@ def prepare_job(
     reading = message_reading(service, given, use, prompts[0].text or "") if "messages" in given else None
     sampling = shows_marks(service, sampling, reading)
     plan = answer_plan(service, sampling.structure, use, reading, given.get("thinking_token_budget"))
-    work = Work(settings, given, sampling, read_beam(given), origin)
+    adapter = service.adapter_of(model)
+    if origin is not None:  # a fork goes on with the adapter that it forks
+        adapter, model = origin.adapter, origin.adapter or model
+    work = Work(settings, given, sampling, read_beam(given), origin, adapter)
     submits, cuts = make_submits(service, work, prompts, head)
     warnings += cuts
     echoes_prompt = settings.echoes_prompt and given.get("echo", False)

@@ -99,6 +99,7 @@ class Origin:
     branch: Branch
     salt: str
     images: tuple[PromptImage, ...] = ()  # placed already
+    adapter: str = ""  # LoRA; empty: none
 
 
 def as_given(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001

@@ -35,6 +35,7 @@ class Work:
     sampling: SamplingParams
     beam: BeamRules | None = None
     origin: Origin | None = None  # of a fork
+    adapter: str = ""  # LoRA; empty: none
 
     @property
     def count(self) -> int:
@@ -73,6 +74,7 @@ def make_submits(
             source,
             head.principal,
             images=images,
+            adapter=work.adapter,
         )
         for name, (ids, images) in zip(names, placed, strict=True)
     ]

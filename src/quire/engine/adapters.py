@@ -1,0 +1,177 @@
+"""The LoRA adapters that requests may name, and who uses them. EngineCore owns the table."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from quire.engine.decoding.group import Group
+from quire.engine.executor import Executor
+from quire.engine.observer import EngineObserver
+from quire.engine.scheduler.adapter_slots import AdapterSlots
+from quire.types.adapters import OTHER_ADAPTERS, AdapterInfo, AdapterStats
+from quire.types.errors import InvalidRequest
+from quire.types.request import Submit
+
+MAX_ADAPTERS = 4_096  # names
+_NAME = re.compile(r"[^\x00-\x20\x7f](?:[^\x00-\x1f\x7f]{0,254}[^\x00-\x20\x7f])?")
+_SHOWN = 16  # names in a message
+_COUNTED = 64  # adapters whose requests are counted one by one
+
+
+class AdapterTable:
+    """Names -> adapters, and the live requests of each by digest. The executor keeps an adapter in host memory until no
+    name and no live request uses it: a request goes on with the adapter that its name meant when it was submitted.
+
+    One thread calls it, but `read` may be called by any thread between `begin_load` and `finish_load`.
+    """
+
+    def __init__(self, slots: AdapterSlots, executor: Executor, observer: EngineObserver) -> None:
+        self._slots, self._executor, self._observer = slots, executor, observer
+        self._infos: dict[str, AdapterInfo] = {}  # by name
+        self._loading: Counter[str] = Counter()  # names that are being loaded
+        self._names: Counter[str] = Counter()  # by digest: how many names it has
+        self._users: Counter[str] = Counter()  # by digest: live requests
+        self._unused: dict[str, None] = {}  # digests that the executor may forget when nothing is loaded
+        self._requests: Counter[str] = Counter()  # by name: requests since it was loaded
+
+    # ------------------------------------------------------------------------------------------------------ requests
+    def resolve(self, request: Submit) -> Submit:
+        """Return a request with the digest of the adapter that it names. Raises InvalidRequest if there is none of that
+        name."""
+        name = request.adapter
+        if not name:
+            return request if not request.adapter_digest else replace(request, adapter_digest="")
+        if not isinstance(name, str):
+            raise InvalidRequest("model", f"is {name!r}, not a text", "send a string")
+        self._check_enabled("model")
+        if name not in self._infos:
+            raise InvalidRequest("model", f"no LoRA adapter has the name {name!r}", self._known())
+        return replace(request, adapter_digest=self._infos[name].digest)
+
+    def hold(self, request: Submit) -> None:
+        """Note that a request was accepted."""
+        if request.adapter_digest:
+            self._users[request.adapter_digest] += 1
+            self._requests[request.adapter] += 1
+
+    def release(self, request: Submit) -> None:
+        """Note that an accepted request has ended."""
+        digest = request.adapter_digest
+        if digest:
+            self._users[digest] -= 1
+            self._forget_if_unused(digest)
+
+    def _known(self) -> str:
+        names = [*self._infos][:_SHOWN]
+        more = f" and {len(self._infos) - len(names)} more" if len(names) < len(self._infos) else ""
+        return f"use one of {', '.join(map(repr, names))}{more}, or load it" if names else "load it first"
+
+    def _check_enabled(self, field: str) -> None:
+        if not len(self._slots):
+            raise InvalidRequest(field, "this engine has no LoRA adapters", "start it with enable_lora")
+
+    # ------------------------------------------------------------------------------------------- loading and unloading
+    def load(self, name: str, folder: str, *, in_place: bool = False) -> AdapterInfo:
+        """Read an adapter and give it a name. Waits. Raises InvalidRequest."""
+        self.begin_load(name, in_place=in_place)
+        info = None
+        try:
+            info = self.read(name, folder)
+        finally:
+            self.finish_load(name, info)
+        return info
+
+    def begin_load(self, name: str, *, in_place: bool = False) -> None:
+        """Check that an adapter of this name may be loaded; `finish_load` must follow. With `in_place`, another adapter
+        may have the name: later requests get the new one. Raises InvalidRequest."""
+        self._check_enabled("lora_name")
+        if _NAME.fullmatch(name) is None:
+            reason = f"{name!r:.80} is no name of an adapter"
+            raise InvalidRequest("lora_name", reason, "use 1 to 256 characters without line breaks or outer spaces")
+        if (name in self._infos and not in_place) or name in self._loading:
+            reason = f"{name!r} is {'loaded already' if name in self._infos else 'being loaded'}"
+            raise InvalidRequest("lora_name", reason, "choose another, unload it, or set load_inplace")
+        if len(self._infos) + len(self._loading) >= MAX_ADAPTERS:
+            raise InvalidRequest("lora_name", f"{MAX_ADAPTERS} adapters are loaded, the limit", "unload another")
+        self._loading[name] += 1
+
+    def read(self, name: str, folder: str) -> AdapterInfo:
+        """Read an adapter into host memory. Waits; any thread may call it. Raises InvalidRequest."""
+        return self._executor.read_adapter(name, folder)
+
+    def finish_load(self, name: str, info: AdapterInfo | None) -> None:
+        """Give a name to the adapter that was read; None: it could not be read."""
+        del self._loading[name]
+        if info is not None:
+            self.add(info)
+        if not self._loading:
+            unused, self._unused = self._unused, {}
+            for digest in unused:
+                self._forget_if_unused(digest)
+
+    def add(self, info: AdapterInfo) -> None:
+        """Give a name to an adapter that the executor has read. It replaces another one of that name."""
+        before = self._infos.get(info.name)
+        self._infos[info.name] = info
+        self._names[info.digest] += 1
+        self._observer.adapter_loaded(info)
+        if before is not None:
+            self._unname(before)
+
+    def unload(self, name: str) -> AdapterInfo:
+        """Take a name away. Live requests of the adapter go on. Raises InvalidRequest if there is no such name."""
+        self._check_enabled("lora_name")
+        info = self._infos.pop(name, None)
+        if info is None:
+            raise InvalidRequest("lora_name", f"no LoRA adapter has the name {name!r:.300}", self._known())
+        del self._requests[name]
+        self._observer.adapter_unloaded(name)
+        self._unname(info)
+        return info
+
+    def listing(self) -> tuple[AdapterInfo, ...]:
+        """Return the adapters that requests may name, in the order in which they were loaded."""
+        return tuple(self._infos.values())
+
+    def _unname(self, info: AdapterInfo) -> None:
+        self._names[info.digest] -= 1
+        self._forget_if_unused(info.digest)
+
+    def _forget_if_unused(self, digest: str) -> None:
+        """Drop an adapter that no name and no live request uses. While adapters are loaded it must wait: what is being
+        read may be the same."""
+        if self._names[digest] or self._users[digest]:
+            return
+        if self._loading:
+            self._unused[digest] = None
+            return
+        del self._names[digest], self._users[digest]
+        self._slots.drop(digest)
+        self._executor.forget_adapter(digest)
+
+    # ------------------------------------------------------------------------------------------------------- accounts
+    def stats(self) -> AdapterStats:
+        slots, counts = self._slots, dict(list(self._requests.items())[:_COUNTED])
+        if len(counts) < len(self._requests):
+            rest = self._requests.total() - sum(counts.values())
+            counts[OTHER_ADAPTERS] = counts.get(OTHER_ADAPTERS, 0) + rest
+        return AdapterStats(
+            loaded=len(self._infos),
+            slots=len(slots),
+            slots_used=slots.num_used,
+            waiting=slots.num_waiting,
+            placements=slots.num_placements,
+            requests=counts,
+        )
+
+    def check(self, live: Iterable[Group]) -> None:
+        """Assert that names and users of every digest are counted right, and that nothing else is kept."""
+        users = Counter(group.request.adapter_digest for group in live if group.request.adapter_digest)
+        names = Counter(info.digest for info in self._infos.values())
+        assert +self._users == users
+        assert +self._names == names
+        assert {*self._names, *self._users} == {*names, *users, *self._unused}
+        assert self._requests.keys() <= self._infos.keys()

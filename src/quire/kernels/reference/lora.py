@@ -1,0 +1,32 @@
+"""LoRA: low-rank changes of a product, of several adapters in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+Runs = Sequence[tuple[int, int]]  # outputs from the first to before the second
+
+
+def add_low_rank(
+    out: Tensor,  # [rows, outputs], changed
+    x: Tensor,  # [rows, inputs]
+    a: Tensor,  # [slots, parts * max rank, inputs]
+    b: Tensor,  # [slots, outputs, max rank]
+    groups: Sequence[tuple[int, Tensor]],  # slots and the rows [n] that use them
+    ranks: Sequence[Sequence[int]],  # [slots, parts]; 0: the adapter does not change the part
+    parts: Sequence[Runs],  # the outputs of each part
+) -> None:
+    """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no group stay as they are."""
+    max_rank = b.shape[2]
+    for slot, rows in groups:
+        changed = [(part, rank) for part, rank in enumerate(ranks[slot]) if rank]
+        if not changed:
+            continue
+        mine = x.index_select(0, rows)
+        for part, rank in changed:
+            first = part * max_rank
+            low = mine @ a[slot, first : first + rank].t()  # [n, rank]
+            for begin, end in parts[part]:
+                out[:, begin:end].index_add_(0, rows, low @ b[slot, begin:end, :rank].t())

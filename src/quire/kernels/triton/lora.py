@@ -1,0 +1,192 @@
+"""LoRA: low-rank changes of a product, of many adapters in one batch, in two launches.
+
+Rows are sorted by the slot of their adapter and cut into tiles of one slot. The first kernel multiplies the rows of a
+tile by the slot's A, the second what came out by its B and adds it to the product. Both read a matrix once for the rows
+of a tile, and only as much of it as the slot's rank says. K is split over programs; the second kernel adds the partial
+sums in the order of K, so that no result depends on timing. Tiles without rows do nothing, so a captured graph has room
+for the most tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import await_inputs, check, check_rows, power_of_two
+
+RANK_STEP = 16  # ranks are multiples of it
+OUTPUT_BLOCK = 256  # outputs of a program, at most
+_MOST_SPLITS = 8
+_SPLIT_INPUTS = 512  # of a program, where few rows are multiplied
+_PROGRAMS = 264  # that occupy a large GPU
+_LINE, _MOST_LINES = 64, 16  # numbers of two bytes in a line of the cache; lines of a row asked for ahead
+
+
+class OutputBlocks(NamedTuple):
+    """The outputs of a layer's parts, cut into blocks."""
+
+    table: Tensor  # [blocks, 3] int32: part, begin, end
+    are_aligned: bool  # all begin and end at multiples of 16
+
+    @classmethod
+    def of(cls, parts: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> OutputBlocks:
+        """parts: for each the runs of its outputs, from the first to before the second."""
+        blocks = [
+            (part, start, min(start + OUTPUT_BLOCK, end))
+            for part, runs in enumerate(parts)
+            for begin, end in runs
+            for start in range(begin, end, OUTPUT_BLOCK)
+        ]
+        are_aligned = all(begin % 16 == end % 16 == 0 for _, begin, end in blocks)
+        return cls(torch.tensor(blocks, dtype=torch.int32, device=device), are_aligned)
+
+
+@triton.jit
+def _prefetch(at):
+    """Ask the L2 cache for the lines at some addresses."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _shrink_kernel(
+    x_ptr, a_ptr, low_ptr, ranks_ptr, order_ptr, tiles_ptr, K, x_stride, a_stride, ranks_stride, low_stride,
+    split_stride, steps,
+    MAX_RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(tiles_ptr + tile * 3).to(tl.int64)
+    first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
+    rank = tl.load(ranks_ptr + slot * ranks_stride + part)
+    m, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    row = tl.load(order_ptr + first + m, mask=m < count, other=0).to(tl.int64)
+    k = split * steps * BLOCK_K + tl.arange(0, BLOCK_K)
+    mine = tl.minimum(steps, tl.cdiv(K, BLOCK_K) - split * steps)
+    if DEPENDENT and LINES > 0:  # A is not written by the kernel before: it may come while that one ends
+        line = tl.minimum(split * steps * BLOCK_K + tl.arange(0, LINES) * LINE, K - 1)
+        line_at = a_ptr + slot * a_stride + (part * MAX_RANK + r)[:, None].to(tl.int64) * K + line[None, :]
+        _prefetch(tl.where((r < rank)[:, None] & (count > 0), line_at, a_ptr))
+    await_inputs(DEPENDENT)
+    if count > 0:
+        x_at = x_ptr + row[:, None] * x_stride + k[None, :]
+        a_at = a_ptr + slot * a_stride + (part * MAX_RANK + r)[None, :].to(tl.int64) * K + k[:, None]
+        low_at = low_ptr + split * split_stride + (first + m)[:, None].to(tl.int64) * low_stride
+        for begin in range(0, rank, BLOCK_R):
+            acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+            is_rank = (begin + r < rank)[None, :]
+            for step in range(mine):
+                shift = step * BLOCK_K
+                if EVEN_K:
+                    x = tl.load(x_at + shift, mask=(m < count)[:, None], other=0.0)
+                    a = tl.load(a_at + begin * K + shift, mask=is_rank, other=0.0)
+                else:
+                    inside = k + shift < K
+                    x = tl.load(x_at + shift, mask=(m < count)[:, None] & inside[None, :], other=0.0)
+                    a = tl.load(a_at + begin * K + shift, mask=is_rank & inside[:, None], other=0.0)
+                acc = tl.dot(x, a, acc, input_precision=PRECISION)
+            tl.store(low_at + (part * MAX_RANK + begin + r)[None, :], acc, mask=(m < count)[:, None] & is_rank)
+
+
+@triton.jit
+def _summed(at, mask, split_stride, SPLITS: tl.constexpr):
+    """The partial sums of all splits, in the order of K."""
+    low = tl.load(at, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        low += tl.load(at + split * split_stride, mask=mask, other=0.0)
+    return low
+
+
+@triton.jit
+def _expand_kernel(
+    low_ptr, b_ptr, out_ptr, ranks_ptr, order_ptr, tiles_ptr, blocks_ptr, ranks_stride, low_stride, split_stride,
+    b_stride, out_stride,
+    MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    tile, block = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(tiles_ptr + tile * 3).to(tl.int64)
+    first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
+    part, begin = tl.load(blocks_ptr + block * 3), tl.load(blocks_ptr + block * 3 + 1)
+    end = tl.load(blocks_ptr + block * 3 + 2)
+    if ALIGNED:
+        begin, end = tl.multiple_of(begin, 16), tl.multiple_of(end, 16)
+    rank = tl.multiple_of(tl.load(ranks_ptr + slot * ranks_stride + part), 16)
+    m, n, r = tl.arange(0, BLOCK_M), begin + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    row = tl.load(order_ptr + first + m, mask=m < count, other=0).to(tl.int64)
+    is_row, is_output = (m < count)[:, None], (n < end)[None, :]
+    b_at = b_ptr + slot * b_stride + n[None, :].to(tl.int64) * MAX_RANK + r[:, None]
+    b = tl.load(b_at, mask=(r < rank)[:, None] & is_output & (count > 0), other=0.0)  # no kernel writes it: no waiting
+    await_inputs(DEPENDENT)
+    if (count > 0) & (rank > 0):
+        low_at = low_ptr + (first + m)[:, None].to(tl.int64) * low_stride + (part * MAX_RANK + r)[None, :]
+        low = _summed(low_at, is_row & (r < rank)[None, :], split_stride, SPLITS)
+        acc = tl.dot(low.to(b.dtype), b, input_precision=PRECISION)
+        if MAX_RANK > BLOCK_R:
+            for shift in range(BLOCK_R, rank, BLOCK_R):
+                is_rank = shift + r < rank
+                low = _summed(low_at + shift, is_row & is_rank[None, :], split_stride, SPLITS)
+                b = tl.load(b_at + shift, mask=is_rank[:, None] & is_output, other=0.0)
+                acc = tl.dot(low.to(b.dtype), b, acc, input_precision=PRECISION)
+        at = out_ptr + row[:, None] * out_stride + n[None, :]
+        product = tl.load(at, mask=is_row & is_output, other=0.0).to(tl.float32)
+        tl.store(at, (product + acc).to(out_ptr.dtype.element_ty), mask=is_row & is_output)
+
+
+def add_tiles(
+    out: Tensor,  # [rows, outputs], changed
+    x: Tensor,  # [rows, inputs]
+    a: Tensor,  # [slots, parts * max rank, inputs]
+    b: Tensor,  # [slots, outputs, max rank]
+    ranks: Tensor,  # [slots, parts] int32, multiples of RANK_STEP; 0: the adapter does not change the part
+    order: Tensor,  # [places] int32: rows, sorted by slot
+    tiles: Tensor,  # [tiles, 3] int32: a slot, where its rows begin in `order`, how many there are
+    most: int,  # rows of a tile
+    blocks: OutputBlocks,
+    dependent: bool = False,
+) -> None:
+    """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no tile stay as they are."""
+    (slots, outputs, max_rank), inputs, num_tiles = b.shape, x.shape[1], len(tiles)
+    parts = a.shape[1] // max_rank
+    check_rows(out, "out")
+    check_rows(x, "x")
+    check(out.shape == (len(x), outputs) and a.shape == (slots, parts * max_rank, inputs), "sizes of a, b, x and out")
+    check(a.is_contiguous() and b.is_contiguous() and a.dtype == b.dtype == x.dtype, "a, b and x have one dtype")
+    check(ranks.shape == (slots, parts) and max_rank % RANK_STEP == 0, "ranks")
+    if num_tiles == 0:
+        return
+    splits, block_k = _splits(num_tiles * parts, inputs, most)
+    steps = triton.cdiv(triton.cdiv(inputs, block_k), splits)
+    lines = min(power_of_two(triton.cdiv(steps * block_k, _LINE)), _MOST_LINES) if most <= 16 else 0
+    low = torch.empty(splits, len(order), parts * max_rank, dtype=torch.float32, device=x.device)
+    block_r, precision = min(power_of_two(max_rank), 64), "ieee" if x.dtype == torch.float32 else "tf32"
+    _shrink_kernel[(num_tiles, parts, splits)](
+        x, a, low, ranks, order, tiles, inputs, x.stride(0), a.stride(0), ranks.stride(0), low.stride(1), low.stride(0),
+        steps, MAX_RANK=max_rank, BLOCK_M=most, BLOCK_R=block_r, BLOCK_K=block_k, EVEN_K=inputs % block_k == 0,
+        PRECISION=precision, DEPENDENT=dependent, LINES=lines, LINE=_LINE, num_warps=4, num_stages=3,
+        launch_pdl=dependent,
+    )  # fmt: skip
+    aligned = blocks.are_aligned and out.stride(0) % 16 == 0
+    _expand_kernel[(num_tiles, len(blocks.table))](
+        low, b, out, ranks, order, tiles, blocks.table, ranks.stride(0), low.stride(1), low.stride(0), b.stride(0),
+        out.stride(0), MAX_RANK=max_rank, SPLITS=splits, BLOCK_M=most, BLOCK_N=OUTPUT_BLOCK, BLOCK_R=block_r,
+        ALIGNED=aligned, PRECISION=precision, DEPENDENT=dependent, num_warps=4, num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+def _splits(programs: int, inputs: int, most: int) -> tuple[int, int]:
+    """Over how many programs the inputs are split, and how many of them are multiplied at a time."""
+    block = min(max(16, power_of_two(inputs)), 128 if most <= 16 else 64)
+    steps = triton.cdiv(inputs, block)
+    if most <= 16:  # bound by reading A: short programs, many of them
+        splits = min(_MOST_SPLITS, triton.cdiv(inputs, _SPLIT_INPUTS))
+    else:
+        splits = min(_MOST_SPLITS, triton.cdiv(_PROGRAMS, programs))
+    splits = max(1, min(splits, steps))
+    return triton.cdiv(steps, triton.cdiv(steps, splits)), block  # no program without inputs

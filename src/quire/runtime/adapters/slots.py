@@ -1,0 +1,138 @@
+"""The slots of the device that hold LoRA adapters: which layers can be adapted, and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config.adapter_memory import RANK_STEP, padded_rank
+from quire.config.adapters import AdapterConfig
+from quire.kernels.reference.lora import Runs
+from quire.runtime.layers.adapted import (
+    ActiveAdapters,
+    AdaptedPart,
+    LinearAdapters,
+    NativeAdapters,
+    StackedAdapters,
+)
+from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.weights import Placement
+from quire.runtime.models.base import BaseModel
+from quire.runtime.transfer import to_device
+
+
+class Target(NamedTuple):
+    """A part of a linear layer that an adapter can change."""
+
+    layer: int  # among all adapted ones
+    part: int
+
+
+class Pair(NamedTuple):
+    """A and B of one target, in the dtype that they are multiplied in, B times the adapter's scale."""
+
+    target: Target
+    a: Tensor  # [rank, inputs]
+    b: Tensor  # [outputs, rank], in the order of the layer's outputs
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """An adapter in host memory."""
+
+    digest: str
+    rank: int  # the largest of its pairs
+    pairs: tuple[Pair, ...]  # in the order of their targets
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for pair in self.pairs for tensor in (pair.a, pair.b))
+
+
+class AdapterSlots:
+    """Owns the device memory of all adapters of a model. From its making on, the model's linear layers add what the
+    adapters of a step's rows change. `kernels`: which ones run the model. `rank_step`: the ranks of pairs are multiples
+    of it."""
+
+    def __init__(
+        self, model: BaseModel, config: AdapterConfig, placement: Placement, kernels: str, *, dependent_rows: int = 0
+    ) -> None:
+        self.config, self.device, self.dtype, self.kernels = config, placement.device, placement.dtype, kernels
+        self.rank_step = RANK_STEP if kernels == "triton" else 1
+        linears = model.adapted_linears()
+        self.targets: dict[str, tuple[Target, ...]] = {}  # by the checkpoint name of the matrix, without `.weight`
+        active = ActiveAdapters()
+        parts = [parts_of(linear) for linear in linears.values()]
+        ends = np.cumsum([len(each) for each in parts]).tolist()
+        self._host_ranks = np.zeros((config.slots, ends[-1] if ends else 0), dtype=np.int32)
+        self._ranks = torch.zeros(self._host_ranks.shape, dtype=torch.int32, device=placement.device)
+        self.layers: list[LinearAdapters] = []
+        for number, ((path, linear), each, end) in enumerate(zip(linears.items(), parts, ends, strict=True)):
+            shape = (config.slots, padded_rank(config.max_rank), linear.num_inputs, linear.num_outputs)
+            mine = slice(end - len(each), end)
+            ranks = (self._ranks[:, mine], self._host_ranks[:, mine])
+            linear.adapters = (
+                NativeAdapters(each, shape, placement, active)
+                if kernels == "native"
+                else StackedAdapters(each, shape, placement, active, ranks, dependent_rows)
+            )
+            self.layers.append(linear.adapters)
+            self.targets |= _targets(path, linear, each, number)
+        model.blocks.adapters = active
+
+    def put(self, slot: int, adapter: HostAdapter) -> None:
+        """Copy an adapter into a slot, after all work that was launched before. Does not wait on a GPU."""
+        self.clear(slot)
+        for number, pairs in groupby(adapter.pairs, key=lambda pair: pair.target.layer):
+            self.layers[number].put(slot, {pair.target.part: (pair.a, pair.b) for pair in pairs})
+        self._send_ranks(slot)
+
+    def clear(self, slot: int) -> None:
+        """The slot changes nothing."""
+        for layer in self.layers:
+            layer.clear(slot)
+        self._send_ranks(slot)
+
+    def _send_ranks(self, slot: int) -> None:
+        self._ranks[slot].copy_(to_device(torch.from_numpy(self._host_ranks[slot].copy()), self.device))
+
+
+def parts_of(linear: Linear) -> list[AdaptedPart]:
+    """The matrices that a layer stacks, with the outputs of the layer that each of them gives."""
+    order = torch.arange(linear.num_outputs) if linear.order is None else linear.order.cpu()
+    parts = []
+    for name, span in linear.spans.items():
+        outputs = torch.nonzero((order >= span.start) & (order < span.stop)).flatten()
+        index, stored = order[outputs] - span.start, linear.stored[name]
+        if (inside := stored.outputs_in_order(span.stop - span.start)) is not None:
+            index = inside[index]
+        is_same = bool((index == torch.arange(len(index))).all())
+        parts.append(AdaptedPart(name, _runs(outputs.tolist()), None if is_same else index, stored.turned))
+    return parts
+
+
+def _runs(numbers: Sequence[int]) -> Runs:
+    """Rising numbers as runs of neighbours."""
+    breaks = [place for place in range(1, len(numbers)) if numbers[place] != numbers[place - 1] + 1]
+    return [
+        (numbers[begin], numbers[end - 1] + 1)
+        for begin, end in zip([0, *breaks], [*breaks, len(numbers)], strict=True)
+        if end > begin
+    ]
+
+
+def _targets(path: str, linear: Linear, parts: Sequence[AdaptedPart], number: int) -> dict[str, tuple[Target, ...]]:
+    parent, places = path.rpartition(".")[0], {part.name: place for place, part in enumerate(parts)}
+    weights = [part for part in linear.parts if part.endswith(".weight")]
+    return {
+        f"{parent}.{weight.removesuffix('.weight')}": tuple(
+            Target(number, places[held.removesuffix(".weight")]) for held in linear.held(weight)
+        )
+        for weight in weights
+    }

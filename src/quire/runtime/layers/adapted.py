@@ -1,0 +1,174 @@
+"""LoRA adapters of a linear layer: what each row's adapter adds to the layer's product.
+
+The layers of a model do not get the step as an argument, so all of them share one `ActiveAdapters`, which `Blocks`
+fills before it runs them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels.native.low_rank import LowRankSlots
+from quire.kernels.native.program import Symbol
+from quire.kernels.reference.lora import Runs, add_low_rank
+from quire.runtime.layers.step import AdaptedRows, AdapterStep
+from quire.runtime.layers.stream import Value
+from quire.runtime.layers.weights import Placement
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.lora import OutputBlocks
+
+
+class ActiveAdapters:
+    """The adapters of the step that runs. One for a model."""
+
+    def __init__(self) -> None:
+        self.is_on = False  # whether a row of the step uses one
+        self.is_narrowed = False  # whether only the wanted tokens are left
+        self._step: AdapterStep | None = None
+
+    def begin(self, step: AdapterStep | None) -> None:
+        """A step begins with all of its tokens."""
+        self._step, self.is_on, self.is_narrowed = step, step is not None, False
+
+    def trace(self) -> None:
+        """A program is written down: it serves steps with adapters and without."""
+        self._step, self.is_on, self.is_narrowed = None, True, False
+
+    def narrow(self) -> None:
+        """From here on, rows are the wanted tokens of the step."""
+        self.is_narrowed = True
+
+    @property
+    def rows(self) -> AdaptedRows:
+        assert self._step is not None, "no step with adapters runs"
+        return self._step.wanted if self.is_narrowed else self._step.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedPart:
+    """One of the matrices that a linear layer stacks."""
+
+    name: str  # in the checkpoint, without the path of the layer
+    outputs: Runs  # of the layer
+    index: Tensor | None  # [outputs]: which output of the checkpoint's matrix each of them is; None: the same
+    turned: bool  # the checkpoint stores the matrix by inputs, then outputs
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(end - begin for begin, end in self.outputs)
+
+
+class LinearAdapters(ABC):
+    """The A and B of the adapters in all slots, for one linear layer."""
+
+    def __init__(self, parts: Sequence[AdaptedPart], inputs: int, active: ActiveAdapters) -> None:
+        self.parts, self.num_inputs, self.active = tuple(parts), inputs, active
+
+    @abstractmethod
+    def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Copy an adapter into a slot that was cleared: by part, a [rank, inputs] and b [outputs of the part, rank]."""
+
+    @abstractmethod
+    def clear(self, slot: int) -> None:
+        """The slot changes nothing."""
+
+    @abstractmethod
+    def add(self, out: Value, x: Value) -> Value:
+        """Add to `out` [rows, outputs] what the adapters of the rows make of x [rows, inputs], in place. A program may
+        get a symbol of its own."""
+
+
+class NativeAdapters(LinearAdapters):
+    """In the compiled CPU kernels, of programs and alone."""
+
+    def __init__(
+        self,
+        parts: Sequence[AdaptedPart],
+        shape: tuple[int, int, int, int],  # slots, the most rank, inputs, outputs
+        placement: Placement,
+        active: ActiveAdapters,
+    ) -> None:
+        num_slots, max_rank, inputs, _ = shape
+        super().__init__(parts, inputs, active)
+        self._slots = LowRankSlots(num_slots, max_rank, inputs, [part.outputs for part in parts], placement.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._slots.num_slots * self._slots.slot_bytes
+
+    def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        self._slots.place(slot, [pairs.get(part) for part in range(len(self.parts))])
+
+    def clear(self, slot: int) -> None:
+        self._slots.clear(slot)
+
+    def add(self, out: Value, x: Value) -> Value:
+        if isinstance(x, Symbol):
+            x.writer.low_rank_add(x, out, self._slots)
+            return out
+        slots = self.active.rows.slots
+        assert slots is not None, "the rows' slots are not on the host"
+        self._slots.add_to(out, x, torch.from_numpy(slots))
+        return out
+
+
+class StackedAdapters(LinearAdapters):
+    """As tensors, for torch and for the Triton kernels.
+
+    `ranks` [slots, parts] are those of the slots, on the device and mirrored on the host: 0 where an adapter does not
+    change a part. The owner of the slots sends them to the device. What lies beyond a rank is never read.
+    `dependent_rows`: rows from which Triton kernels are launched while the one before still runs.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[AdaptedPart],
+        shape: tuple[int, int, int, int],  # slots, the most rank, inputs, outputs
+        placement: Placement,
+        active: ActiveAdapters,
+        ranks: tuple[Tensor, npt.NDArray[np.int32]],
+        dependent_rows: int = 0,
+    ) -> None:
+        slots, max_rank, inputs, outputs = shape
+        super().__init__(parts, inputs, active)
+        dtype, device = placement.dtype, placement.device
+        self.a = torch.zeros(slots, len(parts) * max_rank, inputs, dtype=dtype, device=device)
+        self.b = torch.zeros(slots, outputs, max_rank, dtype=dtype, device=device)
+        self.ranks, self.host_ranks = ranks
+        self._outputs, self._dependent_rows = [part.outputs for part in parts], dependent_rows
+        self._blocks: OutputBlocks | None = None  # for the Triton kernels
+
+    def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        for part, (a, b) in pairs.items():
+            rank, first, place = len(a), part * self.b.shape[2], 0
+            self.a[slot, first : first + rank].copy_(a, non_blocking=True)
+            for begin, end in self.parts[part].outputs:
+                self.b[slot, begin:end, :rank].copy_(b[place : place + end - begin], non_blocking=True)
+                place += end - begin
+            self.host_ranks[slot, part] = rank
+
+    def clear(self, slot: int) -> None:
+        self.host_ranks[slot] = 0
+
+    def add(self, out: Value, x: Value) -> Value:
+        rows = self.active.rows
+        if rows.tiles is None:
+            add_low_rank(out, x, self.a, self.b, rows.groups, self.host_ranks.tolist(), self._outputs)
+            return out
+        from quire.kernels.triton.lora import OutputBlocks, add_tiles
+
+        if self._blocks is None:
+            self._blocks = OutputBlocks.of(self._outputs, out.device)
+        tiles = (rows.tiles.order, rows.tiles.tiles, rows.tiles.most)
+        dependent = 0 < self._dependent_rows <= len(x)
+        add_tiles(out, x, self.a, self.b, self.ranks, *tiles, self._blocks, dependent=dependent)
+        return out

@@ -1,0 +1,146 @@
+"""LoRA adapters of rows: which slot of the device each row uses, and how a batch is grouped by slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.config.engine import EngineConfig
+from quire.config.model import ModelConfig
+from quire.runtime.accelerator import dependent_rows
+from quire.runtime.adapters.reader import AdapterReader
+from quire.runtime.adapters.slots import AdapterSlots
+from quire.runtime.adapters.store import AdapterStore
+from quire.runtime.layers.builder import TORCH_DTYPES
+from quire.runtime.layers.step import AdaptedRows, AdapterStep
+from quire.runtime.layers.weights import Placement
+from quire.runtime.models.base import BaseModel
+from quire.runtime.sampling.samples import Longs
+from quire.runtime.transfer import to_device
+from quire.types.adapters import NO_ADAPTER, AdapterPlacement
+from quire.types.errors import InvalidRequest
+from quire.types.step import NewRow
+
+FEW_ROWS, MANY_ROWS = 16, 64  # rows of a tile
+_MANY_TOKENS = 512  # of a step, from which tiles have many rows
+
+
+class TileArrays(NamedTuple):
+    """The numbers of `AdapterTiles`, on the host."""
+
+    order: npt.NDArray[np.int32]  # [rows]
+    tiles: npt.NDArray[np.int32]  # [tiles, 3]
+
+
+class RowAdapters:
+    """Owns which adapter each row uses. `version` rises when a row gets another."""
+
+    def __init__(self, slots: AdapterSlots, store: AdapterStore, num_rows: int) -> None:
+        self.store, self.slots, self._num_slots = store, slots, slots.config.slots
+        self._of_rows: Longs = np.full(num_rows + 1, NO_ADAPTER, dtype=np.int64)  # the last one is that of padding
+        self._failed: dict[int, InvalidRequest] = {}  # by slot: why it does not hold the adapter that it should
+        self.version = 0
+
+    def put(self, placements: Sequence[AdapterPlacement]) -> None:
+        """Copy adapters into slots. Where one cannot be read, all rows that use the slot fail until another is put
+        there."""
+        for slot, digest in placements:
+            self._failed.pop(slot, None)
+            try:
+                self.slots.put(slot, self.store.get(digest))
+            except InvalidRequest as error:
+                self._failed[slot] = error
+                self.slots.clear(slot)
+
+    def check_slot(self, slot: int) -> None:
+        """Raise InvalidRequest if the slot does not hold the adapter that was put there."""
+        if slot in self._failed:
+            raise self._failed[slot]
+
+    def place(self, news: Sequence[NewRow]) -> None:
+        """Rows get sequences."""
+        for new in news:
+            if self._of_rows[new.row] != new.adapter:
+                self._of_rows[new.row] = new.adapter
+                self.version += 1
+
+    def are_used(self, rows: npt.NDArray[np.int32] | Longs) -> bool:
+        """Whether any of `rows` uses an adapter; rows below 0 are padding."""
+        return bool((self._of_rows[rows] >= 0).any())
+
+    def step(self, token_rows: Longs, wanted: Longs) -> AdapterStep | None:
+        """For torch and the compiled kernels: the adapters of the tokens of these rows, and of the wanted ones among
+        them; None: they use none."""
+        slots = self._of_rows[token_rows]
+        if (slots < 0).all():
+            return None
+        return AdapterStep(self._grouped(slots), self._grouped(slots[wanted]))
+
+    def tiles(self, token_rows: Longs, room: int | None = None) -> tuple[TileArrays, int]:
+        """For Triton: the tokens of these rows as tiles, and how many rows a tile has. `room`: tokens to make room
+        for."""
+        slots = self._of_rows[token_rows]
+        if room is None:
+            most = tile_rows(len(token_rows))
+            return tile_tokens(slots, most), most
+        most = tile_rows(room)
+        return tile_tokens(slots, most, (room, self.tile_room(room))), most
+
+    def tile_room(self, num_tokens: int) -> int:
+        """The most tiles of a step of so many tokens."""
+        return min(num_tokens, self._num_slots + num_tokens // tile_rows(num_tokens))
+
+    def check(self) -> None:
+        self.store.check()
+        assert (self._of_rows < self._num_slots).all()
+        assert self._of_rows[-1] == NO_ADAPTER
+
+    def _grouped(self, slots: Longs) -> AdaptedRows:
+        if self.slots.kernels == "native":
+            return AdaptedRows(slots=slots)
+        used = np.unique(slots[slots >= 0]).tolist()
+        rows = (torch.from_numpy(np.flatnonzero(slots == slot)) for slot in used)
+        groups = tuple((slot, to_device(mine, self.slots.device)) for slot, mine in zip(used, rows, strict=True))
+        return AdaptedRows(groups, slots=slots)
+
+
+def make_adapters(
+    model: BaseModel, model_config: ModelConfig, config: EngineConfig, kernels: str
+) -> RowAdapters | None:
+    """Allocates the slots of the device. None where the config has no adapters."""
+    if config.adapters is None:
+        return None
+    device = torch.device(config.device.device)
+    placement = Placement(TORCH_DTYPES[config.device.dtype], device)
+    dependent = dependent_rows(device) if kernels == "triton" else 0
+    slots = AdapterSlots(model, config.adapters, placement, kernels, dependent_rows=dependent)
+    store = AdapterStore(AdapterReader(model, model_config, slots), config.adapters.host_adapters)
+    return RowAdapters(slots, store, config.scheduler.num_rows)
+
+
+def tile_rows(num_tokens: int) -> int:
+    """How many rows a tile has in steps of so many tokens."""
+    return MANY_ROWS if num_tokens >= _MANY_TOKENS else FEW_ROWS
+
+
+def tile_tokens(slots: Longs, most: int, room: tuple[int, int] | None = None) -> TileArrays:
+    """Tokens with these slots, sorted by slot and cut into tiles of one slot and at most so many tokens. `room`: how
+    many tokens and tiles to have room for."""
+    placed = np.flatnonzero(slots >= 0)
+    order = placed[np.argsort(slots[placed], kind="stable")]
+    found = slots[order]
+    starts = np.flatnonzero(np.diff(found, prepend=-1))
+    counts = np.diff(starts, append=len(order))
+    num = -(-counts // most)  # tiles of each slot
+    first = np.repeat(starts, num) + most * (np.arange(int(num.sum())) - np.repeat(np.cumsum(num) - num, num))
+    ends = np.repeat(starts + counts, num)
+    tiles = np.column_stack((found[first], first, np.minimum(ends - first, most))).astype(np.int32)
+    if room is None:
+        return TileArrays(order.astype(np.int32), tiles)
+    whole = TileArrays(np.zeros(room[0], dtype=np.int32), np.zeros((room[1], 3), dtype=np.int32))
+    whole.order[: len(order)], whole.tiles[: len(tiles)] = order, tiles
+    return whole

@@ -1,0 +1,75 @@
+"""The settings of LoRA adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.config.adapters import AdapterConfig, AdapterModule, read_lora_dir, read_modules
+from quire.config.arguments import EngineArguments, read_arguments
+from quire.config.resolve import resolve_engine_config
+from quire.types.errors import ConfigError
+from tests.unit.config.machines import LAPTOP, SMALL
+
+
+def test_adapters_are_off_unless_they_are_asked_for() -> None:
+    config, _ = resolve_engine_config(EngineArguments(), LAPTOP, SMALL)
+    assert config.adapters is None
+    assert config.scheduler.adapter_slots == 0
+
+
+def test_the_scheduler_has_as_many_slots_as_the_device() -> None:
+    config, _ = resolve_engine_config(EngineArguments(enable_lora=True), LAPTOP, SMALL)
+    assert config.adapters == AdapterConfig(8, 16, 32)
+    assert config.scheduler.adapter_slots == 8
+    arguments = EngineArguments(enable_lora=True, max_loras=64, max_lora_rank=256, max_cpu_loras=100)
+    config, _ = resolve_engine_config(arguments, LAPTOP, SMALL)
+    assert config.adapters == AdapterConfig(64, 256, 100)
+    assert config.scheduler.adapter_slots == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"max_loras": 4}, "max_loras"),
+        ({"max_lora_rank": 8}, "max_lora_rank"),
+        ({"lora_modules": ["a=/a"]}, "lora_modules"),
+        ({"lora_dir": "/"}, "lora_dir"),
+        ({"enable_lora": 1}, "enable_lora"),
+        ({"enable_lora": True, "max_loras": 0}, "max_loras"),
+        ({"enable_lora": True, "max_loras": True}, "max_loras"),
+        ({"enable_lora": True, "max_lora_rank": 257}, "max_lora_rank"),
+        ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras"),
+        ({"enable_lora": True, "lora_dir": "/no/such/folder"}, "lora_dir"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        read_arguments(EngineArguments(**settings))
+    assert refusal.value.setting == name
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["sql=/a/sql", "chat=/a/chat"],
+        ['{"name": "sql", "path": "/a/sql"}', {"name": "chat", "path": "/a/chat", "base_model_name": "x"}],
+        {"sql": "/a/sql", "chat": Path("/a/chat")},
+    ],
+)
+def test_modules_are_named_in_three_ways(given: object) -> None:
+    assert read_modules(given, enable=True) == (AdapterModule("sql", "/a/sql"), AdapterModule("chat", "/a/chat"))
+
+
+@pytest.mark.parametrize("given", ["a=/a", 3, ["a"], ["=/a"], ["a="], ["{"], [{"name": "a"}], ["a=/a", "a=/b"], [3]])
+def test_modules_that_cannot_be_read_are_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match="^lora_modules"):
+        read_modules(given, enable=True)
+
+
+def test_the_folder_of_clients_is_a_real_path(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    assert read_lora_dir(str(tmp_path / "link"), enable=True) == str(tmp_path / "here")

@@ -1,0 +1,187 @@
+"""PEFT folders: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapter_files import PREFIX, SMALL, change_adapter, make_adapter, write_adapter
+from quire.config.engine import DeviceConfig
+from quire.runtime.adapters.reader import AdapterReader
+from quire.runtime.adapters.slots import AdapterSlots, HostAdapter
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.weights import Placement
+from quire.runtime.models.build import build_model
+from quire.types.errors import InvalidRequest
+from tiny_models import tiny_config, transformers_model
+
+CONFIG = tiny_config(num_layers=2)
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return transformers_model(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def reader() -> AdapterReader:
+    device = DeviceConfig("cpu", "float32", "float32", attention_backend="reference")
+    built = build_model(CONFIG, LayerBuilder(device, CONFIG.heads))
+    placement = Placement(torch.float32, torch.device("cpu"))
+    return AdapterReader(built, CONFIG, AdapterSlots(built, SMALL, placement, "torch"))
+
+
+def refusal(reader: AdapterReader, folder: Path) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        reader.read(str(folder))
+    assert str(folder) not in str(caught.value)  # clients learn no paths
+    return str(caught.value)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    return folder
+
+
+def scales(adapter: HostAdapter, reader: AdapterReader, folder: Path) -> dict[str, float]:
+    """What B was multiplied by, for each module."""
+    stored = load_file(folder / "adapter_model.safetensors")
+    held = {pair.target: pair.b for pair in adapter.pairs}
+    found = {}
+    for name, targets in reader._slots.targets.items():
+        if (tensor := f"{PREFIX}{name}.lora_B.weight") in stored:
+            found[name] = float((held[targets[0]] / stored[tensor]).mean())
+    return found
+
+
+def test_all_linear_modules_are_read_with_the_scale_of_their_rank(
+    reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    adapter = reader.read(str(make_adapter(tmp_path, model, rank=4, alpha=6.0)))
+    assert len(adapter.pairs) == 7 * CONFIG.num_layers
+    assert adapter.rank == 4
+    assert all(scale == pytest.approx(1.5) for scale in scales(adapter, reader, tmp_path).values())
+
+
+def test_rslora_and_patterns_change_scales(reader: AdapterReader, model: torch.nn.Module, tmp_path: Path) -> None:
+    make_adapter(
+        tmp_path, model, rank=4, alpha=6.0, use_rslora=True, ranks={QUERY: 9},
+        alpha_pattern={r"layers\.1\.mlp\.up_proj": 2.0, "o_proj": 8.0},
+    )  # fmt: skip
+    adapter = reader.read(str(tmp_path))
+    found = scales(adapter, reader, tmp_path)
+    assert adapter.rank == 9
+    assert found[QUERY] == pytest.approx(6.0 / 3.0)
+    assert found["model.layers.1.mlp.up_proj"] == pytest.approx(2.0 / 2.0)
+    assert found["model.layers.0.mlp.up_proj"] == pytest.approx(6.0 / 2.0)
+    assert found["model.layers.0.self_attn.o_proj"] == pytest.approx(8.0 / 2.0)
+
+
+def test_the_digest_is_of_what_is_computed(reader: AdapterReader, model: torch.nn.Module, tmp_path: Path) -> None:
+    first, same, other = (
+        reader.read(str(make_adapter(tmp_path / name, model, seed=seed, lora_dropout=drop))).digest
+        for name, seed, drop in (("a", 1, 0.1), ("b", 1, 0.0), ("c", 2, 0.1))
+    )
+    scaled = reader.read(str(change_adapter(tmp_path / "a", lora_alpha=7.0))).digest
+    assert first == same
+    assert len({first, other, scaled}) == 3
+
+
+def test_names_of_older_files_and_of_models_without_a_head_are_known(
+    reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    named = make_adapter(tmp_path / "named", model, middle=".default")
+    bare = make_adapter(tmp_path / "bare", model)
+
+    def without_prefix(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace(f"{PREFIX}model.", PREFIX)] = tensors.pop(name)
+
+    change_tensors(bare, without_prefix)
+    assert reader.read(str(named)).digest == reader.read(str(bare)).digest
+
+
+REFUSED = {
+    "use_dora": (True, "use_dora is set: DoRA is not supported"),
+    "bias": ("lora_only", "bias is 'lora_only'"),
+    "modules_to_save": (["lm_head"], "modules_to_save is set"),
+    "peft_type": ("LOHA", "peft_type is 'LOHA'"),
+    "fan_in_fan_out": (True, "fan_in_fan_out is True"),
+    "init_lora_weights": ("pissa", "init_lora_weights is 'pissa'"),
+    "target_parameters": (["experts.down_proj"], "target_parameters is set"),
+    "r": (0, "r must be a whole number above 0"),
+    "lora_alpha": ("big", "lora_alpha must be a number"),
+    "rank_pattern": ({"(a+)+": 4}, "too complex a pattern"),
+    "alpha_pattern": ({"(": 4}, "no regular expression"),
+    "use_rslora": ("yes", "use_rslora must be true or false"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_a_setting_that_is_not_computed_is_refused_by_name(
+    key: str, reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    value, reason = REFUSED[key]
+    assert reason in refusal(reader, change_adapter(make_adapter(tmp_path, model), **{key: value}))
+
+
+TENSORS = {
+    "model.layers.0.mlp.experts.3.down_proj.lora_A.weight": "routed experts are not supported",
+    "lm_head.lora_A.weight": "output head are not supported",
+    "model.embed_tokens.lora_embedding_A": "embeddings are not supported",
+    "model.layers.0.self_attn.q_proj.lora_magnitude_vector": "DoRA is not supported",
+    "model.visual.blocks.0.attn.qkv.lora_A.weight": "vision towers are not supported",
+    "model.layers.7.self_attn.q_proj.lora_A.weight": "the model has no such module",
+    "model.layers.0.input_layernorm.lora_A.weight": "this layer of the model cannot be adapted",
+    "model.norm.weight": "is no A or B of a LoRA adapter",
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_that_no_layer_takes_is_refused_by_name(
+    name: str, reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[PREFIX + name] = torch.zeros(4, 48)
+        if ".lora_A." in name:
+            tensors[PREFIX + name.replace("_A.", "_B.")] = torch.zeros(48, 4)
+
+    message = refusal(reader, change_tensors(make_adapter(tmp_path, model), add))
+    assert TENSORS[name] in message
+    assert name in message
+
+
+def test_an_adapter_that_changes_nothing_is_refused(reader: AdapterReader, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path, {"peft_type": "LORA", "r": 4, "lora_alpha": 4}, {})
+    assert "changes no module of the model" in refusal(reader, folder)
+
+
+def test_ranks_and_shapes_are_checked(reader: AdapterReader, model: torch.nn.Module, tmp_path: Path) -> None:
+    large = make_adapter(tmp_path / "large", model, rank=SMALL.max_rank + 1)
+    assert "has rank 17, the limit is 16" in refusal(reader, large)
+    other = change_adapter(make_adapter(tmp_path / "other", model, rank=4), r=8)
+    assert "has shape [4, 80], the model and adapter_config.json say [8, 80]" in refusal(reader, other)
+    side = f"{PREFIX}{QUERY}.lora_B.weight"
+    lone = change_tensors(make_adapter(tmp_path / "lone", model), lambda tensors: tensors.pop(side))
+    assert "is there without its B" in refusal(reader, lone)
+    broken = make_adapter(tmp_path / "broken", model)
+    change_tensors(broken, lambda tensors: tensors[side].fill_(float("inf")))
+    assert "not finite" in refusal(reader, broken)
+
+
+def test_pickles_and_empty_folders_are_refused(reader: AdapterReader, model: torch.nn.Module, tmp_path: Path) -> None:
+    assert "adapter_config.json" in refusal(reader, tmp_path)
+    make_adapter(tmp_path, model)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    assert "adapter_model.safetensors is not in the folder" in refusal(reader, tmp_path)
+    (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
+    assert "save it again with safetensors" in refusal(reader, tmp_path)

@@ -1,0 +1,167 @@
+"""LoRA adapters in the offline API, and the folders that clients may name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, BeamSearchParams, ConfigError, InvalidRequest, LoRARequest, SamplingParams
+from quire.serving.async_llm import AsyncLLM
+from quire.serving.lora import folder_below
+from tests.unit.serving.conftest import MakeLLM
+
+SAMPLING = SamplingParams(max_tokens=40)
+SQL, CHAT = LoRARequest("sql", 1, "/adapters/sql"), LoRARequest("chat", 2, "/adapters/chat")
+
+
+def echo(prompt: str, index: int) -> str:
+    return f"<{prompt}>"
+
+
+def texts(outputs: list[object]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def llm(make_llm: MakeLLM) -> LLM:
+    return make_llm(echo, enable_lora=True, max_loras=2)
+
+
+def test_a_prompt_is_answered_with_its_adapter_which_is_loaded_when_it_is_first_named(llm: LLM) -> None:
+    assert texts(llm.generate(["a", "b"], SAMPLING, lora_request=SQL)) == ["sql:<a>", "sql:<b>"]
+    assert [(info.name, info.folder) for info in llm.list_loras()] == [("sql", "/adapters/sql")]
+    outputs = llm.generate(["a", "b", "c"], SAMPLING, lora_request=[SQL, None, CHAT])
+    assert texts(outputs) == ["sql:<a>", "<b>", "chat:<c>"]
+    assert [output.adapter for output in outputs] == ["sql", "", "chat"]
+    assert texts(llm.generate("a", SAMPLING)) == ["<a>"]
+
+
+def test_every_call_that_generates_takes_an_adapter(llm: LLM) -> None:
+    message = [{"role": "user", "content": "hi"}]
+    assert texts(llm.chat(message, SAMPLING, lora_request=SQL)) == ["sql:<user:hi\nbot:>"]
+    assert "".join(piece.text for piece in llm.stream("a", SAMPLING, lora_request=SQL)) == "sql:<a>"
+    assert "".join(piece.text for piece in llm.stream_chat(message, SAMPLING, lora_request=SQL)).startswith("sql:")
+    (found,) = llm.beam_search("a", BeamSearchParams(beam_width=2, max_tokens=20), lora_request=SQL)
+    assert "sql:<a>" in (found.sequences[0].text or "")
+    live = llm.start("a", SAMPLING, lora_request=SQL)
+    assert live.wait().outputs[0].text == "sql:<a>"
+    fork = llm.fork(live, 2)
+    assert fork.adapter == "sql"
+    fork.wait()
+
+
+def test_adapters_named_at_the_start_need_no_path(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo, enable_lora=True, lora_modules={"sql": "/adapters/sql"})
+    assert texts(llm.generate("a", SAMPLING, lora_request=LoRARequest("sql"))) == ["sql:<a>"]
+    with pytest.raises(ConfigError, match="^lora_modules: 'x': lora_path: bad is no adapter"):
+        make_llm(echo, enable_lora=True, lora_modules={"x": "/adapters/bad"})
+
+
+def test_what_cannot_be_loaded_is_refused_before_anything_runs(llm: LLM, make_llm: MakeLLM) -> None:
+    for given, reason in (
+        (LoRARequest("x"), "is not loaded, and no lora_path"),
+        (LoRARequest("x", 1, "/adapters/bad"), "bad is no adapter"),
+        ([SQL], "has 1 entries for 2 prompts"),
+        ("sql", "must be a LoRARequest"),
+    ):
+        with pytest.raises(InvalidRequest, match=reason):
+            llm.generate(["a", "b"], SAMPLING, lora_request=given)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="enable_lora"):
+        make_llm(echo).generate("a", SAMPLING, lora_request=SQL)
+
+
+def test_a_name_keeps_its_folder_unless_it_is_loaded_in_place(llm: LLM) -> None:
+    llm.add_lora(SQL)
+    with pytest.raises(InvalidRequest, match="is loaded from '/adapters/sql'"):
+        llm.generate("a", SAMPLING, lora_request=LoRARequest("sql", 1, "/adapters/other"))
+    renewed = LoRARequest("sql", 1, "/adapters/other", load_inplace=True)
+    assert texts(llm.generate("a", SAMPLING, lora_request=renewed)) == ["other:<a>"]
+    assert llm.executor.adapters == {"other"}  # type: ignore[attr-defined]
+    llm.remove_lora("sql")
+    assert llm.executor.adapters == set()  # type: ignore[attr-defined]
+    with pytest.raises(InvalidRequest, match="no LoRA adapter has the name"):
+        llm.remove_lora("sql")
+
+
+def test_an_event_loop_names_adapters_too(make_llm: MakeLLM) -> None:
+    offline = make_llm(echo, enable_lora=True)
+    offline.close()
+    llm = AsyncLLM(device="cpu", enable_lora=True)
+
+    async def answer(prompt: str, lora: LoRARequest | None) -> str:
+        async for output in llm.generate(prompt, SAMPLING, lora_request=lora):
+            last = output
+        return last.outputs[0].text
+
+    async def run() -> list[str]:
+        first = await answer("a", SQL)
+        found = [first, *await asyncio.gather(answer("b", SQL), answer("c", None), answer("d", LoRARequest("sql")))]
+        with pytest.raises(InvalidRequest, match="bad is no adapter"):
+            await answer("a", LoRARequest("bad", 3, "/adapters/bad"))
+        assert [info.name for info in await llm.list_loras()] == ["sql"]
+        assert await llm.remove_lora("sql")
+        return found
+
+    try:
+        assert asyncio.run(run()) == ["sql:<a>", "sql:<b>", "<c>", "sql:<d>"]
+    finally:
+        llm.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------------------ folders
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    outside, folder = tmp_path / "outside", tmp_path / "adapters"
+    for each in (outside, folder / "sql", folder / "team" / "chat", tmp_path / "adapters-too"):
+        each.mkdir(parents=True)
+        (each / "adapter_config.json").write_text("{}")
+    (folder / "link").symlink_to("sql")
+    (folder / "out").symlink_to(outside)
+    (folder / "team" / "up").symlink_to("..")
+    (folder / "file").write_text("")
+    (folder / "linked").mkdir()
+    (folder / "linked" / "adapter_model.safetensors").symlink_to("/etc/passwd")
+    (folder / "piped").mkdir()
+    os.mkfifo(folder / "piped" / "adapter_config.json")
+    return folder
+
+
+def test_a_folder_below_the_operators_is_found(root: Path) -> None:
+    for path in ("sql", "./sql/", "team/chat", "team//chat", str(root / "sql"), str(root / "team" / "chat")):
+        assert folder_below(str(root), path) in (str(root / "sql"), str(root / "team" / "chat"))
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("", "is no path"),
+        ("a\0b", "is no path"),
+        ("x" * 5_000, "is no path"),
+        (".", "is outside"),
+        ("/", "is outside"),
+        ("..", "is outside"),
+        ("../outside", "is outside"),
+        ("sql/../../outside", "is outside"),
+        ("sql/..", "is outside"),
+        ("/etc", "is outside"),
+        ("ROOT", "is outside"),
+        ("ROOT/../outside", "is outside"),
+        ("ROOT-too", "is outside"),
+        ("link", "is a link"),
+        ("out", "is a link"),
+        ("team/up/sql", "is a link"),
+        ("file", "cannot be opened as a folder"),
+        ("missing", "cannot be opened as a folder"),
+        ("linked", "a link"),
+        ("piped", "a special file"),
+    ],
+)
+def test_every_other_path_is_refused(root: Path, path: str, reason: str) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(InvalidRequest, match=reason) as refusal:
+        folder_below(str(root), path.replace("ROOT", str(root)))
+    assert refusal.value.field == "lora_path"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
