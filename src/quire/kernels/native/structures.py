@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
 
+from torch import Tensor
+
 
 class CDelta(Structure):
     _fields_ = (
@@ -18,12 +20,18 @@ class COperation(Structure):
         ("kind", c_int64), ("x", c_int64), ("y", c_int64), ("out", c_int64), ("column", c_int64), ("groups", c_int64),
         ("size", c_int64), ("layer", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("window", c_int64),
         ("weight", c_void_p), ("number", c_double), ("cap", c_double), ("wide", c_int64), ("table", c_int64),
-        ("latent", c_int64), ("block_heads", c_int64),
+        ("latent", c_int64), ("block_heads", c_int64), ("stored", c_int64), ("head_bytes", c_int64),
     )  # fmt: skip
 
 
 class CAngles(Structure):
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("stride", c_int64), ("dim", c_int64))
+
+    @classmethod
+    def of(cls, pair: tuple[Tensor, Tensor]) -> CAngles:
+        cos, sin = pair
+        assert cos.stride(0) == sin.stride(0)
+        return cls(cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[-1])
 
 
 class CRun(Structure):

@@ -79,7 +79,8 @@ class BaseModel(nn.Module):
             rotary.angles(max_length)
 
     def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
-        self._parts[1].trace(caches, num_layers)
+        dtype = self.embedding(torch.zeros(1, dtype=torch.int64)).dtype
+        self._parts[1].trace(caches, dtype, num_layers)
 
     @property
     def rules(self) -> list[AttentionRule]:

@@ -55,7 +55,14 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "kv_dtype", "near"), [("fp8", "float32", 0.2), (None, "float8", 0.2), ("fp8", "float8", 0.25)]
+    ("quantization", "kv_dtype", "near"),
+    [
+        ("fp8", "float32", 0.2),
+        (None, "float8", 0.2),
+        (None, "int8", 0.05),
+        (None, "int4", 0.2),
+        ("fp8", "float8", 0.25),
+    ],
 )
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2"])
 def test_logits_stay_near_those_of_the_model_as_it_was(
@@ -68,9 +75,10 @@ def test_logits_stay_near_those_of_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("attention", ["auto", "gather"])
-def test_a_float8_cache_is_read_the_same_by_every_backend(attention: str) -> None:
-    wanted = logits(Bench(checkpoint(), config(None, "float8"), attention="reference"))
-    found = logits(Bench(checkpoint(), config(None, "float8"), attention=attention))
+@pytest.mark.parametrize("kv_dtype", ["float8", "int8", "int4"])
+def test_a_quantized_cache_is_read_the_same_by_every_backend(kv_dtype: str, attention: str) -> None:
+    wanted = logits(Bench(checkpoint(), config(None, kv_dtype), attention="reference"))
+    found = logits(Bench(checkpoint(), config(None, kv_dtype), attention=attention))
     assert error(found, wanted) < (1e-5 if attention == "gather" else 1e-2)
 
 
@@ -79,6 +87,8 @@ def test_a_float8_cache_is_read_the_same_by_every_backend(attention: str) -> Non
     ("architecture", "quantization", "kv_dtype", "few"),
     [
         ("qwen3", None, "float8", 64),
+        ("qwen3", None, "int8", 64),
+        ("qwen3", None, "int4", 64),
         ("qwen3", "fp8", "float8", 64),
         ("qwen2", "fp8", "float32", 1),
         ("qwen2", "fp8", "float32", 2),
