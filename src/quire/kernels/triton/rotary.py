@@ -177,9 +177,9 @@ def _rotary_kernel(
             to = value_ptr + slot[:, None]
             tl.store(to + column, kept_1, mask=is_value)
             tl.store(to + partner, kept_2, mask=is_value)
-            place = block * (STRIDE // 4) + own * (HEAD_STRIDE // 4) + position % BLOCK_SIZE
-            tl.store(key_scales + place, scale, mask=of_keys & has_block)
-            tl.store(value_scales + place, scale, mask=of_values & has_block)
+            of_scales = block * (STRIDE // 4) + own * (HEAD_STRIDE // 4) + position % BLOCK_SIZE
+            tl.store(key_scales + of_scales, scale, mask=of_keys & has_block)
+            tl.store(value_scales + of_scales, scale, mask=of_values & has_block)
         else:
             to = key_ptr + slot[:, None]
             tl.store(to + column, _to_cache(turned_1, key_scale, key_ptr, FLOAT8_CACHE), mask=is_key)
