@@ -145,11 +145,8 @@ class ProgramWriter:
     ) -> None:  # fmt: skip
         """Keys, then values, from a column of each row on, into the cache of a layer. place: the layer, its table.
         latent: see `attend`. cache: its keys, if they have scales."""
-        layer, table = place
-        self._add(
-            WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer, table=table, latent=latent,
-            **scaled_fields(cache),
-        )  # fmt: skip
+        at: dict[str, Any] = {"column": column, "layer": place[0], "table": place[1]}
+        self._add(WRITE, x.buffer, groups=kv_heads, size=dim, latent=latent, **at, **scaled_fields(cache))
 
     def attend(
         self, x: Symbol, place: tuple[int, int], heads: tuple[int, int, int], block: tuple[int, int],
@@ -337,7 +334,7 @@ class Program:
         fresh = {each: torch.empty(num_wanted, int(self._widths[each]), dtype=x.dtype) for each in self._fresh}
         for each, tensor in fresh.items():
             buffers[each] = tensor.data_ptr()
-        angles = (CAngles * len(step.angles))(*map(CAngles.of, step.angles))
+        angles = (CAngles * len(step.angles))(*map(_angles, step.angles))
         if self._caches is not step.caches:
             self._caches, self._keys, self._values = step.caches, *map(_pointers, zip(*step.caches, strict=True))
             self._states = _pointers(step.states)
@@ -391,6 +388,12 @@ def _parts(entries: Sequence[COperation | _Call]) -> list[_Call | tuple[int, int
             parts.append((place, 1))
         place += 1
     return parts
+
+
+def _angles(pair: tuple[Tensor, Tensor]) -> CAngles:
+    (cos, sin), stride = pair, pair[0].stride(0)
+    assert stride == sin.stride(0)
+    return CAngles(cos.data_ptr(), sin.data_ptr(), stride, cos.shape[-1])
 
 
 def _pointers(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:

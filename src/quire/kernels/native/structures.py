@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
 
-from torch import Tensor
-
 
 class CDelta(Structure):
     _fields_ = (
@@ -26,12 +24,6 @@ class COperation(Structure):
 
 class CAngles(Structure):
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("stride", c_int64), ("dim", c_int64))
-
-    @classmethod
-    def of(cls, pair: tuple[Tensor, Tensor]) -> CAngles:
-        cos, sin = pair
-        assert cos.stride(0) == sin.stride(0)
-        return cls(cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[-1])
 
 
 class CRun(Structure):
