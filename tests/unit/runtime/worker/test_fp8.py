@@ -112,3 +112,28 @@ def test_triton_gives_the_logits_of_the_reference(
     assert error(found, wanted) < (1e-2 if quantization is None else 0.1)
     plain = logits(Bench(source, config(None, "float32"), attention="reference"))
     assert error(found, plain) < 0.25
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("attention", ["auto", "gather", "triton"])
+@pytest.mark.parametrize("kv_dtype", ["float8", "int8", "int4"])
+def test_a_row_whose_keys_go_bad_fails_alone(kv_dtype: str, attention: str) -> None:
+    if attention == "triton":
+        pytest.importorskip("triton")
+        import triton_cases  # noqa: F401  float8 as hardware rounds it
+    clean = checkpoint("qwen2")
+    name = next(each for each in clean.tensors if "embed" in each)
+    bad = clean.tensors[name].clone()
+    bad[50] = float("nan")
+    harmed = MemoryCheckpoint(clean.config, {**clean.tensors, name: bad})
+    seen = []
+    for source in (clean, harmed):
+        bench = Bench(source, config(None, kv_dtype), attention=attention)
+        bench.add(0, [5, 6, 7])
+        bench.add(1, [9, 50, 8])
+        bench.run((), (Chunk(0, 0, 3, (0,)), Chunk(1, 0, 3, (1,))))
+        bench.run((0,))
+        seen.append(bench.sampler.seen)
+    assert torch.stack(seen[0][1]).isfinite().all()
+    assert torch.stack(seen[1][1]).isnan().any()
+    torch.testing.assert_close(torch.stack(seen[1][0]), torch.stack(seen[0][0]))
