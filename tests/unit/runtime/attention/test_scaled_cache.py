@@ -205,3 +205,12 @@ def test_the_compiled_kernels_write_the_bytes_that_torch_writes(name: str, dtype
         assert same.float().mean() > 0.999  # a NaN has many forms
     assert found.value_scales is not None
     assert found.value_scales[0, 0, 1].isnan().any()  # the sixth token
+
+
+def test_a_latent_beyond_the_range_of_float8_becomes_nan_and_is_not_cut() -> None:
+    cache = LayerCache.of_latents(torch.zeros(2, 1, BLOCK, 8).to(torch.float8_e4m3fn), 6)
+    latent = torch.full((2, 1, 8), 448.0)
+    latent[1, 0, 2] = 500.0
+    cache.write(latent, None, torch.tensor([0, 1]))
+    assert torch.equal(cache.key[0, 0, 0].float(), latent[0, 0])
+    assert cache.key[0, 0, 1].float().isnan().tolist() == [place == 2 for place in range(8)]
