@@ -80,6 +80,26 @@ def _rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def _store(
+    key_ptr, value_ptr, key_scales, value_scales, first, second, slot, of_scales, column, partner, inside,
+    of_keys, of_values, key_scale, value_scale, FLOAT8_CACHE: tl.constexpr,
+):  # fmt: skip
+    """Two halves of heads [H, HALF] into the cache, from places `slot` on; `of_scales`: where their scales go."""
+    if key_scales is not None:
+        first, second, scale = _to_scaled(first, second, inside, key_ptr.dtype.element_ty)
+        tl.store(key_scales + of_scales, scale, mask=of_keys)
+        tl.store(value_scales + of_scales, scale, mask=of_values)
+    else:
+        each = tl.where(of_keys, key_scale, value_scale)[:, None]
+        first, second = _to_cache(first, each, key_ptr, FLOAT8_CACHE), _to_cache(second, each, key_ptr, FLOAT8_CACHE)
+    is_key, is_value = inside & of_keys[:, None], inside & of_values[:, None]
+    tl.store(key_ptr + slot[:, None] + column, first, mask=is_key)
+    tl.store(key_ptr + slot[:, None] + partner, second, mask=is_key)
+    tl.store(value_ptr + slot[:, None] + column, first, mask=is_value)
+    tl.store(value_ptr + slot[:, None] + partner, second, mask=is_value)
+
+
+@triton.jit
 def _normed(
     first, second, head, query_norm_ptr, key_norm_ptr, eps, half, column, partner, inside,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -157,36 +177,21 @@ def _rotary_kernel(
         position = tl.load(position_ptr + token).to(tl.int64)
         has_block = position // BLOCK_SIZE < max_blocks
         block = tl.load(blocks_ptr + row * blocks_stride + position // BLOCK_SIZE, mask=has_block, other=0).to(tl.int64)
-        of_keys = (head >= QUERIES) & (head < QUERIES + KEYS)
-        of_values = (head >= QUERIES + KEYS) & (head < QUERIES + 2 * KEYS)
-        is_key, is_value = inside & of_keys[:, None] & has_block, inside & of_values[:, None] & has_block
+        of_keys = (head >= QUERIES) & (head < QUERIES + KEYS) & has_block
+        of_values = (head >= QUERIES + KEYS) & (head < QUERIES + 2 * KEYS) & has_block
         own = head - QUERIES - tl.where(of_values, KEYS, 0)  # among key or value heads
-        slot = block * STRIDE + position % BLOCK_SIZE * dim + own * HEAD_STRIDE
+        kept_1 = tl.where(of_keys[:, None], turned_1, raw_first)
+        kept_2 = tl.where(of_keys[:, None], turned_2, raw_second)
         if LATER:  # as they will be quantized
-            kept_1 = tl.where(of_keys[:, None], turned_1, raw_first)
-            kept_2 = tl.where(of_keys[:, None], turned_2, raw_second)
             tl.store(at + column, kept_1, mask=inside & (of_keys | of_values)[:, None])
             tl.store(at + partner, kept_2, mask=inside & (of_keys | of_values)[:, None])
-        elif key_scales is not None:
-            kept_1 = tl.where(of_keys[:, None], turned_1, raw_first)
-            kept_2 = tl.where(of_keys[:, None], turned_2, raw_second)
-            kept_1, kept_2, scale = _to_scaled(kept_1, kept_2, inside, key_ptr.dtype.element_ty)
-            to = key_ptr + slot[:, None]
-            tl.store(to + column, kept_1, mask=is_key)
-            tl.store(to + partner, kept_2, mask=is_key)
-            to = value_ptr + slot[:, None]
-            tl.store(to + column, kept_1, mask=is_value)
-            tl.store(to + partner, kept_2, mask=is_value)
-            of_scales = block * (STRIDE // 4) + own * (HEAD_STRIDE // 4) + position % BLOCK_SIZE
-            tl.store(key_scales + of_scales, scale, mask=of_keys & has_block)
-            tl.store(value_scales + of_scales, scale, mask=of_values & has_block)
         else:
-            to = key_ptr + slot[:, None]
-            tl.store(to + column, _to_cache(turned_1, key_scale, key_ptr, FLOAT8_CACHE), mask=is_key)
-            tl.store(to + partner, _to_cache(turned_2, key_scale, key_ptr, FLOAT8_CACHE), mask=is_key)
-            to = value_ptr + slot[:, None]
-            tl.store(to + column, _to_cache(raw_first, value_scale, value_ptr, FLOAT8_CACHE), mask=is_value)
-            tl.store(to + partner, _to_cache(raw_second, value_scale, value_ptr, FLOAT8_CACHE), mask=is_value)
+            slot = block * STRIDE + position % BLOCK_SIZE * dim + own * HEAD_STRIDE
+            of_scales = block * (STRIDE // 4) + own * (HEAD_STRIDE // 4) + position % BLOCK_SIZE
+            _store(
+                key_ptr, value_ptr, key_scales, value_scales, kept_1, kept_2, slot, of_scales, column, partner, inside,
+                of_keys, of_values, key_scale, value_scale, FLOAT8_CACHE,
+            )  # fmt: skip
 
 
 def rotate_and_store(
