@@ -1,8 +1,10 @@
 """What quantization costs: python -m benchmarks.perplexity --model MODEL [--model MODEL ...] --text FILE
-    [--quantization none,int8,fp8,int4] [--tokens 4096] [--window 512] [--device cpu] [--json PATH]
+    [--quantization none,int8,fp8,int4] [--kv-cache-dtype auto,fp8,int8,int4] [--tokens 4096] [--window 512]
+    [--device cpu] [--json PATH]
 
-Perplexity of a text under every model with every kind of quantization, and the memory of the weights. A checkpoint that
-is stored quantized (GPTQ, AWQ, compressed-tensors, FP8, GGUF) is read as it is, with the quantization "none".
+Perplexity of a text under every model with every kind of quantization of weights and of the KV cache, the memory of the
+weights and the bytes that a token takes in the cache. A checkpoint that is stored quantized (GPTQ, AWQ,
+compressed-tensors, FP8, GGUF) is read as it is, with the quantization "none".
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ from benchmarks.report import ROOT, facts, table
 from quire import LLM, SamplingParams
 
 KINDS = ("none", "fp8", "int8", "int4")
+CACHES = ("auto", "fp8", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     model: str
     quantization: str
+    kv_cache_dtype: str
     perplexity: float
     weight_bytes: int
+    token_bytes: int  # in the KV cache
     num_tokens: int
 
 
@@ -42,15 +47,19 @@ def perplexity(llm: LLM, tokens: Sequence[int], window: int) -> float:
     return math.exp(total / count)
 
 
-def measure(model: str, kind: str, text: str, settings: dict[str, Any], options: argparse.Namespace) -> Figure:
+def measure(
+    model: str, kind: str, cache: str, text: str, settings: dict[str, Any], options: argparse.Namespace
+) -> Figure:
     usual: dict[str, Any] = {"max_model_len": options.window + 2, "max_num_seqs": 16, "kv_cache_memory": "256MiB"}
-    given = {"quantization": None if kind == "none" else kind}
+    given = {"quantization": None if kind == "none" else kind, "kv_cache_dtype": cache}
     with LLM(model, **(usual | settings | given)) as llm:
         tokens = llm.tokenizer.encode(text[: 16 * options.tokens])[: options.tokens]
         found = perplexity(llm, tokens, options.window)
         stored = llm.model_config.quantization
         name = stored if kind == "none" and stored else kind
-        return Figure(Path(model).name, name, found, llm.memory_plan.weights, len(tokens))
+        plan = llm.memory_plan
+        token_bytes = plan.block_bytes // plan.block_size
+        return Figure(Path(model).name, name, cache, found, plan.weights, token_bytes, len(tokens))
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Figure]:
@@ -58,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Figure]:
     parser.add_argument("--model", action="append", required=True, help="a folder, a .gguf file or a name; repeatable")
     parser.add_argument("--text", type=Path, help="a text file; without one, the repository's documentation")
     parser.add_argument("--quantization", default="none", help=f"of {', '.join(KINDS)}; several with commas")
+    parser.add_argument("--kv-cache-dtype", default="auto", help=f"of {', '.join(CACHES)}; several with commas")
     parser.add_argument("--tokenizer", help="of another model than the one that is measured")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--window", type=int, default=512, help="tokens that are read as one prompt")
@@ -66,21 +76,31 @@ def main(arguments: Sequence[str] | None = None) -> list[Figure]:
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(arguments)
-    kinds = options.quantization.split(",")
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        parser.error(f"unknown quantization {', '.join(unknown)}; choose from {', '.join(KINDS)}")
+    kinds, caches = options.quantization.split(","), options.kv_cache_dtype.split(",")
+    for given, known, name in ((kinds, KINDS, "quantization"), (caches, CACHES, "KV cache dtype")):
+        if unknown := [kind for kind in given if kind not in known]:
+            parser.error(f"unknown {name} {', '.join(unknown)}; choose from {', '.join(known)}")
     if options.tokens < 2 or options.window < 2:
         parser.error("--tokens and --window must be at least 2")
     documents = [options.text] if options.text else sorted((ROOT / "docs").rglob("*.md"))
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in documents)
     settings = {"device": options.device, "dtype": options.dtype, "load_format": options.load_format}
     settings |= {"tokenizer": options.tokenizer} if options.tokenizer else {}
-    found = [measure(model, kind, text, settings, options) for model in options.model for kind in kinds]
-    rows = [
-        [each.model, each.quantization, f"{each.perplexity:.4f}", f"{each.weight_bytes / 2**20:,.0f}"] for each in found
+    found = [
+        measure(model, kind, cache, text, settings, options)
+        for model in options.model
+        for kind in kinds
+        for cache in caches
     ]
+    rows = [
+        [
+            each.model, each.quantization, each.kv_cache_dtype, f"{each.perplexity:.4f}",
+            f"{each.weight_bytes / 2**20:,.0f}", f"{each.token_bytes:,}",
+        ]
+        for each in found
+    ]  # fmt: skip
     print(facts())
-    print(table(["model", "quantization", "perplexity", "weights, MiB"], rows))
+    print(table(["model", "quantization", "KV cache", "perplexity", "weights, MiB", "bytes a token"], rows))
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in found], indent=1), encoding="utf-8")
     return found

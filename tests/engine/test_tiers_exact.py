@@ -36,10 +36,11 @@ SHORT, LONG = 9, 40  # tokens of the longest answer
 
 
 def make_core(
-    num_blocks: int, tiers: TierConfig, *, caching: bool, preemption: PreemptionName = "auto", tied: bool = False
-) -> EngineCore:
+    num_blocks: int, tiers: TierConfig, *, caching: bool, preemption: PreemptionName = "auto", tied: bool = False,
+    kv_dtype: str | None = None,
+) -> EngineCore:  # fmt: skip
     """`tied`: the head is the embedding table, which has a product of its own."""
-    config = engine_config(block_size=BLOCK, num_blocks=num_blocks, rows=ROWS)
+    config = engine_config(block_size=BLOCK, num_blocks=num_blocks, rows=ROWS, kv_dtype=kv_dtype)
     config = replace(
         config,
         cache=replace(config.cache, enable_prefix_caching=caching, tiers=tiers, namespace="00"),
@@ -85,9 +86,9 @@ def run(core: EngineCore, asked: list[Submit], *, together: bool) -> dict[str, F
 
 
 @cache
-def cold(longest: int, *, tied: bool = False) -> dict[str, Finished]:
+def cold(longest: int, *, tied: bool = False, kv_dtype: str | None = None) -> dict[str, Finished]:
     """Each alone, with nothing cached."""
-    core = make_core(LARGE, TierConfig(), caching=False, tied=tied)
+    core = make_core(LARGE, TierConfig(), caching=False, tied=tied, kv_dtype=kv_dtype)
     try:
         return run(core, requests(longest), together=False)
     finally:
@@ -105,11 +106,11 @@ def check(found: dict[str, Finished], wanted: dict[str, Finished]) -> None:
                 np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=TOLERANCE, rtol=0)
 
 
-def ask_twice(num_blocks: int, tiers: TierConfig, *, tied: bool = False) -> EngineStats:
+def ask_twice(num_blocks: int, tiers: TierConfig, *, tied: bool = False, kv_dtype: str | None = None) -> EngineStats:
     """One after the other, twice; every answer is checked."""
-    core = make_core(num_blocks, tiers, caching=True, tied=tied)
+    core = make_core(num_blocks, tiers, caching=True, tied=tied, kv_dtype=kv_dtype)
     for _ in range(2):
-        check(run(core, requests(SHORT), together=False), cold(SHORT, tied=tied))
+        check(run(core, requests(SHORT), together=False), cold(SHORT, tied=tied, kv_dtype=kv_dtype))
     stats = core.stats()
     core.close()
     return stats
@@ -139,6 +140,37 @@ def test_a_preempted_request_is_answered_as_before(preemption: PreemptionName, *
     assert stats.preemptions > 0
     assert (stats.swaps > 0) == (preemption == "swap")
     core.close()
+
+
+QUANTIZED = ("float8", "int8", "int4")
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED)
+def test_blocks_of_a_quantized_cache_take_their_scales_to_hits_and_host_memory(kv_dtype: str) -> None:
+    assert ask_twice(LARGE, TierConfig(), kv_dtype=kv_dtype).prefix_hits > 0
+    assert ask_twice(SMALL, TierConfig(LARGE), kv_dtype=kv_dtype).host_hits > 0
+    plain, found = (next(iter(cold(SHORT, kv_dtype=each).values())).samples[0] for each in (None, kv_dtype))
+    assert any((a.logprobs != b.logprobs).any() for a, b in zip(plain.logprobs, found.logprobs, strict=False))
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED)
+def test_a_preempted_request_of_a_quantized_cache_is_swapped_with_its_scales(kv_dtype: str) -> None:
+    core = make_core(SMALL, TierConfig(LARGE), caching=False, preemption="swap", kv_dtype=kv_dtype)
+    check(run(core, requests(LONG), together=True), cold(LONG, kv_dtype=kv_dtype))
+    assert core.stats().swaps > 0
+    core.close()
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED)
+def test_a_quantized_block_comes_back_from_disk(kv_dtype: str, tmp_path: Path) -> None:
+    tiers, wanted = TierConfig(LARGE, str(tmp_path / "cache"), 4 * LARGE, "through"), cold(SHORT, kv_dtype=kv_dtype)
+    first = make_core(LARGE, tiers, caching=True, kv_dtype=kv_dtype)
+    check(run(first, requests(SHORT), together=False), wanted)
+    first.close()
+    again = make_core(LARGE, tiers, caching=True, kv_dtype=kv_dtype)
+    check(run(again, requests(SHORT), together=False), wanted)
+    assert again.stats().disk_hits > 0
+    again.close()
 
 
 def test_a_prompt_that_comes_back_from_disk_after_a_restart_is_answered_as_before(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.config.adapters import AdapterConfig
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
-from quire.config.kv_cache import PLAIN, KVGroups, lay_out
+from quire.config.kv_cache import PLAIN, KVGroups, lay_out, stored_specs
 from quire.config.memory import state_groups
 from quire.config.model import Heads, ModelConfig, Quantization, Rope
 from quire.config.tiers import TierConfig
@@ -199,7 +199,7 @@ def with_states(config: EngineConfig, model: ModelConfig, spare: int = 8) -> Eng
 
 def with_windows(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """With blocks of their own for layers with a window, where there are others too, and as many blocks more."""
-    layout = lay_out(model.kv_specs, split=True)
+    layout = lay_out(stored_specs(model.kv_specs, config.device.kv_dtype), split=True)
     if layout.window is None:
         return config
     groups = replace(config.cache.groups, window=layout.window, num_window_blocks=layout.num_window_blocks)

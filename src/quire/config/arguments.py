@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from quire.config.adapters import AdapterConfig, AdapterModule, read_lora_dir, read_modules, resolve_adapters
 from quire.config.engine import MAX_BLOCK_SIZE
-from quire.config.model import QUANTIZATIONS, STORED_METHODS, Dtype
+from quire.config.model import QUANTIZATIONS, STORED_METHODS, CacheDtype, Dtype
 from quire.config.policy import RESERVING, PolicyName, PolicySettings, read_policy, read_policy_settings
 from quire.config.recording import RecordingConfig, check_recording, read_recording
 from quire.config.sizes import parse_size
@@ -34,7 +34,7 @@ DTYPES: dict[str, Dtype] = {
 }
 ATTENTION_BACKENDS = ("auto", "triton", "native", "flashinfer", "gather", "reference")
 VIRTUAL_BACKEND = "virtual"  # comes with kv_layout="virtual" and is not chosen by name
-_FLOAT8_NAMES = ("fp8", "fp8_e4m3")
+CACHE_DTYPES: dict[str, CacheDtype] = {"fp8": "float8", "fp8_e4m3": "float8", "int8": "int8", "int4": "int4"}
 _COUNTS = ("block_size", "num_kv_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads")
 
 
@@ -244,9 +244,9 @@ def _check_names(args: EngineArguments) -> None:
     if args.quantization not in (None, *QUANTIZATIONS, *STORED_METHODS):
         names = ", ".join(f'"{name}"' for name in QUANTIZATIONS)
         raise ConfigError("quantization", f"{args.quantization!r} is unknown", f"use {names}, or leave it out")
-    if args.kv_cache_dtype not in ("auto", *_FLOAT8_NAMES):
-        names = " or ".join(f'"{name}"' for name in _FLOAT8_NAMES)
-        raise ConfigError("kv_cache_dtype", f"{args.kv_cache_dtype!r} is unknown", f'use "auto", {names}')
+    if args.kv_cache_dtype not in ("auto", *CACHE_DTYPES):
+        names = ", ".join(f'"{name}"' for name in CACHE_DTYPES)
+        raise ConfigError("kv_cache_dtype", f"{args.kv_cache_dtype!r} is unknown", f'use "auto" or one of {names}')
 
 
 def _read_layout(name: object, backend: str) -> Literal["paged", "virtual"]:

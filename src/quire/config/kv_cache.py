@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 STATE_ALIGNMENT = 64  # bytes; of the state of each layer
+SCALED_DTYPES = ("float8", "int8", "int4")  # of caches whose keys and values have scales
+SCALE_BYTES = 4  # float8, int8: the scale of a head in float32; int4: scale and offset of a group in float16
+INT4_GROUP = 32  # numbers of a head that share a scale and an offset in an int4 cache; fewer where heads need it
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +25,33 @@ class KVCacheSpec:
     vector for each token, of which keys and values are made; state: a state of fixed size, whatever came before."""
 
     kind: Literal["full", "window", "latent", "state"]
-    numbers: int = 0  # that it keeps of one token, in the dtype of the cache
+    numbers: int = 0  # that it keeps of one token; see `stored_specs`
     window: int | None = None
     state_bytes: int = 0
     unit: int = 1  # of these numbers, those of one head: a plane is a whole number of units
+
+
+def head_bytes(dim: int, kv_dtype: str, dims: Sequence[int]) -> tuple[int, int]:
+    """Bytes of the numbers and of the scales of one head of one token in a cache with scales. `dims`: of all heads of
+    the model. A float8 or int8 head has one scale; heads larger than others take room for more, so that all take
+    equally many bytes for a number and share planes without gaps."""
+    if kv_dtype == "int4":
+        return dim // 2, SCALE_BYTES * (dim // math.gcd(dim, INT4_GROUP))
+    return dim, SCALE_BYTES * (dim // math.gcd(*dims))
+
+
+def stored_specs(specs: Sequence[KVCacheSpec], kv_dtype: str) -> tuple[KVCacheSpec, ...]:
+    """The same specs, counted in entries of the cache: numbers, or bytes where `kv_dtype` keeps scales beside them.
+    Latents have no scales."""
+    if kv_dtype not in SCALED_DTYPES:
+        return tuple(specs)
+    dims = [spec.unit // 2 for spec in specs if spec.kind in ("full", "window")]
+    return tuple(_stored(spec, kv_dtype, dims) if spec.kind in ("full", "window") else spec for spec in specs)
+
+
+def _stored(spec: KVCacheSpec, kv_dtype: str, dims: Sequence[int]) -> KVCacheSpec:
+    unit = 2 * sum(head_bytes(spec.unit // 2, kv_dtype, dims))
+    return replace(spec, numbers=spec.numbers // spec.unit * unit, unit=unit)
 
 
 class Place(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quire.config.adapter_memory import adapter_memory
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
-from quire.config.kv_cache import PLAIN, KVGroups, lay_out
+from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
 from quire.config.model import DTYPE_BYTES, Experts, ModelConfig
 from quire.config.sizes import MIB, at_least, at_most, format_size, format_table
 from quire.config.vision import image_bytes
@@ -213,15 +213,15 @@ class MemoryPlan:
 
 
 def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int, groups: KVGroups = PLAIN) -> int:
-    """Bytes of the keys and values of one block: of all layers that attend, unless those with a window have blocks of
-    their own."""
-    layout = lay_out(model.kv_specs, split=groups.window is not None)
+    """Bytes of the keys and values of one block, with their scales: of all layers that attend, unless those with a
+    window have blocks of their own."""
+    layout = lay_out(stored_specs(model.kv_specs, kv_dtype), split=groups.window is not None)
     return layout.num_planes * layout.numbers * DTYPE_BYTES[kv_dtype] * block_size
 
 
 def state_groups(model: ModelConfig, kv_dtype: str, block_size: int, num_states: int) -> KVGroups:
     """What the engine must know of a model whose layers keep states, with room for so many."""
-    layout = lay_out(model.kv_specs, split=False)
+    layout = lay_out(stored_specs(model.kv_specs, kv_dtype), split=False)
     side = layout.numbers // model.heads.sides * DTYPE_BYTES[kv_dtype] * block_size
     return KVGroups(num_states=num_states, blocks_per_state=layout.blocks_per_state(side))
 
@@ -303,7 +303,7 @@ def _attention(config: EngineConfig, facts: HardwareFacts) -> str:
         return device.attention_backend
     if device.device != "cpu":
         return "triton" if facts.triton else "gather"
-    native = device.kv_dtype != "float8" and device.dtype != "float16" and facts.native_refusal is None
+    native = device.dtype != "float16" and facts.native_refusal is None
     return "native" if native else "gather"
 
 
@@ -314,11 +314,15 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     value_bytes = facts.weight_bytes(config.device.dtype, config.device.device)
     widest = scheduler.max_num_batched_tokens * widest_activations(model) * max(value_bytes, DTYPE_BYTES["float32"])
     attention = _attention(config, facts)
+    if attention == "native" and model.latent is not None and config.device.kv_dtype == "float8":
+        attention = "gather"  # no compiled kernel reads latents in float8
     if attention in IN_PLACE_BYTES:
         return widest + IN_PLACE_BYTES[attention] + (_parts(model, scheduler) if attention == "triton" else 0)
     longest = scheduler.max_model_len * max(heads.kv_size for heads in model.all_heads) * kv_bytes
     gathered = 2 * max(GATHERED_BYTES[config.device.device.partition(":")[0]], longest)
     converted = 0 if value_bytes == kv_bytes else gathered * value_bytes // kv_bytes
+    if config.device.kv_dtype in SCALED_DTYPES:  # numbers times their scales, in float32 and then rounded
+        converted += gathered * DTYPE_BYTES["float32"]
     masks = scheduler.max_num_batched_tokens * scheduler.max_model_len * (value_bytes + 1)
     return widest + 2 * gathered + converted + masks
 

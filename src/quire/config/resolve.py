@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 
-from quire.config.arguments import DTYPES, VIRTUAL_BACKEND, EngineArguments, check_uncached, read_arguments
+from quire.config.arguments import (
+    CACHE_DTYPES,
+    DTYPES,
+    VIRTUAL_BACKEND,
+    EngineArguments,
+    check_uncached,
+    read_arguments,
+)
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
-from quire.config.kv_cache import PLAIN, KVGroups, lay_out
+from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
 from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory, state_groups
 from quire.config.model import QUANTIZATIONS, CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.policy import RESERVING
@@ -79,6 +87,7 @@ def resolve_engine_config(
     caching = _prefix_caching(args, model, scheduler)
     host_field = "host_cache_memory" if args.swap_space is None else "swap_space"
     speculation = None if parsed.speculation is None else resolve_speculation(parsed.speculation, model, draft_model)
+    _check_scaled(device.kv_dtype, [model] if draft_model is None else [model, draft_model])
     groups = _groups(model, scheduler, device, parsed.layout, speculation)
     block_bytes = kv_block_bytes(model, device.kv_dtype, args.block_size, groups)
     tiers = resolve_tiers(parsed.tiers, block_bytes, host_field)
@@ -135,7 +144,7 @@ def _groups(
 ) -> KVGroups:
     """The groups of a model's layers. Those with a window get blocks of their own if that saves memory and all that
     reads the cache can follow: not sequences in adjacent blocks, not the model of a draft, not FlashInfer."""
-    groups = lay_out(model.kv_specs, split=True)
+    groups = lay_out(stored_specs(model.kv_specs, device.kv_dtype), split=True)
     drafts = speculation is not None and speculation.method != "ngram"
     reads_one = layout != "paged" or scheduler.policy in RESERVING or device.attention_backend == "flashinfer"
     is_long = groups.window is not None and groups.window < scheduler.max_model_len
@@ -195,8 +204,24 @@ def _quantization(args: EngineArguments, facts: HardwareFacts, device: str, mode
 def _kv_dtype(args: EngineArguments, facts: HardwareFacts, device: str, dtype: Dtype) -> CacheDtype:
     if args.kv_cache_dtype == "auto":
         return dtype
-    _check_float8("kv_cache_dtype", facts, device)
-    return "float8"
+    chosen = CACHE_DTYPES[args.kv_cache_dtype]
+    if chosen == "float8":
+        _check_float8("kv_cache_dtype", facts, device)
+    return chosen
+
+
+def _check_scaled(kv_dtype: CacheDtype, models: Sequence[ModelConfig]) -> None:
+    """Raise ConfigError if keys and values of these models cannot be kept in this dtype."""
+    if kv_dtype not in SCALED_DTYPES:
+        return
+    multiple = 8 if kv_dtype == "int4" else 4
+    for heads in (heads for model in models for heads in model.all_heads):
+        if heads.latent is not None and kv_dtype != "float8":
+            reason = f"{kv_dtype} cannot hold latents, which this model keeps in place of keys and values"
+            raise ConfigError("kv_cache_dtype", reason, 'use "fp8" or "auto"')
+        if heads.latent is None and heads.dim % multiple:
+            reason = f"{kv_dtype} needs heads of a multiple of {multiple} numbers, this model has {heads.dim}"
+            raise ConfigError("kv_cache_dtype", reason, 'use "auto"')
 
 
 def _check_float8(field: str, facts: HardwareFacts, device: str) -> None:
@@ -220,8 +245,8 @@ def _resolve_layout(config: EngineConfig, facts: HardwareFacts, model: ModelConf
     if model.recurrent is not None:
         reason = 'the states of recurrent layers have no place in the layout "virtual"'
         raise ConfigError("kv_layout", reason, 'use "paged"')
-    if config.device.kv_dtype == "float8":
-        reason = 'float8 cannot be read in place, as kv_layout "virtual" does'
+    if config.device.kv_dtype in SCALED_DTYPES:
+        reason = f'{config.device.kv_dtype} cannot be read in place, as kv_layout "virtual" does'
         raise ConfigError("kv_cache_dtype", reason, 'use "auto", or kv_layout="paged"')
     draft = None if config.speculation is None else config.speculation.draft
     for each in (model, draft):

@@ -132,7 +132,9 @@ NO_EFFECT: dict[str, NoEffect] = {
     "disable_sliding_window": NoEffect(_OFF, "windows are always obeyed; leave it out"),
     "disable_hybrid_kv_cache_manager": _tuning("layers with a window free what has left it", False),
     "disable_cascade_attn": _tuning("shared prefixes are read once where that is faster", False),
-    "calculate_kv_scales": NoEffect(_OFF, "fp8 keys and values need no scales here; leave it out"),
+    "calculate_kv_scales": NoEffect(
+        _OFF, "every head of every token has a scale of its own, computed as it is written; leave it out"
+    ),
     "kv_transfer_config": NoEffect((None,), "use swap_space and disk_cache_path"),
     "kv_events_config": NoEffect((None,), "leave it out"),
     "async_scheduling": _tuning("steps always run ahead of the host where they can", True),

@@ -33,6 +33,19 @@ def test_every_kind_of_quantization_has_a_line(tmp_path: Path, capsys: pytest.Ca
     assert [words[3] for words in lines] == ["none", "int8", "int4"]
 
 
+def test_every_dtype_of_the_cache_has_a_line(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", max_length=128)
+    text = tmp_path / "text.txt"
+    text.write_text("a short text that is read in windows of twenty tokens, again and again", encoding="utf-8")
+    flags = ["--tokens", "50", "--window", "20", "--device", "cpu", "--dtype", "float32", "--load-format", "dummy"]
+    found = main(["--model", str(model), "--text", str(text), "--kv-cache-dtype", "auto,fp8,int8,int4", *flags])
+    assert [each.kv_cache_dtype for each in found] == ["auto", "fp8", "int8", "int4"]
+    plain, *others = found
+    for each in others:
+        assert 0 < abs(math.log(each.perplexity / plain.perplexity)) < 0.05
+        assert each.token_bytes < plain.token_bytes
+
+
 def test_an_unknown_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--model", str(tmp_path), "--quantization", "int3"])

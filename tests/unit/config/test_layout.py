@@ -42,6 +42,7 @@ def test_a_block_of_a_large_model_is_one_page_of_a_gpu() -> None:
         (LAPTOP, SMALL, {"kv_layout": "paged", "attention_backend": "virtual"}, "attention_backend: "),
         (LAPTOP, SMALL, {"kv_layout": "paged", "attention_backend": "foo"}, "attention_backend: 'foo' is unknown"),
         (LAPTOP, SMALL, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype: float8"),
+        (LAPTOP, SMALL, {"kv_cache_dtype": "int4"}, 'kv_cache_dtype: int4 .* use "auto", or kv_layout="paged"'),
         (LAPTOP, SMALL, {"block_size": 1}, "block_size: .*1 tokens of 46,080 bytes .* use 4 or a multiple"),
         (SERVER, LARGE, {"block_size": 8}, "block_size: .*pages of 2.00 MiB; use 16 or a multiple"),
         (LAPTOP, replace(SMALL, latent=Latent(32, 16, 8, 16)), {}, 'kv_layout: "virtual" .* latents; use "paged"'),

@@ -63,13 +63,16 @@ def test_quantized_weights_are_small_where_triton_multiplies_by_them(triton: boo
     assert found == (numbers + 4 * outputs + 2 * rest if triton else 2 * LARGE.num_parameters)
 
 
-def test_a_float8_cache_is_gathered_on_a_cpu() -> None:
+@pytest.mark.parametrize(("kv_dtype", "head_bytes"), [("float8", 64 + 4), ("int8", 64 + 4), ("int4", 32 + 2 * 4)])
+def test_blocks_of_a_quantized_cache_hold_their_scales(kv_dtype: str, head_bytes: int) -> None:
     plans = []
-    for kv_dtype in ("float32", "float8"):
-        device = DeviceConfig("cpu", "float32", kv_dtype)  # type: ignore[arg-type]
+    for dtype, backend in (("float32", "auto"), (kv_dtype, "auto"), (kv_dtype, "gather")):
+        device = DeviceConfig("cpu", "float32", dtype, attention_backend=backend)  # type: ignore[arg-type]
         plans.append(plan_memory(SMALL, EngineConfig(CacheConfig(16, 10), SchedulerConfig(), device), LAPTOP, GIB))
-    assert plans[0].block_bytes == 4 * plans[1].block_bytes
-    assert plans[1].activations > plans[0].activations
+    plain, native, gathered = plans
+    assert plain.block_bytes * head_bytes == native.block_bytes * 4 * SMALL.heads.dim
+    assert native.activations == plain.activations
+    assert gathered.activations > plain.activations
 
 
 def test_the_plan_counts_with_the_runtimes_own_limits() -> None:

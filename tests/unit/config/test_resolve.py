@@ -139,13 +139,31 @@ def test_an_impossible_setting_is_refused_by_name(arguments: dict[str, object], 
         resolve_engine_config(EngineArguments(**arguments), LAPTOP, SMALL)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("model", "kv_cache_dtype", "named"),
+    [
+        (replace(SMALL, heads=Heads(9, 3, 60)), "int4", "int4 needs heads of a multiple of 8 numbers.*60"),
+        (replace(SMALL, heads=Heads(9, 3, 62)), "int8", "int8 needs heads of a multiple of 4 numbers.*62"),
+        (replace(SMALL, heads=Heads(9, 3, 62)), "fp8", "float8 needs heads of a multiple of 4 numbers.*62"),
+        (replace(SMALL, heads=Heads(9, 1, 40, latent=32)), "int8", 'int8 cannot hold latents.*use "fp8" or "auto"'),
+        (replace(SMALL, heads=Heads(9, 1, 40, latent=32)), "int4", 'int4 cannot hold latents.*use "fp8" or "auto"'),
+    ],
+)
+def test_heads_that_a_quantized_cache_cannot_hold_are_refused(
+    model: ModelConfig, kv_cache_dtype: str, named: str
+) -> None:
+    for models in ((model,), (SMALL, model)):  # the model itself, and its draft model
+        with pytest.raises(ConfigError, match=f"^kv_cache_dtype: {named}"):
+            resolve_engine_config(EngineArguments(kv_cache_dtype=kv_cache_dtype), LAPTOP, *models)
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
 def test_float8_is_asked_for_by_the_names_vllm_has(name: str) -> None:
     config, small = resolve_engine_config(EngineArguments(quantization="fp8", kv_cache_dtype=name), SERVER, LARGE)
     assert (config.device.dtype, config.device.quantization, config.device.kv_dtype) == ("bfloat16", "fp8", "float8")
     plain, large = resolve_engine_config(EngineArguments(), SERVER, LARGE)
     assert (plain.device.quantization, plain.device.kv_dtype) == (None, "bfloat16")
-    assert small.block_bytes == large.block_bytes / 2
+    assert small.block_bytes == large.block_bytes / 2 * (128 + 4) / 128  # with the scales of heads
 
 
 @pytest.mark.parametrize("setting", ["quantization", "kv_cache_dtype"])

@@ -129,7 +129,7 @@ void give_output(const Group& group, const State& state, const Shape& shape, con
 
 // What the queries look at: one layer's cache, and where each sequence's blocks are.
 template <typename T> struct Keys {
-    const T *keys, *values;
+    const T *keys, *values;  // of a cache with scales: bytes
     const int64_t* tables;
     // Where each of `count` positions from `begin` lies in `cache` (the keys or the values).
     void locate(const T* cache, const Work& work, int64_t head, const Shape& shape, int64_t begin, int64_t count,
@@ -138,6 +138,20 @@ template <typename T> struct Keys {
         for (int64_t t = 0, slot = begin % size; t < count; ++table, slot = 0) {
             const T* row = cache + ((*table * shape.block_heads + head) * size + slot) * shape.dim;
             for (; slot < size && t < count; ++slot, ++t, row += shape.dim) rows[t] = row;
+        }
+    }
+    // The same positions of a cache with scales as floats, `width` apart from `to` on.
+    void read(const T* cache, const Work& work, int64_t head, const Shape& shape, int64_t begin, int64_t count,
+              int64_t width, float* to) const {
+        const HeadFormat format = shape.format();
+        const uint8_t* bytes = reinterpret_cast<const uint8_t*>(cache);
+        const int64_t size = shape.block_size, *table = tables + work.table + begin / size;
+        for (int64_t t = 0, slot = begin % size; t < count; ++table, slot = 0) {
+            const uint8_t* base = bytes + (*table * shape.block_heads + head) * shape.head_bytes;
+            const uint8_t* scales = base + size * format.number_bytes();
+            for (; slot < size && t < count; ++slot, ++t)
+                read_quantized(base + slot * format.number_bytes(), scales + slot * format.scale_bytes(), format,
+                               to + t * width);
         }
     }
 };

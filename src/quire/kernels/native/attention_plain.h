@@ -107,7 +107,7 @@ template <typename T> class PlainAttention {
     const float* const* look_ahead(const T* cache, const Run& run, int64_t head, int64_t begin,
                                    const float** rows) const {
         if constexpr (std::is_same_v<T, float>) {
-            const bool in_place = shape_.dim == shape_.width(), full = run.longest->end() >= begin + TILE;
+            const bool in_place = shape_.dim == shape_.width() && shape_.stored == AS_ROWS, full = run.longest->end() >= begin + TILE;
             if (in_place && full && run.rows <= 2 * FUSED) {
                 keys_.locate(cache, *run.longest, head, shape_, begin, TILE, rows);
                 return rows;
@@ -121,6 +121,11 @@ template <typename T> class PlainAttention {
     void locate(const T* cache, int64_t dim, const Work& work, int64_t head, int64_t begin, int64_t count,
                 const float** rows) {
         const int64_t width = Shape::padded(dim);
+        if (shape_.stored != AS_ROWS) {
+            keys_.read(cache, work, head, shape_, begin, count, width, copies_.data());
+            for (int64_t t = 0; t < (count + 3) / 4 * 4; ++t) rows[t] = copies_.data() + std::min(t, count - 1) * width;
+            return;
+        }
         const T* stored[TILE];
         keys_.locate(cache, work, head, shape_, begin, count, stored);
         for (int64_t t = 0; t < count; ++t) {

@@ -6,7 +6,7 @@
 
 #include <omp.h>
 
-#include "simd.h"
+#include "cache_quantize.h"
 
 namespace {
 
@@ -17,10 +17,13 @@ struct Shape {
     int64_t query_heads, kv_heads, dim, block_size;
     int64_t value_dim;  // below dim: values are the first numbers of the keys
     int64_t block_heads;  // from the first head of a block to that of the next: more than kv_heads where planes are shared
+    int64_t stored;       // see Stored
+    int64_t head_bytes;   // of a head of a block, where the cache has scales
     static int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
     int64_t group() const { return query_heads / kv_heads; }
     int64_t width() const { return padded(dim); }              // dim, padded with zeros
     int64_t value_width() const { return padded(value_dim); }  // the same of values
+    HeadFormat format() const { return {stored, dim}; }
     int64_t block_tokens() const { return std::max<int64_t>(1, BLOCK_ROWS / group()); }
 };
 

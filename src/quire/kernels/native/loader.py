@@ -30,8 +30,11 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_run": [None, c_int64, c_void_p, c_int64, c_void_p],
     "quire_gate": [None, c_int64, c_int64, *[c_void_p] * 3, c_int64, c_int64],
     "quire_write_cache": [None, c_int64, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
+    "quire_write_quantized": [
+        None, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 5,
+    ],
     "quire_paged_attention": [
-        None, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, *[c_int64] * 6, c_double, c_double,
+        None, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, *[c_int64] * 8, c_double, c_double,
         c_int64, c_void_p,
     ],
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_double
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from quire.kernels.native.loader import TYPES, open_library
 
 PLAIN, NIBBLES, BYTES = 0, 1, 2  # numbers, or levels of four or eight bits
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+# How a cache holds numbers, see cache_quantize.h; 0: as the rows do. Bytes hold two numbers of int4.
+STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 ROW_INPUTS = 16  # `multiply_rows` takes a multiple of them
 
 
@@ -106,6 +109,27 @@ def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     )  # fmt: skip
 
 
+def write_quantized(key: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """key [rows, heads, dim] into slots [rows * heads] of a cache with scales [blocks, heads, block, dim or dim / 2], a
+    head of whose blocks is followed by its scales."""
+    rows, heads, dim = key.shape
+    _check(key.stride(1) == dim and slots.dtype == torch.int64 and slots.is_contiguous() and len(slots) == rows * heads)
+    _check(cache.shape[3] == (dim // 2 if cache.dtype == torch.uint8 else dim) and cache[0, 0].is_contiguous())
+    open_library().quire_write_quantized(
+        TYPES[key.dtype], STORED[cache.dtype], key.data_ptr(), key.stride(0), cache.data_ptr(), slots.data_ptr(), rows,
+        heads, dim, cache.shape[2], cache.stride(1),
+    )  # fmt: skip
+
+
+def scaled_fields(cache: Tensor | None) -> dict[str, Any]:
+    """What operations of a program are told of a layer's keys in a cache with scales; None: it has none."""
+    return (
+        {}
+        if cache is None
+        else {"block_size": cache.shape[2], "stored": STORED[cache.dtype], "head_bytes": cache.stride(1)}
+    )
+
+
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, spans: Tensor, rule: AttentionRule
 ) -> Tensor:
@@ -113,15 +137,18 @@ def paged_attention(
 
     query [tokens, query heads, dim]; keys and values [blocks, kv heads, block, dim], each block without gaps; spans [n,
     4] int64, together all tokens: first token, number of tokens, keys the first one sees, and where its block table
-    begins in `tables`, int64. Values of latents are the first numbers of the keys, in the same memory.
+    begins in `tables`, int64. Values of latents are the first numbers of the keys, in the same memory. A cache of
+    another dtype than the query is one with scales, which follow each head of a block.
     """
     tokens, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
-    _check(query.dtype == keys.dtype == values.dtype and query.stride(1) == dim)
-    value_dim = values.shape[3]
-    apart = values[0].is_contiguous() and values.stride(0) == keys.stride(0)
+    stored = STORED.get(keys.dtype, 0)
+    _check(keys.dtype == values.dtype and query.stride(1) == dim and (stored > 0 or query.dtype == keys.dtype))
+    value_dim = dim if stored else values.shape[3]
+    apart = values[0, 0].is_contiguous() and values.stride() == keys.stride()
     _check(apart if value_dim == dim else values.data_ptr() == keys.data_ptr() and value_dim < dim)
-    _check(keys[0].is_contiguous() and keys.stride(0) % (block_size * dim) == 0)
+    _check(keys[0, 0].is_contiguous() if stored else keys[0].is_contiguous())
+    _check(keys.stride(0) % keys.stride(1) == 0)
     _check(tables.is_contiguous() and spans.is_contiguous())
     _check(tables.dtype == spans.dtype == torch.int64)
     _check(rule.sinks is None or (rule.sinks.dtype == query.dtype and rule.sinks.is_contiguous()))
@@ -130,7 +157,8 @@ def paged_attention(
     open_library().quire_paged_attention(
         TYPES[query.dtype], query.data_ptr(), query.stride(0), keys.data_ptr(), values.data_ptr(), tables.data_ptr(),
         spans.data_ptr(), spans.shape[0], out.data_ptr(), query_heads, kv_heads, dim, block_size, value_dim,
-        keys.stride(0) // (block_size * dim), rule.scale, rule.softcap or 0.0, rule.window or 0, sinks,
+        keys.stride(0) // keys.stride(1), stored, keys.stride(1), rule.scale, rule.softcap or 0.0, rule.window or 0,
+        sinks,
     )  # fmt: skip
     return out
 

@@ -53,6 +53,7 @@ struct Operation {
     int64_t table;       // whose blocks the layer's cache is in, see ProgramRun
     int64_t latent;      // of a key, how many numbers are its value; 0: values are kept apart
     int64_t block_heads;  // of attention, see Shape
+    int64_t stored, head_bytes;  // of a cache, see Shape
 };
 
 struct Angles {
@@ -149,6 +150,16 @@ template <typename T> struct Interpreter {
     // Keys, then values if they are kept apart, of a row from `column` on.
     void write(const Operation& op) const {
         const T *keys = at(op.x) + op.column, *values = op.latent > 0 ? nullptr : keys + op.groups * op.size;
+        if (op.stored != AS_ROWS) {
+            const HeadFormat format{op.stored, op.size};
+            const auto put_side = [&](const T* from, void* cache) {
+                write_quantized(from, width(op.x), static_cast<uint8_t*>(cache), run.slots[op.table], run.rows, op.groups,
+                                format, op.block_size, op.head_bytes);
+            };
+            put_side(keys, run.keys[op.layer]);
+            put_side(values, run.values[op.layer]);
+            return;
+        }
         write_cache(keys, width(op.x), values, width(op.x), static_cast<T*>(run.keys[op.layer]),
                     static_cast<T*>(run.values[op.layer]), run.slots[op.table], run.rows, op.groups, op.size);
     }
@@ -194,7 +205,7 @@ template <typename T> struct Interpreter {
 
     Shape shape(const Operation& op) const {
         return {op.groups, op.kv_heads, op.size, op.block_size, op.latent > 0 ? op.latent : op.size,
-                op.block_heads};
+                op.block_heads, op.stored, op.head_bytes};
     }
 
     // One cut serves the layers of all tables: rows with the same blocks in the first one share those of the others too.
@@ -251,7 +262,7 @@ template <typename T> struct Interpreter {
 
     static bool same(const Shape& a, const Shape& b) {
         return a.query_heads == b.query_heads && a.kv_heads == b.kv_heads && a.dim == b.dim &&
-               a.block_size == b.block_size && a.value_dim == b.value_dim;
+               a.block_size == b.block_size && a.value_dim == b.value_dim && a.stored == b.stored;
     }
 };
 

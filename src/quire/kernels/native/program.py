@@ -23,7 +23,7 @@ from quire.kernels.delta import DeltaSizes, DeltaWeights
 from quire.kernels.native.buffers import lay_out_buffers
 from quire.kernels.native.loader import TYPES, open_library
 from quire.kernels.native.low_rank import LowRankSlots
-from quire.kernels.native.ops import ACTIVATIONS, doubles
+from quire.kernels.native.ops import ACTIVATIONS, doubles, scaled_fields
 from quire.kernels.native.structures import CAngles, CDelta, COperation, CRun, ProgramStep
 from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear
 
@@ -133,25 +133,26 @@ class ProgramWriter:
         self._add(ROTATE, x.buffer, groups=heads, size=dim, layer=self._angles.index(angles), column=column)
 
     def write(
-        self, x: Symbol, place: tuple[int, int], column: int, kv_heads: int, dim: int, *, latent: int = 0
-    ) -> None:
+        self, x: Symbol, place: tuple[int, int], column: int, kv_heads: int, dim: int, *, latent: int = 0,
+        cache: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Keys, then values, from a column of each row on, into the cache of a layer. place: the layer, its table.
-        latent: see `attend`."""
-        layer, table = place
-        self._add(WRITE, x.buffer, column=column, groups=kv_heads, size=dim, layer=layer, table=table, latent=latent)
+        latent: see `attend`. cache: its keys, if they have scales."""
+        at: dict[str, Any] = {"column": column, "layer": place[0], "table": place[1]}
+        self._add(WRITE, x.buffer, groups=kv_heads, size=dim, latent=latent, **at, **scaled_fields(cache))
 
     def attend(
         self, x: Symbol, place: tuple[int, int], heads: tuple[int, int, int], block: tuple[int, int],
-        rule: AttentionRule, *, latent: int = 0,
+        rule: AttentionRule, *, latent: int = 0, cache: Tensor | None = None,
     ) -> Symbol:  # fmt: skip
         """The query heads that each row begins with. place: the layer, its table; heads: query, kv, dim; block: tokens,
-        and heads from one to the next. latent: how many numbers of a key are its value; 0: values are kept apart."""
+        and heads from one to the next. latent: how many numbers of a key are its value, 0: values are kept apart."""
         (query, kv, dim), (layer, table) = heads, place
         out = self._new(query * (latent or dim))
         self._add(
-            ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, block_size=block[0],
-            number=rule.scale, cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks,
-            table=table, latent=latent, block_heads=block[1],
+            ATTEND, x.buffer, out=out.buffer, groups=query, size=dim, layer=layer, kv_heads=kv, number=rule.scale,
+            cap=rule.softcap or 0.0, window=rule.window or 0, weight=rule.sinks, table=table, latent=latent,
+            block_heads=block[1], **{"block_size": block[0], **scaled_fields(cache)},
         )  # fmt: skip
         return out
 
@@ -390,9 +391,9 @@ def _parts(entries: Sequence[COperation | _Call]) -> list[_Call | tuple[int, int
 
 
 def _angles(pair: tuple[Tensor, Tensor]) -> CAngles:
-    cos, sin = pair
-    assert cos.stride(0) == sin.stride(0)
-    return CAngles(cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[-1])
+    (cos, sin), stride = pair, pair[0].stride(0)
+    assert stride == sin.stride(0)
+    return CAngles(cos.data_ptr(), sin.data_ptr(), stride, cos.shape[-1])
 
 
 def _pointers(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:

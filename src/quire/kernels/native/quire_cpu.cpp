@@ -165,14 +165,24 @@ void quire_write_cache(int64_t type, const void* key, int64_t key_stride, const 
                                   static_cast<T*>(key_cache), static_cast<T*>(value_cache), slots, rows, heads, dim))
 }
 
+// key [rows, heads, dim] into slots of a cache with scales: see Shape for what it is told of that.
+void quire_write_quantized(int64_t type, int64_t stored, const void* key, int64_t stride, void* cache,
+                           const int64_t* slots, int64_t rows, int64_t heads, int64_t dim, int64_t block_size,
+                           int64_t head_bytes) {
+    const HeadFormat format{stored, dim};
+    DISPATCH(type, write_quantized<T>(static_cast<const T*>(key), stride, static_cast<uint8_t*>(cache), slots, rows,
+                                      heads, format, block_size, head_bytes))
+}
+
 // spans: [num_spans, 4] of int64, see Span; tables: all block tables, one behind the other; out [tokens, heads * value_dim];
-// block_heads: see Shape; cap, window, sinks: see Rule.
+// block_heads, stored, head_bytes: see Shape; cap, window, sinks: see Rule.
 void quire_paged_attention(int64_t type, const void* query, int64_t query_stride, const void* keys, const void* values,
                            const int64_t* tables, const int64_t* spans, int64_t num_spans, void* out,
                            int64_t query_heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t value_dim,
-                           int64_t block_heads, double scale, double cap, int64_t window, const void* sinks) {
+                           int64_t block_heads, int64_t stored, int64_t head_bytes, double scale, double cap,
+                           int64_t window, const void* sinks) {
     const Rule rule{static_cast<float>(scale), static_cast<float>(cap), window, sinks};
-    const Shape shape{query_heads, kv_heads, dim, block_size, value_dim, block_heads};
+    const Shape shape{query_heads, kv_heads, dim, block_size, value_dim, block_heads, stored, head_bytes};
     DISPATCH(type, {
         const Keys<T> cache{static_cast<const T*>(keys), static_cast<const T*>(values), tables};
         const Cut cut = cut_for<T>(reinterpret_cast<const Span*>(spans), num_spans, tables, shape);

@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.reference.cache_quantize import dequantize_heads
 
-def read_cache(cache: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
-    """The first `num_tokens` keys (or values) of a sequence, in order."""
+
+def read_cache(cache: Tensor, block_ids: Tensor, num_tokens: int, scales: Tensor | None = None) -> Tensor:
+    """The first `num_tokens` keys (or values) of a sequence, in order; those of a cache with scales in float32."""
     raw = cache.view(torch.uint8)[block_ids.long()]  # as bytes: float8 cannot be indexed on every device
     blocks = raw.view(cache.dtype)  # [sequence blocks, kv heads, block, dim]
+    if scales is not None:
+        blocks = dequantize_heads(blocks, scales[block_ids.long()])
     return blocks.transpose(1, 2).flatten(0, 1)[:num_tokens]  # [tokens, kv heads, dim]
 
 
@@ -34,16 +38,20 @@ def paged_attention(
     sinks: Tensor | None = None,  # [query heads]
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    key_scales: Tensor | None = None,  # of a quantized cache, see cache_quantize
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of one sequence's newest tokens over all its cached ones: as many rows as `query`.
 
-    Position p sees the keys in (p - window, p]. A sink is a score with no value. The scales belong to a float8 cache.
+    Position p sees the keys in (p - window, p]. A sink is a score with no value. `key_scale` and
+    `value_scale` belong to all numbers of a cache.
     """
     num_tokens, num_heads, _ = query.shape
     group = num_heads // key_cache.shape[1]
     total = start + num_tokens
-    keys = read_cache(key_cache, block_ids, total).float().repeat_interleave(group, dim=1)  # [total, heads, dim]
-    values = read_cache(value_cache, block_ids, total).float().repeat_interleave(group, dim=1)
+    keys = read_cache(key_cache, block_ids, total, key_scales).float()  # [total, kv heads, dim]
+    values = read_cache(value_cache, block_ids, total, value_scales).float()
+    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * (scale * key_scale)  # [heads, tokens, total]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

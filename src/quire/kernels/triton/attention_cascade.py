@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.attention_rule import AttentionRule, CacheScales
 from quire.kernels.triton.attention_config import SplitConfig, split_config
 from quire.kernels.triton.attention_decode import PrefixPart, paged_prefix
 from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan
@@ -103,9 +103,10 @@ def attend_prefixes(
     plan: CascadePlan,
     rule: AttentionRule,
     *,
+    scales: CacheScales | None = None,
     dependent: bool = False,
 ) -> PrefixPart:
     """What every row in a group sees of its prefix, for the `paged_decode` whose plan has these begins."""
     caches, units = (key_cache, value_cache, tables), (plan.split, plan.members, plan.spans)
-    paged_prefix(query, *caches, *units, rule, plan.part, dependent=dependent)
+    paged_prefix(query, *caches, *units, rule, plan.part, scales=scales, dependent=dependent)
     return plan.part

@@ -74,6 +74,7 @@ _WIDE_WAYS: _Ways = {  # more than 8, up to 16
     2: (_Way(0.25, 64, 2, 3, 3, 64, turned=False), _Way(_ALL, 32, 1, 3, 6)),
     4: (_Way(_ALL, 64, 4, 3, 2, turned=False),),
 }
+_INTEGER_WAYS = (_Way(_ALL, 64, 4, 3, 2, turned=False),)  # int8 and int4 caches
 _LARGEST = 256  # numbers of a head, beyond which keys and values of a tile fill shared memory
 _ROOMY_BYTES = 200 << 10  # of shared memory: prompt chunks of larger heads take tiles of 32 keys
 _LEAST_TURNED = 32  # numbers of a head: fewer would not fill a product of a half of them
@@ -127,6 +128,8 @@ def decode_configs(
 
 
 def _ways(rows: int, dtype: torch.dtype) -> tuple[_Way, ...]:
+    if not dtype.is_floating_point:
+        return _INTEGER_WAYS
     return (_DECODE_WAYS if rows <= 8 else _WIDE_WAYS)[dtype.itemsize]
 
 

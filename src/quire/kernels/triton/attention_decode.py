@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.attention_rule import AttentionRule, check_cache, check_heads
+from quire.kernels.attention_rule import AttentionRule, CacheScales, check_cache, check_heads, row_unit
 from quire.kernels.triton.attention_pairs import arrive, kept, load_queries, unit_at, write_pair
+from quire.kernels.triton.attention_scaled import compute_of, head_scales, head_stride, int4_group
 from quire.kernels.triton.attention_schedule import PROGRAM_NUMBERS, SplitPlan
 from quire.kernels.triton.attention_split import ask_for_tile, attend_tiles, base_of, leave_part, part_slot, program_of
 from quire.kernels.triton.attention_turned import attend_turned
-from quire.kernels.triton.launch import FLOAT8, await_inputs, power_of_two
+from quire.kernels.triton.launch import await_inputs, power_of_two
 
-COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, FLOAT8: tl.float16}
 _MERGE_STAGES = 3  # parts are read ahead of their merge, where they are small
 _MERGED_AT_ONCE = 4096  # numbers of parts that a merging program holds, and twice as many where it may
 _MERGED_BY_WARP = 1024  # at most
@@ -45,6 +45,7 @@ def paged_decode(
     *,
     out: Tensor | None = None,  # [rows, query heads, dim]
     prefix: PrefixPart | None = None,  # of the positions below the plan's begins
+    scales: CacheScales | None = None,  # of a quantized cache
     dependent: bool = False,
 ) -> Tensor:
     """Attention of every row over its cached keys, its own included; rows of length 0 are left as they were.
@@ -53,7 +54,7 @@ def paged_decode(
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     check_heads(out, "out")
-    _launch(query, key_cache, value_cache, tables, plan, rule, out, None, None, prefix, dependent)
+    _launch(query, key_cache, value_cache, scales, tables, plan, rule, out, None, None, prefix, dependent)
     return out
 
 
@@ -68,38 +69,44 @@ def paged_prefix(
     rule: AttentionRule,
     part: PrefixPart,
     *,
+    scales: CacheScales | None = None,
     dependent: bool = False,
 ) -> None:
     """Attention of all rows of each unit over the prefix they share, written to `part`. Takes no window."""
     if rule.window is not None:
         raise ValueError("a shared prefix is attended without a window")
-    _launch(query, key_cache, value_cache, tables, plan, rule, None, members, spans, part, dependent)
+    _launch(query, key_cache, value_cache, scales, tables, plan, rule, None, members, spans, part, dependent)
 
 
 def _launch(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor, plan: SplitPlan, rule: AttentionRule,
-    out: Tensor | None, members: Tensor | None, spans: Tensor | None, part: PrefixPart | None, dependent: bool,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, scales: CacheScales | None, tables: Tensor,
+    plan: SplitPlan, rule: AttentionRule, out: Tensor | None, members: Tensor | None, spans: Tensor | None,
+    part: PrefixPart | None, dependent: bool,
 ) -> None:  # fmt: skip
     check_heads(query, "query")
-    check_cache(key_cache, value_cache)
+    check_cache(key_cache, value_cache, scales)
     _, query_heads, dim = query.shape
+    key_scales, value_scales = (None, None) if scales is None else scales
+    compute = compute_of(key_cache.dtype, query.dtype)
     group, rows, config = query_heads // plan.kv_heads, plan.parts.shape[1], plan.config
     rows_pad, dim_pad = power_of_two(rows), power_of_two(dim)
     registers = config.most_registers(query.device)
     at_once = _MERGED_AT_ONCE if registers is not None else 2 * _MERGED_AT_ONCE
     at_once = min(at_once, _MERGED_BY_WARP * config.warps)
     _split_attention[(config.programs,)](
-        query, out, key_cache, value_cache, tables, plan.programs, plan.units, plan.arrivals, plan.parts, plan.extremes,
+        query, out, key_cache, value_cache, key_scales, value_scales, tables,
+        plan.programs, plan.units, plan.arrivals, plan.parts, plan.extremes,
         members, spans, None if part is None else part.out, None if part is None else part.log_sums,
         rule.sinks if members is None else None,
         query.stride(0), 0 if out is None else out.stride(0), tables.stride(0),
         rule.factor, rule.softcap, rule.value_scale,
         RECORD=PROGRAM_NUMBERS, GROUP=group, KV_HEADS=plan.kv_heads, ROWS=rows, ROWS_PAD=rows_pad,
         DIM=dim, DIM_PAD=dim_pad, BLOCK_SIZE=plan.block_size, STRIDE=key_cache.stride(0),
+        HEAD_STRIDE=head_stride(key_cache), UNIT=row_unit(key_cache), INT4_GROUP=int4_group(key_cache.dtype, dim),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         MERGED=max(1, at_once // (rows_pad * dim_pad)),
-        MERGE_STAGES=_MERGE_STAGES if rows_pad * dim_pad <= _MERGED_AT_ONCE else 1, COMPUTE=COMPUTE[key_cache.dtype],
-        PRECISION="ieee" if key_cache.dtype == torch.float32 else "tf32", TURNED=config.turned, DEPENDENT=dependent,
+        MERGE_STAGES=_MERGE_STAGES if rows_pad * dim_pad <= _MERGED_AT_ONCE else 1, COMPUTE=compute,
+        PRECISION="ieee" if compute == tl.float32 else "tf32", TURNED=config.turned, DEPENDENT=dependent,
         num_warps=config.warps, num_stages=config.stages, maxnreg=registers,
         launch_pdl=dependent,
     )  # fmt: skip
@@ -107,11 +114,12 @@ def _launch(
 
 @triton.jit
 def _split_attention(
-    query, out, keys, values, tables, programs, units, arrivals, parts, extremes,
+    query, out, keys, values, key_scales, value_scales, tables, programs, units, arrivals, parts, extremes,
     members, spans, prefix_out, prefix_log_sums, sinks,
     query_stride, out_stride, table_stride, factor, cap, value_scale,
     RECORD: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr,  # of a block
+    HEAD_STRIDE: tl.constexpr, UNIT: tl.constexpr, INT4_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +132,8 @@ def _split_attention(
     place = (me.to(tl.int64) * line // active).to(tl.int32)  # in the line
     if DEPENDENT and left > 0:
         table = tables + row.to(tl.int64) * table_stride
-        ask_for_tile(keys, values, table, low, high, offset, BLOCK_N, BLOCK_SIZE, STRIDE, DIM)
+        WIDTH: tl.constexpr = DIM // 2 if INT4_GROUP > 0 else DIM
+        ask_for_tile(keys, values, table, low, high, offset, BLOCK_N, BLOCK_SIZE, STRIDE, HEAD_STRIDE, WIDTH, UNIT)
     await_inputs(DEPENDENT)
     while left > 0:
         tiles = tl.cdiv(high - base_of(low, BLOCK_N, BLOCK_SIZE), BLOCK_N)
@@ -132,10 +141,11 @@ def _split_attention(
         first = offset - head * tiles
         count = tl.minimum(tiles - first, left)
         q = load_queries(query, unit, head, members, spans, query_stride, GROUP, BLOCK_M, DIM, DIM_PAD).to(COMPUTE)
-        inside, table = head * (BLOCK_SIZE * DIM), tables + row.to(tl.int64) * table_stride
+        inside, table = head * HEAD_STRIDE, tables + row.to(tl.int64) * table_stride
+        of_keys, of_values = head_scales(key_scales, value_scales, head, HEAD_STRIDE, INT4_GROUP)
         acc, top, total = _attend(
-            q, keys + inside, values + inside, table, low, high, first, count, factor, cap,
-            BLOCK_N, BLOCK_SIZE, STRIDE, DIM, PRECISION, TURNED,
+            q, keys + inside, values + inside, of_keys, of_values, table, low, high, first, count, factor, cap,
+            BLOCK_N, BLOCK_SIZE, STRIDE, DIM, UNIT, INT4_GROUP, PRECISION, TURNED,
         )  # fmt: skip
         if count == tiles:
             write_pair(
@@ -163,18 +173,18 @@ def _split_attention(
 
 @triton.jit
 def _attend(
-    query, keys, values, table, low, high, first, count, factor, cap,
+    query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    DIM: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+    DIM: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     if TURNED:
         acc, top, total = attend_turned(
-            query, keys, values, table, low, high, first, count, factor, cap,
-            BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION,
+            query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
+            BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, UNIT, PRECISION,
         )  # fmt: skip
     else:
         acc, top, total = attend_tiles(
-            query, keys, values, table, low, high, first, count, factor, cap,
-            BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, PRECISION,
+            query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
+            BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, UNIT, GROUP, PRECISION,
         )  # fmt: skip
     return acc, top, total

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule, check_heads
 from quire.kernels.triton.attention_config import SplitConfig
-from quire.kernels.triton.attention_decode import COMPUTE, PrefixPart
+from quire.kernels.triton.attention_decode import PrefixPart
 from quire.kernels.triton.attention_pairs import arrive, kept, query_rows, unit_at, write_pair
+from quire.kernels.triton.attention_scaled import COMPUTE
 from quire.kernels.triton.attention_schedule import PROGRAM_NUMBERS, SplitPlan
 from quire.kernels.triton.attention_split import base_of, leave_part, part_slot, program_of
 from quire.kernels.triton.attention_tile import EMPTY, block_ids, fold, slots

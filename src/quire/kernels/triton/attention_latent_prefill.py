@@ -12,9 +12,9 @@ from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule, check_heads
 from quire.kernels.triton.attention_config import PrefillConfig
-from quire.kernels.triton.attention_decode import COMPUTE
 from quire.kernels.triton.attention_latent import check_latents, load_columns, score_latents
 from quire.kernels.triton.attention_prefill import PrefillPlan
+from quire.kernels.triton.attention_scaled import COMPUTE
 from quire.kernels.triton.attention_tile import EMPTY, block_ids, fold, slots
 from quire.kernels.triton.launch import await_inputs, power_of_two, shared_memory
 

@@ -15,11 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.attention_rule import AttentionRule, check_cache, check_heads
+from quire.kernels.attention_rule import AttentionRule, CacheScales, check_cache, check_heads, row_unit
 from quire.kernels.triton.attention_config import PrefillConfig
-from quire.kernels.triton.attention_decode import COMPUTE
+from quire.kernels.triton.attention_scaled import (
+    NO_REACH,
+    compute_of,
+    fold_scaled,
+    head_scales,
+    head_stride,
+    int4_group,
+    load_scales,
+    load_tile,
+)
 from quire.kernels.triton.attention_split import base_of
-from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, block_ids, fold, load_rows, score, slots, take_in
+from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, block_ids, fold, slots, squash, take_in
 from quire.kernels.triton.launch import await_inputs, power_of_two
 
 TILE_NUMBERS = 8  # first token of the chunk in the batch, its position, its tokens, table row, first packed row, unused
@@ -63,6 +72,7 @@ def paged_prefill(
     rule: AttentionRule,
     *,
     out: Tensor | None = None,  # [tokens, query heads, dim]
+    scales: CacheScales | None = None,  # of a quantized cache
     dependent: bool = False,
 ) -> Tensor:
     """Causal attention of the plan's chunks over all their cached keys, their own included, which are written already.
@@ -72,16 +82,18 @@ def paged_prefill(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     check_heads(query, "query")
     check_heads(out, "out")
-    check_cache(key_cache, value_cache)
+    check_cache(key_cache, value_cache, scales)
+    key_scales, value_scales = (None, None) if scales is None else scales
     _, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
     config = plan.config
     _prefill[(plan.tiles.shape[0] * kv_heads,)](
-        query, out, key_cache, value_cache, tables, plan.tiles, rule.sinks,
+        query, out, key_cache, value_cache, key_scales, value_scales, tables, plan.tiles, rule.sinks,
         query.stride(0), out.stride(0), tables.stride(0), rule.factor, rule.softcap, rule.window, rule.value_scale,
         GROUP=query_heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, DIM_PAD=power_of_two(dim), BLOCK_SIZE=block_size,
-        STRIDE=key_cache.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, COMPUTE=COMPUTE[key_cache.dtype],
+        STRIDE=key_cache.stride(0), HEAD_STRIDE=head_stride(key_cache), UNIT=row_unit(key_cache),
+        INT4_GROUP=int4_group(key_cache.dtype, dim),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, COMPUTE=compute_of(key_cache.dtype, query.dtype),
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
         num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers, launch_pdl=dependent,
     )  # fmt: skip
@@ -90,10 +102,11 @@ def paged_prefill(
 
 @triton.jit
 def _prefill(
-    query, out, keys, values, tables, tiles, sinks,
+    query, out, keys, values, key_scales, value_scales, tables, tiles, sinks,
     query_stride, out_stride, table_stride, factor, cap, window, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, UNIT: tl.constexpr, INT4_GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One tile of packed query rows under one key/value head."""
@@ -120,11 +133,12 @@ def _prefill(
     acc = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     top = tl.full([BLOCK_M], EMPTY, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    inside = head * (BLOCK_SIZE * DIM)
+    inside = head * HEAD_STRIDE
+    of_keys, of_values = head_scales(key_scales, value_scales, head, HEAD_STRIDE, INT4_GROUP)
     acc, top, total = _attend(
-        acc, top, total, q.to(COMPUTE), keys + inside, values + inside, table, ids, start + token, start + lowest,
-        start + highest, end, factor, cap, window,
-        BLOCK_N, BLOCK_SIZE, STRIDE, DIM, PRECISION,
+        acc, top, total, q.to(COMPUTE), keys + inside, values + inside, of_keys, of_values, table, ids, start + token,
+        start + lowest, start + highest, end, factor, cap, window,
+        BLOCK_N, BLOCK_SIZE, STRIDE, DIM, UNIT, INT4_GROUP, PRECISION,
     )  # fmt: skip
     acc *= value_scale
     if sinks is not None:
@@ -147,27 +161,45 @@ def _first_key(lowest, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc, top, total, query, keys, values, table, ids, place, lowest, highest, end, factor, cap, window,
-    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    DIM: tl.constexpr, PRECISION: tl.constexpr,
+    acc, top, total, query, keys, values, key_scales, value_scales, table, ids, place, lowest, highest, end, factor,
+    cap, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    DIM: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys before `end`, the first of them in blocks `ids`, into rows at positions `place` [M], which lie in
     lowest .. highest. Tiles that all rows see whole take no mask."""
     DIM_PAD: tl.constexpr = query.shape[1]
-    seen_by_all, clear = tl.minimum(lowest + 1, end), 0
+    WIDTH: tl.constexpr = DIM // 2 if GROUP > 0 else DIM
+    SCALED: tl.constexpr = key_scales is not None and GROUP == 0
+    seen_by_all, clear, reach = tl.minimum(lowest + 1, end), 0, NO_REACH
     if window is not None:
         clear = highest + 1 - window  # from here on no row's window begins
     for first in tl.range(_first_key(lowest, window, BLOCK_N, BLOCK_SIZE), end, BLOCK_N):
         seen = first + tl.arange(0, BLOCK_N)
-        rows = slots(ids, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
+        rows = slots(ids, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, WIDTH, UNIT)
+        here = ids
         ids = block_ids(table, first + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)  # used a turn later
-        k = load_rows(keys, rows, query.dtype, DIM, DIM_PAD)
-        scores, unit = score(query, k, factor, cap, PRECISION)
+        k = load_tile(
+            keys, key_scales, rows, here, first, end, query.dtype, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, DIM_PAD,
+            UNIT, GROUP, False,
+        )  # fmt: skip
+        product = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+        if SCALED:
+            product *= load_scales(key_scales, here, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE)[None, :]
+        scores, unit = squash(product, factor, cap)
         if (first + BLOCK_N > seen_by_all) | (first < clear):
             visible = (seen[None, :] <= place[:, None]) & (seen < end)[None, :]
             if window is not None:
                 visible &= seen[None, :] > place[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
-        v = load_rows(values, rows, query.dtype, DIM, DIM_PAD)
-        acc, top, total = fold(acc, top, total, scores, unit, v, PRECISION)
+        v = load_tile(
+            values, value_scales, rows, here, first, end, query.dtype, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, DIM_PAD,
+            UNIT, GROUP, False,
+        )  # fmt: skip
+        if SCALED:
+            of_values = load_scales(value_scales, here, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE)
+            acc, top, total, reach = fold_scaled(acc, top, total, reach, scores, unit, v, of_values, PRECISION)
+        else:
+            acc, top, total = fold(acc, top, total, scores, unit, v, PRECISION)
+    if SCALED:
+        acc *= reach
     return acc, top, total

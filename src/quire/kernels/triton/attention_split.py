@@ -11,23 +11,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.attention_tile import EMPTY, block_ids, fold, load_rows, prefetch, score, slots, widened
+from quire.kernels.triton.attention_scaled import NO_REACH, fold_scaled, load_scales, load_tile
+from quire.kernels.triton.attention_tile import EMPTY, block_ids, fold, prefetch, slots, squash
 
 
 @triton.jit
 def attend_tiles(
-    query, keys, values, table, low, high, first, count, factor, cap,
+    query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    DIM: tl.constexpr, PRECISION: tl.constexpr,
+    DIM: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """query [M, D] over `count` tiles from tile `first` of positions low .. high -> output, maximum, sum (see fold).
 
-    `keys` and `values` point at the head within block 0, `table` at the block ids of the sequence. Positions past
+    `keys` and `values` point at the head within block 0, so do their scales, `table` at the block ids of the sequence.
+    GROUP: numbers of an int4 head that share a scale, 0 for other caches. Positions past
     the end repeat the last one and are hidden, so nothing outside the sequence is ever read.
     """
     M: tl.constexpr = query.shape[0]
     DIM_PAD: tl.constexpr = query.shape[1]
-    acc = tl.zeros([M, DIM_PAD], tl.float32)
+    WIDTH: tl.constexpr = DIM // 2 if GROUP > 0 else DIM
+    SCALED: tl.constexpr = key_scales is not None and GROUP == 0
+    acc, reach = tl.zeros([M, DIM_PAD], tl.float32), NO_REACH
     top = tl.full([M], EMPTY, tl.float32)
     total = tl.zeros([M], tl.float32)
     begin = base_of(low, BLOCK_N, BLOCK_SIZE) + first * BLOCK_N
@@ -35,20 +39,37 @@ def attend_tiles(
     ids = block_ids(table, begin, high, BLOCK_N, BLOCK_SIZE, True)
     for tile in tl.range(begin, end, BLOCK_N):
         place = tile + tl.arange(0, BLOCK_N)
-        rows = slots(ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
-        k = load_rows(keys, rows, query.dtype, DIM, DIM_PAD)
-        v = widened(load_rows(values, rows, values.dtype.element_ty, DIM, DIM_PAD), query.dtype)
+        rows = slots(ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, WIDTH, UNIT)
+        k = load_tile(
+            keys, key_scales, rows, ids, tile, high, query.dtype, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, DIM_PAD,
+            UNIT, GROUP, False,
+        )  # fmt: skip
+        v = load_tile(
+            values, value_scales, rows, ids, tile, high, query.dtype, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, DIM_PAD,
+            UNIT, GROUP, True,
+        )  # fmt: skip
+        if SCALED:
+            of_keys = load_scales(key_scales, ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE)
+            of_values = load_scales(value_scales, ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE)
         ids = block_ids(table, tile + BLOCK_N, high, BLOCK_N, BLOCK_SIZE)  # used a turn later
-        scores, unit = score(query, k, factor, cap, PRECISION)
+        product = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+        if SCALED:
+            product *= of_keys[None, :]
+        scores, unit = squash(product, factor, cap)
         scores = tl.where(((place >= low) & (place < high))[None, :], scores, float("-inf"))
-        acc, top, total = fold(acc, top, total, scores, unit, v, PRECISION)
+        if SCALED:
+            acc, top, total, reach = fold_scaled(acc, top, total, reach, scores, unit, v, of_values, PRECISION)
+        else:
+            acc, top, total = fold(acc, top, total, scores, unit, v, PRECISION)
+    if SCALED:
+        acc *= reach
     return acc, top, total
 
 
 @triton.jit
 def ask_for_tile(
     keys, values, table, low, high, offset, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, DIM: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Have the tile at `offset` of a unit's line brought into the L2 cache, and wait for nothing.
 
@@ -58,10 +79,10 @@ def ask_for_tile(
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(DIM, LINE))
     base = base_of(low, BLOCK_N, BLOCK_SIZE)
     tiles = tl.cdiv(high - base, BLOCK_N)
-    begin, inside = base + offset % tiles * BLOCK_N, offset // tiles * (BLOCK_SIZE * DIM)
+    begin, inside = base + offset % tiles * BLOCK_N, offset // tiles * HEAD_STRIDE
     ids = block_ids(table, begin, high, BLOCK_N, BLOCK_SIZE, True)
-    rows = slots(ids, begin, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
-    where = (inside + rows.to(tl.int64) * DIM)[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, DIM - 1)[None, :]
+    rows = slots(ids, begin, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, UNIT)
+    where = (inside + rows.to(tl.int64) * UNIT)[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, DIM - 1)[None, :]
     prefetch(keys + where)
     prefetch(values + where)
 

@@ -73,21 +73,27 @@ def block_ids(table, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr
 
 @triton.jit
 def slots(
-    ids, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr
-):
-    """Which rows of the cache, of DIM numbers each, are those of a tile, given the ids of their blocks: [N].
+    ids, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr,
+    UNIT: tl.constexpr = 0,
+):  # fmt: skip
+    """Where the rows of the cache, of DIM numbers each, are that belong to a tile, given the ids of their blocks: [N],
+    in UNITs of numbers, by default of DIM.
 
     They are of one head. A row's number has 32 bits, its address is then a single instruction.
     """
+    EACH: tl.constexpr = UNIT if UNIT > 0 else DIM
     place = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
-    return ids * (BLOCK_STRIDE // DIM) + place % BLOCK_SIZE
+    return ids * (BLOCK_STRIDE // EACH) + place % BLOCK_SIZE * (DIM // EACH)
 
 
 @triton.jit
-def load_rows(memory, rows, dtype: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """These rows of `memory` [N] -> [N, DIM_PAD] in `dtype`, zero past DIM."""
+def load_rows(
+    memory, rows, dtype: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, UNIT: tl.constexpr = 0
+):  # fmt: skip
+    """These rows of `memory` [N], see `slots` -> [N, DIM_PAD] in `dtype`, zero past DIM."""
+    EACH: tl.constexpr = UNIT if UNIT > 0 else DIM
     columns = tl.arange(0, DIM_PAD)
-    places = (memory + columns)[None, :] + (rows.to(tl.int64) * DIM)[:, None]
+    places = (memory + columns)[None, :] + (rows.to(tl.int64) * EACH)[:, None]
     if DIM == DIM_PAD:
         numbers = tl.load(places)
     else:
@@ -104,7 +110,7 @@ def widened(rows, dtype: tl.constexpr):
     """
     if rows.dtype == dtype:
         wide = rows
-    elif _PYTHON:
+    elif _PYTHON or rows.dtype != tl.float8e4nv:
         wide = rows.to(dtype)
     else:
         wide = tl.inline_asm_elementwise(

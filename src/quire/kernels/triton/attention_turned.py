@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.attention_scaled import NO_REACH, load_scales, reach_of
 from quire.kernels.triton.attention_split import base_of
 from quire.kernels.triton.attention_tile import EMPTY, block_ids, slots, squash, weigh
 from quire.kernels.triton.launch import INTERPRETED
@@ -19,9 +20,9 @@ _PYTHON = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def attend_turned(
-    query, keys, values, table, low, high, first, count, factor, cap,
+    query, keys, values, key_scales, value_scales, table, low, high, first, count, factor, cap,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
-    DIM: tl.constexpr, PRECISION: tl.constexpr,
+    DIM: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What attend_tiles gives."""
     M: tl.constexpr = query.shape[0]
@@ -34,13 +35,16 @@ def attend_turned(
     else:
         even, odd = tl.trans(query), 0.0
         acc, other = tl.zeros([DIM_PAD, M], tl.float32), 0.0
-    top, total = tl.full([M], EMPTY, tl.float32), tl.zeros([M], tl.float32)
+    top, total, reach = tl.full([M], EMPTY, tl.float32), tl.zeros([M], tl.float32), NO_REACH
     begin = base_of(low, BLOCK_N, BLOCK_SIZE) + first * BLOCK_N
     end = begin + count * BLOCK_N
     ids = block_ids(table, begin, high, BLOCK_N, BLOCK_SIZE, True)
     for tile in tl.range(begin, end, BLOCK_N):
-        rows = slots(ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM)
-        k, v = _load(keys, values, rows, DIM, DIM_PAD, PAIRS)
+        rows = slots(ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, UNIT)
+        k, v = _load(keys, values, rows, DIM, DIM_PAD, PAIRS, UNIT)
+        if key_scales is not None:
+            of_keys = load_scales(key_scales, ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE)
+            of_values = load_scales(value_scales, ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE)
         ids = block_ids(table, tile + BLOCK_N, high, BLOCK_N, BLOCK_SIZE)  # used a turn later
         if PAIRS:
             k, odd_keys = _widen(k)
@@ -48,10 +52,15 @@ def attend_turned(
         product = tl.dot(k, even, input_precision=PRECISION)  # [N, M]
         if PAIRS:
             product = tl.dot(odd_keys, odd, product)
+        if key_scales is not None:
+            product *= of_keys[:, None]
         scores, unit = squash(product, factor, cap)
         place = tile + tl.arange(0, BLOCK_N)
         scores = tl.where(((place >= low) & (place < high))[:, None], scores, float("-inf"))
         weights, fade, top, total = weigh(top, total, scores, unit, 0)
+        if key_scales is not None:
+            reach, shrink = reach_of(reach, of_values)
+            weights, fade = weights * (of_values / reach)[:, None], fade * shrink
         weights = weights.to(v.dtype)
         acc = tl.dot(v, weights, acc * fade[None, :], input_precision=PRECISION)
         if PAIRS:
@@ -59,18 +68,22 @@ def attend_turned(
     whole = tl.trans(acc)
     if PAIRS:
         whole = tl.reshape(tl.join(whole, tl.trans(other)), [M, DIM_PAD])
+    if key_scales is not None:
+        whole *= reach
     return whole, top, total
 
 
 @triton.jit
-def _load(keys, values, rows, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAIRS: tl.constexpr):
+def _load(
+    keys, values, rows, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAIRS: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
     """Keys [N, D] and values with their columns down [D, N], of these rows; in pairs, half of D. Zero past DIM."""
     WIDE: tl.constexpr = DIM_PAD // 2 if PAIRS else DIM_PAD
     HELD: tl.constexpr = DIM // 2 if PAIRS else DIM
     columns = tl.arange(0, WIDE)
     if PAIRS:
         keys, values = keys.to(tl.pointer_type(tl.int16)), values.to(tl.pointer_type(tl.int16))
-    offsets = rows.to(tl.int64) * HELD
+    offsets = rows.to(tl.int64) * (UNIT // 2 if PAIRS else UNIT)
     key_places = (keys + columns)[None, :] + offsets[:, None]
     value_places = (values + columns)[:, None] + offsets[None, :]
     if HELD == WIDE:

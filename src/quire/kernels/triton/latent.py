@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.norm import Norm
-from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, clamp_float8, power_of_two
+from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, power_of_two, strict_float8
 
 _HEADS_AT_ONCE = 16
 _FEWEST_ROWS, _MOST_ROWS = 16, 128  # of a tile of a product
@@ -18,7 +18,7 @@ _LEAST_DIM = 16  # of a product
 @triton.jit
 def _to_cache(x, FLOAT8_CACHE: tl.constexpr):
     if FLOAT8_CACHE:
-        x = clamp_float8(x.to(tl.float32))
+        x = strict_float8(x.to(tl.float32))
     return x
 
 

@@ -37,6 +37,12 @@ def clamp_float8(x):
 
 
 @triton.jit
+def strict_float8(x):
+    """float32 numbers as float8 can hold them; those out of range become NaN, they are not cut off."""
+    return tl.where(tl.abs(x) <= FLOAT8_MAX, x, float("nan"))
+
+
+@triton.jit
 def larger(most, x):
     """The larger magnitudes of two blocks of float32 numbers; NaN where either is."""
     return tl.where((most == most) & (x == x), tl.maximum(most, tl.abs(x)), most + x)

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, clamp_float8, power_of_two
+from quire.kernels.attention_rule import CacheScales, check_cache
+from quire.kernels.triton.attention_scaled import head_stride
+from quire.kernels.triton.launch import (
+    FLOAT8,
+    FLOAT8_MAX,
+    ROUNDING,
+    SMALLEST_AMAX,
+    await_inputs,
+    check,
+    check_rows,
+    clamp_float8,
+    power_of_two,
+)
+from quire.kernels.triton.store_int4 import LARGEST_FLOAT, store_int4
 
 _HEADS_AT_ONCE = 8
 
@@ -24,12 +38,14 @@ class HeadNorms(NamedTuple):
 
 
 class LayerMemory(NamedTuple):
-    """One layer's paged cache. A float8 cache holds numbers over the scales; others ignore them."""
+    """One layer's paged cache. Without scales for its heads, a float8 cache holds numbers over `key_scale` and
+    `value_scale`; others ignore these two."""
 
-    key: Tensor  # [blocks, kv heads, block, dim], each block without gaps
+    key: Tensor  # [blocks, kv heads, block, dim], each block without gaps but for scales; of int4: dim / 2 bytes
     value: Tensor  # [blocks, kv heads, block, dim]
     key_scale: float = 1.0
     value_scale: float = 1.0
+    scales: CacheScales | None = None
 
 
 @triton.jit
@@ -38,6 +54,49 @@ def _to_cache(x, scale, memory, FLOAT8_CACHE: tl.constexpr):
     if FLOAT8_CACHE:
         x = clamp_float8(x.to(tl.float32) / scale)
     return x.to(memory.dtype.element_ty)
+
+
+@triton.jit
+def _to_scaled(x1, x2, inside, dtype: tl.constexpr):
+    """Two halves of heads [H, HALF] -> the same as int8 or float8, and the scale of each head [H]."""
+    MOST: tl.constexpr = 127.0 if dtype == tl.int8 else FLOAT8_MAX
+    wide_1 = tl.where(inside, x1.to(tl.float32), 0.0)
+    wide_2 = tl.where(inside, x2.to(tl.float32), 0.0)
+    fits = (tl.abs(wide_1) <= LARGEST_FLOAT) & (tl.abs(wide_2) <= LARGEST_FLOAT)  # not so for infinities and NaN
+    amax = tl.maximum(tl.max(tl.abs(wide_1), 1), tl.max(tl.abs(wide_2), 1))
+    amax = tl.where(tl.min(fits.to(tl.int32), 1) > 0, tl.maximum(amax, SMALLEST_AMAX), float("nan"))
+    inverse = tl.div_rn(MOST, amax)[:, None]
+    return _rounded(wide_1 * inverse, dtype), _rounded(wide_2 * inverse, dtype), tl.div_rn(amax, MOST)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    if dtype == tl.int8:
+        whole = (x + ROUNDING) - ROUNDING  # to the nearest whole number, ties to even
+        small = tl.where(whole == whole, tl.minimum(tl.maximum(whole, -127.0), 127.0), 0.0).to(tl.int8)
+    else:
+        small = clamp_float8(x).to(dtype)
+    return small
+
+
+@triton.jit
+def _store(
+    key_ptr, value_ptr, key_scales, value_scales, first, second, slot, of_scales, column, partner, inside,
+    of_keys, of_values, key_scale, value_scale, FLOAT8_CACHE: tl.constexpr,
+):  # fmt: skip
+    """Two halves of heads [H, HALF] into the cache, from places `slot` on; `of_scales`: where their scales go."""
+    if key_scales is not None:
+        first, second, scale = _to_scaled(first, second, inside, key_ptr.dtype.element_ty)
+        tl.store(key_scales + of_scales, scale, mask=of_keys)
+        tl.store(value_scales + of_scales, scale, mask=of_values)
+    else:
+        each = tl.where(of_keys, key_scale, value_scale)[:, None]
+        first, second = _to_cache(first, each, key_ptr, FLOAT8_CACHE), _to_cache(second, each, key_ptr, FLOAT8_CACHE)
+    is_key, is_value = inside & of_keys[:, None], inside & of_values[:, None]
+    tl.store(key_ptr + slot[:, None] + column, first, mask=is_key)
+    tl.store(key_ptr + slot[:, None] + partner, second, mask=is_key)
+    tl.store(value_ptr + slot[:, None] + column, first, mask=is_value)
+    tl.store(value_ptr + slot[:, None] + partner, second, mask=is_value)
 
 
 @triton.jit
@@ -75,10 +134,12 @@ def _columns(place, turned, half, PARTIAL: tl.constexpr):
 @triton.jit
 def _rotary_kernel(
     qkv_ptr, query_ptr, table_ptr, angle_ptr, position_ptr, row_ptr, blocks_ptr, key_ptr, value_ptr,
+    key_scales, value_scales,
     query_norm_ptr, key_norm_ptr, eps, key_scale, value_scale, qkv_stride, query_stride, blocks_stride, max_blocks,
-    half, turned, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
+    half, turned, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_VALUES: tl.constexpr, PARTIAL: tl.constexpr,
-    FLOAT8_CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
+    FLOAT8_CACHE: tl.constexpr, LATER: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -116,16 +177,21 @@ def _rotary_kernel(
         position = tl.load(position_ptr + token).to(tl.int64)
         has_block = position // BLOCK_SIZE < max_blocks
         block = tl.load(blocks_ptr + row * blocks_stride + position // BLOCK_SIZE, mask=has_block, other=0).to(tl.int64)
-        slot = block * BLOCK_SLOTS + position % BLOCK_SIZE
-        is_key = inside & ((head >= QUERIES) & (head < QUERIES + KEYS))[:, None]
-        is_key &= has_block
-        to = key_ptr + (slot + (head - QUERIES)[:, None] * BLOCK_SIZE) * dim
-        tl.store(to + column, _to_cache(turned_1, key_scale, key_ptr, FLOAT8_CACHE), mask=is_key)
-        tl.store(to + partner, _to_cache(turned_2, key_scale, key_ptr, FLOAT8_CACHE), mask=is_key)
-        is_value = inside & (head >= QUERIES + KEYS)[:, None] & has_block
-        to = value_ptr + (slot + (head - QUERIES - KEYS)[:, None] * BLOCK_SIZE) * dim
-        tl.store(to + column, _to_cache(raw_first, value_scale, value_ptr, FLOAT8_CACHE), mask=is_value)
-        tl.store(to + partner, _to_cache(raw_second, value_scale, value_ptr, FLOAT8_CACHE), mask=is_value)
+        of_keys = (head >= QUERIES) & (head < QUERIES + KEYS) & has_block
+        of_values = (head >= QUERIES + KEYS) & (head < QUERIES + 2 * KEYS) & has_block
+        own = head - QUERIES - tl.where(of_values, KEYS, 0)  # among key or value heads
+        kept_1 = tl.where(of_keys[:, None], turned_1, raw_first)
+        kept_2 = tl.where(of_keys[:, None], turned_2, raw_second)
+        if LATER:  # as they will be quantized
+            tl.store(at + column, kept_1, mask=inside & (of_keys | of_values)[:, None])
+            tl.store(at + partner, kept_2, mask=inside & (of_keys | of_values)[:, None])
+        else:
+            slot = block * STRIDE + position % BLOCK_SIZE * dim + own * HEAD_STRIDE
+            of_scales = block * (STRIDE // 4) + own * (HEAD_STRIDE // 4) + position % BLOCK_SIZE
+            _store(
+                key_ptr, value_ptr, key_scales, value_scales, kept_1, kept_2, slot, of_scales, column, partner, inside,
+                of_keys, of_values, key_scale, value_scale, FLOAT8_CACHE,
+            )  # fmt: skip
 
 
 def rotate_and_store(
@@ -146,9 +212,12 @@ def rotate_and_store(
     As many numbers of each head are turned as the table has, the first ones; without a table none.
     Sums and products are float32, rounded to qkv's dtype after the norm, its weight and the turn. A token whose
     position lies past the end of its line of `blocks` is turned but not stored: it would land in another's block.
+    Into an int4 cache, a second launch stores keys and values, which the first one leaves in qkv.
     """
     tokens, width = qkv.shape
     _, kv_heads, block_size, dim = memory.key.shape
+    is_int4 = memory.key.dtype == torch.uint8
+    dim = 2 * dim if is_int4 else dim
     kv_heads = kv_heads if stores else 0
     query_heads = width // dim - 2 * kv_heads
     query = qkv if query is None else query
@@ -159,8 +228,7 @@ def rotate_and_store(
     turned = 0 if table is None else table.shape[1]
     check(table is None or table.is_contiguous(), "table is contiguous")
     check(turned <= dim and turned % 2 == 0, "the table has an even number of angles, at most those of a head")
-    check(memory.key[0].is_contiguous() and memory.key.stride() == memory.value.stride(), "blocks must be contiguous")
-    check(memory.value.shape == memory.key.shape and memory.value.dtype == memory.key.dtype, "K and V caches differ")
+    check_cache(memory.key, memory.value, memory.scales)
     check(positions.is_contiguous() and rows.is_contiguous(), "positions and rows must be contiguous")
     if tokens == 0:
         return
@@ -168,12 +236,14 @@ def rotate_and_store(
     half = power_of_two(dim // 2)
     _rotary_kernel[(tokens, triton.cdiv(query_heads + 2 * kv_heads, heads_at_once))](
         qkv, query, qkv if table is None else table, positions if angles is None else angles, positions, rows, blocks,
-        memory.key, memory.value,
+        memory.key, memory.value, *(memory.scales or (None, None)),
         norms and norms.query, norms and norms.key, norms.eps if norms else 0.0, memory.key_scale, memory.value_scale,
         qkv.stride(0), query.stride(0), blocks.stride(0), blocks.shape[1], dim // 2, turned // 2,
-        QUERIES=query_heads, KEYS=kv_heads, BLOCK_SIZE=block_size, BLOCK_SLOTS=memory.key.stride(0) // dim, HALF=half,
-        HEADS=heads_at_once,
+        QUERIES=query_heads, KEYS=kv_heads, BLOCK_SIZE=block_size, STRIDE=memory.key.stride(0),
+        HEAD_STRIDE=head_stride(memory.key), HALF=half, HEADS=heads_at_once,
         HAS_NORM=norms is not None, NORMS_VALUES=norms is not None and norms.of_values, PARTIAL=turned < dim,
-        FLOAT8_CACHE=memory.key.dtype == FLOAT8, DEPENDENT=dependent,
+        FLOAT8_CACHE=memory.key.dtype == FLOAT8, LATER=is_int4 and stores, DEPENDENT=dependent,
         num_warps=max(1, heads_at_once * half // 256), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
+    if is_int4 and stores:
+        store_int4(qkv, positions, rows, blocks, (memory.key, memory.value), memory.scales, query_heads, dependent)

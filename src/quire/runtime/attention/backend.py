@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Heads
-from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.attention_rule import AttentionRule, CacheScales
+from quire.kernels.reference.cache_quantize import INT4, quantize_heads, split_heads
+from quire.kernels.reference.quantize import LARGEST
 
 Counts = npt.NDArray[np.int64]
 Kernels = Literal["torch", "native", "triton"]
@@ -24,15 +26,21 @@ class LayerCache:
     A block lies without gaps; blocks of other layers may lie between two of them, and are part of the flat memory.
     Flat, a float8 cache is seen as bytes: torch does not index float8 on every device. Of latents, values are the first
     numbers of the keys, in the same memory.
+
+    In a cache with scales (float8, int8, int4; never latents), a head of a block is the numbers of its tokens and then
+    their scales: whoever copies blocks copies both. See `kernels/reference/cache_quantize.py`.
     """
 
-    key: Tensor  # [blocks, kv heads, block, dim]
+    key: Tensor  # [blocks, kv heads, block, dim]; of int4: dim / 2 bytes
     value: Tensor  # [blocks, kv heads, block, dim]
-    key_slots: Tensor  # [blocks * block_heads * block, dim], at most
-    value_slots: Tensor
-    key_blocks: Tensor  # [blocks * block_heads, block * dim], at most
+    key_slots: Tensor | None  # [blocks * block_heads * block, dim], at most; None: the cache has scales
+    value_slots: Tensor | None
+    key_blocks: Tensor  # [blocks * block_heads, block * dim], at most; with scales: bytes of a head of a block
     value_blocks: Tensor
     table: int = 0  # which of the step's tables the layer reads, see KVLayout.sources
+    # [blocks, kv heads, block, 1] float32, or of int4 [blocks, kv heads, block, groups, 2] float16: scale, offset
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, table: int = 0) -> LayerCache:
@@ -44,13 +52,58 @@ class LayerCache:
     @classmethod
     def of_latents(cls, key: Tensor, rank: int, table: int = 0) -> LayerCache:
         both = cls.of(key, key, table)
+        assert both.value_slots is not None
         return replace(both, value=key[..., :rank], value_slots=both.value_slots[:, :rank])
+
+    @classmethod
+    def of_scaled(cls, memory: Tensor, dtype: torch.dtype, block_size: int, dim: int, table: int = 0) -> LayerCache:
+        """memory: bytes of keys and values [2, blocks, kv heads, bytes of a head of a block]."""
+        (key, key_scales), (value, value_scales) = (split_heads(side, dtype, block_size, dim) for side in memory)
+        blocks = [_flat(side, memory.shape[3]) for side in memory]
+        strides = (memory.stride(1), memory.shape[3], key.shape[3], 1)  # kernels ask for that of a single head too
+        key, value = (side.as_strided(side.shape, strides) for side in (key, value))
+        return cls(key, value, None, None, blocks[0], blocks[1], table, key_scales, value_scales)
+
+    @property
+    def dim(self) -> int:
+        """The numbers of a key."""
+        return self.key.shape[3] * (2 if self.key.dtype == INT4 else 1)
+
+    @property
+    def seen_keys(self) -> Tensor:
+        """A tensor of the keys' dtype and shape [blocks, kv heads, block, dim]; of int4, it is not to be read."""
+        return self.key[..., :1].expand(*self.key.shape[:3], self.dim) if self.key.dtype == INT4 else self.key
+
+    @property
+    def scales(self) -> CacheScales | None:
+        return None if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what is read is not what was written."""
+        return self.key_scales is not None or self.key.dtype == torch.float8_e4m3fn
+
+    def write(self, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
+        """Put key and value [tokens, kv heads, dim] into slots [tokens * kv heads]. No value: the key is a latent."""
+        sides = ((self.key_slots, self.key_blocks, key), (self.value_slots, self.value_blocks, value))
+        for flat, blocks, new in sides:
+            if new is None:
+                continue
+            heads = new.reshape(-1, new.shape[-1])
+            if flat is not None:
+                flat.index_copy_(0, slots, indexable(_held(heads, self.key.dtype)))
+                continue
+            size = self.key.shape[2]
+            places = (slots // size, slots % size)
+            held = quantize_heads(heads, self.key.dtype)
+            for part, kept in zip(split_heads(blocks, self.key.dtype, size, self.dim), held, strict=True):
+                indexable(part).index_put_(places, indexable(kept))
 
     @property
     def block_heads(self) -> int:
         """How many heads lie between the first one of a block and that of the next: more than the layer's own, where
         it shares its plane."""
-        return self.key.stride(0) // (self.key.shape[2] * self.key.shape[3])
+        return self.key.stride(0) // self.key.stride(1)
 
     @property
     def is_latent(self) -> bool:
@@ -62,6 +115,15 @@ def layer_cache(memory: Tensor, heads: Heads, table: int) -> LayerCache:
     if heads.latent is not None:
         return LayerCache.of_latents(memory[0], heads.latent, table)
     return LayerCache.of(memory[0], memory[1], table)
+
+
+def _held(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """As a cache without scales holds them. Of float8 latents, a number beyond the largest becomes NaN, so that its
+    request fails; it is not cut off."""
+    if dtype != torch.float8_e4m3fn:
+        return numbers.to(dtype)
+    wide = numbers.float()
+    return torch.where(wide.abs() > LARGEST, float("nan"), wide).to(dtype)
 
 
 def _flat(memory: Tensor, width: int) -> Tensor:

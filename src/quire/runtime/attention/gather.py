@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.reference.cache_quantize import read_heads
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, Counts, Kernels, LayerCache
 from quire.runtime.attention.ruled import attend_ruled
 from quire.runtime.attention.window import within_window
@@ -28,14 +29,19 @@ class Gather:
     index: Tensor  # [rows * kv heads * blocks] into LayerCache.key_blocks; int32 is faster here than int64
     key_blocks: Tensor  # [rows * kv heads * blocks, block * dim]
     value_blocks: Tensor | None  # None: values are part of the keys
-    keys: Tensor  # [rows, kv heads, length, dim]: the same memory
+    keys: Tensor  # [rows, kv heads, length, dim]: the same memory; with scales [rows, kv heads, blocks, bytes]
     values: Tensor
+    length: int
 
     def fill(self, cache: LayerCache) -> tuple[Tensor, Tensor]:
         torch.index_select(cache.key_blocks, 0, self.index, out=self.key_blocks)
         if self.value_blocks is not None:
             torch.index_select(cache.value_blocks, 0, self.index, out=self.value_blocks)
-        return self.keys, self.values
+        if cache.key_scales is None:
+            return self.keys, self.values
+        shape = (cache.key.dtype, cache.key.shape[2], cache.dim)
+        keys, values = (read_heads(side, *shape).flatten(2, 3) for side in (self.keys, self.values))
+        return keys[:, :, : self.length], values[:, :, : self.length]
 
 
 class Scratch:
@@ -46,7 +52,7 @@ class Scratch:
 
     def gather(self, block_ids: Tensor, length: int, cache: LayerCache) -> Gather:
         """Plan to gather `length` tokens of each row of `block_ids` [rows, blocks]."""
-        _, kv_heads, _, dim = cache.key.shape
+        kv_heads, dim = cache.key.shape[1], cache.key.shape[3]
         rows, numbers = block_ids.shape[0], cache.key_blocks.shape[1]
         heads = torch.arange(kv_heads, device=block_ids.device)
         index = (block_ids[:, None, :] * cache.block_heads + heads[None, :, None]).reshape(-1).int()
@@ -56,12 +62,15 @@ class Scratch:
             size = 1 << (needed - 1).bit_length()
             self._memory = torch.empty(2, size, dtype=flat.dtype, device=flat.device)
         key_blocks, value_blocks = self._memory[:, :needed].view(2, len(index), numbers)
+        if cache.key_scales is not None:
+            keys, values = self._memory[:, :needed].view(2, rows, kv_heads, -1, numbers)
+            return Gather(index, key_blocks, value_blocks, keys, values, length)
         keys, values = self._memory[:, :needed].view(2, rows, kv_heads, -1, dim)[:, :, :, :length]
         dtype = cache.key.dtype
         if cache.is_latent:
             keys = keys.view(dtype)
-            return Gather(index, key_blocks, None, keys, keys[..., : cache.value.shape[3]])
-        return Gather(index, key_blocks, value_blocks, keys.view(dtype), values.view(dtype))
+            return Gather(index, key_blocks, None, keys, keys[..., : cache.value.shape[3]], length)
+        return Gather(index, key_blocks, value_blocks, keys.view(dtype), values.view(dtype), length)
 
 
 GROUP_COST = 256  # padded key slots that cost about as much as one more group does
@@ -138,7 +147,7 @@ class GatherAttention:
 
     def _tiles(self, chunk: ChunkSpan, batch: AttentionBatch) -> list[ChunkTile]:
         device, tiles = chunk.block_ids.device, []
-        if chunk.start == 0 and batch.cache.key.dtype != torch.float8_e4m3fn:  # what was rounded is read back
+        if chunk.start == 0 and not batch.cache.rounds:  # what was rounded is read back
             positions = torch.arange(chunk.num_tokens, device=device)
             return [ChunkTile(chunk.begin, chunk.begin + chunk.num_tokens, None, None, positions[None])]
         step = max(1, MASK_ELEMENTS // chunk.length)

@@ -35,11 +35,12 @@ class ReferenceAttention:
         plan: tuple[ChunkSpan, ...],
         rule: AttentionRule,
     ) -> Tensor:
-        out = query.new_empty(*query.shape[:2], cache.value.shape[3])  # [tokens, query heads, dim]
+        dim = cache.value.shape[3] if cache.is_latent else cache.dim
+        out = query.new_empty(*query.shape[:2], dim)  # [tokens, query heads, dim]
         for span in plan:
             tokens = slice(span.begin, span.begin + span.num_tokens)
             out[tokens] = paged_attention(
                 query[tokens], cache.key, cache.value, span.block_ids, span.start, rule.scale, window=rule.window,
-                softcap=rule.softcap, sinks=rule.sinks, key_scale=rule.key_scale, value_scale=rule.value_scale,
+                softcap=rule.softcap, sinks=rule.sinks, key_scales=cache.key_scales, value_scales=cache.value_scales,
             )  # fmt: skip
         return out.flatten(1)

@@ -7,6 +7,7 @@ import torch
 from quire.config.arguments import VIRTUAL_BACKEND, check_backend
 from quire.config.model import Heads
 from quire.kernels.native.loader import why_not_native
+from quire.kernels.reference.cache_quantize import SCALED
 from quire.runtime.accelerator import dependent_rows, why_not_triton
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.flashinfer import NOT_INSTALLED, FlashInferAttention, why_not_flashinfer
@@ -40,10 +41,10 @@ def resolve_backend(
     if name == "auto":
         if placement.device.type != "cpu" and _why_not_triton(placement, kinds, block_size) is None:
             return "triton"
-        return "native" if _why_not_native(placement, kv_dtype) is None else "gather"
+        return "native" if _why_not_native(placement, heads, kv_dtype) is None else "gather"
     reason = None
     if name == "native":
-        reason = _why_not_native(placement, kv_dtype)
+        reason = _why_not_native(placement, heads, kv_dtype)
     elif name == "triton":
         reason = _why_not_triton(placement, kinds, block_size)
     elif name == "flashinfer":
@@ -61,9 +62,10 @@ def _why_not_triton(placement: Placement, kinds: tuple[Heads, ...], block_size: 
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _why_not_native(placement: Placement, kv_dtype: torch.dtype | None) -> str | None:
-    if kv_dtype is not None and kv_dtype != placement.dtype:
-        return "its kernels read a cache of the run dtype only"
+def _why_not_native(placement: Placement, heads: Heads, kv_dtype: torch.dtype | None) -> str | None:
+    known = (placement.dtype,) if heads.latent is not None else (placement.dtype, *SCALED)
+    if kv_dtype is not None and kv_dtype not in known:
+        return f"its kernels read no cache of {str(kv_dtype).removeprefix('torch.')} here"
     return why_not_native(placement.dtype, placement.device)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,7 +87,7 @@ class TritonAttention:
 
     def reserve(self, caches: Sequence[LayerCache], max_rows: int) -> None:
         """Allocate the work lists for steps of up to `max_rows` decode rows; caches: one of a layer of each table."""
-        key = caches[0].key
+        key = caches[0].seen_keys
         cascade = allocate_cascade_plan(key, self._heads.num_query, max_rows, max_rows)
         self._reserved = Reserved.of(key, self._heads, max_rows, tuple(self._windows), cascade)
 
@@ -162,17 +163,17 @@ class TritonAttention:
     ) -> Tensor:
         """Chunks read their own keys from the cache too: measured on an H200, that is no slower than `key` itself."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [tokens, query heads, dim]
-        dependent = self.is_dependent(len(query))
+        more: dict[str, Any] = {"scales": cache.scales, "dependent": self.is_dependent(len(query))}
         if plan.num_decodes:
             count, prefix = plan.num_decodes, None
             memory = (query[:count], cache.key, cache.value, plan.tables)
             if plan.cascade is not None and rule.window is None:
-                prefix = attend_prefixes(*memory, plan.cascade, rule, dependent=dependent)
+                prefix = attend_prefixes(*memory, plan.cascade, rule, **more)
             split = plan.splits[rule.window]
-            paged_decode(*memory, split, rule, out=out[:count], prefix=prefix, dependent=dependent)
+            paged_decode(*memory, split, rule, out=out[:count], prefix=prefix, **more)
         if plan.prefill is not None:
             memory = (query, cache.key, cache.value, plan.tables)
-            paged_prefill(*memory, plan.prefill, rule, out=out, dependent=dependent)
+            paged_prefill(*memory, plan.prefill, rule, out=out, **more)
         return out.flatten(1)
 
     @property

@@ -19,7 +19,7 @@ class LocalTritonAttention(TritonAttention):
 
     def reserve_beside(self, other: TritonAttention, cache: LayerCache, max_rows: int) -> None:
         """Allocate work lists; those of shared prefixes are the other's."""
-        self._reserved = Reserved.of(cache.key, self._heads, max_rows, tuple(self._windows), other.memory.cascade)
+        self._reserved = Reserved.of(cache.seen_keys, self._heads, max_rows, tuple(self._windows), other.memory.cascade)
 
 
 class MixedTritonAttention(TritonAttention):

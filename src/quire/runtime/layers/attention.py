@@ -81,8 +81,8 @@ class Attention(nn.Module):
         table, lines = (None, None) if self.rotary is None else self.rotary.angles_of(step)
         rotate_and_store(
             qkv, table, plan.positions, plan.rows, plan.tables,
-            LayerMemory(cache.key, cache.value), norms=norms, angles=lines, stores=not self._borrows,
-            dependent=step.backend.is_dependent(len(qkv)),
+            LayerMemory(cache.key, cache.value, scales=cache.scales), norms=norms, angles=lines,
+            stores=not self._borrows, dependent=step.backend.is_dependent(len(qkv)),
         )  # fmt: skip
         by_head, stored = qkv.view(len(qkv), -1, heads.dim), 0 if self._borrows else heads.num_kv
         query, key, value = torch.split(by_head, [heads.num_query, stored, stored], dim=1)
@@ -97,10 +97,11 @@ class Attention(nn.Module):
             writer.norm_heads(qkv, norm.scales, norm.eps)
         if self.rotary is not None:
             writer.rotate(qkv, self.rotary, self._num_rotated, heads.dim)
+        scaled = None if cache.key_scales is None else cache.key
         if not self._borrows:
-            writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim)
+            writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim, cache=scaled)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
-        return writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule)
+        return writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule, cache=scaled)
 
 
 class OutputGate(nn.Module):

@@ -43,13 +43,13 @@ class Blocks(nn.ModuleList):
             self.adapters.begin(step.adapters)
         return cast("Tensor", self._go_through(x, step))
 
-    def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> Program:
-        """Make the program of the first layers over caches like these, or find it."""
+    def trace(self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None) -> Program:
+        """Make the program of the first layers over caches like these, or find it. dtype: of the stream."""
         count = len(list(self)[:num_layers])
         if count not in self._programs:
             if self.adapters is not None:
                 self.adapters.trace()
-            writer, nothing = ProgramWriter(caches[0].key.dtype, self._width), torch.empty(0, dtype=torch.int64)
+            writer, nothing = ProgramWriter(dtype, self._width), torch.empty(0, dtype=torch.int64)
             step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
             if self._beside:
                 step.memo[BESIDE] = writer.beside(self._beside)
@@ -67,7 +67,7 @@ class Blocks(nn.ModuleList):
         return stream.settle()
 
     def _run_program(self, x: Tensor, step: ForwardStep) -> Tensor:
-        program = self.trace(step.caches, step.num_layers)
+        program = self.trace(step.caches, x.dtype, step.num_layers)
         if self._caches is not step.caches:
             self._caches, self._pairs = step.caches, [(cache.key, cache.value) for cache in step.caches]
         plan: NativePlan = step.attention

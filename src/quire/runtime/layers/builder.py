@@ -56,6 +56,8 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,  # two numbers each
 }
 GATED = ("gate_proj", "up_proj", "down_proj")
 QKV = ("q_proj", "k_proj", "v_proj")

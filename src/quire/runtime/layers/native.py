@@ -70,7 +70,10 @@ class NativeOps(TorchOps):
         return x
 
     def write(self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
-        if value is not None and key.dtype == cache.key.dtype:
+        if value is not None and cache.key_scales is not None:
+            ops.write_quantized(key, cache.key, slots)
+            ops.write_quantized(value, cache.value, slots)
+        elif value is not None and key.dtype == cache.key.dtype:
             ops.write_cache(key, value, cache.key, cache.value, slots)
         else:
             super().write(key, value, cache, slots)

@@ -11,8 +11,7 @@ from torch import Tensor
 from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.reference.activation import gate as reference_gate
-from quire.kernels.reference.quantize import to_float8
-from quire.runtime.attention.backend import LayerCache, indexable
+from quire.runtime.attention.backend import LayerCache
 
 GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -79,10 +78,7 @@ class TorchOps:
         return x * torch.sigmoid(wide[:, -x.shape[1] :])
 
     def write(self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
-        dim, dtype = key.shape[-1], cache.key.dtype
-        for memory, new in ((cache.key_slots, key), (cache.value_slots, value)):
-            if new is not None:
-                memory.index_copy_(0, slots, indexable(_held(new.reshape(-1, dim), dtype)))
+        cache.write(key, value, slots)
 
 
 class TritonOps(TorchOps):
@@ -112,10 +108,6 @@ def _activate(x: Tensor, activation: str) -> Tensor:
     if activation in GELU:
         return F.gelu(x, approximate=GELU[activation])
     return F.silu(x) if activation == "silu" else F.relu(x)
-
-
-def _held(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    return to_float8(numbers.float()) if dtype == torch.float8_e4m3fn else numbers.to(dtype)
 
 
 def choose_ops(dtype: torch.dtype, device: torch.device, *, triton: bool = False) -> LayerOps:

@@ -16,7 +16,7 @@ from quire.runtime.loading.gguf.shards import shard_paths
 from quire.runtime.loading.hf.directory import weight_files
 from quire.types.errors import ModelLoadError
 
-FORMAT = 2  # raised when the same fields come to mean other bytes in a block
+FORMAT = 3  # raised when the same fields come to mean other bytes in a block
 _HEAD, _SAMPLE, _NUM_SAMPLES = 1 << 18, 1 << 12, 256  # bytes of a file that are read: its head, and pieces all over it
 
 

@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import CacheConfig
-from quire.config.kv_cache import KVLayout, Place
+from quire.config.kv_cache import KVLayout, Place, head_bytes
 from quire.config.model import Heads
+from quire.kernels.reference.cache_quantize import INT4, SCALED
 from quire.runtime.attention.backend import LayerCache, indexable, layer_cache
 from quire.types.step import BlockCopy
 
 _ALIGNMENT = 64  # bytes, one cache line
 _BLOCKS_AT_ONCE = 32  # bounds the scratch memory of a copy
+_NAMES = {torch.float8_e4m3fn: "float8", torch.int8: "int8", INT4: "int4"}  # of dtypes with scales
 
 
 class KVCache:
     """Owns keys and values, in the planes of `layout`, and behind them the states of recurrent layers. On a CPU, blocks
-    never touched cost no memory: pages come with the first write.
+    never touched cost no memory: pages come with the first write. A cache with scales is bytes, and so is its layout.
 
     `local_heads`: of the layers that read other tables than the first, where they have others."""
 
@@ -34,11 +36,16 @@ class KVCache:
         self._sides, self._places = heads.sides, layout.places
         num_blocks = config.num_blocks + config.groups.num_states * config.groups.blocks_per_state
         width = config.block_size * layout.numbers // self._sides
-        memory = _zeros((layout.num_planes, self._sides, num_blocks, width), dtype, device)
+        has_scales = dtype in SCALED and heads.latent is None
+        stored = torch.uint8 if has_scales else dtype
+        memory = _zeros((layout.num_planes, self._sides, num_blocks, width), stored, device)
         # [planes * sides, blocks, numbers]: keys and values of each plane, or latents
         self.blocks = indexable(memory).view(layout.num_planes * self._sides, num_blocks, -1)
+        kinds = (heads, local_heads or heads)
         self.layers = tuple(
-            _layer(memory, place, local_heads or heads if place.table else heads, config.block_size)
+            _scaled_layer(memory, place, kinds, config.block_size, dtype)
+            if has_scales
+            else _layer(memory, place, kinds[place.table > 0], config.block_size)
             for place in layout.places
         )
         self.sources = layout.sources
@@ -81,8 +88,10 @@ class KVCache:
         key = self.layers[0].key
         assert key.shape[0] >= self.num_blocks
         assert key.shape[2] == self.block_size
-        assert all(layer.key[0].is_contiguous() for layer in self.layers)
-        assert all(layer.is_latent or layer.value[0].is_contiguous() for layer in self.layers)
+        for layer in self.layers:
+            assert layer.key[0, 0].is_contiguous()
+            assert layer.key_scales is not None or layer.key[0].is_contiguous()
+            assert layer.is_latent or layer.value.stride() == layer.key.stride()
         assert len({(layer.key.data_ptr(), layer.table) for layer in self.layers}) == len(self.layers)
 
 
@@ -91,6 +100,18 @@ def _layer(memory: Tensor, place: Place, heads: Heads, block_size: int) -> Layer
     width = block_size * heads.kv_size
     own = memory[place.plane, :, :, place.part * width : (place.part + 1) * width]
     return layer_cache(own.view(*own.shape[:2], heads.num_kv, block_size, heads.dim), heads, place.table)
+
+
+def _scaled_layer(
+    memory: Tensor, place: Place, kinds: tuple[Heads, Heads], block_size: int, dtype: torch.dtype
+) -> LayerCache:
+    """The same of a cache with scales. kinds: heads of the layers that read the first table, and of all others."""
+    heads = kinds[place.table > 0]
+    size = block_size * sum(head_bytes(heads.dim, _NAMES[dtype], [each.dim for each in kinds]))
+    width = heads.num_kv * size
+    own = memory[place.plane, :, :, place.part * width : (place.part + 1) * width]
+    by_head = own.view(*own.shape[:2], heads.num_kv, size)
+    return LayerCache.of_scaled(by_head, dtype, block_size, heads.dim, place.table)
 
 
 def _states(memory: Tensor, config: CacheConfig, layout: KVLayout) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from quire.config.engine import EngineConfig, token_buckets
-from quire.config.kv_cache import lay_out
+from quire.config.kv_cache import lay_out, stored_specs
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.models.build import Model
@@ -109,7 +109,8 @@ def _make_cache(backend: Any, model_config: ModelConfig, config: EngineConfig, r
         num_rows, capacity, block_size, *_ = row_shape
         shape = (num_rows, -(-capacity // block_size))
         return VirtualCache(cache, heads, len(model_config.kv_specs), kv_dtype, device, shape)
-    layout = lay_out(model_config.kv_specs, split=cache.groups.window is not None)
+    specs = stored_specs(model_config.kv_specs, config.device.kv_dtype)
+    layout = lay_out(specs, split=cache.groups.window is not None)
     return make(cache, heads, layout, kv_dtype, device, model_config.local_heads)
 
 

@@ -61,7 +61,10 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
         str,
         "fp8, int8 or int4: the layers' weights, quantized while they are loaded (as the checkpoint stores them)",
     ),
-    "--kv-cache-dtype": (str, "auto: as --dtype; fp8 or fp8_e4m3: half the memory per token"),
+    "--kv-cache-dtype": (
+        str,
+        "auto: as --dtype; fp8, fp8_e4m3 or int8: about half the memory per token of bfloat16; int4: a third",
+    ),
     "--kv-layout": (str, "paged, or virtual: a sequence's blocks mapped side by side, for attention without tables"),
     "--attention-backend": (str, "triton, native, flashinfer, gather, reference or auto"),
     "--speculative-config": (

@@ -36,7 +36,8 @@ class Reachable(PageableMemory):
 
 
 def make_cache(kind: type[KVCache] = KVCache, dtype: torch.dtype = torch.float32) -> KVCache:
-    return kind(CacheConfig(2, NUM_BLOCKS), Heads(2, 1, 16), one_group(2, 32), dtype, CPU)
+    numbers = 2 * (16 + 4) if dtype == torch.float8_e4m3fn else 32  # bytes with the scale of the head
+    return kind(CacheConfig(2, NUM_BLOCKS), Heads(2, 1, 16), one_group(2, numbers), dtype, CPU)
 
 
 def make_host(cache: KVCache) -> HostStore:

@@ -36,8 +36,9 @@ NUM_BLOCKS, NUM_SLOTS = 96, 200
 
 
 def make_link(dtype: torch.dtype, route: RouteName, ring_bytes: int) -> tuple[DeviceCache, HostStore, StagedLink]:
+    numbers = 2_048 if dtype.itemsize > 1 else 2 * 8 * (128 + 4)  # bytes with the scales of heads
     cache = DeviceCache(
-        CacheConfig(16, NUM_BLOCKS), Heads(8, 8, 128), one_group(8, 2_048), dtype, CUDA
+        CacheConfig(16, NUM_BLOCKS), Heads(8, 8, 128), one_group(8, numbers), dtype, CUDA
     )  # 512 KiB blocks at 2 bytes
     shape = (cache.blocks.shape[0], cache.blocks.shape[2])
     host = HostStore(NUM_SLOTS, shape, cache.blocks.dtype, CudaPinning(CUDA))

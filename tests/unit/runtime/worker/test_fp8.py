@@ -55,7 +55,14 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "kv_dtype", "near"), [("fp8", "float32", 0.2), (None, "float8", 0.2), ("fp8", "float8", 0.25)]
+    ("quantization", "kv_dtype", "near"),
+    [
+        ("fp8", "float32", 0.2),
+        (None, "float8", 0.2),
+        (None, "int8", 0.05),
+        (None, "int4", 0.2),
+        ("fp8", "float8", 0.25),
+    ],
 )
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2"])
 def test_logits_stay_near_those_of_the_model_as_it_was(
@@ -68,9 +75,10 @@ def test_logits_stay_near_those_of_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("attention", ["auto", "gather"])
-def test_a_float8_cache_is_read_the_same_by_every_backend(attention: str) -> None:
-    wanted = logits(Bench(checkpoint(), config(None, "float8"), attention="reference"))
-    found = logits(Bench(checkpoint(), config(None, "float8"), attention=attention))
+@pytest.mark.parametrize("kv_dtype", ["float8", "int8", "int4"])
+def test_a_quantized_cache_is_read_the_same_by_every_backend(kv_dtype: str, attention: str) -> None:
+    wanted = logits(Bench(checkpoint(), config(None, kv_dtype), attention="reference"))
+    found = logits(Bench(checkpoint(), config(None, kv_dtype), attention=attention))
     assert error(found, wanted) < (1e-5 if attention == "gather" else 1e-2)
 
 
@@ -79,6 +87,8 @@ def test_a_float8_cache_is_read_the_same_by_every_backend(attention: str) -> Non
     ("architecture", "quantization", "kv_dtype", "few"),
     [
         ("qwen3", None, "float8", 64),
+        ("qwen3", None, "int8", 64),
+        ("qwen3", None, "int4", 64),
         ("qwen3", "fp8", "float8", 64),
         ("qwen2", "fp8", "float32", 1),
         ("qwen2", "fp8", "float32", 2),
@@ -102,3 +112,28 @@ def test_triton_gives_the_logits_of_the_reference(
     assert error(found, wanted) < (1e-2 if quantization is None else 0.1)
     plain = logits(Bench(source, config(None, "float32"), attention="reference"))
     assert error(found, plain) < 0.25
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("attention", ["auto", "gather", "triton"])
+@pytest.mark.parametrize("kv_dtype", ["float8", "int8", "int4"])
+def test_a_row_whose_keys_go_bad_fails_alone(kv_dtype: str, attention: str) -> None:
+    if attention == "triton":
+        pytest.importorskip("triton")
+        import triton_cases  # noqa: F401  float8 as hardware rounds it
+    clean = checkpoint("qwen2")
+    name = next(each for each in clean.tensors if "embed" in each)
+    bad = clean.tensors[name].clone()
+    bad[50] = float("nan")
+    harmed = MemoryCheckpoint(clean.config, {**clean.tensors, name: bad})
+    seen = []
+    for source in (clean, harmed):
+        bench = Bench(source, config(None, kv_dtype), attention=attention)
+        bench.add(0, [5, 6, 7])
+        bench.add(1, [9, 50, 8])
+        bench.run((), (Chunk(0, 0, 3, (0,)), Chunk(1, 0, 3, (1,))))
+        bench.run((0,))
+        seen.append(bench.sampler.seen)
+    assert torch.stack(seen[0][1]).isfinite().all()
+    assert torch.stack(seen[1][1]).isnan().any()
+    torch.testing.assert_close(torch.stack(seen[1][0]), torch.stack(seen[0][0]))

@@ -139,14 +139,14 @@ class HfCheckpoint:
         return layers
 
     def _find_cache_scales(self) -> set[str]:
-        """Tensors that scale quantized keys and values. A warning says that they are not used."""
+        """Tensors that scale quantized keys and values. A warning says what takes their place."""
         if self._method is None:
             return set()
         scales = find_cache_scales(self._owners)
         if scales or self._method.has_cache_scheme:
             logger.warning(
                 "%s: how the checkpoint quantizes keys and values is not used (%d scales): kv_cache_dtype decides, and "
-                "float8 keys and values have the scale 1.0",
+                "every head of every token has a running scale in place of a calibrated one, so that none is cut off",
                 self.file,
                 len(scales),
             )

@@ -1,0 +1,112 @@
+"""Tiles of a quantized cache: their scales, and what attention does with them.
+
+A float8 or int8 head has one scale: that of a key multiplies its scores, that of a value its weights, and the numbers
+go into products as they are. Weights times scales stay within the range of float16: a running output is kept over the
+largest scale that it has met. Numbers of int4 are dequantized in registers, as their groups have scales and offsets.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.attention_tile import load_rows, weigh, widened
+from quire.kernels.triton.launch import FLOAT8
+
+COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, FLOAT8: tl.float16}
+_INT4_GROUP = 32  # see cache_quantize
+NO_REACH = tl.constexpr(1.0e-30)  # the largest scale of an output that has met none
+
+
+def compute_of(cache: torch.dtype, query: torch.dtype) -> tl.dtype:
+    """In what dtype queries and keys are multiplied: the cache's, float16 for float8, the queries' for integers."""
+    return COMPUTE.get(cache, COMPUTE[query])
+
+
+def int4_group(cache: torch.dtype, dim: int) -> int:
+    """Numbers of a head that share a scale and an offset in an int4 cache; 0 for other caches."""
+    return math.gcd(dim, _INT4_GROUP) if cache == torch.uint8 else 0
+
+
+def head_stride(cache: Tensor) -> int:
+    """From a head of a block [blocks, kv heads, block, dim] to the next; torch may say anything for a single one."""
+    return cache.stride(1) if cache.shape[1] > 1 else cache.stride(0)
+
+
+@triton.jit
+def head_scales(key_scales, value_scales, head, HEAD_STRIDE: tl.constexpr, GROUP: tl.constexpr):
+    """The scales of a head within block 0. HEAD_STRIDE is in bytes: scales have four, those of int4 two."""
+    of_keys, of_values = key_scales, value_scales
+    if key_scales is not None:
+        inside = head * (HEAD_STRIDE // (2 if GROUP > 0 else 4))
+        of_keys, of_values = key_scales + inside, value_scales + inside
+    return of_keys, of_values
+
+
+@triton.jit
+def load_scales(
+    scales, ids, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr
+):  # fmt: skip
+    """The float32 scale of each position of a tile, [N]; BLOCK_STRIDE in bytes."""
+    place = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
+    return tl.load(scales + ids.to(tl.int64) * (BLOCK_STRIDE // 4) + place % BLOCK_SIZE)
+
+
+@triton.jit
+def load_nibbles(
+    memory, scales, rows, ids, begin, end, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Rows of int4 numbers [N], see `slots` -> [N, DIM_PAD] in `dtype`: level * scale + offset of the group. Both
+    numbers of a byte read it: no numbers change places, which the compiler cannot do before every product."""
+    column = tl.arange(0, DIM_PAD)
+    inside = (column < DIM)[None, :]
+    pairs = tl.load(memory + (rows.to(tl.int64) * UNIT)[:, None] + (column // 2)[None, :], mask=inside, other=0)
+    levels = (pairs.to(tl.int32) >> (column % 2 * 4)[None, :]) & 15
+    place = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
+    own = ids.to(tl.int64) * (BLOCK_STRIDE // 2) + place % BLOCK_SIZE * (2 * (DIM // GROUP))
+    where = scales + own[:, None] + (column // GROUP * 2)[None, :]
+    scale = tl.load(where, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.load(where + 1, mask=inside, other=0.0).to(tl.float32)
+    return (levels.to(tl.float32) * scale + offset).to(dtype)
+
+
+@triton.jit
+def load_tile(
+    memory, scales, rows, ids, begin, end, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of a tile [N, DIM_PAD] in `dtype`, of any cache, without the scales of heads. WIDEN: see
+    `widened`."""
+    if GROUP > 0:
+        numbers = load_nibbles(
+            memory, scales, rows, ids, begin, end, dtype, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, DIM_PAD, UNIT, GROUP,
+        )  # fmt: skip
+    elif WIDEN:
+        numbers = widened(load_rows(memory, rows, memory.dtype.element_ty, DIM, DIM_PAD, UNIT), dtype)
+    else:
+        numbers = load_rows(memory, rows, dtype, DIM, DIM_PAD, UNIT)
+    return numbers
+
+
+@triton.jit
+def reach_of(reach, scales):
+    """The largest scale so far, and by what an output over the one before is multiplied."""
+    most = tl.maximum(reach, tl.max(scales, 0))
+    return most, reach / most
+
+
+@triton.jit
+def fold_scaled(acc, top, total, reach, scores, unit, values, scales, PRECISION: tl.constexpr):
+    """What `fold` does, for values that are still to be multiplied by their scales [N]; `acc` is an output over
+    `reach`."""
+    weights, fade, higher, total = weigh(top, total, scores, unit, 1)
+    most, shrink = reach_of(reach, scales)
+    weights = weights * (scales / most)[None, :]
+    acc = tl.dot(weights.to(values.dtype), values, acc * (fade * shrink)[:, None], input_precision=PRECISION)
+    return acc, higher, total, most
