@@ -24,9 +24,9 @@ def test_the_scheduler_has_as_many_slots_as_the_device() -> None:
     config, _ = resolve_engine_config(EngineArguments(enable_lora=True), LAPTOP, SMALL)
     assert config.adapters == AdapterConfig(8, 16, 32)
     assert config.scheduler.adapter_slots == 8
-    arguments = EngineArguments(enable_lora=True, max_loras=64, max_lora_rank=256, max_cpu_loras=100)
+    arguments = EngineArguments(enable_lora=True, max_loras=64, max_lora_rank=32, max_cpu_loras=100)
     config, _ = resolve_engine_config(arguments, LAPTOP, SMALL)
-    assert config.adapters == AdapterConfig(64, 256, 100)
+    assert config.adapters == AdapterConfig(64, 32, 100)
     assert config.scheduler.adapter_slots == 64
 
 
