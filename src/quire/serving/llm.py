@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, Unpack
 from quire.config.arguments import EngineSettings
 from quire.serving.batch import Batch, Feed, LiveRequest, LiveRequests, branch_of
 from quire.serving.loading import LoadedModel, LoadFormat, load_model
-from quire.serving.lora import LoRARequest, load_loras, take_loras
+from quire.serving.lora import LoRARequest, load_loras, take_loras, with_lora
 from quire.serving.offline import OfflineModel, ShowsProgress
 from quire.serving.outputs import StreamPiece, beam_output
 from quire.serving.requests import (
@@ -139,7 +139,7 @@ class LLM(OfflineModel):
         """Answer one prompt piece by piece, as its tokens come. Closing the iterator early ends the request."""
         prompts = read_prompts(prompt)
         requests = self._requests.make(prompts, self._pair(sampling_params, len(prompts)))
-        return self._stream(self._with_lora(requests, lora_request), prompts)
+        return self._stream(with_lora(self._client, requests, lora_request), prompts)
 
     def stream_chat(
         self,
@@ -154,7 +154,7 @@ class LLM(OfflineModel):
         prompts = self._render([list(messages)], chat_template, chat_template_kwargs)
         sampling = self._pair(sampling_params, 1)
         requests = self._requests.make(prompts, sampling, add_special_tokens=False)
-        return self._stream(self._with_lora(requests, lora_request), prompts)
+        return self._stream(with_lora(self._client, requests, lora_request), prompts)
 
     def beam_search(
         self,
@@ -185,7 +185,7 @@ class LLM(OfflineModel):
         """
         read = read_prompts(prompt)
         requests = self._requests.make(read, self._pair(sampling_params, len(read)))
-        (request,) = self._with_lora(requests, lora_request)
+        (request,) = with_lora(self._client, requests, lora_request)
         return self._start(request, read[0].text)
 
     def fork(
@@ -264,12 +264,6 @@ class LLM(OfflineModel):
         loras, left = take_loras(others, num_prompts)
         check_call(left)
         return load_loras(self._client, loras)
-
-    def _with_lora(self, requests: Sequence[Submit], lora: LoRARequest | None) -> Sequence[Submit]:
-        if lora is None:
-            return requests
-        (name,) = load_loras(self._client, [lora])
-        return [replace(request, adapter=name) for request in requests]
 
     # ------------------------------------------------------------------------------------------------- condition
     def get_default_sampling_params(self) -> SamplingParams:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quire.serving.client import EngineClient
 from quire.types.errors import InvalidRequest
+from quire.types.request import Submit
 
 _MAX_PATH = 4_096
 
@@ -71,6 +72,14 @@ def load_loras(client: EngineClient, requests: list[LoRARequest | None]) -> list
         if request is not None and must_load(client, request):
             client.load_adapter(request.lora_name, request.folder, in_place=request.load_inplace)
     return ["" if request is None else request.lora_name for request in requests]
+
+
+def with_lora(client: EngineClient, requests: Sequence[Submit], lora: LoRARequest | None) -> Sequence[Submit]:
+    """The requests under an adapter, which is loaded if it is not yet; None: as they are."""
+    if lora is None:
+        return requests
+    (name,) = load_loras(client, [lora])
+    return [replace(request, adapter=name) for request in requests]
 
 
 async def load_lora(
