@@ -49,7 +49,8 @@ def tiling(splits: int, step: int) -> Tiling:
     ("kind", "group", "symmetric", "rows", "splits"),
     [
         ("nibbles", 32, False, 3, 1), ("nibbles", 64, True, 1, 2), ("nibbles", 128, False, 20, 2),
-        ("nibbles", 256, True, 2, 1), ("bytes", 32, True, 3, 2), ("bytes", 128, False, 1, 1),
+        ("nibbles", 256, True, 2, 1), ("nibbles", 16, False, 2, 1), ("bytes", 16, True, 2, 1),
+        ("bytes", 32, True, 3, 2), ("bytes", 128, False, 1, 1),
         ("float8", 128, True, 3, 2),
     ],
 )  # fmt: skip
@@ -68,11 +69,11 @@ def test_gate_and_residual_are_taken_along(splits: int) -> None:
     packed, values = weight(96, 128, 32, "nibbles")  # 48 gates, 48 ups: panels hold both
     x, space = rand(3, 128, scale=0.3), Workspace.make(DEVICE)
     gate, up = F.linear(x, values).chunk(2, dim=1)
-    found = level_product(x, packed, space, activation="silu", tiling=tiling(splits, 32))
+    found = level_product(x, packed, space, activation="silu", tiling=tiling(splits, 64))
     torch.testing.assert_close(found, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
     stream = rand(3, 96, seed=2)
     wanted = stream + F.linear(x, values)
-    level_product(x, packed, space, residual=stream, out=stream, tiling=tiling(splits, 32))
+    level_product(x, packed, space, residual=stream, out=stream, tiling=tiling(splits, 64))
     torch.testing.assert_close(stream, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -92,7 +93,7 @@ def test_a_bad_row_is_bad_alone() -> None:
     packed, values = weight(64, 128, 32, "nibbles")
     x = rand(3, 128)
     x[1, 7] = float("nan")
-    found = level_product(x, packed, Workspace.make(DEVICE), tiling=tiling(2, 32))
+    found = level_product(x, packed, Workspace.make(DEVICE), tiling=tiling(2, 64))
     assert found[1].isnan().all()
     torch.testing.assert_close(found[[0, 2]], F.linear(x[[0, 2]], values), rtol=1e-4, atol=1e-4)
 

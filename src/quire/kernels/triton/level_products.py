@@ -3,7 +3,7 @@
 Weights are shuffled once, at load: a panel of 64 outputs holds the inputs of one step after the other, so that a
 program reads memory in its order. A byte of a 4-bit weight holds inputs j and j + step / 2 of a step: both halves of
 the byte are multiplied by rows as they lie. Levels become numbers in registers, exactly; scales are applied to the sums
-of a step. K is split over programs where there are few tiles, as in `products`.
+of a step, or of its halves where each is a group. K is split over programs where there are few tiles, as in `products`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tili
 
 PANEL = 64  # outputs
 STEPS = (128, 64, 32)  # inputs of a step: the first that divides a group
+_LEAST_GROUP = 16  # the fewest inputs that the tensor cores multiply at once
 _MOST_TILE_ROWS = 128
 _MOST_SPLITS, _FEWEST_STEPS = 16, 4
 _MOST_ROWS_HELD = 4096
@@ -46,6 +47,18 @@ class PackedLevels(NamedTuple):
     def step(self) -> int:
         return self.data.shape[3] * (2 if self.nibbles else 1)
 
+    @property
+    def halves(self) -> bool:
+        """Whether each half of a step is a group."""
+        return 2 * self.inputs == self.step * self.scales.shape[0]
+
+
+def level_step(group: int, inputs: int, *, nibbles: bool) -> int | None:
+    """Inputs of a step of 4-bit or 8-bit levels, for groups of this size; None: no kernel takes them."""
+    if nibbles and group in (STEPS[1], STEPS[2], _LEAST_GROUP) and inputs % (2 * group) == 0:
+        return 2 * group
+    return _LEAST_GROUP if group == _LEAST_GROUP and not nibbles else step_of(group)
+
 
 def step_of(group: int) -> int | None:
     """Inputs of a step, for groups of this size; None: no kernel takes them."""
@@ -55,9 +68,9 @@ def step_of(group: int) -> int | None:
 def pack_levels(levels: Tensor, scales: Tensor, offsets: Tensor | None, *, nibbles: bool) -> PackedLevels:
     """levels [outputs, inputs]: uint8 below 16 for `nibbles`, or int8 or float8; scales, offsets [outputs, groups]."""
     outputs, inputs = levels.shape
-    step = step_of(inputs // scales.shape[1])
+    step = level_step(inputs // scales.shape[1], inputs, nibbles=nibbles)
     if step is None:
-        raise ValueError("groups must be multiples of 32 inputs")
+        raise ValueError("groups must be multiples of 32 inputs, or 16")
     padded = -outputs % PANEL
     raw = torch.nn.functional.pad(levels.view(torch.uint8), (0, 0, 0, padded))
     panels = raw.view(-1, PANEL, inputs // step, step).transpose(1, 2)  # [panels, steps, 64, step]
@@ -83,21 +96,39 @@ def _numbers(nibbles, dtype: tl.constexpr):
 
 @triton.jit
 def _step_sums(
-    w_at, x_at, STEP: tl.constexpr, NIBBLES: tl.constexpr, HAS_OFFSET: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Of one step: products [BLOCK_N, BLOCK_M], and the sums of the rows' inputs [BLOCK_M]."""
+    acc, w_at, x_at, scale_at, offset_at, factor_stride, x_scale, STEP: tl.constexpr, NIBBLES: tl.constexpr,
+    HALVES: tl.constexpr, HAS_X_SCALE: tl.constexpr, HAS_OFFSET: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_M] with the products of one step. scale_at, offset_at: of the step's (first) group."""
     w = tl.load(w_at)
     x = tl.load(x_at)
-    total = tl.sum(x.to(tl.float32), 0) if HAS_OFFSET else 0.0
+    scale = tl.load(scale_at).to(tl.float32)[:, None]
+    if HAS_OFFSET:
+        total = tl.sum(x.to(tl.float32), 0)
     if NIBBLES:
         part = tl.dot(_numbers(w & 15, x.dtype), x, input_precision=PRECISION)
         second = tl.load(x_at + STEP // 2)
-        part = tl.dot(_numbers(w >> 4, x.dtype), second, part, input_precision=PRECISION)
-        if HAS_OFFSET:
-            total += tl.sum(second.to(tl.float32), 0)
+        high = _numbers(w >> 4, x.dtype)
+        if HALVES:
+            acc += part * scale
+            if HAS_OFFSET:
+                acc += tl.load(offset_at).to(tl.float32)[:, None] * total[None, :]
+                total = tl.sum(second.to(tl.float32), 0)
+                offset_at += factor_stride
+            scale = tl.load(scale_at + factor_stride).to(tl.float32)[:, None]
+            part = tl.dot(high, second, input_precision=PRECISION)
+        else:
+            part = tl.dot(high, second, part, input_precision=PRECISION)
+            if HAS_OFFSET:
+                total += tl.sum(second.to(tl.float32), 0)
     else:
         part = tl.dot(w.to(x.dtype), x, input_precision=PRECISION)
-    return part, total
+        if HAS_X_SCALE:
+            part *= x_scale
+    acc += part * scale
+    if HAS_OFFSET:
+        acc += tl.load(offset_at).to(tl.float32)[:, None] * total[None, :]
+    return acc
 
 
 @triton.jit
@@ -105,7 +136,7 @@ def _level_kernel(
     x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, x_scale_ptr, scale_ptr, offset_ptr, partial_ptr, counter_ptr,
     M, N, total_steps, x_stride, out_stride, residual_stride, factor_stride, x_scale_stride, group_steps, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr, NIBBLES: tl.constexpr,
-    GATED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HALVES: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_X_SCALE: tl.constexpr, HAS_OFFSET: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     PANEL_ROWS: tl.constexpr = 64
@@ -128,22 +159,23 @@ def _level_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(first, first + count):
-        shift = step * (PANEL_ROWS * LINE)
-        factor_at = step // group_steps * factor_stride
-        part, total = _step_sums(w_at + shift, x_at + step * STEP, STEP, NIBBLES, HAS_OFFSET, PRECISION)
-        if HAS_X_SCALE:
-            x_scale = tl.load(x_scale_ptr + x_row * x_scale_stride + step // group_steps)[None, :]
-            part *= x_scale
-        acc += part * tl.load(scale_ptr + factor_at + w_row).to(tl.float32)[:, None]
+        shift, group = step * (PANEL_ROWS * LINE), 2 * step if HALVES else step // group_steps
+        scale_at, offset_at = scale_ptr + group * factor_stride, offset_ptr
         if HAS_OFFSET:
-            acc += tl.load(offset_ptr + factor_at + w_row).to(tl.float32)[:, None] * total[None, :]
+            offset_at += group * factor_stride
+        x_scale = 1.0
+        if HAS_X_SCALE:
+            x_scale = tl.load(x_scale_ptr + x_row * x_scale_stride + group)[None, :]
+        acc = _step_sums(
+            acc, w_at + shift, x_at + step * STEP, scale_at + w_row, offset_at + w_row if HAS_OFFSET else offset_at,
+            factor_stride, x_scale, STEP, NIBBLES, HALVES, HAS_X_SCALE, HAS_OFFSET, PRECISION,
+        )  # fmt: skip
         if GATED:
-            part, total = _step_sums(up_at + shift, x_at + step * STEP, STEP, NIBBLES, HAS_OFFSET, PRECISION)
-            if HAS_X_SCALE:
-                part *= x_scale
-            acc_up += part * tl.load(scale_ptr + factor_at + up_row).to(tl.float32)[:, None]
-            if HAS_OFFSET:
-                acc_up += tl.load(offset_ptr + factor_at + up_row).to(tl.float32)[:, None] * total[None, :]
+            acc_up = _step_sums(
+                acc_up, up_at + shift, x_at + step * STEP, scale_at + up_row,
+                offset_at + up_row if HAS_OFFSET else offset_at,
+                factor_stride, x_scale, STEP, NIBBLES, HALVES, HAS_X_SCALE, HAS_OFFSET, PRECISION,
+            )  # fmt: skip
     acc, acc_up, last = join_splits(
         acc, acc_up, tile, split, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLITS, GATED
     )  # fmt: skip
@@ -190,9 +222,10 @@ def level_product(
         x, weight.data, out, bias, residual, x_scale, weight.scales, weight.offsets,
         workspace.partials, workspace.counters, rows, outputs, steps,
         x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0), weight.scales.stride(0),
-        0 if x_scale is None else x_scale.stride(0), steps // weight.scales.shape[0], triton.cdiv(steps, tiling.splits),
+        0 if x_scale is None else x_scale.stride(0), max(1, steps // weight.scales.shape[0]),
+        triton.cdiv(steps, tiling.splits),
         BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, STEP=weight.step, SPLITS=tiling.splits, NIBBLES=weight.nibbles,
-        GATED=gated, KIND=ACTIVATIONS[activation or "silu"], HAS_BIAS=bias is not None,
+        HALVES=weight.halves, GATED=gated, KIND=ACTIVATIONS[activation or "silu"], HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, HAS_X_SCALE=x_scale is not None, HAS_OFFSET=weight.offsets is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", DEPENDENT=dependent,
         num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=dependent,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.norm import Norm
 from quire.kernels.triton.launch import INTERPRETED
-from quire.kernels.triton.level_products import PackedLevels, level_product, pack_levels, step_of
+from quire.kernels.triton.level_products import PackedLevels, level_product, level_step, pack_levels, step_of
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.products_plan import own_rows
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from quire.runtime.quantization.weight import QuantizedWeight
 
 _FLOAT8_CAPABILITY = (8, 9)
-LEAST_GROUP = 64  # weights in smaller groups are expanded: their steps would be too short for the tensor cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class QuantizedPacker:
     def takes(self, weight: QuantizedWeight) -> bool:
         """Whether a kernel multiplies by a weight of this form."""
         if isinstance(weight, LevelWeight):
-            return weight.group % LEAST_GROUP == 0
+            return level_step(weight.group, weight.shape[1], nibbles=weight.nibbles) is not None
         in_blocks = weight.shape[1] % weight.block[1] == 0 and _step(weight) is not None
         return self._has_float8() and (_by_rows(weight) or in_blocks)
 
