@@ -1,8 +1,10 @@
 """What quantization costs: python -m benchmarks.perplexity --model MODEL [--model MODEL ...] --text FILE
-    [--quantization none,int8,fp8,int4] [--tokens 4096] [--window 512] [--device cpu] [--json PATH]
+    [--quantization none,int8,fp8,int4] [--tokens 4096] [--window 512] [--device cpu] [--llama-library PATH]
+    [--json PATH]
 
 Perplexity of a text under every model with every kind of quantization, and the memory of the weights. A checkpoint that
-is stored quantized (GPTQ, AWQ, compressed-tensors, FP8, GGUF) is read as it is, with the quantization "none".
+is stored quantized (GPTQ, AWQ, compressed-tensors, FP8, GGUF) is read as it is, with the quantization "none". With a
+library that exports llama.cpp's functions (the one in the package xllamacpp does), GGUF files get llama.cpp's own line.
 """
 
 from __future__ import annotations
@@ -53,6 +55,19 @@ def measure(model: str, kind: str, text: str, settings: dict[str, Any], options:
         return Figure(Path(model).name, name, found, llm.memory_plan.weights, len(tokens))
 
 
+def measure_llama(model: str, text: str, settings: dict[str, Any], options: argparse.Namespace) -> Figure:
+    """The same tokens by llama.cpp."""
+    from benchmarks.llama_cpp import llama_perplexity
+    from quire.runtime.loading.resolve import resolve_model
+    from quire.serving.text.tokenizer import load_tokenizer
+
+    files = resolve_model(model)
+    tokenizer = load_tokenizer(resolve_model(settings.get("tokenizer", model)))
+    tokens = tokenizer.encode(text[: 16 * options.tokens])[: options.tokens]
+    found = llama_perplexity(options.llama_library, files.path, tokens, options.window)
+    return Figure(Path(model).name, "llama.cpp", found, files.path.stat().st_size, len(tokens))
+
+
 def main(arguments: Sequence[str] | None = None) -> list[Figure]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", required=True, help="a folder, a .gguf file or a name; repeatable")
@@ -64,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Figure]:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help=argparse.SUPPRESS)
+    parser.add_argument("--llama-library", type=Path, help="a shared library with llama.cpp, for GGUF models")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(arguments)
     kinds = options.quantization.split(",")
@@ -75,7 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> list[Figure]:
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in documents)
     settings = {"device": options.device, "dtype": options.dtype, "load_format": options.load_format}
     settings |= {"tokenizer": options.tokenizer} if options.tokenizer else {}
-    found = [measure(model, kind, text, settings, options) for model in options.model for kind in kinds]
+    found = []
+    for model in options.model:
+        found += [measure(model, kind, text, settings, options) for kind in kinds]
+        if options.llama_library and model.endswith(".gguf"):
+            found.append(measure_llama(model, text, settings, options))
     rows = [
         [each.model, each.quantization, f"{each.perplexity:.4f}", f"{each.weight_bytes / 2**20:,.0f}"] for each in found
     ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -22,14 +23,17 @@ from quire.runtime.loading.hf.checkpoint import HfCheckpoint
 from quire.runtime.loading.hf.directory import INDEX
 from quire.runtime.loading.hf.json_file import read_json
 from quire.runtime.loading.hf.quantized.registry import KEYS
+from quire.runtime.quantization.float8_weight import Float8Weight
 from quire.runtime.quantization.packing import pack
 from quire.runtime.quantizing.calibrate import Calibration, PlainModel, check_plain
 from quire.runtime.quantizing.gptq import Grid, RoundedMatrix, round_matrix
 from quire.types.errors import ConfigError
 
 Method = Literal["int4", "int8", "fp8"]
+Shared = Literal["channel", "tensor", "block"]  # what shares a scale of float8 weights
 Progress = Callable[[str, int, int], None]  # what, done, total
 GROUPS = (128, 64, 32)  # of int4: the first that divides the inputs of all matrices
+FP8_BLOCK = 128  # outputs and inputs of a block of float8 weights
 _LEFT = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 _CARD = "README.md"
 
@@ -42,6 +46,7 @@ class Recipe:
     group_size: int | None = None
     head: bool = False
     texts: Sequence[Sequence[int]] = ()
+    fp8_scales: Shared = "channel"
 
 
 @torch.inference_mode()
@@ -70,6 +75,8 @@ def _check(source: ModelFiles, target: Path, recipe: Recipe) -> None:
         raise ConfigError("output", f"{target} is there already", "give a folder that is empty or not there yet")
     if recipe.method == "fp8" and recipe.texts:
         raise ConfigError("calibration", "fp8 rounds each weight to the nearest number", "leave it out")
+    if recipe.method != "fp8" and recipe.fp8_scales != "channel":
+        raise ConfigError("fp8_scales", f"{recipe.method} is no float8", "leave it out, or use fp8")
     if recipe.method != "int4" and recipe.group_size is not None:
         raise ConfigError("group_size", f"{recipe.method} has one scale for each output", "leave it out, or use int4")
 
@@ -111,7 +118,7 @@ class _Writer:
     def copy_rest(self, source: Path) -> None:
         """The config with what was done, and all files that are no weights."""
         config = read_json(source / "config.json")
-        config["quantization_config"] = quantization_config(self._recipe.method, self._group, self._ignored())
+        config["quantization_config"] = quantization_config(self._recipe, self._group, self._ignored())
         (self._target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         for path in sorted(source.iterdir()):
             if path.is_file() and path.name != "config.json" and not path.name.endswith(_LEFT):
@@ -162,9 +169,8 @@ class _Writer:
         """The tensors that are stored, by their words, and what they stand for."""
         dtype, numbers = weight.dtype, weight.to(self._device, torch.float32)
         if self._recipe.method == "fp8":
-            found, scale = quantize_rows(numbers)
-            scale = scale.unsqueeze(1)
-            return {"weight": found.cpu(), "weight_scale": scale.cpu()}, found.float() * scale
+            found = _float8(numbers, self._recipe.fp8_scales)
+            return {"weight": found.numbers.cpu(), "weight_scale": found.scales.cpu()}, found.values()
         grid = Grid(4, self._group, False) if self._recipe.method == "int4" else Grid(8, None, True)
         matrix = round_matrix(numbers, grid, total, dtype)
         words = _packed(matrix) if grid.bits == 4 else _bytes(matrix)
@@ -209,23 +215,40 @@ class _Writer:
         self._num_bytes += sum(tensor.nbytes for tensor in whole.values())
 
 
-def quantization_config(method: Method, group: int | None, ignored: list[str]) -> dict[str, Any]:
+def quantization_config(recipe: Recipe, group: int | None, ignored: list[str]) -> dict[str, Any]:
     """As the config.json of a compressed-tensors checkpoint has it."""
+    method = recipe.method
     common = {"symmetric": method != "int4", "observer": "minmax", "dynamic": False}
+    weights: dict[str, Any]
     if method == "int4":
         form, weights = "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
+        activations = None
     else:
-        form = "int-quantized" if method == "int8" else "float-quantized"
-        weights = {"num_bits": 8, "type": "int" if method == "int8" else "float", "strategy": "channel"}
-    activations = None
-    if method != "int4":
+        form, kind = ("int-quantized", "int") if method == "int8" else ("float-quantized", "float")
+        weights = {"num_bits": 8, "type": kind, "strategy": recipe.fp8_scales}
         activations = weights | {"strategy": "token", "symmetric": True, "dynamic": True}
+        if recipe.fp8_scales == "block":
+            weights |= {"block_structure": [FP8_BLOCK, FP8_BLOCK]}
+            activations |= {"strategy": "group", "group_size": FP8_BLOCK}
     scheme = {"targets": ["Linear"], "weights": weights | common, "input_activations": activations,
               "output_activations": None}  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
         "config_groups": {"group_0": scheme}, "ignore": ignored, "kv_cache_scheme": None,
     }  # fmt: skip
+
+
+def _float8(weight: Tensor, shared: Shared) -> Float8Weight:  # [outputs, inputs], float32
+    """Each weight as the nearest float8 number, by scales that take the largest of those that share one to 448."""
+    outputs, inputs = weight.shape
+    block = {"channel": (1, inputs), "tensor": (outputs, inputs), "block": (FP8_BLOCK, FP8_BLOCK)}[shared]
+    counts = [-(-size // part) for size, part in zip(weight.shape, block, strict=True)]
+    padded = F.pad(weight, (0, counts[1] * block[1] - inputs, 0, counts[0] * block[0] - outputs))
+    blocks = padded.view(counts[0], block[0], counts[1], block[1]).transpose(1, 2)
+    numbers, scale = quantize_rows(blocks.reshape(counts[0] * counts[1], -1))
+    whole = numbers.view(torch.uint8).view(*counts, *block).transpose(1, 2).reshape(padded.shape)
+    found = whole[:outputs, :inputs].contiguous().view(numbers.dtype)
+    return Float8Weight(found, scale.view(counts), block)
 
 
 def _takes(layer: object, name: str) -> bool:

@@ -39,6 +39,10 @@ def add_quantize(commands: Commands[OneLineParser]) -> None:
     parser.add_argument(
         "--group-size", type=int, help="inputs that share a scale with int4: by default 128, 64 or 32, what divides all"
     )
+    parser.add_argument(
+        "--fp8-scales", choices=("channel", "tensor", "block"), default="channel",
+        help="what shares a scale with fp8: an output's weights (the default), all, or blocks of 128 x 128",
+    )  # fmt: skip
     parser.add_argument("--head", action="store_true", help="quantize the output head too")
     parser.add_argument(
         "--device", default="auto", help="where to compute: cpu, cuda, or auto (cuda where there is one)"
@@ -63,7 +67,7 @@ def run_quantize(args: argparse.Namespace) -> int:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError("device", f"{name!r} is unknown", "use cpu, cuda or auto") from None
-    recipe = Recipe(args.method, args.group_size, args.head, texts)
+    recipe = Recipe(args.method, args.group_size, args.head, texts, args.fp8_scales)
     count = write_quantized(files, args.output, recipe, device, _report)
     print(f"{count} matrices quantized to {args.method}: {args.output}")
     return 0

@@ -53,6 +53,8 @@ def off_by(found: torch.Tensor, wanted: torch.Tensor) -> float:
         (Recipe("int8"), 0.05),
         (Recipe("int8", texts=TEXTS), 0.05),
         (Recipe("fp8"), 0.15),
+        (Recipe("fp8", fp8_scales="tensor"), 0.25),
+        (Recipe("fp8", fp8_scales="block"), 0.25),
     ],
 )
 def test_what_is_written_is_read_back(plain: Path, tmp_path: Path, recipe: Recipe, near: float) -> None:
@@ -90,6 +92,7 @@ def test_calibration_makes_the_answers_of_its_text_more_exact(plain: Path, tmp_p
     [
         (Recipe("int4", 48), r"^group_size: groups of 48 do not divide the 64 inputs of model\.layers\.0\.self_attn"),
         (Recipe("int8", 64), r"^group_size: int8 has one scale for each output; leave it out"),
+        (Recipe("int8", fp8_scales="block"), r"^fp8_scales: int8 is no float8; leave it out"),
         (Recipe("fp8", texts=TEXTS), r"^calibration: fp8 rounds each weight to the nearest number; leave it out"),
     ],
 )
