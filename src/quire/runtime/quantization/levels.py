@@ -4,7 +4,7 @@ it is, or expand it to numbers."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.runtime.quantization.activations import ActivationScheme
 
 GROUP = 32  # inputs that share a scale and an offset in GGUF files and in the native kernels
+_NUMBERS_AT_ONCE = 1 << 22  # regrouped at once, which needs them in float32
 _HALF_ERROR = 2.0**-11  # of a number in float16's range; below 2**-14 only some have so small an error
 
 
@@ -80,20 +81,10 @@ class LevelWeight:
     def in_wider_groups(self, size: int) -> LevelWeight:
         """With groups of `size` columns, a multiple of the group's, and 8-bit levels. A wide group whose parts have the
         same factors keeps them; the entries of others are rounded to 127 steps of the largest of them."""
-        outputs, times = len(self.levels), size // self.group
-        grouped = self.levels.view(outputs, -1, size).to(torch.int8)
-        scales, offsets = (each.float().view(outputs, -1, times) for each in (self.scales, self.offsets))
-        same = ((scales == scales[..., :1]) & (offsets == offsets[..., :1])).all(dim=-1)  # [outputs, groups]
-        plain = replace(self, columns=None).values().view(grouped.shape)
-        steps = (plain.abs().amax(dim=-1) / 127).half().float()
-        rounded = (plain / torch.where(steps == 0, 1.0, steps).unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
-        return replace(
-            self,
-            levels=torch.where(same.unsqueeze(-1), grouped, rounded).view(self.levels.shape),
-            scales=torch.where(same, scales[..., 0], steps),
-            offsets=torch.where(same, offsets[..., 0], 0.0),
-            nibbles=False,
-        )
+        rows = max(1, _NUMBERS_AT_ONCE // self.levels.shape[1])
+        parts = [_widened(part, size) for part in _split(replace(self, columns=None), rows)]
+        levels, scales, offsets = (torch.cat(each) for each in zip(*parts, strict=True))
+        return replace(self, levels=levels, scales=scales, offsets=offsets, nibbles=False)
 
     def as_native(self) -> LevelWeight | None:
         """As the native CPU kernels take it: groups of 32 columns, factors in float16; None: they do not."""
@@ -109,6 +100,29 @@ class LevelWeight:
         if not (_fits_half(self.scales) and _fits_half(self.offsets)):
             return None
         return replace(self, scales=self.scales.half(), offsets=self.offsets.half())
+
+
+def _split(weight: LevelWeight, rows: int) -> Iterator[LevelWeight]:
+    for parts in zip(
+        *(torch.split(each, rows) for each in (weight.levels, weight.scales, weight.offsets)), strict=True
+    ):
+        yield LevelWeight(*parts, weight.nibbles)
+
+
+def _widened(weight: LevelWeight, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels, scales and offsets of wider groups."""
+    outputs, times = len(weight.levels), size // weight.group
+    grouped = weight.levels.view(outputs, -1, size).to(torch.int8)
+    scales, offsets = (each.float().view(outputs, -1, times) for each in (weight.scales, weight.offsets))
+    same = ((scales == scales[..., :1]) & (offsets == offsets[..., :1])).all(dim=-1)  # [outputs, groups]
+    plain = weight.values().view(grouped.shape)
+    steps = (plain.abs().amax(dim=-1) / 127).half().float()
+    rounded = (plain / torch.where(steps == 0, 1.0, steps).unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
+    return (
+        torch.where(same.unsqueeze(-1), grouped, rounded).view(weight.levels.shape),
+        torch.where(same, scales[..., 0], steps),
+        torch.where(same, offsets[..., 0], 0.0),
+    )
 
 
 def stack(weights: Sequence[LevelWeight]) -> LevelWeight | None:
