@@ -103,10 +103,10 @@ class LevelWeight:
 
 
 def _split(weight: LevelWeight, rows: int) -> Iterator[LevelWeight]:
-    for parts in zip(
-        *(torch.split(each, rows) for each in (weight.levels, weight.scales, weight.offsets)), strict=True
-    ):
-        yield LevelWeight(*parts, weight.nibbles)
+    """So many outputs at a time."""
+    for begin in range(0, len(weight.levels), rows):
+        part = slice(begin, begin + rows)
+        yield replace(weight, levels=weight.levels[part], scales=weight.scales[part], offsets=weight.offsets[part])
 
 
 def _widened(weight: LevelWeight, size: int) -> tuple[Tensor, Tensor, Tensor]:
