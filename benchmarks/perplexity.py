@@ -1,10 +1,11 @@
 """What quantization costs: python -m benchmarks.perplexity --model MODEL [--model MODEL ...] --text FILE
     [--quantization none,int8,fp8,int4] [--kv-cache-dtype auto,fp8,int8,int4] [--tokens 4096] [--window 512]
-    [--device cpu] [--json PATH]
+    [--device cpu] [--llama-library PATH] [--json PATH]
 
 Perplexity of a text under every model with every kind of quantization of weights and of the KV cache, the memory of the
 weights and the bytes that a token takes in the cache. A checkpoint that is stored quantized (GPTQ, AWQ,
-compressed-tensors, FP8, GGUF) is read as it is, with the quantization "none".
+compressed-tensors, FP8, GGUF) is read as it is, with the quantization "none". With a library that exports llama.cpp's
+functions (the one in the package xllamacpp does), GGUF files get llama.cpp's own line.
 """
 
 from __future__ import annotations
@@ -62,6 +63,19 @@ def measure(
         return Figure(Path(model).name, name, cache, found, plan.weights, token_bytes, len(tokens))
 
 
+def measure_llama(model: str, text: str, settings: dict[str, Any], options: argparse.Namespace) -> Figure:
+    """The same tokens by llama.cpp."""
+    from benchmarks.llama_cpp import llama_perplexity
+    from quire.runtime.loading.resolve import resolve_model
+    from quire.serving.text.tokenizer import load_tokenizer
+
+    files = resolve_model(model)
+    tokenizer = load_tokenizer(resolve_model(settings.get("tokenizer", model)))
+    tokens = tokenizer.encode(text[: 16 * options.tokens])[: options.tokens]
+    found = llama_perplexity(options.llama_library, files.path, tokens, options.window)
+    return Figure(Path(model).name, "llama.cpp", "its own", found, files.path.stat().st_size, 0, len(tokens))
+
+
 def main(arguments: Sequence[str] | None = None) -> list[Figure]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", required=True, help="a folder, a .gguf file or a name; repeatable")
@@ -74,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Figure]:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help=argparse.SUPPRESS)
+    parser.add_argument("--llama-library", type=Path, help="a shared library with llama.cpp, for GGUF models")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(arguments)
     kinds, caches = options.quantization.split(","), options.kv_cache_dtype.split(",")
@@ -86,12 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> list[Figure]:
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in documents)
     settings = {"device": options.device, "dtype": options.dtype, "load_format": options.load_format}
     settings |= {"tokenizer": options.tokenizer} if options.tokenizer else {}
-    found = [
-        measure(model, kind, cache, text, settings, options)
-        for model in options.model
-        for kind in kinds
-        for cache in caches
-    ]
+    found = []
+    for model in options.model:
+        found += [measure(model, kind, cache, text, settings, options) for kind in kinds for cache in caches]
+        if options.llama_library and model.endswith(".gguf"):
+            found.append(measure_llama(model, text, settings, options))
     rows = [
         [
             each.model, each.quantization, each.kv_cache_dtype, f"{each.perplexity:.4f}",

@@ -71,7 +71,7 @@ def tiling(splits: int, step: int) -> Tiling:
     [
         ("nibbles", 32, False, 3, 1), ("nibbles", 64, True, 1, 2), ("nibbles", 128, False, 20, 2),
         ("nibbles", 256, True, 2, 1), ("nibbles", 128, True, 40, 2), ("nibbles", 32, True, 2, 2),
-        ("bytes", 32, True, 3, 2), ("bytes", 128, False, 1, 1),
+        ("bytes", 16, True, 2, 1), ("bytes", 32, True, 3, 2), ("bytes", 128, False, 1, 1),
         ("float8", 128, True, 3, 2),
     ],
 )  # fmt: skip

@@ -46,11 +46,11 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
 
 
 def _quantized(model: ModelConfig, quantization: str) -> int:
-    """Bytes of the matrices of blocks on a GPU: fp8 and int8 have a float32 scale for each output, int4 a half for each
-    group of 128."""
+    """Bytes of the matrices of blocks on a GPU: fp8 and int8 have a float32 scale for each output, int4 two
+    halves for each group of 64."""
     small, outputs = model.layer_weights
     if quantization == "int4":
-        return small // 2 + small // INT4_GROUP * DTYPE_BYTES["float16"]
+        return small // 2 + small // INT4_GROUP * 2 * DTYPE_BYTES["float16"]
     return small + outputs * DTYPE_BYTES["float32"]
 
 

@@ -201,7 +201,7 @@ def test_integers_are_counted_with_their_scales(quantization: Quantization, bits
         made = DeviceConfig(device, "bfloat16", "bfloat16", quantization=quantization)
         return plan_memory(LARGE, EngineConfig(CacheConfig(16, 10), SchedulerConfig(), made), facts, 800 * GIB).weights
 
-    scales = 4 * outputs if bits == 8 else 2 * numbers // 128
+    scales = 4 * outputs if bits == 8 else 4 * numbers // 64
     assert weights("cuda") == 2 * rest + numbers * bits // 8 + scales
     head = LARGE.vocab_size * LARGE.hidden_size if LARGE.tie_word_embeddings else 0
     assert weights("cpu") == 2 * (rest + head) + numbers * (bits + 1) // 8

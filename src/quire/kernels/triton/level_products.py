@@ -31,6 +31,7 @@ from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tili
 
 PANEL = 64  # outputs
 STEPS = (128, 64, 32)  # inputs of a step: the first that divides a group
+_LEAST_GROUP = 16
 _MOST_TILE_ROWS = 128
 _MOST_SPLITS, _FEWEST_STEPS = 16, 4
 
@@ -54,12 +55,17 @@ def step_of(group: int) -> int | None:
     return next((step for step in STEPS if group % step == 0), None)
 
 
+def level_step(group: int) -> int | None:
+    """The same for levels, which may be in groups as small as the tensor cores multiply at once."""
+    return _LEAST_GROUP if group == _LEAST_GROUP else step_of(group)
+
+
 def pack_levels(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> PackedLevels:
     """levels [outputs, inputs]: int8 or float8; scales, offsets [outputs, groups]."""
     outputs, inputs = levels.shape
-    step = step_of(inputs // scales.shape[1])
+    step = level_step(inputs // scales.shape[1])
     if step is None:
-        raise ValueError("groups must be multiples of 32 inputs")
+        raise ValueError("groups must be multiples of 32 inputs, or 16")
     padded = -outputs % PANEL
     raw = torch.nn.functional.pad(levels.view(torch.uint8), (0, 0, 0, padded))
     panels = raw.view(-1, PANEL, inputs // step, step).transpose(1, 2)  # [panels, steps, 64, step]

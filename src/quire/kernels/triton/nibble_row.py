@@ -91,6 +91,46 @@ def _scaled(sums, excess, inputs, at, inside, scale_ptr, offset_ptr, HAS_OFFSET:
     return sums
 
 
+@triton.jit
+def _add_step(
+    acc, words, firsts, seconds, row_at, run_step, inside, scale_ptr, offset_ptr, factor_stride,
+    GROUP_STEPS: tl.constexpr, PER_STEP: tl.constexpr, HAS_OFFSET: tl.constexpr, EVEN: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    """acc [outputs, runs] with the products of words [outputs, words] by the inputs of the four quarters [1, words]."""
+    sums = tl.zeros(words.shape, tl.float32)
+    inputs = tl.zeros(firsts[0].shape, tl.float32)
+    excess = tl.zeros(firsts[0].shape, tl.float32)
+    for quarter in tl.static_range(4):
+        first, second = firsts[quarter], seconds[quarter]
+        inputs += first + second
+        excess += (first + second) * (136.0 if quarter % 2 == 0 else 2056.0)
+        sums = _add_quarter(sums, words, first, second, quarter, COMPILED)
+        if quarter % (4 // PER_STEP) == 4 // PER_STEP - 1:  # the last of a group, or of the step
+            group = run_step // GROUP_STEPS if PER_STEP == 1 else run_step * PER_STEP + quarter * PER_STEP // 4
+            at = row_at + (group * factor_stride)[None, :]
+            acc += _scaled(
+                _run_sums(sums), _run_sums(excess), _run_sums(inputs), at, inside, scale_ptr, offset_ptr, HAS_OFFSET,
+                EVEN,
+            )  # fmt: skip
+            sums = tl.zeros(words.shape, tl.float32)
+            inputs = tl.zeros(firsts[0].shape, tl.float32)
+            excess = tl.zeros(firsts[0].shape, tl.float32)
+    return acc
+
+
+@triton.jit
+def _inputs(x_ptr, norm_ptr, square, pair, K, DTYPE: tl.constexpr, HAS_NORM: tl.constexpr, EVEN: tl.constexpr):
+    """The inputs of both halves of words, times the norm's weights, and their squares added to `square`."""
+    first, second = _pair(_load(x_ptr + pair, pair * 2 < K, EVEN, "evict_last"), DTYPE)
+    if HAS_NORM:
+        square += first * first
+        square += second * second
+        norm_first, norm_second = _pair(_load(norm_ptr + pair, pair * 2 < K, EVEN, "evict_last"), DTYPE)
+        first, second = first * norm_first, second * norm_second
+    return first, second, square
+
+
 @triton.jit(do_not_specialize=["K", "total_steps", "output_stride"])
 def _row_kernel(
     x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, scale_ptr, offset_ptr, norm_ptr, N, K, total_steps, factor_stride,
@@ -107,53 +147,33 @@ def _row_kernel(
     up_row = row + N
     line = (row // PANEL_ROWS * total_steps * PANEL_ROWS + row % PANEL_ROWS) * WORDS
     up_line = (up_row // PANEL_ROWS * total_steps * PANEL_ROWS + up_row % PANEL_ROWS) * WORDS
+    row_at, up_at = row[:, None] * output_stride, up_row[:, None] * output_stride
     place, run = tl.arange(0, STEPS * WORDS), tl.arange(0, STEPS * WORDS // 4)
     await_inputs(DEPENDENT)
     acc = tl.zeros((OUTPUTS, STEPS * WORDS // 4), tl.float32)
     acc_up = tl.zeros((OUTPUTS, STEPS * WORDS // 4), tl.float32)
     square = tl.zeros((1, STEPS * WORDS), tl.float32)
     for start in tl.range(0, total_steps, STEPS, num_stages=STAGES):
-        step, word = start + place // WORDS, place % WORDS
-        run_step = start + run // (WORDS // 4)
+        step, run_step = start + place // WORDS, start + run // (WORDS // 4)
         inside, run_inside = (step < total_steps)[None, :], (run_step < total_steps)[None, :]
-        shift = (step * (PANEL_ROWS * WORDS) + word)[None, :]
+        shift = (step * (PANEL_ROWS * WORDS) + place % WORDS)[None, :]
+        pair = (step * (4 * WORDS) + place % WORDS)[None, :]
         w = _load(w_ptr + line[:, None] + shift, inside, EVEN, "evict_first")
         if GATED:
             up = _load(w_ptr + up_line[:, None] + shift, inside, EVEN, "evict_first")
-        sums = tl.zeros((OUTPUTS, STEPS * WORDS), tl.float32)
-        sums_up = tl.zeros((OUTPUTS, STEPS * WORDS), tl.float32)
-        inputs = tl.zeros((1, STEPS * WORDS), tl.float32)
-        excess = tl.zeros((1, STEPS * WORDS), tl.float32)
-        for quarter in tl.static_range(4):
-            pair = (step * (4 * WORDS) + quarter * WORDS + word)[None, :]
-            first, second = _pair(_load(x_ptr + pair, pair * 2 < K, EVEN, "evict_last"), DTYPE)
-            if HAS_NORM:
-                square += first * first
-                square += second * second
-                norms = _pair(_load(norm_ptr + pair, pair * 2 < K, EVEN, "evict_last"), DTYPE)
-                first, second = first * norms[0], second * norms[1]
-            both = first + second
-            inputs += both
-            excess += both * (136.0 if quarter % 2 == 0 else 2056.0)
-            sums = _add_quarter(sums, w, first, second, quarter, COMPILED)
-            if GATED:
-                sums_up = _add_quarter(sums_up, up, first, second, quarter, COMPILED)
-            if quarter % (4 // PER_STEP) == 4 // PER_STEP - 1:  # the last of a group, or of the step
-                group = run_step // GROUP_STEPS if PER_STEP == 1 else run_step * PER_STEP + quarter * PER_STEP // 4
-                at, all_inputs, all_excess = (group * factor_stride)[None, :], _run_sums(inputs), _run_sums(excess)
-                acc += _scaled(
-                    _run_sums(sums), all_excess, all_inputs, at + row[:, None] * output_stride, run_inside, scale_ptr,
-                    offset_ptr, HAS_OFFSET, EVEN,
-                )  # fmt: skip
-                sums = tl.zeros((OUTPUTS, STEPS * WORDS), tl.float32)
-                if GATED:
-                    acc_up += _scaled(
-                        _run_sums(sums_up), all_excess, all_inputs, at + up_row[:, None] * output_stride, run_inside,
-                        scale_ptr, offset_ptr, HAS_OFFSET, EVEN,
-                    )  # fmt: skip
-                    sums_up = tl.zeros((OUTPUTS, STEPS * WORDS), tl.float32)
-                inputs = tl.zeros((1, STEPS * WORDS), tl.float32)
-                excess = tl.zeros((1, STEPS * WORDS), tl.float32)
+        f0, s0, square = _inputs(x_ptr, norm_ptr, square, pair, K, DTYPE, HAS_NORM, EVEN)
+        f1, s1, square = _inputs(x_ptr, norm_ptr, square, pair + WORDS, K, DTYPE, HAS_NORM, EVEN)
+        f2, s2, square = _inputs(x_ptr, norm_ptr, square, pair + 2 * WORDS, K, DTYPE, HAS_NORM, EVEN)
+        f3, s3, square = _inputs(x_ptr, norm_ptr, square, pair + 3 * WORDS, K, DTYPE, HAS_NORM, EVEN)
+        acc = _add_step(
+            acc, w, (f0, f1, f2, f3), (s0, s1, s2, s3), row_at, run_step, run_inside, scale_ptr, offset_ptr,
+            factor_stride, GROUP_STEPS, PER_STEP, HAS_OFFSET, EVEN, COMPILED,
+        )  # fmt: skip
+        if GATED:
+            acc_up = _add_step(
+                acc_up, up, (f0, f1, f2, f3), (s0, s1, s2, s3), up_at, run_step, run_inside, scale_ptr, offset_ptr,
+                factor_stride, GROUP_STEPS, PER_STEP, HAS_OFFSET, EVEN, COMPILED,
+            )  # fmt: skip
     total = tl.sum(acc, 1, keep_dims=True)
     total_up = tl.sum(acc_up, 1, keep_dims=True) if GATED else total
     if HAS_NORM:

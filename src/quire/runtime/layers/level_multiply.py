@@ -6,7 +6,7 @@ their own; the gate after it and the addition to the residual stream are taken a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.launch import INTERPRETED
-from quire.kernels.triton.level_products import PackedLevels, level_product, pack_levels, step_of
+from quire.kernels.triton.level_products import PackedLevels, level_product, level_step, pack_levels, step_of
 from quire.kernels.triton.nibble_products import (
     PANEL,
     QUARTER,
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 _FLOAT8_CAPABILITY = (8, 9)
 EXPANDED_ROWS = 256  # more rows are multiplied by numbers that the weight is expanded to
 _EXPANDED_BYTES = 32 << 20  # of numbers at a time: they stay in the device's cache
-LEAST_GROUP = 64  # bytes in smaller groups are expanded: their steps would be too short for the tensor cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +167,7 @@ class QuantizedPacker:
     def takes(self, weight: QuantizedWeight) -> bool:
         """Whether a kernel multiplies by a weight of this form."""
         if isinstance(weight, LevelWeight):
-            return weight.group % (QUARTER if weight.nibbles else LEAST_GROUP) == 0
+            return level_step(weight.group) is not None
         in_blocks = weight.shape[1] % weight.block[1] == 0 and _step(weight) is not None
         return self._has_float8() and (_by_rows(weight) or in_blocks)
 
@@ -182,6 +181,8 @@ class QuantizedPacker:
         is_w8a8 = not weight.nibbles and by_outputs and weight.activations == ActivationScheme("int8")
         if is_w8a8 and weight.is_symmetric:
             return self._scaled(ScaledRows(weight.levels, weight.scales.float().flatten()), bias)
+        if weight.nibbles and weight.group % QUARTER:  # groups of 16 are held in bytes
+            weight = replace(weight, levels=weight.levels.to(torch.int8), nibbles=False)
         factors = weight.as_halves() or weight
         offsets = None
         if not weight.is_symmetric:

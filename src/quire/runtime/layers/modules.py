@@ -199,9 +199,11 @@ class Embedding(WeightLayer):
 
     def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
         on_cpu = self._placement.device.type == "cpu"
-        if not (on_cpu and isinstance(weight, LevelWeight) and self._product.keeps(weight)):
+        keeps = on_cpu and isinstance(weight, LevelWeight) and self._product.keeps(weight)
+        native = weight.as_native() if keeps and isinstance(weight, LevelWeight) else None
+        if native is None:
             return super().load_quantized(part, weight)
-        self.levels = weight
+        self.levels = native
         self.weight = nn.Parameter(self.weight.data[:0].clone(), requires_grad=False)
         return True
 

@@ -22,7 +22,7 @@ from quire.runtime.layers.ops import TorchOps
 from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct
 from quire.runtime.layers.stream import Value
 from quire.runtime.quantization.activations import rounding
-from quire.runtime.quantization.levels import GROUP, LevelWeight
+from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.weight import QuantizedWeight
 
 
@@ -104,18 +104,19 @@ class GatheredMultiply:
 
 
 class LevelProduct(NumbersProduct):
-    """Base of products that multiply by levels as they are: groups of a multiple of 32 columns, factors in float16."""
+    """Base of products that multiply by levels: in groups of a multiple of 32 columns as they are, in smaller ones as
+    8-bit levels. Factors are float16."""
 
     def keeps(self, weight: QuantizedWeight) -> bool:
-        return isinstance(weight, LevelWeight) and weight.group % GROUP == 0 and weight.as_halves() is not None
+        return isinstance(weight, LevelWeight) and weight.is_in_native_groups and weight.as_halves() is not None
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
-        halves = weight.as_halves() if isinstance(weight, LevelWeight) and weight.group % GROUP == 0 else None
-        if halves is None:
+        native = weight.as_native() if isinstance(weight, LevelWeight) else None
+        if native is None:
             return super().pack_quantized(weight, bias)
-        multiply = self.pack_levels(replace(halves.in_groups(GROUP), columns=None), bias)
-        if halves.columns is not None:
-            multiply = GatheredMultiply(multiply, halves.columns)
+        multiply = self.pack_levels(replace(native, columns=None), bias)
+        if native.columns is not None:
+            multiply = GatheredMultiply(multiply, native.columns)
         return rounding(multiply, weight.activations)
 
     @abstractmethod

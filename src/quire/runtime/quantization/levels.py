@@ -4,7 +4,7 @@ it is, or expand it to numbers."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.runtime.quantization.activations import ActivationScheme
 
 GROUP = 32  # inputs that share a scale and an offset in GGUF files and in the native kernels
+_NUMBERS_AT_ONCE = 1 << 22  # regrouped at once, which needs them in float32
 _HALF_ERROR = 2.0**-11  # of a number in float16's range; below 2**-14 only some have so small an error
 
 
@@ -46,6 +47,11 @@ class LevelWeight:
         """Whether level 0 (of nibbles: 8) is the number 0 everywhere."""
         return bool((self.offsets.float() == (-8.0 if self.nibbles else 0.0) * self.scales.float()).all())
 
+    @property
+    def is_in_native_groups(self) -> bool:
+        """Whether groups are multiples of 32 columns, or 32 a multiple of them."""
+        return self.levels.shape[1] % GROUP == 0 and (self.group % GROUP == 0 or GROUP % self.group == 0)
+
     def values(self) -> Tensor:  # [outputs, inputs], float32
         """The entries; exact, as a level times a half has room in a float."""
         grouped = self.levels.view(*self.scales.shape, self.group).float()
@@ -72,29 +78,70 @@ class LevelWeight:
         parts = {name: getattr(self, name).repeat_interleave(times, dim=1) for name in ("scales", "offsets")}
         return replace(self, **parts)
 
+    def in_wider_groups(self, size: int) -> LevelWeight:
+        """With groups of `size` columns, a multiple of the group's, and 8-bit levels. A wide group whose parts have the
+        same factors keeps them; the entries of others are rounded to 127 steps of the largest of them."""
+        rows = max(1, _NUMBERS_AT_ONCE // self.levels.shape[1])
+        parts = [_widened(part, size) for part in _split(replace(self, columns=None), rows)]
+        levels, scales, offsets = (torch.cat(each) for each in zip(*parts, strict=True))
+        return replace(self, levels=levels, scales=scales, offsets=offsets, nibbles=False)
+
+    def as_native(self) -> LevelWeight | None:
+        """As the native CPU kernels take it: groups of 32 columns, factors in float16; None: they do not."""
+        if not self.is_in_native_groups:
+            return None
+        wide = self.in_wider_groups(GROUP) if self.group < GROUP else self
+        halves = wide.as_halves()
+        return None if halves is None else halves.in_groups(GROUP)
+
     def as_halves(self) -> LevelWeight | None:
-        """The same with float16 scales and offsets, off by a part in 2048 of each at most; None: by more."""
+        """The same with float16 scales and offsets, each off by a part in 2048 at most, of itself or, where it is
+        smaller, of what they are on average; None: by more."""
         if not (_fits_half(self.scales) and _fits_half(self.offsets)):
             return None
         return replace(self, scales=self.scales.half(), offsets=self.offsets.half())
 
 
+def _split(weight: LevelWeight, rows: int) -> Iterator[LevelWeight]:
+    """So many outputs at a time."""
+    for begin in range(0, len(weight.levels), rows):
+        part = slice(begin, begin + rows)
+        yield replace(weight, levels=weight.levels[part], scales=weight.scales[part], offsets=weight.offsets[part])
+
+
+def _widened(weight: LevelWeight, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels, scales and offsets of wider groups."""
+    outputs, times = len(weight.levels), size // weight.group
+    grouped = weight.levels.view(outputs, -1, size).to(torch.int8)
+    scales, offsets = (each.float().view(outputs, -1, times) for each in (weight.scales, weight.offsets))
+    same = ((scales == scales[..., :1]) & (offsets == offsets[..., :1])).all(dim=-1)  # [outputs, groups]
+    plain = weight.values().view(grouped.shape)
+    steps = (plain.abs().amax(dim=-1) / 127).half().float()
+    rounded = (plain / torch.where(steps == 0, 1.0, steps).unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
+    return (
+        torch.where(same.unsqueeze(-1), grouped, rounded).view(weight.levels.shape),
+        torch.where(same, scales[..., 0], steps),
+        torch.where(same, offsets[..., 0], 0.0),
+    )
+
+
 def stack(weights: Sequence[LevelWeight]) -> LevelWeight | None:
-    """Weights of the same inputs as one, outputs one behind the other; None where they differ in kind, in the order of
-    columns or in their activations."""
+    """Weights of the same inputs as one, outputs one behind the other; None where they differ in the order of columns
+    or in their activations. Where some have 4 bits and others 8, all get 8."""
     first = weights[0]
     for other in weights[1:]:
-        same_kind = other.nibbles == first.nibbles and other.activations == first.activations
-        if not same_kind or not _same_columns(first.columns, other.columns):
+        if other.activations != first.activations or not _same_columns(first.columns, other.columns):
             return None
+    nibbles = all(weight.nibbles for weight in weights)
     size = math.gcd(*(weight.group for weight in weights))
     parts = [weight.in_groups(size) for weight in weights]
     factors = torch.float16 if all(part.scales.dtype == torch.float16 for part in parts) else torch.float32
     return replace(
         first,
-        levels=torch.cat([part.levels for part in parts]),
+        levels=torch.cat([part.levels if nibbles else part.levels.view(torch.int8) for part in parts]),
         scales=torch.cat([part.scales.to(factors) for part in parts]),
         offsets=torch.cat([part.offsets.to(factors) for part in parts]),
+        nibbles=nibbles,
     )
 
 
@@ -105,7 +152,10 @@ def _same_columns(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 def _fits_half(factors: Tensor) -> bool:
-    """Whether float16 keeps each of them to a part in 2048. One beyond its range becomes infinite."""
+    """Whether float16 keeps them to a part in 2048, see `as_halves`. One beyond its range becomes infinite."""
+    if factors.dtype == torch.float16:
+        return True
     wide = factors.float()
-    error = (wide.half().float() - wide).abs()
-    return factors.dtype == torch.float16 or bool((error <= wide.abs() * _HALF_ERROR).all())
+    sizes = wide.abs()
+    error = (wide.half().float() - wide).abs_()
+    return bool((error <= sizes.clamp(min=float(sizes.mean())) * _HALF_ERROR).all())

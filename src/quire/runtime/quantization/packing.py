@@ -4,6 +4,7 @@ many as fit whole into each."""
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -38,11 +39,17 @@ def unpack_whole(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """The inverse: [rows, count] below 2**bits -> [rows, words] int32."""
+    """The inverse of `unpack`: [rows, count] below 2**bits -> [rows, words] int32."""
     rows, count = numbers.shape
     words = -(-count * bits // 32)
+    if 32 % bits == 0:
+        padded = F.pad(numbers, (0, words * (32 // bits) - count)).to(torch.int32)
+        packed = torch.zeros(rows, words, dtype=torch.int32)
+        for place in range(32 // bits):
+            packed |= padded[:, place :: 32 // bits] << (bits * place)
+        return packed
     single = numbers.unsqueeze(-1) >> torch.arange(bits, dtype=numbers.dtype) & 1  # [rows, count, bits]
     stream = torch.zeros(rows, words * 32, dtype=torch.int64)
     stream[:, : count * bits] = single.flatten(1)
-    packed = (stream.view(rows, words, 32) << torch.arange(32)).sum(dim=-1)
-    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+    wide = (stream.view(rows, words, 32) << torch.arange(32)).sum(dim=-1)
+    return torch.where(wide >= 1 << 31, wide - (1 << 32), wide).to(torch.int32)

@@ -7,11 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from quire.config.model import INT4_GROUP
 from quire.runtime.quantization.activations import ActivationScheme
 from quire.runtime.quantization.levels import LevelWeight
 
-GROUP_INT4 = 128
-CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # shares of a group's range that are tried; what is beyond is cut
+CLIPS = (1.0, 0.94, 0.88, 0.82, 0.75)  # shares of a group's range that are tried; what is beyond is cut
+_TOP = 15.0  # the highest level
 _NUMBERS_AT_ONCE = 1 << 22
 
 
@@ -25,14 +26,13 @@ def quantize_int8(weight: Tensor) -> LevelWeight:
 
 
 def quantize_int4(weight: Tensor) -> LevelWeight:
-    """[outputs, inputs]: 128 inputs share a scale, or fewer where 128 does not divide them. Of several scales each
-    group takes the one with the smallest squared error."""
-    group = math.gcd(weight.shape[1], GROUP_INT4)
+    """[outputs, inputs]: 64 inputs share a scale and an offset, or fewer where 64 does not divide them. Of several
+    ranges each group takes the one with the smallest squared error."""
+    group = math.gcd(weight.shape[1], INT4_GROUP)
     parts = torch.split(weight, max(1, _NUMBERS_AT_ONCE // weight.shape[1]))
-    made = [_int4(part.float().view(len(part), -1, group)) for part in parts]
-    scales = torch.cat([scale for _, scale in made])
-    levels = torch.cat([level for level, _ in made])
-    return LevelWeight(levels.view(weight.shape), scales, scales * -8, nibbles=True)
+    made = [int4_levels(part.float().view(len(part), -1, group)) for part in parts]
+    levels, scales, offsets = (torch.cat(each) for each in zip(*made, strict=True))
+    return LevelWeight(levels.view(weight.shape), scales, offsets, nibbles=True)
 
 
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:  # [rows, inputs] -> int8, [rows, 1] float16
@@ -41,22 +41,33 @@ def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:  # [rows, inputs] -> int8, [
     return levels.to(torch.int8), scale
 
 
-def _int4(groups: Tensor) -> tuple[Tensor, Tensor]:  # [rows, groups, size] -> uint8, [rows, groups] float16
-    """Levels are from -8 to 7: the scale's sign decides on which side the range is longer."""
-    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
-    best = torch.full_like(largest, math.inf)
-    chosen = _half(largest)
+def int4_levels(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[rows, groups, size] float32 -> levels uint8 and, both float16 [rows, groups], scales and offsets."""
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    middle, reach = (high + low) / 2, (high - low) / 2
+    scale, offset = _half(2 * reach / _TOP), _half(low)
+    best = torch.full_like(low, math.inf)
     for clip in CLIPS:
-        for steps in (-8.0, 7.5):
-            scale = _half(largest * (clip / steps))
-            found = _levels(groups, scale).sub_(8.0).mul_(scale.float().unsqueeze(2)).sub_(groups).square_().sum(dim=2)
-            chosen = torch.where(found < best, scale, chosen)
-            best = torch.minimum(best, found)
-    return _levels(groups, chosen).to(torch.uint8), chosen
+        levels = nearest_levels(groups, 2 * clip * reach / _TOP, middle - clip * reach)
+        fitted = [_half(each) for each in _least_squares(groups, levels)]
+        found = levels.mul_(fitted[0].float().unsqueeze(2)).add_(fitted[1].float().unsqueeze(2))
+        error = found.sub_(groups).square_().sum(dim=2)
+        scale, offset = (torch.where(error < best, new, old) for new, old in zip(fitted, (scale, offset), strict=True))
+        best = torch.minimum(best, error)
+    return nearest_levels(groups, scale, offset).to(torch.uint8), scale, offset
 
 
-def _levels(groups: Tensor, scale: Tensor) -> Tensor:
-    return (groups / _divisor(scale).unsqueeze(2)).round_().clamp_(-8.0, 7.0).add_(8.0)
+def nearest_levels(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """Levels from 0 to 15, as float32: of numbers [..., size], by factors [...]."""
+    return ((groups - offset.float().unsqueeze(-1)) / _divisor(scale).unsqueeze(-1)).round_().clamp_(0.0, _TOP)
+
+
+def _least_squares(groups: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale and the offset that take levels nearest to the numbers. Equal levels tell of no scale: it is 0."""
+    level, number = levels.mean(dim=2), groups.mean(dim=2)
+    centred = levels - level.unsqueeze(2)
+    scale = (centred * groups).sum(dim=2) / centred.square_().sum(dim=2).clamp_(min=1e-6)
+    return scale, number - scale * level
 
 
 def _half(scale: Tensor) -> Tensor:

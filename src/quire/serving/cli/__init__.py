@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from quire import __version__
 from quire.serving.cli.arguments import OneLineParser, add_chat, add_complete, add_doctor, add_pull, examples
 from quire.serving.cli.bench_flags import add_bench
+from quire.serving.cli.quantize import add_quantize
 from quire.serving.cli.replay import add_replay
 from quire.serving.cli.run_batch import add_run_batch
 from quire.serving.cli.serve_flags import add_serve
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add_pull(commands)
     add_doctor(commands)
     add_tune(commands)
+    add_quantize(commands)
     add_replay(commands)
     return parser
 
@@ -88,6 +90,8 @@ def _command(args: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
         from quire.serving.cli.doctor import run_doctor as run
     elif name == "tune":
         from quire.serving.cli.tune import run_tune as run
+    elif name == "quantize":
+        from quire.serving.cli.quantize import run_quantize as run
     elif name == "replay":
         from quire.serving.cli.replay import run_replay as run
     elif name == "bench serve":

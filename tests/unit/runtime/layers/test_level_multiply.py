@@ -106,15 +106,12 @@ def test_scales_that_are_powers_of_two_are_made_before_the_product() -> None:
     assert float((found - wanted).abs().max() / wanted.std()) < 2e-3
 
 
-@pytest.mark.parametrize("nibbles", [True, False])
-def test_groups_of_32_are_kept_as_nibbles_and_expanded_as_bytes(nibbles: bool) -> None:
-    weight = quantize_int4(rand(16, 96, scale=0.1))
-    if not nibbles:
-        weight = replace(weight, levels=weight.levels.to(torch.int8), nibbles=False)
+def test_groups_of_no_kernel_are_expanded() -> None:
+    weight = quantize_int4(rand(16, 40, scale=0.1))
     product = TritonProduct(torch.float32, DEVICE, dependent_rows=sys.maxsize)
-    assert weight.group == 32
-    assert product.keeps(weight) == nibbles
-    x = rand(2, 96)
+    assert weight.group == 8
+    assert not product.keeps(weight)
+    x = rand(2, 40)
     found = product.pack_quantized(weight.to(DEVICE), None)(x)
     torch.testing.assert_close(found, F.linear(x, weight.values().to(DEVICE)), rtol=1e-4, atol=1e-4)
 

@@ -24,6 +24,8 @@ from gguf_files import (
 from quire.config.model import Heads, ModelConfig, Rope, WeightCounts
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
+from quire.runtime.loading.gguf.config import _read_levels
+from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.model_config import read_model_config
 from quire.types.errors import ModelLoadError
 
@@ -294,3 +296,28 @@ def test_a_split_model_that_announces_other_numbers_is_refused(tmp_path: Path) -
         opened(write_split(tmp_path, **{"split.tensors.count": 7}))
     with pytest.raises(ModelLoadError, match=r"split\.count: is 4, but 3 files"):
         opened(write_split(tmp_path, **{"split.count": 4}))
+
+
+def test_the_memory_of_levels_is_that_of_the_layers_that_hold_them(tmp_path: Path) -> None:
+    """Queries of 4 bits beside values of 8 are held with 8; a GPU expands the embedding table."""
+    weights = tiny_weights(layers=1)
+    kinds = {"token_embd.weight": (8, 34), "blk.0.attn_q.weight": (2, 18), "blk.0.attn_v.weight": (14, 210),
+             "blk.0.ffn_down.weight": (12, 144), "blk.0.ffn_up.weight": (16, 66)}  # fmt: skip
+    shapes = {"blk.0.ffn_down.weight": (32, 256), "blk.0.attn_v.weight": (16, 256), "blk.0.ffn_up.weight": (64, 256)}
+    tensors = []
+    for name, values in weights.items():
+        shape = shapes.get(name, values.shape)
+        if name not in kinds:
+            tensors.append(stored(name, values))
+            continue
+        number, size = kinds[name]
+        data = b"\1" * (math.prod(shape) // (32 if size < 60 else 256) * size)
+        tensors.append(Stored(name, shape, number, data))
+    model = GgufModel(write_gguf(tmp_path / "m.gguf", tiny_metadata(layers=1), tensors))
+    levels = _read_levels(model)
+    query, value, down, table = 32 * 32, 16 * 256, 32 * 256, 64 * 32
+    assert levels.parameters == query + value + down + table
+    assert levels.num_bytes == (query + value + table) * 36 // 32 + down * 20 // 32
+    assert levels.gpu_parameters == query + value + down
+    assert levels.gpu_bytes == (query + value) * 18 // 16 + down * 20 // 32
+    model.close()

@@ -81,9 +81,30 @@ def test_stacked_weights_may_differ_in_their_groups() -> None:
     assert torch.equal(whole.values(), torch.cat((one, two)))
 
 
-def test_weights_of_other_bits_columns_or_activations_are_not_stacked() -> None:
+def test_weights_of_four_and_eight_bits_are_stacked_with_eight() -> None:
+    (small, one), (large, two) = integers(4, 32), integers(6, 32, bits=8, seed=1)
+    whole = stack([small, large])
+    assert isinstance(whole, LevelWeight)
+    assert not whole.nibbles
+    assert torch.equal(whole.values(), torch.cat((one, two)))
+
+
+def test_groups_of_sixteen_become_wider_with_eight_bits() -> None:
+    """What shares its factors with its neighbour is not rounded."""
+    weight, wanted = integers(5, 16, bits=8)
+    wide = weight.in_wider_groups(32)
+    assert wide.group == 32
+    largest = wanted.view(5, -1, 32).abs().amax(dim=2, keepdim=True)
+    assert ((wide.values() - wanted).view(5, -1, 32).abs() <= largest / 250).all()
+    narrow = integers(5, 32)[0].in_groups(16)
+    assert torch.equal(narrow.in_wider_groups(32).values(), narrow.values())
+    native = weight.as_native()
+    assert native is not None
+    assert native.scales.dtype == torch.float16
+
+
+def test_weights_of_other_columns_or_activations_are_not_stacked() -> None:
     plain, _ = integers(4, 32)
-    assert stack([plain, integers(4, 32, bits=8)[0]]) is None
     assert stack([plain, integers(4, 32, shuffled=True)[0]]) is None
     assert stack([float8(4, (4, INPUTS)), plain]) is None
     rounded = LevelWeight(plain.levels, plain.scales, plain.offsets, plain.nibbles, None, ActivationScheme("int8"))
@@ -207,14 +228,24 @@ def test_int4_weights_cut_their_range_where_that_lowers_the_error(inputs: int) -
     weight = noise(6, inputs)
     weight[3] = 0.0
     made = quantize_int4(weight)
-    assert made.group == math.gcd(inputs, 128)
-    assert made.is_symmetric
+    assert made.group == math.gcd(inputs, 64)
     groups = weight.view(6, -1, made.group)
-    scale = groups.abs().amax(dim=2, keepdim=True) / 7
-    plain = (groups / scale.clamp(min=1e-9)).round() * scale
+    low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
+    scale = ((high - low) / 15).clamp(min=1e-9)
+    plain = ((groups - low) / scale).round() * scale + low
     error, usual = (made.values() - weight).square().sum(), (plain.view(weight.shape) - weight).square().sum()
     assert error < 0.95 * usual
     assert torch.equal(made.values()[3], weight[3])
+
+
+def test_int4_weights_on_one_side_of_zero_use_all_levels() -> None:
+    """Symmetric levels would leave half of them unused."""
+    weight = noise(4, 256).abs() + 3.0
+    made = quantize_int4(weight)
+    assert made.levels.amin() == 0
+    assert made.levels.amax() == 15
+    step = (weight.amax() - weight.amin()) / 15
+    assert (made.values() - weight).square().mean().sqrt() < 0.4 * step
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

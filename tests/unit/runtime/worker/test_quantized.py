@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
@@ -10,11 +11,16 @@ from torch import Tensor
 
 from make_quantized import FIXTURES, TOKENS
 from quire.config.model import Heads
+from quire.kernels.native.loader import why_not_native
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
+from quire.runtime.loading.gguf.levels import read_levels
+from quire.runtime.loading.gguf.types import TYPE_BY_NAME
+from quire.runtime.quantization.levels import LevelWeight
 from quire.types.step import Chunk
 from tiny_models import Bench, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
 
+CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "heads": Heads(4, 2, 16)}
 
 
@@ -78,3 +84,51 @@ def test_a_row_that_goes_bad_fails_alone(quantization: str | None, attention: st
     bench.run((), (Chunk(0, 0, 3, (0,)), Chunk(1, 0, 3, (1,))))
     assert bench.sampler.seen[0][0].isfinite().all()
     assert bench.sampler.seen[1][0].isnan().all()
+
+
+@dataclass
+class GgufMix(MemoryCheckpoint):
+    """The types of a Q4_K_M file: values and down projections in Q6_K, the rest of a block in Q4_K."""
+
+    levels: dict[str, LevelWeight] = field(default_factory=dict)
+
+    def read_quantized(self, name: str) -> LevelWeight | None:
+        return self.levels.get(name)
+
+
+@cache
+def gguf_mix() -> tuple[GgufMix, MemoryCheckpoint]:
+    """As levels, and the same as numbers."""
+    wide = {"hidden_size": 256, "intermediate_size": 256, "heads": Heads(4, 2, 64)}
+    source = random_checkpoint(tiny_config("llama", num_layers=1, **wide))
+    levels = {}
+    for name, tensor in source.tensors.items():
+        if "_proj" not in name:
+            continue
+        kind = TYPE_BY_NAME["Q6_K" if "v_proj" in name or "down_proj" in name else "Q4_K"]
+        generator = torch.Generator().manual_seed(len(levels))
+        blocks = torch.randint(0, 256, (tensor.numel() // 256, kind.block_bytes), generator=generator).to(torch.uint8)
+        places, size = ((208,), 2e-5) if kind.name == "Q6_K" else ((0, 2), 1e-4)
+        for place in places:
+            blocks[:, place : place + 2] = torch.full((len(blocks), 1), size).half().view(torch.uint8)
+        found = read_levels(blocks.view(-1), kind, tuple(tensor.shape))
+        assert found is not None
+        levels[name] = found
+    numbers = source.tensors | {name: weight.values() for name, weight in levels.items()}
+    return GgufMix(source.config, source.tensors, levels=levels), MemoryCheckpoint(source.config, numbers)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize(("attention", "near"), [("triton", 2e-3), ("auto", 0.01)])
+def test_the_types_of_a_q4_k_m_file_are_multiplied_as_they_are(
+    attention: str, near: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Q6_K has groups of 16, which the native kernels hold with one scale for 32."""
+    if attention == "triton":
+        pytest.importorskip("triton")
+    quantized, numbers = gguf_mix()
+    wanted = logits(Bench(numbers, engine_config(), attention="reference"))
+    with caplog.at_level("INFO", logger="quire.runtime"):
+        found = logits(Bench(quantized, engine_config(), attention=attention))
+    assert error(found, wanted) < near
+    assert ("expanded" in caplog.text) == (attention == "auto" and why_not_native(torch.float32, CPU) is not None)

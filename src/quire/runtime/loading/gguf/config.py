@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from quire.config.model import Dtype, Heads, ModelConfig, Rope, StoredLevels, pa
 from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.gguf.names import ROPE_FACTORS
 from quire.runtime.loading.gguf.shards import GgufModel
-from quire.runtime.loading.gguf.types import LEVEL_TYPES, NIBBLE_TYPES
+from quire.runtime.loading.gguf.types import LEVEL_FORMS, NATIVE_GROUP, LevelForm
 from quire.runtime.models.registry import IN_GGUF, find_family
 from quire.types.errors import ModelLoadError
 
@@ -30,6 +31,8 @@ _READ = {
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
 _WINDOW = "attention.sliding_window"
+_TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
+_STACKED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))  # by one layer
 _HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", "pooling_type", "attention.layer_norm_epsilon"}
 
 
@@ -90,13 +93,43 @@ def gguf_family(architecture: str) -> GgufFamily:
 
 
 def _read_levels(model: GgufModel) -> StoredLevels:
-    """Keys that are values too are stored once, and held twice."""
+    """Keys that are values too are stored once, and held twice. A GPU expands embedding tables and experts."""
     owners = model.owners
     copied = [name for name in owners if ".attn_k." in name and name.replace("attn_k", "attn_v") not in owners]
-    stored = [owners[name].tensors[name] for name in (*owners, *copied)]
-    matrices = [tensor for tensor in stored if tensor.ggml_type.name in LEVEL_TYPES and len(tensor.shape) > 1]
-    sizes = [(math.prod(tensor.shape), tensor.ggml_type.name in NIBBLE_TYPES) for tensor in matrices]
-    return StoredLevels(sum(size for size, _ in sizes), sum(packed_bytes(size, nibbles=four) for size, four in sizes))
+    found = StoredLevels()
+    for name in (*owners, *copied):
+        tensor = owners[name].tensors[name]
+        if tensor.ggml_type.name not in LEVEL_FORMS or len(tensor.shape) < 2:
+            continue
+        size, form = math.prod(tensor.shape), _held_form(model, name)
+        on_gpu = name not in _TABLES and len(tensor.shape) == 2
+        found = replace(
+            found,
+            parameters=found.parameters + size,
+            num_bytes=found.num_bytes + packed_bytes(size, nibbles=form.nibbles and form.group >= NATIVE_GROUP),
+            gpu_parameters=found.gpu_parameters + (size if on_gpu else 0),
+            gpu_bytes=found.gpu_bytes + (_gpu_bytes(size, form) if on_gpu else 0),
+        )
+    return found
+
+
+def _held_form(model: GgufModel, name: str) -> LevelForm:
+    """Of a tensor, together with those that one layer stacks it with."""
+    own = LEVEL_FORMS[model.owners[name].tensors[name].ggml_type.name]
+    before, word = name.split(".")[:-2], name.split(".")[-2] if "." in name else ""
+    words = next((stacked for stacked in _STACKED if word in stacked), ())
+    names = [".".join((*before, other, "weight")) for other in words]
+    kinds = [model.owners[each].tensors[each].ggml_type.name for each in names if each in model.owners]
+    forms = [LEVEL_FORMS[kind] for kind in kinds if kind in LEVEL_FORMS] or [own]
+    return LevelForm(
+        all(form.nibbles for form in forms), min(form.group for form in forms), any(form.has_offset for form in forms)
+    )
+
+
+def _gpu_bytes(size: int, form: LevelForm) -> int:
+    factors = size // form.group * (4 if form.has_offset else 2)
+    is_half = form.nibbles and form.group >= NATIVE_GROUP
+    return (size // 2 if is_half else size) + factors
 
 
 def _refuse_unknown(fields: Fields, prefix: str, settings: frozenset[str]) -> None:

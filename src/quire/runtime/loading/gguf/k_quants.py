@@ -19,53 +19,77 @@ def _q2_k(blocks: Tensor, out: Tensor) -> None:
     _scale_and_shift(out, values, scale, minimum)
 
 
-def _q3_k(blocks: Tensor, out: Tensor) -> None:
-    """Sixteen sub-blocks with 6-bit signed scales: low four bits in 8 bytes, high two in 4. Third bits are inverted."""
+def q3_scales(blocks: Tensor) -> Tensor:  # [n, 16]
+    """6-bit signed scales: low four bits in 8 bytes, high two in 4."""
     n = blocks.shape[0]
     low = nibbles(blocks[:, None, 96:104]).view(n, 16)
     high = spread(blocks[:, 104:108], 2, 4).view(n, 16)
-    scale = halves(blocks, 108) * (low | high << 4).float().sub_(32)
-    values = spread(blocks[:, 32:96].reshape(n, 2, 32), 2, 4).view(n, 8, 32)
-    third = spread(blocks[:, :32], 1, 8)  # [n, 8, 32]
-    out.copy_((values | third << 2).view_as(out)).sub_(4)
-    out.view(n, 16, 16).mul_(scale[..., None])
+    return halves(blocks, 108) * (low | high << 4).float().sub_(32)
+
+
+def q3_levels(blocks: Tensor) -> Tensor:  # [n, 8, 32], below 8
+    """Third bits are inverted."""
+    values = spread(blocks[:, 32:96].reshape(-1, 2, 32), 2, 4).view(-1, 8, 32)
+    return values | spread(blocks[:, :32], 1, 8) << 2
+
+
+def _q3_k(blocks: Tensor, out: Tensor) -> None:
+    """Sixteen sub-blocks."""
+    out.copy_(q3_levels(blocks).view_as(out)).sub_(4)
+    out.view(-1, 16, 16).mul_(q3_scales(blocks)[..., None])
 
 
 def _q4_k(blocks: Tensor, out: Tensor) -> None:
-    scale, minimum = _six_bit_scales(blocks)
+    scale, minimum = six_bit_scales(blocks)
     values = nibbles(blocks[:, 16:].reshape(-1, 4, 32))  # [n, 4, 2, 32]
     _scale_and_shift(out, values, scale, minimum)
 
 
-def _q5_k(blocks: Tensor, out: Tensor) -> None:
-    scale, minimum = _six_bit_scales(blocks)
+def five_bit_levels(blocks: Tensor) -> Tensor:  # [n, 8, 32]
+    """Of Q5_K: low four bits, and a fifth apart from them."""
     values = nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
-    fifth = spread(blocks[:, 16:48], 1, 8)  # [n, 8, 32]
-    _scale_and_shift(out, values | fifth << 4, scale, minimum)
+    return values | spread(blocks[:, 16:48], 1, 8) << 4
+
+
+def _q5_k(blocks: Tensor, out: Tensor) -> None:
+    scale, minimum = six_bit_scales(blocks)
+    _scale_and_shift(out, five_bit_levels(blocks), scale, minimum)
+
+
+def q6_scales(blocks: Tensor) -> Tensor:  # [n, 16]
+    return halves(blocks, 208) * blocks[:, 192:208].view(torch.int8)
+
+
+def q6_levels(blocks: Tensor) -> Tensor:  # [n, 8, 32], below 64
+    """Four low bits and two high bits of each value lie apart."""
+    n = blocks.shape[0]
+    low = nibbles(blocks[:, :128].reshape(n, 2, 64)).view(n, 8, 32)
+    high = spread(blocks[:, 128:192].reshape(n, 2, 32), 2, 4).view(n, 8, 32)
+    return low | high << 4
 
 
 def _q6_k(blocks: Tensor, out: Tensor) -> None:
-    """Sixteen sub-blocks with signed 8-bit scales; four low bits and two high bits of each value lie apart."""
-    n = blocks.shape[0]
-    scale = halves(blocks, 208) * blocks[:, 192:208].view(torch.int8)  # [n, 16]
-    low = nibbles(blocks[:, :128].reshape(n, 2, 64)).view(n, 8, 32)
-    high = spread(blocks[:, 128:192].reshape(n, 2, 32), 2, 4).view(n, 8, 32)
-    out.copy_((low | high << 4).view_as(out)).sub_(32)
-    out.view(n, 16, 16).mul_(scale[..., None])
+    """Sixteen sub-blocks with signed 8-bit scales."""
+    out.copy_(q6_levels(blocks).view_as(out)).sub_(32)
+    out.view(-1, 16, 16).mul_(q6_scales(blocks)[..., None])
+
+
+def iq4_xs_scales(blocks: Tensor) -> Tensor:  # [n, 8]
+    """6-bit signed scales: high two bits in a 16-bit word, low four in nibbles."""
+    high = fields(words(blocks, 2, 4)[:, 0], 2, 8)  # [n, 8]
+    low = fields(blocks[:, 4:8], 4, 2).view(-1, 8)
+    return halves(blocks, 0) * (low | high << 4).float().sub_(32)
 
 
 def _iq4_xs(blocks: Tensor, out: Tensor) -> None:
-    """Eight sub-blocks with 6-bit signed scales: high two bits in a 16-bit word, low four in nibbles."""
+    """Eight sub-blocks."""
     n = blocks.shape[0]
-    high = fields(words(blocks, 2, 4)[:, 0], 2, 8)  # [n, 8]
-    low = fields(blocks[:, 4:8], 4, 2).view(n, 8)
-    scale = halves(blocks, 0) * (low | high << 4).float().sub_(32)
     index = nibbles(blocks[:, 8:].reshape(n, 8, 16)).int().view(-1)
     out.copy_(IQ4_LEVELS.index_select(0, index).view_as(out))
-    out.view(n, 8, 32).mul_(scale[..., None])
+    out.view(n, 8, 32).mul_(iq4_xs_scales(blocks)[..., None])
 
 
-def _six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minima of Q4_K and Q5_K, [n, 8] each: eight 6-bit numbers of both kinds in twelve bytes."""
     scale, minimum, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((scale & 63, (rest & 15) | (scale >> 2 & 48)), dim=1)

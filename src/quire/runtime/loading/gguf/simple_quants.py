@@ -52,14 +52,19 @@ def _iq4_nl(blocks: Tensor, out: Tensor) -> None:
     out.copy_(IQ4_LEVELS.index_select(0, index).view_as(out)).mul_(halves(blocks, 0))
 
 
-def _mxfp4(blocks: Tensor, out: Tensor) -> None:
+def mxfp4_scales(blocks: Tensor) -> Tensor:  # [n, 1]
+    """Powers of two, halved as their levels are doubled."""
     exponent = blocks[:, :1].int()
     bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=2), (exponent - 1) << 23)
+    return bits.view(torch.float32)
+
+
+def _mxfp4(blocks: Tensor, out: Tensor) -> None:
     index = nibbles(blocks[:, None, 1:]).int().view(-1)
-    out.copy_(MXFP4_LEVELS.index_select(0, index).view_as(out)).mul_(bits.view(torch.float32))
+    out.copy_(MXFP4_LEVELS.index_select(0, index).view_as(out)).mul_(mxfp4_scales(blocks))
 
 
-def _tq1_0(blocks: Tensor, out: Tensor) -> None:
+def tq1_digits(blocks: Tensor) -> Tensor:  # [n, 256]
     """Five ternary digits to a byte, as a fraction of 256: times 3**i, modulo 256, brings digit i to the top."""
     n = blocks.shape[0]
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:, None]
@@ -68,13 +73,19 @@ def _tq1_0(blocks: Tensor, out: Tensor) -> None:
         (blocks[:, None, 32:48] * powers).view(n, -1),
         (blocks[:, None, 48:52] * powers[:4]).view(n, -1),
     ]
-    digits = torch.cat(parts, dim=1).short() * 3 >> 8
-    out.copy_(digits).sub_(1).mul_(halves(blocks, 52))
+    return torch.cat(parts, dim=1).short() * 3 >> 8
+
+
+def _tq1_0(blocks: Tensor, out: Tensor) -> None:
+    out.copy_(tq1_digits(blocks)).sub_(1).mul_(halves(blocks, 52))
+
+
+def tq2_digits(blocks: Tensor) -> Tensor:  # [n, 2, 4, 32]
+    return spread(blocks[:, :64].reshape(-1, 2, 32), 2, 4)
 
 
 def _tq2_0(blocks: Tensor, out: Tensor) -> None:
-    digits = spread(blocks[:, :64].view(-1, 2, 32), 2, 4)  # [n, 2, 4, 32]
-    out.copy_(digits.view_as(out)).sub_(1).mul_(halves(blocks, 64))
+    out.copy_(tq2_digits(blocks).view_as(out)).sub_(1).mul_(halves(blocks, 64))
 
 
 SIMPLE_DECODERS: dict[str, Callable[[Tensor, Tensor], None]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,38 @@ GGML_TYPES: dict[int, GgmlType] = {
     35: GgmlType("TQ2_0", 256, 66),
     39: GgmlType("MXFP4", 32, 17),
 }
-NIBBLE_TYPES = ("Q4_0", "Q4_1")
-LEVEL_TYPES = (*NIBBLE_TYPES, "Q5_0", "Q5_1", "Q8_0")  # a level, a scale, perhaps an offset: see levels.py
+
+
+NATIVE_GROUP = 32  # values that share factors in the native kernels: smaller groups are held as 8-bit levels
+
+
+class LevelForm(NamedTuple):
+    """How the levels of a type are held: in 4 bits or 8, with a scale for a group of values, perhaps an offset too."""
+
+    nibbles: bool
+    group: int
+    has_offset: bool
+
+
+# Types whose numbers are a level times a scale, perhaps plus an offset: see levels.py.
+LEVEL_FORMS: dict[str, LevelForm] = {
+    "Q4_0": LevelForm(True, 32, False),
+    "Q4_1": LevelForm(True, 32, True),
+    "Q5_0": LevelForm(False, 32, False),
+    "Q5_1": LevelForm(False, 32, True),
+    "Q8_0": LevelForm(False, 32, False),
+    "Q2_K": LevelForm(True, 16, True),
+    "Q3_K": LevelForm(True, 16, False),
+    "Q4_K": LevelForm(True, 32, True),
+    "Q5_K": LevelForm(False, 32, True),
+    "Q6_K": LevelForm(False, 16, False),
+    "Q8_K": LevelForm(False, 256, False),
+    "IQ4_NL": LevelForm(False, 32, False),
+    "IQ4_XS": LevelForm(False, 32, False),
+    "MXFP4": LevelForm(False, 32, False),
+    "TQ1_0": LevelForm(True, 256, False),
+    "TQ2_0": LevelForm(True, 256, False),
+}
 TYPE_BY_NAME: dict[str, GgmlType] = {kind.name: kind for kind in GGML_TYPES.values()}
 
 # Numbers that mean something and are refused all the same.

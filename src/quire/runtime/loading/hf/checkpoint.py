@@ -62,6 +62,11 @@ class HfCheckpoint:
             self.close()
             raise
 
+    @property
+    def stored_names(self) -> frozenset[str]:
+        """The names of the tensors in the files."""
+        return frozenset(self._owners)
+
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._quantized:
             return self._quantized[name].shape

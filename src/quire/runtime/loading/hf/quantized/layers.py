@@ -16,7 +16,7 @@ from quire.runtime.models.build import count_copies
 from quire.runtime.quantization.levels import GROUP
 from quire.types.errors import ModelLoadError
 
-_GPU_GROUP = 64  # Triton's products take groups of a multiple of it
+_GPU_GROUPS = (16, 32)  # Triton's products take groups of the first, and of multiples of the second
 _CACHE_SCALE = re.compile(r"\.(?:k|v|kv)_(?:scale|zero_point)$|\.(?:k|v|qkv)_proj\.output_scale$")
 _FIX = "the config and the weights do not fit together"
 
@@ -79,9 +79,9 @@ def count_stored(directory: Path, method: Method, config: ModelConfig) -> Stored
     names, copies = part_names(config, owners), count_copies(config)
     parts = [(names.of(f"{layer.layer}.weight"), layer.layout) for layer in layers]
     layouts = [(name, one) for name, one in parts if name is not None for _ in range(copies.get(name, 0))]
-    by_groups = [one for _, one in layouts if one.bits and one.inputs % (GROUP * one.groups) == 0]
-    on_cpu = [(one.outputs * one.inputs, one.bits <= 4) for one in by_groups]
-    on_gpu = [one for name, one in layouts if one.inputs % (_GPU_GROUP * one.groups) == 0 and ".experts." not in name]
+    by_groups = [one for _, one in layouts if one.bits and one.inputs % GROUP == 0 and _is_held_by_cpu(one)]
+    on_cpu = [(one.outputs * one.inputs, one.bits <= 4 and one.inputs >= GROUP * one.groups) for one in by_groups]
+    on_gpu = [one for name, one in layouts if _is_held_by_gpu(one) and ".experts." not in name]
     return StoredLevels(
         parameters=sum(size for size, _ in on_cpu),
         num_bytes=sum(packed_bytes(size, nibbles=few) for size, few in on_cpu),
@@ -90,6 +90,17 @@ def count_stored(directory: Path, method: Method, config: ModelConfig) -> Stored
         gpu_is_float8=any(one.bits == 0 for one in on_gpu),
         has_table=False,
     )
+
+
+def _is_held_by_cpu(layout: Layout) -> bool:
+    """Groups smaller than 32 with 8 bits."""
+    size, rest = divmod(layout.inputs, layout.groups)
+    return rest == 0 and (size % GROUP == 0 or GROUP % size == 0)
+
+
+def _is_held_by_gpu(layout: Layout) -> bool:
+    size, rest = divmod(layout.inputs, layout.groups)
+    return rest == 0 and ((size == _GPU_GROUPS[0] and layout.bits > 0) or size % _GPU_GROUPS[1] == 0)
 
 
 def _gpu_bytes(layout: Layout) -> int:

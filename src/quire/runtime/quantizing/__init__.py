@@ -1,0 +1,1 @@
+"""Writes quantized checkpoints: `quire quantize`."""

@@ -1,0 +1,102 @@
+"""`quire quantize`: write a checkpoint whose matrices are quantized, for Quire and other engines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from quire.serving.cli.arguments import Commands, OneLineParser, add_debug, examples
+from quire.types.errors import ConfigError
+
+_FEWEST_TOKENS = 16  # of a calibration text
+
+
+def add_quantize(commands: Commands[OneLineParser]) -> None:
+    parser = commands.add_parser(
+        "quantize",
+        help="write a quantized checkpoint of a model",
+        description="Quantize the matrices of a safetensors checkpoint into a new folder, in the compressed-tensors "
+        "format. The embedding, the output head and norms stay as they are.",
+        **examples(
+            {
+                "quire quantize --model org/name --output DIR --method int4 --calibration text.txt": "GPTQ: 4-bit "
+                "weights whose rounding errors make up for each other on the text",
+                "quire quantize --model org/name --output DIR --method fp8": "8-bit floats, no data needed",
+                "quire serve DIR": "serve the result",
+            }
+        ),
+    )
+    parser.add_argument("-m", "--model", required=True, help="a folder with safetensors files, or a hub name")
+    parser.add_argument("--output", type=Path, required=True, help="a folder that is empty or not there yet")
+    parser.add_argument(
+        "--method", choices=("int4", "int8", "fp8"), required=True,
+        help="int4: 4-bit weights (W4A16); int8: 8-bit weights and activations (W8A8); fp8: the same as float8",
+    )  # fmt: skip
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="a text like those the model will see")
+    parser.add_argument("--calibration-tokens", type=int, default=16_384, help="tokens of it to use (16384)")
+    parser.add_argument("--calibration-window", type=int, default=512, help="tokens of one text of it (512)")
+    parser.add_argument(
+        "--group-size", type=int, help="inputs that share a scale with int4: by default 128, 64 or 32, what divides all"
+    )
+    parser.add_argument(
+        "--fp8-scales", choices=("channel", "tensor", "block"), default="channel",
+        help="what shares a scale with fp8: an output's weights (the default), all, or blocks of 128 x 128",
+    )  # fmt: skip
+    parser.add_argument("--head", action="store_true", help="quantize the output head too")
+    parser.add_argument(
+        "--device", default="auto", help="where to compute: cpu, cuda, or auto (cuda where there is one)"
+    )
+    add_debug(parser)
+
+
+def run_quantize(args: argparse.Namespace) -> int:
+    """Raises QuireError for what cannot be quantized."""
+    import torch
+
+    from quire.runtime.loading.model_config import read_model_config
+    from quire.runtime.loading.resolve import resolve_model
+    from quire.runtime.models.registry import check_generates
+    from quire.runtime.quantizing.checkpoint import Recipe, write_quantized
+
+    files = resolve_model(args.model)
+    check_generates(read_model_config(files).architecture)
+    texts = [] if args.calibration is None else _read_texts(args)
+    name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError("device", f"{name!r} is unknown", "use cpu, cuda or auto") from None
+    recipe = Recipe(args.method, args.group_size, args.head, texts, args.fp8_scales)
+    count = write_quantized(files, args.output, recipe, device, _report)
+    print(f"{count} matrices quantized to {args.method}: {args.output}")
+    return 0
+
+
+def _read_texts(args: argparse.Namespace) -> list[list[int]]:
+    """Texts of equal length, from the beginning of the file; what is left over at its end is not used."""
+    from quire.runtime.loading.resolve import resolve_model
+    from quire.serving.text.tokenizer import load_tokenizer
+
+    try:
+        text = args.calibration.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("calibration", f"{args.calibration} cannot be read: {error}", "give a text file") from None
+    for flag, value in (
+        ("calibration_tokens", args.calibration_tokens),
+        ("calibration_window", args.calibration_window),
+    ):
+        if value < _FEWEST_TOKENS:
+            raise ConfigError(flag, f"must be at least {_FEWEST_TOKENS}, is {value}", "give more")
+    tokens = load_tokenizer(resolve_model(args.model)).encode(text[: 16 * args.calibration_tokens])
+    tokens = tokens[: args.calibration_tokens]
+    if len(tokens) < _FEWEST_TOKENS:
+        raise ConfigError(
+            "calibration", f"has {len(tokens)} tokens", f"give at least {_FEWEST_TOKENS}, better thousands"
+        )
+    window = min(args.calibration_window, len(tokens))
+    return [list(tokens[begin : begin + window]) for begin in range(0, len(tokens) - window + 1, window)]
+
+
+def _report(what: str, done: int, total: int) -> None:
+    print(f"\r{what}: {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
