@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule, CacheScales, check_cache, check_heads, row_unit
 from quire.kernels.triton.attention_pairs import arrive, kept, load_queries, unit_at, write_pair
-from quire.kernels.triton.attention_scaled import compute_of, head_scales, head_stride, int4_group
+from quire.kernels.triton.attention_scaled import compute_of, head_stride, int4_group, scales_of_head
 from quire.kernels.triton.attention_schedule import PROGRAM_NUMBERS, SplitPlan
 from quire.kernels.triton.attention_split import ask_for_tile, attend_tiles, base_of, leave_part, part_slot, program_of
 from quire.kernels.triton.attention_turned import attend_turned
@@ -142,7 +142,10 @@ def _split_attention(
         count = tl.minimum(tiles - first, left)
         q = load_queries(query, unit, head, members, spans, query_stride, GROUP, BLOCK_M, DIM, DIM_PAD).to(COMPUTE)
         inside, table = head * HEAD_STRIDE, tables + row.to(tl.int64) * table_stride
-        of_keys, of_values = head_scales(key_scales, value_scales, head, HEAD_STRIDE, INT4_GROUP)
+        of_keys, of_values = key_scales, value_scales
+        if key_scales is not None:
+            of_keys = scales_of_head(key_scales, head, HEAD_STRIDE, INT4_GROUP)
+            of_values = scales_of_head(value_scales, head, HEAD_STRIDE, INT4_GROUP)
         acc, top, total = _attend(
             q, keys + inside, values + inside, of_keys, of_values, table, low, high, first, count, factor, cap,
             BLOCK_N, BLOCK_SIZE, STRIDE, DIM, UNIT, INT4_GROUP, PRECISION, TURNED,

@@ -21,11 +21,11 @@ from quire.kernels.triton.attention_scaled import (
     NO_REACH,
     compute_of,
     fold_scaled,
-    head_scales,
     head_stride,
     int4_group,
     load_scales,
     load_tile,
+    scales_of_head,
 )
 from quire.kernels.triton.attention_split import base_of
 from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, block_ids, fold, slots, squash, take_in
@@ -134,7 +134,10 @@ def _prefill(
     top = tl.full([BLOCK_M], EMPTY, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     inside = head * HEAD_STRIDE
-    of_keys, of_values = head_scales(key_scales, value_scales, head, HEAD_STRIDE, INT4_GROUP)
+    of_keys, of_values = key_scales, value_scales
+    if key_scales is not None:
+        of_keys = scales_of_head(key_scales, head, HEAD_STRIDE, INT4_GROUP)
+        of_values = scales_of_head(value_scales, head, HEAD_STRIDE, INT4_GROUP)
     acc, top, total = _attend(
         acc, top, total, q.to(COMPUTE), keys + inside, values + inside, of_keys, of_values, table, ids, start + token,
         start + lowest, start + highest, end, factor, cap, window,

@@ -38,13 +38,9 @@ def head_stride(cache: Tensor) -> int:
 
 
 @triton.jit
-def head_scales(key_scales, value_scales, head, HEAD_STRIDE: tl.constexpr, GROUP: tl.constexpr):
-    """The scales of a head within block 0. HEAD_STRIDE is in bytes: scales have four, those of int4 two."""
-    of_keys, of_values = key_scales, value_scales
-    if key_scales is not None:
-        inside = head * (HEAD_STRIDE // (2 if GROUP > 0 else 4))
-        of_keys, of_values = key_scales + inside, value_scales + inside
-    return of_keys, of_values
+def scales_of_head(scales, head, HEAD_STRIDE: tl.constexpr, GROUP: tl.constexpr):
+    """Where the scales of a head are within block 0. HEAD_STRIDE is in bytes: scales have four, those of int4 two."""
+    return scales + head * (HEAD_STRIDE // (2 if GROUP > 0 else 4))
 
 
 @triton.jit
