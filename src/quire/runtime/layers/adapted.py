@@ -146,6 +146,8 @@ class StackedAdapters(LinearAdapters):
         self.ranks, self.host_ranks = ranks
         self._outputs, self._dependent_rows = [part.outputs for part in parts], dependent_rows
         self._blocks: OutputBlocks | None = None  # for the Triton kernels
+        if device.type == "cuda":
+            self._blocks = _blocks_of(self._outputs, device)  # not while a graph is captured
 
     def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         for part, (a, b) in pairs.items():
@@ -164,11 +166,17 @@ class StackedAdapters(LinearAdapters):
         if rows.tiles is None:
             add_low_rank(out, x, self.a, self.b, rows.groups, self.host_ranks.tolist(), self._outputs)
             return out
-        from quire.kernels.triton.lora import OutputBlocks, add_tiles
+        from quire.kernels.triton.lora import add_tiles
 
         if self._blocks is None:
-            self._blocks = OutputBlocks.of(self._outputs, out.device)
+            self._blocks = _blocks_of(self._outputs, out.device)
         tiles = (rows.tiles.order, rows.tiles.tiles, rows.tiles.most)
         dependent = 0 < self._dependent_rows <= len(x)
         add_tiles(out, x, self.a, self.b, self.ranks, *tiles, self._blocks, dependent=dependent)
         return out
+
+
+def _blocks_of(outputs: list[Runs], device: torch.device) -> OutputBlocks:
+    from quire.kernels.triton.lora import OutputBlocks
+
+    return OutputBlocks.of(outputs, device)
