@@ -165,10 +165,14 @@ class Committer:
         now = self._clock()
         for row in [row for chunk in step.plan.chunks for row in chunk.sample_rows]:
             sequence = self._sequence_if_leased(step.lease_of(row), row)
-            if sequence is not None and not sequence.group.has_token:
-                sequence.group.has_token = True
-                sequence.group.ledger.note("first_token", now)
-                self._scheduler.note_token(sequence.group)
+            if sequence is None:
+                continue
+            group = sequence.group
+            if group.held_chunks is not None or not group.has_token:  # after a preemption it may be in another slot
+                self._scheduler.note_token(group)
+            if not group.has_token:
+                group.has_token = True
+                group.ledger.note("first_token", now)
 
     def _take_logprobs(
         self, step: InFlightStep, result: StepResult, paced: list[PacedResult]

@@ -78,10 +78,10 @@ def test_blocks_of_a_quantized_cache_hold_their_scales(kv_dtype: str, head_bytes
 def test_the_plan_counts_with_the_runtimes_own_limits() -> None:
     from quire.runtime import transfer
     from quire.runtime.attention.gather import GROUP_BYTES
-    from quire.runtime.worker.runner import _PROMPT_LOGPROBS_AT_ONCE
+    from quire.runtime.worker.prompt_logprobs import AT_ONCE
 
     assert all(GATHERED_BYTES[device] >= size for device, size in GROUP_BYTES.items())
-    assert PROMPT_POSITIONS >= _PROMPT_LOGPROBS_AT_ONCE
+    assert PROMPT_POSITIONS >= AT_ONCE
     assert MASK_PARCELS >= transfer._SLOTS
 
 

@@ -75,7 +75,7 @@ class ModelDrafter:
         """Let our worker have the same rows and blocks; those of a beam search are none of ours."""
         self._coverage.observe(plan)
         released = tuple(row for row in plan.released if self._told.pop(row, None) is not None)
-        news = tuple(self._plain(new) for new in plan.new_rows if not new.num_candidates)
+        news = tuple(_plain(new, keeps_adapter=self._shares_cache) for new in plan.new_rows if not new.num_candidates)
         for new in news:
             self._told[new.row] = _Told(right=len(new.token_ids))
         self._forget(plan)
@@ -89,17 +89,6 @@ class ModelDrafter:
                 copies=copies,
                 released=released,
             )
-
-    def _plain(self, new: NewRow) -> NewRow:
-        """The row without what only its user is told, and without its LoRA adapter unless that is of our layers too."""
-        new = new if self._shares_cache else new._replace(adapter=NO_ADAPTER)
-        sampling = new.sampling
-        if sampling.logprobs is None and sampling.prompt_logprobs is None:
-            return new if new.pools is None else new._replace(pools=None)
-        silent = replace(
-            sampling, logprobs=None, prompt_logprobs=None, prompt_logprobs_start=None, logprob_token_ids=()
-        )  # fmt: skip
-        return new._replace(sampling=silent, pools=None)
 
     def _forget(self, plan: StepPlan) -> None:
         """What was computed in blocks that others took their place is lost, unless it was copied."""
@@ -200,3 +189,15 @@ def _common(guess: Sequence[int], truth: Sequence[int]) -> int:
         if left != right:
             return place
     return min(len(guess), len(truth))
+
+
+def _plain(new: NewRow, *, keeps_adapter: bool) -> NewRow:
+    """The row without what only its user is told, and without a LoRA adapter that is not of our layers too."""
+    new = new if keeps_adapter else new._replace(adapter=NO_ADAPTER)
+    sampling = new.sampling
+    if sampling.logprobs is None and sampling.prompt_logprobs is None:
+        return new if new.pools is None else new._replace(pools=None)
+    silent = replace(
+        sampling, logprobs=None, prompt_logprobs=None, prompt_logprobs_start=None, logprob_token_ids=()
+    )  # fmt: skip
+    return new._replace(sampling=silent, pools=None)

@@ -14,6 +14,7 @@ from quire.config.model import Heads
 from quire.engine.speculation.draft_length import DraftLength
 from quire.runtime.layers import skinny
 from quire.runtime.speculation.model_drafter import _plain
+from quire.types.adapters import NO_ADAPTER
 from quire.types.pooling import PoolingParams, PoolingWork
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import NewRow
@@ -61,6 +62,8 @@ def test_drafts_by_triton_kernels_are_right_where_the_model_is_the_same(
 def test_a_draft_model_is_not_asked_for_what_only_users_are_told() -> None:
     sampling = SamplingParams(logprobs=2, prompt_logprobs=1, prompt_logprobs_start=2, top_k=3)
     new = NewRow(0, np.array([1, 2, 3], np.int32), 3, (), sampling, TokenRules(), 0, 0)
-    assert _plain(new).sampling == SamplingParams(top_k=3)
+    assert _plain(new, keeps_adapter=True).sampling == SamplingParams(top_k=3)
     pooled = new._replace(sampling=SamplingParams(), pools=PoolingWork(PoolingParams(), (3,)))
-    assert _plain(pooled).pools is None
+    assert _plain(pooled, keeps_adapter=True).pools is None
+    adapted = pooled._replace(adapter=2)
+    assert [_plain(adapted, keeps_adapter=keeps).adapter for keeps in (True, False)] == [2, NO_ADAPTER]
