@@ -447,3 +447,20 @@ def test_a_recorded_run_with_adapters_is_decided_again(tokens: TokenForm, tmp_pa
     assert recorded == [[*placement] for plan in load.executor.plans for placement in plan.adapters]
     more = Scenario.from_recording(recording).run("more", recording.setup.cache, replace(scheduler, adapter_slots=4))
     assert [outcome.refused for outcome in more.outcomes] == [None] * 30
+
+
+def test_a_request_that_comes_back_to_a_slot_proves_it_with_its_next_token() -> None:
+    """Else others that need what it computes would wait until it ends."""
+    harness = make(1, num_blocks=14)
+    harness.submit("first", PROMPT, adapter="a", max_tokens=30)
+    harness.submit("second", [9, 9, 9, *PROMPT], adapter="a", max_tokens=30)
+    harness.submit("other", [*PROMPT, 2], adapter="b", max_tokens=12)
+    held: dict[str, int] = {}  # tokens that groups had when they came back
+    while harness.core.has_work:
+        harness.step()
+        for name, group in harness.core._groups.items():
+            if not group.is_running or group.held_chunks is None or not group.has_token:
+                held.pop(name, None)
+                continue
+            assert len(group.leader.outputs) <= held.setdefault(name, len(group.leader.outputs))
+    assert harness.core.stats().preemptions
