@@ -455,12 +455,11 @@ def test_a_request_that_comes_back_to_a_slot_proves_it_with_its_next_token() -> 
     harness.submit("first", PROMPT, adapter="a", max_tokens=30)
     harness.submit("second", [9, 9, 9, *PROMPT], adapter="a", max_tokens=30)
     harness.submit("other", [*PROMPT, 2], adapter="b", max_tokens=12)
-    held: dict[str, int] = {}  # tokens that groups had when they came back
+    steps: Counter[str] = Counter()  # that a request has run in a slot from which no token has come
     while harness.core.has_work:
         harness.step()
         for name, group in harness.core._groups.items():
-            if not group.is_running or group.held_chunks is None or not group.has_token:
-                held.pop(name, None)
-                continue
-            assert len(group.leader.outputs) <= held.setdefault(name, len(group.leader.outputs))
+            is_held = group.is_running and group.held_chunks is not None and group.has_token
+            steps[name] = steps[name] + 1 if is_held else 0
+            assert steps[name] < 3
     assert harness.core.stats().preemptions
