@@ -5,6 +5,7 @@ reads blocks which were computed under another one."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
