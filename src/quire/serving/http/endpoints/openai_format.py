@@ -82,7 +82,7 @@ def prompt_members(options: ResponseOptions, request: InFlightRequest, names: Na
     found: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
     finished = request.finished
     if request.submit.sampling.prompt_logprobs is not None and finished is not None:
-        found["prompt_logprobs"] = prompt_logprobs(finished.prompt_logprobs, names.of(options))
+        found["prompt_logprobs"] = msgspec.Raw(prompt_logprobs(finished.prompt_logprobs, names.of(options)))
     if options.return_token_ids:
         found["prompt_token_ids"] = request.submit.prompt_token_ids.tolist()
     return found

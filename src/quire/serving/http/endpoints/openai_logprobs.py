@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
 
 import msgspec
 
@@ -95,15 +94,16 @@ def _completion_columns(
 
 def echoed_columns(
     table: LogprobTable | None, token_ids: Sequence[int], offsets: Sequence[int], names: TokenNames
-) -> list[tuple[bytes, ...]]:
-    """The columns of an echoed prompt. A token without logprobs has null in their place."""
+) -> tuple[bytes, ...]:
+    """The columns of an echoed prompt, each joined. A token without logprobs has null in their place."""
     lines: Iterable[tuple[list[int], list[float], int] | None] = repeat(None) if table is None else table.lines()
-    return [
+    columns = [
         (_encode(names[token].key), b"null", b"null", str(offset).encode())
         if line is None
         else _completion_columns(names, line[0], line[1], offset)
         for token, offset, line in zip(token_ids, offsets, lines, strict=table is not None)
     ]
+    return tuple(map(b",".join, zip(*columns, strict=True)))
 
 
 def chat_logprobs(columns: Sequence[tuple[bytes, ...]]) -> bytes:
@@ -122,17 +122,16 @@ def completion_logprobs(columns: Sequence[tuple[bytes, ...]]) -> bytes:
     )  # fmt: skip
 
 
-def prompt_logprobs(table: LogprobTable | None, names: TokenNames) -> list[dict[str, Any] | None]:
-    """Of every prompt token: an object by token id; the first has none."""
-    if table is None:
-        return []
-    return [None if line is None else _prompt_entry(*line, names) for line in table.lines()]
+def prompt_logprobs(table: LogprobTable | None, names: TokenNames) -> bytes:
+    """A list with an object by token id for every prompt token; the first has null."""
+    lines: Iterable[tuple[list[int], list[float], int] | None] = () if table is None else table.lines()
+    return b"[" + b",".join([b"null" if line is None else _prompt_entry(*line, names) for line in lines]) + b"]"
 
 
-def _prompt_entry(ids: Sequence[int], values: Sequence[float], rank: int, names: TokenNames) -> dict[str, Any]:
-    ranks = [rank, *range(1, len(ids))]
-    found: dict[str, Any] = {}
-    for token, value, place in zip(ids, values, ranks, strict=True):
-        shown = {"logprob": max(value, LOWEST), "rank": place, "decoded_token": msgspec.Raw(names[token].text)}
-        found.setdefault(str(token), shown)
-    return found
+def _prompt_entry(ids: Sequence[int], values: Sequence[float], rank: int, names: TokenNames) -> bytes:
+    found: dict[int, bytes] = {}
+    for token, value, place in zip(ids, values, (rank, *range(1, len(ids))), strict=True):
+        if token not in found:  # the prompt's token may also be among the likeliest
+            parts = (token, _encode(max(value, LOWEST)), place, names[token].text)
+            found[token] = b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}' % parts
+    return b"{" + b",".join(found.values()) + b"}"
