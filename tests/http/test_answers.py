@@ -86,6 +86,15 @@ def test_prompt_logprobs_come_by_token_id(server: TestServer) -> None:
     assert len(chat(server, prompt_logprobs=0)["prompt_logprobs"]) == len("user:hi\nbot:")
 
 
+def test_an_echo_and_prompt_logprobs_show_each_what_was_asked_of_it(server: TestServer) -> None:
+    for logprobs, asked in ((2, None), (0, 2), (2, 0), (1, 1)):
+        more = {} if asked is None else {"prompt_logprobs": asked}
+        choice = complete(server, echo=True, logprobs=logprobs, max_tokens=0, **more)["choices"][0]
+        assert [top and len(top) for top in choice["logprobs"]["top_logprobs"]] == [None, 1 + logprobs, 1 + logprobs]
+        found = choice["prompt_logprobs"]
+        assert (found is None) if asked is None else [len(entry) for entry in found[1:]] == [1 + asked] * 2
+
+
 def test_a_prompt_is_rendered_once_for_all_its_choices(server: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = []
 

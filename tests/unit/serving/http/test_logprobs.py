@@ -60,7 +60,7 @@ def test_nothing_at_all_is_still_json() -> None:
 def test_prompt_logprobs_rank_the_chosen_token_first() -> None:
     one = entry((65, -1.0), (66, -0.5))
     table = LogprobTable(1, one.token_ids, one.logprobs, np.array([one.rank], dtype=np.int32))
-    found = json.loads(prompt_logprobs(table, TokenNames(TOKENIZER)))
+    found = json.loads(prompt_logprobs(table, TokenNames(TOKENIZER), -1))
     assert found[0] is None
     assert [(token, found[1][token]["rank"]) for token in found[1]] == [("65", 3), ("66", 1)]
 

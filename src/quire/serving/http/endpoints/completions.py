@@ -120,7 +120,8 @@ class CompletionFormat:
             table = None if request.finished is None else request.finished.prompt_logprobs
             token_ids = request.submit.prompt_token_ids
             offsets = text_offsets(self._tokenizer, token_ids, preface)
-            columns.append(echoed_columns(table, token_ids, offsets, self._names.of(options)))
+            num_top = options.parameters.get("logprobs", 0)
+            columns.append(echoed_columns(table, token_ids, offsets, self._names.of(options), num_top))
         return _Prompt(members, columns)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -14,6 +14,7 @@ from quire.types.step import LogprobTable, TokenLogprobs
 
 LOWEST = -9999.0  # JSON has no minus infinity
 _encode = msgspec.json.encode
+_Line = tuple[list[int], list[float], int]  # of one prompt token: ids, logprobs and its rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,11 @@ def _completion_columns(
 
 
 def echoed_columns(
-    table: LogprobTable | None, token_ids: Sequence[int], offsets: Sequence[int], names: TokenNames
+    table: LogprobTable | None, token_ids: Sequence[int], offsets: Sequence[int], names: TokenNames, num_top: int
 ) -> tuple[bytes, ...]:
-    """The columns of an echoed prompt, each joined. A token without logprobs has null in their place."""
-    lines: Iterable[tuple[list[int], list[float], int] | None] = repeat(None) if table is None else table.lines()
+    """The columns of an echoed prompt, each joined, with the `num_top` likeliest tokens, -1 for all. A token without
+    logprobs has null in their place."""
+    lines: Iterable[_Line | None] = repeat(None) if table is None else _lines(table, num_top)
     columns = [
         (_encode(names[token].key), b"null", b"null", str(offset).encode())
         if line is None
@@ -122,9 +124,17 @@ def completion_logprobs(columns: Sequence[tuple[bytes, ...]]) -> bytes:
     )  # fmt: skip
 
 
-def prompt_logprobs(table: LogprobTable | None, names: TokenNames) -> bytes:
-    """A list with an object by token id for every prompt token; the first has null."""
-    lines: Iterable[tuple[list[int], list[float], int] | None] = () if table is None else table.lines()
+def _lines(table: LogprobTable, num_top: int) -> Iterator[_Line | None]:
+    """The lines of a table with the `num_top` likeliest tokens alone, -1 for all: an echo and `prompt_logprobs` share
+    the table, and may ask for different numbers."""
+    end = None if num_top == -1 else 1 + num_top
+    return (line and (line[0][:end], line[1][:end], line[2]) for line in table.lines())
+
+
+def prompt_logprobs(table: LogprobTable | None, names: TokenNames, num_top: int) -> bytes:
+    """A list with an object by token id for every prompt token: the token and the `num_top` likeliest ones, -1 for all.
+    The first prompt token has null."""
+    lines: Iterable[_Line | None] = () if table is None else _lines(table, num_top)
     return b"[" + b",".join([b"null" if line is None else _prompt_entry(*line, names) for line in lines]) + b"]"
 
 
