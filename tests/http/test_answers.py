@@ -117,7 +117,7 @@ def test_a_prompt_is_rendered_once_for_all_its_choices(server: TestServer, monke
 def test_the_logprobs_of_all_prompts_of_a_request_are_bounded_together(
     server: TestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.serving.http.generation.admission_checks.MAX_ANSWER", 100)
+    monkeypatch.setattr("quire.serving.http.generation.admission_checks.MAX_ANSWER", 60)
     assert complete(server, prompt_logprobs=1, max_tokens=1)
     error = refusal(server, "/v1/completions", prompt=["abc", "abc"], prompt_logprobs=1)
     assert error["param"] == "prompt_logprobs"

@@ -29,6 +29,7 @@ from quire.types.sampling import check_vocabulary
 
 MAX_ANSWER = 16 * 2**20  # bytes of one request's terminal message
 MAX_STEP_LOGPROBS = 32 * 2**20  # bytes of logprobs in one step's message, if every row asked for as many
+FEWER_SCORED = "or raise prompt_logprobs_start"
 _PAIR = 8  # bytes of a token id and its logprob
 _ENTRY = 64  # bytes of one position besides its pairs
 _RANK = 4  # the same of a prompt, whose positions are in one table
@@ -224,14 +225,16 @@ def check_answer_size(request: Submit, config: SchedulerConfig, vocab_size: int)
     if size > MAX_ANSWER:
         field = "prompt_logprobs" if of_prompt > size // 2 else "logprobs" if entry else "max_tokens"
         reason = f"makes the answer up to {size // 2**20} MiB large, limit {MAX_ANSWER // 2**20} MiB"
-        raise InvalidRequest(field, reason, "lower it, n or max_tokens")
+        fix = "lower it, n or max_tokens"
+        raise InvalidRequest(field, reason, f"{fix}, {FEWER_SCORED}" if field == "prompt_logprobs" else fix)
 
 
 def prompt_logprob_bytes(request: Submit, vocab_size: int) -> int:
     """Return the size in bytes of the logprobs of a request's prompt. Each of its `n` answers may show them."""
     sampling = request.sampling
     entry = _entry_bytes(sampling.prompt_logprobs, 0, vocab_size, _RANK)
-    return sampling.n * len(request.prompt_token_ids) * entry
+    num_scored = max(len(request.prompt_token_ids) - max(sampling.prompt_logprobs_start or 0, 1), 0)
+    return sampling.n * num_scored * entry
 
 
 def _entry_bytes(logprobs: int | None, named: int, vocab_size: int, besides: int = _ENTRY) -> int:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import PolicyName
-from quire.engine.submission import MAX_ANSWER, check_answer_size, check_request, prompt_logprob_bytes
+from quire.engine.submission import FEWER_SCORED, MAX_ANSWER, check_answer_size, check_request, prompt_logprob_bytes
 from quire.serving.http.service import Service
 from quire.serving.process.link import EngineReady
 from quire.serving.requests import Prompt
@@ -84,7 +84,7 @@ def check_admission(engine: EngineReady, submits: Sequence[Submit]) -> None:
     size = sum(prompt_logprob_bytes(submit, engine.vocab_size) for submit in submits)
     if size > MAX_ANSWER:
         reason = f"makes logprobs of {size // 2**20} MiB for {len(submits)} prompts, limit {MAX_ANSWER // 2**20} MiB"
-        raise InvalidRequest("prompt_logprobs", reason, "lower it or n, or send fewer prompts at once")
+        raise InvalidRequest("prompt_logprobs", reason, f"lower it or n, send fewer prompts at once, {FEWER_SCORED}")
 
 
 @lru_cache(maxsize=4)
