@@ -74,16 +74,18 @@ def check_logprobs(service: Service, given: dict[str, Any]) -> None:
             raise InvalidRequest(field, reason, "ask for fewer, or have the operator raise --limit logprobs")
 
 
-def check_admission(engine: EngineReady, submits: Sequence[Submit]) -> None:
+def check_admission(engine: EngineReady, submits: Sequence[Submit], num_calls: int = 1) -> None:
     """Raise InvalidRequest for requests that the engine would refuse, so that they do not queue first. An engine that
-    restarts with other sizes may decide otherwise."""
+    restarts with other sizes may decide otherwise. Their prompts share the limit of logprobs, also with the other calls
+    of `num_calls` that one HTTP request makes."""
     cache_config, scheduler = _sections(engine)
     for submit in submits:
         check_request(submit, cache_config, scheduler, engine.vocab_size, has_text=True)
         check_answer_size(submit, scheduler, engine.vocab_size)
     size = sum(prompt_logprob_bytes(submit, engine.vocab_size) for submit in submits)
-    if size > MAX_ANSWER:
-        reason = f"makes logprobs of {size // 2**20} MiB for {len(submits)} prompts, limit {MAX_ANSWER // 2**20} MiB"
+    if size > MAX_ANSWER // num_calls:
+        reason = f"makes logprobs of {size} bytes for {len(submits)} prompts, limit {MAX_ANSWER // num_calls}"
+        reason += f" for each of {num_calls} conversations" if num_calls > 1 else ""
         raise InvalidRequest("prompt_logprobs", reason, f"lower it or n, send fewer prompts at once, {FEWER_SCORED}")
 
 
