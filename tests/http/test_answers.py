@@ -9,6 +9,7 @@ import pytest
 from http_server import TestServer
 from quire.config.engine import SchedulerConfig
 from quire.config.server import ModelSource
+from quire.types.step import LogprobTable
 from tests.http.conftest import Serve
 from tests.unit.serving.scripted import EOS_ID, ids
 
@@ -83,6 +84,46 @@ def test_prompt_logprobs_come_by_token_id(server: TestServer) -> None:
     assert found[1][str(ids("b")[0])] == {"logprob": -1.5, "rank": 9, "decoded_token": "b"}
     assert len(found) == 3
     assert len(chat(server, prompt_logprobs=0)["prompt_logprobs"]) == len("user:hi\nbot:")
+
+
+def test_an_echo_and_prompt_logprobs_show_each_what_was_asked_of_it(server: TestServer) -> None:
+    for logprobs, asked in ((2, None), (0, 2), (2, 0), (1, 1)):
+        more = {} if asked is None else {"prompt_logprobs": asked}
+        choice = complete(server, echo=True, logprobs=logprobs, max_tokens=0, **more)["choices"][0]
+        assert [top and len(top) for top in choice["logprobs"]["top_logprobs"]] == [None, 1 + logprobs, 1 + logprobs]
+        found = choice["prompt_logprobs"]
+        assert (found is None) if asked is None else [len(entry) for entry in found[1:]] == [1 + asked] * 2
+
+
+def test_a_prompt_is_rendered_once_for_all_its_choices(server: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = []
+
+    def read_lines(table: LogprobTable) -> Any:
+        rendered.append(table)
+        return lines(table)
+
+    lines = LogprobTable.lines
+    monkeypatch.setattr(LogprobTable, "lines", read_lines)
+    asked = {"prompt": ["abc", "xy"], "n": 2, "max_tokens": 1, "prompt_logprobs": 1}
+    choices = complete(server, **asked)["choices"]
+    assert len(rendered) == 2
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [3, 3, 2, 2]
+    assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"] != choices[2]["prompt_logprobs"]
+    echoed = complete(server, **asked, echo=True, logprobs=1)["choices"]
+    assert len(rendered) == 6  # as prompt_logprobs, and as an echo
+    assert [choice["logprobs"]["text_offset"] for choice in echoed] == [[0, 1, 2, 3]] * 2 + [[0, 1, 2]] * 2
+
+
+def test_the_logprobs_of_all_prompts_of_a_request_are_bounded_together(
+    server: TestServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.serving.http.generation.admission_checks.MAX_ANSWER", 60)
+    assert complete(server, prompt_logprobs=1, max_tokens=1)
+    error = refusal(server, "/v1/completions", prompt=["abc", "abc"], prompt_logprobs=1)
+    assert error["param"] == "prompt_logprobs"
+    assert "for 2 prompts" in error["message"]
+    error = refusal(server, "/v1/completions", prompt=["abc", "abc"], echo=True, logprobs=1)
+    assert error["param"] == "logprobs"
 
 
 def test_token_ids_are_returned_when_asked_for(server: TestServer) -> None:

@@ -171,28 +171,57 @@ def test_a_reward_model_gives_its_logit(tmp_path: Path) -> None:
         server.close()
 
 
-def test_a_decoder_scores_by_how_much_likelier_yes_is_than_no(tmp_path: Path) -> None:
-    model = save_decoder(tmp_path, "Qwen3ForCausalLM")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"classifier_from_token": ["n", "y"]}))
-    server = DecoderServer(tmp_path, max_model_len=512, num_kv_blocks=512)
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, DecoderServer]]:
+    folder = tmp_path_factory.mktemp("scorer")
+    model = save_decoder(folder, "Qwen3ForCausalLM")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"classifier_from_token": ["n", "y"]}))
+    limits = {"prompt_characters": 600}
+    server = DecoderServer(folder, max_model_len=512, num_kv_blocks=512, options={"limits": limits})
+    yield model, server
+    server.close()
+
+
+def test_a_decoder_scores_by_how_much_likelier_yes_is_than_no(scorer: tuple[Any, DecoderServer]) -> None:
+    model, server = scorer
     (no,), (yes,) = ids("n"), ids("y")
-    try:
-        wanted = []
-        for document in DOCUMENTS:
-            prompt = ids(BEFORE + pair_text(QUERY, document) + AFTER)
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
-            wanted.append(float(logits[[no, yes]].softmax(dim=0)[1]))
-        answer = server.post(SCORE, {"text_1": QUERY, "text_2": DOCUMENTS})
-        assert [one["score"] for one in answer.json()["data"]] == pytest.approx(wanted, abs=1e-5)
-        ranked = server.post(RERANK, {"query": QUERY, "documents": DOCUMENTS}).json()["results"]
-        assert [one["index"] for one in ranked] == sorted(range(len(wanted)), key=lambda place: -wanted[place])
-        assert server.core is not None
-        assert server.core.stats().prefix_hits > 0  # all pairs begin alike
-        assert server.post(EMBED, {"input": "x"}).status_code == 400
-    finally:
-        server.close()
+    wanted = []
+    for document in DOCUMENTS:
+        prompt = ids(BEFORE + pair_text(QUERY, document) + AFTER)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
+        wanted.append(float(logits[[no, yes]].softmax(dim=0)[1]))
+    answer = server.post(SCORE, {"text_1": QUERY, "text_2": DOCUMENTS})
+    assert [one["score"] for one in answer.json()["data"]] == pytest.approx(wanted, abs=1e-5)
+    ranked = server.post(RERANK, {"query": QUERY, "documents": DOCUMENTS}).json()["results"]
+    assert [one["index"] for one in ranked] == sorted(range(len(wanted)), key=lambda place: -wanted[place])
+    assert server.core is not None
+    assert server.core.stats().prefix_hits > 0  # all pairs begin alike
+    assert server.post(EMBED, {"input": "x"}).status_code == 400
+
+
+def test_a_cut_that_leaves_nothing_of_a_document_is_refused(scorer: tuple[Any, DecoderServer]) -> None:
+    _, server = scorer
+    around = len(ids(BEFORE + pair_text(QUERY, "") + AFTER))
+    for keep in (1, around - 1, around):
+        answer = server.post(RERANK, {"query": QUERY, "documents": DOCUMENTS, "truncate_prompt_tokens": keep})
+        assert answer.status_code == 400
+        words = f"truncate_prompt_tokens: leaves no room for a document: the prompt around it has {around} tokens"
+        assert words in answer.text
+    answer = server.post(SCORE, {"text_1": QUERY, "text_2": DOCUMENTS, "truncate_prompt_tokens": around + 1})
+    assert answer.status_code == 200, answer.text
+    assert len({one["score"] for one in answer.json()["data"]}) == len({document[0] for document in DOCUMENTS})
+    assert answer.json()["usage"]["prompt_tokens"] == len(DOCUMENTS) * (around + 1)
+
+
+def test_the_query_counts_as_text_of_every_pair(scorer: tuple[Any, DecoderServer]) -> None:
+    _, server = scorer
+    query, documents = "q" * 100, ["a", "b", "c", "d", "e"]
+    assert server.post(RERANK, {"query": query, "documents": documents}).status_code == 200
+    answer = server.post(RERANK, {"query": query, "documents": [*documents, "f"]})
+    assert answer.status_code == 400
+    assert "documents: has, together with query in each pair, 606 characters in all, limit 600" in answer.text
 
 
 def test_a_salt_separates_cached_texts(embedder: tuple[Any, DecoderServer]) -> None:

@@ -215,6 +215,17 @@ def test_what_conversations_share_is_checked_once_and_bounded(serve: Serve) -> N
     assert answer.headers["x-quire-warnings"] == "nonsense"
 
 
+def test_conversations_share_the_limit_of_prompt_logprobs(server: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = 12 * (len("user:hi\nbot:") - 1)  # of one conversation
+    monkeypatch.setattr("quire.serving.http.generation.admission_checks.MAX_ANSWER", 3 * num_bytes)
+    body = {"messages": [CHAT] * 3, "prompt_logprobs": 0, "max_tokens": 1}
+    choices = server.post(BATCH, body).json()["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [len("user:hi\nbot:")] * 3
+    answer = server.post(BATCH, {**body, "messages": [CHAT] * 4})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
+    assert f"limit {3 * num_bytes // 4} for each of 4 conversations" in answer.json()["error"]["message"]
+
+
 def test_conversations_obey_the_headers_and_the_query_of_their_request(serve: Serve) -> None:
     server = serve(lambda *_: "x" * 400, step_seconds=0.01)
     body = {"messages": [CHAT] * 2, "max_tokens": 1}

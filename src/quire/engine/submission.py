@@ -29,6 +29,7 @@ from quire.types.sampling import check_vocabulary
 
 MAX_ANSWER = 16 * 2**20  # bytes of one request's terminal message
 MAX_STEP_LOGPROBS = 32 * 2**20  # bytes of logprobs in one step's message, if every row asked for as many
+FEWER_SCORED = "or raise prompt_logprobs_start"
 _PAIR = 8  # bytes of a token id and its logprob
 _ENTRY = 64  # bytes of one position besides its pairs
 _RANK = 4  # the same of a prompt, whose positions are in one table
@@ -219,12 +220,21 @@ def check_answer_size(request: Submit, config: SchedulerConfig, vocab_size: int)
     if entry * config.num_rows > MAX_STEP_LOGPROBS:
         most = MAX_STEP_LOGPROBS // config.num_rows // _PAIR
         raise InvalidRequest("logprobs", f"asks for more than {most} per token, the limit here", "ask for fewer")
-    prompt_entry = _entry_bytes(sampling.prompt_logprobs, 0, vocab_size, _RANK)
-    size = sampling.n * outputs * (entry + _TOKEN) + prompt * prompt_entry
+    of_prompt = prompt_logprob_bytes(request, vocab_size)
+    size = sampling.n * outputs * (entry + _TOKEN) + of_prompt
     if size > MAX_ANSWER:
-        field = "prompt_logprobs" if prompt * prompt_entry > size // 2 else "logprobs" if entry else "max_tokens"
+        field = "prompt_logprobs" if of_prompt > size // 2 else "logprobs" if entry else "max_tokens"
         reason = f"makes the answer up to {size // 2**20} MiB large, limit {MAX_ANSWER // 2**20} MiB"
-        raise InvalidRequest(field, reason, "lower it, n or max_tokens")
+        fix = "lower it, n or max_tokens"
+        raise InvalidRequest(field, reason, f"{fix}, {FEWER_SCORED}" if field == "prompt_logprobs" else fix)
+
+
+def prompt_logprob_bytes(request: Submit, vocab_size: int) -> int:
+    """Return the size in bytes of the logprobs of a request's prompt. Each of its `n` answers may show them."""
+    sampling = request.sampling
+    entry = _entry_bytes(sampling.prompt_logprobs, 0, vocab_size, _RANK)
+    num_scored = max(len(request.prompt_token_ids) - max(sampling.prompt_logprobs_start or 0, 1), 0)
+    return sampling.n * num_scored * entry
 
 
 def _entry_bytes(logprobs: int | None, named: int, vocab_size: int, besides: int = _ENTRY) -> int:

@@ -89,7 +89,11 @@ class TextReader:
     ) -> Iterator[tuple[list[int], int]]:
         assert self.tokenizer is not None
         before, after = self.tokenizer.encode_batch([BEFORE, AFTER], False)
-        room = None if most is None else max(most - len(before) - len(after), 0)
+        room = None if most is None else most - len(before) - len(after)
+        if most is not None:
+            for query in dict.fromkeys(firsts):
+                empty = self.tokenizer.encode(pair_text(query, ""), add_special_tokens=False)
+                _check_room(most, len(before) + len(empty) + len(after))
         for query, document in zip(firsts, seconds, strict=True):
             inner = self.tokenizer.encode(pair_text(query, document), add_special_tokens=False)
             yield [*before, *inner[:room], *after], len(before)
@@ -179,6 +183,14 @@ def check_tokens(model: PoolingModel, ids: Sequence[int], where: str, advice: st
     if model.padding_id is not None and model.padding_id in ids:
         reason = f"holds the padding token {model.padding_id}, which this model gives no position"
         raise InvalidRequest(where, reason, "leave it out")
+
+
+def _check_room(most: int, num_around: int) -> None:
+    """Raise InvalidRequest where a prompt of `most` tokens would hold nothing of its document: every score would be the
+    same."""
+    if most <= num_around:
+        reason = f"leaves no room for a document: the prompt around it has {num_around} tokens"
+        raise InvalidRequest("truncate_prompt_tokens", reason, f"keep more than {num_around}, or shorten the query")
 
 
 def check_total(where: str, num_tokens: int, limit: int | None) -> None:

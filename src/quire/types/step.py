@@ -26,6 +26,7 @@ from quire.types.transfer import NO_TRANSFERS, Transfers
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+_LINES_AT_ONCE = 256
 Bits = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 
@@ -196,11 +197,15 @@ class LogprobTable:
     def lines(self) -> Iterator[tuple[list[int], list[float], int] | None]:
         """Of each prompt token, the first one included: token ids, logprobs and the token's rank; None where there are
         none."""
-        ids, values, width = self.token_ids.tolist(), self.logprobs.tolist(), self.width
         yield from (None for _ in range(self.start))
-        for place, rank in enumerate(self.ranks.tolist()):
-            line = slice(place * width, (place + 1) * width)
-            yield (ids[line], values[line], rank) if rank else None
+        width = self.width
+        for begin in range(0, len(self.ranks), _LINES_AT_ONCE):  # as lists, numbers take more memory than in arrays
+            ranks = self.ranks[begin : begin + _LINES_AT_ONCE].tolist()
+            some = slice(begin * width, (begin + _LINES_AT_ONCE) * width)
+            ids, values = self.token_ids[some].tolist(), self.logprobs[some].tolist()
+            for place, rank in enumerate(ranks):
+                line = slice(place * width, (place + 1) * width)
+                yield (ids[line], values[line], rank) if rank else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,6 +303,23 @@ def test_an_answer_of_usual_size_is_let_in() -> None:
     assert MAX_ANSWER < 64 * 2**20
 
 
+def test_the_logprobs_of_a_prompt_count_once_for_each_answer() -> None:
+    config = SchedulerConfig(max_num_seqs=128, max_model_len=32_768)
+    check_answer_size(Submit("a", (1,) * 8_000, SamplingParams(prompt_logprobs=20, n=8)), config, 150_000)
+    with pytest.raises(InvalidRequest, match="^prompt_logprobs: makes the answer up to 167 MiB large, limit 16 MiB"):
+        check_answer_size(Submit("a", (1,) * 8_000, SamplingParams(prompt_logprobs=20, n=128)), config, 150_000)
+
+
+def test_only_scored_prompt_tokens_count_in_the_size_of_an_answer() -> None:
+    config = SchedulerConfig(max_num_seqs=64, max_model_len=200_000)
+    prompt = (1,) * 100_000
+    with pytest.raises(InvalidRequest, match=r"^prompt_logprobs: .*, or raise prompt_logprobs_start$"):
+        check_answer_size(Submit("a", prompt, SamplingParams(prompt_logprobs=20)), config, 150_000)
+    for start in (99_000, 100_000):
+        sampling = SamplingParams(prompt_logprobs=20, prompt_logprobs_start=start)
+        check_answer_size(Submit("a", prompt, sampling), config, 150_000)
+
+
 def test_a_request_with_logprobs_ends_in_a_message_of_its_own(start: Start, connect: Connect) -> None:
     edge = connect(start())
     edge.submit("a", [1, 2], prompt_logprobs=1, max_tokens=1)

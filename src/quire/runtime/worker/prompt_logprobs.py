@@ -18,6 +18,7 @@ from quire.runtime.worker.rows import Rows
 from quire.types.step import Ints, LogprobTable, NewRow, PromptLogprobs, StepPlan
 
 AT_ONCE = 128  # positions whose logits are held at a time
+MOST_ON_DEVICE = 20  # likeliest tokens in lists that stay on the device until the step ends; longer lists leave at once
 
 
 class Asked(NamedTuple):
@@ -58,7 +59,7 @@ class PromptLogprobRows:
 
     def compute(self, plan: StepPlan, hidden: Tensor, failed: frozenset[int]) -> Pending[tuple[PromptLogprobs, ...]]:
         """From the hidden states [tokens, hidden] of all tokens of a step. Each position says how likely the prompt
-        token after it was. Does not wait for the device."""
+        token after it was. Waits for the device only if a row wants long lists."""
         groups: dict[int, list[_Span]] = {}  # by how many likeliest tokens they want
         for span in self._spans(plan, failed):
             groups.setdefault(self.asked[span.row].num_top, []).append(span)
@@ -86,13 +87,17 @@ class PromptLogprobRows:
         states = self._rows.upload(np.repeat([span.place for span in spans], lengths) + offsets)
         firsts = [span.row * tokens.shape[1] + span.start for span in spans]
         next_ids = tokens.view(-1).index_select(0, self._rows.upload(np.repeat(firsts, lengths) + offsets)).long()
+        is_long = count == -1 or count > MOST_ON_DEVICE
         listings = []
         for start in range(0, len(offsets), AT_ONCE):
             some = slice(start, start + AT_ONCE)
             logits = self._model.logits(hidden.index_select(0, states[some]))  # [positions, vocab]
             most, chosen = logits.shape[1] if count == -1 else min(count, logits.shape[1]), next_ids[some]
-            listings.append(list_logprobs(logits, chosen, most, chosen.new_empty(len(chosen), 0)))
+            listing = list_logprobs(logits, chosen, most, chosen.new_empty(len(chosen), 0))
+            listings.append(Listing._make(part.cpu() for part in listing) if is_long else listing)
         whole = listings[0] if len(listings) == 1 else Listing._make(map(torch.cat, zip(*listings, strict=True)))
+        if is_long:
+            return Pending((), partial(_read, tuple(spans), *whole[:5]))
         return Pending(tuple(whole[:5]), partial(_read, tuple(spans)))
 
 

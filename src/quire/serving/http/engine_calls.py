@@ -24,6 +24,7 @@ def read_head(service: Service, exchange: Exchange, query: Sequence[str], receiv
         received_at=received_at,
         warnings=exchange.check_query("explain", "strict", *query, strict=strict),
         shares_cache=service.config.access.shares_cache,
+        num_calls=exchange.scope.get("quire.num_calls", 1),
     )
 
 

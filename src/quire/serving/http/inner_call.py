@@ -32,10 +32,17 @@ class InnerResponse:
 
 
 async def call_endpoint(
-    handler: AsgiHandler, path: str, body: bytes, principal: str, *, headers: Headers = (), query: bytes = b""
+    handler: AsgiHandler,
+    path: str,
+    body: bytes,
+    principal: str,
+    *,
+    headers: Headers = (),
+    query: bytes = b"",
+    num_calls: int = 1,
 ) -> InnerResponse:
     """Send a JSON body to the handler of a POST endpoint, as the client whose key has the digest `principal`. `headers`
-    come besides that of the body's type.
+    come besides that of the body's type. `num_calls` that are made at once share what one request may ask for.
 
     Cancelling the call ends its engine requests, as hanging up does. An exception that the handler does not turn into
     an error response is logged and becomes one here.
@@ -51,6 +58,7 @@ async def call_endpoint(
         "path_params": {},
         "quire.request_id": request_id,
         "quire.principal": principal,
+        "quire.num_calls": num_calls,
     }
     unread, status, replied, parts = [body], 0, dict[bytes, bytes](), list[bytes]()
 

@@ -23,6 +23,7 @@ class RequestHead:
     received_at: float
     warnings: tuple[str, ...] = ()  # about the query
     shares_cache: bool = False  # with clients of other keys
+    num_calls: int = 1  # of endpoints that the HTTP request makes at once, this one included
 
     def salt(self, asked: str) -> str:
         """The salt of the request's prompts. Clients with different keys share no cached prompts, whatever salt they

@@ -139,6 +139,25 @@ def test_prompt_logprobs_cover_every_prompt_token_but_the_first_however_it_is_ch
     np.testing.assert_allclose(found[2], found[0], atol=1e-5)
 
 
+@pytest.mark.parametrize(("count", "num_listed"), [(20, 20), (21, 21), (-1, VOCAB)])
+def test_long_lists_of_prompt_logprobs_leave_the_device_slice_by_slice(
+    monkeypatch: pytest.MonkeyPatch, count: int, num_listed: int
+) -> None:
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]
+    monkeypatch.setattr("quire.runtime.worker.prompt_logprobs.AT_ONCE", 4)
+    group, plain = bench(), bench()
+    group.add(0, prompt, prompt_logprobs=count)
+    group.run(chunks=[Chunk(0, 0, 10, (0,))])
+    plain.add(0, prompt, prompt_logprobs=0)
+    plain.run(chunks=[Chunk(0, 0, 10, (0,))])
+    held = group.output.prompt_logprobs.tensors  # on the device until the step ends
+    assert bool(held) == (num_listed <= 20)
+    (table,), (wanted,) = group.prompt_tables(0), plain.prompt_tables(0)
+    assert table.ranks.tolist() == wanted.ranks.tolist()
+    assert table.width == 1 + num_listed
+    np.testing.assert_allclose(table.logprobs.reshape(9, -1)[:, 0], wanted.logprobs, atol=1e-5)
+
+
 def test_prompt_logprobs_begin_where_they_are_asked_for() -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]
     whole, late = bench(), bench()

@@ -60,7 +60,15 @@ def test_nothing_at_all_is_still_json() -> None:
 def test_prompt_logprobs_rank_the_chosen_token_first() -> None:
     one = entry((65, -1.0), (66, -0.5))
     table = LogprobTable(1, one.token_ids, one.logprobs, np.array([one.rank], dtype=np.int32))
-    found = prompt_logprobs(table, TokenNames(TOKENIZER))
+    found = json.loads(prompt_logprobs(table, TokenNames(TOKENIZER), -1))
     assert found[0] is None
-    assert found[1] is not None
     assert [(token, found[1][token]["rank"]) for token in found[1]] == [("65", 3), ("66", 1)]
+
+
+def test_long_tables_are_read_line_by_line() -> None:
+    num_tokens = 700
+    numbers = np.arange(2 * num_tokens, dtype=np.int32)
+    table = LogprobTable(2, numbers, -numbers.astype(np.float32), np.arange(num_tokens, dtype=np.int32))
+    lines = list(table.lines())
+    assert lines[:3] == [None] * 3  # two before the table, and one that was not computed
+    assert lines[3:] == [([2 * k, 2 * k + 1], [-2.0 * k, -2.0 * k - 1], k) for k in range(1, num_tokens)]

@@ -13,11 +13,13 @@ import pytest
 
 from quire.serving.http import fields as fields_module
 from quire.serving.http.endpoints.app import _admin_routes
+from quire.serving.http.endpoints.generate import SAMPLING_MEMBERS
 from quire.serving.http.endpoints.reference import write_reference
 from quire.serving.http.endpoints.registry import BY_NAME
 from quire.serving.http.endpoints.registry import ENDPOINTS as ENDPOINT_TABLE
 from quire.serving.http.fields import Field
 from quire.serving.http.fields import check_body as check_fields
+from quire.serving.http.generation.handler import GenerationEndpoint
 from quire.serving.http.limits import LIMITS, Limits
 from quire.serving.http.openapi import build_openapi
 from quire.serving.http.validators.values import Only
@@ -201,3 +203,17 @@ def test_the_openapi_document_has_the_limits_in_force() -> None:
     document = json.loads(build_openapi(tuple(BY_NAME.values()), Limits({"n": 7}), "1"))
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["properties"]["n"]["maximum"] == 7
+
+
+def test_the_guide_names_the_endpoints_that_score_prompts() -> None:
+    guide = (ROOT / "docs/guides/evaluation.md").read_text()
+    named = set(re.findall(r"`(/v1/[a-z/]+)`", guide.partition("## Given continuations")[2].partition("## lm-eval")[0]))
+    scoring = {
+        endpoint.paths[0]
+        for endpoint in ENDPOINT_TABLE
+        if isinstance(endpoint, GenerationEndpoint)
+        for field in endpoint.fields
+        if field.name == "prompt_logprobs_start"
+        or (field.name == "sampling_params" and "prompt_logprobs_start" in SAMPLING_MEMBERS)
+    }
+    assert named == scoring

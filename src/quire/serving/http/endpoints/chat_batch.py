@@ -28,6 +28,9 @@ _OF_CONVERSATION = ("prompt_token_ids", "prompt_logprobs", "prompt_text", "quire
 _PASSED_ON = (HEADER, b"x-quire-strict", b"x-quire-explain", b"traceparent")
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 _DETAILS = (("prompt_tokens_details", "cached_tokens"), ("completion_tokens_details", "reasoning_tokens"))
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_NULL = msgspec.Raw(b"null")
 MAX_COPIES = 4  # bodies of the largest size that the parameters which conversations share may fill together
 _STREAM = Only((False,), "is not supported for several conversations")
 
@@ -66,7 +69,10 @@ def handle_chat_batch(service: Service) -> Handler:
         async def call(place: int) -> InnerResponse:
             one = await service.in_thread_for(num_bytes, talks.body, place)
             query = exchange.scope.get("query_string", b"")
-            return await call_endpoint(chat, path, one, exchange.principal, headers=headers, query=query)
+            num_calls = len(talks.conversations)
+            return await call_endpoint(
+                chat, path, one, exchange.principal, headers=headers, query=query, num_calls=num_calls
+            )
 
         gone = asyncio.create_task(exchange.until_gone())
         calls = [asyncio.create_task(call(place)) for place in range(len(talks.conversations))]
@@ -141,18 +147,19 @@ def _failure(place: int, response: InnerResponse) -> ApiError:
 
 
 def _join(response_id: str, responses: list[InnerResponse], about_all: Sequence[str]) -> bytes:
-    bodies = [msgspec.json.decode(response.body) for response in responses]
+    bodies = [_MEMBERS.decode(response.body) for response in responses]  # each member stays as it was written
     choices: list[dict[str, Any]] = []
     for body in bodies:
-        own = {name: body.pop(name) for name in _OF_CONVERSATION if body.get(name) is not None}
-        for choice in body.pop("choices"):
+        own = {name: body[name] for name in _OF_CONVERSATION if body.get(name, _NULL) != _NULL}
+        for choice in _CHOICES.decode(body["choices"]):
             choices.append({**choice, "index": len(choices), **own})
-    usages = [body["usage"] for body in bodies]
+    usages = [msgspec.json.decode(body["usage"]) for body in bodies]
     usage: dict[str, Any] = {name: sum(one[name] for one in usages) for name in _COUNTS}
     for name, count in _DETAILS:
         found = [one[name][count] for one in usages if name in one]
         usage |= {name: {count: sum(found)}} if found else {}
-    warnings = list(dict.fromkeys([*about_all, *(text for body in bodies for text in body.get("warnings", ()))]))
+    told = [text for body in bodies for text in msgspec.json.decode(body.get("warnings", b"[]"))]
+    warnings = list(dict.fromkeys([*about_all, *told]))
     first = {name: bodies[0][name] for name in ("object", "created", "model", "system_fingerprint")}
     more = {"warnings": warnings} if warnings else {}
     return msgspec.json.encode({"id": response_id, **first, "choices": choices, "usage": usage, **more})

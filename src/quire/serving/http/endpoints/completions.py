@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -105,29 +105,37 @@ class CompletionFormat:
         render = self.logprobs_renderer(options) if options.wants_logprobs else None
         results = self._reader.results(options, requests, render)
         body = head(options, "text_completion")
-        body["choices"] = [self._choice(options, result) for result in results]
+        pairs = zip(requests, options.prefaces, strict=True)
+        prompts = {request.first_choice: self._prompt(options, request, preface) for request, preface in pairs}
+        body["choices"] = [_choice(options, result, prompts[result.request.first_choice]) for result in results]
         body["usage"] = usage_json(usage_of(options, results, requests))
         return _encode(body | extras(options, requests, self._names))
 
     def stream(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> CompletionStream:
         return CompletionStream(options, requests, self._names, "text_completion")
 
-    def _choice(self, options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
-        logprobs = None
-        if options.wants_logprobs:
-            prompt = self._prompt_columns(options, result) if options.echoes_prompt else []
-            logprobs = completion_logprobs([*prompt, *result.logprobs])
-        choice = {"index": result.index, "text": result.preface + result.content}
-        choice |= choice_end(options, result, logprobs)
-        return choice | prompt_members(options, result.request, self._names)
+    def _prompt(self, options: ResponseOptions, request: InFlightRequest, preface: str) -> _Prompt:
+        members, columns = prompt_members(options, request, self._names), []
+        if options.wants_logprobs and options.echoes_prompt:
+            table = None if request.finished is None else request.finished.prompt_logprobs
+            token_ids = request.submit.prompt_token_ids
+            offsets = text_offsets(self._tokenizer, token_ids, preface)
+            num_top = options.parameters.get("logprobs", 0)
+            columns.append(echoed_columns(table, token_ids, offsets, self._names.of(options), num_top))
+        return _Prompt(members, columns)
 
-    def _prompt_columns(self, options: ResponseOptions, result: ChoiceResult) -> list[LogprobColumns]:
-        """The logprobs of an echoed prompt."""
-        request, finished = result.request, result.request.finished
-        table = None if finished is None else finished.prompt_logprobs
-        token_ids = request.submit.prompt_token_ids
-        offsets = text_offsets(self._tokenizer, token_ids, result.preface)
-        return echoed_columns(table, token_ids, offsets, self._names.of(options))
+
+class _Prompt(NamedTuple):
+    """What all choices of one prompt show of it: rendered once, as it may be large."""
+
+    members: dict[str, Any]
+    columns: list[LogprobColumns]  # the logprobs of an echoed prompt; empty without
+
+
+def _choice(options: ResponseOptions, result: ChoiceResult, prompt: _Prompt) -> dict[str, Any]:
+    logprobs = completion_logprobs([*prompt.columns, *result.logprobs]) if options.wants_logprobs else None
+    choice = {"index": result.index, "text": result.preface + result.content}
+    return choice | choice_end(options, result, logprobs) | prompt.members
 
 
 def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:

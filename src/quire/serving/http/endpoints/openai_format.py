@@ -81,8 +81,9 @@ def prompt_members(options: ResponseOptions, request: InFlightRequest, names: Na
     """The logprobs and the ids of a prompt; null where the client did not ask for them."""
     found: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
     finished = request.finished
-    if request.submit.sampling.prompt_logprobs is not None and finished is not None:
-        found["prompt_logprobs"] = prompt_logprobs(finished.prompt_logprobs, names.of(options))
+    if options.prompt_logprobs is not None and finished is not None:
+        rendered = prompt_logprobs(finished.prompt_logprobs, names.of(options), options.prompt_logprobs)
+        found["prompt_logprobs"] = msgspec.Raw(rendered)
     if options.return_token_ids:
         found["prompt_token_ids"] = request.submit.prompt_token_ids.tolist()
     return found

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
 
 import msgspec
 
@@ -15,6 +14,7 @@ from quire.types.step import LogprobTable, TokenLogprobs
 
 LOWEST = -9999.0  # JSON has no minus infinity
 _encode = msgspec.json.encode
+_Line = tuple[list[int], list[float], int]  # of one prompt token: ids, logprobs and its rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +94,18 @@ def _completion_columns(
 
 
 def echoed_columns(
-    table: LogprobTable | None, token_ids: Sequence[int], offsets: Sequence[int], names: TokenNames
-) -> list[tuple[bytes, ...]]:
-    """The columns of an echoed prompt. A token without logprobs has null in their place."""
-    lines: Iterable[tuple[list[int], list[float], int] | None] = repeat(None) if table is None else table.lines()
-    return [
+    table: LogprobTable | None, token_ids: Sequence[int], offsets: Sequence[int], names: TokenNames, num_top: int
+) -> tuple[bytes, ...]:
+    """The columns of an echoed prompt, each joined, with the `num_top` likeliest tokens, -1 for all. A token without
+    logprobs has null in their place."""
+    lines: Iterable[_Line | None] = repeat(None) if table is None else _lines(table, num_top)
+    columns = [
         (_encode(names[token].key), b"null", b"null", str(offset).encode())
         if line is None
         else _completion_columns(names, line[0], line[1], offset)
         for token, offset, line in zip(token_ids, offsets, lines, strict=table is not None)
     ]
+    return tuple(map(b",".join, zip(*columns, strict=True)))
 
 
 def chat_logprobs(columns: Sequence[tuple[bytes, ...]]) -> bytes:
@@ -122,17 +124,24 @@ def completion_logprobs(columns: Sequence[tuple[bytes, ...]]) -> bytes:
     )  # fmt: skip
 
 
-def prompt_logprobs(table: LogprobTable | None, names: TokenNames) -> list[dict[str, Any] | None]:
-    """Of every prompt token: an object by token id; the first has none."""
-    if table is None:
-        return []
-    return [None if line is None else _prompt_entry(*line, names) for line in table.lines()]
+def _lines(table: LogprobTable, num_top: int) -> Iterator[_Line | None]:
+    """The lines of a table with the `num_top` likeliest tokens alone, -1 for all: an echo and `prompt_logprobs` share
+    the table, and may ask for different numbers."""
+    end = None if num_top == -1 else 1 + num_top
+    return (line and (line[0][:end], line[1][:end], line[2]) for line in table.lines())
 
 
-def _prompt_entry(ids: Sequence[int], values: Sequence[float], rank: int, names: TokenNames) -> dict[str, Any]:
-    ranks = [rank, *range(1, len(ids))]
-    found: dict[str, Any] = {}
-    for token, value, place in zip(ids, values, ranks, strict=True):
-        shown = {"logprob": max(value, LOWEST), "rank": place, "decoded_token": msgspec.Raw(names[token].text)}
-        found.setdefault(str(token), shown)
-    return found
+def prompt_logprobs(table: LogprobTable | None, names: TokenNames, num_top: int) -> bytes:
+    """A list with an object by token id for every prompt token: the token and the `num_top` likeliest ones, -1 for all.
+    The first prompt token has null."""
+    lines: Iterable[_Line | None] = () if table is None else _lines(table, num_top)
+    return b"[" + b",".join([b"null" if line is None else _prompt_entry(*line, names) for line in lines]) + b"]"
+
+
+def _prompt_entry(ids: Sequence[int], values: Sequence[float], rank: int, names: TokenNames) -> bytes:
+    found: dict[int, bytes] = {}
+    for token, value, place in zip(ids, values, (rank, *range(1, len(ids))), strict=True):
+        if token not in found:  # the prompt's token may also be among the likeliest
+            parts = (token, _encode(max(value, LOWEST)), place, names[token].text)
+            found[token] = b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}' % parts
+    return b"{" + b",".join(found.values()) + b"}"

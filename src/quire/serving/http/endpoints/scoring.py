@@ -44,10 +44,14 @@ def _pairs(call: PoolingCall, first: list[str], second: list[str], names: tuple[
 
 
 def _check_characters(call: PoolingCall, first: list[str], second: list[str], names: tuple[str, str]) -> None:
-    """Raise InvalidRequest where both sides together have too much text. Each was checked by itself."""
-    total, limit = sum(map(len, (*first, *second))), call.limits["prompt_characters"]
+    """Raise InvalidRequest where both sides together have too much text. Each was checked by itself. A decoder that
+    answers yes or no has the first text in every prompt."""
+    is_asked = call.reader.model.settings.answers is not None
+    tokenized = pair_up(first, second) if is_asked else first
+    total, limit = sum(map(len, (*tokenized, *second))), call.limits["prompt_characters"]
     if total > limit:
-        reason = f"has, together with {names[0]}, {total} characters in all, limit {limit}"
+        how = " in each pair" if is_asked else ""
+        reason = f"has, together with {names[0]}{how}, {total} characters in all, limit {limit}"
         raise InvalidRequest(names[1], reason, "send less at once")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
 
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.policy import PolicyName
-from quire.engine.submission import check_answer_size, check_request
+from quire.engine.submission import FEWER_SCORED, MAX_ANSWER, check_answer_size, check_request, prompt_logprob_bytes
 from quire.serving.http.service import Service
 from quire.serving.process.link import EngineReady
 from quire.serving.requests import Prompt
@@ -74,13 +74,19 @@ def check_logprobs(service: Service, given: dict[str, Any]) -> None:
             raise InvalidRequest(field, reason, "ask for fewer, or have the operator raise --limit logprobs")
 
 
-def check_admission(engine: EngineReady, submits: Iterable[Submit]) -> None:
+def check_admission(engine: EngineReady, submits: Sequence[Submit], num_calls: int = 1) -> None:
     """Raise InvalidRequest for requests that the engine would refuse, so that they do not queue first. An engine that
-    restarts with other sizes may decide otherwise."""
+    restarts with other sizes may decide otherwise. Their prompts share the limit of logprobs, also with the other calls
+    of `num_calls` that one HTTP request makes."""
     cache_config, scheduler = _sections(engine)
     for submit in submits:
         check_request(submit, cache_config, scheduler, engine.vocab_size, has_text=True)
         check_answer_size(submit, scheduler, engine.vocab_size)
+    size = sum(prompt_logprob_bytes(submit, engine.vocab_size) for submit in submits)
+    if size > MAX_ANSWER // num_calls:
+        reason = f"makes logprobs of {size} bytes for {len(submits)} prompts, limit {MAX_ANSWER // num_calls}"
+        reason += f" for each of {num_calls} conversations" if num_calls > 1 else ""
+        raise InvalidRequest("prompt_logprobs", reason, f"lower it or n, send fewer prompts at once, {FEWER_SCORED}")
 
 
 @lru_cache(maxsize=4)

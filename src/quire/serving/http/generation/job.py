@@ -103,6 +103,7 @@ def prepare_job(
         include_usage=stream_options.get("include_usage", False),
         continuous_usage=all(stream_options.get(name) for name in ("include_usage", "continuous_usage_stats")),
         wants_logprobs=sampling.logprobs is not None,
+        prompt_logprobs=given.get("prompt_logprobs"),
         tokens_as_ids=given.get("return_tokens_as_token_ids", False),
         return_token_ids=given.get("return_token_ids", False),
         explain=head.explain,

@@ -39,6 +39,7 @@ class ResponseOptions:
     include_usage: bool
     continuous_usage: bool
     wants_logprobs: bool
+    prompt_logprobs: int | None  # likeliest tokens to show of each prompt token, -1: all; None: nothing, but see echo
     tokens_as_ids: bool
     return_token_ids: bool
     explain: bool

@@ -79,7 +79,7 @@ def make_submits(
         for name, (ids, images) in zip(names, placed, strict=True)
     ]
     try:
-        check_admission(engine, submits)
+        check_admission(engine, submits, head.num_calls)
     except InvalidRequest as error:
         raise in_own_words(error, given) from None
     named = [work.settings.in_own_names(error) for error in too_long[:1]]
