@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from http_server import TestServer, digests
 from quire.config.arguments import EngineArguments
 from quire.config.engine import SchedulerConfig
 from quire.config.server import AccessConfig
+from quire.serving.http.errors import ApiError
+from quire.serving.http.service import Service
+from quire.types.adapters import AdapterInfo
 from tests.http.conftest import Serve
 
 ADMIN, USER = {"Authorization": "Bearer admin"}, {"Authorization": "Bearer user"}
@@ -105,6 +110,48 @@ def test_an_adapter_that_another_edge_loaded_is_found(server: TestServer, folder
     assert answer.status_code == 404
     server.link.do(lambda: server.link.core.adapters.load("chat", str(folder / "sql")))  # type: ignore[union-attr]
     assert server.post("/tokenize", {"model": "chat", "prompt": "a"}, headers=USER).status_code == 200
+
+
+def test_requests_that_name_a_new_adapter_at_once_are_all_answered(
+    server: TestServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models(server)  # what this edge asked at its start is answered
+    server.link.do(lambda: server.link.core.adapters.load("sql", str(folder / "sql")))  # type: ignore[union-attr]
+    count, unknown, asks = 12, [], []
+    find, ask = Service.served_name, server.link.adapters
+
+    def served_name(service: Service, asked: str | None) -> str:
+        try:
+            return find(service, asked)
+        except ApiError:
+            unknown.append(asked)
+            raise
+
+    async def adapters() -> tuple[AdapterInfo, ...]:
+        asks.append(None)
+        while len(unknown) < count:  # all requests fail before the engine answers
+            await asyncio.sleep(0.001)
+        return await ask()
+
+    monkeypatch.setattr(Service, "served_name", served_name)
+    monkeypatch.setattr(server.link, "adapters", adapters)
+    with ThreadPoolExecutor(count) as pool:
+        assert list(pool.map(lambda _: text_of(server, "sql"), range(count))) == ["sql:yes"] * count
+    assert len(asks) <= 2
+
+
+def test_the_adapters_of_an_engine_are_known_when_it_comes_up(serve: Serve, folder: Path) -> None:
+    server = serve(say, engine=EngineArguments(enable_lora=True), scheduler=SLOTS, starts_up=False)
+    make_core = server.link._make_core
+
+    def with_adapter() -> Any:
+        core, ready = make_core()
+        core.adapters.load("sql", str(folder / "sql"))  # type: ignore[union-attr]
+        return core, ready
+
+    server.link._make_core = with_adapter
+    server.call(server.dispatcher.start)
+    server.wait(lambda: "sql" in server.service.adapters)
 
 
 def test_an_adapter_that_another_edge_unloaded_is_not_found(server: TestServer) -> None:
