@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ import pytest
 
 from http_server import TestServer, digests
 from quire.config.arguments import EngineArguments
+from quire.config.embedding import EmbeddingSettings, PoolingModel
 from quire.config.engine import SchedulerConfig
 from quire.config.server import AccessConfig
 from quire.serving.http.errors import ApiError
 from quire.serving.http.service import Service
+from quire.serving.process.link import EngineReady
 from quire.types.adapters import AdapterInfo
 from tests.http.conftest import Serve
 
@@ -140,18 +144,42 @@ def test_requests_that_name_a_new_adapter_at_once_are_all_answered(
     assert len(asks) <= 2
 
 
-def test_the_adapters_of_an_engine_are_known_when_it_comes_up(serve: Serve, folder: Path) -> None:
-    server = serve(say, engine=EngineArguments(enable_lora=True), scheduler=SLOTS, starts_up=False)
+def start_with(server: TestServer, folder: Path, change: Callable[[EngineReady], EngineReady] = lambda it: it) -> None:
+    """Start the engine of a server with the adapter `sql`."""
     make_core = server.link._make_core
 
-    def with_adapter() -> Any:
+    def make() -> tuple[Any, EngineReady]:
         core, ready = make_core()
         core.adapters.load("sql", str(folder / "sql"))  # type: ignore[union-attr]
-        return core, ready
+        return core, change(ready)
 
-    server.link._make_core = with_adapter
+    server.link._make_core = make
     server.call(server.dispatcher.start)
+    server.wait(lambda: server.dispatcher.engine is not None)
+
+
+def test_the_adapters_of_an_engine_are_known_when_it_comes_up(serve: Serve, folder: Path) -> None:
+    server = serve(say, engine=EngineArguments(enable_lora=True), scheduler=SLOTS, starts_up=False)
+    start_with(server, folder)
     server.wait(lambda: "sql" in server.service.adapters)
+
+
+def test_what_generates_no_text_refuses_an_adapter(serve: Serve, folder: Path) -> None:
+    model = PoolingModel("embed", 8, 512, 256, EmbeddingSettings(), by_decoder=True)
+    server = serve(say, engine=EngineArguments(enable_lora=True), scheduler=SLOTS, starts_up=False)
+    start_with(server, folder, lambda ready: replace(ready, pooling=model))
+    for path, body in (
+        ("/v1/embeddings", {"input": "a"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        answer = server.post(path, {"model": "sql", **body})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "model"
+        assert "adapters are for calls that generate text" in error["message"]
+        assert "scripted" in error["message"]
+    assert server.link.submitted == []
 
 
 def test_an_adapter_that_another_edge_unloaded_is_not_found(server: TestServer) -> None:
