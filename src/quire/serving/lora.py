@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.serving.client import EngineClient
+from quire.types.adapters import AdapterInfo
 from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
 
@@ -82,26 +84,74 @@ def with_lora(client: EngineClient, requests: Sequence[Submit], lora: LoRAReques
     return [replace(request, adapter=name) for request in requests]
 
 
-async def load_lora(
-    client: EngineClient, call: Callable[[Callable[[], Any]], Future[Any]], request: LoRARequest
-) -> str:
-    """Load the adapter of a request if it is not loaded yet, and return its name. `call` runs a function on the
-    engine's thread, where steps go on while the adapter is read."""
-    name = request.lora_name
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """An adapter that is being read. `over` ends when requests may name it, or with the error."""
 
-    def begin() -> bool:
-        is_missing = must_load(client, request)
-        if is_missing:
-            client.begin_load(name, in_place=request.load_inplace)
-        return is_missing
+    folder: str
+    over: Future[None]
 
-    if await asyncio.wrap_future(call(begin)):
-        info = None
+
+class LoRALoader:
+    """Loads adapters for the coroutines of any event loop, each on a thread of its own while steps go on. A load goes
+    on if the coroutine that asked for it is cancelled, and later requests for the same adapter wait for it.
+
+    `call` runs a function on the engine's thread.
+    """
+
+    def __init__(self, client: EngineClient, call: Callable[[Callable[[], Any]], Future[Any]]) -> None:
+        self._client, self._call = client, call
+        self._loads: dict[str, _Load] = {}  # by name; only the engine's thread reads and writes it
+
+    async def load(self, request: LoRARequest) -> str:
+        """Load the adapter of a request if it is not loaded yet, and return its name. Raises InvalidRequest."""
+        while True:
+            begun = await asyncio.wrap_future(self._call(lambda: self._begin(request)))
+            if begun is None:
+                return request.lora_name
+            load, is_own = begun
+            try:
+                await asyncio.wrap_future(load.over)
+            except InvalidRequest:
+                if is_own or load.folder == request.folder:
+                    raise
+            if is_own:
+                return request.lora_name
+
+    def _begin(self, request: LoRARequest) -> tuple[_Load, bool] | None:
+        """Begin to load the adapter of a request. Returns the load, or that of another request for the same name, and
+        whether it is this request's own; None: it is loaded. Called on the engine's thread."""
+        name = request.lora_name
+        if name in self._loads:
+            return self._loads[name], False
+        if not must_load(self._client, request):
+            return None
+        self._client.begin_load(name, in_place=request.load_inplace)
+        load = self._loads[name] = _Load(request.folder, Future())
+        load.over.set_running_or_notify_cancel()  # from here no coroutine that waits for it can cancel it
+        threading.Thread(target=self._read, args=(name, load), name="quire-adapter", daemon=True).start()
+        return load, True
+
+    def _read(self, name: str, load: _Load) -> None:
+        info: AdapterInfo | None = None
+        failure: Exception | None = None
+
+        def finish() -> None:
+            del self._loads[name]
+            self._client.finish_load(name, info)
+
         try:
-            info = await asyncio.to_thread(client.read_adapter, name, request.folder)
-        finally:
-            await asyncio.wrap_future(call(lambda: client.finish_load(name, info)))
-    return name
+            info = self._client.read_adapter(name, load.folder)
+        except Exception as error:  # noqa: BLE001 - whatever it is, those that wait for the adapter get it
+            failure = error
+        try:
+            self._call(finish).result()
+        except Exception as error:  # noqa: BLE001 - the engine has ended
+            failure = failure or error
+        if failure is not None:
+            load.over.set_exception(failure)
+        else:
+            load.over.set_result(None)
 
 
 def folder_below(root: str, path: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from quire import LLM, BeamSearchParams, ConfigError, InvalidRequest, LoRARequest, SamplingParams
 from quire.serving.async_llm import AsyncLLM
 from quire.serving.lora import folder_below
+from quire.types.adapters import AdapterInfo
 from tests.unit.serving.conftest import MakeLLM
 
 SAMPLING = SamplingParams(max_tokens=40)
@@ -107,6 +110,82 @@ def test_an_event_loop_names_adapters_too(make_llm: MakeLLM) -> None:
 
     try:
         assert asyncio.run(run()) == ["sql:<a>", "sql:<b>", "<c>", "sql:<d>"]
+    finally:
+        llm.shutdown()
+
+
+@pytest.fixture
+def reading(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, list[str], threading.Event]:
+    """An LLM whose models have the same executor, the folders that it has begun to read, and what lets it go on."""
+    offline = make_llm(echo, enable_lora=True)
+    offline.close()
+    begun, goes_on, read = list[str](), threading.Event(), offline.executor.read_adapter  # type: ignore[attr-defined]
+
+    def read_adapter(name: str, folder: str) -> AdapterInfo:
+        begun.append(folder)
+        assert goes_on.wait(60)
+        found: AdapterInfo = read(name, folder)
+        return found
+
+    monkeypatch.setattr(offline.executor, "read_adapter", read_adapter)  # type: ignore[attr-defined]
+    return offline, begun, goes_on
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_requests_that_name_a_new_adapter_at_once_load_it_once(reading: tuple[LLM, list[str], threading.Event]) -> None:
+    _, begun, goes_on = reading
+    llm = AsyncLLM(device="cpu", enable_lora=True)
+    bad = LoRARequest("bad", 3, "/adapters/bad")
+
+    async def run() -> None:
+        loads = [asyncio.create_task(llm.add_lora(each)) for each in (SQL, SQL, LoRARequest("sql"), SQL, bad, bad)]
+        other = asyncio.create_task(llm.add_lora(LoRARequest("sql", 1, "/adapters/other")))
+        await until(lambda: len(begun) == 2)
+        await llm.list_loras()  # all of them have asked
+        goes_on.set()
+        results = await asyncio.gather(*loads, return_exceptions=True)
+        assert results[:4] == [True] * 4
+        assert all("bad is no adapter" in str(each) for each in results[4:])
+        with pytest.raises(InvalidRequest, match="is loaded from '/adapters/sql'"):
+            await other
+        assert sorted(begun) == ["/adapters/bad", "/adapters/sql"]
+        assert [info.name for info in await llm.list_loras()] == ["sql"]
+
+    try:
+        asyncio.run(run())
+    finally:
+        llm.shutdown()
+
+
+def test_an_adapter_is_loaded_though_the_request_for_it_was_cancelled(
+    reading: tuple[LLM, list[str], threading.Event],
+) -> None:
+    offline, begun, goes_on = reading
+    llm = AsyncLLM(device="cpu", enable_lora=True)
+
+    async def run() -> None:
+        first = asyncio.create_task(llm.add_lora(SQL))
+        await until(lambda: begun)
+        second = asyncio.create_task(llm.add_lora(SQL))
+        await llm.list_loras()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert await llm.list_loras() == ()
+        goes_on.set()
+        assert await second
+        assert [info.name for info in await llm.list_loras()] == ["sql"]
+        assert await llm.remove_lora("sql")
+        assert offline.executor.adapters == set()  # type: ignore[attr-defined]
+        assert await llm.add_lora(SQL)
+
+    try:
+        asyncio.run(run())
     finally:
         llm.shutdown()
 
