@@ -25,7 +25,7 @@ class LoRARequest:
     """The LoRA adapter of a request: its name, and the folder that it is loaded from when it is first used.
 
     `lora_int_id` has no effect: names tell adapters apart. With `load_inplace`, the folder is read again and replaces
-    what had the name.
+    what had the name; without a path, the folder that it was loaded from.
     """
 
     lora_name: str
@@ -54,25 +54,27 @@ def take_loras(others: Mapping[str, object], num_prompts: int) -> tuple[list[LoR
     return list(given), left
 
 
-def must_load(client: EngineClient, request: LoRARequest) -> bool:
-    """Whether the adapter of a request must be loaded first. Raises InvalidRequest if it cannot be."""
+def folder_to_load(client: EngineClient, request: LoRARequest) -> str | None:
+    """Return the folder from which the adapter of a request must be loaded first; None: it is loaded. Raises
+    InvalidRequest if it cannot be."""
     found = next((info for info in client.adapters() if info.name == request.lora_name), None)
-    if request.load_inplace or (found is None and request.folder):
-        return True
-    if found is None:
+    if found is None and not request.folder:
         reason = f"{request.lora_name!r} is not loaded, and no lora_path is given"
         raise InvalidRequest("lora_request", reason, "give lora_path, or name it in lora_modules")
+    if found is None or request.load_inplace:
+        return request.folder or (found.folder if found is not None else None)
     if request.folder and request.folder != found.folder:
         reason = f"{request.lora_name!r} is loaded from {found.folder!r}, and lora_path is another folder"
         raise InvalidRequest("lora_request", reason, "choose another name, or set load_inplace=True")
-    return False
+    return None
 
 
 def load_loras(client: EngineClient, requests: list[LoRARequest | None]) -> list[str]:
     """Load the adapters that are not loaded yet. Returns the name of each request's adapter; "": none."""
     for request in dict.fromkeys(requests):
-        if request is not None and must_load(client, request):
-            client.load_adapter(request.lora_name, request.folder, in_place=request.load_inplace)
+        folder = None if request is None else folder_to_load(client, request)
+        if request is not None and folder is not None:
+            client.load_adapter(request.lora_name, folder, in_place=request.load_inplace)
     return ["" if request is None else request.lora_name for request in requests]
 
 
@@ -124,10 +126,11 @@ class LoRALoader:
         name = request.lora_name
         if name in self._loads:
             return self._loads[name], False
-        if not must_load(self._client, request):
+        folder = folder_to_load(self._client, request)
+        if folder is None:
             return None
         self._client.begin_load(name, in_place=request.load_inplace)
-        load = self._loads[name] = _Load(request.folder, Future())
+        load = self._loads[name] = _Load(folder, Future())
         load.over.set_running_or_notify_cancel()  # from here no coroutine that waits for it can cancel it
         threading.Thread(target=self._read, args=(name, load), name="quire-adapter", daemon=True).start()
         return load, True

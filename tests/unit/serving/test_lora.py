@@ -83,7 +83,11 @@ def test_a_name_keeps_its_folder_unless_it_is_loaded_in_place(llm: LLM) -> None:
     renewed = LoRARequest("sql", 1, "/adapters/other", load_inplace=True)
     assert texts(llm.generate("a", SAMPLING, lora_request=renewed)) == ["other:<a>"]
     assert llm.executor.adapters == {"other"}  # type: ignore[attr-defined]
+    assert texts(llm.generate("a", SAMPLING, lora_request=LoRARequest("sql", load_inplace=True))) == ["other:<a>"]
+    assert [info.folder for info in llm.list_loras()] == ["/adapters/other"]
     llm.remove_lora("sql")
+    with pytest.raises(InvalidRequest, match="^lora_request: 'sql' is not loaded, and no lora_path is given"):
+        llm.add_lora(LoRARequest("sql", load_inplace=True))
     assert llm.executor.adapters == set()  # type: ignore[attr-defined]
     with pytest.raises(InvalidRequest, match="no LoRA adapter has the name"):
         llm.remove_lora("sql")
