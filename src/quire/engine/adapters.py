@@ -16,7 +16,7 @@ from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
 
 MAX_ADAPTERS = 4_096  # names
-_NAME = re.compile(r"[^\x00-\x20\x7f](?:[^\x00-\x1f\x7f]{0,254}[^\x00-\x20\x7f])?")
+_NAME = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,256}")  # no control character or line break
 _SHOWN = 16  # names in a message
 _COUNTED = 64  # adapters whose requests are counted one by one
 
@@ -88,9 +88,10 @@ class AdapterTable:
         """Check that an adapter of this name may be loaded; `finish_load` must follow. With `in_place`, another adapter
         may have the name: later requests get the new one. Raises InvalidRequest."""
         self._check_enabled("lora_name")
-        if _NAME.fullmatch(name) is None:
+        if _NAME.fullmatch(name) is None or name != name.strip():
             reason = f"{name!r:.80} is no name of an adapter"
-            raise InvalidRequest("lora_name", reason, "use 1 to 256 characters without line breaks or outer spaces")
+            fix = "use 1 to 256 characters without control characters, line breaks or outer spaces"
+            raise InvalidRequest("lora_name", reason, fix)
         if (name in self._infos and not in_place) or name in self._loading:
             reason = f"{name!r} is {'loaded already' if name in self._infos else 'being loaded'}"
             raise InvalidRequest("lora_name", reason, "choose another, unload it, or set load_inplace")

@@ -163,7 +163,7 @@ def folder_below(root: str, path: str) -> str:
     `root` is a real path. The path may be relative to it. No part of it may be `..`, a link or anything but a folder,
     and the folder may hold only plain files: what an adapter is read from is what the operator put there.
     """
-    if not path or len(path) > _MAX_PATH or "\0" in path:
+    if not path or len(path) > _MAX_PATH or not _is_text(path):
         raise InvalidRequest("lora_path", "is no path of a folder", "name a folder below the operator's lora_dir")
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/"):
@@ -173,7 +173,7 @@ def folder_below(root: str, path: str) -> str:
         parts = parts[len(own) :]
     if not parts or ".." in parts:
         raise _outside()
-    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = _open_root(root)
     try:
         for part in parts:
             fd, above = _open_folder(fd, part), fd
@@ -182,6 +182,22 @@ def folder_below(root: str, path: str) -> str:
     finally:
         os.close(fd)
     return str(Path(root, *parts))
+
+
+def _is_text(path: str) -> bool:
+    """Whether a path can be written as UTF-8 and has no zero."""
+    try:
+        return b"\0" not in path.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def _open_root(root: str) -> int:
+    try:
+        return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        reason = f"the operator's lora_dir cannot be opened: {error.strerror}"
+        raise InvalidRequest("lora_path", reason, "have the operator put the folder back, then try again") from None
 
 
 def _outside() -> InvalidRequest:

@@ -223,6 +223,7 @@ def test_a_folder_below_the_operators_is_found(root: Path) -> None:
         ("", "is no path"),
         ("a\0b", "is no path"),
         ("x" * 5_000, "is no path"),
+        ("sql\ud800", "is no path"),
         (".", "is outside"),
         ("/", "is outside"),
         ("..", "is outside"),
@@ -248,3 +249,24 @@ def test_every_other_path_is_refused(root: Path, path: str, reason: str) -> None
         folder_below(str(root), path.replace("ROOT", str(root)))
     assert refusal.value.field == "lora_path"
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_folder_of_the_operator_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="the operator's lora_dir cannot be opened: No such file") as refusal:
+        folder_below(str(tmp_path / "gone"), "sql")
+    assert refusal.value.field == "lora_path"
+    assert refusal.value.fix
+
+
+@pytest.mark.parametrize("char", ["\n", "\x00", "\x1b", "\x7f", "\x85", "\x9f", "\u2028", "\u2029", "\udc80"])
+def test_names_have_no_line_breaks_and_control_characters(llm: LLM, char: str) -> None:
+    with pytest.raises(InvalidRequest, match="is no name of an adapter") as refusal:
+        llm.add_lora(LoRARequest(f"a{char}b", 1, "/adapters/sql"))
+    assert refusal.value.field == "lora_name"
+
+
+@pytest.mark.parametrize("name", ["", " a", "a\u00a0", "x" * 257])
+def test_names_are_short_and_have_no_outer_spaces(llm: LLM, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="is no name of an adapter"):
+        llm.add_lora(LoRARequest(name, 1, "/adapters/sql"))
+    assert llm.add_lora(LoRARequest("ü b" + "x" * 253, 1, "/adapters/sql"))
