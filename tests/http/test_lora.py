@@ -78,6 +78,9 @@ def test_an_adapter_is_loaded_listed_used_and_unloaded(server: TestServer) -> No
     assert server.get("/v1/models/sql", headers=USER).json()["parent"] == "scripted"
     assert text_of(server, "sql") == "sql:yes"
     assert text_of(server, "scripted") == "yes"
+    unknown = server.post("/v1/completions", {"model": "x", "prompt": "a"}, headers=USER)
+    assert unknown.status_code == 404
+    assert "served: scripted, other-name, sql;" in unknown.json()["error"]["message"]
     answer = unload(server)
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
     assert [model["id"] for model in models(server)] == ["scripted", "other-name"]

@@ -321,7 +321,7 @@ class Service:
                 return name
         if asked.removesuffix(":latest") in self.adapters:
             return asked.removesuffix(":latest")
-        raise model_not_found(asked, self.names)
+        raise model_not_found(asked, (*self.names, *self.adapters.known))
 
     def image_taker(self) -> ImageTaker | None:
         """What reads the images of messages; None: the model takes none. Raises ApiError before the engine was ever
