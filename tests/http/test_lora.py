@@ -202,6 +202,21 @@ def test_a_fork_goes_on_with_the_adapter_of_its_source(server: TestServer) -> No
     assert server.link.submitted[-1].adapter == "sql"
 
 
+def test_a_fork_is_refused_where_the_adapter_of_its_source_was_replaced(server: TestServer, folder: Path) -> None:
+    load(server)
+    first = server.post("/v1/completions", {"model": "sql", "prompt": "a", "max_tokens": 20}, headers=USER).json()
+    (folder / "new").mkdir()
+    assert load(server, "sql", "new", load_inplace=True).status_code == 200
+    body = {"request_id": first["id"], "at_token": 2, "max_tokens": 9}
+    answer = server.post("/v1/fork", body, headers=USER)
+    assert answer.status_code == 409, answer.text
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("adapter_replaced", "request_id")
+    assert "'sql' was replaced since" in error["message"]
+    assert load(server, "sql", "sql", load_inplace=True).status_code == 200
+    assert server.post("/v1/fork", body, headers=USER).status_code == 200
+
+
 def test_loading_in_place_replaces_what_had_the_name(server: TestServer, folder: Path) -> None:
     load(server)
     again = load(server, "sql", "bad2", load_inplace=True)

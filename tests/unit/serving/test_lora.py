@@ -93,6 +93,20 @@ def test_a_name_keeps_its_folder_unless_it_is_loaded_in_place(llm: LLM) -> None:
         llm.remove_lora("sql")
 
 
+def test_a_fork_is_refused_where_the_adapter_of_its_source_was_replaced(llm: LLM) -> None:
+    ended = llm.start("a", SAMPLING, lora_request=SQL)
+    output = ended.wait()
+    live = llm.start("b", SAMPLING, lora_request=SQL)
+    llm.step()
+    llm.add_lora(LoRARequest("sql", 1, "/adapters/other", load_inplace=True))
+    for source in (ended, output, live):
+        with pytest.raises(InvalidRequest, match="'sql' was replaced since"):
+            llm.fork(source, 0)
+    assert live.wait().outputs[0].text == "sql:<b>"
+    llm.add_lora(LoRARequest("sql", 1, "/adapters/sql", load_inplace=True))
+    assert llm.fork(ended, 4).wait().adapter == "sql"
+
+
 def test_an_event_loop_names_adapters_too(make_llm: MakeLLM) -> None:
     offline = make_llm(echo, enable_lora=True)
     offline.close()
