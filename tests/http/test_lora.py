@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +14,13 @@ import pytest
 
 from http_server import TestServer, digests
 from quire.config.arguments import EngineArguments
+from quire.config.embedding import EmbeddingSettings, PoolingModel
 from quire.config.engine import SchedulerConfig
 from quire.config.server import AccessConfig
+from quire.serving.http.errors import ApiError
+from quire.serving.http.service import Service
+from quire.serving.process.link import EngineReady
+from quire.types.adapters import AdapterInfo
 from tests.http.conftest import Serve
 
 ADMIN, USER = {"Authorization": "Bearer admin"}, {"Authorization": "Bearer user"}
@@ -69,6 +78,9 @@ def test_an_adapter_is_loaded_listed_used_and_unloaded(server: TestServer) -> No
     assert server.get("/v1/models/sql", headers=USER).json()["parent"] == "scripted"
     assert text_of(server, "sql") == "sql:yes"
     assert text_of(server, "scripted") == "yes"
+    unknown = server.post("/v1/completions", {"model": "x", "prompt": "a"}, headers=USER)
+    assert unknown.status_code == 404
+    assert "served: scripted, other-name, sql;" in unknown.json()["error"]["message"]
     answer = unload(server)
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
     assert [model["id"] for model in models(server)] == ["scripted", "other-name"]
@@ -107,6 +119,72 @@ def test_an_adapter_that_another_edge_loaded_is_found(server: TestServer, folder
     assert server.post("/tokenize", {"model": "chat", "prompt": "a"}, headers=USER).status_code == 200
 
 
+def test_requests_that_name_a_new_adapter_at_once_are_all_answered(
+    server: TestServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models(server)  # what this edge asked at its start is answered
+    server.link.do(lambda: server.link.core.adapters.load("sql", str(folder / "sql")))  # type: ignore[union-attr]
+    count, unknown, asks = 12, [], []
+    find, ask = Service.served_name, server.link.adapters
+
+    def served_name(service: Service, asked: str | None) -> str:
+        try:
+            return find(service, asked)
+        except ApiError:
+            unknown.append(asked)
+            raise
+
+    async def adapters() -> tuple[AdapterInfo, ...]:
+        asks.append(None)
+        while len(unknown) < count:  # all requests fail before the engine answers
+            await asyncio.sleep(0.001)
+        return await ask()
+
+    monkeypatch.setattr(Service, "served_name", served_name)
+    monkeypatch.setattr(server.link, "adapters", adapters)
+    with ThreadPoolExecutor(count) as pool:
+        assert list(pool.map(lambda _: text_of(server, "sql"), range(count))) == ["sql:yes"] * count
+    assert len(asks) <= 2
+
+
+def start_with(server: TestServer, folder: Path, change: Callable[[EngineReady], EngineReady] = lambda it: it) -> None:
+    """Start the engine of a server with the adapter `sql`."""
+    make_core = server.link._make_core
+
+    def make() -> tuple[Any, EngineReady]:
+        core, ready = make_core()
+        core.adapters.load("sql", str(folder / "sql"))  # type: ignore[union-attr]
+        return core, change(ready)
+
+    server.link._make_core = make
+    server.call(server.dispatcher.start)
+    server.wait(lambda: server.dispatcher.engine is not None)
+
+
+def test_the_adapters_of_an_engine_are_known_when_it_comes_up(serve: Serve, folder: Path) -> None:
+    server = serve(say, engine=EngineArguments(enable_lora=True), scheduler=SLOTS, starts_up=False)
+    start_with(server, folder)
+    server.wait(lambda: "sql" in server.service.adapters)
+
+
+def test_what_generates_no_text_refuses_an_adapter(serve: Serve, folder: Path) -> None:
+    model = PoolingModel("embed", 8, 512, 256, EmbeddingSettings(), by_decoder=True)
+    server = serve(say, engine=EngineArguments(enable_lora=True), scheduler=SLOTS, starts_up=False)
+    start_with(server, folder, lambda ready: replace(ready, pooling=model))
+    for path, body in (
+        ("/v1/embeddings", {"input": "a"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        answer = server.post(path, {"model": "sql", **body})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "model"
+        assert "adapters are for calls that generate text" in error["message"]
+        assert "scripted" in error["message"]
+    assert server.link.submitted == []
+
+
 def test_an_adapter_that_another_edge_unloaded_is_not_found(server: TestServer) -> None:
     load(server)
     assert text_of(server, "sql") == "sql:yes"
@@ -122,6 +200,21 @@ def test_a_fork_goes_on_with_the_adapter_of_its_source(server: TestServer) -> No
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == "sql"
     assert server.link.submitted[-1].adapter == "sql"
+
+
+def test_a_fork_is_refused_where_the_adapter_of_its_source_was_replaced(server: TestServer, folder: Path) -> None:
+    load(server)
+    first = server.post("/v1/completions", {"model": "sql", "prompt": "a", "max_tokens": 20}, headers=USER).json()
+    (folder / "new").mkdir()
+    assert load(server, "sql", "new", load_inplace=True).status_code == 200
+    body = {"request_id": first["id"], "at_token": 2, "max_tokens": 9}
+    answer = server.post("/v1/fork", body, headers=USER)
+    assert answer.status_code == 409, answer.text
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("adapter_replaced", "request_id")
+    assert "'sql' was replaced since" in error["message"]
+    assert load(server, "sql", "sql", load_inplace=True).status_code == 200
+    assert server.post("/v1/fork", body, headers=USER).status_code == 200
 
 
 def test_loading_in_place_replaces_what_had_the_name(server: TestServer, folder: Path) -> None:

@@ -98,7 +98,7 @@ def test_what_cannot_work_is_said_before_anything_runs(
     "flags",
     [
         *(["--uds", "api.sock"], ["--host", "0.0.0.0"], ["--port", "9"], ["--root-path", "/llm"], ["--no-playground"]),
-        *(["--ssl-certfile", "chain.pem"], ["--ssl-keyfile=key.pem"]),
+        *(["--ssl-certfile", "chain.pem"], ["--ssl-keyfile=key.pem"], ["--lora-dir", "/adapters"]),
     ],
 )
 def test_an_address_for_its_own_server_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,9 @@ from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
 
 MAX_ADAPTERS = 4_096  # names
-_NAME = re.compile(r"[^\x00-\x20\x7f](?:[^\x00-\x1f\x7f]{0,254}[^\x00-\x20\x7f])?")
+_NAME = re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,256}")  # no control character or line break
 _SHOWN = 16  # names in a message
+_REMEMBERED = 16_384  # requests whose forks are checked
 _COUNTED = 64  # adapters whose requests are counted one by one
 
 
@@ -36,11 +37,12 @@ class AdapterTable:
         self._users: Counter[str] = Counter()  # by digest: live requests
         self._unused: dict[str, None] = {}  # digests that the executor may forget when nothing is loaded
         self._requests: Counter[str] = Counter()  # by name: requests since it was loaded
+        self._used: dict[str, tuple[str, str]] = {}  # by request id: name and digest of its adapter, the last last
 
     # ------------------------------------------------------------------------------------------------------ requests
     def resolve(self, request: Submit) -> Submit:
         """Return a request with the digest of the adapter that it names. Raises InvalidRequest if there is none of that
-        name."""
+        name, or if the request forks another one, which ran with other content of that name."""
         name = request.adapter
         if not name:
             return request if not request.adapter_digest else replace(request, adapter_digest="")
@@ -49,13 +51,23 @@ class AdapterTable:
         self._check_enabled("model")
         if name not in self._infos:
             raise InvalidRequest("model", f"no LoRA adapter has the name {name!r}", self._known())
-        return replace(request, adapter_digest=self._infos[name].digest)
+        digest = self._infos[name].digest
+        if request.source is not None:
+            used, before = self._used.get(request.source.request_id, (name, digest))
+            if used == name and before != digest:
+                reason = f"{name!r} was replaced since {request.source.request_id!r:.80} ran with it"
+                raise InvalidRequest("source.adapter", reason, "send the prompt again, or load what it was before")
+        return replace(request, adapter_digest=digest)
 
     def hold(self, request: Submit) -> None:
         """Note that a request was accepted."""
         if request.adapter_digest:
             self._users[request.adapter_digest] += 1
             self._requests[request.adapter] += 1
+            self._used.pop(request.request_id, None)
+            self._used[request.request_id] = (request.adapter, request.adapter_digest)
+            if len(self._used) > _REMEMBERED:
+                del self._used[next(iter(self._used))]
 
     def release(self, request: Submit) -> None:
         """Note that an accepted request has ended."""
@@ -88,9 +100,10 @@ class AdapterTable:
         """Check that an adapter of this name may be loaded; `finish_load` must follow. With `in_place`, another adapter
         may have the name: later requests get the new one. Raises InvalidRequest."""
         self._check_enabled("lora_name")
-        if _NAME.fullmatch(name) is None:
+        if _NAME.fullmatch(name) is None or name != name.strip():
             reason = f"{name!r:.80} is no name of an adapter"
-            raise InvalidRequest("lora_name", reason, "use 1 to 256 characters without line breaks or outer spaces")
+            fix = "use 1 to 256 characters without control characters, line breaks or outer spaces"
+            raise InvalidRequest("lora_name", reason, fix)
         if (name in self._infos and not in_place) or name in self._loading:
             reason = f"{name!r} is {'loaded already' if name in self._infos else 'being loaded'}"
             raise InvalidRequest("lora_name", reason, "choose another, unload it, or set load_inplace")

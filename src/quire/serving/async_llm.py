@@ -18,7 +18,7 @@ from quire.serving.batch import Batch, Ended
 from quire.serving.chat_tokenizer import ChatTokenizer
 from quire.serving.client import EngineClient
 from quire.serving.loading import load_model
-from quire.serving.lora import LoRARequest, load_lora, take_loras
+from quire.serving.lora import LoRALoader, LoRARequest, take_loras
 from quire.serving.outputs import StreamPiece
 from quire.serving.requests import PromptLike, pair_sampling, read_prompts
 from quire.serving.text.tokenizer import Tokenizer
@@ -58,6 +58,7 @@ class AsyncLLM:
         self._default_sampling = self._loaded.sampling_defaults.params()
         self._text = ThreadPoolExecutor(1, "quire-text")  # tokenizes and checks grammars, off the event loop
         self._engine = _EngineThread(self._loaded.client, self._loaded.tokenizer)
+        self._loras = LoRALoader(self._loaded.client, self._engine.call)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> AsyncLLM:
@@ -83,7 +84,7 @@ class AsyncLLM:
         """
         (lora,), others_left = take_loras(others, 1)
         check_call(others_left)
-        adapter = "" if lora is None else await load_lora(self._loaded.client, self._engine.call, lora)
+        adapter = "" if lora is None else await self._loras.load(lora)
         stream = await self._start(prompt, sampling_params, request_id, priority, adapter)
         try:
             async for output in stream.outputs():
@@ -125,7 +126,7 @@ class AsyncLLM:
     # -------------------------------------------------------------------------------------------------- adapters
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load a LoRA adapter, if it is not loaded. Raises InvalidRequest."""
-        return bool(await load_lora(self._loaded.client, self._engine.call, lora_request))
+        return bool(await self._loras.load(lora_request))
 
     async def remove_lora(self, lora_name: str) -> bool:
         """Unload a LoRA adapter. Requests that run with it go on. Raises InvalidRequest if there is none."""
@@ -288,6 +289,8 @@ class _EngineThread:
         result: Future[Result] = Future()
 
         def run() -> None:
+            if not result.set_running_or_notify_cancel():
+                return  # whoever asked was cancelled
             try:
                 result.set_result(work())
             except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it

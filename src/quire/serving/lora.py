@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.serving.client import EngineClient
+from quire.types.adapters import AdapterInfo
 from quire.types.errors import InvalidRequest
 from quire.types.request import Submit
 
@@ -23,7 +25,7 @@ class LoRARequest:
     """The LoRA adapter of a request: its name, and the folder that it is loaded from when it is first used.
 
     `lora_int_id` has no effect: names tell adapters apart. With `load_inplace`, the folder is read again and replaces
-    what had the name.
+    what had the name; without a path, the folder that it was loaded from.
     """
 
     lora_name: str
@@ -52,25 +54,27 @@ def take_loras(others: Mapping[str, object], num_prompts: int) -> tuple[list[LoR
     return list(given), left
 
 
-def must_load(client: EngineClient, request: LoRARequest) -> bool:
-    """Whether the adapter of a request must be loaded first. Raises InvalidRequest if it cannot be."""
+def folder_to_load(client: EngineClient, request: LoRARequest) -> str | None:
+    """Return the folder from which the adapter of a request must be loaded first; None: it is loaded. Raises
+    InvalidRequest if it cannot be."""
     found = next((info for info in client.adapters() if info.name == request.lora_name), None)
-    if request.load_inplace or (found is None and request.folder):
-        return True
-    if found is None:
+    if found is None and not request.folder:
         reason = f"{request.lora_name!r} is not loaded, and no lora_path is given"
         raise InvalidRequest("lora_request", reason, "give lora_path, or name it in lora_modules")
+    if found is None or request.load_inplace:
+        return request.folder or (found.folder if found is not None else None)
     if request.folder and request.folder != found.folder:
         reason = f"{request.lora_name!r} is loaded from {found.folder!r}, and lora_path is another folder"
         raise InvalidRequest("lora_request", reason, "choose another name, or set load_inplace=True")
-    return False
+    return None
 
 
 def load_loras(client: EngineClient, requests: list[LoRARequest | None]) -> list[str]:
     """Load the adapters that are not loaded yet. Returns the name of each request's adapter; "": none."""
     for request in dict.fromkeys(requests):
-        if request is not None and must_load(client, request):
-            client.load_adapter(request.lora_name, request.folder, in_place=request.load_inplace)
+        folder = None if request is None else folder_to_load(client, request)
+        if request is not None and folder is not None:
+            client.load_adapter(request.lora_name, folder, in_place=request.load_inplace)
     return ["" if request is None else request.lora_name for request in requests]
 
 
@@ -82,26 +86,75 @@ def with_lora(client: EngineClient, requests: Sequence[Submit], lora: LoRAReques
     return [replace(request, adapter=name) for request in requests]
 
 
-async def load_lora(
-    client: EngineClient, call: Callable[[Callable[[], Any]], Future[Any]], request: LoRARequest
-) -> str:
-    """Load the adapter of a request if it is not loaded yet, and return its name. `call` runs a function on the
-    engine's thread, where steps go on while the adapter is read."""
-    name = request.lora_name
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """An adapter that is being read. `over` ends when requests may name it, or with the error."""
 
-    def begin() -> bool:
-        is_missing = must_load(client, request)
-        if is_missing:
-            client.begin_load(name, in_place=request.load_inplace)
-        return is_missing
+    folder: str
+    over: Future[None]
 
-    if await asyncio.wrap_future(call(begin)):
-        info = None
+
+class LoRALoader:
+    """Loads adapters for the coroutines of any event loop, each on a thread of its own while steps go on. A load goes
+    on if the coroutine that asked for it is cancelled, and later requests for the same adapter wait for it.
+
+    `call` runs a function on the engine's thread.
+    """
+
+    def __init__(self, client: EngineClient, call: Callable[[Callable[[], Any]], Future[Any]]) -> None:
+        self._client, self._call = client, call
+        self._loads: dict[str, _Load] = {}  # by name; only the engine's thread reads and writes it
+
+    async def load(self, request: LoRARequest) -> str:
+        """Load the adapter of a request if it is not loaded yet, and return its name. Raises InvalidRequest."""
+        while True:
+            begun = await asyncio.wrap_future(self._call(lambda: self._begin(request)))
+            if begun is None:
+                return request.lora_name
+            load, is_own = begun
+            try:
+                await asyncio.wrap_future(load.over)
+            except InvalidRequest:
+                if is_own or load.folder == request.folder:
+                    raise
+            if is_own:
+                return request.lora_name
+
+    def _begin(self, request: LoRARequest) -> tuple[_Load, bool] | None:
+        """Begin to load the adapter of a request. Returns the load, or that of another request for the same name, and
+        whether it is this request's own; None: it is loaded. Called on the engine's thread."""
+        name = request.lora_name
+        if name in self._loads:
+            return self._loads[name], False
+        folder = folder_to_load(self._client, request)
+        if folder is None:
+            return None
+        self._client.begin_load(name, in_place=request.load_inplace)
+        load = self._loads[name] = _Load(folder, Future())
+        load.over.set_running_or_notify_cancel()  # from here no coroutine that waits for it can cancel it
+        threading.Thread(target=self._read, args=(name, load), name="quire-adapter", daemon=True).start()
+        return load, True
+
+    def _read(self, name: str, load: _Load) -> None:
+        info: AdapterInfo | None = None
+        failure: Exception | None = None
+
+        def finish() -> None:
+            del self._loads[name]
+            self._client.finish_load(name, info)
+
         try:
-            info = await asyncio.to_thread(client.read_adapter, name, request.folder)
-        finally:
-            await asyncio.wrap_future(call(lambda: client.finish_load(name, info)))
-    return name
+            info = self._client.read_adapter(name, load.folder)
+        except Exception as error:  # noqa: BLE001 - whatever it is, those that wait for the adapter get it
+            failure = error
+        try:
+            self._call(finish).result()
+        except Exception as error:  # noqa: BLE001 - the engine has ended
+            failure = failure or error
+        if failure is not None:
+            load.over.set_exception(failure)
+        else:
+            load.over.set_result(None)
 
 
 def folder_below(root: str, path: str) -> str:
@@ -110,7 +163,7 @@ def folder_below(root: str, path: str) -> str:
     `root` is a real path. The path may be relative to it. No part of it may be `..`, a link or anything but a folder,
     and the folder may hold only plain files: what an adapter is read from is what the operator put there.
     """
-    if not path or len(path) > _MAX_PATH or "\0" in path:
+    if not path or len(path) > _MAX_PATH or not _is_text(path):
         raise InvalidRequest("lora_path", "is no path of a folder", "name a folder below the operator's lora_dir")
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/"):
@@ -120,7 +173,7 @@ def folder_below(root: str, path: str) -> str:
         parts = parts[len(own) :]
     if not parts or ".." in parts:
         raise _outside()
-    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = _open_root(root)
     try:
         for part in parts:
             fd, above = _open_folder(fd, part), fd
@@ -129,6 +182,22 @@ def folder_below(root: str, path: str) -> str:
     finally:
         os.close(fd)
     return str(Path(root, *parts))
+
+
+def _is_text(path: str) -> bool:
+    """Whether a path can be written as UTF-8 and has no zero."""
+    try:
+        return b"\0" not in path.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def _open_root(root: str) -> int:
+    try:
+        return os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        reason = f"the operator's lora_dir cannot be opened: {error.strerror}"
+        raise InvalidRequest("lora_path", reason, "have the operator put the folder back, then try again") from None
 
 
 def _outside() -> InvalidRequest:

@@ -153,6 +153,31 @@ def test_leaving_an_iteration_frees_the_engine(make_async: MakeAsync) -> None:
     run(work())
 
 
+def test_a_call_that_is_cancelled_before_its_turn_harms_no_other(make_async: MakeAsync) -> None:
+    llm = make_async(echo)
+    in_step, goes_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        in_step.set()
+        assert goes_on.wait(60)
+
+    llm.executor.on_launch = hold  # type: ignore[attr-defined]
+
+    async def work() -> str:
+        answer = asyncio.create_task(outputs_of(llm.generate("a", FINAL)))
+        await asyncio.to_thread(in_step.wait, 60)
+        waiting = asyncio.create_task(llm.stats())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        goes_on.set()
+        return (await answer)[-1].outputs[0].text
+
+    assert run(work()) == "<a>"
+    assert llm.is_running
+
+
 def test_a_refused_request_raises_and_harms_no_other(make_async: MakeAsync) -> None:
     llm = make_async(echo, fails=frozenset({"bad"}))
 

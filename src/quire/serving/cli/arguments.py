@@ -87,7 +87,6 @@ LORA_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--max-loras": (int, "LoRA adapters in one step: slots on the device (8)"),
     "--max-lora-rank": (int, "the largest rank of a LoRA adapter, up to 256 (16)"),
     "--max-cpu-loras": (int, "LoRA adapters in host memory; others are read again (four times --max-loras)"),
-    "--lora-dir": (str, "the folder below which /v1/load_lora_adapter may load adapters (none: it loads nothing)"),
 }
 SAMPLING_FLAGS = {
     "--temperature": (float, "0 picks the likeliest token"),
@@ -231,7 +230,7 @@ def add_doctor(commands: Commands[OneLineParser]) -> None:
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
     """The engine settings that were given; the rest keep their defaults. A seed of -1 means any: no setting."""
     flags = (*ENGINE_FLAGS, *ENGINE_SWITCHES, *ENGINE_CHOICES, "--scheduling-policy", "--task")
-    flags += (*LORA_FLAGS, "--enable-lora", "--lora-modules")
+    flags += (*LORA_FLAGS, "--enable-lora", "--lora-modules", "--lora-dir")
     given = {name: getattr(args, name) for flag in flags if (name := field_of(flag)) in args}
     if "seed" in args and args.seed is not None and args.seed >= 0:
         given["seed"] = args.seed
@@ -275,7 +274,7 @@ def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return group
 
 
-def add_lora(parser: argparse.ArgumentParser) -> None:
+def add_lora(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("LoRA adapters")
     absent = argparse.SUPPRESS
     switch, use = argparse.BooleanOptionalAction, "take requests with LoRA adapters (off)"
@@ -290,6 +289,7 @@ def add_lora(parser: argparse.ArgumentParser) -> None:
     )
     for flag, (kind, text) in LORA_FLAGS.items():
         group.add_argument(flag, type=kind, help=text, default=absent)
+    return group
 
 
 def add_loading(group: argparse._ArgumentGroup, *, verbose: bool = True) -> argparse._ArgumentGroup:

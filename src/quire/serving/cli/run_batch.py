@@ -50,7 +50,7 @@ _ADDRESS: dict[str, Any] = {  # of the server that a run starts: it serves this 
 
 
 class _RefusedFlag(argparse.Action):
-    """A flag of `quire serve` that says where a server listens."""
+    """A flag of `quire serve` that says where a server listens, or what is loaded while it runs."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_args: Any) -> None:
         flag = self.option_strings[0]
@@ -76,7 +76,7 @@ def add_run_batch(commands: Commands[OneLineParser]) -> None:
     parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests that run at once (32)")
     add_serve_flags(parser)
     parser.set_defaults(log_level="warning", **_ADDRESS)
-    for name in _ADDRESS:
+    for name in (*_ADDRESS, "lora_dir"):
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, action=_RefusedFlag, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 

@@ -44,11 +44,18 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
         **examples(EXAMPLES),
     )
     _add_address(parser)
-    add_serve_flags(parser)
+    add_serve_flags(parser).add_argument(
+        "--lora-dir",
+        default=argparse.SUPPRESS,
+        metavar="FOLDER",
+        help="the folder below which /v1/load_lora_adapter may load adapters, which needs an admin key: see --admin "
+        "(none: it loads nothing)",
+    )
 
 
-def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    """Every flag that describes a server, but for where it listens."""
+def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add every flag that describes a server, but for where it listens and what its operator may load while it runs.
+    Returns the group of LoRA adapters."""
     parser.add_argument(
         "model_name",
         nargs="?",
@@ -82,10 +89,11 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     _add_server(parser)
     _add_access(parser)
     _add_watching(parser)
-    add_lora(parser)
+    lora = add_lora(parser)
     group = add_generation_config(add_loading(add_engine(parser), verbose=False))
     group.add_argument("--scheduling-policy", default=argparse.SUPPRESS, help="the same as --policy")
     group.add_argument("--seed", type=int, help="for requests that bring no seed (0)")
+    return lora
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+
 from quire.config.adapters import read_lora_dir
 from quire.config.arguments import EngineArguments
 from quire.serving.dispatch.dispatcher import Dispatcher
@@ -19,21 +22,43 @@ class Adapters:
     def __init__(self, dispatcher: Dispatcher, link: EngineLink, arguments: EngineArguments) -> None:
         self._dispatcher, self._link, self._is_enabled = dispatcher, link, arguments.enable_lora
         self._folder = read_lora_dir(arguments.lora_dir, enable=arguments.enable_lora)
-        self._known: dict[str, AdapterInfo] = {}
+        self._known: Mapping[str, AdapterInfo] = {}
+        self._asking = asyncio.Lock()
+        self._next: asyncio.Task[None] | None = None  # the refresh that has not asked the engine yet
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def __contains__(self, name: object) -> bool:
         return name in self._known
 
-    async def refresh(self) -> bool:
-        """Ask the engine which adapters it has. Returns whether they are others than before."""
-        if not self._is_enabled or self._dispatcher.engine is None:
-            return False
-        try:
-            known = {info.name: info for info in await self._link.adapters()}
-        except EngineDead:
-            return False
-        is_changed, self._known = known != self._known, known
-        return is_changed
+    @property
+    def known(self) -> Mapping[str, AdapterInfo]:
+        """The adapters by name. It is another object whenever they are others than before."""
+        return self._known
+
+    async def refresh(self) -> None:
+        """Ask the engine which adapters it has. Calls that come while it is being asked share one later question."""
+        if self._is_enabled:
+            await asyncio.shield(self.begin_refresh())
+
+    def begin_refresh(self) -> asyncio.Task[None]:
+        """Begin to ask the engine which adapters it has. The event loop calls it."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._ask())
+            self._tasks.add(self._next)
+            self._next.add_done_callback(self._tasks.discard)
+        return self._next
+
+    async def _ask(self) -> None:
+        async with self._asking:
+            self._next = None
+            if not self._is_enabled or self._dispatcher.engine is None:
+                return
+            try:
+                known = {info.name: info for info in await self._link.adapters()}
+            except EngineDead:
+                return
+            if known != self._known:
+                self._known = known
 
     async def listing(self) -> tuple[AdapterInfo, ...]:
         """The adapters that the engine has; while it is down, those that it had."""

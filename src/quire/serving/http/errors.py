@@ -138,6 +138,9 @@ def as_failure(failure: Failure) -> ApiError:
     if failure.error is not None:
         if failure.kind == "refused" and failure.error.field == "model":  # its LoRA adapter was unloaded meanwhile
             return ApiError(404, str(failure.error), code=MODEL_NOT_FOUND, param="model")
+        if failure.kind == "refused" and failure.error.field == "source.adapter":  # of a fork
+            message = f"request_id: {failure.error.reason}; {failure.error.fix}"
+            return ApiError(409, message, code="adapter_replaced", param="request_id")
         return as_api_error(failure.error)
     if failure.retry_after is not None:
         return _quarantined(Quarantined(failure.retry_after))

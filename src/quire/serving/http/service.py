@@ -246,8 +246,13 @@ class Service:
         self.batches = BatchRunner(self.files_directory, self.limits, self.dispatcher, self.config.api_workers)
         self.pinned_prefixes = PinnedPrefixes(self.dispatcher, self.link, self.keys, PinnedPrefixFile(self.prefix_file))
         self.adapters = Adapters(self.dispatcher, self.link, self.config.engine)
+        self.dispatcher.on_engine_up = self._on_engine_up
+
+    def _on_engine_up(self) -> None:
+        if self.config.engine.enable_lora:
+            self.adapters.begin_refresh()
         if self.recalls_prefixes:
-            self.dispatcher.on_engine_up = self.pinned_prefixes.recall
+            self.pinned_prefixes.recall()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -297,10 +302,14 @@ class Service:
     async def knowing_adapters(self, work: Callable[[], Awaitable[R]]) -> R:
         """Do work that names a model. If this edge does not know the model, it may be a LoRA adapter that was loaded
         since: ask the engine, and do the work once more."""
+        before = self.adapters.known
         try:
             return await work()
         except ApiError as error:
-            if error.code != MODEL_NOT_FOUND or not await self.adapters.refresh():
+            if error.code != MODEL_NOT_FOUND:
+                raise
+            await self.adapters.refresh()
+            if self.adapters.known is before:
                 raise
         return await work()
 
@@ -312,7 +321,7 @@ class Service:
                 return name
         if asked.removesuffix(":latest") in self.adapters:
             return asked.removesuffix(":latest")
-        raise model_not_found(asked, self.names)
+        raise model_not_found(asked, (*self.names, *self.adapters.known))
 
     def image_taker(self) -> ImageTaker | None:
         """What reads the images of messages; None: the model takes none. Raises ApiError before the engine was ever

@@ -94,6 +94,7 @@ class Supervisor:
         """
         set_up_logging(self._config.log_level, self._config.log_format, "supervisor")
         _check(self._config)
+        warn_of_useless(self._config)
         with ExitStack() as stack:
             self._listeners = listeners = stack.enter_context(open_listeners(self._config))
             self._config = replace(self._config, port=listeners.port)
@@ -286,6 +287,12 @@ def _check(config: ServerConfig) -> None:
         raise ConfigError("max_restart_delay", f"must be at least 0 s, got {config.max_restart_delay:g}", "30 is usual")
     if not 0 <= config.drain_seconds < math.inf:
         raise ConfigError("drain_seconds", f"must be at least 0 s, got {config.drain_seconds}", "30 suits most loads")
+
+
+def warn_of_useless(config: ServerConfig) -> None:
+    """Log the settings that are possible and have no effect with the others."""
+    if config.engine.lora_dir and not config.access.admin_digests:
+        logger.warning("lora_dir: has no effect without an admin key, which loading adapters needs; add --admin")
 
 
 def _wait_for(children: Iterable[ChildProcess], wake: socket.socket, seconds: float) -> list[ChildProcess]:

@@ -14,6 +14,7 @@ from quire.runtime.loading.catalogue import DEFAULT
 from quire.serving.cli import _parser, main
 from quire.serving.cli import serve as serve_module
 from quire.serving.cli.serve import server_config
+from quire.serving.process.supervisor import warn_of_useless
 from quire.types.errors import ConfigError
 
 
@@ -29,6 +30,18 @@ def digest(key: str) -> str:
 def _no_key_around(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("QUIRE_API_KEY", "QUIRE_ADMIN_KEY"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_a_folder_of_adapters_without_an_admin_key_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = ("--enable-lora", "--lora-dir", str(tmp_path))
+    warn_of_useless(config(*flags, "--admin-key", "a-long-enough-key-of-an-admin"))
+    warn_of_useless(config("--enable-lora"))
+    assert caplog.messages == []
+    warn_of_useless(config(*flags))
+    (message,) = caplog.messages
+    assert message.startswith("lora_dir: has no effect without an admin key")
 
 
 def test_without_flags_the_default_model_is_served_on_the_loopback_to_anyone_there() -> None:

@@ -31,7 +31,8 @@ Nothing that was computed is computed again while the engine still has it. The a
 be forked by whoever sent it (the same key), while it is streamed, and after its end for as long as `fork_seconds`,
 `fork_requests` and `fork_tokens` allow. Only the HTTP process that answers it knows it: with `--api-workers` above 1 a
 fork that comes to another is answered with 404. Parameters that are left out have their defaults, not those of the
-forked request; the LoRA adapter is that of the forked request. A branch ends early when its client hangs up."""
+forked request; the LoRA adapter is that of the forked request, and a fork is answered with 409 if its name has other
+content by now. A branch ends early when its client hangs up."""
 
 
 def find_origin(service: Service, given: Parameters, head: RequestHead) -> Origin:

@@ -30,7 +30,7 @@ from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import UnsupportedParameter
 from quire.serving.pooled_texts import NOTHING_SAMPLED, PooledText, Rows, TextReader, check_total, cut_up
-from quire.types.errors import QuireError
+from quire.types.errors import InvalidRequest, QuireError
 from quire.types.pooling import PoolingParams
 from quire.types.request import Submit, pack_tokens
 
@@ -126,7 +126,7 @@ class PoolingHandler:
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)
             with service.dispatcher.preparing():
-                return await service.in_thread_for(len(body), self._read, body, head)
+                return await service.knowing_adapters(lambda: service.in_thread_for(len(body), self._read, body, head))
 
     def _read(self, body: bytes, head: RequestHead) -> _Prepared:
         service, endpoint, limits = self._service, self._endpoint, self._service.limits
@@ -139,7 +139,7 @@ class PoolingHandler:
             reader=TextReader(model, service.texts.tokenizer, max_tokens=limits["prompt_tokens"]),
             given=given,
             limits=dict(limits),
-            name=service.served_name(given.get("model")),
+            name=self._model_name(given.get("model")),
             response_id=f"{endpoint.id_prefix}-{given.get('request_id', head.request_id)}",
             created=int(datetime.now(UTC).timestamp()),
             received_at=head.received_at,
@@ -161,6 +161,14 @@ class PoolingHandler:
             for name, part in zip(names, parts, strict=True)
         ]
         return _Prepared(job, model, submits, (*head.warnings, *warnings, *useless))
+
+    def _model_name(self, asked: str | None) -> str:
+        """The name that the response carries. Raises InvalidRequest for a LoRA adapter's."""
+        name = self._service.served_name(asked)
+        if self._service.adapter_of(name):
+            reason = f"{name!r:.80} is a LoRA adapter, and adapters are for calls that generate text"
+            raise InvalidRequest("model", reason, f"send {self._service.names[0]!r:.80}, or leave model out")
+        return name
 
     def _drop_useless(self, given: dict[str, Any], model: PoolingModel, *, strict: bool) -> list[str]:
         """Remove fields that mean nothing to this model and server. Returns warnings; raises the first if `strict`."""
