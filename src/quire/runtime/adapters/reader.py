@@ -16,14 +16,17 @@ from quire.runtime.adapters.peft import CONFIG, PeftConfig, read_peft_config, re
 from quire.runtime.adapters.slots import AdapterSlots, HostAdapter, Pair
 from quire.runtime.layers.weights import weight_layers
 from quire.runtime.loading.hf.checkpoint import WEIGHT_DTYPES
-from quire.runtime.loading.hf.json_file import read_json
+from quire.runtime.loading.hf.json_file import parse_json
 from quire.runtime.loading.hf.names import PartNames
 from quire.runtime.loading.hf.safetensors import SafetensorsFile
+from quire.runtime.loading.mapping import HeldFile
 from quire.runtime.loading.values import refuse_non_finite
 from quire.runtime.models.registry import find_family
 from quire.types.errors import InvalidRequest, ModelLoadError
 
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+_MAX_CONFIG_BYTES = 1 << 20
+_HEADER_BYTES = 16 << 20  # of a file of weights beside its numbers
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 _OTHERS = {  # tensors of PEFT that are no A or B of a linear module
@@ -53,6 +56,9 @@ class AdapterReader:
         self._prefixes = ("", f"{family.embedding.partition('.')[0]}.")
         self._names = [PartNames(config, family, prefix) for prefix in self._prefixes]
         self._layers = {name: type(layer).__name__ for layer, parts in weight_layers(model) for name in parts}
+        self._max_bytes = _HEADER_BYTES + slots.config.max_rank * self._width() * max(
+            dtype.itemsize for dtype in WEIGHT_DTYPES.values()
+        )
 
     def read(self, folder: str) -> HostAdapter:
         """Raises InvalidRequest for a folder that holds no adapter, or one that does not fit the model."""
@@ -63,17 +69,20 @@ class AdapterReader:
             raise InvalidRequest("adapter", f"{where}: {error.reason}", error.fix) from None
 
     def _read(self, folder: Path) -> HostAdapter:
-        config = read_peft_config(read_json(folder / CONFIG))
+        config = read_peft_config(
+            parse_json(bytes(HeldFile(folder / CONFIG, _MAX_CONFIG_BYTES).data), str(folder / CONFIG))
+        )
         if not (folder / WEIGHTS).is_file():
             if (folder / PICKLED).exists():
                 fix = f"save it again with safetensors (PEFT: save_pretrained(safe_serialization=True)) as {WEIGHTS}"
                 raise InvalidRequest("adapter", f"{PICKLED} is a pickle, which is not read", fix)
             raise InvalidRequest("adapter", f"{WEIGHTS} is not in the folder", "give the folder that PEFT saved")
-        file = SafetensorsFile(folder / WEIGHTS)
-        try:
-            return self._read_file(file, config)
-        finally:
-            file.close()
+        return self._read_file(SafetensorsFile(HeldFile(folder / WEIGHTS, self._max_bytes)), config)
+
+    def _width(self) -> int:
+        """Inputs and outputs of all matrices that an adapter may change."""
+        layers, firsts = self._slots.layers, [targets[0] for targets in self._slots.targets.values()]
+        return sum(layers[layer].num_inputs + layers[layer].parts[part].num_outputs for layer, part in firsts)
 
     def _read_file(self, file: SafetensorsFile, config: PeftConfig) -> HostAdapter:
         modules = {module: self._known(module, sides) for module, sides in _modules(file.tensors).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,58 @@ def test_pickles_and_empty_folders_are_refused(reader: AdapterReader, model: tor
     assert "adapter_model.safetensors is not in the folder" in refusal(reader, tmp_path)
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     assert "save it again with safetensors" in refusal(reader, tmp_path)
+
+
+class Overwriting(AdapterReader):
+    """Another process writes to the file between its opening and the reading of its values."""
+
+    def __init__(self, reader: AdapterReader, file: Path) -> None:
+        vars(self).update(vars(reader))
+        self._file = file
+
+    def _read_file(self, *given: Any) -> HostAdapter:
+        with self._file.open("r+b") as file:
+            file.seek(-4_096, os.SEEK_END)
+            file.write(bytes(4_096))
+            file.truncate(self._file.stat().st_size // 2 if self._file.parent.name == "short" else None)
+        return super()._read_file(*given)
+
+
+@pytest.mark.parametrize("name", ["long", "short"])  # the first fails where the second would kill: it goes first
+def test_writing_to_a_file_that_is_read_changes_nothing(
+    name: str, reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / name, model)
+    whole = reader.read(str(folder))
+    found = Overwriting(reader, folder / "adapter_model.safetensors").read(str(folder))
+    assert found.digest == whole.digest
+    assert all(torch.equal(mine.b, other.b) for mine, other in zip(found.pairs, whole.pairs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_only_plain_files_of_a_possible_size_are_read(
+    name: str, reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    file = make_adapter(tmp_path / "adapter", model) / name
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert f"{name}: cannot be read: it is a link" in refusal(reader, file.parent)
+    file.unlink()
+    with file.open("wb") as large:
+        large.truncate(64 << 20)  # without any blocks on disk
+    assert f"{name}: has 67108864 bytes, the limit is" in refusal(reader, file.parent)
+    file.unlink()
+    os.mkfifo(file)
+    assert name in refusal(reader, file.parent)
+
+
+def test_the_links_of_a_hugging_face_cache_are_followed(
+    reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "snapshots" / "revision", model)
+    digest = reader.read(str(folder)).digest
+    (tmp_path / "blobs").mkdir()
+    for file in list(folder.iterdir()):
+        file.rename(tmp_path / "blobs" / f"hash-{file.name}")
+        file.symlink_to(f"../../blobs/hash-{file.name}")
+    assert reader.read(str(folder)).digest == digest
