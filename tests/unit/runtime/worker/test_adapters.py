@@ -226,6 +226,21 @@ def test_an_adapter_that_cannot_be_read_fails_its_rows_alone(folders: list[Path]
     assert not bench.result.failures
 
 
+def test_a_row_that_fails_for_another_reason_is_computed_with_its_adapter(folders: list[Path]) -> None:
+    """Rows of the same adapter may go on from its blocks."""
+    config = engine_config(rows=ROWS, max_len=64, adapters=SMALL)
+    bench, whole = Bench(checkpoint(), config, sampler=GreedySampler(broken=[13])), greedy("auto")
+    for made, seed in ((bench, 13), (whole, 0)):
+        made.put_adapter(0, folders[0])
+        made.add(0, PROMPTS[0], adapter=0, seed=seed)
+        made.run(chunks=[Chunk(0, 0, 4)])
+        made.add(1, PROMPTS[0], parent=0, adapter=0)
+        made.run(chunks=[Chunk(1, 4, 1, (1,))])
+        if made is bench:
+            assert not made.result.failures
+    torch.testing.assert_close(bench.sampler.seen[1][0], whole.sampler.seen[1][0])
+
+
 def test_a_row_with_an_adapter_fails_where_there_are_no_slots() -> None:
     bench = Bench(checkpoint(), engine_config(rows=ROWS, max_len=64))
     prefill(bench, {0: 0, 1: -1})
