@@ -28,6 +28,7 @@ WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _MAX_CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 16 << 20  # of a file of weights beside its numbers
 _PREFIX = "base_model.model."
+_MOST_CHARACTERS = 512  # of the name of a tensor
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 _OTHERS = {  # tensors of PEFT that are no A or B of a linear module
     "lora_embedding_": "adapters of embeddings are not supported",
@@ -149,6 +150,9 @@ def _modules(tensors: Collection[str]) -> dict[str, _Sides]:
     """The modules that the file has tensors of, as the model calls them. Every tensor must be one of A and B."""
     found: dict[str, dict[str, str]] = {}
     for tensor in tensors:
+        if len(tensor) > _MOST_CHARACTERS:
+            reason = f"{WEIGHTS}: {tensor[:80]}... has {len(tensor)} characters, the limit is {_MOST_CHARACTERS}"
+            raise InvalidRequest("adapter", reason, "save the adapter again")
         matched = _NAME.fullmatch(tensor)
         if matched is None:
             reason = next((text for word, text in _OTHERS.items() if word in tensor), "is no A or B of a LoRA adapter")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from adapter_files import PREFIX, SMALL, change_adapter, make_adapter, write_adapter
 from quire.config.engine import DeviceConfig
+from quire.runtime.adapters.peft import read_peft_config
 from quire.runtime.adapters.reader import AdapterReader
 from quire.runtime.adapters.slots import AdapterSlots, HostAdapter
 from quire.runtime.layers.builder import LayerBuilder
@@ -109,6 +110,37 @@ def test_names_of_older_files_and_of_models_without_a_head_are_known(
 
     change_tensors(bare, without_prefix)
     assert reader.read(str(named)).digest == reader.read(str(bare)).digest
+
+
+def test_the_first_pattern_counts_and_any_number_of_names_is_taken(
+    reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    patterns = {f"model.layers.{layer}.self_attn.q_proj": 1.0 for layer in range(1, 6_000)}
+    patterns |= {r".*\.layers\.(0|1)\.self_attn\.(q|k)_proj": 2.0, "k_proj": 3.0, "attn.v_proj": 4.0}
+    make_adapter(tmp_path, model, rank=4, alpha=8.0, alpha_pattern=patterns)
+    found = scales(reader.read(str(tmp_path)), reader, tmp_path)
+    for layer, wanted in enumerate(({"q": 2.0, "k": 2.0, "v": 8.0}, {"q": 1.0, "k": 2.0, "v": 8.0})):
+        for name, alpha in wanted.items():
+            assert found[f"model.layers.{layer}.self_attn.{name}_proj"] == pytest.approx(alpha / 4)
+
+
+SLOW = ("(?x:([a-z_.0-9]+) +)!", "(a+)+", "(.|.)" * 40 + "!", r"\\(.|.)" * 30, "[a-z.]*" * 4, "x" * 257)
+
+
+@pytest.mark.parametrize("pattern", SLOW)
+def test_a_pattern_that_could_take_long_is_refused(pattern: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"too complex a pattern|has 257 characters"):
+        read_peft_config({"r": 4, "lora_alpha": 4, "rank_pattern": {pattern: 8}})
+
+
+def test_patterns_are_limited_in_number_and_names_in_length(
+    reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path, model, rank_pattern={rf"layers\.{layer}\.mlp": 4 for layer in range(65)})
+    assert "rank_pattern has 65 regular expressions, the limit is 64" in refusal(reader, folder)
+    change_adapter(folder, rank_pattern={})
+    change_tensors(folder, lambda tensors: tensors.update({"a" * 600 + ".lora_A.weight": torch.zeros(4, 4)}))
+    assert "has 614 characters, the limit is 512" in refusal(reader, folder)
 
 
 REFUSED = {
