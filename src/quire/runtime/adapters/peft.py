@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -137,14 +138,16 @@ def _expression(pattern: str, where: str) -> re.Pattern[str]:
 
 def _rank(value: object, key: str) -> int:
     if type(value) is not int or value < 1:
-        refuse(key, f"must be a whole number above 0, is {value!r}")
+        refuse(key, f"must be a whole number above 0, is {value!r:.80}")
     return value
 
 
 def _number(value: object, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        refuse(key, f"must be a number, is {value!r}")
-    return float(value)
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        with suppress(OverflowError):  # a whole number beyond any float
+            if math.isfinite(value):
+                return float(value)
+    refuse(key, f"must be a number, is {value!r:.80}")
 
 
 def _flag(values: Mapping[str, object], key: str) -> bool:

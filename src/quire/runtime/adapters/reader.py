@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -24,6 +25,7 @@ from quire.runtime.loading.values import refuse_non_finite
 from quire.runtime.models.registry import find_family
 from quire.types.errors import InvalidRequest, ModelLoadError
 
+logger = logging.getLogger(__name__)
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _MAX_CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 16 << 20  # of a file of weights beside its numbers
@@ -62,12 +64,19 @@ class AdapterReader:
         )
 
     def read(self, folder: str) -> HostAdapter:
-        """Raises InvalidRequest for a folder that holds no adapter, or one that does not fit the model."""
+        """Raises InvalidRequest for a folder that holds no adapter, one that does not fit the model, or one at which
+        this code itself fails: no adapter ends the engine."""
         try:
             return self._read(Path(folder))
+        except InvalidRequest:
+            raise
         except ModelLoadError as error:
             where = Path(error.file).name + (f": {error.tensor}" if error.tensor else "")
             raise InvalidRequest("adapter", f"{where}: {error.reason}", error.fix) from None
+        except Exception as error:
+            logger.exception("the LoRA adapter in %s could not be read", folder)
+            reason = f"reading the adapter failed with {type(error).__name__}"
+            raise InvalidRequest("adapter", reason, "see the log of the engine") from None
 
     def _read(self, folder: Path) -> HostAdapter:
         config = read_peft_config(

@@ -153,6 +153,7 @@ REFUSED = {
     "target_parameters": (["experts.down_proj"], "target_parameters is set"),
     "r": (0, "r must be a whole number above 0"),
     "lora_alpha": ("big", "lora_alpha must be a number"),
+    "alpha_pattern ": ({"q_proj": 10**400}, "alpha_pattern.q_proj must be a number"),
     "rank_pattern": ({"(a+)+": 4}, "too complex a pattern"),
     "alpha_pattern": ({"(": 4}, "no regular expression"),
     "use_rslora": ("yes", "use_rslora must be true or false"),
@@ -164,7 +165,7 @@ def test_a_setting_that_is_not_computed_is_refused_by_name(
     key: str, reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
 ) -> None:
     value, reason = REFUSED[key]
-    assert reason in refusal(reader, change_adapter(make_adapter(tmp_path, model), **{key: value}))
+    assert reason in refusal(reader, change_adapter(make_adapter(tmp_path, model), **{key.strip(): value}))
 
 
 TENSORS = {
@@ -273,3 +274,15 @@ def test_the_links_of_a_hugging_face_cache_are_followed(
         file.rename(tmp_path / "blobs" / f"hash-{file.name}")
         file.symlink_to(f"../../blobs/hash-{file.name}")
     assert reader.read(str(folder)).digest == digest
+
+
+def test_code_that_fails_at_an_adapter_refuses_it(
+    reader: AdapterReader,
+    model: torch.nn.Module,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(AdapterReader, "_read_file", lambda *given: 1 / 0)
+    assert "reading the adapter failed with ZeroDivisionError" in refusal(reader, make_adapter(tmp_path, model))
+    assert "Traceback" in caplog.text
