@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
 from quire.runtime.adapters.peft import CONFIG, PeftConfig, read_peft_config, refuse
-from quire.runtime.adapters.slots import AdapterSlots, HostAdapter, Pair
+from quire.runtime.adapters.slots import AdapterSlots, HostAdapter, Pair, Target
 from quire.runtime.layers.weights import weight_layers
 from quire.runtime.loading.hf.checkpoint import WEIGHT_DTYPES
 from quire.runtime.loading.hf.json_file import parse_json
@@ -99,6 +99,7 @@ class AdapterReader:
         if not modules:
             fix = "give a LoRA adapter that was trained for this model"
             raise InvalidRequest("adapter", f"{WEIGHTS} changes no module of the model", fix)
+        _refuse_duplicates({sides.a: self._slots.targets[name] for name, sides in modules.values()})
         digest, pairs, rank = hashlib.sha256(b"quire adapter 1"), list[Pair](), 0
         for module, (name, sides) in sorted(modules.items()):
             self._check(file, module, name, sides, config)
@@ -109,7 +110,7 @@ class AdapterReader:
                 digest.update(f" {stored.dtype} {stored.shape}".encode())
                 digest.update(file.raw(side).data)
             a, b = (_values(file, side) for side in sides)
-            pairs += self._pairs(name, a, b.float().mul_(scale))
+            pairs += self._pairs(name, sides, a, b.float().mul_(torch.tensor(scale, dtype=torch.float32)))
             rank = max(rank, len(a))
         return HostAdapter(digest.hexdigest(), rank, tuple(sorted(pairs, key=lambda pair: pair.target)))
 
@@ -139,19 +140,25 @@ class AdapterReader:
             refuse("fan_in_fan_out", f"is {config.by_inputs}, and the model's {module} is stored otherwise",
                    f"set it to {part.turned}")  # fmt: skip
 
-    def _pairs(self, name: str, a: Tensor, b: Tensor) -> list[Pair]:
+    def _pairs(self, name: str, sides: _Sides, a: Tensor, b: Tensor) -> list[Pair]:
         slots, pairs = self._slots, []
         for target in slots.targets[name]:
             part = slots.layers[target.layer].parts[target.part]
             mine = b if part.index is None else b.index_select(0, part.index)
             rank = -(-len(a) // slots.rank_step) * slots.rank_step
-            pairs.append(Pair(target, self._hold(a, (rank, a.shape[1])), self._hold(mine, (len(mine), rank))))
+            held = self._hold(sides.a, a, (rank, a.shape[1])), self._hold(sides.b, mine, (len(mine), rank))
+            pairs.append(Pair(target, *held))
         return pairs
 
-    def _hold(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """A copy with zeros behind, in memory that is copied to the device without waiting."""
+    def _hold(self, name: str, values: Tensor, shape: tuple[int, int]) -> Tensor:
+        """A copy with zeros behind, in memory that is copied to the device without waiting. Raises InvalidRequest if
+        a value is too large for the dtype."""
         held = torch.zeros(shape, dtype=self._slots.dtype, pin_memory=self._slots.device.type == "cuda")
         held[: values.shape[0], : values.shape[1]].copy_(values)
+        if not torch.isfinite(held).all():
+            dtype = str(held.dtype).removeprefix("torch.")
+            reason = f"{WEIGHTS}: {name}: values are not finite in {dtype}, B's times the scale of the adapter"
+            raise InvalidRequest("adapter", reason, "train with a smaller lora_alpha, or run the model in bfloat16")
         return held
 
 
@@ -176,6 +183,17 @@ def _modules(tensors: Collection[str]) -> dict[str, _Sides]:
             other = "B" if side == "A" else "A"
             raise InvalidRequest("adapter", f"{WEIGHTS}: {tensor} is there without its {other}", "save it again")
     return {module: _Sides(sides["A"], sides["B"]) for module, sides in found.items()}
+
+
+def _refuse_duplicates(targets: Mapping[str, Sequence[Target]]) -> None:
+    """Raise InvalidRequest if two tensors A of the file change the same matrix: its module is spelled in two ways."""
+    seen: dict[Target, str] = {}
+    for tensor, mine in targets.items():
+        for target in mine:
+            if target in seen:
+                reason = f"{WEIGHTS}: {seen[target]} and {tensor} are of the same module"
+                raise InvalidRequest("adapter", reason, "save the adapter again, with one of them")
+            seen[target] = tensor
 
 
 def _refused_module(module: str, tensor: str, layers: list[str]) -> InvalidRequest:

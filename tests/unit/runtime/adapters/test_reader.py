@@ -286,3 +286,25 @@ def test_code_that_fails_at_an_adapter_refuses_it(
     monkeypatch.setattr(AdapterReader, "_read_file", lambda *given: 1 / 0)
     assert "reading the adapter failed with ZeroDivisionError" in refusal(reader, make_adapter(tmp_path, model))
     assert "Traceback" in caplog.text
+
+
+def test_two_spellings_of_one_module_are_refused(reader: AdapterReader, model: torch.nn.Module, tmp_path: Path) -> None:
+    def spell_twice(tensors: dict[str, torch.Tensor]) -> None:
+        for side in "AB":
+            stored = tensors[f"{PREFIX}{QUERY}.lora_{side}.weight"]
+            tensors[f"{PREFIX}{QUERY.removeprefix('model.')}.lora_{side}.weight"] = stored * 2
+
+    message = refusal(reader, change_tensors(make_adapter(tmp_path, model), spell_twice))
+    assert f"{PREFIX}{QUERY}.lora_A.weight" in message
+    assert "are of the same module" in message
+
+
+@pytest.mark.parametrize("alpha", [1e42, 1e300])
+def test_values_that_are_too_large_for_the_dtype_are_refused(
+    alpha: float, reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    message = refusal(reader, make_adapter(tmp_path, model, alpha=alpha))
+    assert "lora_B.weight: values are not finite in float32" in message
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: tensor.double() * 1e200 for name, tensor in load_file(file).items()}, file)
+    assert "lora_A.weight: values are not finite in float32" in refusal(reader, tmp_path)
