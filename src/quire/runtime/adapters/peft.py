@@ -99,7 +99,7 @@ def read_peft_config(values: Mapping[str, object]) -> PeftConfig:
 
 
 def refuse(key: str, reason: str, fix: str = "") -> NoReturn:
-    raise InvalidRequest("adapter", f"{CONFIG}: {key} {reason}", fix)
+    raise InvalidRequest("lora_path", f"{CONFIG}: {key} {reason}", fix)
 
 
 def _patterns(values: Mapping[str, object], key: str, read: Callable[[object, str], float]) -> ModulePatterns:

@@ -72,11 +72,11 @@ class AdapterReader:
             raise
         except ModelLoadError as error:
             where = Path(error.file).name + (f": {error.tensor}" if error.tensor else "")
-            raise InvalidRequest("adapter", f"{where}: {error.reason}", error.fix) from None
+            raise InvalidRequest("lora_path", f"{where}: {error.reason}", error.fix) from None
         except Exception as error:
             logger.exception("the LoRA adapter in %s could not be read", folder)
             reason = f"reading the adapter failed with {type(error).__name__}"
-            raise InvalidRequest("adapter", reason, "see the log of the engine") from None
+            raise InvalidRequest("lora_path", reason, "see the log of the engine") from None
 
     def _read(self, folder: Path) -> HostAdapter:
         config = read_peft_config(
@@ -85,8 +85,8 @@ class AdapterReader:
         if not (folder / WEIGHTS).is_file():
             if (folder / PICKLED).exists():
                 fix = f"save it again with safetensors (PEFT: save_pretrained(safe_serialization=True)) as {WEIGHTS}"
-                raise InvalidRequest("adapter", f"{PICKLED} is a pickle, which is not read", fix)
-            raise InvalidRequest("adapter", f"{WEIGHTS} is not in the folder", "give the folder that PEFT saved")
+                raise InvalidRequest("lora_path", f"{PICKLED} is a pickle, which is not read", fix)
+            raise InvalidRequest("lora_path", f"{WEIGHTS} is not in the folder", "give the folder that PEFT saved")
         return self._read_file(SafetensorsFile(HeldFile(folder / WEIGHTS, self._max_bytes)), config)
 
     def _width(self) -> int:
@@ -98,7 +98,7 @@ class AdapterReader:
         modules = {module: self._known(module, sides) for module, sides in _modules(file.tensors).items()}
         if not modules:
             fix = "give a LoRA adapter that was trained for this model"
-            raise InvalidRequest("adapter", f"{WEIGHTS} changes no module of the model", fix)
+            raise InvalidRequest("lora_path", f"{WEIGHTS} changes no module of the model", fix)
         _refuse_duplicates({sides.a: self._slots.targets[name] for name, sides in modules.values()})
         digest, pairs, rank = hashlib.sha256(b"quire adapter 1"), list[Pair](), 0
         for module, (name, sides) in sorted(modules.items()):
@@ -131,11 +131,11 @@ class AdapterReader:
         rank = config.rank_of(module)
         if rank > limit:
             fix = f"raise max_lora_rank to {rank}, or train a smaller one"
-            raise InvalidRequest("adapter", f"{module} has rank {rank}, the limit is {limit}", fix)
+            raise InvalidRequest("lora_path", f"{module} has rank {rank}, the limit is {limit}", fix)
         for side, wanted in ((sides.a, (rank, inputs)), (sides.b, (part.num_outputs, rank))):
             if (found := file.tensors[side].shape) != wanted:
                 reason = f"{side} has shape {list(found)}, the model and {CONFIG} say {list(wanted)}"
-                raise InvalidRequest("adapter", reason, "the adapter was trained for another model")
+                raise InvalidRequest("lora_path", reason, "the adapter was trained for another model")
         if part.turned != config.by_inputs:
             refuse("fan_in_fan_out", f"is {config.by_inputs}, and the model's {module} is stored otherwise",
                    f"set it to {part.turned}")  # fmt: skip
@@ -158,7 +158,7 @@ class AdapterReader:
         if not torch.isfinite(held).all():
             dtype = str(held.dtype).removeprefix("torch.")
             reason = f"{WEIGHTS}: {name}: values are not finite in {dtype}, B's times the scale of the adapter"
-            raise InvalidRequest("adapter", reason, "train with a smaller lora_alpha, or run the model in bfloat16")
+            raise InvalidRequest("lora_path", reason, "train with a smaller lora_alpha, or run the model in bfloat16")
         return held
 
 
@@ -168,20 +168,20 @@ def _modules(tensors: Collection[str]) -> dict[str, _Sides]:
     for tensor in tensors:
         if len(tensor) > _MOST_CHARACTERS:
             reason = f"{WEIGHTS}: {tensor[:80]}... has {len(tensor)} characters, the limit is {_MOST_CHARACTERS}"
-            raise InvalidRequest("adapter", reason, "save the adapter again")
+            raise InvalidRequest("lora_path", reason, "save the adapter again")
         matched = _NAME.fullmatch(tensor)
         if matched is None:
             reason = next((text for word, text in _OTHERS.items() if word in tensor), "is no A or B of a LoRA adapter")
-            raise InvalidRequest("adapter", f"{WEIGHTS}: {tensor}: {reason}", _WITHOUT)
+            raise InvalidRequest("lora_path", f"{WEIGHTS}: {tensor}: {reason}", _WITHOUT)
         module = matched["module"].removeprefix(_PREFIX).removesuffix(".base_layer")
         if matched["side"] in found.setdefault(module, {}):
-            raise InvalidRequest("adapter", f"{WEIGHTS}: {tensor} is there twice", "save the adapter again")
+            raise InvalidRequest("lora_path", f"{WEIGHTS}: {tensor} is there twice", "save the adapter again")
         found[module][matched["side"]] = tensor
     for sides in found.values():
         if len(sides) < 2:
             ((side, tensor),) = sides.items()
             other = "B" if side == "A" else "A"
-            raise InvalidRequest("adapter", f"{WEIGHTS}: {tensor} is there without its {other}", "save it again")
+            raise InvalidRequest("lora_path", f"{WEIGHTS}: {tensor} is there without its {other}", "save it again")
     return {module: _Sides(sides["A"], sides["B"]) for module, sides in found.items()}
 
 
@@ -192,7 +192,7 @@ def _refuse_duplicates(targets: Mapping[str, Sequence[Target]]) -> None:
         for target in mine:
             if target in seen:
                 reason = f"{WEIGHTS}: {seen[target]} and {tensor} are of the same module"
-                raise InvalidRequest("adapter", reason, "save the adapter again, with one of them")
+                raise InvalidRequest("lora_path", reason, "save the adapter again, with one of them")
             seen[target] = tensor
 
 
@@ -210,7 +210,7 @@ def _refused_module(module: str, tensor: str, layers: list[str]) -> InvalidReque
         reason = "this layer of the model cannot be adapted"
     else:
         reason = "the model has no such module"
-    return InvalidRequest("adapter", f"{WEIGHTS}: {tensor}: {reason}", _WITHOUT)
+    return InvalidRequest("lora_path", f"{WEIGHTS}: {tensor}: {reason}", _WITHOUT)
 
 
 def _values(file: SafetensorsFile, name: str) -> Tensor:

@@ -33,14 +33,15 @@ class AdapterStore:
         return AdapterInfo(name, adapter.digest, adapter.rank, adapter.num_bytes, folder)
 
     def get(self, digest: str) -> HostAdapter:
-        """Raises InvalidRequest for one that is not known, or which none of its folders holds any more."""
+        """Raises InvalidRequest for one that is not known, or which none of its folders holds any more: requests name
+        it in `model`."""
         with self._lock:
             if digest in self._held:
                 self._held.move_to_end(digest)
                 return self._held[digest]
             folders = [*reversed(self._folders.get(digest, {}))]
         if not folders:
-            raise InvalidRequest("adapter", f"{digest[:12]} is not loaded", "load it first")
+            raise InvalidRequest("model", f"the LoRA adapter {digest[:12]} is not loaded", "load it first")
         adapter = self._read_again(digest, folders)
         with self._lock:
             if digest in self._folders:
@@ -69,12 +70,14 @@ class AdapterStore:
             try:
                 adapter = self._reader.read(folder)
             except InvalidRequest as error:
-                errors.append(error)
+                errors.append(
+                    InvalidRequest("model", f"its LoRA adapter cannot be read again: {error.reason}", error.fix)
+                )
                 continue
             if adapter.digest == digest:
                 return adapter
-            reason = f"the files of {digest[:12]} have changed since it was loaded"
-            errors.append(InvalidRequest("adapter", reason, "load it again under another name"))
+            reason = f"the files of the LoRA adapter {digest[:12]} have changed since it was loaded"
+            errors.append(InvalidRequest("model", reason, "load it again under another name"))
         raise errors[0]
 
     def _keep(self, adapter: HostAdapter) -> None:

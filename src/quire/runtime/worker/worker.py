@@ -217,7 +217,9 @@ class Worker:
         if slot == NO_ADAPTER:
             return
         if self.adapters is None:
-            raise InvalidRequest("adapter", "this worker has no slots for adapters", "leave it out")
+            raise InvalidRequest(
+                "model", "names a LoRA adapter, and this worker has no slots for adapters", "leave it out"
+            )
         self.adapters.check_slot(slot)
 
     def _usable(self, slot: int) -> int:

@@ -42,6 +42,7 @@ def reader() -> AdapterReader:
 def refusal(reader: AdapterReader, folder: Path) -> str:
     with pytest.raises(InvalidRequest) as caught:
         reader.read(str(folder))
+    assert caught.value.field == "lora_path"  # as the endpoints call it
     assert str(folder) not in str(caught.value)  # clients learn no paths
     return str(caught.value)
 
