@@ -5,19 +5,23 @@ from __future__ import annotations
 from quire.config.adapters import AdapterConfig
 from quire.config.model import ModelConfig
 
-RANK_STEP = 16  # kernels read ranks in steps of so many: slots have room for a multiple
+RANK_STEP, TILE_RANKS = 16, 32  # kernels read ranks in steps of so many: slots have room for a multiple;
+# tile units read ranks above a tile's in whole tiles
 _SPLITS = 8  # partial sums that Triton kernels may hold of each row
 
 
-def padded_rank(rank: int) -> int:
-    """The rank that a slot has room for."""
-    return -(-rank // RANK_STEP) * RANK_STEP
+def padded_rank(rank: int, *, tiled: bool = False) -> int:
+    """The rank that a slot has room for. `tiled`: the CPU's tile units (AMX) multiply adapters."""
+    step = TILE_RANKS if tiled and rank > TILE_RANKS else RANK_STEP
+    return -(-rank // step) * step
 
 
-def adapter_memory(model: ModelConfig, adapters: AdapterConfig | None, value_bytes: int, max_tokens: int) -> int:
+def adapter_memory(
+    model: ModelConfig, adapters: AdapterConfig | None, value_bytes: int, max_tokens: int, *, tiled: bool = False
+) -> int:
     """Bytes of all slots, and of what a step of so many tokens computes between A and B, in the widest layer."""
     if adapters is None:
         return 0
-    rank, counts = padded_rank(adapters.max_rank), model.weights
+    rank, counts = padded_rank(adapters.max_rank, tiled=tiled), model.weights
     slots = adapters.slots * rank * counts.adapter_width * value_bytes
     return slots + max_tokens * rank * counts.adapter_parts * 4 * _SPLITS

@@ -40,6 +40,7 @@ MASK_COPIES = {
     "host": 3,  # masks of this step and of the step before, and a copy of those that are sent
 }
 MASK_PARCELS = 16  # batches of masks in pinned memory that may be on their way to a GPU
+ADAPTER_FIX = "lower max_loras, or max_lora_rank"
 PROMPT_POSITIONS = 128  # prompt logprobs are computed for so many positions at a time ...
 PROMPT_BYTES_PER_LOGIT = 24  # ... with these buffers: logits in float32, log-softmax, comparison for ranks
 
@@ -163,8 +164,7 @@ class MemoryPlan:
             fix = f"lower it: a sequence takes {format_size(self.state_bytes)} of memory for states"
             return "max_num_seqs", f"{short} ({format_size(self.states)} of them states)", fix
         if self.adapters and room + self.adapters >= smallest_cache:
-            fix = "lower it, or the largest rank of adapters"
-            return "max_loras", f"{short} ({format_size(self.adapters)} of them for adapters)", fix
+            return "max_loras", f"{short} ({format_size(self.adapters)} of them for adapters)", ADAPTER_FIX
         if self.activations + self.sampling + self.masks + self.rows + self.graphs > self.weights:
             return "max_num_batched_tokens", short, "lower it, and max_num_seqs, or use a device with more memory"
         return "model", f"{short} ({format_size(self.weights)} of them weights)", "choose a smaller model or dtype"
@@ -265,10 +265,14 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         groups=groups,
         max_chunk=scheduler.max_num_batched_tokens,
         images=_images(model, scheduler, facts.weight_bytes(config.device.dtype, device)),
-        adapters=adapter_memory(
-            model, config.adapters, DTYPE_BYTES[config.device.dtype], scheduler.max_num_batched_tokens
-        ),
+        adapters=_adapters(model, config, facts),
     )
+
+
+def _adapters(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
+    dtype, tokens = config.device.dtype, config.scheduler.max_num_batched_tokens
+    tiled = dtype == "bfloat16" and facts.tile_units and _attention(config, facts) == "native"
+    return adapter_memory(model, config.adapters, DTYPE_BYTES[dtype], tokens, tiled=tiled)
 
 
 def _images(model: ModelConfig, scheduler: SchedulerConfig, weight_bytes: int) -> int:

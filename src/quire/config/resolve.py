@@ -18,7 +18,7 @@ from quire.config.arguments import (
 from quire.config.engine import MAX_BLOCK_SIZE, CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
-from quire.config.memory import MemoryPlan, kv_block_bytes, plan_memory, state_groups
+from quire.config.memory import ADAPTER_FIX, MemoryPlan, kv_block_bytes, plan_memory, state_groups
 from quire.config.model import QUANTIZATIONS, CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.policy import RESERVING
 from quire.config.sizes import GIB, MIB, format_size, parse_size
@@ -318,10 +318,14 @@ def _size_cache(
 def _too_short(plan: MemoryPlan) -> DoesNotFit:
     """Return the error for a machine on which not even a short sequence fits. It names what uses the memory."""
     where = f"in {format_size(plan.capacity)} on {plan.device}"
-    fix = plan.host_fix(plan.blocks_per_sequence * plan.block_bytes)
+    smallest_cache = plan.blocks_per_sequence * plan.block_bytes
+    fix = plan.host_fix(smallest_cache)
     if fix is not None:
         host = f"not even {plan.max_model_len} tokens fit beside {format_size(plan.host_cache)} of it {where}"
         return DoesNotFit("host_cache_memory", host, fix)
+    if plan.adapters and plan.capacity - plan.fixed + plan.adapters >= smallest_cache:
+        slots = f"not even {plan.max_model_len} tokens fit beside slots of {format_size(plan.adapters)} {where}"
+        return DoesNotFit("max_loras", slots, ADAPTER_FIX)
     short = f"not even {plan.max_model_len} tokens fit beside its weights {where}"
     return DoesNotFit("model", short, "choose a smaller model or dtype, or free memory")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from quire.config.adapters import AdapterConfig, AdapterModule, read_lora_dir, read_modules
 from quire.config.arguments import EngineArguments, read_arguments
+from quire.config.facts import HardwareFacts
 from quire.config.resolve import resolve_engine_config
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, DoesNotFit
 from tests.unit.config.machines import LAPTOP, SMALL
 
 
@@ -73,3 +75,25 @@ def test_the_folder_of_clients_is_a_real_path(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to("here")
     assert read_lora_dir(str(tmp_path / "link"), enable=True) == str(tmp_path / "here")
+
+
+def test_tile_units_take_room_for_whole_tiles_of_ranks() -> None:
+    tiles = replace(LAPTOP, supports_bf16=True, tile_units=True)
+
+    def planned(rank: int, facts: HardwareFacts, **settings: Any) -> int:
+        arguments = EngineArguments(enable_lora=True, max_lora_rank=rank, device="cpu", dtype="bfloat16", **settings)
+        return resolve_engine_config(arguments, facts, SMALL)[1].adapters
+
+    vectors = replace(tiles, tile_units=False)
+    assert [planned(rank, tiles) for rank in (8, 32, 33, 48, 80)] == [
+        planned(rank, vectors) for rank in (16, 32, 64, 64, 96)
+    ]
+    assert planned(48, tiles, attention_backend="reference") == planned(48, vectors)
+
+
+@pytest.mark.parametrize("length", [None, 1_024])
+def test_slots_that_do_not_fit_name_both_settings(length: int | None) -> None:
+    arguments = EngineArguments(enable_lora=True, max_loras=1_024, max_lora_rank=256, max_model_len=length)
+    with pytest.raises(DoesNotFit, match="lower max_loras, or max_lora_rank$") as refusal:
+        resolve_engine_config(arguments, LAPTOP, SMALL)
+    assert refusal.value.setting == "max_loras"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import NoReturn
 
 from quire.types.errors import InvalidRequest
 
 CONFIG = "adapter_config.json"
-_MOST_PATTERNS, _MOST_CHARACTERS, _MOST_QUANTIFIERS = 4_096, 256, 4
+_PLAIN = re.compile(r"[\w.-]+")  # a name, which needs no regular expression
+_MOST_EXPRESSIONS, _MOST_CHARACTERS = 64, 256
+_MOST_WAYS, _LONG_NAME = 8_192, 64  # in which an expression may fit a name; characters of a name, to count ways
 _MERGE = "merge it into the model's weights (PEFT: merge_and_unload) and serve the result"
 # What changes the outputs of a model and is not computed here, with what to do instead.
 _REFUSED = {
@@ -32,6 +35,24 @@ _CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to 
 
 
 @dataclass(frozen=True, slots=True)
+class ModulePatterns:
+    """Numbers of the modules whose names end with a pattern. If several patterns fit a name, the first one counts."""
+
+    names: Mapping[str, tuple[int, float]]  # patterns without metacharacters: their places and numbers
+    expressions: Sequence[tuple[int, re.Pattern[str], float]]
+
+    def find(self, module: str) -> float | None:
+        parts = module.split(".")
+        ends = (".".join(parts[first:]) for first in range(len(parts)))
+        found = [self.names[end] for end in ends if end in self.names]
+        found += [(place, value) for place, pattern, value in self.expressions if pattern.match(module)]
+        return min(found)[1] if found else None
+
+
+_NO_PATTERNS = ModulePatterns({}, ())
+
+
+@dataclass(frozen=True, slots=True)
 class PeftConfig:
     """The settings of a LoRA adapter that matter for its outputs."""
 
@@ -39,17 +60,17 @@ class PeftConfig:
     alpha: float
     uses_rslora: bool = False
     by_inputs: bool = False  # the model stores its matrices by inputs, then outputs
-    ranks: Mapping[str, int] = field(default_factory=dict)  # of modules whose names match
-    alphas: Mapping[str, float] = field(default_factory=dict)
+    ranks: ModulePatterns = _NO_PATTERNS
+    alphas: ModulePatterns = _NO_PATTERNS
 
     def rank_of(self, module: str) -> int:
-        key = _matching(self.ranks, module)
-        return self.rank if key is None else self.ranks[key]
+        found = self.ranks.find(module)
+        return self.rank if found is None else int(found)
 
     def scale_of(self, module: str) -> float:
         """What the product of a module's A and B is multiplied by."""
-        rank, key = self.rank_of(module), _matching(self.alphas, module)
-        alpha = self.alpha if key is None else self.alphas[key]
+        rank, found = self.rank_of(module), self.alphas.find(module)
+        alpha = self.alpha if found is None else found
         return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
 
 
@@ -72,49 +93,61 @@ def read_peft_config(values: Mapping[str, object]) -> PeftConfig:
         alpha=_number(values.get("lora_alpha"), "lora_alpha"),
         uses_rslora=_flag(values, "use_rslora"),
         by_inputs=_flag(values, "fan_in_fan_out"),
-        ranks={key: _rank(value, f"rank_pattern.{key}") for key, value in _patterns(values, "rank_pattern")},
-        alphas={key: _number(value, f"alpha_pattern.{key}") for key, value in _patterns(values, "alpha_pattern")},
+        ranks=_patterns(values, "rank_pattern", _rank),
+        alphas=_patterns(values, "alpha_pattern", _number),
     )
 
 
 def refuse(key: str, reason: str, fix: str = "") -> NoReturn:
-    raise InvalidRequest("adapter", f"{CONFIG}: {key} {reason}", fix)
+    raise InvalidRequest("lora_path", f"{CONFIG}: {key} {reason}", fix)
 
 
-def _matching(patterns: Mapping[str, object], module: str) -> str | None:
-    """The first pattern that a module's name ends with."""
-    if not patterns:
-        return None
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
-
-
-def _patterns(values: Mapping[str, object], key: str) -> list[tuple[str, object]]:
-    """PEFT takes them as regular expressions. Those that could take long to match are refused."""
+def _patterns(values: Mapping[str, object], key: str, read: Callable[[object, str], float]) -> ModulePatterns:
+    """PEFT takes patterns as regular expressions. Those that could take long to match are refused."""
     found = values.get(key) or {}
-    if not isinstance(found, dict) or len(found) > _MOST_PATTERNS:
-        refuse(key, f"must be an object of at most {_MOST_PATTERNS} names")
-    for pattern in found:
-        quantifiers = re.findall(r"(?<!\\)[*+?{]", pattern)
-        repeats_group = re.search(r"(?<!\\)\)[*+?{]", pattern) is not None
-        if len(pattern) > _MOST_CHARACTERS or len(quantifiers) > _MOST_QUANTIFIERS or repeats_group:
-            refuse(f"{key}.{pattern[:80]}", "is too complex a pattern", "name modules as they are called")
-        try:
-            re.compile(rf"(.*\.)?({pattern})$")
-        except re.error as error:
-            refuse(f"{key}.{pattern[:80]}", f"is no regular expression: {error}")
-    return list(found.items())
+    if not isinstance(found, dict):
+        refuse(key, "must be an object of patterns")
+    names, expressions = {}, []
+    for place, (pattern, value) in enumerate(found.items()):
+        where = f"{key}.{pattern[:80]}"
+        if len(pattern) > _MOST_CHARACTERS:
+            refuse(where, f"has {len(pattern)} characters, the limit is {_MOST_CHARACTERS}")
+        number = read(value, where)
+        if _PLAIN.fullmatch(pattern):
+            names[pattern] = (place, number)
+        else:
+            expressions.append((place, _expression(pattern, where), number))
+    if len(expressions) > _MOST_EXPRESSIONS:
+        reason = f"has {len(expressions)} regular expressions, the limit is {_MOST_EXPRESSIONS}"
+        refuse(key, reason, "name modules as they are called")
+    return ModulePatterns(names, expressions)
+
+
+def _expression(pattern: str, where: str) -> re.Pattern[str]:
+    plain = re.sub(r"\\.", "a", pattern)  # without escapes
+    quantifiers, groups = len(re.findall(r"[*+?{]", plain)), plain.count("(") + 1
+    # Each quantifier may stop anywhere in a name; a group has as many ways as alternatives.
+    ways = _LONG_NAME**quantifiers * (1 + plain.count("|") / groups) ** groups
+    if "(?" in pattern or re.search(r"\)[*+?{]", plain) or ways > _MOST_WAYS:
+        refuse(where, "is too complex a pattern", "name modules as they are called")
+    try:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except (re.error, OverflowError, RecursionError) as error:
+        refuse(where, f"is no regular expression: {error}")
 
 
 def _rank(value: object, key: str) -> int:
     if type(value) is not int or value < 1:
-        refuse(key, f"must be a whole number above 0, is {value!r}")
+        refuse(key, f"must be a whole number above 0, is {value!r:.80}")
     return value
 
 
 def _number(value: object, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        refuse(key, f"must be a number, is {value!r}")
-    return float(value)
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        with suppress(OverflowError):  # a whole number beyond any float
+            if math.isfinite(value):
+                return float(value)
+    refuse(key, f"must be a number, is {value!r:.80}")
 
 
 def _flag(values: Mapping[str, object], key: str) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,18 +14,23 @@ from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
 from quire.runtime.adapters.peft import CONFIG, PeftConfig, read_peft_config, refuse
-from quire.runtime.adapters.slots import AdapterSlots, HostAdapter, Pair
+from quire.runtime.adapters.slots import AdapterSlots, HostAdapter, Pair, Target
 from quire.runtime.layers.weights import weight_layers
 from quire.runtime.loading.hf.checkpoint import WEIGHT_DTYPES
-from quire.runtime.loading.hf.json_file import read_json
+from quire.runtime.loading.hf.json_file import parse_json
 from quire.runtime.loading.hf.names import PartNames
 from quire.runtime.loading.hf.safetensors import SafetensorsFile
+from quire.runtime.loading.mapping import HeldFile
 from quire.runtime.loading.values import refuse_non_finite
 from quire.runtime.models.registry import find_family
 from quire.types.errors import InvalidRequest, ModelLoadError
 
+logger = logging.getLogger(__name__)
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+_MAX_CONFIG_BYTES = 1 << 20
+_HEADER_BYTES = 16 << 20  # of a file of weights beside its numbers
 _PREFIX = "base_model.model."
+_MOST_CHARACTERS = 512  # of the name of a tensor
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 _OTHERS = {  # tensors of PEFT that are no A or B of a linear module
     "lora_embedding_": "adapters of embeddings are not supported",
@@ -53,33 +59,47 @@ class AdapterReader:
         self._prefixes = ("", f"{family.embedding.partition('.')[0]}.")
         self._names = [PartNames(config, family, prefix) for prefix in self._prefixes]
         self._layers = {name: type(layer).__name__ for layer, parts in weight_layers(model) for name in parts}
+        self._max_bytes = _HEADER_BYTES + slots.config.max_rank * self._width() * max(
+            dtype.itemsize for dtype in WEIGHT_DTYPES.values()
+        )
 
     def read(self, folder: str) -> HostAdapter:
-        """Raises InvalidRequest for a folder that holds no adapter, or one that does not fit the model."""
+        """Raises InvalidRequest for a folder that holds no adapter, one that does not fit the model, or one at which
+        this code itself fails: no adapter ends the engine."""
         try:
             return self._read(Path(folder))
+        except InvalidRequest:
+            raise
         except ModelLoadError as error:
             where = Path(error.file).name + (f": {error.tensor}" if error.tensor else "")
-            raise InvalidRequest("adapter", f"{where}: {error.reason}", error.fix) from None
+            raise InvalidRequest("lora_path", f"{where}: {error.reason}", error.fix) from None
+        except Exception as error:
+            logger.exception("the LoRA adapter in %s could not be read", folder)
+            reason = f"reading the adapter failed with {type(error).__name__}"
+            raise InvalidRequest("lora_path", reason, "see the log of the engine") from None
 
     def _read(self, folder: Path) -> HostAdapter:
-        config = read_peft_config(read_json(folder / CONFIG))
+        config = read_peft_config(
+            parse_json(bytes(HeldFile(folder / CONFIG, _MAX_CONFIG_BYTES).data), str(folder / CONFIG))
+        )
         if not (folder / WEIGHTS).is_file():
             if (folder / PICKLED).exists():
                 fix = f"save it again with safetensors (PEFT: save_pretrained(safe_serialization=True)) as {WEIGHTS}"
-                raise InvalidRequest("adapter", f"{PICKLED} is a pickle, which is not read", fix)
-            raise InvalidRequest("adapter", f"{WEIGHTS} is not in the folder", "give the folder that PEFT saved")
-        file = SafetensorsFile(folder / WEIGHTS)
-        try:
-            return self._read_file(file, config)
-        finally:
-            file.close()
+                raise InvalidRequest("lora_path", f"{PICKLED} is a pickle, which is not read", fix)
+            raise InvalidRequest("lora_path", f"{WEIGHTS} is not in the folder", "give the folder that PEFT saved")
+        return self._read_file(SafetensorsFile(HeldFile(folder / WEIGHTS, self._max_bytes)), config)
+
+    def _width(self) -> int:
+        """Inputs and outputs of all matrices that an adapter may change."""
+        layers, firsts = self._slots.layers, [targets[0] for targets in self._slots.targets.values()]
+        return sum(layers[layer].num_inputs + layers[layer].parts[part].num_outputs for layer, part in firsts)
 
     def _read_file(self, file: SafetensorsFile, config: PeftConfig) -> HostAdapter:
         modules = {module: self._known(module, sides) for module, sides in _modules(file.tensors).items()}
         if not modules:
             fix = "give a LoRA adapter that was trained for this model"
-            raise InvalidRequest("adapter", f"{WEIGHTS} changes no module of the model", fix)
+            raise InvalidRequest("lora_path", f"{WEIGHTS} changes no module of the model", fix)
+        _refuse_duplicates({sides.a: self._slots.targets[name] for name, sides in modules.values()})
         digest, pairs, rank = hashlib.sha256(b"quire adapter 1"), list[Pair](), 0
         for module, (name, sides) in sorted(modules.items()):
             self._check(file, module, name, sides, config)
@@ -90,7 +110,7 @@ class AdapterReader:
                 digest.update(f" {stored.dtype} {stored.shape}".encode())
                 digest.update(file.raw(side).data)
             a, b = (_values(file, side) for side in sides)
-            pairs += self._pairs(name, a, b.float().mul_(scale))
+            pairs += self._pairs(name, sides, a, b.float().mul_(torch.tensor(scale, dtype=torch.float32)))
             rank = max(rank, len(a))
         return HostAdapter(digest.hexdigest(), rank, tuple(sorted(pairs, key=lambda pair: pair.target)))
 
@@ -111,28 +131,34 @@ class AdapterReader:
         rank = config.rank_of(module)
         if rank > limit:
             fix = f"raise max_lora_rank to {rank}, or train a smaller one"
-            raise InvalidRequest("adapter", f"{module} has rank {rank}, the limit is {limit}", fix)
+            raise InvalidRequest("lora_path", f"{module} has rank {rank}, the limit is {limit}", fix)
         for side, wanted in ((sides.a, (rank, inputs)), (sides.b, (part.num_outputs, rank))):
             if (found := file.tensors[side].shape) != wanted:
                 reason = f"{side} has shape {list(found)}, the model and {CONFIG} say {list(wanted)}"
-                raise InvalidRequest("adapter", reason, "the adapter was trained for another model")
+                raise InvalidRequest("lora_path", reason, "the adapter was trained for another model")
         if part.turned != config.by_inputs:
             refuse("fan_in_fan_out", f"is {config.by_inputs}, and the model's {module} is stored otherwise",
                    f"set it to {part.turned}")  # fmt: skip
 
-    def _pairs(self, name: str, a: Tensor, b: Tensor) -> list[Pair]:
+    def _pairs(self, name: str, sides: _Sides, a: Tensor, b: Tensor) -> list[Pair]:
         slots, pairs = self._slots, []
         for target in slots.targets[name]:
             part = slots.layers[target.layer].parts[target.part]
             mine = b if part.index is None else b.index_select(0, part.index)
             rank = -(-len(a) // slots.rank_step) * slots.rank_step
-            pairs.append(Pair(target, self._hold(a, (rank, a.shape[1])), self._hold(mine, (len(mine), rank))))
+            held = self._hold(sides.a, a, (rank, a.shape[1])), self._hold(sides.b, mine, (len(mine), rank))
+            pairs.append(Pair(target, *held))
         return pairs
 
-    def _hold(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """A copy with zeros behind, in memory that is copied to the device without waiting."""
+    def _hold(self, name: str, values: Tensor, shape: tuple[int, int]) -> Tensor:
+        """A copy with zeros behind, in memory that is copied to the device without waiting. Raises InvalidRequest if
+        a value is too large for the dtype."""
         held = torch.zeros(shape, dtype=self._slots.dtype, pin_memory=self._slots.device.type == "cuda")
         held[: values.shape[0], : values.shape[1]].copy_(values)
+        if not torch.isfinite(held).all():
+            dtype = str(held.dtype).removeprefix("torch.")
+            reason = f"{WEIGHTS}: {name}: values are not finite in {dtype}, B's times the scale of the adapter"
+            raise InvalidRequest("lora_path", reason, "train with a smaller lora_alpha, or run the model in bfloat16")
         return held
 
 
@@ -140,20 +166,34 @@ def _modules(tensors: Collection[str]) -> dict[str, _Sides]:
     """The modules that the file has tensors of, as the model calls them. Every tensor must be one of A and B."""
     found: dict[str, dict[str, str]] = {}
     for tensor in tensors:
+        if len(tensor) > _MOST_CHARACTERS:
+            reason = f"{WEIGHTS}: {tensor[:80]}... has {len(tensor)} characters, the limit is {_MOST_CHARACTERS}"
+            raise InvalidRequest("lora_path", reason, "save the adapter again")
         matched = _NAME.fullmatch(tensor)
         if matched is None:
             reason = next((text for word, text in _OTHERS.items() if word in tensor), "is no A or B of a LoRA adapter")
-            raise InvalidRequest("adapter", f"{WEIGHTS}: {tensor}: {reason}", _WITHOUT)
+            raise InvalidRequest("lora_path", f"{WEIGHTS}: {tensor}: {reason}", _WITHOUT)
         module = matched["module"].removeprefix(_PREFIX).removesuffix(".base_layer")
         if matched["side"] in found.setdefault(module, {}):
-            raise InvalidRequest("adapter", f"{WEIGHTS}: {tensor} is there twice", "save the adapter again")
+            raise InvalidRequest("lora_path", f"{WEIGHTS}: {tensor} is there twice", "save the adapter again")
         found[module][matched["side"]] = tensor
     for sides in found.values():
         if len(sides) < 2:
             ((side, tensor),) = sides.items()
             other = "B" if side == "A" else "A"
-            raise InvalidRequest("adapter", f"{WEIGHTS}: {tensor} is there without its {other}", "save it again")
+            raise InvalidRequest("lora_path", f"{WEIGHTS}: {tensor} is there without its {other}", "save it again")
     return {module: _Sides(sides["A"], sides["B"]) for module, sides in found.items()}
+
+
+def _refuse_duplicates(targets: Mapping[str, Sequence[Target]]) -> None:
+    """Raise InvalidRequest if two tensors A of the file change the same matrix: its module is spelled in two ways."""
+    seen: dict[Target, str] = {}
+    for tensor, mine in targets.items():
+        for target in mine:
+            if target in seen:
+                reason = f"{WEIGHTS}: {seen[target]} and {tensor} are of the same module"
+                raise InvalidRequest("lora_path", reason, "save the adapter again, with one of them")
+            seen[target] = tensor
 
 
 def _refused_module(module: str, tensor: str, layers: list[str]) -> InvalidRequest:
@@ -170,7 +210,7 @@ def _refused_module(module: str, tensor: str, layers: list[str]) -> InvalidReque
         reason = "this layer of the model cannot be adapted"
     else:
         reason = "the model has no such module"
-    return InvalidRequest("adapter", f"{WEIGHTS}: {tensor}: {reason}", _WITHOUT)
+    return InvalidRequest("lora_path", f"{WEIGHTS}: {tensor}: {reason}", _WITHOUT)
 
 
 def _values(file: SafetensorsFile, name: str) -> Tensor:

@@ -19,29 +19,30 @@ class AdapterStore:
         self._reader, self._capacity = reader, max(1, capacity)
         self._lock = Lock()
         self._held: OrderedDict[str, HostAdapter] = OrderedDict()  # by digest, the last used last
-        self._folders: dict[str, str] = {}  # of all adapters that are known
+        # Of all adapters that are known, the folders that they were read from. The last is tried first.
+        self._folders: dict[str, dict[str, None]] = {}
 
     def read(self, name: str, folder: str) -> AdapterInfo:
         """Read and check an adapter, and keep it. Raises InvalidRequest if it does not fit the model."""
         adapter = self._reader.read(folder)
         with self._lock:
-            self._folders[adapter.digest] = folder
+            folders = self._folders.setdefault(adapter.digest, {})
+            folders.pop(folder, None)
+            folders[folder] = None
             self._keep(adapter)
         return AdapterInfo(name, adapter.digest, adapter.rank, adapter.num_bytes, folder)
 
     def get(self, digest: str) -> HostAdapter:
-        """Raises InvalidRequest for one that is not known, or whose folder holds another one by now."""
+        """Raises InvalidRequest for one that is not known, or which none of its folders holds any more: requests name
+        it in `model`."""
         with self._lock:
             if digest in self._held:
                 self._held.move_to_end(digest)
                 return self._held[digest]
-            folder = self._folders.get(digest)
-        if folder is None:
-            raise InvalidRequest("adapter", f"{digest[:12]} is not loaded", "load it first")
-        adapter = self._reader.read(folder)
-        if adapter.digest != digest:
-            reason = f"the files of {digest[:12]} have changed since it was loaded"
-            raise InvalidRequest("adapter", reason, "load it again under another name")
+            folders = [*reversed(self._folders.get(digest, {}))]
+        if not folders:
+            raise InvalidRequest("model", f"the LoRA adapter {digest[:12]} is not loaded", "load it first")
+        adapter = self._read_again(digest, folders)
         with self._lock:
             if digest in self._folders:
                 self._keep(adapter)
@@ -61,6 +62,23 @@ class AdapterStore:
         with self._lock:
             assert len(self._held) <= self._capacity
             assert self._held.keys() <= self._folders.keys()
+
+    def _read_again(self, digest: str, folders: list[str]) -> HostAdapter:
+        """Read an adapter from the first of `folders` that still holds it."""
+        errors = []
+        for folder in folders:
+            try:
+                adapter = self._reader.read(folder)
+            except InvalidRequest as error:
+                errors.append(
+                    InvalidRequest("model", f"its LoRA adapter cannot be read again: {error.reason}", error.fix)
+                )
+                continue
+            if adapter.digest == digest:
+                return adapter
+            reason = f"the files of the LoRA adapter {digest[:12]} have changed since it was loaded"
+            errors.append(InvalidRequest("model", reason, "load it again under another name"))
+        raise errors[0]
 
     def _keep(self, adapter: HostAdapter) -> None:
         self._held[adapter.digest] = adapter

@@ -151,7 +151,7 @@ class SingleExecutor:
         if self._worker is None:
             raise EngineDead("the executor was closed")
         if self.adapters is None:
-            raise InvalidRequest("adapter", "this engine has no slots for LoRA adapters", "set enable_lora")
+            raise InvalidRequest("lora_name", "this engine has no slots for LoRA adapters", "set enable_lora")
         return self.adapters.store
 
     def check(self) -> None:

@@ -1,7 +1,8 @@
-"""A whole file mapped into memory."""
+"""A whole file in memory: mapped, or read once."""
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -17,13 +18,37 @@ from quire.types.errors import ModelLoadError
 Bytes = npt.NDArray[np.uint8]
 
 
-class MappedFile:
-    """A regular file mapped copy-on-write: reading loads pages on demand, writing never reaches the file."""
+class _WholeFile:
+    """The bytes of a file. Files are little-endian, as this machine must be."""
+
+    data: mmap.mmap | bytearray
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
         if sys.byteorder != "little":
             raise ModelLoadError(self.name, "model files are little-endian and this machine is not")
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def bytes_at(self, offset: int, count: int) -> Bytes:
+        """A view of `count` bytes; it keeps the memory alive after `close`."""
+        if offset < 0 or count < 0 or offset + count > self.size:
+            raise ModelLoadError(self.name, f"bytes {offset}..{offset + count} lie outside its {self.size}")
+        return np.frombuffer(self.data, dtype=np.uint8, count=count, offset=offset)
+
+    def close(self) -> None:
+        """Give the memory back, now or when the last view of it is gone. Idempotent."""
+
+
+class MappedFile(_WholeFile):
+    """A regular file mapped copy-on-write: reading loads pages on demand, writing never reaches the file."""
+
+    data: mmap.mmap
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
         try:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -34,18 +59,50 @@ class MappedFile:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise ModelLoadError(self.name, f"cannot be opened: {_reason(error)}") from None
-        self.size = len(self.data)
-
-    def bytes_at(self, offset: int, count: int) -> Bytes:
-        """A view of `count` bytes; it keeps the mapping alive after `close`."""
-        if offset < 0 or count < 0 or offset + count > self.size:
-            raise ModelLoadError(self.name, f"bytes {offset}..{offset + count} lie outside its {self.size}")
-        return np.frombuffer(self.data, dtype=np.uint8, count=count, offset=offset)
 
     def close(self) -> None:
-        """Give the mapping back, now or when the last view of it is gone. Idempotent."""
         with suppress(BufferError):  # a view is still in use; the mapping ends with it
             self.data.close()
+
+
+class HeldFile(_WholeFile):
+    """A regular file of at most `limit` bytes, read once: whoever writes to the file later changes nothing here.
+
+    A link is not followed, except one into the blobs of a Hugging Face cache. Opening never waits, as on a pipe.
+    """
+
+    data: bytearray
+
+    def __init__(self, path: Path, limit: int) -> None:
+        super().__init__(path)
+        try:
+            with open(path, "rb", opener=_open_plain) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise ModelLoadError(self.name, "is not a regular file")
+                if status.st_size == 0:
+                    raise ModelLoadError(self.name, "is empty", fix="download it again")
+                if status.st_size > limit:
+                    raise ModelLoadError(self.name, f"has {status.st_size} bytes, the limit is {limit}")
+                self.data = bytearray(status.st_size)
+                num_read = file.readinto(self.data)
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(self.name, f"cannot be read: {_reason(error)}") from None
+        if num_read != len(self.data):
+            raise ModelLoadError(self.name, "was cut off while it was read", fix="write it as a whole, then load it")
+
+
+def _open_plain(path: str, flags: int) -> int:
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    target = Path(path).readlink()
+    if target.parent != Path("../../blobs"):
+        raise OSError(errno.ELOOP, "it is a link")
+    return os.open(Path(path).parent / target, flags)
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -167,8 +167,9 @@ class Worker:
             self._sampler.remove(row)
 
     def _add(self, news: tuple[NewRow, ...]) -> tuple[RowFailure, ...]:
-        """A row that fails is placed all the same, with tokens the model knows and the images before a broken one: its
-        share of the plan is computed, as others may read the blocks of a prompt it shares with them."""
+        """A row that fails is placed all the same, with tokens the model knows and the images before a broken one, and
+        with its adapter if the slot holds it: its share of the plan is computed, as others may read the blocks of a
+        prompt it shares with them."""
         placed, failures, known = [], [], self._are_known(news)
         for new in news:
             try:
@@ -181,7 +182,7 @@ class Worker:
                 self._failed.add(new.row)
                 failures.append(RowFailure(new.row, str(error) or type(error).__name__))
                 tokens, images = new.token_ids.clip(0, self._vocab_size - 1), tuple(self._unbroken(new.images))
-                new = new._replace(token_ids=tokens, images=images, adapter=NO_ADAPTER)
+                new = new._replace(token_ids=tokens, images=images, adapter=self._usable(new.adapter))
             placed.append(new)
         self.rows.place(placed)
         if self._images is not None:
@@ -216,8 +217,17 @@ class Worker:
         if slot == NO_ADAPTER:
             return
         if self.adapters is None:
-            raise InvalidRequest("adapter", "this worker has no slots for adapters", "leave it out")
+            raise InvalidRequest(
+                "model", "names a LoRA adapter, and this worker has no slots for adapters", "leave it out"
+            )
         self.adapters.check_slot(slot)
+
+    def _usable(self, slot: int) -> int:
+        """Return `slot`, or NO_ADAPTER if it does not hold the adapter that it should."""
+        with suppress(InvalidRequest):
+            self._check_adapter(slot)
+            return slot
+        return NO_ADAPTER
 
     def _check_images(self, images: tuple[PromptImage, ...]) -> None:
         if self._images is not None:

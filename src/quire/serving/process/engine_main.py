@@ -135,6 +135,8 @@ def load_adapters_again(core: EngineCore | EncoderCore, adapters: Iterable[Adapt
             core.adapters.load(name, folder)
         except InvalidRequest as error:
             logger.error("the LoRA adapter %s is gone after the restart of the engine: %s", name, error)
+        except Exception:
+            logger.exception("the LoRA adapter %s is gone after the restart of the engine", name)
 
 
 def _encoder_ready(generation: int, model: ModelConfig, config: EncoderConfig, pooling: PoolingModel) -> EngineReady:

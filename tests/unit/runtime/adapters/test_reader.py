@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from adapter_files import PREFIX, SMALL, change_adapter, make_adapter, write_adapter
 from quire.config.engine import DeviceConfig
+from quire.runtime.adapters.peft import read_peft_config
 from quire.runtime.adapters.reader import AdapterReader
 from quire.runtime.adapters.slots import AdapterSlots, HostAdapter
 from quire.runtime.layers.builder import LayerBuilder
@@ -40,6 +42,7 @@ def reader() -> AdapterReader:
 def refusal(reader: AdapterReader, folder: Path) -> str:
     with pytest.raises(InvalidRequest) as caught:
         reader.read(str(folder))
+    assert caught.value.field == "lora_path"  # as the endpoints call it
     assert str(folder) not in str(caught.value)  # clients learn no paths
     return str(caught.value)
 
@@ -110,6 +113,37 @@ def test_names_of_older_files_and_of_models_without_a_head_are_known(
     assert reader.read(str(named)).digest == reader.read(str(bare)).digest
 
 
+def test_the_first_pattern_counts_and_any_number_of_names_is_taken(
+    reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    patterns = {f"model.layers.{layer}.self_attn.q_proj": 1.0 for layer in range(1, 6_000)}
+    patterns |= {r".*\.layers\.(0|1)\.self_attn\.(q|k)_proj": 2.0, "k_proj": 3.0, "attn.v_proj": 4.0}
+    make_adapter(tmp_path, model, rank=4, alpha=8.0, alpha_pattern=patterns)
+    found = scales(reader.read(str(tmp_path)), reader, tmp_path)
+    for layer, wanted in enumerate(({"q": 2.0, "k": 2.0, "v": 8.0}, {"q": 1.0, "k": 2.0, "v": 8.0})):
+        for name, alpha in wanted.items():
+            assert found[f"model.layers.{layer}.self_attn.{name}_proj"] == pytest.approx(alpha / 4)
+
+
+SLOW = ("(?x:([a-z_.0-9]+) +)!", "(a+)+", "(.|.)" * 40 + "!", r"\\(.|.)" * 30, "[a-z.]*" * 4, "x" * 257)
+
+
+@pytest.mark.parametrize("pattern", SLOW)
+def test_a_pattern_that_could_take_long_is_refused(pattern: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"too complex a pattern|has 257 characters"):
+        read_peft_config({"r": 4, "lora_alpha": 4, "rank_pattern": {pattern: 8}})
+
+
+def test_patterns_are_limited_in_number_and_names_in_length(
+    reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path, model, rank_pattern={rf"layers\.{layer}\.mlp": 4 for layer in range(65)})
+    assert "rank_pattern has 65 regular expressions, the limit is 64" in refusal(reader, folder)
+    change_adapter(folder, rank_pattern={})
+    change_tensors(folder, lambda tensors: tensors.update({"a" * 600 + ".lora_A.weight": torch.zeros(4, 4)}))
+    assert "has 614 characters, the limit is 512" in refusal(reader, folder)
+
+
 REFUSED = {
     "use_dora": (True, "use_dora is set: DoRA is not supported"),
     "bias": ("lora_only", "bias is 'lora_only'"),
@@ -120,6 +154,7 @@ REFUSED = {
     "target_parameters": (["experts.down_proj"], "target_parameters is set"),
     "r": (0, "r must be a whole number above 0"),
     "lora_alpha": ("big", "lora_alpha must be a number"),
+    "alpha_pattern ": ({"q_proj": 10**400}, "alpha_pattern.q_proj must be a number"),
     "rank_pattern": ({"(a+)+": 4}, "too complex a pattern"),
     "alpha_pattern": ({"(": 4}, "no regular expression"),
     "use_rslora": ("yes", "use_rslora must be true or false"),
@@ -131,7 +166,7 @@ def test_a_setting_that_is_not_computed_is_refused_by_name(
     key: str, reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
 ) -> None:
     value, reason = REFUSED[key]
-    assert reason in refusal(reader, change_adapter(make_adapter(tmp_path, model), **{key: value}))
+    assert reason in refusal(reader, change_adapter(make_adapter(tmp_path, model), **{key.strip(): value}))
 
 
 TENSORS = {
@@ -185,3 +220,92 @@ def test_pickles_and_empty_folders_are_refused(reader: AdapterReader, model: tor
     assert "adapter_model.safetensors is not in the folder" in refusal(reader, tmp_path)
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     assert "save it again with safetensors" in refusal(reader, tmp_path)
+
+
+class Overwriting(AdapterReader):
+    """Another process writes to the file between its opening and the reading of its values."""
+
+    def __init__(self, reader: AdapterReader, file: Path) -> None:
+        vars(self).update(vars(reader))
+        self._file = file
+
+    def _read_file(self, *given: Any) -> HostAdapter:
+        with self._file.open("r+b") as file:
+            file.seek(-4_096, os.SEEK_END)
+            file.write(bytes(4_096))
+            file.truncate(self._file.stat().st_size // 2 if self._file.parent.name == "short" else None)
+        return super()._read_file(*given)
+
+
+@pytest.mark.parametrize("name", ["long", "short"])  # the first fails where the second would kill: it goes first
+def test_writing_to_a_file_that_is_read_changes_nothing(
+    name: str, reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / name, model)
+    whole = reader.read(str(folder))
+    found = Overwriting(reader, folder / "adapter_model.safetensors").read(str(folder))
+    assert found.digest == whole.digest
+    assert all(torch.equal(mine.b, other.b) for mine, other in zip(found.pairs, whole.pairs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_only_plain_files_of_a_possible_size_are_read(
+    name: str, reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    file = make_adapter(tmp_path / "adapter", model) / name
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert f"{name}: cannot be read: it is a link" in refusal(reader, file.parent)
+    file.unlink()
+    with file.open("wb") as large:
+        large.truncate(64 << 20)  # without any blocks on disk
+    assert f"{name}: has 67108864 bytes, the limit is" in refusal(reader, file.parent)
+    file.unlink()
+    os.mkfifo(file)
+    assert name in refusal(reader, file.parent)
+
+
+def test_the_links_of_a_hugging_face_cache_are_followed(
+    reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    folder = make_adapter(tmp_path / "snapshots" / "revision", model)
+    digest = reader.read(str(folder)).digest
+    (tmp_path / "blobs").mkdir()
+    for file in list(folder.iterdir()):
+        file.rename(tmp_path / "blobs" / f"hash-{file.name}")
+        file.symlink_to(f"../../blobs/hash-{file.name}")
+    assert reader.read(str(folder)).digest == digest
+
+
+def test_code_that_fails_at_an_adapter_refuses_it(
+    reader: AdapterReader,
+    model: torch.nn.Module,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(AdapterReader, "_read_file", lambda *given: 1 / 0)
+    assert "reading the adapter failed with ZeroDivisionError" in refusal(reader, make_adapter(tmp_path, model))
+    assert "Traceback" in caplog.text
+
+
+def test_two_spellings_of_one_module_are_refused(reader: AdapterReader, model: torch.nn.Module, tmp_path: Path) -> None:
+    def spell_twice(tensors: dict[str, torch.Tensor]) -> None:
+        for side in "AB":
+            stored = tensors[f"{PREFIX}{QUERY}.lora_{side}.weight"]
+            tensors[f"{PREFIX}{QUERY.removeprefix('model.')}.lora_{side}.weight"] = stored * 2
+
+    message = refusal(reader, change_tensors(make_adapter(tmp_path, model), spell_twice))
+    assert f"{PREFIX}{QUERY}.lora_A.weight" in message
+    assert "are of the same module" in message
+
+
+@pytest.mark.parametrize("alpha", [1e42, 1e300])
+def test_values_that_are_too_large_for_the_dtype_are_refused(
+    alpha: float, reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    message = refusal(reader, make_adapter(tmp_path, model, alpha=alpha))
+    assert "lora_B.weight: values are not finite in float32" in message
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: tensor.double() * 1e200 for name, tensor in load_file(file).items()}, file)
+    assert "lora_A.weight: values are not finite in float32" in refusal(reader, tmp_path)

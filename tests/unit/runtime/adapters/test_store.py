@@ -20,6 +20,8 @@ class Folders:
 
     def read(self, folder: str) -> HostAdapter:
         self.reads.append(Path(folder).name)
+        if not Path(folder).exists():
+            raise InvalidRequest("lora_path", f"{Path(folder).name} is gone")
         return HostAdapter(Path(folder).read_text(), 4, ())
 
 
@@ -49,9 +51,28 @@ def test_an_adapter_whose_files_changed_is_refused(tmp_path: Path) -> None:
     store.read("one", str(tmp_path / "a"))
     store.read("two", str(tmp_path / "b"))
     (tmp_path / "a").write_text("another")
-    with pytest.raises(InvalidRequest, match="have changed since"):
+    with pytest.raises(InvalidRequest, match="^model: .* have changed since"):
         store.get("digest of a")
     assert store.get("digest of b").digest == "digest of b"
+
+
+@pytest.mark.parametrize("last", ["gone", "changed"])
+def test_an_adapter_that_is_in_two_folders_is_read_from_the_one_that_still_has_it(last: str, tmp_path: Path) -> None:
+    store, _ = made(tmp_path, 1)
+    copy = tmp_path / "copy"
+    copy.write_text("digest of a")
+    store.read("one", str(tmp_path / "a"))
+    store.read("same", str(copy))
+    store.read("two", str(tmp_path / "b"))
+    copy.write_text("another") if last == "changed" else copy.unlink()
+    assert store.get("digest of a").digest == "digest of a"
+    store.read("two", str(tmp_path / "b"))
+    (tmp_path / "a").unlink()
+    with pytest.raises(InvalidRequest, match=r"^model: .*(have changed since|copy is gone)"):
+        store.get("digest of a")
+    store.forget("digest of a")
+    with pytest.raises(InvalidRequest, match="is not loaded"):
+        store.get("digest of a")
 
 
 def test_a_forgotten_adapter_is_not_known(tmp_path: Path) -> None:

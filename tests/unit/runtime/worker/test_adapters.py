@@ -13,8 +13,10 @@ import torch
 
 from adapter_files import SMALL, make_adapter
 from interpreter import HAS_TRITON
-from quire.config.adapter_memory import adapter_memory
+from quire.config.adapter_memory import adapter_memory, padded_rank
 from quire.config.model import Heads
+from quire.kernels.native import low_rank
+from quire.runtime.adapters.slots import parts_of
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.worker import forward_graphs
 from quire.runtime.worker.adapters import tile_tokens
@@ -226,6 +228,21 @@ def test_an_adapter_that_cannot_be_read_fails_its_rows_alone(folders: list[Path]
     assert not bench.result.failures
 
 
+def test_a_row_that_fails_for_another_reason_is_computed_with_its_adapter(folders: list[Path]) -> None:
+    """Rows of the same adapter may go on from its blocks."""
+    config = engine_config(rows=ROWS, max_len=64, adapters=SMALL)
+    bench, whole = Bench(checkpoint(), config, sampler=GreedySampler(broken=[13])), greedy("auto")
+    for made, seed in ((bench, 13), (whole, 0)):
+        made.put_adapter(0, folders[0])
+        made.add(0, PROMPTS[0], adapter=0, seed=seed)
+        made.run(chunks=[Chunk(0, 0, 4)])
+        made.add(1, PROMPTS[0], parent=0, adapter=0)
+        made.run(chunks=[Chunk(1, 4, 1, (1,))])
+        if made is bench:
+            assert not made.result.failures
+    torch.testing.assert_close(bench.sampler.seen[1][0], whole.sampler.seen[1][0])
+
+
 def test_a_row_with_an_adapter_fails_where_there_are_no_slots() -> None:
     bench = Bench(checkpoint(), engine_config(rows=ROWS, max_len=64))
     prefill(bench, {0: 0, 1: -1})
@@ -240,6 +257,17 @@ def test_the_memory_plan_counts_what_slots_take() -> None:
     held = sum(tensor.nbytes for tensor in tensors)
     assert adapter_memory(TINY, SMALL, 4, max_tokens=0) == held
     assert adapter_memory(TINY, None, 4, max_tokens=8) == 0
+
+
+@pytest.mark.parametrize("rank", [16, 48, 80])
+def test_the_memory_plan_counts_ranks_as_tile_units_pad_them(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank, "has_tile_units", lambda: True)
+    held = 0
+    for linear in _linears(greedy("reference")):
+        outputs = [part.outputs for part in parts_of(linear)]  # type: ignore[arg-type]
+        slots = low_rank.LowRankSlots(SMALL.slots, padded_rank(rank), linear.num_inputs, outputs, torch.bfloat16)  # type: ignore[arg-type]
+        held += slots.num_slots * slots.slot_bytes
+    assert adapter_memory(TINY, replace(SMALL, max_rank=rank), 2, max_tokens=0, tiled=True) == held
 
 
 def _linears(bench: Bench) -> list[torch.nn.Module]:

@@ -76,6 +76,19 @@ def test_an_adapter_that_is_gone_does_not_keep_the_engine_from_starting(caplog: 
     assert "the LoRA adapter gone is gone" in caplog.text
 
 
+def test_an_adapter_at_which_code_fails_does_not_keep_the_engine_from_starting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    harness = Harness(adapters={"/a": "digest a", "/b": "digest b"}, adapter_slots=2)
+    reads = iter([True])
+    harness.executor.adapters.on_read = lambda: 1 / 0 if next(reads, False) else None
+    with caplog.at_level(logging.ERROR):
+        load_adapters_again(harness.core, [AdapterModule("b", "/b"), AdapterModule("a", "/a")])
+    assert [info.name for info in harness.core.adapters.listing()] == ["a"]
+    assert "the LoRA adapter b is gone" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_an_adapter_cannot_be_called_as_the_model_is(tmp_path: Path) -> None:
     model = tmp_path / "tiny.gguf"
     model.touch()

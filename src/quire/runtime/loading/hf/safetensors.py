@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.runtime.loading.hf.json_file import parse_json
-from quire.runtime.loading.mapping import Bytes, MappedFile
+from quire.runtime.loading.mapping import Bytes, HeldFile, MappedFile
 from quire.types.errors import ModelLoadError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -32,12 +32,13 @@ class StoredTensor:
 class SafetensorsFile:
     """One safetensors file: the places of its tensors. Raises ModelLoadError for anything out of order."""
 
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self._file = MappedFile(path)
+    def __init__(self, file: Path | HeldFile) -> None:
+        """`file`: one that is mapped, or one that was read."""
+        self._file = file if isinstance(file, HeldFile) else MappedFile(file)
+        self.name = self._file.name
         try:
             start = self._header_end()
-            header = parse_json(self._file.data[8:start], self.name)
+            header = parse_json(bytes(self._file.data[8:start]), self.name)
             self._check_metadata(header.pop("__metadata__", {}))
             self.tensors = {name: self._place(name, entry, start) for name, entry in header.items()}
             self._check_layout(start)
@@ -46,7 +47,7 @@ class SafetensorsFile:
             raise
 
     def raw(self, name: str) -> Bytes:
-        """The stored bytes of a tensor: a view of the mapping, no copy."""
+        """The stored bytes of a tensor: a view, no copy."""
         tensor = self.tensors[name]
         return self._file.bytes_at(tensor.offset, tensor.nbytes)
 
