@@ -170,7 +170,8 @@ class _Writer:
         dtype, numbers = weight.dtype, weight.to(self._device, torch.float32)
         if self._recipe.method == "fp8":
             found = _float8(numbers, self._recipe.fp8_scales)
-            return {"weight": found.numbers.cpu(), "weight_scale": found.scales.cpu()}, found.values()
+            scales = found.scales.reshape(1) if self._recipe.fp8_scales == "tensor" else found.scales
+            return {"weight": found.numbers.cpu(), "weight_scale": scales.cpu()}, found.values()
         grid = Grid(4, self._group, False) if self._recipe.method == "int4" else Grid(8, None, True)
         matrix = round_matrix(numbers, grid, total, dtype)
         words = _packed(matrix) if grid.bits == 4 else _bytes(matrix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -76,6 +77,22 @@ def test_what_is_written_is_read_back(plain: Path, tmp_path: Path, recipe: Recip
     for name, file in index["weight_map"].items():
         with safe_open(target / file, "pt") as opened:
             assert name in set(opened.keys())
+
+
+@pytest.mark.parametrize(("shared", "shape"), [("tensor", [1]), ("channel", [192, 1]), ("block", [2, 1])])
+def test_float8_scales_have_the_shapes_that_the_format_has(
+    tmp_path: Path, shared: Literal["channel", "tensor", "block"], shape: list[int]
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=64, intermediate_size=192, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    source, target = hf_checkpoint(tmp_path / "plain", config), tmp_path / "small"
+    write_quantized(files_at(source), target, Recipe("fp8", fp8_scales=shared), CPU)
+    with safe_open(target / "model-00001-of-00002.safetensors", "pt") as opened:
+        scales = opened.get_slice("model.layers.0.mlp.up_proj.weight_scale")
+        assert scales.get_shape() == shape
+        assert scales.get_dtype() == "F32"
 
 
 def test_calibration_makes_the_answers_of_its_text_more_exact(plain: Path, tmp_path: Path) -> None:
