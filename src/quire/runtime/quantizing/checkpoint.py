@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,17 +54,33 @@ class Recipe:
 def write_quantized(
     source: ModelFiles, target: Path, recipe: Recipe, device: torch.device, progress: Progress | None = None
 ) -> int:
-    """Quantize the matrices of all blocks of `source` into a new folder; returns how many. Raises ConfigError for what
-    cannot be done."""
+    """Quantize the matrices of all blocks of `source` into a new folder; returns how many. The folder is there once all
+    of it is written: until then, its files are in `target`.partial. Raises ConfigError for what cannot be done."""
+    target = target.resolve()
     _check(source, target, recipe)
+    partial = target.with_name(f"{target.name}.partial")
     checkpoint = HfCheckpoint(source.path)
     try:
-        writer = _Writer(checkpoint, target, recipe, device)
-        count = writer.write(progress)
-        writer.copy_rest(source.path)
+        writer = _Writer(checkpoint, partial, recipe, device)
+        with _new_folder(partial, target):
+            count = writer.write(progress)
+            writer.copy_rest(source.path)
     finally:
         checkpoint.close()
     return count
+
+
+@contextmanager
+def _new_folder(partial: Path, target: Path) -> Iterator[None]:
+    """An empty folder `partial`, which becomes `target` at the end. It is removed where anything fails."""
+    if partial.exists():
+        shutil.rmtree(partial)  # of a run that was killed
+    try:
+        partial.mkdir(parents=True)
+        yield
+        partial.replace(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _check(source: ModelFiles, target: Path, recipe: Recipe) -> None:
@@ -73,6 +90,11 @@ def _check(source: ModelFiles, target: Path, recipe: Recipe) -> None:
         raise ConfigError("model", f"{source.name} is quantized already", "give the checkpoint it was made from")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("output", f"{target} is there already", "give a folder that is empty or not there yet")
+    if target == Path.cwd() or target.is_mount():
+        kind = "a mount point" if target.is_mount() else "the working folder"
+        raise ConfigError("output", f"{target} is {kind}, which cannot be replaced", "give a folder inside it")
+    if source.path.resolve().is_relative_to(target.with_name(f"{target.name}.partial")):
+        raise ConfigError("output", f"{target.name}.partial is where files are written first", "give another name")
     if recipe.method == "fp8" and recipe.texts:
         raise ConfigError("calibration", "fp8 rounds each weight to the nearest number", "leave it out")
     if recipe.method != "fp8" and recipe.fp8_scales != "channel":
@@ -98,7 +120,6 @@ class _Writer:
 
     def write(self, progress: Progress | None) -> int:
         """Blocks first, one file each, then what is left."""
-        self._target.mkdir(parents=True, exist_ok=True)
         calibration, rounded = None, PlainModel(self._config, self._device)
         if self._recipe.texts:
             calibration = Calibration(self._config, self._recipe.texts, self._device)
@@ -116,10 +137,8 @@ class _Writer:
         return count
 
     def copy_rest(self, source: Path) -> None:
-        """The config with what was done, and all files that are no weights."""
-        config = read_json(source / "config.json")
-        config["quantization_config"] = quantization_config(self._recipe, self._group, self._ignored())
-        (self._target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        """All files that are no weights, and the config with what was done: it is the last, so that a folder that has
+        one is whole."""
         for path in sorted(source.iterdir()):
             if path.is_file() and path.name != "config.json" and not path.name.endswith(_LEFT):
                 shutil.copyfile(path, self._target / path.name)
@@ -127,6 +146,9 @@ class _Writer:
         how = f"GPTQ over {used:,} tokens of calibration text" if used else "rounded without data"
         with (self._target / _CARD).open("a", encoding="utf-8") as card:
             card.write(f"\nQuantized to {self._recipe.method} by quire {__version__} from `{source.name}`: {how}.\n")
+        config = read_json(source / "config.json")
+        config["quantization_config"] = quantization_config(self._recipe, self._group, self._ignored())
+        (self._target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     def _write_block(self, number: int, block: nn.Module, rounded: PlainModel, calibration: Calibration | None) -> int:
         tensors = self._read(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -125,6 +126,59 @@ def test_folders_with_files_and_quantized_models_are_refused(plain: Path, tmp_pa
     write_quantized(files_at(plain), tmp_path / "small", Recipe("int8"), CPU)
     with pytest.raises(ConfigError, match=r"^model: small is quantized already"):
         write_quantized(files_at(tmp_path / "small"), tmp_path / "again", Recipe("int8"), CPU)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_run_that_fails_leaves_nothing_and_can_be_repeated(
+    plain: Path, tmp_path: Path, error: type[BaseException]
+) -> None:
+    target = tmp_path / "small"
+
+    def stop(_: str, done: int, __: int) -> None:
+        assert [path.name for path in tmp_path.iterdir()] == ["small.partial"]
+        if done == 2:
+            raise error
+
+    with pytest.raises(error):
+        write_quantized(files_at(plain), target, Recipe("int8"), CPU, stop)
+    assert list(tmp_path.iterdir()) == []
+    target.mkdir()
+    assert write_quantized(files_at(plain), target, Recipe("int8"), CPU) == 14
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_what_a_killed_run_left_is_replaced_and_the_config_comes_last(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, copied = tmp_path / "small.partial", []
+    partial.mkdir()
+    (partial / "old").write_text("of an earlier run")
+    copy = shutil.copyfile
+
+    def copy_before_config(source: Path, target: Path) -> None:
+        assert not (partial / "config.json").exists()
+        copied.append(target.name)
+        copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", copy_before_config)
+    write_quantized(files_at(plain), tmp_path / "small", Recipe("int8"), CPU)
+    assert "tokenizer.json" in copied
+    assert not partial.exists()
+    assert not (tmp_path / "small" / "old").exists()
+    assert (tmp_path / "small" / "config.json").exists()
+
+
+def test_outputs_that_cannot_be_replaced_are_refused_before_anything_is_written(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = shutil.copytree(plain, tmp_path / "small.partial")
+    with pytest.raises(ConfigError, match=r"^output: small\.partial is where files are written first"):
+        write_quantized(files_at(source), tmp_path / "small", Recipe("int8"), CPU)
+    assert (source / "config.json").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match=r"^output: .*here is the working folder, which cannot be replaced"):
+        write_quantized(files_at(plain), Path(), Recipe("int8"), CPU)
 
 
 def test_a_tied_head_and_experts_are_refused(tmp_path: Path) -> None:
