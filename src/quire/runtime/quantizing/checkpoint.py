@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -72,13 +73,17 @@ def write_quantized(
 
 @contextmanager
 def _new_folder(partial: Path, target: Path) -> Iterator[None]:
-    """An empty folder `partial`, which becomes `target` at the end. It is removed where anything fails."""
-    if partial.exists():
-        shutil.rmtree(partial)  # of a run that was killed
+    """An empty folder `partial`, which becomes `target` at the end. It is removed where anything fails. Raises
+    ConfigError for what the file system refuses."""
     try:
+        if partial.exists():
+            shutil.rmtree(partial)  # of a run that was killed
         partial.mkdir(parents=True)
         yield
         partial.replace(target)
+    except (OSError, SafetensorError) as error:
+        fix = "give a folder that can be written, on a disk with room for it"
+        raise ConfigError("output", f"{target} cannot be written: {error}", fix) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

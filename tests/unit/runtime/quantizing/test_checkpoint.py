@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from family_bench import hf_checkpoint, load_bench
 from quire.runtime.loading.checkpoint import open_checkpoint
@@ -179,6 +179,19 @@ def test_outputs_that_cannot_be_replaced_are_refused_before_anything_is_written(
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ConfigError, match=r"^output: .*here is the working folder, which cannot be replaced"):
         write_quantized(files_at(plain), Path(), Recipe("int8"), CPU)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_disk_that_is_full_is_named_as_the_output(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("quire.runtime.quantizing.checkpoint.save_file", fail)
+    with pytest.raises(ConfigError, match=r"^output: .*small cannot be written: .*No space left on device; give a fol"):
+        write_quantized(files_at(plain), tmp_path / "small", Recipe("int8"), CPU)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tied_head_and_experts_are_refused(tmp_path: Path) -> None:
