@@ -34,7 +34,7 @@ from quire.types.errors import ConfigError
 Method = Literal["int4", "int8", "fp8"]
 Shared = Literal["channel", "tensor", "block"]  # what shares a scale of float8 weights
 Progress = Callable[[str, int, int], None]  # what, done, total
-GROUPS = (128, 64, 32)  # of int4: the first that divides the inputs of all matrices
+GROUPS = (128, 64, 32)  # of int4: the first that divides the inputs of all matrices; others are multiples of the last
 FP8_BLOCK = 128  # outputs and inputs of a block of float8 weights
 _LEFT = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 _CARD = "README.md"
@@ -288,12 +288,15 @@ def _own(part: str) -> str:
 
 
 def _choose_group(recipe: Recipe, matrices: dict[str, tuple[int, ...]]) -> int:
-    for size in GROUPS if recipe.group_size is None else (recipe.group_size,):
-        wrong = next((name for name, shape in matrices.items() if size < 1 or shape[1] % size or size % 8), None)
+    given = recipe.group_size
+    if given is not None and (given < 1 or given % GROUPS[-1]):
+        raise ConfigError("group_size", f"must be a multiple of {GROUPS[-1]}, is {given}", "use 32, 64 or 128")
+    for size in GROUPS if given is None else (given,):
+        wrong = next((name for name, shape in matrices.items() if shape[1] % size), None)
         if wrong is None:
             return size
-    reason = f"groups of {size} do not divide the {matrices[wrong or ''][1]} inputs of {wrong} into multiples of 8"
-    raise ConfigError("group_size", reason, "use a size that does, or int8")
+    reason = f"groups of {size} do not divide the {matrices[wrong or ''][1]} inputs of {wrong}"
+    raise ConfigError("group_size", reason, "use a multiple of 32 that does, or int8")
 
 
 def _packed(matrix: RoundedMatrix) -> dict[str, Tensor]:

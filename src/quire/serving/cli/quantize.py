@@ -38,8 +38,9 @@ def add_quantize(commands: Commands[OneLineParser]) -> None:
     parser.add_argument("--calibration-tokens", type=int, default=16_384, help="tokens of it to use (16384)")
     parser.add_argument("--calibration-window", type=int, default=512, help="tokens of one text of it (512)")
     parser.add_argument(
-        "--group-size", type=int, help="inputs that share a scale with int4: by default 128, 64 or 32, what divides all"
-    )
+        "--group-size", type=int,
+        help="inputs that share a scale with int4, a multiple of 32: by default 128, 64 or 32, what divides all",
+    )  # fmt: skip
     parser.add_argument(
         "--fp8-scales", choices=("channel", "tensor", "block"), default="channel",
         help="what shares a scale with fp8: an output's weights (the default), all, or blocks of 128 x 128",

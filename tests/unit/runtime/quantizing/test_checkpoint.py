@@ -108,7 +108,10 @@ def test_calibration_makes_the_answers_of_its_text_more_exact(plain: Path, tmp_p
 @pytest.mark.parametrize(
     ("recipe", "problem"),
     [
-        (Recipe("int4", 48), r"^group_size: groups of 48 do not divide the 64 inputs of model\.layers\.0\.self_attn"),
+        (Recipe("int4", 96), r"^group_size: groups of 96 do not divide the 64 inputs of model\.layers\.0\.self_attn"),
+        (Recipe("int4", 16), r"^group_size: must be a multiple of 32, is 16; use 32, 64 or 128$"),
+        (Recipe("int4", 0), r"^group_size: must be a multiple of 32, is 0; use 32, 64 or 128$"),
+        (Recipe("int4", -32), r"^group_size: must be a multiple of 32, is -32; use 32, 64 or 128$"),
         (Recipe("int8", 64), r"^group_size: int8 has one scale for each output; leave it out"),
         (Recipe("int8", fp8_scales="block"), r"^fp8_scales: int8 is no float8; leave it out"),
         (Recipe("fp8", texts=TEXTS), r"^calibration: fp8 rounds each weight to the nearest number; leave it out"),
