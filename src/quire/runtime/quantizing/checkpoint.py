@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -152,7 +153,9 @@ class _Writer:
         with (self._target / _CARD).open("a", encoding="utf-8") as card:
             card.write(f"\nQuantized to {self._recipe.method} by quire {__version__} from `{source.name}`: {how}.\n")
         config = read_json(source / "config.json")
-        config["quantization_config"] = quantization_config(self._recipe, self._group, self._ignored())
+        config["quantization_config"] = quantization_config(
+            self._recipe, self._group, self._head() if self._recipe.head else None
+        )
         (self._target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     def _write_block(self, number: int, block: nn.Module, rounded: PlainModel, calibration: Calibration | None) -> int:
@@ -225,10 +228,6 @@ class _Writer:
                     found[name] = self._checkpoint.shape(name)
         return found
 
-    def _ignored(self) -> list[str]:
-        """Linear layers that stay as they are, as other engines name them."""
-        return [] if self._recipe.head else ["lm_head"]
-
     def _read(self, module: nn.Module) -> dict[str, Tensor]:
         return {name: self._checkpoint.read(name) for _, parts in self._model.parts_of(module) for name in parts}
 
@@ -243,8 +242,9 @@ class _Writer:
         self._num_bytes += sum(tensor.nbytes for tensor in whole.values())
 
 
-def quantization_config(recipe: Recipe, group: int | None, ignored: list[str]) -> dict[str, Any]:
-    """As the config.json of a compressed-tensors checkpoint has it."""
+def quantization_config(recipe: Recipe, group: int | None, head: str | None) -> dict[str, Any]:
+    """As the config.json of a compressed-tensors checkpoint has it. `head`: the output head's name, where it is
+    quantized. It is a target of its own: to other engines its class is not Linear."""
     method = recipe.method
     common = {"symmetric": method != "int4", "observer": "minmax", "dynamic": False}
     weights: dict[str, Any]
@@ -258,11 +258,12 @@ def quantization_config(recipe: Recipe, group: int | None, ignored: list[str]) -
         if recipe.fp8_scales == "block":
             weights |= {"block_structure": [FP8_BLOCK, FP8_BLOCK]}
             activations |= {"strategy": "group", "group_size": FP8_BLOCK}
-    scheme = {"targets": ["Linear"], "weights": weights | common, "input_activations": activations,
+    targets = ["Linear"] if head is None else ["Linear", f"re:.*{re.escape(head.rpartition('.')[2])}"]
+    scheme = {"targets": targets, "weights": weights | common, "input_activations": activations,
               "output_activations": None}  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
-        "config_groups": {"group_0": scheme}, "ignore": ignored, "kv_cache_scheme": None,
+        "config_groups": {"group_0": scheme}, "ignore": ["lm_head"] if head is None else [], "kv_cache_scheme": None,
     }  # fmt: skip
 
 

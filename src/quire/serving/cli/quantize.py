@@ -45,7 +45,9 @@ def add_quantize(commands: Commands[OneLineParser]) -> None:
         "--fp8-scales", choices=("channel", "tensor", "block"), default="channel",
         help="what shares a scale with fp8: an output's weights (the default), all, or blocks of 128 x 128",
     )  # fmt: skip
-    parser.add_argument("--head", action="store_true", help="quantize the output head too")
+    parser.add_argument(
+        "--head", action="store_true", help="quantize the output head too: not all engines read such a head"
+    )
     parser.add_argument(
         "--device", default="auto", help="where to compute: cpu, cuda, cuda:N, or auto (cuda where there is one)"
     )

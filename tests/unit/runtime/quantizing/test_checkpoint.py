@@ -80,6 +80,14 @@ def test_what_is_written_is_read_back(plain: Path, tmp_path: Path, recipe: Recip
             assert name in set(opened.keys())
 
 
+@pytest.mark.parametrize("head", [True, False])
+def test_a_quantized_head_is_a_target_and_another_is_ignored(plain: Path, tmp_path: Path, head: bool) -> None:
+    write_quantized(files_at(plain), tmp_path / "small", Recipe("int8", head=head), CPU)
+    config = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "re:.*lm_head"][: 1 + head]
+    assert config["ignore"] == ([] if head else ["lm_head"])
+
+
 @pytest.mark.parametrize(("shared", "shape"), [("tensor", [1]), ("channel", [192, 1]), ("block", [2, 1])])
 def test_float8_scales_have_the_shapes_that_the_format_has(
     tmp_path: Path, shared: Literal["channel", "tensor", "block"], shape: list[int]
