@@ -207,6 +207,22 @@ def test_the_compiled_kernels_write_the_bytes_that_torch_writes(name: str, dtype
     assert found.value_scales[0, 0, 1].isnan().any()  # the sixth token
 
 
+@needs_native
+@pytest.mark.parametrize("name", ["float8", "int8"])
+def test_the_compiled_kernels_round_ties_of_bfloat16_as_torch_does(name: str) -> None:
+    """128 heads, one for each mantissa that the largest number can have."""
+    from quire.runtime.layers.native import NativeOps
+
+    highest = torch.arange(128, 256).view(2, 32, 2, 1)
+    key, value = torch.minimum(torch.arange(256), highest).bfloat16()  # whole numbers up to 256 are exact
+    wanted, found = layer(name, Heads(4, 2, 256)), layer(name, Heads(4, 2, 256))
+    slots = slots_of(wanted, list(range(8)), 32)
+    TorchOps().write(key, value, wanted, slots)
+    NativeOps().write(key, value, found, slots)
+    assert torch.equal(wanted.key_blocks, found.key_blocks)
+    assert torch.equal(wanted.value_blocks, found.value_blocks)
+
+
 def test_a_latent_beyond_the_range_of_float8_becomes_nan_and_is_not_cut() -> None:
     cache = LayerCache.of_latents(torch.zeros(2, 1, BLOCK, 8).to(torch.float8_e4m3fn), 6)
     latent = torch.full((2, 1, 8), 448.0)
