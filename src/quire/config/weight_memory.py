@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.config.engine import EngineConfig
 from quire.config.facts import HardwareFacts, cuda_index
-from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig, packed_bytes
+from quire.config.model import DTYPE_BYTES, ModelConfig, packed_bytes
 
 
 def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, *, has_triton: bool) -> int:
@@ -26,7 +26,8 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
             if levels.gpu_is_float8 and not facts.cuda[cuda_index(config.device.device)].supports_fp8:
                 return model.num_parameters * weight_bytes
             return (model.num_parameters - levels.gpu_parameters) * weight_bytes + levels.gpu_bytes
-        return (model.num_parameters - model.layer_weights[0]) * weight_bytes + _quantized(model, quantization)
+        small, num_bytes = _quantized(model, quantization)
+        return (model.num_parameters - small) * weight_bytes + num_bytes
     head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
     copied = head if weight_bytes < DTYPE_BYTES["float32"] else 0
     levels, dtype, has_levels = model.levels, config.device.dtype, model.levels.parameters > 0 and quantization is None
@@ -45,13 +46,12 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
     return (model.num_parameters + copied) * weight_bytes
 
 
-def _quantized(model: ModelConfig, quantization: str) -> int:
-    """Bytes of the matrices of blocks on a GPU: fp8 and int8 have a float32 scale for each output, int4 two
-    halves for each group of 64."""
-    small, outputs = model.layer_weights
+def _quantized(model: ModelConfig, quantization: str) -> tuple[int, int]:
+    """The weights that a GPU holds quantized, and their bytes: fp8 and int8 have a float32 scale for each output."""
     if quantization == "int4":
-        return small // 2 + small // INT4_GROUP * 2 * DTYPE_BYTES["float16"]
-    return small + outputs * DTYPE_BYTES["float32"]
+        return model.weights.int4_parameters, model.weights.int4_bytes
+    small, outputs = model.layer_weights
+    return small, small + outputs * DTYPE_BYTES["float32"]
 
 
 def _level_table(model: ModelConfig) -> int:

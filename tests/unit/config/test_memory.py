@@ -19,6 +19,7 @@ from quire.config.memory import (
 from quire.config.model import Dtype, Experts, Heads, Latent, Quantization, StoredLevels
 from quire.config.sizes import GIB, MIB
 from quire.config.tiers import TierConfig
+from quire.runtime.models.build import count_weights
 from quire.types.errors import DoesNotFit
 from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
 
@@ -205,6 +206,18 @@ def test_integers_are_counted_with_their_scales(quantization: Quantization, bits
     assert weights("cuda") == 2 * rest + numbers * bits // 8 + scales
     head = LARGE.vocab_size * LARGE.hidden_size if LARGE.tie_word_embeddings else 0
     assert weights("cpu") == 2 * (rest + head) + numbers * (bits + 1) // 8
+
+
+@pytest.mark.parametrize(("inputs", "per_weight"), [(1_568, 0.5 + 4 / 32), (1_552, 1 + 4 / 16), (1_544, 2.0)])
+def test_int4_groups_smaller_than_64_are_counted_as_a_gpu_holds_them(inputs: int, per_weight: float) -> None:
+    """Groups of 32; of 16, which are held in bytes; of 8, which are expanded."""
+    model = count_weights(replace(SMALL, intermediate_size=inputs))
+    made = DeviceConfig("cuda", "bfloat16", "bfloat16", quantization="int4")
+    config = EngineConfig(CacheConfig(16, 10), SchedulerConfig(), made)
+    found = plan_memory(model, config, replace(SERVER, triton=True), 80 * GIB).weights
+    numbers, odd = model.layer_weights[0], SMALL.num_layers * SMALL.hidden_size * inputs
+    assert SMALL.hidden_size % 64 == 0
+    assert found == 2 * (model.num_parameters - numbers) + (numbers - odd) * (0.5 + 4 / 64) + odd * per_weight
 
 
 def test_graphs_are_counted_where_steps_are_captured_and_nothing_is_gathered_there() -> None:

@@ -19,12 +19,12 @@ inline void begin(State state, int64_t rows, int64_t width) {
     std::fill(state.total, state.total + rows, 0.0f);
 }
 
-// `count` scores, a multiple of LANES, to cap * tanh(score * scale / cap).
+// `count` scores, a multiple of LANES, to cap * tanh(score * scale / cap). A NaN stays one: `smaller` would drop it.
 inline void cap_scores(float* scores, int64_t count, float scale, float cap) {
     const float twice = 2.0f * scale / cap;
     for (int64_t i = 0; i < count; i += LANES) {
-        const Floats x = smaller(load(scores + i) * twice, all(LARGEST_EXPONENT));
-        store(scores + i, all(cap) - all(2.0f * cap) / (exponential(x) + all(1.0f)));
+        const Floats x = load(scores + i) * twice, most = all(LARGEST_EXPONENT);
+        store(scores + i, all(cap) - all(2.0f * cap) / (exponential(x > most ? most : x) + all(1.0f)));
     }
 }
 
@@ -58,7 +58,9 @@ inline void soften(float* scores, float scale, T* weights, const Sight* seen, St
             const float* line = scores + i * TILE;
             T* to = weights + i * TILE;
             const int64_t row = from + i;
-            if (highest[i] == -INFINITY) {  // nothing seen yet: no weight at all
+            if (highest[i] == -INFINITY) {  // nothing seen yet, or NaN alone: no weight at all, and a sum that says so
+                if (std::any_of(line + seen[i].first, line + seen[i].end, [](float x) { return x != x; }))
+                    state.total[row] = NAN;
                 std::fill(to, to + TILE, T{});
                 continue;
             }
@@ -87,7 +89,7 @@ inline void soften(float* scores, float scale, T* weights, const Sight* seen, St
 // Fold the state of the next piece into the one before it.
 inline void fold(State into, const State& next, int64_t rows, int64_t width) {
     for (int64_t row = 0; row < rows; ++row) {
-        if (next.highest[row] == -INFINITY) continue;
+        if (next.total[row] == 0.0f) continue;  // nothing seen; a NaN has no highest, but a sum
         const float highest = std::max(into.highest[row], next.highest[row]);
         const float keep = exponential(all(into.highest[row] - highest))[0];
         const float take = exponential(all(next.highest[row] - highest))[0];

@@ -38,7 +38,7 @@ def quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     most = LARGEST_INT8 if dtype == torch.int8 else LARGEST
     amax = wide.abs().amax(dim=-1, keepdim=True)
     amax = torch.where(amax.isfinite(), amax.clamp(min=LEAST), float("nan"))
-    scaled = wide * (most / amax)
+    scaled = wide * (torch.full_like(amax, most) / amax)  # torch makes `most / amax` by a reciprocal, rounded twice
     scales = amax / most
     if dtype == torch.int8:
         return scaled.nan_to_num(0.0).round().clamp(-most, most).to(torch.int8), scales

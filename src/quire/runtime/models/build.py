@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.config.engine import DeviceConfig
-from quire.config.model import ModelConfig, WeightCounts
+from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig, WeightCounts
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
@@ -99,7 +99,7 @@ def count_weights(config: ModelConfig) -> ModelConfig:
     allocated."""
     model = _outline(config)
     inside = {id(layer) for blocks in model.modules() if isinstance(blocks, Blocks) for layer in blocks.modules()}
-    parameters = in_blocks = outputs = 0
+    parameters = in_blocks = outputs = int4_parameters = int4_bytes = 0
     for layer, parts in weight_layers(model):
         shapes = [layer.part_shape(part) for part in parts.values() for _ in range(layer.copies(part))]
         parameters += sum(map(math.prod, shapes))
@@ -107,7 +107,22 @@ def count_weights(config: ModelConfig) -> ModelConfig:
             matrices = [shape for shape in shapes if len(shape) == 2]
             in_blocks += sum(map(math.prod, matrices))
             outputs += layer.num_outputs if isinstance(layer, Linear) else sum(shape[0] for shape in matrices)
-    return replace(config, weights=WeightCounts(parameters, in_blocks, outputs, *_count_adapted(model)))
+            for shape in matrices:
+                held, num_bytes = _count_int4(
+                    math.prod(shape), layer.num_inputs if isinstance(layer, Linear) else shape[1]
+                )
+                int4_parameters, int4_bytes = int4_parameters + held, int4_bytes + num_bytes
+    counts = WeightCounts(parameters, in_blocks, outputs, *_count_adapted(model), int4_parameters, int4_bytes)
+    return replace(config, weights=counts)
+
+
+def _count_int4(size: int, num_inputs: int) -> tuple[int, int]:
+    """The weights and bytes of an int4 matrix on a GPU, where groups have two halves each: those of 16 are held in
+    bytes, smaller ones are expanded and not counted."""
+    group = math.gcd(num_inputs, INT4_GROUP)
+    if group % 16:
+        return 0, 0
+    return size, (size // 2 if group % 32 == 0 else size) + size // group * 2 * DTYPE_BYTES["float16"]
 
 
 def _count_adapted(model: BaseModel | BaseEncoder) -> tuple[int, int]:

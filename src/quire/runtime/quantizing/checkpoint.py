@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -32,7 +35,7 @@ from quire.types.errors import ConfigError
 Method = Literal["int4", "int8", "fp8"]
 Shared = Literal["channel", "tensor", "block"]  # what shares a scale of float8 weights
 Progress = Callable[[str, int, int], None]  # what, done, total
-GROUPS = (128, 64, 32)  # of int4: the first that divides the inputs of all matrices
+GROUPS = (128, 64, 32)  # of int4: the first that divides the inputs of all matrices; others are multiples of the last
 FP8_BLOCK = 128  # outputs and inputs of a block of float8 weights
 _LEFT = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 _CARD = "README.md"
@@ -53,17 +56,37 @@ class Recipe:
 def write_quantized(
     source: ModelFiles, target: Path, recipe: Recipe, device: torch.device, progress: Progress | None = None
 ) -> int:
-    """Quantize the matrices of all blocks of `source` into a new folder; returns how many. Raises ConfigError for what
-    cannot be done."""
+    """Quantize the matrices of all blocks of `source` into a new folder; returns how many. The folder is there once all
+    of it is written: until then, its files are in `target`.partial. Raises ConfigError for what cannot be done."""
+    target = target.resolve()
     _check(source, target, recipe)
+    partial = target.with_name(f"{target.name}.partial")
     checkpoint = HfCheckpoint(source.path)
     try:
-        writer = _Writer(checkpoint, target, recipe, device)
-        count = writer.write(progress)
-        writer.copy_rest(source.path)
+        writer = _Writer(checkpoint, partial, recipe, device)
+        with _new_folder(partial, target):
+            count = writer.write(progress)
+            writer.copy_rest(source.path)
     finally:
         checkpoint.close()
     return count
+
+
+@contextmanager
+def _new_folder(partial: Path, target: Path) -> Iterator[None]:
+    """An empty folder `partial`, which becomes `target` at the end. It is removed where anything fails. Raises
+    ConfigError for what the file system refuses."""
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)  # of a run that was killed
+        partial.mkdir(parents=True)
+        yield
+        partial.replace(target)
+    except (OSError, SafetensorError) as error:
+        fix = "give a folder that can be written, on a disk with room for it"
+        raise ConfigError("output", f"{target} cannot be written: {error}", fix) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _check(source: ModelFiles, target: Path, recipe: Recipe) -> None:
@@ -73,6 +96,11 @@ def _check(source: ModelFiles, target: Path, recipe: Recipe) -> None:
         raise ConfigError("model", f"{source.name} is quantized already", "give the checkpoint it was made from")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("output", f"{target} is there already", "give a folder that is empty or not there yet")
+    if target == Path.cwd() or target.is_mount():
+        kind = "a mount point" if target.is_mount() else "the working folder"
+        raise ConfigError("output", f"{target} is {kind}, which cannot be replaced", "give a folder inside it")
+    if source.path.resolve().is_relative_to(target.with_name(f"{target.name}.partial")):
+        raise ConfigError("output", f"{target.name}.partial is where files are written first", "give another name")
     if recipe.method == "fp8" and recipe.texts:
         raise ConfigError("calibration", "fp8 rounds each weight to the nearest number", "leave it out")
     if recipe.method != "fp8" and recipe.fp8_scales != "channel":
@@ -98,7 +126,6 @@ class _Writer:
 
     def write(self, progress: Progress | None) -> int:
         """Blocks first, one file each, then what is left."""
-        self._target.mkdir(parents=True, exist_ok=True)
         calibration, rounded = None, PlainModel(self._config, self._device)
         if self._recipe.texts:
             calibration = Calibration(self._config, self._recipe.texts, self._device)
@@ -116,10 +143,8 @@ class _Writer:
         return count
 
     def copy_rest(self, source: Path) -> None:
-        """The config with what was done, and all files that are no weights."""
-        config = read_json(source / "config.json")
-        config["quantization_config"] = quantization_config(self._recipe, self._group, self._ignored())
-        (self._target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        """All files that are no weights, and the config with what was done: it is the last, so that a folder that has
+        one is whole."""
         for path in sorted(source.iterdir()):
             if path.is_file() and path.name != "config.json" and not path.name.endswith(_LEFT):
                 shutil.copyfile(path, self._target / path.name)
@@ -127,6 +152,11 @@ class _Writer:
         how = f"GPTQ over {used:,} tokens of calibration text" if used else "rounded without data"
         with (self._target / _CARD).open("a", encoding="utf-8") as card:
             card.write(f"\nQuantized to {self._recipe.method} by quire {__version__} from `{source.name}`: {how}.\n")
+        config = read_json(source / "config.json")
+        config["quantization_config"] = quantization_config(
+            self._recipe, self._group, self._head() if self._recipe.head else None
+        )
+        (self._target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     def _write_block(self, number: int, block: nn.Module, rounded: PlainModel, calibration: Calibration | None) -> int:
         tensors = self._read(block)
@@ -170,7 +200,8 @@ class _Writer:
         dtype, numbers = weight.dtype, weight.to(self._device, torch.float32)
         if self._recipe.method == "fp8":
             found = _float8(numbers, self._recipe.fp8_scales)
-            return {"weight": found.numbers.cpu(), "weight_scale": found.scales.cpu()}, found.values()
+            scales = found.scales.reshape(1) if self._recipe.fp8_scales == "tensor" else found.scales
+            return {"weight": found.numbers.cpu(), "weight_scale": scales.cpu()}, found.values()
         grid = Grid(4, self._group, False) if self._recipe.method == "int4" else Grid(8, None, True)
         matrix = round_matrix(numbers, grid, total, dtype)
         words = _packed(matrix) if grid.bits == 4 else _bytes(matrix)
@@ -197,10 +228,6 @@ class _Writer:
                     found[name] = self._checkpoint.shape(name)
         return found
 
-    def _ignored(self) -> list[str]:
-        """Linear layers that stay as they are, as other engines name them."""
-        return [] if self._recipe.head else ["lm_head"]
-
     def _read(self, module: nn.Module) -> dict[str, Tensor]:
         return {name: self._checkpoint.read(name) for _, parts in self._model.parts_of(module) for name in parts}
 
@@ -215,8 +242,9 @@ class _Writer:
         self._num_bytes += sum(tensor.nbytes for tensor in whole.values())
 
 
-def quantization_config(recipe: Recipe, group: int | None, ignored: list[str]) -> dict[str, Any]:
-    """As the config.json of a compressed-tensors checkpoint has it."""
+def quantization_config(recipe: Recipe, group: int | None, head: str | None) -> dict[str, Any]:
+    """As the config.json of a compressed-tensors checkpoint has it. `head`: the output head's name, where it is
+    quantized. It is a target of its own: to other engines its class is not Linear."""
     method = recipe.method
     common = {"symmetric": method != "int4", "observer": "minmax", "dynamic": False}
     weights: dict[str, Any]
@@ -230,11 +258,12 @@ def quantization_config(recipe: Recipe, group: int | None, ignored: list[str]) -
         if recipe.fp8_scales == "block":
             weights |= {"block_structure": [FP8_BLOCK, FP8_BLOCK]}
             activations |= {"strategy": "group", "group_size": FP8_BLOCK}
-    scheme = {"targets": ["Linear"], "weights": weights | common, "input_activations": activations,
+    targets = ["Linear"] if head is None else ["Linear", f"re:.*{re.escape(head.rpartition('.')[2])}"]
+    scheme = {"targets": targets, "weights": weights | common, "input_activations": activations,
               "output_activations": None}  # fmt: skip
     return {
         "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
-        "config_groups": {"group_0": scheme}, "ignore": ignored, "kv_cache_scheme": None,
+        "config_groups": {"group_0": scheme}, "ignore": ["lm_head"] if head is None else [], "kv_cache_scheme": None,
     }  # fmt: skip
 
 
@@ -260,12 +289,15 @@ def _own(part: str) -> str:
 
 
 def _choose_group(recipe: Recipe, matrices: dict[str, tuple[int, ...]]) -> int:
-    for size in GROUPS if recipe.group_size is None else (recipe.group_size,):
-        wrong = next((name for name, shape in matrices.items() if size < 1 or shape[1] % size or size % 8), None)
+    given = recipe.group_size
+    if given is not None and (given < 1 or given % GROUPS[-1]):
+        raise ConfigError("group_size", f"must be a multiple of {GROUPS[-1]}, is {given}", "use 32, 64 or 128")
+    for size in GROUPS if given is None else (given,):
+        wrong = next((name for name, shape in matrices.items() if shape[1] % size), None)
         if wrong is None:
             return size
-    reason = f"groups of {size} do not divide the {matrices[wrong or ''][1]} inputs of {wrong} into multiples of 8"
-    raise ConfigError("group_size", reason, "use a size that does, or int8")
+    reason = f"groups of {size} do not divide the {matrices[wrong or ''][1]} inputs of {wrong}"
+    raise ConfigError("group_size", reason, "use a multiple of 32 that does, or int8")
 
 
 def _packed(matrix: RoundedMatrix) -> dict[str, Tensor]:

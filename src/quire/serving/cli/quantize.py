@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -37,15 +38,18 @@ def add_quantize(commands: Commands[OneLineParser]) -> None:
     parser.add_argument("--calibration-tokens", type=int, default=16_384, help="tokens of it to use (16384)")
     parser.add_argument("--calibration-window", type=int, default=512, help="tokens of one text of it (512)")
     parser.add_argument(
-        "--group-size", type=int, help="inputs that share a scale with int4: by default 128, 64 or 32, what divides all"
-    )
+        "--group-size", type=int,
+        help="inputs that share a scale with int4, a multiple of 32: by default 128, 64 or 32, what divides all",
+    )  # fmt: skip
     parser.add_argument(
         "--fp8-scales", choices=("channel", "tensor", "block"), default="channel",
         help="what shares a scale with fp8: an output's weights (the default), all, or blocks of 128 x 128",
     )  # fmt: skip
-    parser.add_argument("--head", action="store_true", help="quantize the output head too")
     parser.add_argument(
-        "--device", default="auto", help="where to compute: cpu, cuda, or auto (cuda where there is one)"
+        "--head", action="store_true", help="quantize the output head too: not all engines read such a head"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="where to compute: cpu, cuda, cuda:N, or auto (cuda where there is one)"
     )
     add_debug(parser)
 
@@ -59,18 +63,27 @@ def run_quantize(args: argparse.Namespace) -> int:
     from quire.runtime.models.registry import check_generates
     from quire.runtime.quantizing.checkpoint import Recipe, write_quantized
 
+    device = torch.device(_choose_device(args.device, torch.cuda.device_count() if torch.cuda.is_available() else 0))
     files = resolve_model(args.model)
     check_generates(read_model_config(files).architecture)
     texts = [] if args.calibration is None else _read_texts(args)
-    name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError("device", f"{name!r} is unknown", "use cpu, cuda or auto") from None
     recipe = Recipe(args.method, args.group_size, args.head, texts, args.fp8_scales)
     count = write_quantized(files, args.output, recipe, device, _report)
     print(f"{count} matrices quantized to {args.method}: {args.output}")
     return 0
+
+
+def _choose_device(name: str, num_gpus: int) -> str:
+    """`name`, if this machine has it; "auto": a GPU where there is one."""
+    if name == "auto":
+        return "cuda" if num_gpus else "cpu"
+    found = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", name)
+    if found is None:
+        raise ConfigError("device", f"{name!r} is unknown", "use cpu, cuda, cuda:N or auto")
+    if name != "cpu" and int(found[1] or 0) >= num_gpus:
+        fix = "use cpu or auto" if num_gpus == 0 else f"use cuda:0 to cuda:{num_gpus - 1}, cpu or auto"
+        raise ConfigError("device", f"{name} is not there: torch sees {num_gpus} GPUs", fix)
+    return name
 
 
 def _read_texts(args: argparse.Namespace) -> list[list[int]]:

@@ -203,3 +203,28 @@ def test_a_row_of_the_native_backend_does_not_depend_on_its_neighbours(rule: Att
         alone = replace(batch, lengths=batch.lengths[row : row + 1], block_ids=batch.block_ids[row : row + 1])
         single = native.attend(*(t[row : row + 1] for t in tensors), cache, native.prepare(alone), rule)
         assert torch.equal(single[0], together[row])
+
+
+@needs_native
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 8), (torch.bfloat16, 8), (torch.bfloat16, 64)])
+@pytest.mark.parametrize(
+    "rule", [RULE, replace(RULE, softcap=2.0), replace(RULE, sinks=torch.zeros(6)), replace(RULE, window=40)]
+)
+def test_a_key_that_is_no_number_is_not_lost_where_it_is_alone_in_its_piece(
+    rule: AttentionRule, dtype: torch.dtype, dim: int, bad: float
+) -> None:
+    heads = Heads(6, 2, dim)  # bfloat16 of 64: on tile units, where there are any
+    batch, cache, tensors = batch_of([600, 257, 256], [(253, 6)], 16, heads)
+    for table in (batch.block_ids[1], batch.chunks[0].block_ids):
+        cache.key[table[16], 0, 0] = bad  # position 256, the first of a piece
+    cache = LayerCache.of(cache.key.to(dtype), cache.value.to(dtype))
+    batch, given = replace(batch, cache=cache), [tensor.to(dtype) for tensor in tensors]
+    given[0][:, :, 0], given[0][:, :, 1] = 1.0, -1.0  # infinities of both signs: their sum is a NaN
+    rule = replace(rule, sinks=None if rule.sinks is None else rule.sinks.to(dtype))
+    native = make_backend("native", heads, torch.float32, Placement(dtype, torch.device("cpu")))
+    found = native.attend(*given, cache, native.prepare(batch), rule).view(9, 6, dim)
+    sees = torch.tensor([False, True, False, *[position >= 256 for position in range(253, 259)]])
+    assert found[sees, :3].isnan().all()
+    assert found[~sees].isfinite().all()
+    assert found[:, 3:].isfinite().all()

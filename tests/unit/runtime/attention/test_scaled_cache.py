@@ -25,11 +25,11 @@ BLOCK, BLOCKS = 4, 9
 needs_native = pytest.mark.skipif(why_not_native(torch.float32, CPU) is not None, reason="no compiled kernels")
 
 
-def layer(name: str, heads: Heads, num_layers: int = 2) -> LayerCache:
+def layer(name: str, heads: Heads, num_layers: int = 2, size: int = BLOCK, blocks: int = BLOCKS) -> LayerCache:
     """The last layer of a cache."""
     spec = KVCacheSpec("full", 2 * heads.kv_size, unit=2 * heads.dim)
     layout = lay_out(stored_specs([spec] * num_layers, name), split=False)
-    cache = KVCache(CacheConfig(BLOCK, BLOCKS), heads, layout, NAMES[name], CPU)
+    cache = KVCache(CacheConfig(size, blocks), heads, layout, NAMES[name], CPU)
     cache.check()
     return cache.layers[-1]
 
@@ -205,6 +205,43 @@ def test_the_compiled_kernels_write_the_bytes_that_torch_writes(name: str, dtype
         assert same.float().mean() > 0.999  # a NaN has many forms
     assert found.value_scales is not None
     assert found.value_scales[0, 0, 1].isnan().any()  # the sixth token
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["float8", "int8"])
+def test_the_compiled_kernels_round_ties_of_bfloat16_as_torch_does(name: str) -> None:
+    """128 heads, one for each mantissa that the largest number can have."""
+    from quire.runtime.layers.native import NativeOps
+
+    highest = torch.arange(128, 256).view(2, 32, 2, 1)
+    key, value = torch.minimum(torch.arange(256), highest).bfloat16()  # whole numbers up to 256 are exact
+    wanted, found = layer(name, Heads(4, 2, 256)), layer(name, Heads(4, 2, 256))
+    slots = slots_of(wanted, list(range(8)), 32)
+    TorchOps().write(key, value, wanted, slots)
+    NativeOps().write(key, value, found, slots)
+    assert torch.equal(wanted.key_blocks, found.key_blocks)
+    assert torch.equal(wanted.value_blocks, found.value_blocks)
+
+
+@needs_native
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_that_is_no_number_is_not_lost_where_it_is_alone_in_its_piece(name: str, bad: float) -> None:
+    from quire.runtime.attention.native import NativeAttention
+
+    heads, count = Heads(4, 2, 16), 257
+    cache, generator = layer(name, heads, size=16, blocks=17), torch.Generator().manual_seed(6)
+    key, value = torch.randn(2, count, heads.num_kv, heads.dim, generator=generator)
+    key[256, 0, 3] = bad
+    TorchOps().write(key, value, cache, slots_of(cache, list(range(17)), count))
+    lengths, tables = torch.tensor([257, 256]).numpy(), torch.arange(17).expand(2, 17).contiguous()
+    batch = AttentionBatch(lengths, tables, (), 16, cache)
+    query = torch.randn(2, heads.num_query, heads.dim, generator=generator)
+    found = NativeAttention().attend(query, key[:2], value[:2], cache, NativeAttention().prepare(batch), RULES[0])
+    found = found.view(2, 4, 16)
+    assert found[0, :2].isnan().all()
+    assert found[0, 2:].isfinite().all()
+    assert found[1].isfinite().all()
 
 
 def test_a_latent_beyond_the_range_of_float8_becomes_nan_and_is_not_cut() -> None:

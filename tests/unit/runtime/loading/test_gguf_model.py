@@ -42,7 +42,15 @@ TINY = ModelConfig(
     dtype="float32",
     bos_id=1,
     eos_ids=(2,),
-    weights=WeightCounts(20_640, in_blocks=18_432, block_outputs=512, adapter_width=1_024, adapter_parts=3),
+    weights=WeightCounts(
+        20_640,
+        in_blocks=18_432,
+        block_outputs=512,
+        adapter_width=1_024,
+        adapter_parts=3,
+        int4_parameters=18_432,
+        int4_bytes=11_264,
+    ),
 )
 
 

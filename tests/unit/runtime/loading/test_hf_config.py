@@ -54,7 +54,15 @@ def test_a_llama_config_is_read_whole(tmp_path: Path) -> None:
         dtype="bfloat16",
         bos_id=1,
         eos_ids=(2,),
-        weights=WeightCounts(21_920, in_blocks=15_360, block_outputs=448, adapter_width=928, adapter_parts=3),
+        weights=WeightCounts(
+            21_920,
+            in_blocks=15_360,
+            block_outputs=448,
+            adapter_width=928,
+            adapter_parts=3,
+            int4_parameters=15_360,
+            int4_bytes=11_520,
+        ),
     )
 
 

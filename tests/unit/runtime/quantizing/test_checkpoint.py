@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from family_bench import hf_checkpoint, load_bench
 from quire.runtime.loading.checkpoint import open_checkpoint
@@ -78,6 +80,30 @@ def test_what_is_written_is_read_back(plain: Path, tmp_path: Path, recipe: Recip
             assert name in set(opened.keys())
 
 
+@pytest.mark.parametrize("head", [True, False])
+def test_a_quantized_head_is_a_target_and_another_is_ignored(plain: Path, tmp_path: Path, head: bool) -> None:
+    write_quantized(files_at(plain), tmp_path / "small", Recipe("int8", head=head), CPU)
+    config = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "re:.*lm_head"][: 1 + head]
+    assert config["ignore"] == ([] if head else ["lm_head"])
+
+
+@pytest.mark.parametrize(("shared", "shape"), [("tensor", [1]), ("channel", [192, 1]), ("block", [2, 1])])
+def test_float8_scales_have_the_shapes_that_the_format_has(
+    tmp_path: Path, shared: Literal["channel", "tensor", "block"], shape: list[int]
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=64, intermediate_size=192, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    source, target = hf_checkpoint(tmp_path / "plain", config), tmp_path / "small"
+    write_quantized(files_at(source), target, Recipe("fp8", fp8_scales=shared), CPU)
+    with safe_open(target / "model-00001-of-00002.safetensors", "pt") as opened:
+        scales = opened.get_slice("model.layers.0.mlp.up_proj.weight_scale")
+        assert scales.get_shape() == shape
+        assert scales.get_dtype() == "F32"
+
+
 def test_calibration_makes_the_answers_of_its_text_more_exact(plain: Path, tmp_path: Path) -> None:
     folders = {}
     for name, texts in (("with", (*TEXTS, tuple(TOKENS * 4))), ("without", ())):
@@ -90,7 +116,10 @@ def test_calibration_makes_the_answers_of_its_text_more_exact(plain: Path, tmp_p
 @pytest.mark.parametrize(
     ("recipe", "problem"),
     [
-        (Recipe("int4", 48), r"^group_size: groups of 48 do not divide the 64 inputs of model\.layers\.0\.self_attn"),
+        (Recipe("int4", 96), r"^group_size: groups of 96 do not divide the 64 inputs of model\.layers\.0\.self_attn"),
+        (Recipe("int4", 16), r"^group_size: must be a multiple of 32, is 16; use 32, 64 or 128$"),
+        (Recipe("int4", 0), r"^group_size: must be a multiple of 32, is 0; use 32, 64 or 128$"),
+        (Recipe("int4", -32), r"^group_size: must be a multiple of 32, is -32; use 32, 64 or 128$"),
         (Recipe("int8", 64), r"^group_size: int8 has one scale for each output; leave it out"),
         (Recipe("int8", fp8_scales="block"), r"^fp8_scales: int8 is no float8; leave it out"),
         (Recipe("fp8", texts=TEXTS), r"^calibration: fp8 rounds each weight to the nearest number; leave it out"),
@@ -108,6 +137,72 @@ def test_folders_with_files_and_quantized_models_are_refused(plain: Path, tmp_pa
     write_quantized(files_at(plain), tmp_path / "small", Recipe("int8"), CPU)
     with pytest.raises(ConfigError, match=r"^model: small is quantized already"):
         write_quantized(files_at(tmp_path / "small"), tmp_path / "again", Recipe("int8"), CPU)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_run_that_fails_leaves_nothing_and_can_be_repeated(
+    plain: Path, tmp_path: Path, error: type[BaseException]
+) -> None:
+    target = tmp_path / "small"
+
+    def stop(_: str, done: int, __: int) -> None:
+        assert [path.name for path in tmp_path.iterdir()] == ["small.partial"]
+        if done == 2:
+            raise error
+
+    with pytest.raises(error):
+        write_quantized(files_at(plain), target, Recipe("int8"), CPU, stop)
+    assert list(tmp_path.iterdir()) == []
+    target.mkdir()
+    assert write_quantized(files_at(plain), target, Recipe("int8"), CPU) == 14
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_what_a_killed_run_left_is_replaced_and_the_config_comes_last(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, copied = tmp_path / "small.partial", []
+    partial.mkdir()
+    (partial / "old").write_text("of an earlier run")
+    copy = shutil.copyfile
+
+    def copy_before_config(source: Path, target: Path) -> None:
+        assert not (partial / "config.json").exists()
+        copied.append(target.name)
+        copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", copy_before_config)
+    write_quantized(files_at(plain), tmp_path / "small", Recipe("int8"), CPU)
+    assert "tokenizer.json" in copied
+    assert not partial.exists()
+    assert not (tmp_path / "small" / "old").exists()
+    assert (tmp_path / "small" / "config.json").exists()
+
+
+def test_outputs_that_cannot_be_replaced_are_refused_before_anything_is_written(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = shutil.copytree(plain, tmp_path / "small.partial")
+    with pytest.raises(ConfigError, match=r"^output: small\.partial is where files are written first"):
+        write_quantized(files_at(source), tmp_path / "small", Recipe("int8"), CPU)
+    assert (source / "config.json").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ConfigError, match=r"^output: .*here is the working folder, which cannot be replaced"):
+        write_quantized(files_at(plain), Path(), Recipe("int8"), CPU)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_disk_that_is_full_is_named_as_the_output(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("quire.runtime.quantizing.checkpoint.save_file", fail)
+    with pytest.raises(ConfigError, match=r"^output: .*small cannot be written: .*No space left on device; give a fol"):
+        write_quantized(files_at(plain), tmp_path / "small", Recipe("int8"), CPU)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tied_head_and_experts_are_refused(tmp_path: Path) -> None:
