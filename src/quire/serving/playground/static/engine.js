@@ -2,12 +2,12 @@
 
 import { ApiError, call, keys } from "./api.js";
 import { BlockMapView } from "./blocks.js";
+import { collapsible } from "./collapsible.js";
 import { el } from "./dom.js";
 import { DemoLoadView } from "./demo_load.js";
 import { PlotsView } from "./plots.js";
 import { LiveRequestsView, RecentRequestsView } from "./requests.js";
 import { events } from "./sse.js";
-import { local } from "./storage.js";
 import { TimelinesView } from "./timelines.js";
 
 const PAUSE = 1500; // milliseconds before a broken stream is opened again
@@ -127,11 +127,5 @@ export class Engine {
   }
 }
 
-/** A part of the panel that collapses. @param {string} title @param {HTMLElement} content */
-function section(title, content) {
-  const kept = local.getJson("sections") ?? {};
-  const details = /** @type {HTMLDetailsElement} */ (el("details", { class: "section" }, el("summary", {}, el("h2", { text: title })), content));
-  details.open = kept[title] ?? true;
-  details.addEventListener("toggle", () => local.set("sections", JSON.stringify({ ...local.getJson("sections"), [title]: details.open })));
-  return details;
-}
+/** A part of the panel. @param {string} title @param {HTMLElement} content */
+const section = (title, content) => collapsible({ name: "sections", title, heading: "h2", style: "section", open: true }, content);

@@ -1,5 +1,6 @@
 // The settings panel: a form made from the table of fields.
 
+import { collapsible } from "./collapsible.js";
 import { el } from "./dom.js";
 import { PresetsView } from "./presets.js";
 import { FIELDS, FORMAT_FIELDS, GROUPS, parameters, problemWith } from "./settings_fields.js";
@@ -17,8 +18,7 @@ export class Settings extends EventTarget {
   /** @param {HTMLElement} panel @param {HTMLElement[]} [more] elements below the form */
   constructor(panel, more = []) {
     super();
-    const openGroups = local.getJson("groups") ?? {};
-    this.#form.append(this.#presets.element, ...GROUPS.map((group) => this.#group(group, openGroups)));
+    this.#form.append(this.#presets.element, ...GROUPS.map((group) => this.#group(group)));
     const reset = el("button", { class: "link", text: "Reset all settings", attributes: { type: "button" } });
     reset.addEventListener("click", () => this.#fill({}));
     this.#form.append(reset);
@@ -81,15 +81,10 @@ export class Settings extends EventTarget {
     }
   }
 
-  /** @param {typeof GROUPS[number]} group @param {Record<string, boolean>} openGroups */
-  #group({ title, open, fields }, openGroups) {
-    const summary = el("summary", {}, el("h3", { text: title }));
-    const details = /** @type {HTMLDetailsElement} */ (el("details", { class: "group" }, summary, ...fields.map((field) => this.#field(field))));
-    details.open = openGroups[title] ?? open;
-    details.addEventListener("toggle", () => {
-      local.set("groups", JSON.stringify({ ...local.getJson("groups"), [title]: details.open }));
-    });
-    return details;
+  /** @param {typeof GROUPS[number]} group */
+  #group({ title, open, fields }) {
+    const controls = fields.map((field) => this.#field(field));
+    return collapsible({ name: "groups", title, heading: "h3", style: "group", open }, ...controls);
   }
 
   /** @param {Field} field */
