@@ -11,6 +11,7 @@ from typing import Literal
 from quire.config.adapters import AdapterConfig
 from quire.config.kv_cache import PLAIN, KVGroups
 from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
+from quire.config.parallel import NO_PARALLEL, ParallelConfig
 from quire.config.policy import PolicyName, PolicySettings
 from quire.config.recording import RecordingConfig
 from quire.config.speculation import SpeculationConfig
@@ -118,6 +119,7 @@ class EngineConfig:
     speculation: SpeculationConfig | None = None  # None: no speculative decoding
     recording: RecordingConfig | None = None  # None: nothing is recorded
     adapters: AdapterConfig | None = None  # None: no LoRA adapters
+    parallel: ParallelConfig = NO_PARALLEL  # how it is split over ranks
 
 
 def row_buckets(num_rows: int) -> tuple[int, ...]:

@@ -1,0 +1,109 @@
+"""Ranks that compute together: what they send one another within a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class RankGroup(Protocol):
+    """All ranks of a group call the same operations in the same order. Every wait has a deadline: an operation that
+    passes it raises, and the engine is dead."""
+
+    @property
+    def index(self) -> int:
+        """Of this rank, from 0."""
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, bit for bit the same on each of them. x is overwritten and returned."""
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """What every rank gave, by rank. All have the same shape."""
+
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Send parts[i] to rank i, and return what every rank sent to this one, which has the shape shapes[i]."""
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """What rank `source` has. x is overwritten on all others, and returned."""
+
+    def send(self, x: Tensor, target: int) -> None:
+        """May return before it has arrived; x must not be changed until then."""
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """Overwrite x by what rank `source` sent next, and return it."""
+
+
+class OneRank:
+    """A group of one rank: nothing is sent."""
+
+    index, size = 0, 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return [x]
+
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:  # noqa: ARG002
+        return list(parts)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:  # noqa: ARG002
+        return x
+
+    def send(self, x: Tensor, target: int) -> None:  # noqa: ARG002
+        raise AssertionError(f"there is no rank {target}")
+
+    def receive(self, x: Tensor, source: int) -> Tensor:  # noqa: ARG002
+        raise AssertionError(f"there is no rank {source}")
+
+
+ONE_RANK = OneRank()
+
+
+class TorchGroup:
+    """By torch.distributed: NCCL between GPUs, Gloo between CPUs."""
+
+    def __init__(self, ranks: Sequence[int], backend: str, seconds: float) -> None:
+        """Called by all ranks of the world, in the same order for all groups. `ranks`: of the world, this one among
+        them; `seconds`: the deadline of every operation."""
+        import torch.distributed as dist
+
+        self._dist, self._ranks = dist, tuple(ranks)
+        self._group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds), backend=backend)
+        self.index, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        self._dist.all_gather(found, x.contiguous(), group=self._group)
+        return found
+
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        first = parts[0]
+        found = [first.new_empty(shape) for shape in shapes]
+        sizes, given = [each.numel() for each in found], [part.numel() for part in parts]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        out = first.new_empty(sum(sizes))
+        self._dist.all_to_all_single(out, flat, sizes, given, group=self._group)
+        return [piece.view(shape) for piece, shape in zip(out.split(sizes), shapes, strict=True)]
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        self._dist.broadcast(x, self._ranks[source], group=self._group)
+        return x
+
+    def send(self, x: Tensor, target: int) -> None:
+        self._dist.send(x.contiguous(), self._ranks[target], group=self._group)
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        self._dist.recv(x, self._ranks[source], group=self._group)
+        return x
