@@ -95,7 +95,7 @@ class TorchGroup:
         flat = torch.cat([part.reshape(-1) for part in parts])
         out = first.new_empty(sum(sizes))
         self._dist.all_to_all_single(out, flat, sizes, given, group=self._group)
-        return [piece.view(shape) for piece, shape in zip(out.split(sizes), shapes, strict=True)]
+        return [piece.view(shape) for piece, shape in zip(torch.split(out, sizes), shapes, strict=True)]
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         self._dist.broadcast(x, self._ranks[source], group=self._group)
