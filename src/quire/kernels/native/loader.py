@@ -24,6 +24,8 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_multiply_rows": [None, *[c_void_p] * 3, *[c_int64] * 3],
     "quire_pack_low_rank": [None, c_int64, c_int64, c_void_p, *[c_int64] * 5, c_void_p],
     "quire_low_rank_add": [None, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_int64, c_int64],
+    "quire_give_and_meet": [c_int64, c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_double],
+    "quire_all_reduce": [c_int64, c_int64, c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_double],
     "quire_has_tile_units": [c_int64],
     "quire_multiply": [c_int64, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 3],
     "quire_can_run": [c_int64, c_int64, c_void_p, c_int64],

@@ -8,6 +8,7 @@
 #include "paged_attention.h"
 #include "program.h"
 #include "rowwise.h"
+#include "shared_ranks.h"
 
 #define DISPATCH(type, ...)    \
     if ((type) == 0) {         \
@@ -188,5 +189,18 @@ void quire_paged_attention(int64_t type, const void* query, int64_t query_stride
         const Cut cut = cut_for<T>(reinterpret_cast<const Span*>(spans), num_spans, tables, shape);
         paged_attention<T>(static_cast<const T*>(query), query_stride, cache, cut, static_cast<T*>(out), shape, rule);
     })
+}
+
+// Ranks of one machine, see shared_ranks.h. Both return the rank that did not come in time, or -1.
+int64_t quire_give_and_meet(uint8_t* base, int64_t slot_bytes, int64_t size, int64_t index, const void* data,
+                            int64_t bytes, double seconds) {
+    return give_and_meet(RankPages{base, slot_bytes, size, index}, data, bytes, seconds);
+}
+
+int64_t quire_all_reduce(int64_t type, uint8_t* base, int64_t slot_bytes, int64_t size, int64_t index, void* x,
+                         int64_t count, double seconds) {
+    int64_t missing = -1;
+    DISPATCH(type, missing = all_reduce<T>(RankPages{base, slot_bytes, size, index}, static_cast<T*>(x), count, seconds))
+    return missing;
 }
 }

@@ -1,0 +1,117 @@
+// Ranks of one machine that meet in shared memory: a sum over all of them takes microseconds, not a trip through sockets.
+//
+// Every rank has a page: how often it has met the others, and two slots for what it gives. A meeting uses the slot of
+// its number's parity. A rank that begins meeting n + 2 has seen all others at meeting n + 1, so they have read what it
+// gave at meeting n: two slots are enough, and nobody waits twice.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include <atomic>
+
+#include "simd.h"
+
+namespace {
+
+struct RankPages {
+    uint8_t* base;
+    int64_t slot_bytes;  // of one of the two slots, a multiple of 64
+    int64_t size;        // ranks
+    int64_t index;       // of this rank
+
+    int64_t stride() const { return 64 + 2 * slot_bytes; }
+    std::atomic<uint64_t>& meetings(int64_t rank) const {
+        return *reinterpret_cast<std::atomic<uint64_t>*>(base + rank * stride());
+    }
+    uint8_t* slot(int64_t rank, uint64_t meeting) const {
+        return base + rank * stride() + 64 + (meeting & 1) * slot_bytes;
+    }
+};
+
+inline double now_seconds() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Waits until a rank has come to a meeting: spins for microseconds, then lets others run, as there may be more ranks
+// than cores; after milliseconds it sleeps in between. Returns whether it came before the deadline.
+inline bool has_come(const std::atomic<uint64_t>& meetings, uint64_t meeting, double seconds) {
+    for (int spin = 0; spin < 4000; ++spin) {
+        if (meetings.load(std::memory_order_acquire) >= meeting) return true;
+        relax();
+    }
+    const double begin = now_seconds();
+    while (meetings.load(std::memory_order_acquire) < meeting) {
+        const double waited = now_seconds() - begin;
+        if (waited > seconds) return false;
+        if (waited < 2e-3) {
+            sched_yield();
+        } else {
+            const timespec pause{0, 50'000};
+            nanosleep(&pause, nullptr);
+        }
+    }
+    return true;
+}
+
+// Says that this rank has given what it gives, and waits for the others. Returns the rank that did not come, or -1.
+inline int64_t meet(const RankPages& pages, double seconds) {
+    auto& own = pages.meetings(pages.index);
+    const uint64_t meeting = own.load(std::memory_order_relaxed) + 1;
+    own.store(meeting, std::memory_order_release);
+    for (int64_t rank = 0; rank < pages.size; ++rank) {
+        if (rank != pages.index && !has_come(pages.meetings(rank), meeting, seconds)) return rank;
+    }
+    return -1;
+}
+
+// What this rank gives at the next meeting.
+inline int64_t give_and_meet(const RankPages& pages, const void* data, int64_t bytes, double seconds) {
+    const uint64_t meeting = pages.meetings(pages.index).load(std::memory_order_relaxed) + 1;
+    if (bytes) std::memcpy(pages.slot(pages.index, meeting), data, bytes);
+    return meet(pages, seconds);
+}
+
+// x [count] += what all others give, summed in the order of ranks in float32: the same bits on every rank.
+template <typename T>
+int64_t all_reduce(const RankPages& pages, T* x, int64_t count, double seconds) {
+    const int64_t most = pages.slot_bytes / static_cast<int64_t>(sizeof(T)) / LANES * LANES;
+    for (int64_t begin = 0; begin < count; begin += most) {
+        const int64_t piece = std::min(most, count - begin);
+        const int64_t missing = give_and_meet(pages, x + begin, piece * sizeof(T), seconds);
+        if (missing >= 0) return missing;
+        const uint64_t meeting = pages.meetings(pages.index).load(std::memory_order_relaxed);
+        const int64_t whole = piece / LANES * LANES;
+        for (int64_t i = 0; i < whole; i += LANES) {
+            Floats sum = load(reinterpret_cast<const T*>(pages.slot(0, meeting)) + i);
+            for (int64_t rank = 1; rank < pages.size; ++rank) {
+                sum += load(reinterpret_cast<const T*>(pages.slot(rank, meeting)) + i);
+            }
+            store(x + begin + i, sum);
+        }
+        for (int64_t i = whole; i < piece; ++i) {
+            Floats sum{};
+            for (int64_t rank = 0; rank < pages.size; ++rank) {
+                T line[LANES] = {};
+                line[0] = reinterpret_cast<const T*>(pages.slot(rank, meeting))[i];
+                sum += load(line);
+            }
+            T line[LANES];
+            store(line, sum);
+            x[begin + i] = line[0];
+        }
+    }
+    return -1;
+}
+
+}  // namespace

@@ -1,0 +1,65 @@
+"""Ranks of one machine that meet in shared memory: see shared_ranks.h."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels.native.loader import TYPES, open_library
+
+_COUNTER = 64  # bytes in front of a rank's slots
+
+
+class Missing(Exception):
+    """A rank did not come to a meeting in time."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} did not come")
+        self.rank = rank
+
+
+def shared_bytes(size: int, slot_bytes: int) -> int:
+    """The memory that so many ranks share. It must be zero before the first of them meets."""
+    return size * (_COUNTER + 2 * slot_bytes)
+
+
+class SharedRanks:
+    """A rank among those that share `memory` [bytes], uint8, 64-byte aligned. All of them call the same methods in the
+    same order. Raises Missing if another one does not come within `seconds`."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8], index: int, size: int, slot_bytes: int, seconds: float) -> None:
+        assert len(memory) == shared_bytes(size, slot_bytes)
+        assert slot_bytes % 64 == 0
+        assert memory.ctypes.data % 64 == 0
+        self.index, self.size, self.slot_bytes, self._seconds = index, size, slot_bytes, seconds
+        self._library, self._base = open_library(), memory.ctypes.data
+        pages = memory.reshape(size, -1)
+        self._meetings = pages[:, :8].view(np.uint64)[:, 0]  # of every rank
+        self._slots = torch.from_numpy(pages[:, _COUNTER:]).view(size, 2, slot_bytes)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Overwrite x by the sum over all ranks, the same bits on each; contiguous, float32 or bfloat16."""
+        assert x.is_contiguous()
+        self._check(
+            self._library.quire_all_reduce(
+                TYPES[x.dtype], self._base, self.slot_bytes, self.size, self.index, x.data_ptr(), x.numel(),
+                self._seconds,
+            )
+        )  # fmt: skip
+
+    def give(self, data: Tensor) -> Tensor:  # [bytes], uint8, at most a slot -> [size, slot_bytes]
+        """What every rank gives at this meeting. To be read before the next one."""
+        assert len(data) <= self.slot_bytes
+        assert data.is_contiguous()
+        self._check(
+            self._library.quire_give_and_meet(
+                self._base, self.slot_bytes, self.size, self.index, data.data_ptr(), len(data), self._seconds
+            )
+        )
+        return self._slots[:, int(self._meetings[self.index]) & 1]
+
+    def _check(self, missing: int) -> None:
+        if missing >= 0:
+            raise Missing(missing)
