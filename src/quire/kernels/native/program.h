@@ -10,6 +10,7 @@
 #include "experts.h"
 #include "low_rank.h"
 #include "paged_attention.h"
+#include "shared_ranks.h"
 
 namespace {
 
@@ -32,7 +33,8 @@ enum Kind : int64_t {
     DELTA,
     GATE_BY,
     MULTIPLY_HEADS,
-    LOW_RANK_ADD
+    LOW_RANK_ADD,
+    ALL_REDUCE
 };
 
 // One operation on buffers [rows, width]. What a kind does not use is zero.
@@ -45,7 +47,7 @@ struct Operation {
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
     // of a norm [groups, size] or [2, size] with its bias, PackedLinears, PackedExperts, PackedDelta, LowRankLayer, sinks,
-    // or a Clamp or null
+    // RankPages, or a Clamp or null
     const void* weight;
     double number;       // a norm's eps, the scale of attention, of what is added, or of x
     double cap;          // of attention
@@ -256,6 +258,9 @@ template <typename T> struct Interpreter {
                 case GATE_BY: gate_by_sigmoid(at(op.x), at(op.y) + op.column, width(op.y), run.rows, op.size); break;
                 case MULTIPLY_HEADS: multiply_by_heads(op); break;
                 case LOW_RANK_ADD: add_low_rank(op, units); break;
+                case ALL_REDUCE:
+                    all_reduce(*static_cast<RankPages*>(const_cast<void*>(op.weight)), at(op.x), run.rows * width(op.x));
+                    break;
             }
         }
     }

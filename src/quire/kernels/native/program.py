@@ -21,16 +21,18 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.kernels.delta import DeltaSizes, DeltaWeights
 from quire.kernels.native.buffers import lay_out_buffers
+from quire.kernels.native.entries import Call, cut_at_calls
 from quire.kernels.native.loader import TYPES, open_library
 from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.ops import ACTIVATIONS, doubles, scaled_fields
+from quire.kernels.native.shared_ranks import SharedRanks
 from quire.kernels.native.structures import CAngles, CDelta, COperation, CRun, ProgramStep
 from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear
 
 (
     RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, SCALE, TIMES,
-    CONVOLVE, DELTA, GATE_BY, MULTIPLY_HEADS, LOW_RANK_ADD,
-) = range(19)  # fmt: skip
+    CONVOLVE, DELTA, GATE_BY, MULTIPLY_HEADS, LOW_RANK_ADD, ALL_REDUCE,
+) = range(20)  # fmt: skip
 _STREAM = 0  # the buffer that a run is given
 
 
@@ -43,21 +45,12 @@ class Symbol:
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """An operation in Python: takes tensors and what the run was given, returns a tensor."""
-
-    function: Callable[..., Tensor]
-    inputs: tuple[int, ...]
-    out: int
-
-
 class ProgramWriter:
     """Writes a program down. Its methods take and return symbols; those that return none change x."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         self._dtype = dtype
-        self._entries: list[COperation | _Call] = []
+        self._entries: list[COperation | Call] = []
         self._uses: list[tuple[int, ...]] = []  # buffers of each entry
         self._widths: list[int] = []
         self._kept: list[Any] = []  # memory that operations point into
@@ -65,6 +58,7 @@ class ProgramWriter:
         self._fresh: list[int] = []  # buffers that outlive a run
         self._beside: Symbol | None = None
         self._num_slots = 0  # of adapters
+        self._ranks: SharedRanks | None = None
         self.stream = self._new(width)  # the rows that a run is given
 
     def norm(self, x: Symbol, weight: Tensor, eps: float) -> Symbol:
@@ -212,10 +206,16 @@ class ProgramWriter:
     def narrow(self) -> None:
         self._add(NARROW, _STREAM)
 
+    def all_reduce(self, x: Symbol, ranks: SharedRanks) -> None:
+        """Overwrite x by its sum over all ranks."""
+        self._ranks = ranks
+        self._entries.append(COperation(kind=ALL_REDUCE, x=x.buffer, weight=ctypes.addressof(ranks.structure)))
+        self._uses.append((x.buffer,))
+
     def call(self, function: Callable[..., Tensor], inputs: Sequence[Symbol], width: int) -> Symbol:
         """An operation in Python: of tensors [rows, width] and what the run was given."""
         out = self._new(width)
-        entry = _Call(function, tuple(each.buffer for each in inputs), out.buffer)
+        entry = Call(function, tuple(each.buffer for each in inputs), out.buffer)
         self._entries.append(entry)
         self._uses.append((*entry.inputs, entry.out))
         return out
@@ -228,7 +228,7 @@ class ProgramWriter:
         program = Program(self._dtype, self._entries, self._widths, offsets, room, self._fresh, result.buffer)
         program.angles, program.kept = tuple(self._angles), self._kept
         program.beside = None if self._beside is None else self._beside.buffer
-        program.num_slots = self._num_slots
+        program.num_slots, program.ranks = self._num_slots, self._ranks
         return program
 
     def _new(self, width: int) -> Symbol:
@@ -277,11 +277,12 @@ class Program:
     kept: Sequence[Any] = ()
     beside: int | None = None  # the buffer of what runs are given beside the stream
     num_slots = 0  # of adapters that rows may use
+    ranks: SharedRanks | None = None  # that sums are taken over
 
     def __init__(
         self,
         dtype: torch.dtype,
-        entries: Sequence[COperation | _Call],
+        entries: Sequence[COperation | Call],
         widths: Sequence[int],
         offsets: Sequence[int],
         room: int,
@@ -296,7 +297,7 @@ class Program:
         self._operations = (COperation * len(operations))(*operations)
         if not self._library.quire_can_run(TYPES[dtype], self._operations, len(operations)):
             raise ValueError(f"weights of a format this CPU's native kernels do not multiply {dtype} rows by")
-        self._parts = _parts(entries)
+        self._parts = cut_at_calls(entries)
         self._caches: Sequence[tuple[Tensor, Tensor]] = ()  # whose memory the pointers are of
         self._keys = self._values = self._states = _pointers(())
         self._memory = torch.empty(0, dtype=dtype)  # numpy asks for huge pages where torch does not
@@ -304,7 +305,7 @@ class Program:
     @property
     def num_calls(self) -> int:
         """Operations in Python."""
-        return sum(isinstance(part, _Call) for part in self._parts)
+        return sum(isinstance(part, Call) for part in self._parts)
 
     def run(self, x: Tensor, step: ProgramStep) -> Tensor:
         """Rows [tokens, width] through all operations -> the rows that are wanted. May overwrite x."""
@@ -341,13 +342,15 @@ class Program:
         )  # fmt: skip
         known = (x, *fresh.values())
         for part in self._parts:
-            if isinstance(part, _Call):
+            if isinstance(part, Call):
                 *inputs, out = (self._view(each, run.rows, buffers, known) for each in (*part.inputs, part.out))
                 out.copy_(part.function(*inputs, step.given))
             else:
                 first, count = part
                 begin = ctypes.addressof(self._operations) + first * ctypes.sizeof(COperation)
                 self._library.quire_run(TYPES[self._dtype], begin, count, byref(run))
+                if self.ranks is not None:
+                    self.ranks.check()
         return x if wanted is None else fresh.get(self._result, x)
 
     def _adapters(self, step: ProgramStep, rows: int, num_wanted: int) -> tuple[int | None, int | None]:
@@ -372,22 +375,6 @@ class Program:
                 return tensor[:rows]
         begin = (pointer - self._memory.data_ptr()) // self._dtype.itemsize
         return self._memory[begin : begin + rows * width].view(rows, width)
-
-
-def _parts(entries: Sequence[COperation | _Call]) -> list[_Call | tuple[int, int]]:
-    """Calls, and between them runs of operations: the first one and their number."""
-    parts: list[_Call | tuple[int, int]] = []
-    place = 0
-    for entry in entries:
-        if isinstance(entry, _Call):
-            parts.append(entry)
-            continue
-        if parts and isinstance(before := parts[-1], tuple):
-            parts[-1] = (before[0], before[1] + 1)
-        else:
-            parts.append((place, 1))
-        place += 1
-    return parts
 
 
 def _angles(pair: tuple[Tensor, Tensor]) -> CAngles:

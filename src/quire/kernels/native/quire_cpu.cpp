@@ -191,16 +191,10 @@ void quire_paged_attention(int64_t type, const void* query, int64_t query_stride
     })
 }
 
-// Ranks of one machine, see shared_ranks.h. Both return the rank that did not come in time, or -1.
-int64_t quire_give_and_meet(uint8_t* base, int64_t slot_bytes, int64_t size, int64_t index, const void* data,
-                            int64_t bytes, double seconds) {
-    return give_and_meet(RankPages{base, slot_bytes, size, index}, data, bytes, seconds);
-}
+// Ranks of one machine, see shared_ranks.h.
+void quire_give_and_meet(RankPages* pages, const void* data, int64_t bytes) { give_and_meet(*pages, data, bytes); }
 
-int64_t quire_all_reduce(int64_t type, uint8_t* base, int64_t slot_bytes, int64_t size, int64_t index, void* x,
-                         int64_t count, double seconds) {
-    int64_t missing = -1;
-    DISPATCH(type, missing = all_reduce<T>(RankPages{base, slot_bytes, size, index}, static_cast<T*>(x), count, seconds))
-    return missing;
+void quire_all_reduce(int64_t type, RankPages* pages, void* x, int64_t count) {
+    DISPATCH(type, all_reduce<T>(*pages, static_cast<T*>(x), count))
 }
 }

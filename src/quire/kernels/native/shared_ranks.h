@@ -19,6 +19,8 @@ struct RankPages {
     int64_t slot_bytes;  // of one of the two slots, a multiple of 64
     int64_t size;        // ranks
     int64_t index;       // of this rank
+    double seconds;      // the deadline of a meeting
+    int64_t missing;     // the rank that did not come to one, or -1: then nobody meets any more
 
     int64_t stride() const { return 64 + 2 * slot_bytes; }
     std::atomic<uint64_t>& meetings(int64_t rank) const {
@@ -64,33 +66,25 @@ inline bool has_come(const std::atomic<uint64_t>& meetings, uint64_t meeting, do
     return true;
 }
 
-// Says that this rank has given what it gives, and waits for the others. Returns the rank that did not come, or -1.
-inline int64_t meet(const RankPages& pages, double seconds) {
+// Gives something, and waits for the others. Returns the number of the meeting; it failed if a rank is missing then.
+inline uint64_t give_and_meet(RankPages& pages, const void* data, int64_t bytes) {
     auto& own = pages.meetings(pages.index);
     const uint64_t meeting = own.load(std::memory_order_relaxed) + 1;
-    own.store(meeting, std::memory_order_release);
-    for (int64_t rank = 0; rank < pages.size; ++rank) {
-        if (rank != pages.index && !has_come(pages.meetings(rank), meeting, seconds)) return rank;
-    }
-    return -1;
-}
-
-// What this rank gives at the next meeting.
-inline int64_t give_and_meet(const RankPages& pages, const void* data, int64_t bytes, double seconds) {
-    const uint64_t meeting = pages.meetings(pages.index).load(std::memory_order_relaxed) + 1;
     if (bytes) std::memcpy(pages.slot(pages.index, meeting), data, bytes);
-    return meet(pages, seconds);
+    own.store(meeting, std::memory_order_release);
+    for (int64_t rank = 0; rank < pages.size && pages.missing < 0; ++rank) {
+        if (rank != pages.index && !has_come(pages.meetings(rank), meeting, pages.seconds)) pages.missing = rank;
+    }
+    return meeting;
 }
 
 // x [count] += what all others give, summed in the order of ranks in float32: the same bits on every rank.
-template <typename T>
-int64_t all_reduce(const RankPages& pages, T* x, int64_t count, double seconds) {
+template <typename T> void all_reduce(RankPages& pages, T* x, int64_t count) {
     const int64_t most = pages.slot_bytes / static_cast<int64_t>(sizeof(T)) / LANES * LANES;
-    for (int64_t begin = 0; begin < count; begin += most) {
+    for (int64_t begin = 0; begin < count && pages.missing < 0; begin += most) {
         const int64_t piece = std::min(most, count - begin);
-        const int64_t missing = give_and_meet(pages, x + begin, piece * sizeof(T), seconds);
-        if (missing >= 0) return missing;
-        const uint64_t meeting = pages.meetings(pages.index).load(std::memory_order_relaxed);
+        const uint64_t meeting = give_and_meet(pages, x + begin, piece * sizeof(T));
+        if (pages.missing >= 0) return;
         const int64_t whole = piece / LANES * LANES;
         for (int64_t i = 0; i < whole; i += LANES) {
             Floats sum = load(reinterpret_cast<const T*>(pages.slot(0, meeting)) + i);
@@ -111,7 +105,6 @@ int64_t all_reduce(const RankPages& pages, T* x, int64_t count, double seconds) 
             x[begin + i] = line[0];
         }
     }
-    return -1;
 }
 
 }  // namespace

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from ctypes import byref
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.kernels.native.loader import TYPES, open_library
+from quire.kernels.native.structures import CRankPages
 
 _COUNTER = 64  # bytes in front of a rank's slots
 
@@ -33,8 +36,9 @@ class SharedRanks:
         assert len(memory) == shared_bytes(size, slot_bytes)
         assert slot_bytes % 64 == 0
         assert memory.ctypes.data % 64 == 0
-        self.index, self.size, self.slot_bytes, self._seconds = index, size, slot_bytes, seconds
-        self._library, self._base = open_library(), memory.ctypes.data
+        self.index, self.size, self._library = index, size, open_library()
+        self._memory = memory  # which the structure points to
+        self.structure = CRankPages(memory.ctypes.data, slot_bytes, size, index, seconds, -1)
         pages = memory.reshape(size, -1)
         self._meetings = pages[:, :8].view(np.uint64)[:, 0]  # of every rank
         self._slots = torch.from_numpy(pages[:, _COUNTER:]).view(size, 2, slot_bytes)
@@ -42,24 +46,18 @@ class SharedRanks:
     def all_reduce(self, x: Tensor) -> None:
         """Overwrite x by the sum over all ranks, the same bits on each; contiguous, float32 or bfloat16."""
         assert x.is_contiguous()
-        self._check(
-            self._library.quire_all_reduce(
-                TYPES[x.dtype], self._base, self.slot_bytes, self.size, self.index, x.data_ptr(), x.numel(),
-                self._seconds,
-            )
-        )  # fmt: skip
+        self._library.quire_all_reduce(TYPES[x.dtype], byref(self.structure), x.data_ptr(), x.numel())
+        self.check()
 
     def give(self, data: Tensor) -> Tensor:  # [bytes], uint8, at most a slot -> [size, slot_bytes]
         """What every rank gives at this meeting. To be read before the next one."""
-        assert len(data) <= self.slot_bytes
+        assert len(data) <= self.structure.slot_bytes
         assert data.is_contiguous()
-        self._check(
-            self._library.quire_give_and_meet(
-                self._base, self.slot_bytes, self.size, self.index, data.data_ptr(), len(data), self._seconds
-            )
-        )
+        self._library.quire_give_and_meet(byref(self.structure), data.data_ptr(), len(data))
+        self.check()
         return self._slots[:, int(self._meetings[self.index]) & 1]
 
-    def _check(self, missing: int) -> None:
-        if missing >= 0:
-            raise Missing(missing)
+    def check(self) -> None:
+        """Raises Missing if a rank did not come to a meeting, which was the last then."""
+        if self.structure.missing >= 0:
+            raise Missing(self.structure.missing)

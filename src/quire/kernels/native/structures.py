@@ -1,5 +1,5 @@
-"""What a program is run with, and what it hands to the compiled kernels. The structures mirror program.h, delta.h and
-low_rank.h."""
+"""What a program is run with, and what it hands to the compiled kernels. The structures mirror program.h, delta.h,
+low_rank.h and shared_ranks.h."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ class CLowRankLayer(Structure):
     _fields_ = (
         ("inputs", c_int64), ("parts", c_int64), ("num_spans", c_int64), ("tiled", c_int64), ("slot_bytes", c_int64),
         ("spans", c_void_p), ("ranks", c_void_p), ("slots", c_void_p),
+    )  # fmt: skip
+
+
+class CRankPages(Structure):
+    _fields_ = (
+        ("base", c_void_p), ("slot_bytes", c_int64), ("size", c_int64), ("index", c_int64), ("seconds", c_double),
+        ("missing", c_int64),
     )  # fmt: skip
 
 

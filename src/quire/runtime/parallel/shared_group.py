@@ -34,13 +34,13 @@ class SharedGroup:
         self.index, self.size, self._seconds = index, size, seconds
         self._map = mmap.mmap(descriptor, shared_bytes(size, SLOT_BYTES))
         memory = np.frombuffer(self._map, dtype=np.uint8)
-        self._ranks = SharedRanks(memory, index, size, SLOT_BYTES, seconds)
+        self.ranks = SharedRanks(memory, index, size, SLOT_BYTES, seconds)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.dtype not in TYPES or not x.is_contiguous():
             return x.copy_(torch.stack(self.all_gather(x)).sum(dim=0, dtype=x.dtype))
         try:
-            self._ranks.all_reduce(x)
+            self.ranks.all_reduce(x)
         except Missing as missing:
             raise self._dead(missing) from None
         return x
@@ -94,7 +94,7 @@ class SharedGroup:
 
     def _give(self, data: Tensor) -> Tensor:
         try:
-            return self._ranks.give(data)
+            return self.ranks.give(data)
         except Missing as missing:
             raise self._dead(missing) from None
 
