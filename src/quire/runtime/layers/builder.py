@@ -295,7 +295,9 @@ class LayerBuilder:
         return SideGate(column, activation, self._ops)
 
     def projection_norm(self, heads: Heads, eps: float) -> ProjectionNorm:
-        return ProjectionNorm(heads, eps, self._ops, self._placement)
+        splits = self._splits
+        queries, keys, num = splits.query(heads), splits.kv(heads), splits.num_holders(heads)
+        return ProjectionNorm(queries, keys, eps, self._ops, self._placement, splits.group, num)
 
     def rounded(self, number: float) -> float:
         """A number as the model's tensors hold it."""

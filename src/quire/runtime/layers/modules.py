@@ -175,25 +175,55 @@ class Scalar(WeightLayer):
 
 
 class ProjectionNorm(WeightLayer):
-    """RMSNorm of all query heads of a token together, and of all its key heads (OLMo 2)."""
+    """RMSNorm of all query heads of a token together, and of all its key heads (OLMo 2). Ranks of `group` sum the
+    squares of the heads that they share; `num_holders` of them hold the same key heads."""
 
     parts = ("q_norm.weight", "k_norm.weight")
     random_mean = 1.0
 
-    def __init__(self, heads: Heads, eps: float, ops: LayerOps, placement: Placement) -> None:
+    def __init__(
+        self, queries: Split, keys: Split, eps: float, ops: LayerOps, placement: Placement,
+        group: RankGroup | None = None, num_holders: int = 1,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.weight = placement.empty(heads.query_size + heads.kv_size)
-        self._spans = (slice(0, heads.query_size), slice(heads.query_size, heads.query_size + heads.kv_size))
+        self._splits, self._num_holders, self._group = (queries, keys), num_holders, group
+        self._spans = (slice(0, queries.count), slice(queries.count, queries.count + keys.count))
+        self.weight = placement.empty(queries.count + keys.count)
         self._eps, self._ops = eps, ops
+
+    def whole_shape(self, part: str) -> tuple[int, ...]:
+        return (self._splits[self.parts.index(part)].total,)
+
+    def own(self, part: str, whole: Tensor) -> Tensor:
+        return self._splits[self.parts.index(part)].of(whole)
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        super().load(part, self.own(part, tensor))
 
     def forward(self, qkv: Value) -> Value:
         """qkv [tokens, (query + 2 * kv heads) * dim], overwritten."""
+        if self._group is not None:
+            return qkv.writer.call(self._call, (qkv,), qkv.width) if isinstance(qkv, Symbol) else self._shared(qkv)
         for span in self._spans:
             if isinstance(qkv, Symbol):
                 qkv.writer.norm_part(qkv, self.weight.data[span], self._eps, span.start)
             else:
                 qkv[:, span] = self._ops.rms_norm(qkv[:, span].contiguous(), self.weight.data[span], self._eps)
         return qkv
+
+    def _shared(self, qkv: Tensor) -> Tensor:
+        assert self._group is not None
+        squares = torch.stack([qkv[:, span].float().square().sum(dim=1) for span in self._spans])  # [2, tokens]
+        squares[1] /= self._num_holders
+        squares = self._group.all_reduce(squares) if len(qkv) else squares
+        for span, split, total in zip(self._spans, self._splits, squares, strict=True):
+            factor = torch.rsqrt(total / split.total + self._eps).unsqueeze(1)
+            qkv[:, span] = (qkv[:, span].float() * factor).to(qkv.dtype) * self.weight.data[span]
+        return qkv
+
+    def _call(self, qkv: Tensor, given: object) -> Tensor:  # noqa: ARG002
+        """An operation of a program."""
+        return self._shared(qkv)
 
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self._spans[self.parts.index(part)]]

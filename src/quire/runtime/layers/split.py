@@ -100,6 +100,11 @@ class RankSplits:
         kv = self.kv(heads)
         return behind(self.query(heads), kv, kv)
 
+    def num_holders(self, heads: Heads) -> int:
+        """How many ranks hold the key/value heads of this one."""
+        own, size = self._share(heads).kv, self._place[1]
+        return sum(share_heads(heads.num_query, heads.num_kv, rank, size).kv == own for rank in range(size))
+
     def recurrent(self, sizes: Recurrent) -> RecurrentSplits:
         share = share_heads(sizes.value_heads, sizes.key_heads, *self._place)
         return RecurrentSplits(
