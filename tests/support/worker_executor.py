@@ -165,6 +165,8 @@ class TinyEngine:
         if speculation is None or speculation.method == "ngram":
             config = with_windows(config, checkpoint.config)
         config = replace(config, device=replace(config.device, attention_backend=attention))
+        if config.adapters is not None:
+            config = replace(config, scheduler=replace(config.scheduler, adapter_slots=config.adapters.slots))
         self.config = config
         make = partial(make_worker, checkpoint, config, draft)
         self.executor = WorkerExecutor(make(ALONE), depth) if tensor == 1 else RanksExecutor(tensor, make, depth)
@@ -180,9 +182,11 @@ class TinyEngine:
         self.streams: dict[int, list[int]] = {}
         self.logprobs: list[tuple[int, TokenLogprobs]] = []  # by sample handle
 
-    def submit(self, name: str, prompt: Sequence[int], *, end_ids: tuple[int, ...] = (), **sampling: Any) -> int:
+    def submit(
+        self, name: str, prompt: Sequence[int], *, end_ids: tuple[int, ...] = (), adapter: str = "", **sampling: Any
+    ) -> int:
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
-        return self.core.submit(Submit(name, tuple(prompt), params, TokenRules(end_ids=end_ids)))
+        return self.core.submit(Submit(name, tuple(prompt), params, TokenRules(end_ids=end_ids), adapter=adapter))
 
     def run(self, *, check: bool = True) -> None:
         while self.core.has_work:
