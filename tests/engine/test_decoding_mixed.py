@@ -83,3 +83,12 @@ def test_a_mixed_batch_gives_each_request_the_tokens_it_gets_alone(
     core = core_of(speculation, depth, block_size=block_size, num_blocks=num_blocks, rows=40)
     assert run(core, [request(name) for name in ASKED]) == alone
     assert (core.stats().preemptions > 0) == (num_blocks == 60)
+
+
+@pytest.mark.parametrize(("tensor", "speculation"), [(2, NGRAM), (3, None)])
+def test_ranks_that_share_the_model_give_each_request_the_tokens_of_one(
+    alone: dict[str, list[tuple[int, ...]]], tensor: int, speculation: dict[str, Any] | None
+) -> None:
+    core = core_of(speculation, 2, block_size=4, num_blocks=60, rows=40, tensor=tensor)
+    assert run(core, [request(name) for name in ASKED]) == alone
+    assert core.stats().preemptions > 0

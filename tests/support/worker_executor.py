@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from threading import BrokenBarrierError
 from typing import Any
 
 import torch
 
+from local_ranks import LocalGroup, local_groups
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
+from quire.config.parallel import ParallelConfig
 from quire.config.speculation import read_speculation, resolve_speculation
 from quire.engine.core import EngineCore
 from quire.engine.decoding.tools import DecodingTools
@@ -19,6 +24,9 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.weights import load_weights
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.build import build_model
+from quire.runtime.parallel.group import ONE_RANK
+from quire.runtime.parallel.ranks import ALONE, Ranks
+from quire.runtime.parallel.results import merge_results
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import make_tiers
@@ -29,7 +37,7 @@ from quire.types.adapters import AdapterInfo
 from quire.types.output import Finished
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.step import Masks, StepPlan, StepResult
+from quire.types.step import Masks, StepPlan, StepResult, TokenLogprobs
 from quire.types.transfer import TransferReport
 from tiny_models import MemoryCheckpoint, engine_config, with_states, with_windows
 
@@ -74,8 +82,70 @@ class WorkerExecutor:
         self._results.append(output.result([tensor.cpu() for tensor in output.tensors]))
 
 
+class RanksExecutor(WorkerExecutor):
+    """The same over one worker per tensor parallel rank, each in a thread of its own."""
+
+    def __init__(self, size: int, make: Callable[[Ranks], Worker], depth: int) -> None:
+        self.groups = local_groups(size)
+        self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
+        self._make = make
+        self.workers: list[Worker] = self._on_all(self._start, self.groups)
+        super().__init__(self.workers[0], depth)
+
+    def _start(self, group: LocalGroup) -> Worker:
+        return self._make(Ranks(ParallelConfig(tensor=group.size).place(group.index), group, ONE_RANK))
+
+    def _on_all(self, work: Callable[[Any], Any], ranks: Sequence[Any]) -> list[Any]:
+        """What every rank returns. The first exception is raised; the others do not wait for that rank."""
+
+        def guarded(rank: Any, group: LocalGroup) -> Any:
+            try:
+                return work(rank)
+            except BaseException:
+                group._shared.barrier.abort()
+                raise
+
+        calls = zip(self._threads, ranks, self.groups, strict=True)
+        futures = [thread.submit(guarded, rank, group) for thread, rank, group in calls]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise next((each for each in errors if not isinstance(each, BrokenBarrierError)), errors[0])
+        return [future.result() for future in futures]
+
+    def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        if plan.guided:
+            self._on_all(lambda worker: worker.begin(plan), self.workers)
+        else:
+            self._merge(self._on_all(lambda worker: _result(worker.execute(plan)), self.workers))
+
+    def supply_masks(self, masks: Masks | None) -> None:
+        self._merge(self._on_all(lambda worker: _result(worker.supply_masks(masks)), self.workers))
+
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        return self._on_all(lambda worker: worker.adapters.store.read(name, folder), self.workers)[0]
+
+    def forget_adapter(self, digest: str) -> None:
+        self._on_all(lambda worker: worker.adapters.store.forget(digest), self.workers)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.tiers.close()
+        for thread in self._threads:
+            thread.shutdown()
+
+    def _merge(self, results: Sequence[StepResult]) -> None:
+        assert all((result.token_ids == results[0].token_ids).all() for result in results)
+        assert len({str(result.drafts) for result in results}) == 1
+        self._results.append(merge_results(results))
+
+
+def _result(output: StepOutput) -> StepResult:
+    return output.result([tensor.cpu() for tensor in output.tensors])
+
+
 class TinyEngine:
-    """Answers requests of token ids by a random model, with or without speculation."""
+    """Answers requests of token ids by a random model, with or without speculation. `tensor`: ranks that share it."""
 
     def __init__(
         self,
@@ -85,6 +155,7 @@ class TinyEngine:
         draft: MemoryCheckpoint | None = None,
         depth: int = 1,
         attention: str = "auto",
+        tensor: int = 1,
         **settings: Any,
     ) -> None:
         speculation = read_speculation(speculative_config)
@@ -94,22 +165,11 @@ class TinyEngine:
         if speculation is None or speculation.method == "ngram":
             config = with_windows(config, checkpoint.config)
         config = replace(config, device=replace(config.device, attention_backend=attention))
+        if config.adapters is not None:
+            config = replace(config, scheduler=replace(config.scheduler, adapter_slots=config.adapters.slots))
         self.config = config
-        builder = LayerBuilder(
-            config.device, checkpoint.config.heads, config.cache.block_size, checkpoint.config.local_heads
-        )
-        decoder = _load(checkpoint, builder)
-        sampler = _sampler(config, checkpoint.config, builder)
-        adapters = make_adapters(decoder, checkpoint.config, config, builder.backend.kernels)
-        worker = Worker(decoder, builder.backend, sampler, checkpoint.config, config, adapters=adapters)
-
-        def load(_: ModelConfig, drafting: LayerBuilder) -> BaseModel:
-            assert draft is not None
-            return _load(draft, drafting)
-
-        worker.drafter = make_drafter(worker, decoder, checkpoint.config, config, load)
-        worker.tiers = make_tiers(worker.cache, config.cache, triton=builder.backend.kernels == "triton")
-        self.executor = WorkerExecutor(worker, depth)
+        make = partial(make_worker, checkpoint, config, draft)
+        self.executor = WorkerExecutor(make(ALONE), depth) if tensor == 1 else RanksExecutor(tensor, make, depth)
         self.proposers = make_proposers(speculation, depth)
         self.core = EngineCore(
             self.executor,
@@ -120,16 +180,20 @@ class TinyEngine:
         )
         self.finished: dict[str, Finished] = {}
         self.streams: dict[int, list[int]] = {}
+        self.logprobs: list[tuple[int, TokenLogprobs]] = []  # by sample handle
 
-    def submit(self, name: str, prompt: Sequence[int], *, end_ids: tuple[int, ...] = (), **sampling: Any) -> int:
+    def submit(
+        self, name: str, prompt: Sequence[int], *, end_ids: tuple[int, ...] = (), adapter: str = "", **sampling: Any
+    ) -> int:
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **sampling})
-        return self.core.submit(Submit(name, tuple(prompt), params, TokenRules(end_ids=end_ids)))
+        return self.core.submit(Submit(name, tuple(prompt), params, TokenRules(end_ids=end_ids), adapter=adapter))
 
     def run(self, *, check: bool = True) -> None:
         while self.core.has_work:
             out = self.core.step()
             for handle, token in zip(out.samples.tolist(), out.token_ids.tolist(), strict=True):
                 self.streams.setdefault(handle, []).append(token)
+            self.logprobs += out.logprobs
             self.finished |= {message.request_id: message for message in out.finished}
             if check:
                 self.core.check()
@@ -142,6 +206,26 @@ class TinyEngine:
         self.run()
         assert [self.finished[name].error for name in names] == [None] * len(names)
         return [[list(sample.token_ids) for sample in self.finished[name].samples] for name in names]
+
+
+def make_worker(
+    checkpoint: MemoryCheckpoint, config: EngineConfig, draft: MemoryCheckpoint | None, ranks: Ranks
+) -> Worker:
+    """The worker of a rank."""
+    model = checkpoint.config
+    builder = LayerBuilder(config.device, model.heads, config.cache.block_size, model.local_heads, ranks=ranks)
+    decoder = _load(checkpoint, builder)
+    sampler = _sampler(config, model, builder)
+    adapters = make_adapters(decoder, model, config, builder.backend.kernels)
+    worker = Worker(decoder, builder.backend, sampler, model, config, adapters=adapters, ranks=ranks)
+
+    def load(_: ModelConfig, drafting: LayerBuilder) -> BaseModel:
+        assert draft is not None
+        return _load(draft, drafting)
+
+    worker.drafter = make_drafter(worker, decoder, model, config, load)
+    worker.tiers = make_tiers(worker.cache, config.cache, triton=builder.backend.kernels == "triton")
+    return worker
 
 
 def similar_checkpoint(checkpoint: MemoryCheckpoint, noise: float, seed: int = 1) -> MemoryCheckpoint:

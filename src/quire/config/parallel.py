@@ -61,6 +61,17 @@ def share_of(count: int, index: int, size: int, multiple: int = 1) -> range:
     return range(min(begin * multiple, count), min(end * multiple, count))
 
 
+_MULTIPLES = (128, 64, 32, 16, 8, 4, 2)  # at which shares begin: of tiles, and of groups of quantized weights
+_EVEN = 16  # shares of at least so many multiples differ by little
+
+
+def share_size(count: int, index: int, size: int) -> range:
+    """Return the share of an intermediate size or of a vocabulary. Shares begin at a multiple that suits kernels, where
+    they stay nearly equal."""
+    multiple = next((each for each in _MULTIPLES if count % (each * size) == 0 or count >= _EVEN * each * size), 1)
+    return share_of(count, index, size, multiple)
+
+
 @dataclass(frozen=True, slots=True)
 class HeadShare:
     """The heads of a rank: contiguous query heads, and the key/value heads that they read."""

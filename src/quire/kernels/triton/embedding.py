@@ -27,14 +27,14 @@ def _embed_kernel(
 @triton.jit
 def _embed_newest_kernel(
     row_ptr, tokens_ptr, lengths_ptr, table_ptr, out_ptr, position_ptr, tokens_stride, table_stride, out_stride,
-    vocab_size, size, BLOCK: tl.constexpr,
+    first, vocab_size, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_ptr + entry).to(tl.int64)
     length = tl.load(lengths_ptr + row, mask=row >= 0, other=0).to(tl.int64)
     known = length > 0
-    token_id = tl.load(tokens_ptr + row * tokens_stride + length - 1, mask=known, other=-1).to(tl.int64)
+    token_id = tl.load(tokens_ptr + row * tokens_stride + length - 1, mask=known, other=-1).to(tl.int64) - first
     inside = (column < size) & (token_id >= 0) & (token_id < vocab_size)
     x = tl.load(table_ptr + token_id * table_stride + column, mask=inside, other=0.0)
     tl.store(out_ptr + entry * out_stride + column, x, mask=column < size)
@@ -66,8 +66,10 @@ def embed_newest(
     table: Tensor,  # [vocab, size]
     out: Tensor,  # [entries, size]
     positions: Tensor,  # [entries] int: becomes the place of the newest token in its sequence
+    first: int = 0,  # the token that the first line of table is of
 ) -> None:
-    """The start of a decode step: each row's newest token, its vector and its position. Padding gives zeros."""
+    """The start of a decode step: each row's newest token, its vector and its position. Padding gives zeros, and so do
+    tokens that table has no line of."""
     check_rows(table, "table")
     check_rows(tokens, "tokens")
     check_rows(out, "out")
@@ -77,5 +79,5 @@ def embed_newest(
     block = min(power_of_two(size), _BLOCK)
     _embed_newest_kernel[(len(rows), triton.cdiv(size, block))](
         rows, tokens, lengths, table, out, positions, tokens.stride(0), table.stride(0), out.stride(0),
-        vocab_size, size, BLOCK=block, num_warps=max(1, block // 512), num_stages=1,
+        first, vocab_size, size, BLOCK=block, num_warps=max(1, block // 512), num_stages=1,
     )  # fmt: skip

@@ -92,7 +92,7 @@ class AdapterReader:
     def _width(self) -> int:
         """Inputs and outputs of all matrices that an adapter may change."""
         layers, firsts = self._slots.layers, [targets[0] for targets in self._slots.targets.values()]
-        return sum(layers[layer].num_inputs + layers[layer].parts[part].num_outputs for layer, part in firsts)
+        return sum(sum(layers[layer].parts[part].shape) for layer, part in firsts)
 
     def _read_file(self, file: SafetensorsFile, config: PeftConfig) -> HostAdapter:
         modules = {module: self._known(module, sides) for module, sides in _modules(file.tensors).items()}
@@ -127,12 +127,13 @@ class AdapterReader:
         """Shapes and rank."""
         layer, place = self._slots.targets[name][0]
         stack = self._slots.layers[layer]
-        part, inputs, limit = stack.parts[place], stack.num_inputs, self._slots.config.max_rank
+        part, limit = stack.parts[place], self._slots.config.max_rank
+        outputs, inputs = part.shape
         rank = config.rank_of(module)
         if rank > limit:
             fix = f"raise max_lora_rank to {rank}, or train a smaller one"
             raise InvalidRequest("lora_path", f"{module} has rank {rank}, the limit is {limit}", fix)
-        for side, wanted in ((sides.a, (rank, inputs)), (sides.b, (part.num_outputs, rank))):
+        for side, wanted in ((sides.a, (rank, inputs)), (sides.b, (outputs, rank))):
             if (found := file.tensors[side].shape) != wanted:
                 reason = f"{side} has shape {list(found)}, the model and {CONFIG} say {list(wanted)}"
                 raise InvalidRequest("lora_path", reason, "the adapter was trained for another model")
@@ -146,7 +147,8 @@ class AdapterReader:
             part = slots.layers[target.layer].parts[target.part]
             mine = b if part.index is None else b.index_select(0, part.index)
             rank = -(-len(a) // slots.rank_step) * slots.rank_step
-            held = self._hold(sides.a, a, (rank, a.shape[1])), self._hold(sides.b, mine, (len(mine), rank))
+            own = part.inputs.of(a, 1)
+            held = self._hold(sides.a, own, (rank, own.shape[1])), self._hold(sides.b, mine, (len(mine), rank))
             pairs.append(Pair(target, *held))
         return pairs
 

@@ -109,11 +109,13 @@ def parts_of(linear: Linear) -> list[AdaptedPart]:
     parts = []
     for name, span in linear.spans.items():
         outputs = torch.nonzero((order >= span.start) & (order < span.stop)).flatten()
-        index, stored = order[outputs] - span.start, linear.stored[name]
-        if (inside := stored.outputs_in_order(span.stop - span.start)) is not None:
+        split, stored = linear.outputs[name], linear.stored[name]
+        index = split.index[order[outputs] - span.start]
+        if (inside := stored.outputs_in_order(split.total)) is not None:
             index = inside[index]
-        is_same = bool((index == torch.arange(len(index))).all())
-        parts.append(AdaptedPart(name, _runs(outputs.tolist()), None if is_same else index, stored.turned))
+        is_same = split.is_whole and bool((index == torch.arange(len(index))).all())
+        shape, held = (split.total, linear.inputs.total), None if is_same else index
+        parts.append(AdaptedPart(name, _runs(outputs.tolist()), held, stored.turned, shape, linear.inputs))
     return parts
 
 

@@ -187,7 +187,7 @@ def _make_worker(
     device, scheduler = torch.device(config.device.device), config.scheduler
     sampler = make_sampler(scheduler.num_rows, model_config.vocab_size, device, kernels, scheduler.num_samples)
     adapters = make_adapters(model, model_config, config, kernels)
-    worker = Worker(model, builder.backend, sampler, model_config, config, adapters=adapters)
+    worker = Worker(model, builder.backend, sampler, model_config, config, adapters=adapters, ranks=builder.ranks)
     worker.drafter = make_drafter(worker, model, model_config, config, partial(load, draft_files))
     worker.tiers = make_tiers(worker.cache, config.cache, triton=kernels == "triton")
     return worker

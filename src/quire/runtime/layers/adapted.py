@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.program import Symbol
 from quire.kernels.reference.lora import Runs, add_low_rank
+from quire.runtime.layers.split import Split
 from quire.runtime.layers.step import AdaptedRows, AdapterStep
 from quire.runtime.layers.stream import Value
 from quire.runtime.layers.weights import Placement
@@ -61,6 +62,8 @@ class AdaptedPart:
     outputs: Runs  # of the layer
     index: Tensor | None  # [outputs]: which output of the checkpoint's matrix each of them is; None: the same
     turned: bool  # the checkpoint stores the matrix by inputs, then outputs
+    shape: tuple[int, int]  # outputs and inputs of the checkpoint's matrix
+    inputs: Split  # those of the layer
 
     @property
     def num_outputs(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
 from quire.runtime.layers.choice import choose_product
-from quire.runtime.layers.delta import DeltaRule
+from quire.runtime.layers.delta import DeltaRule, apart
 from quire.runtime.layers.experts import (
     EachExpert,
     ExpertScales,
@@ -47,9 +49,11 @@ from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.quantizing import choose_quantizing_product
 from quire.runtime.layers.rotary import Rotary
+from quire.runtime.layers.split import RankSplits, Split, behind
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.texts import TextAttention
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored
+from quire.runtime.parallel.ranks import ALONE, Ranks
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -74,9 +78,12 @@ class LayerBuilder:
         local_heads: Heads | None = None,
         *,
         many_rows: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """local_heads: of layers with a window, where they have others; many_rows: no step has few tokens, as with
-        encoders."""
+        encoders; ranks: those that share every layer."""
+        self.ranks, self._splits = ranks, RankSplits(ranks.tensor)
+        heads, local_heads = self._splits.heads(heads), None if local_heads is None else self._splits.heads(local_heads)
         self._placement = Placement(TORCH_DTYPES[config.dtype], torch.device(config.device))
         dtype, device = self._placement.dtype, self._placement.device
         compute = dtype if multiplies_natively(dtype, device) else torch.float32
@@ -99,8 +106,42 @@ class LayerBuilder:
         """Of activations."""
         return self._placement.dtype
 
-    def linear(self, name: str, inputs: int, outputs: int, *, bias: bool, stored: Stored = AS_IT_IS) -> Linear:
-        return Linear(inputs, {name: outputs}, bias, self._product, self._placement, stored)
+    def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
+        """One that every rank holds whole."""
+        return Linear(inputs, {name: outputs}, bias, self._product, self._placement)
+
+    def column_linear(
+        self, name: str, inputs: int, outputs: int | Heads, *, bias: bool, stored: Stored = AS_IT_IS
+    ) -> Linear:
+        """Column parallel: ranks share the outputs. These are an intermediate size, or queries, keys and values."""
+        split = self._splits.qkv(outputs) if isinstance(outputs, Heads) else self._splits.size(outputs)
+        return Linear(inputs, {name: split}, bias, self._product, self._placement, stored)
+
+    def query_linear(
+        self, name: str, inputs: int, heads: Heads, *, bias: bool, dim: int | None = None, stored: Stored = AS_IT_IS
+    ) -> Linear:
+        """Column parallel: queries alone, of `dim` numbers each."""
+        split = self._splits.query(heads, dim)
+        return Linear(inputs, {name: split}, bias, self._product, self._placement, stored)
+
+    def row_linear(
+        self, name: str, inputs: int | Heads, outputs: int, *, bias: bool, dim: int | None = None,
+        stored: Stored = AS_IT_IS, reduces: bool = True,
+    ) -> Linear:  # fmt: skip
+        """Row parallel: ranks share the inputs, and sum their products, which go back to the residual stream. Inputs
+        are an intermediate size, or what query heads have read, `dim` numbers each. Unless it `reduces`, the caller
+        sums."""
+        split = self._splits.query(inputs, dim) if isinstance(inputs, Heads) else self._splits.size(inputs)
+        return self._row_linear(name, split, outputs, bias=bias, stored=stored, reduces=reduces)
+
+    def _row_linear(
+        self, name: str, inputs: Split, outputs: int, *, bias: bool, stored: Stored = AS_IT_IS, reduces: bool = True
+    ) -> Linear:
+        layer = Linear(
+            inputs, {name: outputs}, bias, self._product, self._placement, stored, group=self._splits.group
+        )  # fmt: skip
+        layer.reduces = reduces and layer.reduces
+        return layer
 
     def whole_linear(self, name: str, inputs: int, outputs: int) -> Linear:
         """One with a bias that is never quantized."""
@@ -114,17 +155,19 @@ class LayerBuilder:
     def qkv_linear(
         self, inputs: int, heads: Heads, *, bias: bool, names: tuple[str, str, str] = QKV, keys_are_values: bool = False
     ) -> Linear:
-        outputs = dict(zip(names, (heads.query_size, heads.kv_size, heads.kv_size), strict=True))
+        queries, keys = self._splits.query(heads), self._splits.kv(heads)
         if keys_are_values:
-            return KeysAsValues(inputs, heads, bias, self._product, self._placement)
+            return KeysAsValues(inputs, queries, keys, bias, self._product, self._placement)
+        outputs = dict(zip(names, (queries, keys, keys), strict=True))
         return Linear(inputs, outputs, bias, self._product, self._placement)
 
     def gated_qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
         """Queries, keys, values, then the logits of what queries read is gated by: checkpoints have those of a head
         behind its query."""
-        outputs = {"q_proj": 2 * heads.query_size, "k_proj": heads.kv_size, "v_proj": heads.kv_size}
-        query, gate = torch.arange(2 * heads.query_size).view(heads.num_query, 2, heads.dim).transpose(0, 1).flatten(1)
-        order = torch.cat((query, torch.arange(2 * heads.query_size, sum(outputs.values())), gate))
+        keys, own = self._splits.kv(heads), self._splits.heads(heads)
+        outputs = {"q_proj": self._splits.query(heads, 2 * heads.dim), "k_proj": keys, "v_proj": keys}
+        query, gate = torch.arange(2 * own.query_size).view(own.num_query, 2, own.dim).transpose(0, 1).flatten(1)
+        order = torch.cat((query, torch.arange(2 * own.query_size, 2 * (own.query_size + own.kv_size)), gate))
         return Linear(inputs, outputs, bias, self._product, self._placement, order=order)
 
     def output_gate(self) -> OutputGate:
@@ -133,20 +176,41 @@ class LayerBuilder:
     def stacked_linear(
         self,
         inputs: int,
-        outputs: Mapping[str, int],
+        outputs: Mapping[str, int | Split],
         *,
         stored: Stored | Mapping[str, Stored] = AS_IT_IS,
-        order: torch.Tensor | None = None,
-        shrinks: bool = True,
     ) -> Linear:
-        """One product for several matrices; `stored`, `order`: see Linear. Those that do not shrink are never
-        quantized."""
-        kind, product = (Linear, self._product) if shrinks else (Router, self._table_product)
-        return kind(inputs, outputs, False, product, self._placement, stored, order)
+        """One product for several matrices; `stored`: see Linear. Sizes are whole on every rank, splits are shared."""
+        return Linear(inputs, outputs, False, self._product, self._placement, stored)
+
+    def query_outputs(self, heads: Heads, dim: int) -> Split:
+        """Of query heads with `dim` numbers each, for `stacked_linear`."""
+        return self._splits.query(heads, dim)
+
+    def delta_linears(self, hidden: int, sizes: Recurrent, *, joined: bool) -> tuple[Linear, Linear]:
+        """The products for queries, keys, values and gates of a delta net, and for strength and decay, which is never
+        quantized. `joined`: checkpoints have what a key head and its value heads need side by side."""
+        each, shared = self._splits.recurrent(sizes), sizes.value_heads // sizes.key_heads
+        keys, values, heads, groups = each.keys, each.values, each.value_heads, each.groups
+        if not joined:
+            wide = {"in_proj_qkv": behind(keys, keys, values), "in_proj_z": values}
+            in_proj = Linear(hidden, wide, False, self._product, self._placement)
+            narrow = {"in_proj_b": heads, "in_proj_a": heads}
+            return in_proj, Router(hidden, narrow, False, self._table_product, self._placement)
+        parts = (sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim)
+        of_group, order = groups.times(sum(parts)), apart(groups.count, parts)
+        in_proj = Linear(hidden, {"in_proj_qkvz": of_group}, False, self._product, self._placement, order=order)
+        of_group, order = groups.times(2 * shared), apart(groups.count, (shared, shared))
+        gates = Router(hidden, {"in_proj_ba": of_group}, False, self._table_product, self._placement, order=order)
+        return in_proj, gates
+
+    def delta_out(self, sizes: Recurrent, hidden: int) -> Linear:
+        """Row parallel: from what value heads have read back to the residual stream."""
+        return self._row_linear("out_proj", self._splits.recurrent(sizes).values, hidden, bias=False)
 
     def delta_rule(self, recurrent: Recurrent, place: int, eps: float) -> DeltaRule:
         """`place`: the layer's number among the recurrent ones."""
-        return DeltaRule(recurrent, place, eps, self._placement)
+        return DeltaRule(recurrent, self._splits.recurrent(recurrent), place, eps, self._placement)
 
     def gated_mlp(
         self,
@@ -157,12 +221,16 @@ class LayerBuilder:
         bias: bool,
         names: tuple[str, str, str] = GATED,
         clamp: Clamp | None = None,
+        reduces: bool = True,
     ) -> GatedMLP:
-        """`names`: of the matrices for gate, up and down; one may hold gate and up. `clamp`: the gate's limits."""
+        """`names`: of the matrices for gate, up and down; one may hold gate and up. `clamp`: the gate's limits. Unless
+        it `reduces`, the caller sums over ranks."""
         gate, up, down = names
-        both = {gate: 2 * intermediate} if gate == up else {gate: intermediate, up: intermediate}
+        size = self._splits.size(intermediate)
+        both = {gate: behind(size, size)} if gate == up else {gate: size, up: size}
         gate_up = Linear(hidden, both, bias, self._product, self._placement)
-        return GatedMLP(gate_up, self.linear(down, intermediate, hidden, bias=bias), activation, self._ops, clamp)
+        turned = self.row_linear(down, intermediate, hidden, bias=bias, reduces=reduces)
+        return GatedMLP(gate_up, turned, activation, self._ops, clamp)
 
     def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED, router: str = "gate") -> MoEMLP:
         """`names`: of an expert's matrices for gate, up and down."""
@@ -172,7 +240,7 @@ class LayerBuilder:
         experts = self._experts(hidden, settings, activation, names)
         shared, shared_gate = None, None
         if settings.shared_size:
-            shared = self.gated_mlp(hidden, settings.shared_size, activation, bias=False)
+            shared = self.gated_mlp(hidden, settings.shared_size, activation, bias=False, reduces=False)
         if settings.shared_has_gate:
             shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self._placement)
         bias = ScoreBias(settings.num, self._placement) if settings.by_sigmoid else None
@@ -193,14 +261,16 @@ class LayerBuilder:
     def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
         """Those of an outline are stacked too: thousands of layers would take seconds to make."""
         num, size, bias, device = settings.num, settings.size, settings.has_bias, self._placement.device
-        triton, clamp = self.backend.kernels == "triton", clamp_of(settings)
+        triton, clamp, group = self.backend.kernels == "triton", clamp_of(settings), self._splits.group
         if not triton and device.type != "meta":
-            mlps = (self.gated_mlp(hidden, size, activation, bias=bias, names=names, clamp=clamp) for _ in range(num))
-            return EachExpert(mlps)
+            mlp = partial(self.gated_mlp, hidden, size, activation, bias=bias, names=names, clamp=clamp, reduces=False)
+            return EachExpert((mlp() for _ in range(num)), group)
         gate, up, down = names
-        gate_up = ExpertLinear(num, hidden, {gate: size, up: size}, self._placement, bias=bias, float8=self._float8)
-        turned = ExpertLinear(num, size, {down: hidden}, self._placement, bias=bias, float8=self._float8)
-        return StackedExperts(gate_up, turned, activation, dependent_rows=dependent_rows(device) if triton else 0)
+        own = self._splits.size(size)
+        gate_up = ExpertLinear(num, hidden, {gate: own, up: own}, self._placement, bias=bias, float8=self._float8)
+        turned = ExpertLinear(num, own, {down: hidden}, self._placement, bias=bias, float8=self._float8, group=group)
+        rows = dependent_rows(device) if triton else 0
+        return StackedExperts(gate_up, turned, activation, dependent_rows=rows, group=group)
 
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
         return MLP(up, down, activation, self._ops)
@@ -211,8 +281,12 @@ class LayerBuilder:
     def rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(name, size, eps, self._ops, self._placement, offset)
 
-    def head_norm(self, heads: Heads, eps: float, offset: float = 0.0, *, of_values: bool = False) -> HeadNorm:
-        return HeadNorm(heads, eps, self._placement, offset, of_values=of_values)
+    def head_norm(
+        self, heads: Heads, eps: float, offset: float = 0.0, *, of_keys: bool = True, of_values: bool = False
+    ) -> HeadNorm:
+        own = self._splits.heads(heads)
+        own = own if of_keys else replace(own, num_kv=0)
+        return HeadNorm(own, eps, self._placement, offset, of_values=of_values)
 
     def scalar(self, name: str) -> Scalar:
         return Scalar(name, self._placement)
@@ -221,7 +295,9 @@ class LayerBuilder:
         return SideGate(column, activation, self._ops)
 
     def projection_norm(self, heads: Heads, eps: float) -> ProjectionNorm:
-        return ProjectionNorm(heads, eps, self._ops, self._placement)
+        splits = self._splits
+        queries, keys, num = splits.query(heads), splits.kv(heads), splits.num_holders(heads)
+        return ProjectionNorm(queries, keys, eps, self._ops, self._placement, splits.group, num)
 
     def rounded(self, number: float) -> float:
         """A number as the model's tensors hold it."""
@@ -237,10 +313,10 @@ class LayerBuilder:
         self.backend.accept(rule)
         rotary = None if rope is None else self._rotary(rope, heads.dim if rope.dim is None else rope.dim)
         lends, borrows = shared
-        return Attention(heads, layer, rule, rotary, self._ops, lends=lends, borrows=borrows)
+        return Attention(self._splits.heads(heads), layer, rule, rotary, self._ops, lends=lends, borrows=borrows)
 
     def sinks(self, heads: Heads) -> Sinks:
-        return Sinks(heads, self._placement)
+        return Sinks(self._splits.query(heads, 1), self._placement)
 
     def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention:
         """With the rotary positions, window, scale and cap that the config has for the layer."""
@@ -258,7 +334,9 @@ class LayerBuilder:
 
     def latent_products(self, config: ModelConfig) -> LatentProducts:
         assert config.latent is not None
-        return LatentProducts(config.heads.num_query, config.latent, self._heads_product, self._placement)
+        return LatentProducts(
+            self._splits.query(config.heads, 1), config.latent, self._heads_product, self._placement
+        )  # fmt: skip
 
     def latent_attention(self, config: ModelConfig, layer: int) -> LatentAttention:
         latent, scale = config.latent, config.attention_scale
@@ -266,7 +344,7 @@ class LayerBuilder:
         rule = AttentionRule(latent.query_dim**-0.5 if scale is None else scale)
         self.backend.accept(rule)
         rotary = self._rotary(config.rope, latent.rope_dim)
-        return LatentAttention(config.heads, latent, layer, rule, rotary, self._ops)
+        return LatentAttention(self._splits.heads(config.heads), latent, layer, rule, rotary, self._ops)
 
     def _heads_product(self, weight: Tensor, rest: int) -> HeadLinear:
         if self.backend.kernels == "triton":
@@ -282,7 +360,8 @@ class LayerBuilder:
         return self._rotaries[rope, dim]
 
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
-        return Embedding(name, vocab_size, size, self._table_product, self._placement)
+        vocab = self._splits.size(vocab_size)
+        return Embedding(name, vocab, size, self._table_product, self._placement, self._splits.group)
 
     def position_embedding(self, name: str, num_positions: int, size: int, *, offset: int = 0) -> PositionEmbedding:
         return PositionEmbedding(name, num_positions, size, self._placement, offset=offset)
@@ -296,4 +375,5 @@ class LayerBuilder:
         if config.tie_word_embeddings:
             assert not bias
             return TiedHead(embedding, self._head_product)
-        return Linear(config.hidden_size, {name: config.vocab_size}, bias, self._table_product, self._placement)
+        vocab = self._splits.size(config.vocab_size)
+        return Linear(config.hidden_size, {name: vocab}, bias, self._table_product, self._placement)

@@ -10,6 +10,7 @@ from quire.kernels.delta import DeltaSizes, DeltaWeights
 from quire.kernels.native.program import Symbol
 from quire.kernels.reference.delta import convolve, gated_delta
 from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.split import RecurrentSplits, Split, behind
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
@@ -20,13 +21,17 @@ class DeltaRule(WeightLayer):
 
     parts = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
 
-    def __init__(self, recurrent: Recurrent, place: int, eps: float, placement: Placement) -> None:
+    def __init__(
+        self, recurrent: Recurrent, splits: RecurrentSplits, place: int, eps: float, placement: Placement
+    ) -> None:
         super().__init__()
-        heads, dims = (recurrent.key_heads, recurrent.value_heads), (recurrent.key_dim, recurrent.value_dim)
+        heads = (splits.groups.count, splits.value_heads.count)
+        dims, self._heads = (recurrent.key_dim, recurrent.value_dim), splits.value_heads
+        self._channels = behind(splits.keys, splits.keys, splits.values)  # of the convolution
         self._sizes = DeltaSizes(*heads, *dims, recurrent.width)
         self._place, self._eps, self._dtype = place, eps, placement.dtype
         self.convolution = placement.empty(self._sizes.channels, 1, recurrent.width, dtype=torch.float32)
-        self.of_heads = placement.empty(2, recurrent.value_heads, dtype=torch.float32)  # A_log and dt_bias
+        self.of_heads = placement.empty(2, heads[1], dtype=torch.float32)  # A_log and dt_bias
         self.norm = placement.empty(recurrent.value_dim, dtype=torch.float32)
         self._weights: DeltaWeights | None = None
 
@@ -37,8 +42,20 @@ class DeltaRule(WeightLayer):
 
     def load(self, part: str, tensor: Tensor) -> None:
         """Kernels compute in float32, by numbers that the model's tensors can hold; those of heads keep all digits."""
-        is_of_heads = part in ("A_log", "dt_bias")
-        self._part(part).copy_(tensor if is_of_heads else tensor.to(self._dtype))
+        is_of_heads, mine = part in ("A_log", "dt_bias"), self.own(part, tensor)
+        self._part(part).copy_(mine if is_of_heads else mine.to(self._dtype))
+
+    def whole_shape(self, part: str) -> tuple[int, ...]:
+        shape, split = self.held_shape(part), self._split(part)
+        return shape if split is None else (split.total, *shape[1:])
+
+    def own(self, part: str, whole: Tensor) -> Tensor:
+        split = self._split(part)
+        return whole if split is None else split.of(whole)
+
+    def _split(self, part: str) -> Split | None:
+        """How ranks share a part; None: each has it whole."""
+        return {"conv1d.weight": self._channels, "norm.weight": None}.get(part, self._heads)
 
     def randomize(self, part: str, generator: torch.Generator) -> None:
         super().randomize(part, generator)
@@ -91,3 +108,9 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
         value = x.value()
         return self.out_proj.later(self.rule(self.in_proj(value), self.gate_proj(value), step))
+
+
+def apart(groups: int, parts: tuple[int, ...]) -> Tensor:
+    """The order of rows in which the first part of each group comes first, then the second of each, and so on."""
+    rows = torch.arange(groups * sum(parts)).view(groups, -1)
+    return torch.cat([part.flatten() for part in torch.split(rows, list(parts), dim=1)])

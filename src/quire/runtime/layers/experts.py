@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Protocol, cast
 
@@ -13,11 +14,12 @@ from quire.kernels.clamp import Clamp
 from quire.kernels.native.program import Symbol
 from quire.kernels.native.weights import ExpertWeights
 from quire.kernels.reference.experts import choose_experts
-from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.linear import Linear, all_reduce
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.stream import Normed, Projected, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
+from quire.runtime.parallel.group import RankGroup
 
 _OfEach = tuple[Tensor | None, Tensor | None]  # the factors and the score bias of experts
 
@@ -74,7 +76,8 @@ class ExpertSet(Protocol):
     ) -> Value:  # fmt: skip
         """x [tokens, hidden] -> [tokens, hidden], by the router's logits [tokens, experts].
 
-        shared: what the shared expert gave [tokens, hidden], and its gate's logits [tokens, 1]; or less.
+        shared: what the shared expert gave [tokens, hidden], and its gate's logits [tokens, 1]; or less. Where ranks
+        share experts, that is this rank's part of it, and what is returned is the sum over ranks.
         rows [tokens]: below 0 for a token of padding, which goes to no expert; what it gets means nothing.
         factors [experts], float32: of each expert's weight.
         score_bias [experts], float32: of experts that rank by sigmoids.
@@ -83,7 +86,15 @@ class ExpertSet(Protocol):
 
 class EachExpert(nn.ModuleList):
     """Experts with weights of their own: rows that go to the same one are multiplied together, one expert after the
-    other. A token's sum is in the order of its experts' numbers, whatever else is in the batch."""
+    other. A token's sum is in the order of its experts' numbers, whatever else is in the batch. Ranks of `group` have a
+    part of every expert."""
+
+    def __init__(self, experts: Iterable[GatedMLP], group: RankGroup | None = None) -> None:
+        super().__init__(experts)
+        self._group = group
+
+    def _reduced(self, mixed: Value) -> Value:
+        return mixed if self._group is None else all_reduce(self._group, mixed)
 
     def mix(
         self,
@@ -114,7 +125,7 @@ class EachExpert(nn.ModuleList):
             begin += count
             tokens = order[mine] // used
             out.index_add_(0, tokens, expert(x.index_select(0, tokens)).value().float().mul_(shares[mine]))
-        return out.to(x.dtype)
+        return self._reduced(out.to(x.dtype))
 
     def _write_down(
         self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...], each: _OfEach
@@ -130,7 +141,7 @@ class EachExpert(nn.ModuleList):
             gate_up, down, experts.num_used, experts.is_normalized, experts.scale, clamp_of(experts),
             mlps[0].activation, factors, (experts.num_groups, experts.groups_used), score_bias,
         )  # fmt: skip
-        return x.writer.mix(x, logits, weights, shared)
+        return cast("Symbol", self._reduced(x.writer.mix(x, logits, weights, shared)))
 
 
 class MoEMLP(nn.Module):

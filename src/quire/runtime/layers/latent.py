@@ -18,6 +18,7 @@ from quire.runtime.layers.head_linear import HeadLinear, heads_of
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import Rotary, Rotation
+from quire.runtime.layers.split import Split
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Value
 from quire.runtime.layers.weights import Placement, WeightLayer
@@ -31,12 +32,25 @@ class LatentProducts(WeightLayer):
     parts = ("kv_b_proj.weight",)
     expands = True
 
-    def __init__(self, num_heads: int, latent: Latent, make: MakeHeads, placement: Placement) -> None:
+    def __init__(self, heads: Split, latent: Latent, make: MakeHeads, placement: Placement) -> None:
         super().__init__()
-        self._num_heads, self._latent, self._make = num_heads, latent, make
-        self.weight = placement.empty(num_heads * (latent.nope_dim + latent.value_dim), latent.rank)
+        self._heads, self._latent, self._make = heads, latent, make
+        self._num_heads, self._width = heads.count, latent.nope_dim + latent.value_dim
+        self.weight = placement.empty(self._num_heads * self._width, latent.rank)
         self.to_latents: HeadLinear | None = None  # queries to what is compared with latents; their positions go along
         self.to_values: HeadLinear | None = None
+
+    def whole_shape(self, part: str) -> tuple[int, ...]:  # noqa: ARG002
+        return (self._heads.total * self._width, self._latent.rank)
+
+    def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
+        return self._heads.times(self._width).of(whole)
+
+    def checked(self, part: str, tensor: Tensor) -> Tensor:
+        return self.own(part, tensor)
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        super().load(part, self.own(part, tensor))
 
     def finish(self) -> None:
         latent = self._latent

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from quire.config.model import Heads
 from quire.kernels.native.program import Symbol
 from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.product import FusedMultiply, Multiply, Product
+from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored, WeightLayer
+from quire.runtime.parallel.group import RankGroup
 from quire.runtime.quantization.weight import QuantizedWeight, stack
 
 _KEY, _VALUE = "k_proj", "v_proj"
@@ -27,22 +29,28 @@ class Linear(WeightLayer):
 
     Takes no memory before its first part comes, so that a model whose weights are repacked never holds them all twice.
     `order`: which row of the stacked matrices each output is, where it is not the one of the same number.
+
+    Of inputs or outputs that are split it holds those of its rank, and takes no others from the checkpoint. Where
+    inputs are split, `group` sums the products of all ranks.
     """
 
     shrinks = True
 
     def __init__(
         self,
-        inputs: int,
-        outputs: Mapping[str, int],
+        inputs: int | Split,
+        outputs: Mapping[str, int | Split],
         bias: bool,
         product: Product,
         placement: Placement,
         stored: Stored | Mapping[str, Stored] = AS_IT_IS,  # one for all parts, or by their names
-        order: Tensor | None = None,
+        order: Tensor | None = None,  # of the outputs of this rank
+        group: RankGroup | None = None,
     ) -> None:
         super().__init__()
-        rows = sum(outputs.values())
+        self.inputs, self.outputs = as_split(inputs), {name: as_split(each) for name, each in outputs.items()}
+        self.group, self.reduces = group, group is not None  # whether it sums its products itself
+        inputs, rows = self.inputs.count, sum(each.count for each in self.outputs.values())
         self.weight = placement.promise(rows, inputs, dtype=product.held)
         self.bias = placement.promise(rows, dtype=product.held) if bias else None
         kinds = ("weight", "bias") if bias else ("weight",)
@@ -51,9 +59,9 @@ class Linear(WeightLayer):
         self.stored = dict.fromkeys(outputs, stored) if isinstance(stored, Stored) else stored
         self.spans: dict[str, slice] = {}  # the rows of each matrix among the stacked ones
         begin = 0
-        for name, count in outputs.items():
-            self.spans[name] = slice(begin, begin + count)
-            begin += count
+        for name, each in self.outputs.items():
+            self.spans[name] = slice(begin, begin + each.count)
+            begin += each.count
         self.order = order
         self._quantized: dict[str, QuantizedWeight] = {}  # parts loaded as such, by name
         self.num_inputs, self.num_outputs = inputs, rows
@@ -62,22 +70,45 @@ class Linear(WeightLayer):
         self.adapters: LinearAdapters | None = None  # LoRA adapters that rows may use
 
     def part_shape(self, part: str) -> tuple[int, ...]:
-        return self.stored[part.rpartition(".")[0]].shape(super().part_shape(part))
+        return self.stored[part.rpartition(".")[0]].shape(self.whole_shape(part))
+
+    def whole_shape(self, part: str) -> tuple[int, ...]:
+        name, _, kind = part.rpartition(".")
+        total = self.outputs[name].total
+        return (total, self.inputs.total) if kind == "weight" else (total,)
+
+    def own(self, part: str, whole: Tensor) -> Tensor:
+        mine = self.outputs[part.rpartition(".")[0]].of(whole)
+        if whole.dim() > 1:
+            return self.inputs.of(mine, 1)
+        return mine if self._has_bias else torch.zeros_like(mine)
+
+    def checked(self, part: str, tensor: Tensor) -> Tensor:
+        name = part.rpartition(".")[0]
+        return self.stored[name].own_part(tensor, self.outputs[name], self.inputs)
 
     def load(self, part: str, tensor: Tensor) -> None:
         self._hold(part)
-        self._part(part).copy_(
-            self.stored[part.rpartition(".")[0]].in_order(tensor).to(self._dtype)
-        )  # rounded to the run dtype even when held wider
+        mine = self.checked(part, tensor)
+        if tensor.dim() == 1 and not self._has_bias:
+            mine = torch.zeros_like(mine)
+        self._part(part).copy_(mine.to(self._dtype))  # rounded to the run dtype even when held wider
+
+    @property
+    def _has_bias(self) -> bool:
+        """Whether this rank adds it: where products are summed, the first one does."""
+        return self.group is None or self.group.index == 0
 
     def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
         name = part.removesuffix(".weight")
-        stored = self.stored[name]
-        keeps = self._product.keeps(weight)
-        if stored.turned or not (keeps or weight.activations):
+        stored, cut = self.stored[name], weight if self.inputs.is_whole else weight.inputs(self.inputs.own[0])
+        keeps = cut is not None and self._product.keeps(cut)
+        if cut is None or stored.turned or not (keeps or weight.activations):
             return super().load_quantized(part, weight)
-        order = stored.outputs_in_order(weight.shape[0])
-        self._quantized[name] = weight if order is None else weight.rows(order)
+        order, rows = stored.outputs_in_order(weight.shape[0]), self.outputs[name]
+        if not rows.is_whole:
+            order = rows.index if order is None else rows.of(order)
+        self._quantized[name] = cut if order is None else cut.rows(order)
         return keeps
 
     def randomize(self, part: str, generator: torch.Generator) -> None:
@@ -147,13 +178,26 @@ class Linear(WeightLayer):
         if isinstance(x, Tensor) and len(x) == 0:
             return x.new_empty(0, self.num_outputs)
         product = self._multiply(x)
-        return self.adapters.add(product, x) if self.adapters is not None and self.is_adapted else product
+        if self.adapters is not None and self.is_adapted:
+            product = self.adapters.add(product, x)
+        return all_reduce(self.group, product) if self.reduces and self.group is not None else product
 
     def _multiply(self, x: Value) -> Value:
         assert self.multiply is not None
         if isinstance(x, Symbol) and not isinstance(self.multiply, NativeMultiply):
             return x.writer.call(partial(_multiply, self.multiply), (x,), self.num_outputs)
         return self.multiply(x)
+
+    def add_to(self, target: Tensor, x: Value) -> Tensor | None:
+        """Add the product with x to `target` [tokens, out] in place, or return what has yet to be added. Only for a
+        product that is `fused`."""
+        assert self.fused is not None
+        if self.reduces:
+            return cast("Tensor", self(x))  # the next norm's kernel adds it
+        pending = self.fused.add_to(target, x)
+        if self.adapters is not None and self.is_adapted:
+            self.adapters.add(target if pending is None else pending, x)
+        return pending
 
     def later(self, x: Value) -> Projected:
         """The product with x, for the residual stream to compute when it is added."""
@@ -192,8 +236,10 @@ class PartsMultiply:
 class KeysAsValues(Linear):
     """The product for q, k and v of layers whose values are their keys: `k_proj` is stored once, and held twice."""
 
-    def __init__(self, inputs: int, heads: Heads, bias: bool, product: Product, placement: Placement) -> None:
-        outputs = {"q_proj": heads.query_size, _KEY: heads.kv_size, _VALUE: heads.kv_size}
+    def __init__(
+        self, inputs: int, queries: int | Split, keys: int | Split, bias: bool, product: Product, placement: Placement
+    ) -> None:
+        outputs = {"q_proj": queries, _KEY: keys, _VALUE: keys}
         super().__init__(inputs, outputs, bias, product, placement)
         self.parts = tuple(part for part in self.parts if not part.startswith(_VALUE))
 
@@ -215,6 +261,18 @@ class KeysAsValues(Linear):
 
     def held(self, part: str) -> list[str]:
         return [part, part.replace(_KEY, _VALUE)] if part.startswith(_KEY) else [part]
+
+
+def all_reduce(group: RankGroup, x: Value) -> Value:
+    """The sum of x [tokens, size] over the ranks; x is overwritten."""
+    if isinstance(x, Symbol):
+        return x.writer.call(partial(_all_reduce, group), (x,), x.width)
+    return group.all_reduce(x) if len(x) else x
+
+
+def _all_reduce(group: RankGroup, x: Tensor, given: object) -> Tensor:  # noqa: ARG001
+    """An operation of a program."""
+    return group.all_reduce(x) if len(x) else x
 
 
 def _multiply(multiply: Multiply, x: Tensor, given: object) -> Tensor:  # noqa: ARG001

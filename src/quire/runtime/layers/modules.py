@@ -13,8 +13,10 @@ from quire.kernels.native.program import Symbol
 from quire.kernels.norm import Norm
 from quire.runtime.layers.ops import LayerOps, normalize
 from quire.runtime.layers.product import Multiply, Product
+from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, PostNormed, Projected, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
+from quire.runtime.parallel.group import RankGroup
 from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.weight import QuantizedWeight
 
@@ -142,9 +144,19 @@ class Sinks(WeightLayer):
 
     parts = ("sinks",)
 
-    def __init__(self, heads: Heads, placement: Placement) -> None:
+    def __init__(self, heads: Split, placement: Placement) -> None:
         super().__init__()
-        self.weight = placement.empty(heads.num_query)
+        self._heads = heads  # query heads
+        self.weight = placement.empty(heads.count)
+
+    def whole_shape(self, part: str) -> tuple[int, ...]:  # noqa: ARG002
+        return (self._heads.total,)
+
+    def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
+        return self._heads.of(whole)
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        super().load(part, self.own(part, tensor))
 
 
 class Scalar(WeightLayer):
@@ -163,19 +175,35 @@ class Scalar(WeightLayer):
 
 
 class ProjectionNorm(WeightLayer):
-    """RMSNorm of all query heads of a token together, and of all its key heads (OLMo 2)."""
+    """RMSNorm of all query heads of a token together, and of all its key heads (OLMo 2). Ranks of `group` sum the
+    squares of the heads that they share; `num_holders` of them hold the same key heads."""
 
     parts = ("q_norm.weight", "k_norm.weight")
     random_mean = 1.0
 
-    def __init__(self, heads: Heads, eps: float, ops: LayerOps, placement: Placement) -> None:
+    def __init__(
+        self, queries: Split, keys: Split, eps: float, ops: LayerOps, placement: Placement,
+        group: RankGroup | None = None, num_holders: int = 1,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.weight = placement.empty(heads.query_size + heads.kv_size)
-        self._spans = (slice(0, heads.query_size), slice(heads.query_size, heads.query_size + heads.kv_size))
+        self._splits, self._num_holders, self._group = (queries, keys), num_holders, group
+        self._spans = (slice(0, queries.count), slice(queries.count, queries.count + keys.count))
+        self.weight = placement.empty(queries.count + keys.count)
         self._eps, self._ops = eps, ops
+
+    def whole_shape(self, part: str) -> tuple[int, ...]:
+        return (self._splits[self.parts.index(part)].total,)
+
+    def own(self, part: str, whole: Tensor) -> Tensor:
+        return self._splits[self.parts.index(part)].of(whole)
+
+    def load(self, part: str, tensor: Tensor) -> None:
+        super().load(part, self.own(part, tensor))
 
     def forward(self, qkv: Value) -> Value:
         """qkv [tokens, (query + 2 * kv heads) * dim], overwritten."""
+        if self._group is not None:
+            return qkv.writer.call(self._call, (qkv,), qkv.width) if isinstance(qkv, Symbol) else self._shared(qkv)
         for span in self._spans:
             if isinstance(qkv, Symbol):
                 qkv.writer.norm_part(qkv, self.weight.data[span], self._eps, span.start)
@@ -183,16 +211,40 @@ class ProjectionNorm(WeightLayer):
                 qkv[:, span] = self._ops.rms_norm(qkv[:, span].contiguous(), self.weight.data[span], self._eps)
         return qkv
 
+    def _shared(self, qkv: Tensor) -> Tensor:
+        assert self._group is not None
+        squares = torch.stack([qkv[:, span].float().square().sum(dim=1) for span in self._spans])  # [2, tokens]
+        squares[1] /= self._num_holders
+        squares = self._group.all_reduce(squares) if len(qkv) else squares
+        for span, split, total in zip(self._spans, self._splits, squares, strict=True):
+            factor = torch.rsqrt(total / split.total + self._eps).unsqueeze(1)
+            qkv[:, span] = (qkv[:, span].float() * factor).to(qkv.dtype) * self.weight.data[span]
+        return qkv
+
+    def _call(self, qkv: Tensor, given: object) -> Tensor:  # noqa: ARG002
+        """An operation of a program."""
+        return self._shared(qkv)
+
     def _part(self, part: str) -> Tensor:
         return self.weight.data[self._spans[self.parts.index(part)]]
 
 
 class Embedding(WeightLayer):
-    """A table of one vector per token, as numbers or as the levels its file has."""
+    """A table of one vector per token, as numbers or as the levels its file has. Ranks of `group` share its lines: what
+    a rank does not have is zero there, and the vectors of all ranks are summed."""
 
-    def __init__(self, name: str, vocab_size: int, size: int, product: Product, placement: Placement) -> None:
+    def __init__(
+        self,
+        name: str,
+        vocab: int | Split,
+        size: int,
+        product: Product,
+        placement: Placement,
+        group: RankGroup | None = None,
+    ) -> None:
         super().__init__()
-        self.weight = placement.empty(vocab_size, size, dtype=product.held)
+        self._vocab, self._group = as_split(vocab), group
+        self.weight = placement.empty(self._vocab.count, size, dtype=product.held)
         self.levels: LevelWeight | None = None
         self.parts = (f"{name}.weight",)
         self._product, self._placement = product, placement
@@ -203,17 +255,39 @@ class Embedding(WeightLayer):
         native = weight.as_native() if keeps and isinstance(weight, LevelWeight) else None
         if native is None:
             return super().load_quantized(part, weight)
-        self.levels = native
+        self.levels = native if self._vocab.is_whole else native.rows(self._vocab.index)
         self.weight = nn.Parameter(self.weight.data[:0].clone(), requires_grad=False)
         return True
 
+    def whole_shape(self, part: str) -> tuple[int, ...]:
+        return (self._vocab.total, *self.held_shape(part)[1:])
+
+    def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
+        return self._vocab.of(whole)
+
+    def checked(self, part: str, tensor: Tensor) -> Tensor:
+        return self.own(part, tensor)
+
     def load(self, part: str, tensor: Tensor) -> None:
-        self._part(part).copy_(tensor.to(self._placement.dtype))
+        self._part(part).copy_(self.own(part, tensor).to(self._placement.dtype))
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, size]
+        if self._group is None:
+            return self._lines(token_ids)
+        own = self._vocab.own[0]
+        is_own = (token_ids >= own.start) & (token_ids < own.stop)
+        vectors = self._lines(torch.where(is_own, token_ids - own.start, 0)) * is_own.unsqueeze(1)
+        return self._group.all_reduce(vectors) if len(vectors) else vectors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of vectors."""
+        return self._placement.dtype
+
+    def _lines(self, places: Tensor) -> Tensor:
         if self.levels is not None:
-            return self.levels.rows(token_ids).values().to(self._placement.dtype)
-        return F.embedding(token_ids, self.weight).to(self._placement.dtype)
+            return self.levels.rows(places).values().to(self._placement.dtype)
+        return F.embedding(places, self.weight).to(self._placement.dtype)
 
     def newest(self, rows: Tensor, tokens: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:  # [entries, size]
         """By Triton: the vectors of the newest tokens of `rows` [entries], from tokens [all rows, capacity] and lengths
@@ -221,8 +295,8 @@ class Embedding(WeightLayer):
         from quire.kernels.triton.embedding import embed_newest
 
         x = torch.empty(len(rows), self.weight.shape[1], dtype=self._placement.dtype, device=rows.device)
-        embed_newest(rows, tokens, lengths, self.weight.data, x, positions)
-        return x
+        embed_newest(rows, tokens, lengths, self.weight.data, x, positions, first=self._vocab.own[0].start)
+        return x if self._group is None else self._group.all_reduce(x)
 
 
 class PairedEmbedding(nn.Module):
@@ -231,6 +305,7 @@ class PairedEmbedding(nn.Module):
     def __init__(self, first: Embedding, second: Embedding) -> None:
         super().__init__()
         self._tables = (first, second)  # in a tuple: not children of this module
+        self.dtype = first.dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, sizes of both]
         return torch.cat([table(token_ids) for table in self._tables], dim=1)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from quire.config.model import Experts
 from quire.runtime.layers.experts import clamp_of
+from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.weights import Placement, WeightLayer
+from quire.runtime.parallel.group import RankGroup
 
 if TYPE_CHECKING:
     from quire.kernels.triton.grouped import Stack
@@ -26,19 +28,24 @@ class ExpertLinear(WeightLayer):
     shrinks = True
 
     def __init__(
-        self, num: int, inputs: int, outputs: Mapping[str, int], placement: Placement, *, bias: bool, float8: bool
-    ) -> None:
+        self, num: int, inputs: int | Split, outputs: Mapping[str, int | Split], placement: Placement,
+        *, bias: bool, float8: bool, group: RankGroup | None = None,
+    ) -> None:  # fmt: skip
+        """`group`: of ranks that share the inputs; the first of them has the bias."""
         super().__init__()
-        rows, kinds = sum(outputs.values()), ("weight", "bias") if bias else ("weight",)
-        self.weight = placement.promise(num, rows, inputs, dtype=placement.dtype)
+        self._inputs, self._outputs = as_split(inputs), {name: as_split(each) for name, each in outputs.items()}
+        self._has_bias = group is None or group.index == 0
+        rows = sum(each.count for each in self._outputs.values())
+        kinds = ("weight", "bias") if bias else ("weight",)
+        self.weight = placement.promise(num, rows, self._inputs.count, dtype=placement.dtype)
         self.bias = placement.promise(num, rows, dtype=placement.dtype) if bias else None
         self.parts = tuple(f"{expert}.{name}.{kind}" for expert in range(num) for name in outputs for kind in kinds)
         self._placement, self._float8 = placement, float8
         self._spans: dict[str, slice] = {}
         begin = 0
-        for name, count in outputs.items():
-            self._spans[name] = slice(begin, begin + count)
-            begin += count
+        for name, each in self._outputs.items():
+            self._spans[name] = slice(begin, begin + each.count)
+            begin += each.count
         self._stack: Stack | None = None
 
     @property
@@ -46,9 +53,23 @@ class ExpertLinear(WeightLayer):
         assert self._stack is not None, "finish() was not called"
         return self._stack
 
+    def whole_shape(self, part: str) -> tuple[int, ...]:
+        _, name, kind = part.split(".")
+        total = self._outputs[name].total
+        return (total, self._inputs.total) if kind == "weight" else (total,)
+
+    def own(self, part: str, whole: Tensor) -> Tensor:
+        mine = self._outputs[part.split(".")[1]].of(whole)
+        if whole.dim() > 1:
+            return self._inputs.of(mine, 1)
+        return mine if self._has_bias else torch.zeros_like(mine)
+
+    def checked(self, part: str, tensor: Tensor) -> Tensor:
+        return self.own(part, tensor)
+
     def load(self, part: str, tensor: Tensor) -> None:
         self._hold()
-        super().load(part, tensor)
+        super().load(part, self.own(part, tensor))
 
     def randomize(self, part: str, generator: torch.Generator) -> None:
         self._hold()
@@ -85,9 +106,11 @@ class StackedExperts(nn.Module):
     """
 
     def __init__(
-        self, gate_up_proj: ExpertLinear, down_proj: ExpertLinear, activation: str, *, dependent_rows: int
-    ) -> None:
+        self, gate_up_proj: ExpertLinear, down_proj: ExpertLinear, activation: str,
+        *, dependent_rows: int, group: RankGroup | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self._group = group  # of ranks that have a part of every expert
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
         self._activation, self._dependent_rows = activation, dependent_rows
 
@@ -111,4 +134,5 @@ class StackedExperts(nn.Module):
         )  # fmt: skip
         y = grouped_product(inner, down, routing, second, num_used=1, dependent=dependent)
         output, gate = (*shared, None, None)[:2]
-        return combine(y, routing, shared=output, gate=gate, dependent=dependent)
+        mixed = combine(y, routing, shared=output, gate=gate, dependent=dependent)
+        return mixed if self._group is None else self._group.all_reduce(mixed)

@@ -110,9 +110,7 @@ class Stream:
         if self.is_empty:
             return
         if isinstance(change, Projected) and change.linear.fused is not None and scale == 1.0:
-            linear, self.pending = change.linear, change.linear.fused.add_to(self.x, change.x)
-            if linear.adapters is not None and linear.is_adapted:
-                linear.adapters.add(self.x if self.pending is None else self.pending, change.x)
+            self.pending = change.linear.add_to(self.x, change.x)
             return
         value = value_of(change)
         if isinstance(self.x, Symbol):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import Heads
+from quire.runtime.layers.split import Split
 from quire.runtime.quantization.weight import QuantizedWeight
 
 RANDOM_STD = 0.02  # the spread most published models are initialized with
@@ -64,6 +65,17 @@ class Stored:
         queries, key, value = torch.split(groups, [groups.shape[1] - 2, 1, 1], dim=1)
         return torch.cat([part.flatten(0, 2) for part in (queries, key, value)])
 
+    def own_part(self, tensor: Tensor, outputs: Split, inputs: Split) -> Tensor:
+        """What was stored of these outputs and inputs, as the layer has it: no other numbers are read."""
+        if outputs.is_whole and inputs.is_whole:
+            return self.in_order(tensor)
+        flat = tensor.reshape(len(tensor), -1) if self.kernel else tensor.t() if self.turned else tensor
+        if self.pairs is not None or self.grouped is not None:
+            flat = flat.index_select(0, outputs.of(self.in_order(torch.arange(outputs.total))))
+        else:
+            flat = outputs.of(flat)
+        return inputs.of(flat, 1) if flat.dim() > 1 else flat
+
     def outputs_in_order(self, outputs: int) -> Tensor | None:
         """Which stored output each of the layer's is; None: the one of the same number. Only of a matrix that is not
         stored by inputs first."""
@@ -94,7 +106,24 @@ class WeightLayer(nn.Module):
     weight: nn.Parameter
 
     def part_shape(self, part: str) -> tuple[int, ...]:
+        """As the checkpoint has it."""
+        return self.whole_shape(part)
+
+    def held_shape(self, part: str) -> tuple[int, ...]:
+        """Of what this rank holds of a part."""
         return tuple(self._part(part).shape)
+
+    def whole_shape(self, part: str) -> tuple[int, ...]:
+        """Of a part on all ranks together, in the layer's order."""
+        return self.held_shape(part)
+
+    def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
+        """What this rank holds of a part, given in the layer's order."""
+        return whole
+
+    def checked(self, part: str, tensor: Tensor) -> Tensor:  # noqa: ARG002
+        """The numbers that `load` takes of a tensor of the checkpoint."""
+        return tensor
 
     def copies(self, part: str) -> int:  # noqa: ARG002
         """How often the finished layer holds a part."""
@@ -111,7 +140,12 @@ class WeightLayer(nn.Module):
 
     def randomize(self, part: str, generator: torch.Generator) -> None:
         """Fill a part with noise of a sane scale around `random_mean`, made on the layer's own device."""
-        self._part(part).normal_(self.random_mean, RANDOM_STD, generator=generator)
+        memory, shape = self._part(part), self.whole_shape(part)
+        if memory.shape == shape:
+            memory.normal_(self.random_mean, RANDOM_STD, generator=generator)
+        else:  # all ranks draw the same numbers
+            noise = memory.new_empty(shape).normal_(self.random_mean, RANDOM_STD, generator=generator)
+            memory.copy_(self.own(part, noise))
 
     def finish(self) -> None:
         """Called once, after every part is filled and before the first forward."""

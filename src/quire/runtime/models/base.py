@@ -102,8 +102,7 @@ class BaseModel(nn.Module):
             rotary.angles(max_length)
 
     def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
-        dtype = self.embedding(torch.zeros(1, dtype=torch.int64)).dtype
-        self._parts[1].trace(caches, dtype, num_layers)
+        self._parts[1].trace(caches, self.embedding.dtype, num_layers)
 
     def adapted_linears(self) -> dict[str, Linear]:
         """The linear layers that LoRA adapters may change, by their paths: those of blocks, but not of routed

@@ -33,7 +33,7 @@ class DecoderAttention(nn.Module):
         self.qk_norm = build.head_norm(config.heads, config.norm_eps, self.norm_offset) if config.qk_norm else None
         self.sinks = build.sinks(config.heads) if config.attention_sinks else None
         self.attention = build.attention_of(config, layer, self.sinks)
-        self.o_proj = build.linear("o_proj", config.heads.query_size, config.hidden_size, bias=config.o_bias)
+        self.o_proj = build.row_linear("o_proj", config.heads, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
         return self.o_proj.later(self.attention(self.qkv_proj(x), step, self.qk_norm))

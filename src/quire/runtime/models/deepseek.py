@@ -14,6 +14,7 @@ from quire.config.model import Experts, Heads, Latent, ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import RMSNorm
+from quire.runtime.layers.split import Split
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected
 from quire.runtime.layers.weights import Stored
@@ -29,26 +30,29 @@ LATENT_EPS = 1e-6  # of the norms between the two products of queries and of lat
 class DeepseekAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
-        latent, hidden, num_heads = config.latent, config.hidden_size, config.heads.num_query
+        latent, hidden = config.latent, config.hidden_size
         assert latent is not None
         paired = latent.rope_dim if config.rope.in_pairs else 0
-        queries, query_heads = num_heads * latent.query_dim, Stored(pairs=(latent.query_dim, paired))
+        query_heads = Stored(pairs=(latent.query_dim, paired))
         latents = {"kv_a_proj_with_mqa": Stored(pairs=(config.heads.dim, paired))}
         self.q_a_layernorm: RMSNorm | None = None
         self.q_b_proj: Linear | None = None
         if latent.query_rank is None:
+            queries: int | Split = build.query_outputs(config.heads, latent.query_dim)
             first, stored = {"q_proj": queries}, {"q_proj": query_heads}
         else:
             first, stored = {"q_a_proj": latent.query_rank}, {"q_a_proj": Stored()}
             self.q_a_layernorm = build.rms_norm("q_a_layernorm", latent.query_rank, LATENT_EPS)
-            self.q_b_proj = build.linear("q_b_proj", latent.query_rank, queries, bias=False, stored=query_heads)
+            self.q_b_proj = build.query_linear(
+                "q_b_proj", latent.query_rank, config.heads, bias=False, dim=latent.query_dim, stored=query_heads
+            )
         self.qkv_a_proj = build.stacked_linear(
             hidden, first | {"kv_a_proj_with_mqa": config.heads.dim}, stored=stored | latents
         )
         self.kv_a_layernorm = build.rms_norm("kv_a_layernorm", latent.rank, LATENT_EPS)
         self.kv_b_proj = build.latent_products(config)
         self.attention = build.latent_attention(config, layer)
-        self.o_proj = build.linear("o_proj", num_heads * latent.value_dim, hidden, bias=False)
+        self.o_proj = build.row_linear("o_proj", config.heads, hidden, bias=False, dim=latent.value_dim)
 
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
         both = self.qkv_a_proj(x)  # queries, or what they are made of, then latents

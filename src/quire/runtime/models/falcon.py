@@ -31,15 +31,15 @@ class FalconBlock(nn.Module):
         else:
             self.ln_attn = build.layer_norm("ln_attn", hidden, config.norm_eps)
             self.ln_mlp = build.layer_norm("ln_mlp", hidden, config.norm_eps)
-        by_group, outputs = Stored(grouped=heads), heads.query_size + 2 * heads.kv_size
+        by_group = Stored(grouped=heads)
         self.self_attention = SelfAttention(
-            build.linear("query_key_value", hidden, outputs, bias=config.qkv_bias, stored=by_group),
+            build.column_linear("query_key_value", hidden, heads, bias=config.qkv_bias, stored=by_group),
             build.attention_of(config, layer),
-            build.linear("dense", heads.query_size, hidden, bias=config.o_bias),
+            build.row_linear("dense", heads, hidden, bias=config.o_bias),
         )
         self.mlp = build.mlp(
-            build.linear("dense_h_to_4h", hidden, inner, bias=config.mlp_bias),
-            build.linear("dense_4h_to_h", inner, hidden, bias=config.mlp_bias),
+            build.column_linear("dense_h_to_4h", hidden, inner, bias=config.mlp_bias),
+            build.row_linear("dense_4h_to_h", inner, hidden, bias=config.mlp_bias),
             config.activation,
         )
         self._shared = config.shared_norm

@@ -43,10 +43,10 @@ class Gemma4Attention(nn.Module):
             self.qkv_proj = build.qkv_linear(hidden, heads, bias=bias, keys_are_values=is_twice)
             self.qk_norm = build.head_norm(heads, eps, of_values=True)
         else:
-            self.qkv_proj = build.linear("q_proj", hidden, heads.query_size, bias=bias)
-            self.qk_norm = build.head_norm(replace(heads, num_kv=0), eps)
+            self.qkv_proj = build.query_linear("q_proj", hidden, heads, bias=bias)
+            self.qk_norm = build.head_norm(heads, eps, of_keys=False)
         self.attention = build.attention_of(config, layer)
-        self.o_proj = build.linear("o_proj", heads.query_size, hidden, bias=config.o_bias)
+        self.o_proj = build.row_linear("o_proj", heads, hidden, bias=config.o_bias)
 
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
         return self.o_proj.later(self.attention(self.qkv_proj(x), step, self.qk_norm))

@@ -28,14 +28,14 @@ class Gpt2Block(nn.Module):
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
         self.ln_1 = build.layer_norm("ln_1", hidden, eps)
         self.attn = SelfAttention(
-            build.linear("c_attn", hidden, 3 * hidden, bias=True, stored=TURNED),
+            build.column_linear("c_attn", hidden, config.heads, bias=True, stored=TURNED),
             build.attention(config.heads, layer, None),
-            build.linear("c_proj", hidden, hidden, bias=True, stored=TURNED),
+            build.row_linear("c_proj", config.heads, hidden, bias=True, stored=TURNED),
         )
         self.ln_2 = build.layer_norm("ln_2", hidden, eps)
         self.mlp = build.mlp(
-            build.linear("c_fc", hidden, inner, bias=True, stored=TURNED),
-            build.linear("c_proj", inner, hidden, bias=True, stored=TURNED),
+            build.column_linear("c_fc", hidden, inner, bias=True, stored=TURNED),
+            build.row_linear("c_proj", inner, hidden, bias=True, stored=TURNED),
             config.activation,
         )
 

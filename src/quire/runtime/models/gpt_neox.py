@@ -28,14 +28,14 @@ class NeoxBlock(nn.Module):
         self.input_layernorm = build.layer_norm("input_layernorm", hidden, config.norm_eps)
         by_head = Stored(grouped=heads)
         self.attention = SelfAttention(
-            build.linear("query_key_value", hidden, 3 * hidden, bias=config.qkv_bias, stored=by_head),
+            build.column_linear("query_key_value", hidden, heads, bias=config.qkv_bias, stored=by_head),
             build.attention_of(config, layer),
-            build.linear("dense", hidden, hidden, bias=config.o_bias),
+            build.row_linear("dense", heads, hidden, bias=config.o_bias),
         )
         self.post_attention_layernorm = build.layer_norm("post_attention_layernorm", hidden, config.norm_eps)
         self.mlp = build.mlp(
-            build.linear("dense_h_to_4h", hidden, inner, bias=True),
-            build.linear("dense_4h_to_h", inner, hidden, bias=True),
+            build.column_linear("dense_h_to_4h", hidden, inner, bias=True),
+            build.row_linear("dense_4h_to_h", inner, hidden, bias=True),
             config.activation,
         )
         self._parallel = config.parallel_residual

@@ -20,7 +20,7 @@ class Olmo2Attention(nn.Module):
         self.qkv_proj = build.qkv_linear(config.hidden_size, config.heads, bias=config.qkv_bias)
         self.qk_norm = build.projection_norm(config.heads, config.norm_eps)
         self.attention = build.attention_of(config, layer)
-        self.o_proj = build.linear("o_proj", config.heads.query_size, config.hidden_size, bias=config.o_bias)
+        self.o_proj = build.row_linear("o_proj", config.heads, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x: Value, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
         return self.o_proj.later(self.attention(self.qk_norm(self.qkv_proj(x)), step))

@@ -28,12 +28,12 @@ class OptBlock(nn.Module):
         self.self_attn = SelfAttention(
             build.qkv_linear(hidden, config.heads, bias=config.qkv_bias),
             build.attention(config.heads, layer, None),
-            build.linear("out_proj", hidden, hidden, bias=config.o_bias),
+            build.row_linear("out_proj", config.heads, hidden, bias=config.o_bias),
         )
         self.final_layer_norm = build.layer_norm("final_layer_norm", hidden, eps)
         self.mlp = build.mlp(
-            build.linear("fc1", hidden, inner, bias=config.mlp_bias),
-            build.linear("fc2", inner, hidden, bias=config.mlp_bias),
+            build.column_linear("fc1", hidden, inner, bias=config.mlp_bias),
+            build.row_linear("fc2", inner, hidden, bias=config.mlp_bias),
             config.activation,
         )
 

@@ -25,11 +25,11 @@ class PhiBlock(nn.Module):
         self.self_attn = SelfAttention(
             build.qkv_linear(hidden, heads, bias=True),
             build.attention_of(config, layer),
-            build.linear("dense", heads.query_size, hidden, bias=True),
+            build.row_linear("dense", heads, hidden, bias=True),
         )
         self.mlp = build.mlp(
-            build.linear("fc1", hidden, inner, bias=True),
-            build.linear("fc2", inner, hidden, bias=True),
+            build.column_linear("fc1", hidden, inner, bias=True),
+            build.row_linear("fc2", inner, hidden, bias=True),
             config.activation,
         )
 

@@ -22,9 +22,9 @@ class Phi3Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
         heads, hidden = config.heads, config.hidden_size
-        self.qkv_proj = build.linear("qkv_proj", hidden, heads.query_size + 2 * heads.kv_size, bias=False)
+        self.qkv_proj = build.column_linear("qkv_proj", hidden, heads, bias=False)
         self.attention = build.attention_of(config, layer)
-        self.o_proj = build.linear("o_proj", heads.query_size, hidden, bias=False)
+        self.o_proj = build.row_linear("o_proj", heads, hidden, bias=False)
 
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
         return self.o_proj.later(self.attention(self.qkv_proj(x), step))

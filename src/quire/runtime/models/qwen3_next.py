@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig, Recurrent
@@ -37,7 +36,7 @@ class GatedAttention(nn.Module):
         self.qk_norm = build.head_norm(config.heads, config.norm_eps, NORM_OFFSET)
         self.attention = build.attention_of(config, layer)
         self.gate = build.output_gate()
-        self.o_proj = build.linear("o_proj", config.heads.query_size, config.hidden_size, bias=config.o_bias)
+        self.o_proj = build.row_linear("o_proj", config.heads, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
         qkv = self.qkv_proj(x)
@@ -86,23 +85,8 @@ class Qwen3Next(Hybrid):
 def delta_net(config: ModelConfig, layer: int, build: LayerBuilder, *, joined: bool) -> GatedDeltaNet:
     sizes, hidden = config.recurrent, config.hidden_size
     assert sizes is not None
-    heads, keys, values = sizes.value_heads, sizes.key_size, sizes.value_size
-    if joined:
-        groups, shared = sizes.key_heads, values // sizes.key_heads
-        parts, both = (sizes.key_dim, sizes.key_dim, shared, shared), (heads // groups, heads // groups)
-        in_proj = build.stacked_linear(hidden, {"in_proj_qkvz": 2 * keys + 2 * values}, order=apart(groups, parts))
-        gates = build.stacked_linear(hidden, {"in_proj_ba": 2 * heads}, order=apart(groups, both), shrinks=False)
-    else:
-        in_proj = build.stacked_linear(hidden, {"in_proj_qkv": 2 * keys + values, "in_proj_z": values})
-        gates = build.stacked_linear(hidden, {"in_proj_b": heads, "in_proj_a": heads}, shrinks=False)
     rule = build.delta_rule(sizes, config.place_of(layer), config.norm_eps)
-    return GatedDeltaNet(in_proj, gates, rule, build.linear("out_proj", values, hidden, bias=False))
-
-
-def apart(groups: int, parts: tuple[int, ...]) -> Tensor:
-    """The order of rows in which the first part of each group comes first, then the second of each, and so on."""
-    rows = torch.arange(groups * sum(parts)).view(groups, -1)
-    return torch.cat([part.flatten() for part in torch.split(rows, list(parts), dim=1)])
+    return GatedDeltaNet(*build.delta_linears(hidden, sizes, joined=joined), rule, build.delta_out(sizes, hidden))
 
 
 def read_qwen3_next(config: Fields) -> ModelConfig:

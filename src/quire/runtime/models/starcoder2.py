@@ -24,12 +24,12 @@ class Starcoder2Block(nn.Module):
         self.self_attn = SelfAttention(
             build.qkv_linear(hidden, heads, bias=config.qkv_bias),
             build.attention_of(config, layer),
-            build.linear("o_proj", heads.query_size, hidden, bias=config.o_bias),
+            build.row_linear("o_proj", heads, hidden, bias=config.o_bias),
         )
         self.post_attention_layernorm = build.layer_norm("post_attention_layernorm", hidden, config.norm_eps)
         self.mlp = build.mlp(
-            build.linear("c_fc", hidden, inner, bias=config.mlp_bias),
-            build.linear("c_proj", inner, hidden, bias=config.mlp_bias),
+            build.column_linear("c_fc", hidden, inner, bias=config.mlp_bias),
+            build.row_linear("c_proj", inner, hidden, bias=config.mlp_bias),
             config.activation,
         )
 

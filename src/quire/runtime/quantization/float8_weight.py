@@ -44,6 +44,17 @@ class Float8Weight:
         single = self.by_rows()
         return replace(single, numbers=bytes_, scales=single.scales.index_select(0, numbers))
 
+    def inputs(self, own: range) -> Float8Weight:
+        """Some neighbouring inputs."""
+        size = self.block[1] if self.scales.shape[1] == 1 else math.gcd(self.block[1], own.start)
+        small = _narrowed(self, size) if size < self.block[1] else self
+        numbers = self.numbers.view(torch.uint8)[:, own.start : own.stop].contiguous().view(self.numbers.dtype)
+        if self.scales.shape[1] == 1:
+            return replace(self, numbers=numbers, block=(self.block[0], len(own)))
+        first = own.start // size
+        scales = small.scales[:, first : first + -(-len(own) // size)].contiguous()
+        return replace(small, numbers=numbers, scales=scales)
+
     def to(self, device: torch.device) -> Float8Weight:
         return replace(self, numbers=self.numbers.to(device), scales=self.scales.to(device))
 

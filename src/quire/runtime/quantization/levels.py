@@ -65,6 +65,20 @@ class LevelWeight:
         levels, scales, offsets = (each.index_select(0, numbers) for each in (self.levels, self.scales, self.offsets))
         return replace(self, levels=levels, scales=scales, offsets=offsets)
 
+    def inputs(self, own: range) -> LevelWeight | None:
+        """Some neighbouring inputs; None where groups would become too small to be held as such."""
+        index, whole = torch.arange(own.start, own.stop), self
+        size = math.gcd(self.group, own.start, len(own))
+        if self.columns is not None:
+            places = torch.empty_like(self.columns)
+            places[self.columns] = torch.arange(len(places))
+            index, size, whole = places[own.start : own.stop], 1, replace(self, columns=None)
+        if size < min(self.group, GROUP) and self.activations is None:
+            return None
+        small, groups = whole.in_groups(size), index[::size] // size
+        levels, scales, offsets = self.levels[:, index], small.scales[:, groups], small.offsets[:, groups]
+        return replace(small, levels=levels, scales=scales, offsets=offsets)
+
     def to(self, device: torch.device) -> LevelWeight:
         columns = None if self.columns is None else self.columns.to(device)
         parts = {name: getattr(self, name).to(device) for name in ("levels", "scales", "offsets")}

@@ -118,11 +118,11 @@ def merged(reports: Sequence[Report]) -> Report:
     candidates = gathered([report.candidates for report in reports])
     return Report(
         Pending(logprobs.tensors, lambda *on_host: tuple(chain(*logprobs.finish(on_host)))),
-        Pending(candidates.tensors, lambda *on_host: _joined(candidates.finish(on_host))),
+        Pending(candidates.tensors, lambda *on_host: join_candidates(candidates.finish(on_host))),
     )
 
 
-def _joined(parts: Sequence[Candidates | None]) -> Candidates | None:
+def join_candidates(parts: Sequence[Candidates | None]) -> Candidates | None:
     """Where some list fewer tokens than others, their lists go on with tokens that are not allowed."""
     given = [part for part in parts if part is not None]
     if not given:

@@ -29,7 +29,8 @@ def make_drafter(
     if speculation is None or speculation.method == "ngram":
         return NO_DRAFTER
     draft = speculation.draft or model_config
-    builder = LayerBuilder(config.device, draft.heads, config.cache.block_size, draft.local_heads)
+    size, ranks = config.cache.block_size, target.ranks
+    builder = LayerBuilder(config.device, draft.heads, size, draft.local_heads, ranks=ranks)
     model: Model
     coverage: Coverage
     if speculation.num_layers is None:
@@ -43,7 +44,7 @@ def make_drafter(
     scheduler, device = config.scheduler, torch.device(config.device.device)
     sampler = make_sampler(scheduler.num_rows, draft.vocab_size, device, builder.backend.kernels, scheduler.num_samples)
     adapters = None if cache is None else target.adapters  # those of the target's own layers
-    worker = Worker(model, builder.backend, sampler, draft, config, cache=cache, adapters=adapters)
+    worker = Worker(model, builder.backend, sampler, draft, config, cache=cache, adapters=adapters, ranks=ranks)
     return ModelDrafter(
         worker,
         target.rows,

@@ -20,6 +20,7 @@ from torch import Tensor
 from quire.config.engine import row_buckets
 from quire.runtime.layers.step import AdaptedRows, AdapterStep, AdapterTiles, ForwardStep, StateStep, WindowStep
 from quire.runtime.models.build import Model
+from quire.runtime.parallel.vocabulary import Vocabulary
 from quire.runtime.sampling.logprobs import Listing
 from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.sampling.triton_choice import TritonChoice
@@ -97,7 +98,7 @@ class _Logits:
     """Where the first graph of a guided kind leaves its logits for the second one."""
 
     def __init__(self) -> None:
-        self.tensor: Tensor | None = None  # [bucket, vocab]
+        self.tensor: Tensor | None = None  # [own rows of the bucket, vocab]
 
 
 BORROWED_RUNS = 8  # steps of a kind that run by the graph of a larger bucket before their own is captured
@@ -119,8 +120,9 @@ class DecodeGraphs:
         sampling: Sampling,
         choice: TritonChoice,
         capture: Capture,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
-        self._model, self._state, self._rows = model, state, state.rows
+        self._model, self._state, self._rows, self._vocabulary = model, state, state.rows, vocabulary
         self._sampling, self._choice, self._capture = sampling, choice, capture
         rows = state.rows
         self._tables = tables_of(rows, state.cache)
@@ -161,12 +163,13 @@ class DecodeGraphs:
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the step can go by a graph: nothing but decoding, nothing changes logits, and what rows want to
-        know of their likeliest tokens is a short list."""
+        know of their likeliest tokens is a short list; where ranks share the vocabulary, no list."""
         rows = plan.decode_rows
         if plan.chunks or plan.masks is not None or not 0 < len(rows) <= self._buckets[-1]:
             return False
         listed = self._sampling.num_listed(rows, guided=plan.guided)
-        return listed is not None and listed <= self._lists.most_listed and self._sampling.only_chooses(rows)
+        most = self._lists.most_listed if self._vocabulary is None else NOTHING_LISTED
+        return listed is not None and listed <= most and self._sampling.only_chooses(rows)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute and sample the plan's rows, which grow by a token each. Only enqueues, unless it must capture."""
@@ -265,7 +268,7 @@ class DecodeGraphs:
         self._rows.courier.send_into(self._places[:bucket], places)
         self._written, self._written_bucket = rows, bucket
 
-    def _logits(self, kind: Kind, *, layers: int | None = None) -> Tensor:  # [bucket, vocab]
+    def _logits(self, kind: Kind, *, layers: int | None = None) -> Tensor:  # [own rows of the bucket, vocab]
         """The first part of what graphs hold; fewer `layers` launch the same kernels less often."""
         bucket = kind.bucket
         entries, lengths, positions = self._entries[:bucket], self._lengths[:bucket], self._positions[:bucket]
@@ -288,7 +291,8 @@ class DecodeGraphs:
             axes=self._axes(bucket, positions),
             adapters=self._adapters.step(bucket) if self._adapters is not None and kind.adapters else None,
         )
-        return self._model.logits(self._model(step, vectors))
+        logits = self._model.logits(self._model(step, vectors))
+        return logits if self._vocabulary is None else self._vocabulary.of_rows(logits)
 
     def _axes(self, bucket: int, positions: Tensor) -> Tensor | None:  # [1, bucket]
         """Tokens after a prompt have one position, which differs from their index by the same for all of a row."""
@@ -307,8 +311,12 @@ class DecodeGraphs:
 
     def _choose(self, kind: Kind, logits: Tensor, listing: Listing | None) -> None:
         """The second part: from logits, which masks change, to the token that each row grows by."""
-        entries, lengths = self._entries[: kind.bucket], self._lengths[: kind.bucket]
-        token_ids, raw = self._token_ids[: kind.bucket], logits
+        entries, token_ids, raw = self._entries[: kind.bucket], self._token_ids[: kind.bucket], logits
+        if self._vocabulary is not None:
+            self._choose_own(kind, logits, self._vocabulary)
+            self._rows.append_on_device(entries, token_ids)
+            return
+        lengths = self._lengths[: kind.bucket]
         if kind.guided:
             if listing is not None:
                 logits = logits.clone()  # the list is of logits before masks
@@ -317,6 +325,18 @@ class DecodeGraphs:
         if listing is not None:
             self._lists.fill(listing, raw)
         self._rows.append_on_device(entries, token_ids)
+
+    def _choose_own(self, kind: Kind, logits: Tensor, vocabulary: Vocabulary) -> None:
+        """The tokens of all rows, of which this rank samples a share."""
+        rows = vocabulary.rows(kind.bucket)
+        own = slice(rows.start, rows.stop)
+        entries, chosen = self._entries[own], self._token_ids[own].clone()
+        if len(rows):
+            if kind.guided:
+                self._choice.masks.apply(logits, entries)
+            lengths = self._lengths[own]
+            self._choice.choose_into(chosen, logits, entries, lengths, self._rows.history, narrow=kind.narrow)
+        self._token_ids[: kind.bucket].copy_(vocabulary.tokens(chosen, kind.bucket))
 
     def _listing(self, kind: Kind) -> Listing | None:
         return None if kind.listed == NOTHING_LISTED else self._lists.make(self._token_ids[: kind.bucket], kind.listed)

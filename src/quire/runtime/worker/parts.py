@@ -13,6 +13,7 @@ from quire.config.kv_cache import lay_out, stored_specs
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.models.build import Model
+from quire.runtime.parallel.vocabulary import Vocabulary
 from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.batch import BatchBuilder
 from quire.runtime.worker.cache import KVCache
@@ -54,10 +55,12 @@ def make_parts(
     sampler: RowSampler,
     model_config: ModelConfig,
     config: EngineConfig,
+    vocabulary: Vocabulary | None,
+    *,
     cache: KVCache | None = None,
     adapters: RowAdapters | None = None,
 ) -> Parts:
-    """Allocates all rows and, unless one is given, the KV cache."""
+    """Allocates all rows and, unless one is given, the KV cache. `model_config`: of this rank."""
     device = torch.device(config.device.device)
     capacity = config.scheduler.max_model_len + 1  # the token that ends a full sequence is kept too
     num_windows = config.cache.groups.num_window_blocks
@@ -71,7 +74,7 @@ def make_parts(
     )
     cache = cache or _make_cache(backend, model_config, config, row_shape)
     if backend.kernels == "triton":
-        return _device_parts(model, backend, sampler, row_shape, cache, model_config, config, adapters)
+        return _device_parts(model, backend, sampler, row_shape, cache, model_config, config, vocabulary, adapters)
     if isinstance(cache, VirtualCache):
         virtual = VirtualRows(*row_shape[:4], cache.ranges)
         images = _make_images(model, model_config, config, virtual)
@@ -122,6 +125,7 @@ def _device_parts(
     cache: KVCache,
     model_config: ModelConfig,
     config: EngineConfig,
+    vocabulary: Vocabulary | None,
     adapters: RowAdapters | None,
 ) -> Parts:
     from quire.runtime.worker.capture import CudaCapture, NoCapture
@@ -146,7 +150,7 @@ def _device_parts(
     choice, forward = _device_choice(sampler), ForwardGraphs(model, capture)
     if choice is None:
         return Parts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
-    graphs = DecodeGraphs(model, state, *choice, capture)
+    graphs = DecodeGraphs(model, state, *choice, capture, vocabulary)
     return Parts(rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs), states, images)
 
 

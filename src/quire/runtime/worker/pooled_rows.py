@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.runtime.models.build import Model
+from quire.runtime.parallel.vocabulary import Vocabulary
 from quire.runtime.worker.batch import Batch
 from quire.runtime.worker.rows import Rows
 from quire.types.pooling import PoolingWork
@@ -21,8 +22,8 @@ class PooledRows:
     """The live rows that are pooled. A row reports with its only sample. Those that pool by the first token or by the
     mean see every chunk of their prompt: the engine takes none of it from the prefix cache."""
 
-    def __init__(self, model: Model, rows: Rows) -> None:
-        self._model, self._rows = model, rows
+    def __init__(self, model: Model, rows: Rows, vocabulary: Vocabulary | None = None) -> None:
+        self._model, self._rows, self._vocabulary = model, rows, vocabulary
         self.works: dict[int, PoolingWork] = {}  # by row; most steps have none
         self._sums: dict[int, Tensor] = {}  # [hidden] float32: the first state, or the sum of all so far
 
@@ -93,6 +94,7 @@ class PooledRows:
         if not any(answers):
             return states.float()
         pairs = torch.tensor(answers, device=states.device)  # [pooled, 2]
-        logits = self._model.head_logits(states).float()
-        both = logits.gather(1, pairs)
+        logits = self._model.head_logits(states)
+        logits = logits if self._vocabulary is None else self._vocabulary.whole(logits)
+        both = logits.float().gather(1, pairs)
         return both[:, 1:] - both[:, :1]

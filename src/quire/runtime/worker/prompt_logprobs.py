@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.runtime.models.build import Model
+from quire.runtime.parallel.vocabulary import Vocabulary
 from quire.runtime.sampling.logprobs import Listing, list_logprobs
 from quire.runtime.transfer import Pending, gathered
 from quire.runtime.worker.rows import Rows
@@ -40,8 +41,8 @@ class _Span(NamedTuple):
 class PromptLogprobRows:
     """The live rows that want prompt logprobs. Positions of all rows in a step share slices."""
 
-    def __init__(self, model: Model, rows: Rows) -> None:
-        self._model, self._rows = model, rows
+    def __init__(self, model: Model, rows: Rows, vocabulary: Vocabulary | None = None) -> None:
+        self._model, self._rows, self._vocabulary = model, rows, vocabulary
         self.asked: dict[int, Asked] = {}  # by row; most steps have none
 
     def add(self, news: Iterable[NewRow]) -> None:
@@ -92,6 +93,7 @@ class PromptLogprobRows:
         for start in range(0, len(offsets), AT_ONCE):
             some = slice(start, start + AT_ONCE)
             logits = self._model.logits(hidden.index_select(0, states[some]))  # [positions, vocab]
+            logits = logits if self._vocabulary is None else self._vocabulary.whole(logits)
             most, chosen = logits.shape[1] if count == -1 else min(count, logits.shape[1]), next_ids[some]
             listing = list_logprobs(logits, chosen, most, chosen.new_empty(len(chosen), 0))
             listings.append(Listing._make(part.cpu() for part in listing) if is_long else listing)

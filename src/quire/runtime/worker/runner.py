@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.runtime.models.build import Model
+from quire.runtime.parallel.vocabulary import Vocabulary
 from quire.runtime.sampling.choice import row_failures
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.reports import NO_REPORT, Report, merged
@@ -159,7 +160,7 @@ class _Computed:
     plan: StepPlan
     batch: Batch
     hidden: Tensor  # [positions, hidden], of batch.wanted
-    logits: Tensor | None  # [samples, vocab], if all samples are chosen at once
+    logits: Tensor | None  # [own samples, vocab], if all samples are chosen at once
     failed: frozenset[int]
     prompt_logprobs: Pending[tuple[PromptLogprobs, ...]]
 
@@ -174,13 +175,14 @@ class Runner:
         batches: Batches,
         forward: Forward,
         sampler: RowSampler,
+        vocabulary: Vocabulary | None,  # None: this rank has all of it
         num_samples: int,  # that are chosen at once
         images: ImageRows | None = None,
     ) -> None:
-        self._images = images
+        self._images, self._vocabulary = images, vocabulary
         self._model, self._rows, self._batches, self._forward = model, rows, batches, forward
         self._sampler, self._num_samples = sampler, num_samples
-        self.pooled, self.scored = PooledRows(model, rows), PromptLogprobRows(model, rows)
+        self.pooled, self.scored = PooledRows(model, rows, vocabulary), PromptLogprobRows(model, rows, vocabulary)
 
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """`failed` rows are computed but never handed to the sampler; their token is 0."""
@@ -209,6 +211,7 @@ class Runner:
         if is_sampled and 0 < len(sampled) <= self._num_samples and failed.isdisjoint(sampled.tolist()):
             logits = self._model.logits(hidden)  # [positions, vocab]
             logits = logits if batch.spread is None else logits.index_select(0, batch.spread)
+            logits = logits if self._vocabulary is None else self._vocabulary.of_rows(logits)
         return partial(self._finish, _Computed(plan, batch, hidden, logits, failed, prompt_logprobs))
 
     def _finish(self, computed: _Computed, masks: Masks | None) -> StepOutput:
@@ -216,8 +219,7 @@ class Runner:
         if len(samples) == 0 or (self.pooled.works and self.pooled.are_all(samples.rows)):
             token_ids, report = torch.zeros(len(samples), dtype=torch.int64, device=computed.hidden.device), NO_REPORT
         elif computed.logits is not None:
-            sampled = self._sampler.sample(computed.logits, samples, self._rows.history)
-            token_ids, report = sampled.token_ids, sampled.report
+            token_ids, report = self._sample(computed.logits, samples)
         else:
             token_ids, report = self._sample_in_parts(computed, samples)
         self._append(batch, token_ids)
@@ -229,6 +231,16 @@ class Runner:
             plan, token_ids, report, prompt_logprobs, failures, masked=masked_samples(masks), pooled=pooled
         )  # fmt: skip
 
+    def _sample(self, logits: Tensor, samples: Samples) -> tuple[Tensor, Report]:
+        """The tokens of all samples, and the reports of those that this rank samples: logits [own samples, vocab]."""
+        vocabulary, history = self._vocabulary, self._rows.history
+        if vocabulary is None:
+            sampled = self._sampler.sample(logits, samples, history)
+            return sampled.token_ids, sampled.report
+        own = np.asarray(vocabulary.rows(len(samples)), dtype=np.int64)
+        sampled = self._sampler.sample(logits, samples.select(own, self._rows.upload(own)), history)
+        return vocabulary.tokens(sampled.token_ids, len(samples)), sampled.report
+
     def _sample_in_parts(self, computed: _Computed, samples: Samples) -> tuple[Tensor, Report]:
         """At most `num_samples` at a time: steps that verify long drafts need no more memory than others."""
         hidden, batch, at_once = computed.hidden, computed.batch, self._num_samples
@@ -239,9 +251,10 @@ class Runner:
             index = self._rows.upload(some)
             positions = index if batch.spread is None else batch.spread.index_select(0, index)
             logits = self._model.logits(hidden.index_select(0, positions))
-            sampled = self._sampler.sample(logits, samples.select(some, index), self._rows.history)
-            token_ids.index_copy_(0, index, sampled.token_ids)
-            reports.append(sampled.report)
+            logits = logits if self._vocabulary is None else self._vocabulary.of_rows(logits)
+            tokens, report = self._sample(logits, samples.select(some, index))
+            token_ids.index_copy_(0, index, tokens)
+            reports.append(report)
         return token_ids, merged(reports)
 
     def _append(self, batch: Batch, token_ids: Tensor) -> None:

@@ -12,8 +12,11 @@ import torch
 
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
+from quire.config.rank_model import rank_model
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.models.build import Model
+from quire.runtime.parallel.ranks import ALONE, Ranks
+from quire.runtime.parallel.vocabulary import Vocabulary
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
 from quire.runtime.tiers.tiers import NO_TIERS, Tiers
 from quire.runtime.worker.adapters import RowAdapters
@@ -49,14 +52,21 @@ class Worker:
         *,
         cache: KVCache | None = None,
         adapters: RowAdapters | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        parts = make_parts(model, backend, sampler, model_config, config, cache, adapters)
+        """`model`, `backend` and `adapters` are those of this rank, `model_config` is that of the whole model."""
+        vocabulary = None if ranks.tensor.size == 1 else Vocabulary(model_config.vocab_size, ranks.tensor)
+        own = rank_model(model_config, ranks.place)
+        parts = make_parts(model, backend, sampler, own, config, vocabulary, cache=cache, adapters=adapters)
         self.adapters = adapters
         self.rows, self.cache, self._graphs = parts.rows, parts.cache, parts.graphs
         self._states, self._images = parts.states, parts.images
         self._sampler, self._vocab_size, self._prepare = sampler, model_config.vocab_size, parts.prepare
         num_samples = config.scheduler.num_samples
-        self._runner = Runner(model, self.rows, parts.batches, parts.forward, sampler, num_samples, parts.images)
+        self._runner = Runner(
+            model, self.rows, parts.batches, parts.forward, sampler, vocabulary, num_samples, parts.images
+        )  # fmt: skip
+        self.ranks = ranks
         self.drafter: Drafter = NO_DRAFTER
         self.tiers: Tiers = NO_TIERS
         self._failed: set[int] = set()  # live rows whose own code raised when they were added

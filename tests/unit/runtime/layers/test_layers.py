@@ -135,7 +135,7 @@ def test_a_gate_within_limits_is_silu_of_what_is_kept(clamp: Clamp, ops: LayerOp
 
 
 def test_values_that_are_keys_are_stored_once() -> None:
-    layer = KeysAsValues(24, Heads(2, 1, 8), True, DENSE, CPU)
+    layer = KeysAsValues(24, 16, 8, True, DENSE, CPU)
     assert layer.parts == ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
     weights, x = filled(layer), torch.randn(3, 24)
     query, key, value = layer(x).split([16, 8, 8], dim=1)
@@ -145,7 +145,7 @@ def test_values_that_are_keys_are_stored_once() -> None:
 
 
 def test_noise_is_the_same_in_keys_and_values() -> None:
-    layer = KeysAsValues(24, Heads(2, 1, 8), False, DENSE, CPU)
+    layer = KeysAsValues(24, 16, 8, False, DENSE, CPU)
     for part in layer.parts:
         layer.randomize(part, torch.Generator().manual_seed(0))
     layer.finish()
