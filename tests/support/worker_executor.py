@@ -16,10 +16,7 @@ from quire.engine.core import EngineCore
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.speculation.registry import make_proposers
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.loading.weights import load_weights
 from quire.runtime.models.base import BaseModel
-from quire.runtime.models.build import build_model
-from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import make_tiers
 from quire.runtime.worker.adapters import make_adapters
@@ -31,6 +28,7 @@ from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import TransferReport
+from staged_executor import load_model, make_staged, sampler_of
 from tiny_models import MemoryCheckpoint, engine_config, with_states, with_windows
 
 
@@ -85,6 +83,7 @@ class TinyEngine:
         draft: MemoryCheckpoint | None = None,
         depth: int = 1,
         attention: str = "auto",
+        stages: int = 1,  # of a pipeline, each of them a worker in a thread
         **settings: Any,
     ) -> None:
         speculation = read_speculation(speculative_config)
@@ -95,21 +94,12 @@ class TinyEngine:
             config = with_windows(config, checkpoint.config)
         config = replace(config, device=replace(config.device, attention_backend=attention))
         self.config = config
-        builder = LayerBuilder(
-            config.device, checkpoint.config.heads, config.cache.block_size, checkpoint.config.local_heads
-        )
-        decoder = _load(checkpoint, builder)
-        sampler = _sampler(config, checkpoint.config, builder)
-        adapters = make_adapters(decoder, checkpoint.config, config, builder.backend.kernels)
-        worker = Worker(decoder, builder.backend, sampler, checkpoint.config, config, adapters=adapters)
-
-        def load(_: ModelConfig, drafting: LayerBuilder) -> BaseModel:
-            assert draft is not None
-            return _load(draft, drafting)
-
-        worker.drafter = make_drafter(worker, decoder, checkpoint.config, config, load)
-        worker.tiers = make_tiers(worker.cache, config.cache, triton=builder.backend.kernels == "triton")
-        self.executor = WorkerExecutor(worker, depth)
+        self.executor: Any
+        if stages > 1:
+            self.executor = make_staged(checkpoint, config, stages, depth)
+            self.config = config = self.executor.config
+        else:
+            self.executor = WorkerExecutor(_make_worker(checkpoint, config, draft), depth)
         self.proposers = make_proposers(speculation, depth)
         self.core = EngineCore(
             self.executor,
@@ -154,12 +144,19 @@ def similar_checkpoint(checkpoint: MemoryCheckpoint, noise: float, seed: int = 1
     return MemoryCheckpoint(checkpoint.config, tensors)
 
 
-def _load(checkpoint: MemoryCheckpoint, builder: LayerBuilder) -> BaseModel:
-    model = build_model(checkpoint.config, builder)
-    load_weights(model, checkpoint)
-    return model
+def _make_worker(checkpoint: MemoryCheckpoint, config: EngineConfig, draft: MemoryCheckpoint | None) -> Worker:
+    builder = LayerBuilder(
+        config.device, checkpoint.config.heads, config.cache.block_size, checkpoint.config.local_heads
+    )
+    decoder = load_model(checkpoint, builder)
+    sampler = sampler_of(config, checkpoint.config, builder)
+    adapters = make_adapters(decoder, checkpoint.config, config, builder.backend.kernels)
+    worker = Worker(decoder, builder.backend, sampler, checkpoint.config, config, adapters=adapters)
 
+    def load(_: ModelConfig, drafting: LayerBuilder) -> BaseModel:
+        assert draft is not None
+        return load_model(draft, drafting)
 
-def _sampler(config: EngineConfig, model: ModelConfig, builder: LayerBuilder) -> Any:
-    scheduler, device = config.scheduler, torch.device(config.device.device)
-    return make_sampler(scheduler.num_rows, model.vocab_size, device, builder.backend.kernels, scheduler.num_samples)
+    worker.drafter = make_drafter(worker, decoder, checkpoint.config, config, load)
+    worker.tiers = make_tiers(worker.cache, config.cache, triton=builder.backend.kernels == "triton")
+    return worker

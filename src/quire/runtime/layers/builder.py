@@ -266,7 +266,7 @@ class LayerBuilder:
         rule = AttentionRule(latent.query_dim**-0.5 if scale is None else scale)
         self.backend.accept(rule)
         rotary = self._rotary(config.rope, latent.rope_dim)
-        return LatentAttention(config.heads, latent, layer, rule, rotary, self._ops)
+        return LatentAttention(config.heads, latent, config.place_of(layer), rule, rotary, self._ops)
 
     def _heads_product(self, weight: Tensor, rest: int) -> HeadLinear:
         if self.backend.kernels == "triton":

@@ -14,12 +14,14 @@ from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.models.build import Model
+from quire.runtime.parallel.ranks import ALONE, Ranks
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
 from quire.runtime.tiers.tiers import NO_TIERS, Tiers
 from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.parts import make_parts
 from quire.runtime.worker.runner import RowSampler, Runner, SampleStep, StepOutput
+from quire.runtime.worker.stage import AwaitedTokens, NoSampler, StageForward, StageRunner, make_link
 from quire.types.adapters import NO_ADAPTER
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
@@ -49,14 +51,23 @@ class Worker:
         *,
         cache: KVCache | None = None,
         adapters: RowAdapters | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._link = link = make_link(model_config, config, ranks)
+        if link is not None and not link.is_last:
+            sampler = NoSampler()
         parts = make_parts(model, backend, sampler, model_config, config, cache, adapters)
         self.adapters = adapters
         self.rows, self.cache, self._graphs = parts.rows, parts.cache, parts.graphs
         self._states, self._images = parts.states, parts.images
         self._sampler, self._vocab_size, self._prepare = sampler, model_config.vocab_size, parts.prepare
         num_samples = config.scheduler.num_samples
-        self._runner = Runner(model, self.rows, parts.batches, parts.forward, sampler, num_samples, parts.images)
+        kind = Runner if link is None or link.is_last else StageRunner
+        forward = parts.forward if link is None else StageForward(model, link)
+        self._runner = kind(model, self.rows, parts.batches, forward, sampler, num_samples, parts.images)
+        self._awaited: AwaitedTokens | None = None  # tokens that another pipeline stage samples
+        if link is not None and isinstance(self._runner, StageRunner):
+            self._awaited = self._runner.awaited = AwaitedTokens(self.rows, link)
         self.drafter: Drafter = NO_DRAFTER
         self.tiers: Tiers = NO_TIERS
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
@@ -104,7 +115,9 @@ class Worker:
         return self._complete(owed.sample(masks), owed.failures)
 
     def check(self) -> None:
-        """Waits for the device."""
+        """Waits for the device, and for tokens of other stages."""
+        if self._awaited is not None:
+            self._awaited.receive_all()
         self.rows.check()
         self.cache.check()
         if self._states is not None:
@@ -131,6 +144,8 @@ class Worker:
 
     def _update(self, plan: StepPlan) -> tuple[RowFailure, ...]:
         """All that comes before the forward pass."""
+        if self._awaited is not None:
+            self._awaited.receive_for(plan)
         self._release(plan.released)
         if plan.adapters:
             assert self.adapters is not None, "adapters for a worker without slots"
@@ -151,6 +166,8 @@ class Worker:
 
     def _complete(self, output: StepOutput, failures: tuple[RowFailure, ...]) -> StepOutput:
         """All that comes after sampling."""
+        if self._link is not None and self._link.is_last:
+            self._link.send_tokens(output.token_ids)
         drafts = self.drafter.follow(output.plan, output.token_ids)
         return replace(output, failures=failures + output.failures, drafts=drafts)
 
