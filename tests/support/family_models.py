@@ -117,6 +117,7 @@ class FamilyCase:
 
     name: str
     directory: Path
+    changes: dict[str, Any] = field(default_factory=dict)  # of the family's settings
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     @cached_property
@@ -124,7 +125,8 @@ class FamilyCase:
         """Saves it too."""
         import transformers
 
-        settings = {key: value for key, value in (COMMON | CASES[self.name]).items() if value is not ...}
+        wanted = COMMON | CASES[self.name] | self.changes
+        settings = {key: value for key, value in wanted.items() if value is not ...}
         config = transformers.AutoConfig.for_model(self.name.partition("-")[0], **settings)
         config._attn_implementation = "eager"
         model = hf_model(config)

@@ -181,7 +181,13 @@ def engine_config(
 ) -> EngineConfig:
     return EngineConfig(
         CacheConfig(block_size, num_blocks, layout=layout, tiers=tiers or TierConfig(), groups=groups),
-        SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=max_len, images=images),
+        SchedulerConfig(
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            max_model_len=max_len,
+            images=images,
+            adapter_slots=0 if adapters is None else adapters.slots,
+        ),
         DeviceConfig(device, dtype, kv_dtype or dtype, quantization=quantization),  # type: ignore[arg-type]
         adapters=adapters,
     )

@@ -21,13 +21,10 @@ from quire.engine.core import EngineCore
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.speculation.registry import make_proposers
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.loading.weights import load_weights
 from quire.runtime.models.base import BaseModel
-from quire.runtime.models.build import build_model
 from quire.runtime.parallel.group import ONE_RANK
 from quire.runtime.parallel.ranks import ALONE, Ranks
 from quire.runtime.parallel.results import merge_results
-from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import make_tiers
 from quire.runtime.worker.adapters import make_adapters
@@ -39,6 +36,7 @@ from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Masks, StepPlan, StepResult, TokenLogprobs
 from quire.types.transfer import TransferReport
+from staged_executor import load_model, make_staged, sampler_of
 from tiny_models import MemoryCheckpoint, engine_config, with_states, with_windows
 
 
@@ -156,6 +154,7 @@ class TinyEngine:
         depth: int = 1,
         attention: str = "auto",
         tensor: int = 1,
+        stages: int = 1,  # of a pipeline, each of them a worker in a thread
         **settings: Any,
     ) -> None:
         speculation = read_speculation(speculative_config)
@@ -169,7 +168,12 @@ class TinyEngine:
             config = replace(config, scheduler=replace(config.scheduler, adapter_slots=config.adapters.slots))
         self.config = config
         make = partial(make_worker, checkpoint, config, draft)
-        self.executor = WorkerExecutor(make(ALONE), depth) if tensor == 1 else RanksExecutor(tensor, make, depth)
+        self.executor: Any
+        if stages > 1:
+            self.executor = make_staged(checkpoint, config, stages, depth)
+            self.config = config = self.executor.config
+        else:
+            self.executor = WorkerExecutor(make(ALONE), depth) if tensor == 1 else RanksExecutor(tensor, make, depth)
         self.proposers = make_proposers(speculation, depth)
         self.core = EngineCore(
             self.executor,
@@ -214,14 +218,14 @@ def make_worker(
     """The worker of a rank."""
     model = checkpoint.config
     builder = LayerBuilder(config.device, model.heads, config.cache.block_size, model.local_heads, ranks=ranks)
-    decoder = _load(checkpoint, builder)
-    sampler = _sampler(config, model, builder)
+    decoder = load_model(checkpoint, builder)
+    sampler = sampler_of(config, model, builder)
     adapters = make_adapters(decoder, model, config, builder.backend.kernels)
     worker = Worker(decoder, builder.backend, sampler, model, config, adapters=adapters, ranks=ranks)
 
     def load(_: ModelConfig, drafting: LayerBuilder) -> BaseModel:
         assert draft is not None
-        return _load(draft, drafting)
+        return load_model(draft, drafting)
 
     worker.drafter = make_drafter(worker, decoder, model, config, load)
     worker.tiers = make_tiers(worker.cache, config.cache, triton=builder.backend.kernels == "triton")
@@ -238,12 +242,19 @@ def similar_checkpoint(checkpoint: MemoryCheckpoint, noise: float, seed: int = 1
     return MemoryCheckpoint(checkpoint.config, tensors)
 
 
-def _load(checkpoint: MemoryCheckpoint, builder: LayerBuilder) -> BaseModel:
-    model = build_model(checkpoint.config, builder)
-    load_weights(model, checkpoint)
-    return model
+def _make_worker(checkpoint: MemoryCheckpoint, config: EngineConfig, draft: MemoryCheckpoint | None) -> Worker:
+    builder = LayerBuilder(
+        config.device, checkpoint.config.heads, config.cache.block_size, checkpoint.config.local_heads
+    )
+    decoder = load_model(checkpoint, builder)
+    sampler = sampler_of(config, checkpoint.config, builder)
+    adapters = make_adapters(decoder, checkpoint.config, config, builder.backend.kernels)
+    worker = Worker(decoder, builder.backend, sampler, checkpoint.config, config, adapters=adapters)
 
+    def load(_: ModelConfig, drafting: LayerBuilder) -> BaseModel:
+        assert draft is not None
+        return load_model(draft, drafting)
 
-def _sampler(config: EngineConfig, model: ModelConfig, builder: LayerBuilder) -> Any:
-    scheduler, device = config.scheduler, torch.device(config.device.device)
-    return make_sampler(scheduler.num_rows, model.vocab_size, device, builder.backend.kernels, scheduler.num_samples)
+    worker.drafter = make_drafter(worker, decoder, checkpoint.config, config, load)
+    worker.tiers = make_tiers(worker.cache, config.cache, triton=builder.backend.kernels == "triton")
+    return worker

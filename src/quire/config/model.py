@@ -227,6 +227,22 @@ class ModelConfig:
     quantization: str | None = None  # the method by which a Hugging Face checkpoint stores weights quantized
     levels: StoredLevels = field(default_factory=StoredLevels)
     weights: WeightCounts = field(default_factory=WeightCounts)
+    stage: tuple[int, int] | None = None  # of a pipeline: its first layer, and the one behind its last; None: all
+
+    @property
+    def layers(self) -> range:
+        """The layers that this stage has; all of them where there are no stages."""
+        return range(*self.stage) if self.stage is not None else range(self.num_layers)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether it embeds tokens."""
+        return self.layers.start == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it has the last norm and the head."""
+        return self.layers.stop == self.num_layers
 
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary positions of a layer; None: it has none."""
@@ -256,8 +272,8 @@ class ModelConfig:
 
     @property
     def kv_specs(self) -> tuple[KVCacheSpec, ...]:
-        """What layers keep for later tokens: all but those that read the keys and values of others."""
-        return tuple(self._spec_of(layer) for layer in range(self.num_layers) if self.kv_layer_of(layer) == layer)
+        """What the layers of the stage keep for later tokens: all but those that read the keys and values of others."""
+        return tuple(self._spec_of(layer) for layer in self.layers if self.kv_layer_of(layer) == layer)
 
     def _spec_of(self, layer: int) -> KVCacheSpec:
         if self.is_recurrent(layer):
@@ -273,9 +289,9 @@ class ModelConfig:
         return self.recurrent is not None and layer in self.recurrent.layers
 
     def place_of(self, layer: int) -> int:
-        """The layer's number among those that keep what it keeps: states, or something of every token."""
-        kind = self.is_recurrent(layer)
-        return sum(self.is_recurrent(one) == kind and self.kv_layer_of(one) == one for one in range(layer))
+        """The layer's number among those of its stage that keep what it keeps: states, or something of every token."""
+        kind, first = self.is_recurrent(layer), self.layers.start
+        return sum(self.is_recurrent(one) == kind and self.kv_layer_of(one) == one for one in range(first, layer))
 
     @property
     def layer_weights(self) -> tuple[int, int]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 
 def lay_out_buffers(
-    widths: Sequence[int], uses: Sequence[Sequence[int]], given: Collection[int]
+    widths: Sequence[int], uses: Sequence[Sequence[int]], given: Collection[int], names: Mapping[int, int]
 ) -> tuple[list[int], int]:
     """Where each buffer begins, in values for each row, and the size of all; memory is used again when what was in it
     is no longer read.
 
-    widths: of each buffer; uses: the buffers of each operation; given: those that lie elsewhere.
+    widths: of each buffer; uses: the buffers of each operation; given: those that lie elsewhere; names: buffers
+    that may be another name of another one.
     """
+    uses = [(*some, *(names[buffer] for buffer in some if buffer in names)) for some in uses]
     last = {buffer: place for place, some in enumerate(uses) for buffer in some}
     free: list[tuple[int, int]] = []  # width, offset
     held: dict[int, tuple[int, int]] = {}

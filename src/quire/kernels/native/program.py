@@ -56,6 +56,7 @@ class ProgramWriter:
         self._kept: list[Any] = []  # memory that operations point into
         self._angles: list[Hashable] = []
         self._fresh: list[int] = []  # buffers that outlive a run
+        self._names: dict[int, int] = {}  # buffers of selected rows: another name of all rows, where these are wanted
         self._beside: Symbol | None = None
         self._num_slots = 0  # of adapters
         self._ranks: SharedRanks | None = None
@@ -198,8 +199,8 @@ class ProgramWriter:
     def select(self, x: Symbol, *, fresh: bool = False) -> Symbol:
         """The rows of x that are wanted. Call `narrow` when all that goes on has been selected."""
         out = self._new(x.width)
-        if fresh:
-            self._fresh.append(out.buffer)
+        self._fresh += [out.buffer] if fresh else []
+        self._names[out.buffer] = x.buffer
         self._add(SELECT, x.buffer, out=out.buffer)
         return out
 
@@ -224,11 +225,11 @@ class ProgramWriter:
         """Raises ValueError for a weight that this CPU has no kernel for."""
         assert result.buffer == _STREAM or result.buffer in self._fresh
         given = {_STREAM, *self._fresh} | (set() if self._beside is None else {self._beside.buffer})
-        offsets, room = lay_out_buffers(self._widths, self._uses, given)
+        offsets, room = lay_out_buffers(self._widths, self._uses, given, self._names)
         program = Program(self._dtype, self._entries, self._widths, offsets, room, self._fresh, result.buffer)
         program.angles, program.kept = tuple(self._angles), self._kept
-        program.beside = None if self._beside is None else self._beside.buffer
-        program.num_slots, program.ranks = self._num_slots, self._ranks
+        program.beside, program.num_slots = getattr(self._beside, "buffer", None), self._num_slots
+        program.ranks = self._ranks
         return program
 
     def _new(self, width: int) -> Symbol:

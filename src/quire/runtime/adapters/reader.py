@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config.model import ModelConfig
 from quire.runtime.adapters.peft import CONFIG, PeftConfig, read_peft_config, refuse
@@ -22,6 +22,7 @@ from quire.runtime.loading.hf.names import PartNames
 from quire.runtime.loading.hf.safetensors import SafetensorsFile
 from quire.runtime.loading.mapping import HeldFile
 from quire.runtime.loading.values import refuse_non_finite
+from quire.runtime.models.base import BaseModel
 from quire.runtime.models.registry import find_family
 from quire.types.errors import InvalidRequest, ModelLoadError
 
@@ -51,15 +52,18 @@ class _Sides(NamedTuple):
 
 
 class AdapterReader:
-    """Reads adapters for one model. May be called from any thread."""
+    """Reads adapters for one model. May be called from any thread. A pipeline stage holds what changes its own layers;
+    the digest is of all tensors, and every stage checks those of its layers."""
 
-    def __init__(self, model: nn.Module, config: ModelConfig, slots: AdapterSlots) -> None:
+    def __init__(self, model: BaseModel, config: ModelConfig, slots: AdapterSlots) -> None:
         self._slots = slots
         family = find_family(config.architecture)
         self._prefixes = ("", f"{family.embedding.partition('.')[0]}.")
         self._names = [PartNames(config, family, prefix) for prefix in self._prefixes]
         self._layers = {name: type(layer).__name__ for layer, parts in weight_layers(model) for name in parts}
-        self._max_bytes = _HEADER_BYTES + slots.config.max_rank * self._width() * max(
+        self._elsewhere = model.elsewhere
+        width = -(-self._width() * config.num_layers // len(config.layers))  # of all stages
+        self._max_bytes = _HEADER_BYTES + slots.config.max_rank * width * max(
             dtype.itemsize for dtype in WEIGHT_DTYPES.values()
         )
 
@@ -99,19 +103,23 @@ class AdapterReader:
         if not modules:
             fix = "give a LoRA adapter that was trained for this model"
             raise InvalidRequest("lora_path", f"{WEIGHTS} changes no module of the model", fix)
-        _refuse_duplicates({sides.a: self._slots.targets[name] for name, sides in modules.values()})
+        _refuse_duplicates({sides.a: self._slots.targets.get(name, ()) for name, sides in modules.values()})
         digest, pairs, rank = hashlib.sha256(b"quire adapter 1"), list[Pair](), 0
         for module, (name, sides) in sorted(modules.items()):
-            self._check(file, module, name, sides, config)
+            is_own = name in self._slots.targets
+            if is_own:
+                self._check(file, module, name, sides, config)
             scale = config.scale_of(module)
             digest.update(f"\n{name} {scale!r}".encode())
             for side in sides:
                 stored = file.tensors[side]
                 digest.update(f" {stored.dtype} {stored.shape}".encode())
                 digest.update(file.raw(side).data)
+            rank = max(rank, file.tensors[sides.a].shape[0])
+            if not is_own:
+                continue
             a, b = (_values(file, side) for side in sides)
             pairs += self._pairs(name, sides, a, b.float().mul_(torch.tensor(scale, dtype=torch.float32)))
-            rank = max(rank, len(a))
         return HostAdapter(digest.hexdigest(), rank, tuple(sorted(pairs, key=lambda pair: pair.target)))
 
     def _known(self, module: str, sides: _Sides) -> tuple[str, _Sides]:
@@ -119,7 +127,7 @@ class AdapterReader:
         found = [names.of(f"{module}.weight") for names in self._names]
         known = [name.removesuffix(".weight") for name in found if name is not None]
         for name in known:
-            if name in self._slots.targets:
+            if name in self._slots.targets or f"{name}.weight" in self._elsewhere:
                 return name, sides
         raise _refused_module(module, sides.a, [name for name in known if f"{name}.weight" in self._layers])
 

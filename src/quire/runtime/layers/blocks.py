@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from quire.config.model import ModelConfig
 from quire.kernels.native.program import Program, ProgramWriter
 from quire.kernels.native.structures import ProgramStep
 from quire.runtime.attention.backend import LayerCache
@@ -19,21 +20,33 @@ from quire.runtime.layers.step import BESIDE, ForwardStep
 from quire.runtime.layers.stream import Stream, Value
 
 
+class Absent(nn.Module):
+    """Stands for a layer that another pipeline stage has, so that all others keep their names."""
+
+
 class Blocks(nn.ModuleList):
-    """Every block is called with the residual stream, which it changes, and the step.
+    """Every block is called with the residual stream, which it changes, and the step. Of a pipeline stage only its own
+    blocks are kept; give them one at a time, and at most one of the others is in memory at once.
 
     Where the compiled CPU kernels attend, blocks run as a program: it is traced from them once and gives bit for bit
     what they give, without an interpreter of Python between the operations.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], width: int, beside: int = 0) -> None:
-        super().__init__(blocks)
-        self._width = width  # of the residual stream
-        self._beside = beside  # of what blocks read of tokens besides: `step.memo[BESIDE]`
+    def __init__(self, blocks: Iterable[nn.Module], config: ModelConfig) -> None:
+        super().__init__(block if number in config.layers else Absent() for number, block in enumerate(blocks))
+        self._own = config.layers
+        self._width = config.hidden_size  # of the residual stream
+        # Of what blocks read of tokens besides: `step.memo[BESIDE]`.
+        self._beside = config.num_layers * config.per_layer_input
         self.adapters: ActiveAdapters | None = None  # what linear layers are told of a step's LoRA adapters
         self._programs: dict[int, Program] = {}  # by the number of blocks
         self._caches: tuple[LayerCache, ...] = ()
         self._pairs: list[tuple[Tensor, Tensor]] = []  # the same caches
+
+    @property
+    def own(self) -> list[nn.Module]:
+        """The blocks of this stage."""
+        return list(self)[self._own.start : self._own.stop]
 
     def forward(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Embedded tokens [tokens, hidden], overwritten, to hidden states, of `step.wanted` only; fills the cache."""
@@ -45,7 +58,7 @@ class Blocks(nn.ModuleList):
 
     def trace(self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None) -> Program:
         """Make the program of the first layers over caches like these, or find it. dtype: of the stream."""
-        count = len(list(self)[:num_layers])
+        count = len(self.own[:num_layers])
         if count not in self._programs:
             if self.adapters is not None:
                 self.adapters.trace()
@@ -59,7 +72,7 @@ class Blocks(nn.ModuleList):
     def _go_through(self, x: Value, step: ForwardStep) -> Value:
         rows = step.attention.rows if getattr(step.backend, "kernels", None) == "triton" else None
         stream = Stream(x, rows, step.memo.get(BESIDE), self.adapters)
-        *others, last = list(self)[: step.num_layers]
+        *others, last = self.own[: step.num_layers]
         for block in others:
             block(stream, step)
         stream.narrow_next(step.wanted)

@@ -344,7 +344,8 @@ class LayerBuilder:
         rule = AttentionRule(latent.query_dim**-0.5 if scale is None else scale)
         self.backend.accept(rule)
         rotary = self._rotary(config.rope, latent.rope_dim)
-        return LatentAttention(self._splits.heads(config.heads), latent, layer, rule, rotary, self._ops)
+        heads = self._splits.heads(config.heads)
+        return LatentAttention(heads, latent, config.place_of(layer), rule, rotary, self._ops)
 
     def _heads_product(self, weight: Tensor, rest: int) -> HeadLinear:
         if self.backend.kernels == "triton":

@@ -340,6 +340,10 @@ class TiedHead(WeightLayer):
         self._embedding, self._product = (embedding,), product  # in a tuple: not a child of this module
         self._multiply: Multiply | None = None
 
+    @property
+    def table(self) -> Embedding:
+        return self._embedding[0]
+
     def finish(self) -> None:
         table, product = self._embedding[0], self._product
         if table.levels is None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from quire.runtime.layers.weights import weight_layers
+from quire.runtime.models.base import BaseModel
 from quire.runtime.models.registry import find_family
 from quire.types.errors import ModelLoadError
 
@@ -25,12 +26,14 @@ _HEAD = "lm_head.weight"
 
 @torch.inference_mode()
 def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress | None = None) -> None:
-    """Fill and finish every layer. Raises ModelLoadError for a tensor that is missing, unknown or of a wrong shape.
+    """Fill and finish every layer. Raises ModelLoadError for a tensor that is missing, unknown or of a wrong shape. Of
+    a pipeline stage, tensors of other stages must be there, and are not read.
 
     All names and shapes are checked before the first weight is read.
     """
     layers = list(weight_layers(model))
-    _check_names(checkpoint, {name for _, parts in layers for name in parts})
+    elsewhere = model.elsewhere if isinstance(model, BaseModel) else frozenset()
+    _check_names(checkpoint, {name for _, parts in layers for name in parts}, elsewhere)
     for layer, parts in layers:
         for name, part in parts.items():
             _check_shape(checkpoint, name, layer.part_shape(part))
@@ -62,17 +65,18 @@ def randomize_weights(model: nn.Module, seed: int) -> None:
         layer.finish()
 
 
-def _check_names(checkpoint: Checkpoint, wanted: set[str]) -> None:
-    if missing := sorted(wanted - checkpoint.names):
+def _check_names(checkpoint: Checkpoint, wanted: set[str], elsewhere: frozenset[str]) -> None:
+    if missing := sorted((wanted | elsewhere) - checkpoint.names):
         raise ModelLoadError(
             checkpoint.file,
             "is missing" + (f", with {len(missing) - 1} more" if len(missing) > 1 else ""),
             tensor=missing[0],
             fix="the file is incomplete or its config does not describe it",
         )
-    extra = sorted(name for name in checkpoint.names - wanted if not name.endswith(_HARMLESS_SUFFIXES))
+    extra = sorted(name for name in checkpoint.names - wanted - elsewhere if not name.endswith(_HARMLESS_SUFFIXES))
     if extra == [_HEAD]:
-        _check_tied(checkpoint)
+        if find_family(checkpoint.config.architecture).embedding in wanted:
+            _check_tied(checkpoint)
     elif extra:
         raise ModelLoadError(
             checkpoint.source(extra[0]),

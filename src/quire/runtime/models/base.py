@@ -27,6 +27,7 @@ class BaseModel(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.elsewhere: frozenset[str] = frozenset()  # the checkpoint's tensors that other pipeline stages load
         self._embedding_scale, self._logit_scale = config.embedding_scale, config.logit_scale
         self._logit_softcap = config.logit_softcap
 
@@ -37,6 +38,16 @@ class BaseModel(nn.Module):
         head of a classifier."""
         self._parts = (embedding, blocks, norm, head)  # in a tuple: not children a second time
         self._labels = (labels,)
+
+    @property
+    def parts(self) -> tuple[TokenTable, Blocks, nn.Module, nn.Module]:
+        """Embedding, blocks, last norm and head."""
+        return self._parts
+
+    @property
+    def labels(self) -> nn.Module | None:
+        """The head of a classifier."""
+        return self._labels[0]
 
     @property
     def embedding(self) -> TokenTable:
@@ -94,7 +105,7 @@ class BaseModel(nn.Module):
 
     @property
     def num_varied(self) -> int:
-        kinds = [frozenset(map(_kind, block.modules())) for block in self._parts[1]]
+        kinds = [frozenset(map(_kind, block.modules())) for block in self._parts[1].own]
         return 1 + max(kinds.index(kind) for kind in set(kinds))
 
     def reserve(self, max_length: int) -> None:

@@ -20,6 +20,7 @@ from quire.runtime.layers.vision import VisionTower
 from quire.runtime.layers.weights import weight_layers
 from quire.runtime.models.base import BaseEncoder, BaseModel
 from quire.runtime.models.registry import find_family
+from quire.runtime.models.stages import keep_stage
 
 
 class Model(Protocol):
@@ -72,6 +73,9 @@ def build_model(config: ModelConfig, builder: LayerBuilder) -> BaseModel:
     """Layers without weights yet: fill them with load_weights or randomize_weights."""
     model = _build(config, builder)
     assert isinstance(model, BaseModel), config.architecture
+    if config.stage is not None:
+        own = {name for _, parts in weight_layers(model) for name in parts}
+        model.elsewhere = frozenset(describe_weights(config)) - own
     return model
 
 
@@ -83,8 +87,8 @@ def build_encoder(config: ModelConfig, builder: LayerBuilder) -> BaseEncoder:
 
 
 def describe_weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model and their shapes, as its layers say; nothing is allocated."""
-    layers = weight_layers(_outline(config))
+    """The tensors of a model, of all its stages, and their shapes, as its layers say; nothing is allocated."""
+    layers = weight_layers(_outline(replace(config, stage=None)))
     return {name: layer.part_shape(part) for layer, parts in layers for name, part in parts.items()}
 
 
@@ -135,7 +139,11 @@ def _count_adapted(model: BaseModel | BaseEncoder) -> tuple[int, int]:
 
 
 def _build(config: ModelConfig, builder: LayerBuilder) -> BaseModel | BaseEncoder:
-    return find_family(config.architecture).build(config, builder).requires_grad_(False)
+    model: BaseModel | BaseEncoder = find_family(config.architecture).build(config, builder).requires_grad_(False)
+    if config.stage is not None:
+        assert isinstance(model, BaseModel), "encoders have no stages"
+        keep_stage(model, config, builder.dtype)
+    return model
 
 
 def _outline(config: ModelConfig) -> BaseModel | BaseEncoder:

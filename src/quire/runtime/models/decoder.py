@@ -62,7 +62,7 @@ class DecoderStack(nn.Module):
         super().__init__()
         self.embed_tokens = build.embedding("embed_tokens", config.vocab_size, config.hidden_size)
         blocks = (block(config, layer, build) for layer in range(config.num_layers))
-        self.layers = Blocks(blocks, config.hidden_size, config.num_layers * config.per_layer_input)
+        self.layers = Blocks(blocks, config)
         self.norm = build.rms_norm("norm", config.hidden_size, config.norm_eps, norm_offset)
 
 

@@ -56,7 +56,7 @@ class FalconStack(nn.Module):
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
         self.word_embeddings = build.embedding("word_embeddings", config.vocab_size, config.hidden_size)
-        self.h = Blocks([FalconBlock(config, layer, build) for layer in range(config.num_layers)], config.hidden_size)
+        self.h = Blocks((FalconBlock(config, layer, build) for layer in range(config.num_layers)), config)
         self.ln_f = build.layer_norm("ln_f", config.hidden_size, config.norm_eps)
 
 

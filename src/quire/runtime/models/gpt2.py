@@ -29,7 +29,7 @@ class Gpt2Block(nn.Module):
         self.ln_1 = build.layer_norm("ln_1", hidden, eps)
         self.attn = SelfAttention(
             build.column_linear("c_attn", hidden, config.heads, bias=True, stored=TURNED),
-            build.attention(config.heads, layer, None),
+            build.attention(config.heads, config.place_of(layer), None),
             build.row_linear("c_proj", config.heads, hidden, bias=True, stored=TURNED),
         )
         self.ln_2 = build.layer_norm("ln_2", hidden, eps)
@@ -50,7 +50,7 @@ class Gpt2Stack(nn.Module):
         hidden = config.hidden_size
         self.wte = build.embedding("wte", config.vocab_size, hidden)
         self.wpe = build.position_embedding("wpe", config.rope.max_position, hidden)
-        self.h = Blocks([Gpt2Block(config, layer, build) for layer in range(config.num_layers)], hidden)
+        self.h = Blocks((Gpt2Block(config, layer, build) for layer in range(config.num_layers)), config)
         self.ln_f = build.layer_norm("ln_f", hidden, config.norm_eps)
 
 

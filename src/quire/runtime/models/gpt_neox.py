@@ -53,8 +53,8 @@ class NeoxStack(nn.Module):
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
         self.embed_in = build.embedding("embed_in", config.vocab_size, config.hidden_size)
-        blocks = [NeoxBlock(config, layer, build) for layer in range(config.num_layers)]
-        self.layers = Blocks(blocks, config.hidden_size)
+        blocks = (NeoxBlock(config, layer, build) for layer in range(config.num_layers))
+        self.layers = Blocks(blocks, config)
         self.final_layer_norm = build.layer_norm("final_layer_norm", config.hidden_size, config.norm_eps)
 
 

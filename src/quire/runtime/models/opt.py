@@ -27,7 +27,7 @@ class OptBlock(nn.Module):
         self.self_attn_layer_norm = build.layer_norm("self_attn_layer_norm", hidden, eps)
         self.self_attn = SelfAttention(
             build.qkv_linear(hidden, config.heads, bias=config.qkv_bias),
-            build.attention(config.heads, layer, None),
+            build.attention(config.heads, config.place_of(layer), None),
             build.row_linear("out_proj", config.heads, hidden, bias=config.o_bias),
         )
         self.final_layer_norm = build.layer_norm("final_layer_norm", hidden, eps)
@@ -48,7 +48,7 @@ class OptDecoder(nn.Module):
         hidden, length = config.hidden_size, config.rope.max_position
         self.embed_tokens = build.embedding("embed_tokens", config.vocab_size, hidden)
         self.embed_positions = build.position_embedding("embed_positions", length, hidden, offset=POSITION_OFFSET)
-        self.layers = Blocks([OptBlock(config, layer, build) for layer in range(config.num_layers)], hidden)
+        self.layers = Blocks((OptBlock(config, layer, build) for layer in range(config.num_layers)), config)
         self.final_layer_norm = build.layer_norm("final_layer_norm", hidden, config.norm_eps)
 
 

@@ -42,8 +42,8 @@ class Starcoder2Stack(nn.Module):
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
         self.embed_tokens = build.embedding("embed_tokens", config.vocab_size, config.hidden_size)
-        blocks = [Starcoder2Block(config, layer, build) for layer in range(config.num_layers)]
-        self.layers = Blocks(blocks, config.hidden_size)
+        blocks = (Starcoder2Block(config, layer, build) for layer in range(config.num_layers))
+        self.layers = Blocks(blocks, config)
         self.norm = build.layer_norm("norm", config.hidden_size, config.norm_eps)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+_MOST_SENT = 64  # messages of a rank that may be on their way
 
 
 class RankGroup(Protocol):
@@ -78,6 +81,7 @@ class TorchGroup:
         self._dist, self._ranks = dist, tuple(ranks)
         self._group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds), backend=backend)
         self.index, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # on their way, with what must not change until they arrive
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._dist.all_reduce(x, group=self._group)
@@ -102,7 +106,11 @@ class TorchGroup:
         return x
 
     def send(self, x: Tensor, target: int) -> None:
-        self._dist.send(x.contiguous(), self._ranks[target], group=self._group)
+        """Does not wait for the receiver: two ranks may send to one another at the same time."""
+        while self._sent and (len(self._sent) >= _MOST_SENT or self._sent[0][0].is_completed()):
+            self._sent.popleft()[0].wait()
+        x = x.contiguous()
+        self._sent.append((self._dist.isend(x, self._ranks[target], group=self._group), x))
 
     def receive(self, x: Tensor, source: int) -> Tensor:
         self._dist.recv(x, self._ranks[source], group=self._group)

@@ -135,7 +135,7 @@ class BatchBuilder:
         if rows.windows is None:  # layers whose heads are others, over the same blocks
             held = rows.tables.view(-1).index_select(0, places)[None]
         else:
-            held = rows.windows.at(places)
+            held = rows.windows.at(places)[: len(plans)]  # another pipeline stage may have more tables
         return tuple(
             WindowStep(slots_of(blocks, positions, heads, rows.block_size), attention)
             for blocks, heads, attention in zip(held, self._heads[1:], plans, strict=True)

@@ -23,6 +23,7 @@ from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.parts import make_parts
 from quire.runtime.worker.runner import RowSampler, Runner, SampleStep, StepOutput
+from quire.runtime.worker.stage import AwaitedTokens, NoSampler, StageForward, StageRunner, make_link
 from quire.types.adapters import NO_ADAPTER
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
@@ -54,7 +55,12 @@ class Worker:
         adapters: RowAdapters | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`model`, `backend` and `adapters` are those of this rank, `model_config` is that of the whole model."""
+        """`model`, `backend` and `adapters` are those of this rank; `model_config` is that of its stage, with the heads
+        and sizes of all ranks of the stage."""
+        self.ranks = ranks
+        self._link = link = make_link(model_config, config, ranks)
+        if link is not None and not link.is_last:
+            sampler = NoSampler()
         vocabulary = None if ranks.tensor.size == 1 else Vocabulary(model_config.vocab_size, ranks.tensor)
         own = rank_model(model_config, ranks.place)
         parts = make_parts(model, backend, sampler, own, config, vocabulary, cache=cache, adapters=adapters)
@@ -63,10 +69,12 @@ class Worker:
         self._states, self._images = parts.states, parts.images
         self._sampler, self._vocab_size, self._prepare = sampler, model_config.vocab_size, parts.prepare
         num_samples = config.scheduler.num_samples
-        self._runner = Runner(
-            model, self.rows, parts.batches, parts.forward, sampler, vocabulary, num_samples, parts.images
-        )  # fmt: skip
-        self.ranks = ranks
+        kind = Runner if link is None or link.is_last else StageRunner
+        forward = parts.forward if link is None else StageForward(model, link)
+        self._runner = kind(model, self.rows, parts.batches, forward, sampler, vocabulary, num_samples, parts.images)
+        self._awaited: AwaitedTokens | None = None  # tokens that another pipeline stage samples
+        if link is not None and isinstance(self._runner, StageRunner):
+            self._awaited = self._runner.awaited = AwaitedTokens(self.rows, link)
         self.drafter: Drafter = NO_DRAFTER
         self.tiers: Tiers = NO_TIERS
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
@@ -114,7 +122,9 @@ class Worker:
         return self._complete(owed.sample(masks), owed.failures)
 
     def check(self) -> None:
-        """Waits for the device."""
+        """Waits for the device, and for tokens of other stages."""
+        if self._awaited is not None:
+            self._awaited.receive_all()
         self.rows.check()
         self.cache.check()
         if self._states is not None:
@@ -141,6 +151,8 @@ class Worker:
 
     def _update(self, plan: StepPlan) -> tuple[RowFailure, ...]:
         """All that comes before the forward pass."""
+        if self._awaited is not None:
+            self._awaited.receive_for(plan)
         self._release(plan.released)
         if plan.adapters:
             assert self.adapters is not None, "adapters for a worker without slots"
@@ -161,6 +173,8 @@ class Worker:
 
     def _complete(self, output: StepOutput, failures: tuple[RowFailure, ...]) -> StepOutput:
         """All that comes after sampling."""
+        if self._link is not None and self._link.is_last:
+            self._link.send_tokens(output.token_ids)
         drafts = self.drafter.follow(output.plan, output.token_ids)
         return replace(output, failures=failures + output.failures, drafts=drafts)
 

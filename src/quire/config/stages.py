@@ -1,0 +1,79 @@
+"""The stages of a pipeline: which layers each of them has, and what they must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quire.config.engine import EngineConfig
+from quire.config.kv_cache import PLAIN, KVGroups, can_split, lay_out, stored_specs
+from quire.config.memory import state_groups
+from quire.config.model import ModelConfig
+from quire.config.parallel import share_of
+from quire.types.errors import ConfigError
+
+SETTING = "pipeline_parallel_size"
+
+
+def stage_models(model: ModelConfig, num_stages: int) -> tuple[ModelConfig, ...]:
+    """The model as each stage of a pipeline sees it; the model itself if there is one stage. Raises ConfigError if the
+    layers cannot be divided."""
+    if num_stages == 1:
+        return (model,)
+    if num_stages > model.num_layers:
+        reason = f"is {num_stages}, and the model has {model.num_layers} layers"
+        raise ConfigError(SETTING, reason, f"set it to {model.num_layers} or less")
+    if model.encoder is not None:
+        raise ConfigError(SETTING, "encoders are not divided into stages", "leave it out")
+    if model.vision is not None:
+        reason = "is not supported for models that take images"
+        raise ConfigError(SETTING, reason, "leave it out, or raise tensor_parallel_size instead")
+    shares = [share_of(model.num_layers, stage, num_stages) for stage in range(num_stages)]
+    stages = tuple(replace(model, stage=(share.start, share.stop)) for share in shares)
+    for number, stage in enumerate(stages):
+        _check_layers(stage, number, num_stages)
+    return stages
+
+
+def check_pipeline(config: EngineConfig) -> None:
+    """Raise ConfigError for settings that do not work with stages."""
+    if config.parallel.pipeline == 1:
+        return
+    if config.speculation is not None and config.speculation.method != "ngram":
+        reason = f"{config.speculation.method!r} runs layers of its own, and the layers are divided among stages"
+        raise ConfigError("speculative_config.method", reason, f'use "ngram", or set {SETTING} to 1')
+    if config.cache.tiers.host_blocks:
+        raise ConfigError(
+            "host_cache_memory", "tiers are not supported with stages", f"leave it out, or set {SETTING} to 1"
+        )
+
+
+def join_groups(stages: Sequence[ModelConfig], kv_dtype: str, block_size: int, groups: KVGroups) -> KVGroups:
+    """The groups of layers by which one engine hands out the blocks of all stages. Layers with a window have blocks of
+    their own only if that saves memory on every stage. `groups`: those of the whole model."""
+    if len(stages) == 1 or groups.is_plain:
+        return groups
+    if groups.num_states:
+        own = [state_groups(stage, kv_dtype, block_size, groups.num_states) for stage in stages]
+        return max(own, key=lambda each: each.blocks_per_state)
+    specs = [stored_specs(stage.kv_specs, kv_dtype) for stage in stages]
+    if not all(map(can_split, specs)):
+        return PLAIN
+    layouts = [lay_out(each, split=True) for each in specs]
+    return KVGroups(groups.window, max(layout.num_window_blocks for layout in layouts))
+
+
+def _check_layers(model: ModelConfig, stage: int, num_stages: int) -> None:
+    """Raise ConfigError if a stage needs what another one has."""
+    layers, fix = model.layers, "choose another number of stages"
+    for layer in layers:
+        source = model.kv_layer_of(layer)
+        if source not in layers:
+            reason = f"is {num_stages}: layer {layer} reads the keys of layer {source}, which is on another stage"
+            raise ConfigError(SETTING, reason, fix)
+    where = f"is {num_stages}: layers {layers.start} to {layers.stop - 1}, of stage {stage},"
+    kinds = {spec.kind for spec in model.kv_specs}
+    if kinds == {"state"}:
+        raise ConfigError(SETTING, f"{where} are all recurrent, and a stage needs one that attends", fix)
+    if model.local_heads is not None and not {"full", "window"} <= kinds:
+        raise ConfigError(SETTING, f"{where} are all of one kind, and the model has two kinds of heads", fix)

@@ -1,0 +1,54 @@
+"""What a pipeline stage keeps of a model beside its blocks: the first one the embedding, the last one norm and head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from quire.config.model import ModelConfig
+from quire.runtime.layers.blocks import Absent
+from quire.runtime.layers.weights import WeightLayer
+from quire.runtime.models.base import BaseModel
+
+
+class AbsentTable(Absent):
+    """Stands for the embedding. It knows the dtype of the residual stream."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+
+def keep_stage(model: BaseModel, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Take the layers out of a model that its stage does not need, before they have weights: what embeds tokens from
+    all but the first stage, norm and head from all but the last. A tied head keeps the table."""
+    _, blocks, norm, head = model.parts
+    labels = model.labels
+    behind = [part for part in (norm, head, labels) if part is not None]
+    table: nn.Module = model.embedding
+    if not config.is_first_stage:
+        kept = [blocks, *behind]
+        if config.is_last_stage and config.tie_word_embeddings:
+            kept += [layer for layer in model.modules() if layer is getattr(head, "table", None)]
+        _remove(model, [path for path, _ in _layers_outside(model, kept)])
+        table = AbsentTable(dtype)
+    if not config.is_last_stage:
+        _remove(model, [path for path, module in model.named_modules() if any(module is part for part in behind)])
+        norm, head, labels = Absent(), Absent(), None
+    model.assemble(table, blocks, norm, head, labels)  # type: ignore[arg-type]
+
+
+def _layers_outside(model: nn.Module, kept: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Layers with weights, by their paths, that are in none of these modules."""
+    inside = {id(module) for part in kept for module in part.modules()}
+    for path, module in model.named_modules():
+        if isinstance(module, WeightLayer) and id(module) not in inside:
+            yield path, module
+
+
+def _remove(model: nn.Module, paths: list[str]) -> None:
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, Absent())

@@ -1,0 +1,156 @@
+"""What differs in the worker of a pipeline stage: its forward pass, and tokens that another stage samples.
+
+All stages have the same rows. Only the last stage samples; the others learn its tokens later, and in the meantime run
+plans that do not need them. Plan k needs the tokens of plan k - P at the latest, where P is the number of stages, and
+those of every plan in which one of its rows was sampled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config.engine import EngineConfig
+from quire.config.model import ModelConfig
+from quire.runtime.layers.builder import TORCH_DTYPES
+from quire.runtime.layers.step import BESIDE
+from quire.runtime.models.base import BaseModel
+from quire.runtime.models.build import Model
+from quire.runtime.parallel.ranks import Ranks
+from quire.runtime.parallel.stages import StageLink
+from quire.runtime.sampling.history import TokenHistory
+from quire.runtime.sampling.samples import Longs, Samples
+from quire.runtime.worker.batch import Batch
+from quire.runtime.worker.rows import Rows
+from quire.runtime.worker.runner import Runner, Sampled, SampleStep, StepOutput
+from quire.types.step import Ints, Masks, NewRow, StepPlan
+
+
+def make_link(model: ModelConfig, config: EngineConfig, ranks: Ranks) -> StageLink | None:
+    """None: there is one stage."""
+    if ranks.place.config.pipeline == 1:
+        return None
+    assert model.stage is not None, "the model of a stage says which layers it has"
+    beside, device = model.num_layers * model.per_layer_input, torch.device(config.device.device)
+    return StageLink(ranks, model.hidden_size, beside, TORCH_DTYPES[config.device.dtype], device)
+
+
+class StageForward:
+    """Implements Forward: from the hidden states of the stage before to those for the next one. Only the last stage
+    leaves tokens out that are not wanted."""
+
+    def __init__(self, model: Model, link: StageLink) -> None:
+        assert isinstance(model, BaseModel), "only whole decoders are divided into stages"
+        self._model, self._link = model, link
+
+    def __call__(self, batch: Batch) -> Tensor:
+        model, link = self._model, self._link
+        step = batch.step if link.is_last else replace(batch.step, wanted=None)
+        if link.is_first:
+            hidden = model(step)
+        else:
+            x, beside = link.receive_hidden(len(step.token_ids))
+            step.memo.clear()
+            if beside is not None:
+                step.memo[BESIDE] = beside
+            hidden = model.blocks(x, step)
+        if not link.is_last:
+            link.send_hidden(hidden, step.memo.get(BESIDE))
+        found: Tensor = hidden
+        return found
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """The samples of a step: rows [samples], and the places [grown] of those by which their rows grow."""
+
+    rows: Ints
+    grown: Longs
+
+
+class AwaitedTokens:
+    """Tokens that the last stage has still to send to this one, by step, the oldest first."""
+
+    def __init__(self, rows: Rows, link: StageLink) -> None:
+        self._rows, self._link = rows, link
+        self._steps: deque[_Awaited] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def expect(self, batch: Batch) -> None:
+        """A step was run whose tokens come later."""
+        rows = batch.samples.rows
+        if len(rows):
+            self._steps.append(_Awaited(rows, np.arange(len(rows)) if batch.grown is None else batch.grown[0]))
+
+    def receive_for(self, plan: StepPlan) -> None:
+        """Wait for the tokens that a plan needs, before anything of it is done. Those of rows that it releases are
+        dropped when they come."""
+        if not self._steps:
+            return
+        if plan.released:
+            for step in self._steps:
+                step.grown = step.grown[~np.isin(step.rows[step.grown], plan.released)]
+        needed = np.fromiter(_rows_of(plan), dtype=np.int64)
+        while self._steps and (len(self._steps) >= self._link.num_stages or self._are_awaited(needed)):
+            self._receive()
+
+    def receive_all(self) -> None:
+        while self._steps:
+            self._receive()
+
+    def _are_awaited(self, rows: Longs) -> bool:
+        return any(np.isin(step.rows[step.grown], rows).any() for step in self._steps)
+
+    def _receive(self) -> None:
+        step = self._steps.popleft()
+        tokens = self._link.receive_tokens(len(step.rows))
+        if len(step.grown):
+            rows, index = step.rows[step.grown], self._rows.upload(step.grown)
+            self._rows.append(rows, self._rows.upload(rows.astype(np.int64)), tokens.index_select(0, index))
+
+
+def _rows_of(plan: StepPlan) -> Iterator[int]:
+    """The rows whose tokens or lengths a plan reads or changes."""
+    yield from plan.decode_rows.tolist()
+    for chunk in plan.chunks:
+        yield chunk.row
+        yield from chunk.sample_rows
+    for new in plan.new_rows:
+        yield new.row
+    for write in plan.writes:
+        yield write.row
+
+
+class StageRunner(Runner):
+    """The runner of a stage that does not sample: forward, and nothing else."""
+
+    awaited: AwaitedTokens
+
+    def begin(self, plan: StepPlan, failed: frozenset[int]) -> SampleStep:  # noqa: ARG002
+        batch = self._batches.build(plan)
+        self._forward(batch)
+        self.awaited.expect(batch)
+        return partial(_nothing_sampled, plan, self._rows.device)
+
+
+def _nothing_sampled(plan: StepPlan, device: torch.device, masks: Masks | None) -> StepOutput:  # noqa: ARG001
+    return StepOutput(plan, torch.empty(0, dtype=torch.int64, device=device))
+
+
+class NoSampler:
+    """Implements RowSampler for a stage that does not sample: it keeps nothing of rows."""
+
+    def add(self, new: NewRow) -> None: ...
+
+    def remove(self, row: int) -> None: ...
+
+    def sample(self, logits: Tensor, samples: Samples, history: TokenHistory) -> Sampled:  # noqa: ARG002
+        raise AssertionError("only the last stage samples")
