@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 from quire.config.adapters import AdapterConfig, AdapterModule, read_lora_dir, read_modules, resolve_adapters
 from quire.config.engine import MAX_BLOCK_SIZE
 from quire.config.model import QUANTIZATIONS, STORED_METHODS, CacheDtype, Dtype
+from quire.config.parallel import DEFAULT_RANK_TIMEOUT, ParallelConfig, read_parallel
 from quire.config.policy import RESERVING, PolicyName, PolicySettings, read_policy, read_policy_settings
 from quire.config.recording import RecordingConfig, check_recording, read_recording
 from quire.config.sizes import parse_size
@@ -83,6 +84,12 @@ class EngineArguments:
     max_lora_rank: int | None = None
     max_cpu_loras: int | None = None
     lora_dir: str | None = None  # from which clients of a server may load adapters
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    executor: str = "auto"
+    ray_address: str | None = None
+    rank_timeout: float = DEFAULT_RANK_TIMEOUT
 
 
 class EngineSettings(TypedDict, total=False):
@@ -129,6 +136,12 @@ class EngineSettings(TypedDict, total=False):
     max_lora_rank: int | None
     max_cpu_loras: int | None
     lora_dir: str | None
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    enable_expert_parallel: bool
+    executor: str
+    ray_address: str | None
+    rank_timeout: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +158,7 @@ class ParsedArguments:
     recording: RecordingConfig | None
     adapters: AdapterConfig | None
     modules: tuple[AdapterModule, ...]  # adapters to load at the start
+    parallel: ParallelConfig
 
 
 def read_arguments(args: EngineArguments) -> ParsedArguments:
@@ -169,6 +183,14 @@ def read_arguments(args: EngineArguments) -> ParsedArguments:
             host_adapters=args.max_cpu_loras,
         ),
         modules=read_modules(args.lora_modules, enable=args.enable_lora),
+        parallel=read_parallel(
+            args.tensor_parallel_size,
+            args.pipeline_parallel_size,
+            args.enable_expert_parallel,
+            args.executor,
+            args.ray_address,
+            args.rank_timeout,
+        ),
     )
     read_lora_dir(args.lora_dir, enable=args.enable_lora)
     check_tiers(parsed.tiers, parsed.preemption, policy, parsed.layout)

@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.types.errors import ConfigError
+
 ExecutorName = Literal["single", "processes", "ray", "torchrun"]
+EXECUTORS: dict[str, ExecutorName] = {  # vLLM's names after our own
+    "single": "single",
+    "processes": "processes",
+    "ray": "ray",
+    "torchrun": "torchrun",
+    "uni": "single",
+    "mp": "processes",
+    "external_launcher": "torchrun",
+}
+EXECUTOR_NAMES = ("auto", "single", "processes", "ray", "torchrun")
+DEFAULT_RANK_TIMEOUT = 60.0
+MAX_RANKS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +31,8 @@ class ParallelConfig:
     pipeline: int = 1
     expert: bool = False  # the ranks of a stage have whole experts each, and not a part of every expert
     executor: ExecutorName = "single"
+    rank_timeout: float = DEFAULT_RANK_TIMEOUT  # seconds that a rank may be behind while others wait for it
+    ray_address: str | None = None  # of a Ray cluster; None: the one of this machine, or a new one
 
     @property
     def num_ranks(self) -> int:
@@ -96,3 +112,79 @@ def share_heads(num_query: int, num_kv: int, index: int, size: int) -> HeadShare
         raise ValueError(f"{num_query} query heads cannot be shared by {size} ranks")
     own = share_of(group, index - ranks.start, len(ranks))
     return HeadShare(range(owner * group + own.start, owner * group + own.stop), range(owner, owner + 1))
+
+
+def read_parallel(
+    tensor: object, pipeline: object, expert: object, executor: object, ray_address: object, rank_timeout: object
+) -> ParallelConfig:
+    """Read the settings of ranks. Raises ConfigError for values that are wrong on every machine with every model."""
+    for name, value in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", pipeline)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(name, f"must be a whole number, got {value!r:.80}")
+        if not 1 <= value <= MAX_RANKS:
+            raise ConfigError(name, f"must be in [1, {MAX_RANKS}], got {value}", "one rank per GPU is usual")
+    if not isinstance(expert, bool):
+        raise ConfigError("enable_expert_parallel", f"must be true or false, got {expert!r:.80}")
+    if isinstance(rank_timeout, bool) or not isinstance(rank_timeout, int | float) or not 1 <= rank_timeout <= 86_400:
+        raise ConfigError("rank_timeout", f"must be in [1, 86400] s, got {rank_timeout!r:.80}", "leave it out")
+    if ray_address is not None and (not isinstance(ray_address, str) or not ray_address.strip()):
+        raise ConfigError("ray_address", f"must be a text, got {ray_address!r:.80}", 'use "auto" or "host:port"')
+    assert isinstance(tensor, int)
+    assert isinstance(pipeline, int)
+    name = _read_executor(executor, tensor * pipeline, ray_address)
+    config = ParallelConfig(tensor, pipeline, expert, name, float(rank_timeout), ray_address)
+    if expert and tensor == 1:
+        raise ConfigError("enable_expert_parallel", "shares experts among ranks, and there is one", _MORE_RANKS)
+    return config
+
+
+_MORE_RANKS = "leave it out, or raise tensor_parallel_size"
+
+
+def _read_executor(given: object, num_ranks: int, ray_address: object) -> ExecutorName:
+    if given in (None, "auto"):
+        if ray_address is not None:
+            raise ConfigError("ray_address", "is for ranks in a Ray cluster", 'add executor="ray", or leave it out')
+        return "single" if num_ranks == 1 else "processes"
+    found = EXECUTORS.get(given) if isinstance(given, str) else None
+    if found is None:
+        raise ConfigError("executor", f"{given!r:.80} is unknown", f"choose one of {', '.join(EXECUTOR_NAMES)}")
+    if found == "single" and num_ranks > 1:
+        raise ConfigError("executor", f'"single" has one rank, and {num_ranks} are asked for', "leave it out")
+    if found != "ray" and ray_address is not None:
+        raise ConfigError("ray_address", f'is for executor="ray", and it is {found!r}', "leave it out")
+    return found
+
+
+def check_parallel(config: ParallelConfig, device: str, num_devices: int, layout: str, is_mixture: bool) -> None:
+    """Raise ConfigError for settings that do not work on this machine, together, or with this model."""
+    check_devices(config, device, num_devices)
+    check_together(config, layout, is_mixture=is_mixture)
+
+
+def check_devices(config: ParallelConfig, device: str, num_devices: int) -> None:
+    """Raise ConfigError where ranks of this machine have no GPU each. A device with a number, such as "cuda:0", is
+    shared by all ranks, which then meet over Gloo: slow, for tests."""
+    if device != "cuda" or config.executor != "processes" or config.num_ranks <= num_devices:
+        return
+    name = "tensor_parallel_size" if config.tensor > 1 else "pipeline_parallel_size"
+    reason = f"{config.num_ranks} ranks need as many CUDA devices, and {num_devices} were found"
+    raise ConfigError(name, reason, f'lower it, or set device="cpu" or device="{device}:0" (shared, for tests)')
+
+
+def check_together(config: ParallelConfig, layout: str, *, is_mixture: bool) -> None:
+    """Raise ConfigError for settings that do not work with several ranks, or with this model."""
+    if config.num_ranks > 1 and layout != "paged":
+        raise ConfigError("kv_layout", f"{layout!r} is for one rank, and there are {config.num_ranks}", 'use "paged"')
+    if config.expert and not is_mixture:
+        raise ConfigError("enable_expert_parallel", "the model has no experts", "leave it out")
+
+
+def check_one_rank(tensor: int, pipeline: int, executor: str) -> None:
+    """Raise ConfigError for settings of ranks of a model that has one: an encoder."""
+    given = {"tensor_parallel_size": (tensor, 1), "pipeline_parallel_size": (pipeline, 1)}
+    for name, (value, one) in given.items():
+        if value != one:
+            raise ConfigError(name, f"is {value!r:.80}, and an encoder runs on one device", "set it to 1")
+    if executor not in ("auto", "single", "uni"):
+        raise ConfigError("executor", f"is {executor!r:.80}, and an encoder runs in one process", "leave it out")

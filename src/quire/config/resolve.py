@@ -20,6 +20,7 @@ from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
 from quire.config.memory import ADAPTER_FIX, MemoryPlan, kv_block_bytes, plan_memory, state_groups
 from quire.config.model import QUANTIZATIONS, CacheDtype, Dtype, ModelConfig, Quantization
+from quire.config.parallel import check_parallel
 from quire.config.policy import RESERVING
 from quire.config.sizes import GIB, MIB, format_size, parse_size
 from quire.config.speculation import SpeculationConfig, resolve_speculation
@@ -58,8 +59,8 @@ def resolve_engine_config(
     """
     parsed = read_arguments(args)
     device = resolve_device(args, facts, model)
-    kind = device.device.partition(":")[0]
-    capacity = device_capacity(args, facts, device.device)
+    check_parallel(parsed.parallel, device.device, len(facts.cuda), parsed.layout, model.experts is not None)
+    kind, capacity = device.device.partition(":")[0], device_capacity(args, facts, device.device)
     scheduler = SchedulerConfig(
         max_num_seqs=args.max_num_seqs if args.max_num_seqs is not None else DEFAULT_NUM_SEQS[kind],
         max_num_batched_tokens=(
@@ -92,7 +93,7 @@ def resolve_engine_config(
     block_bytes = kv_block_bytes(model, device.kv_dtype, args.block_size, groups)
     tiers = resolve_tiers(parsed.tiers, block_bytes, host_field)
     cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers, groups=groups)
-    unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording, parsed.adapters)
+    unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording, parsed.adapters, parsed.parallel)
     unsized = _resolve_layout(unsized, facts, model)
     try:
         config = _size_cache(args, facts, model, unsized, capacity)

@@ -20,6 +20,7 @@ from quire.config.embedding import (
 from quire.config.engine import EngineConfig, SchedulerConfig
 from quire.config.memory import MemoryPlan
 from quire.config.model import ModelConfig
+from quire.config.parallel import check_one_rank
 from quire.config.resolve import resolve_engine_config
 from quire.config.speculation import read_speculation
 from quire.engine.core import EngineCore
@@ -27,6 +28,7 @@ from quire.engine.decoding.grammar_compiler import GrammarCompiler
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.decoding.vocabulary import VocabularySource
 from quire.engine.encoder_core import EncoderCore
+from quire.engine.executor import Executor
 from quire.engine.speculation.registry import make_proposers
 from quire.runtime.encoder.encoder import TextEncoder
 from quire.runtime.encoder.executor import EncoderExecutor
@@ -70,14 +72,7 @@ class PlannedEngine:
         if config.cache.tiers.disk_path:  # what else is cached ends with this process, which has one model
             namespace = cache_namespace(self.files, self.model, config, load_format)
             config = replace(config, cache=replace(config.cache, namespace=namespace))
-        executor = SingleExecutor(
-            self.files,
-            self.model,
-            config,
-            load_format=load_format,
-            progress=progress,
-            draft_files=self.draft_files,
-        )
+        executor = self._make_executor(config, load_format, progress)
         proposers = make_proposers(config.speculation, executor.depth)
         tools = replace(tools or DecodingTools(), proposers=proposers)
         try:
@@ -85,6 +80,23 @@ class PlannedEngine:
         except BaseException:
             executor.close()
             raise
+
+    def _make_executor(
+        self, config: EngineConfig, load_format: Literal["auto", "dummy"], progress: Progress
+    ) -> Executor:
+        if config.parallel.executor == "single":
+            return SingleExecutor(
+                self.files,
+                self.model,
+                config,
+                load_format=load_format,
+                progress=progress,
+                draft_files=self.draft_files,
+            )
+        from quire.runtime.executor.make import make_executor  # needless with one rank
+        from quire.runtime.executor.ranked import RankJob
+
+        return make_executor(RankJob(self.files, self.model, config, load_format, self.draft_files), progress)
 
     def tools(self, vocabulary: VocabularySource | None, *, warm: bool = False) -> DecodingTools:
         """What the engine decodes with. `vocabulary` is asked for when it is first needed, or now if `warm`."""
@@ -96,7 +108,7 @@ class PlannedEngine:
         return DecodingTools(grammars, vocabulary=vocabulary, checked_only=True)
 
 
-def _make_core(executor: SingleExecutor, config: EngineConfig, vocab_size: int, tools: DecodingTools) -> EngineCore:
+def _make_core(executor: Executor, config: EngineConfig, vocab_size: int, tools: DecodingTools) -> EngineCore:
     if config.recording is None:
         return EngineCore(executor, config.cache, config.scheduler, vocab_size, tools=tools)
     from quire.engine.recording.recorder import make_recorded_core  # needless where nothing is recorded
@@ -156,6 +168,7 @@ def plan_model(
     settings = read_pooling_settings(files, arguments.task)
     if settings is None or kind in ("decoder", "decoder classifier"):
         return replace(_plan_engine(files, model, arguments, offline=offline), settings=settings)
+    check_one_rank(arguments.tensor_parallel_size, arguments.pipeline_parallel_size, arguments.executor)
     config = resolve_encoder_config(arguments, detect_hardware(), model, settings)
     return PlannedEncoder(files, model, config, settings)
 

@@ -35,7 +35,9 @@ RENAMED = {
     "kv_cache_memory_bytes": "kv_cache_memory",
     "num_gpu_blocks_override": "num_kv_blocks",
     "kv_offloading_size": "swap_space",  # both in GiB
+    "distributed_executor_backend": "executor",
 }
+_DEFAULT_BY_NONE = ("seed", "block_size", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
 REVISIONS = {"revision": "model", "tokenizer_revision": "tokenizer"}  # a revision is part of a hub name
 
 
@@ -65,7 +67,9 @@ class NoEffect:
         raise ConfigError(name, f"{value!r} is not supported", self.advice)
 
 
-_ONE_DEVICE = "Quire runs a model on one device; set it to 1 and start one server per GPU"
+_ONE_ENGINE = "set it to 1 and start one server per replica"
+_NO_CONTEXT = "Quire does not split sequences over ranks; set it to 1 and raise tensor_parallel_size"
+_BY_RAY = 'for ranks on several machines, use executor="ray"'
 _TEXT_ONLY = "Quire takes text and images, which it prepares by itself; leave it out"
 _NO_LORA = "leave it out: LoRA adapters are for calls that generate text"
 _BY_MODEL = "leave it out, or use --task embed, classify or score of `quire serve`"
@@ -78,21 +82,17 @@ def _tuning(advice: str, *neutral: object) -> NoEffect:
 
 NO_EFFECT: dict[str, NoEffect] = {
     # parallelism
-    "tensor_parallel_size": NoEffect((None, 1), _ONE_DEVICE),
-    "pipeline_parallel_size": NoEffect((None, 1), _ONE_DEVICE),
-    "data_parallel_size": NoEffect((None, 1), _ONE_DEVICE),
-    "data_parallel_size_local": NoEffect((None, 1), _ONE_DEVICE),
-    "data_parallel_rank": NoEffect((None, 0), _ONE_DEVICE),
-    "decode_context_parallel_size": NoEffect((None, 1), _ONE_DEVICE),
-    "prefill_context_parallel_size": NoEffect((None, 1), _ONE_DEVICE),
-    "nnodes": NoEffect((None, 1), _ONE_DEVICE),
-    "node_rank": NoEffect((None, 0), _ONE_DEVICE),
-    "enable_expert_parallel": NoEffect(_OFF, "all experts are on one device; leave it out"),
-    "enable_eplb": NoEffect(_OFF, "all experts are on one device; leave it out"),
-    "distributed_executor_backend": _tuning("there is one process per engine", "mp", "uni"),
-    "disable_custom_all_reduce": _tuning("there is one device", False, True),
+    "data_parallel_size": NoEffect((None, 1), _ONE_ENGINE),
+    "data_parallel_size_local": NoEffect((None, 1), _ONE_ENGINE),
+    "data_parallel_rank": NoEffect((None, 0), _ONE_ENGINE),
+    "decode_context_parallel_size": NoEffect((None, 1), _NO_CONTEXT),
+    "prefill_context_parallel_size": NoEffect((None, 1), _NO_CONTEXT),
+    "nnodes": NoEffect((None, 1), _BY_RAY),
+    "node_rank": NoEffect((None, 0), _BY_RAY),
+    "enable_eplb": NoEffect(_OFF, "experts stay where they were loaded; leave it out"),
+    "disable_custom_all_reduce": _tuning("ranks reduce by NCCL or Gloo", False, True),
     "max_parallel_loading_workers": _tuning("weights are read by all cores"),
-    "ray_workers_use_nsight": NoEffect(_OFF, "there is no Ray here; leave it out"),
+    "ray_workers_use_nsight": NoEffect(_OFF, "leave it out"),
     # the model and its files
     "trust_remote_code": _tuning("no code from a model's files is ever run", False),
     "task": NoEffect((None, "auto", "generate"), _BY_MODEL),
@@ -257,7 +257,7 @@ def translate_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         elif name not in known:
             raise _unknown(name, known)
-        elif name in ("seed", "block_size") and value is None:  # vLLM: None means the default
+        elif name in _DEFAULT_BY_NONE and value is None:  # vLLM: None means the default
             continue
         else:
             own[name] = str(value).removeprefix("torch.") if name == "dtype" else value

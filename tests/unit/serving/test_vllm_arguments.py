@@ -68,8 +68,9 @@ def test_an_argument_that_only_tunes_is_accepted_with_a_warning(
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [
-        ("tensor_parallel_size", 2, "one server per GPU"),
-        ("tensor_parallel_size", True, "one server per GPU"),
+        ("data_parallel_size", 2, "one server per replica"),
+        ("data_parallel_size", True, "one server per replica"),
+        ("decode_context_parallel_size", 2, "tensor_parallel_size"),
         ("lora_dtype", "float32", "in the dtype of the model"),
         ("enable_chunked_prefill", False, "always computed in chunks"),
         ("hf_overrides", {"rope_theta": 1}, "config.json"),
@@ -90,6 +91,8 @@ def test_other_names_of_the_same_setting_are_translated() -> None:
     given = {"kv_cache_memory_bytes": 2**30, "max_model_len": 64, "model": "m"}
     assert translate_arguments(given) == {"kv_cache_memory": 2**30, "max_model_len": 64, "model": "m"}
     assert translate_arguments({"num_gpu_blocks_override": 7}) == {"num_kv_blocks": 7}
+    assert translate_arguments({"distributed_executor_backend": "mp"}) == {"executor": "mp"}
+    assert translate_arguments({"tensor_parallel_size": None, "distributed_executor_backend": None}) == {}
     with pytest.raises(ConfigError, match="^num_gpu_blocks_override: is another name of num_kv_blocks"):
         translate_arguments({"num_gpu_blocks_override": 7, "num_kv_blocks": 8})
 

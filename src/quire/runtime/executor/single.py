@@ -8,14 +8,16 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from quire.config.engine import EngineConfig
 from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
+from quire.config.stages import stage_models
 from quire.runtime.adapters.store import AdapterStore
+from quire.runtime.executor.tensor_bytes import tensor_bytes
 from quire.runtime.executor.token_ring import Landing, TokenRing
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
@@ -23,6 +25,7 @@ from quire.runtime.loading.resolve import ModelFiles
 from quire.runtime.loading.weights import load_weights, randomize_weights
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.build import build_model
+from quire.runtime.parallel.ranks import ALONE, Ranks
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.make import make_drafter
 from quire.runtime.tiers.make import check_folder, make_tiers
@@ -63,6 +66,7 @@ class SingleExecutor:
         progress: Progress | None = None,
         draft_files: ModelFiles | None = None,  # of the draft model, where the config has one
         depth: int | None = None,  # steps to keep in flight; None: what suits the device
+        ranks: Ranks = ALONE,  # where this process stands among those of the engine
     ) -> None:
         check_folder(config.cache.tiers)  # before the weights are loaded
         if config.device.threads is not None:
@@ -71,8 +75,10 @@ class SingleExecutor:
         if self._device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
-        self._depth = depth or DEPTHS[self._device.type]
-        builder = LayerBuilder(config.device, model_config.heads, config.cache.block_size, model_config.local_heads)
+        self._depth, self.ranks = depth or DEPTHS[self._device.type], ranks
+        model_config = stage_models(model_config, config.parallel.pipeline)[ranks.place.stage]
+        heads, local_heads = model_config.heads, model_config.local_heads
+        builder = LayerBuilder(config.device, heads, config.cache.block_size, local_heads, ranks=ranks)
         self._compiles = self._device.type == "cuda" and builder.backend.kernels == "triton"
         self._worker: Worker | None = None
         self._launched: deque[StepResult | _Launched] = deque()
@@ -81,13 +87,20 @@ class SingleExecutor:
         load: Load = partial(_load, progress=progress)
         if load_format == "dummy":
             load = partial(_noise, seed=config.scheduler.seed)
+        self._weight_bytes = 0
+
+        def load_counted(*what: Any) -> BaseModel:
+            model = load(*what)
+            self._weight_bytes += tensor_bytes(model)
+            return model
+
         try:
             if self._compiles:
                 from quire.kernels.triton.compiling import begin_early
 
                 begin_early()  # goes on while the weights are loaded
                 adopt_tuned(self._device)
-            self._worker = _make_worker(load, files, draft_files or files, builder, model_config, config)
+            self._worker = _make_worker(load_counted, files, draft_files or files, builder, model_config, config)
             if self._compiles:
                 self._worker.prepare(PREPARING_SECONDS)
         except BaseException:
@@ -135,6 +148,13 @@ class SingleExecutor:
 
     def transfers(self) -> TransferReport:
         return NOTHING_MOVED if self._worker is None else self._worker.tiers.report()
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Bytes of the weights and of the KV cache on this device."""
+        if self._worker is None:
+            return (0, 0)
+        return self._weight_bytes, self._worker.cache.blocks.nbytes
 
     @property
     def adapters(self) -> RowAdapters | None:

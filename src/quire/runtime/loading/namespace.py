@@ -43,6 +43,8 @@ def cache_namespace(
         digest.update(_framed(value))
     if config.cache.groups.window is not None:  # a block holds some layers, and window blocks the others
         digest.update(_framed(("windows", config.cache.groups.num_window_blocks)))
+    if config.parallel.num_ranks > 1:  # every rank keeps its part of a block
+        digest.update(_framed(("ranks", config.parallel.tensor, config.parallel.pipeline)))
     if load_format == "dummy":
         digest.update(_framed(("random", config.scheduler.seed)))
         return digest.hexdigest()

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from quire.runtime.sampling.reports import join_candidates
 from quire.types.step import RowFailure, StepResult
 
 
 def merge_results(results: Sequence[StepResult]) -> StepResult:
     """Make one result of those of all ranks of the last stage, in their order. Every rank has all tokens, prompt
-    logprobs, drafts and pooled numbers; logprobs and candidates are only where a sample was chosen."""
+    logprobs, drafts and pooled numbers; logprobs and candidates are only where a sample was chosen. Raises
+    RuntimeError if tokens differ."""
     first, *others = results
     if not others:
         return first
+    for rank, other in enumerate(others, 1):
+        if other.step != first.step or not np.array_equal(other.token_ids, first.token_ids):
+            raise RuntimeError(f"step {first.step}: rank {rank} of the last stage sampled other tokens than rank 0")
     failures: dict[int, RowFailure] = {}
     for result in results:
         for failure in result.failures:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
+from quire.config.parallel import EXECUTOR_NAMES
 from quire.config.policy import POLICY_NAMES
 from quire.config.tiers import EVICTION_NAMES, PREEMPTION_NAMES
 from quire.serving.cli.suggestions import closest_command, split_vllm_flags, take_vllm_flags, unknown_flags
@@ -77,11 +78,20 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
         'how large images are shown, as JSON: {"min_pixels": ..., "max_pixels": ...}',
     ),
     "--allowed-local-media-path": (str, "the folder whose files image URLs with file:// may name (none)"),
+    "--tensor-parallel-size": (int, "ranks that share every layer, one per GPU (1)"),
+    "--pipeline-parallel-size": (int, "stages with some of the layers each (1)"),
+    "--executor": (str, f"how ranks run: {', '.join(EXECUTOR_NAMES)} (auto: single, or processes for several ranks)"),
+    "--ray-address": (str, "the Ray cluster for --executor ray: auto or HOST:PORT (one of this machine, or a new one)"),
+    "--rank-timeout": (float, "seconds that a rank may be behind while others wait for it (60)"),
     "--record": (str, "write all inputs and decisions to this new file, for `quire replay`"),
     "--record-tokens": (str, "exact, or hashed: it tells which prompts begin alike, not what they say (exact)"),
     "--record-limit": (str, "how large the file may become (1GiB)"),
 }
-ENGINE_SWITCHES = {"--enforce-eager": "capture no step as a CUDA graph: slower, for finding faults"}
+ENGINE_SWITCHES = {
+    "--enforce-eager": "capture no step as a CUDA graph: slower, for finding faults",
+    "--enable-expert-parallel": "ranks have whole experts each, and not a part of every expert",
+}
+SHORT_FLAGS = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp"}  # as vLLM has them
 ENGINE_CHOICES = {"--enable-prefix-caching": "keep computed prompts and answers for prompts that begin alike (on)"}
 LORA_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--max-loras": (int, "LoRA adapters in one step: slots on the device (8)"),
@@ -266,7 +276,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_engine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("engine")
     for flag, (kind, text) in ENGINE_FLAGS.items():
-        group.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
+        names = (flag,) if flag not in SHORT_FLAGS else (SHORT_FLAGS[flag], flag)
+        group.add_argument(*names, type=kind, help=text, default=argparse.SUPPRESS)
     for flag, text in ENGINE_SWITCHES.items():
         group.add_argument(flag, action="store_true", help=text, default=argparse.SUPPRESS)
     for flag, text in ENGINE_CHOICES.items():

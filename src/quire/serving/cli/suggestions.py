@@ -62,13 +62,15 @@ FLAGS = {
     "--chunked-prefill-size": "--max-num-batched-tokens",
     "--max-running-requests": "--max-num-seqs",
     "--schedule-policy": "--policy",
+    "--tp-size": "--tensor-parallel-size",
+    "--pp-size": "--pipeline-parallel-size",
     # vLLM
     "--api-server-count": "--api-workers",
     "--allowed-origins": "--cors-origin",
     "--otlp-traces-endpoint": "--trace-endpoint",
     "--max-new-tokens": "--max-tokens",
 }
-_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+_SHORT = {"-dp": "--data-parallel-size"}
 
 
 def closest_command(name: str, known: Iterable[str]) -> str | None:

@@ -86,7 +86,7 @@ def test_wrong_usage_is_one_line_and_exit_code_two(
         (["serve", "--ctx-size", "4096"], "did you mean --max-model-len instead of --ctx-size?"),
         (["serve", "--ctx-sz", "4096"], "did you mean --max-model-len instead of --ctx-sz?"),
         (["serve", "-ngl", "99", "--parallel", "4"], "did you mean --max-num-seqs instead of --parallel?"),
-        (["serve", "--tensor-parallel-size", "2"], "tensor_parallel_size: 2 is not supported; Quire runs a model on"),
+        (["serve", "--data-parallel-size", "2"], "data_parallel_size: 2 is not supported; set it to 1 and start one"),
         (["serve", "--fully-sharded-loras"], "adapters are on one device"),
         (["pull", "--trust-remote-code"], "unrecognized arguments: --trust-remote-code"),
     ],
@@ -103,7 +103,7 @@ def test_what_is_unknown_is_answered_with_what_may_be_meant(
 
 
 def test_flags_of_vllm_that_ask_for_nothing_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
-    habits = "--tensor-parallel-size 1 -pp=1 --disable-log-requests --enable-chunked-prefill --no-enable-eplb"
+    habits = "--data-parallel-size 1 -dp=1 --disable-log-requests --enable-chunked-prefill --no-enable-eplb"
     args = _parser().parse_args(["serve", *habits.split(), "m", "--max-num-seqs", "3"])
     assert (args.model_name, args.max_num_seqs) == ("m", 3)
     assert not caplog.records

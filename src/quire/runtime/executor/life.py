@@ -1,0 +1,103 @@
+"""Signs of life of a rank, in a page of memory that it shares with the engine's process."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+from typing import NamedTuple
+
+PAGE_BYTES = 4096
+_COUNTERS = struct.Struct("<QQQQqB")
+_WORDS = struct.Struct("<I")
+_WORDS_AT = 64
+_BEAT_SECONDS = 0.1
+
+LOADING, IDLE, BUSY = 0, 1, 2
+
+
+class Life(NamedTuple):
+    """What a rank has done so far."""
+
+    beats: int = 0  # of a thread that does nothing else: they go on while torch computes
+    steps: int = 0  # begun
+    entered: int = 0  # collectives begun
+    left: int = 0  # collectives ended
+    step: int = -1  # the number of the last step
+    state: int = LOADING
+
+    @property
+    def progress(self) -> tuple[int, int, int, int]:
+        """Changes whenever the rank gets on with its work."""
+        return (self.steps, self.entered, self.left, self.state)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in a collective, where it waits for other ranks."""
+        return self.entered > self.left
+
+
+class LifePage:
+    """A rank writes to it, without a system call; the engine's process reads it. `memory` is at least one page."""
+
+    def __init__(self, memory: mmap.mmap | bytearray, offset: int = 0) -> None:
+        self._memory, self._offset = memory, offset
+        self._beats = self._steps = self._entered = self._left = 0
+        self._step, self._state = -1, LOADING
+        self._writing = threading.Lock()
+
+    # ------------------------------------------------------------------------------------------------------- the rank
+    def start_beating(self) -> None:
+        threading.Thread(target=self._beat, name="quire-heartbeat", daemon=True).start()
+
+    def _beat(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(_BEAT_SECONDS):
+            self._beats += 1
+            self._write()
+
+    def begin_step(self, step: int) -> None:
+        self._steps, self._step, self._state = self._steps + 1, step, BUSY
+        self._write()
+
+    def idle(self) -> None:
+        """It has loaded, or its last step has ended."""
+        self._state = IDLE
+        self._write()
+
+    def enter(self) -> None:
+        self._entered += 1
+        self._write()
+
+    def leave(self) -> None:
+        self._left += 1
+        self._write()
+
+    def say(self, words: bytes) -> None:
+        """Leave last words, of which the first part is kept."""
+        kept = words[: PAGE_BYTES - _WORDS_AT - _WORDS.size]
+        begin = self._offset + _WORDS_AT
+        self._memory[begin + _WORDS.size : begin + _WORDS.size + len(kept)] = kept
+        _WORDS.pack_into(self._memory, begin, len(kept))
+
+    def _write(self) -> None:
+        with self._writing:
+            numbers = self._beats, self._steps, self._entered, self._left, self._step, self._state
+            _COUNTERS.pack_into(self._memory, self._offset, *numbers)
+
+    # ----------------------------------------------------------------------------------------------------- the engine
+    def read(self) -> Life:
+        return Life(*_COUNTERS.unpack_from(self._memory, self._offset))
+
+    def words(self) -> bytes:
+        """The last words; empty: there are none."""
+        begin = self._offset + _WORDS_AT
+        (length,) = _WORDS.unpack_from(self._memory, begin)
+        return bytes(self._memory[begin + _WORDS.size : begin + _WORDS.size + length])
+
+    def copy_bytes(self) -> bytes:
+        """The whole page, for a rank that shares no memory with the engine."""
+        return bytes(self._memory[self._offset : self._offset + PAGE_BYTES])
+
+    def put_bytes(self, page: bytes | memoryview) -> None:
+        self._memory[self._offset : self._offset + PAGE_BYTES] = bytes(page)

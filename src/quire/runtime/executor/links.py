@@ -1,0 +1,172 @@
+"""The ranks of an engine as the engine's process sees them, and those that are processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from quire.config.environment import child_environment
+from quire.config.parallel import ParallelConfig, RankPlace
+from quire.runtime.executor.channel import Channel, channel_pair
+from quire.runtime.executor.life import PAGE_BYTES, LifePage
+from quire.types.errors import ConfigError
+
+_REAP_SECONDS = 5.0  # from SIGKILL to the end of a process
+_LOOPBACK = "lo"
+
+
+class Rank(Protocol):
+    """One rank. Its methods never wait for it."""
+
+    @property
+    def place(self) -> RankPlace: ...
+
+    @property
+    def name(self) -> str:
+        """For messages: "pid 4711"."""
+
+    @property
+    def control(self) -> Channel:
+        """For plans and their results, in order."""
+
+    @property
+    def calls(self) -> Channel:
+        """For everything that does not wait for a step."""
+
+    @property
+    def page(self) -> LifePage: ...
+
+    @property
+    def device_index(self) -> int | None:
+        """Of its GPU on its machine; None: what the configuration says."""
+
+    def ending(self) -> str | None:
+        """How it ended: "was killed by signal 9"; None: it runs."""
+
+    def is_stopped(self) -> bool:
+        """Whether it was halted, as by SIGSTOP."""
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None:
+        """Make sure that it is gone, and give back what belongs to it. Idempotent."""
+
+
+class RankLauncher(Protocol):
+    """Starts all ranks of an engine."""
+
+    def start(self) -> Sequence[Rank]:
+        """Called once, in the thread that then watches them. Nothing is left where it raises."""
+
+    def close(self) -> None:
+        """Give back what no single rank owns. Idempotent."""
+
+
+@dataclass(slots=True)
+class ProcessRank:
+    """Implements Rank by a child process."""
+
+    place: RankPlace
+    process: subprocess.Popen[bytes]
+    control: Channel
+    calls: Channel
+    page: LifePage
+    device_index: int | None
+
+    @property
+    def name(self) -> str:
+        return f"pid {self.process.pid}"
+
+    def ending(self) -> str | None:
+        code = self.process.poll()
+        if code is None:
+            return None
+        return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+
+    def is_stopped(self) -> bool:
+        try:
+            state = Path(f"/proc/{self.process.pid}/stat").read_bytes().rpartition(b") ")[2][:1]
+        except OSError:
+            return False
+        return state in (b"T", b"t")
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        self.process.wait(_REAP_SECONDS)
+        self.control.close()
+        self.calls.close()
+
+
+class ProcessLauncher:
+    """Starts one process per rank on this machine. They meet in memory that nobody else can open, and their
+    collectives use the loopback interface only."""
+
+    def __init__(
+        self, config: ParallelConfig, devices: Sequence[int] | None, module: str = "quire.runtime.executor.rank_main"
+    ) -> None:
+        """`devices`: the GPU of every rank; None: the device of the configuration."""
+        if sys.platform != "linux":
+            raise ConfigError("executor", f'"processes" needs Linux, and this is {sys.platform}', 'use "torchrun"')
+        self._config, self._devices, self._module = config, devices, module
+        self._memory: mmap.mmap | None = None
+
+    def start(self) -> Sequence[Rank]:
+        count = self._config.num_ranks
+        pages, store = _shared_file(count * PAGE_BYTES), _shared_file(0)
+        ranks: list[Rank] = []
+        try:
+            self._memory = mmap.mmap(pages, count * PAGE_BYTES)
+            for rank in range(count):
+                ranks.append(self._start(rank, pages, store, LifePage(self._memory, rank * PAGE_BYTES)))
+        except BaseException:
+            for one in ranks:
+                one.close()
+            raise
+        finally:
+            os.close(pages)
+            os.close(store)
+        return ranks
+
+    def _start(self, rank: int, pages: int, store: int, page: LifePage) -> ProcessRank:
+        (control, their_control), (calls, their_calls) = channel_pair(), channel_pair()
+        with their_control, their_calls:
+            descriptors = (their_control.fileno(), their_calls.fileno(), pages, store)
+            arguments = [*map(str, descriptors), str(rank * PAGE_BYTES)]
+            environment = child_environment(
+                PYTHONPATH=os.pathsep.join(path for path in sys.path if path),
+                GLOO_SOCKET_IFNAME=_LOOPBACK,
+                NCCL_SOCKET_IFNAME=_LOOPBACK,
+            )
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._module, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env=environment,
+                process_group=0,  # Ctrl-C reaches the engine's process alone
+            )
+        device = None if self._devices is None else self._devices[rank]
+        return ProcessRank(self._config.place(rank), process, control, calls, page, device)
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+def _shared_file(num_bytes: int) -> int:
+    """A descriptor of memory without a name, which ends with its last user."""
+    made = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
+    os.ftruncate(made, num_bytes)
+    return made

@@ -1,0 +1,22 @@
+"""Makes the executor that a configuration asks for, where it is not the one in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.config.engine import EngineConfig
+from quire.engine.executor import Executor
+from quire.runtime.executor.links import ProcessLauncher
+from quire.runtime.executor.ranked import RankedExecutor, RankJob
+from quire.runtime.loading.progress import Progress
+
+
+def make_executor(job: RankJob, progress: Progress | None) -> Executor:
+    """Start the ranks and load the model. Raises ConfigError, ModelLoadError or EngineDead."""
+    assert job.config.parallel.executor == "processes"
+    return RankedExecutor(job, ProcessLauncher(job.config.parallel, devices_of(job.config)), progress=progress)
+
+
+def devices_of(config: EngineConfig) -> Sequence[int] | None:
+    """The GPU of every rank of this machine; None where all have the device that the configuration names."""
+    return range(config.parallel.num_ranks) if config.device.device == "cuda" else None

@@ -1,0 +1,239 @@
+"""What the process of one rank does: it joins the others, loads its part of the model and obeys the engine's plans."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from quire.config.engine import EngineConfig
+from quire.config.parallel import RankPlace
+from quire.runtime.executor.channel import Channel, Kind, Message
+from quire.runtime.executor.codec import FINGERPRINT, decode, encode
+from quire.runtime.executor.life import LifePage
+from quire.runtime.executor.plan_codec import PlanDecoder
+from quire.types.errors import ConfigError, InvalidRequest, ModelLoadError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from quire.runtime.executor.single import SingleExecutor
+
+logger = logging.getLogger("quire.runtime")
+
+EXIT_ORPHANED = 70  # the engine's process is gone
+EXIT_FAILED = 71  # the cause is in the page of signs of life
+_REPORT_SECONDS = 0.1  # between two reports of loading
+_MOST_WORDS = 3_000  # characters of an error
+
+MakeStore = Callable[[RankPlace], "Store"]
+
+
+class RankServer:
+    """Obeys one engine. `run` never returns: the process ends with it. A thread of its own ends the process when the
+    engine's process is gone, also in the middle of a step."""
+
+    def __init__(self, control: Channel, calls: Channel, page: LifePage, make_store: MakeStore) -> None:
+        self._control, self._calls, self._page, self._make_store = control, calls, page, make_store
+        self._plans = PlanDecoder()
+        self._executor: SingleExecutor
+        self._collecting: SimpleQueue[int] | None = None  # steps that another thread collects
+        self._sends_results = True
+        self._progress = "", 0.0
+
+    def run(self, on_end: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+        self._page.start_beating()
+        try:
+            start = self._control.receive()
+            assert start is not None
+            threading.Thread(target=self._serve_calls, name="quire-calls", daemon=True).start()
+            self._load(decode(start.data))
+            self._obey()
+        except EOFError:
+            on_end(EXIT_ORPHANED)
+        except BaseException as error:
+            logger.debug("the rank failed", exc_info=True)
+            self._page.say(describe_error(error))
+            on_end(EXIT_FAILED)
+        on_end(0)
+
+    # ------------------------------------------------------------------------------------------------------- loading
+    def _load(self, job: dict[str, Any]) -> None:
+        import torch
+
+        from quire.config.facts import cuda_index
+        from quire.runtime.executor.single import SingleExecutor
+        from quire.runtime.hardware import detect_hardware
+        from quire.runtime.parallel.make import backend_of, join_ranks, ranks_share_device
+
+        if job["fingerprint"] != FINGERPRINT:
+            raise ConfigError("executor", "the rank runs another version of Quire than the engine", "install one")
+        config: EngineConfig = job["config"]
+        place, shares = config.parallel.place(job["rank"]), ranks_share_device(config.parallel, config.device.device)
+        config = config_of_rank(config, place, job["device_index"], detect_hardware().cores)
+        device = torch.device(config.device.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(cuda_index(config.device.device))
+        torch.set_num_threads(config.device.threads or 1)
+        ranks = join_ranks(
+            place, self._make_store(place), backend_of(device, shares_device=shares), job["seconds"], self._page
+        )
+        self._executor = SingleExecutor(
+            job["files"],
+            job["model"],
+            config,
+            load_format=job["load_format"],
+            progress=self._report_progress if place.rank == 0 else None,
+            draft_files=job["draft_files"],
+            depth=job["depth"],
+            ranks=ranks,
+        )
+        self._sends_results = place.is_last_stage
+        if device.type == "cuda":
+            self._collecting = SimpleQueue()
+            threading.Thread(target=self._collect_steps, name="quire-results", daemon=True).start()
+        self._page.idle()
+        self._control.send(Kind.READY, encode(self._executor.num_bytes))
+
+    def _report_progress(self, what: str, done: int, total: int) -> None:
+        phase, at = self._progress
+        now = time.monotonic()
+        if what != phase or done >= total or now - at >= _REPORT_SECONDS:
+            self._progress = what, now
+            self._control.send(Kind.PROGRESS, encode((what, done, total)))
+
+    # --------------------------------------------------------------------------------------------------------- plans
+    def _obey(self) -> None:
+        """Until the engine says STOP."""
+        while True:
+            message = self._control.receive()
+            assert message is not None
+            if message.kind is Kind.PLAN:
+                self._launch(message)
+            elif message.kind is Kind.MASKS:
+                self._executor.supply_masks(decode(message.data))
+                self._collect()
+            elif message.kind is Kind.REPORT:
+                self._control.send(Kind.TRANSFERS, encode(self._executor.transfers()))
+            elif message.kind is Kind.CHECK:
+                self._control.send(Kind.CHECKED, encode(self._check()))
+            else:
+                assert message.kind is Kind.STOP
+                self._executor.close()
+                return
+
+    def _launch(self, message: Message) -> None:
+        plan = self._plans.decode(message.data)
+        self._page.begin_step(plan.step)
+        self._executor.launch(plan)
+        if not plan.guided:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Send the result of the step launched last, or have it sent when the device has computed it."""
+        if self._collecting is not None:
+            self._collecting.put(0)
+            return
+        result = self._executor.collect()
+        if self._sends_results:
+            self._control.send(Kind.RESULT, encode(result))
+        self._page.idle()
+
+    def _collect_steps(self) -> None:
+        """Where steps are only enqueued: the next one is launched while this thread waits for the one before."""
+        assert self._collecting is not None
+        try:
+            while True:
+                self._collecting.get()
+                result = self._executor.collect()
+                if self._sends_results:
+                    self._control.send(Kind.RESULT, encode(result))
+                if self._collecting.empty():
+                    self._page.idle()
+        except BaseException as error:  # noqa: BLE001 - whatever it was, the engine says it
+            self._page.say(describe_error(error))
+            os._exit(EXIT_FAILED)
+
+    def _check(self) -> str:
+        try:
+            self._executor.check()
+        except AssertionError as error:
+            return repr(error)
+        return ""
+
+    # --------------------------------------------------------------------------------------------------------- calls
+    def _serve_calls(self) -> None:
+        """Read and forget adapters beside the steps. Ends the process when the engine's is gone."""
+        try:
+            while (message := self._calls.receive()) is not None:
+                try:
+                    answer = self._answer(message)
+                except InvalidRequest as error:
+                    self._calls.send(Kind.REFUSED, encode((error.field, error.reason, error.fix)))
+                except Exception as error:  # noqa: BLE001 - of one adapter
+                    refusal = ("lora_path", f"cannot be read: {error!r:.200}", "check its files")
+                    self._calls.send(Kind.REFUSED, encode(refusal))
+                else:
+                    self._calls.send(Kind.ANSWER, encode(answer))
+        except (EOFError, OSError):
+            os._exit(EXIT_ORPHANED)
+
+    def _answer(self, message: Message) -> object:
+        if message.kind is Kind.READ_ADAPTER:
+            return self._executor.read_adapter(*decode(message.data))
+        assert message.kind is Kind.FORGET_ADAPTER
+        self._executor.forget_adapter(*decode(message.data))
+        return None
+
+
+def config_of_rank(config: EngineConfig, place: RankPlace, device_index: int | None, cores: int) -> EngineConfig:
+    """The configuration of one rank: its device, its share of the CPU's threads, and its part of the disk tier."""
+    device, cache = config.device, config.cache
+    if device.device == "cpu":
+        device = replace(device, threads=max(1, (device.threads or cores) // place.config.num_ranks))
+    elif device_index is not None:
+        device = replace(device, device=f"cuda:{device_index}")
+    if cache.tiers.disk_path:
+        cache = replace(cache, tiers=replace(cache.tiers, disk_path=str(Path(cache.tiers.disk_path) / _part(place))))
+    return replace(config, device=device, cache=cache)
+
+
+def _part(place: RankPlace) -> str:
+    """The folder of a rank below that of the disk tier: no two splits share one."""
+    config = place.config
+    return f"rank-{place.rank}-of-{config.tensor}x{config.pipeline}"
+
+
+def describe_error(error: BaseException) -> bytes:
+    """The last words of a rank: what its error would have been in one process."""
+    if isinstance(error, ConfigError):
+        return encode((type(error).__name__, *_cut(error.setting, error.reason, error.fix)))
+    if isinstance(error, ModelLoadError):
+        return encode((type(error).__name__, *_cut(error.file, error.reason, error.tensor or "", error.fix)))
+    return encode(("", *_cut(f"{type(error).__name__}: {error}")))
+
+
+def _cut(*texts: str) -> tuple[str, ...]:
+    """Texts that fit into the page together."""
+    most = _MOST_WORDS // len(texts)
+    return tuple(text[: most if text.isascii() else most // 4] for text in texts)
+
+
+def read_error(words: bytes) -> tuple[str, ConfigError | ModelLoadError | None]:
+    """What a rank's last words say, and the error that they were, where a user can mend it."""
+    kind, *texts = decode(words)
+    if kind in ("ConfigError", "DoesNotFit"):
+        setting, reason, fix = texts
+        error = ConfigError(setting, reason, fix)
+        return str(error), error
+    if kind == "ModelLoadError":
+        file, reason, tensor, fix = texts
+        found = ModelLoadError(file, reason, tensor=tensor or None, fix=fix)
+        return str(found), found
+    return " ".join(texts[0].split()), None

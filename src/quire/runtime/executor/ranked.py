@@ -1,0 +1,257 @@
+"""An engine's executor over several ranks, each of which is a process with one worker."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from quire.config.engine import EngineConfig
+from quire.config.model import ModelConfig
+from quire.config.sizes import format_size
+from quire.runtime.executor.channel import Kind, Message
+from quire.runtime.executor.codec import FINGERPRINT, decode, encode
+from quire.runtime.executor.links import Rank, RankLauncher
+from quire.runtime.executor.plan_codec import PlanEncoder
+from quire.runtime.executor.transfers import TransferMerger
+from quire.runtime.executor.watch import RankWatch, describe
+from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.progress import Progress
+from quire.runtime.parallel.results import merge_results
+from quire.types.adapters import AdapterInfo
+from quire.types.errors import EngineDead, InvalidRequest
+from quire.types.step import Masks, StepPlan, StepResult
+from quire.types.transfer import NOTHING_MOVED, TransferReport
+
+logger = logging.getLogger("quire.runtime")
+
+_DEPTHS = {"cpu": 1, "cuda": 2}
+_EXIT_SECONDS = 5.0  # for ranks to finish what they write to disk, and their step
+_COLLECTIVE_FACTOR = 2.0  # a rank's own deadline comes after the watch has named the rank that is behind
+
+
+@dataclass(frozen=True, slots=True)
+class RankJob:
+    """What all ranks load."""
+
+    files: ModelFiles
+    model: ModelConfig
+    config: EngineConfig
+    load_format: Literal["auto", "dummy"] = "auto"
+    draft_files: ModelFiles | None = None
+
+    def message(self, rank: Rank, depth: int) -> bytes:
+        return encode(
+            {
+                "fingerprint": FINGERPRINT,
+                "rank": rank.place.rank,
+                "device_index": rank.device_index,
+                "depth": depth,
+                "seconds": self.config.parallel.rank_timeout * _COLLECTIVE_FACTOR,
+                "files": self.files,
+                "model": self.model,
+                "config": self.config,
+                "load_format": self.load_format,
+                "draft_files": self.draft_files,
+            }
+        )
+
+
+class RankedExecutor:
+    """Implements engine.executor.Executor. It sends every plan to all ranks, and collects the results of those of the
+    last stage. When a rank fails, all others are ended, and every later call raises EngineDead, which names it."""
+
+    def __init__(
+        self, job: RankJob, launcher: RankLauncher, *, progress: Progress | None = None, depth: int | None = None
+    ) -> None:
+        config = job.config
+        self.depth = depth or _DEPTHS[config.device.device.partition(":")[0]]
+        self._launcher, self._has_tiers = launcher, config.cache.tiers.enabled
+        self._encoder, self._transfers = PlanEncoder(), TransferMerger(config.parallel.num_ranks)
+        self._calling = threading.Lock()
+        self._closed = self._has_loaded = self._owes_masks = False
+        self._unreported = 0  # ranks that were asked for their transfers and have not answered
+        self._watch = RankWatch(launcher, config.parallel.rank_timeout)
+        self._ranks: Sequence[Rank] = ()
+        try:
+            self._ranks = self._watch.ranks()
+            self._inboxes: list[deque[Message]] = [deque() for _ in self._ranks]
+            self._last = [number for number, rank in enumerate(self._ranks) if rank.place.is_last_stage]
+            self._load(job, progress)
+            self._has_loaded = True
+        except BaseException:
+            self.close()
+            raise
+        gc.collect()
+        gc.freeze()  # what there is now stays: collections while serving need not look at it
+
+    @property
+    def ranks(self) -> Sequence[Rank]:
+        return self._ranks
+
+    # ------------------------------------------------------------------------------------------------------- loading
+    def _load(self, job: RankJob, progress: Progress | None) -> None:
+        """Until all ranks have loaded. Raises what one of them raised, or EngineDead where one ended."""
+        with selectors.DefaultSelector() as selector:
+            for rank in self._ranks:
+                selector.register(rank.control, selectors.EVENT_READ, rank)
+            try:
+                for rank in self._ranks:
+                    rank.control.send(Kind.START, job.message(rank, self.depth))
+                while selector.get_map():
+                    for key, _ in selector.select():
+                        rank = key.data
+                        if self._hear_loading(rank, progress):
+                            selector.unregister(rank.control)
+            except (EOFError, OSError):
+                fault = self._watch.verdict()
+                raise fault.error or EngineDead(fault.reason) from None
+
+    def _hear_loading(self, rank: Rank, progress: Progress | None) -> bool:
+        """Take in what a rank says; return whether it has loaded."""
+        while (message := rank.control.receive(wait=False)) is not None:
+            if message.kind is Kind.READY:
+                weights, cache = decode(message.data)
+                sizes = format_size(weights), format_size(cache)
+                logger.info("%s has loaded: weights %s, KV cache %s", describe(rank), *sizes)
+                return True
+            assert message.kind is Kind.PROGRESS
+            if progress is not None:
+                progress(*decode(message.data))
+        return False
+
+    # --------------------------------------------------------------------------------------------------------- steps
+    def launch(self, plan: StepPlan) -> None:
+        if self._transfers.orphans:
+            plan = self._drop_orphans(plan)
+        self._send(Kind.PLAN, self._encoder.encode(plan))
+        self._owes_masks = plan.guided
+
+    def supply_masks(self, masks: Masks | None) -> None:
+        self._send(Kind.MASKS, encode(masks))
+        self._owes_masks = False
+
+    def collect(self) -> StepResult:
+        if self._owes_masks:
+            raise RuntimeError("the step to collect waits for its masks: supply them first")
+        return merge_results([decode(self._receive(number, Kind.RESULT).data) for number in self._last])
+
+    def _send(self, kind: Kind, payload: bytes = b"") -> None:
+        self._check_open()
+        try:
+            for rank in self._ranks:
+                rank.control.send(kind, payload)
+        except OSError:
+            raise self._watch.death() from None
+
+    def _receive(self, number: int, kind: Kind) -> Message:
+        """Wait for the next message of a kind; others of the same rank are kept for whoever asks for them."""
+        self._check_open()
+        inbox = self._inboxes[number]
+        for message in inbox:
+            if message.kind is kind:
+                inbox.remove(message)
+                return message
+        try:
+            while True:
+                received = self._ranks[number].control.receive()
+                assert received is not None
+                if received.kind is kind:
+                    return received
+                inbox.append(received)
+        except EOFError:
+            raise self._watch.death() from None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("the executor was closed")
+        if self._watch.fault is not None:
+            raise EngineDead(self._watch.fault.reason)
+
+    # --------------------------------------------------------------------------------------------------------- tiers
+    def transfers(self) -> TransferReport:
+        """Asks ranks for their reports, and returns what has come since."""
+        if not self._has_tiers or self._closed:
+            return NOTHING_MOVED
+        for number, rank in enumerate(self._ranks):
+            with contextlib.suppress(EOFError):
+                while (message := rank.control.receive(wait=False)) is not None:
+                    self._inboxes[number].append(message)
+            inbox = self._inboxes[number]
+            for message in [each for each in inbox if each.kind is Kind.TRANSFERS]:
+                inbox.remove(message)
+                self._transfers.add(number, decode(message.data))
+                self._unreported -= 1
+        if not self._unreported:
+            self._send(Kind.REPORT)
+            self._unreported = len(self._ranks)
+        return self._transfers.take()
+
+    def _drop_orphans(self, plan: StepPlan) -> StepPlan:
+        """Delete files that the engine has forgotten since not all ranks have their part, unless it stores them now."""
+        orphans, self._transfers.orphans = self._transfers.orphans, []
+        stored = {move.key for move in plan.transfers.stores}
+        drops = plan.transfers.drops + tuple(key for key in dict.fromkeys(orphans) if key not in stored)
+        return replace(plan, transfers=replace(plan.transfers, drops=drops))
+
+    # ------------------------------------------------------------------------------------------------------ adapters
+    def read_adapter(self, name: str, folder: str) -> AdapterInfo:
+        infos: list[AdapterInfo] = self._call(Kind.READ_ADAPTER, (name, folder))
+        return infos[0]
+
+    def forget_adapter(self, digest: str) -> None:
+        self._call(Kind.FORGET_ADAPTER, (digest,))
+
+    def _call(self, kind: Kind, arguments: tuple[str, ...]) -> list[Any]:
+        """Ask all ranks, and return their answers. Raises InvalidRequest where one refuses."""
+        self._check_open()
+        payload = encode(arguments)
+        with self._calling:
+            try:
+                for rank in self._ranks:
+                    rank.calls.send(kind, payload)
+                messages = [rank.calls.receive() for rank in self._ranks]
+            except (EOFError, OSError):
+                raise self._watch.death() from None
+        answers = [(message.kind, decode(message.data)) for message in messages if message is not None]
+        for answer, value in answers:
+            if answer is Kind.REFUSED:
+                raise InvalidRequest(*value)
+        return [value for _, value in answers]
+
+    # ----------------------------------------------------------------------------------------------------------- end
+    def check(self) -> None:
+        """Every owner's own check on every rank; waits for the devices."""
+        if self._closed:
+            return
+        self._send(Kind.CHECK)
+        for number, rank in enumerate(self._ranks):
+            wrong = decode(self._receive(number, Kind.CHECKED).data)
+            assert not wrong, f"{describe(rank)}: {wrong}"
+
+    def close(self) -> None:
+        """End all ranks: they finish what they write to disk first, for a few seconds."""
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.pause()
+        for rank in self._ranks:
+            if not self._has_loaded:
+                rank.kill()
+            with contextlib.suppress(OSError):
+                rank.control.send(Kind.STOP)
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while time.monotonic() < deadline and any(rank.ending() is None for rank in self._ranks):
+            time.sleep(0.005)
+        for rank in self._ranks:
+            rank.close()
+        self._watch.stop()
+        self._launcher.close()
+        gc.unfreeze()

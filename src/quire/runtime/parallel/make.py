@@ -1,0 +1,72 @@
+"""The groups of this process's rank, over torch.distributed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.config.parallel import ParallelConfig, RankPlace
+from quire.runtime.parallel.counted import CountedGroup, Counter
+from quire.runtime.parallel.group import ONE_RANK, RankGroup, TorchGroup
+from quire.runtime.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+def backend_of(device: torch.device, *, shares_device: bool = False) -> str:
+    """NCCL needs a device for every rank."""
+    return "gloo" if device.type == "cpu" or shares_device else "nccl"
+
+
+def join_ranks(place: RankPlace, store: Store, backend: str, seconds: float, counter: Counter) -> Ranks:
+    """Meet the other ranks through a store, and make the groups. Called once by every rank's process. `seconds` is the
+    deadline of every wait for another rank."""
+    import torch.distributed as dist
+
+    config = place.config
+    limit = timedelta(seconds=seconds)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=config.num_ranks, timeout=limit, device_id=device
+    )
+    return make_ranks(place, backend, seconds, counter)
+
+
+def make_ranks(place: RankPlace, backend: str, seconds: float, counter: Counter) -> Ranks:
+    """The groups of a rank whose process has met the others."""
+    config = place.config
+    stages = [range(stage * config.tensor, (stage + 1) * config.tensor) for stage in range(config.pipeline)]
+    shards = [range(shard, config.num_ranks, config.tensor) for shard in range(config.tensor)]
+    tensor = _own_group(stages, place.rank, backend, seconds, counter)
+    return Ranks(place, tensor, _own_group(shards, place.rank, backend, seconds, counter))
+
+
+def _own_group(groups: list[range], rank: int, backend: str, seconds: float, counter: Counter) -> RankGroup:
+    """Make all these groups, as every rank of the world must, and return the one that has `rank`."""
+    import torch.distributed as dist
+
+    own: RankGroup = ONE_RANK
+    for members in groups:
+        if len(members) == 1:
+            continue
+        if rank in members:
+            own = CountedGroup(TorchGroup(members, backend, seconds), counter)
+        else:
+            dist.new_group(list(members), timeout=timedelta(seconds=seconds), backend=backend)
+    return own
+
+
+def leave_ranks() -> None:
+    """Give the groups up. Idempotent."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def ranks_share_device(config: ParallelConfig, device: str) -> bool:
+    """Whether all ranks are on one GPU, which a device with a number says: "cuda:0"."""
+    return config.num_ranks > 1 and device.startswith("cuda:")

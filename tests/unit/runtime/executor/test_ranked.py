@@ -1,0 +1,219 @@
+"""The executor over several processes: the same answers as one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adapter_files import SMALL, make_adapter
+from faulty_rank_main import LOOPS, RAISES
+from quire.config.tiers import TierConfig
+from quire.engine.core import EngineCore
+from quire.runtime.executor.links import ProcessLauncher
+from quire.runtime.executor.ranked import RankedExecutor, RankJob
+from quire.runtime.loading.files import ModelFiles
+from quire.types.adapters import AdapterPlacement
+from quire.types.errors import EngineDead, InvalidRequest, ModelLoadError
+from quire.types.request import Submit
+from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.step import Masks, StepPlan
+from ranked_engines import (
+    MODEL,
+    config_of,
+    decode_step,
+    first_step,
+    leaving_nothing,
+    make_ranked,
+    make_single,
+    new_row,
+    pids,
+)
+from real_server import is_alive
+from tiny_models import DEVICE, VOCAB, engine_config, transformers_model
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="ranks of a GPU have a device each")
+CONFIG = replace(engine_config(block_size=16, rows=4), adapters=SMALL)
+
+
+@pytest.fixture(scope="module")
+def ranked() -> Iterator[RankedExecutor]:
+    with leaving_nothing() as started:
+        executor = make_ranked(config_of(CONFIG))
+        started += pids(executor)
+        yield executor
+        executor.check()
+        executor.close()
+        executor.close()
+        with pytest.raises(EngineDead, match="closed"):
+            executor.launch(StepPlan(0))
+
+
+def test_an_engine_over_two_ranks_answers_as_one_over_one(ranked: RankedExecutor) -> None:
+    answers = []
+    for executor in (make_single(CONFIG), ranked):
+        core = EngineCore(executor, CONFIG.cache, CONFIG.scheduler, VOCAB)
+        for number in range(6):
+            sampling = SamplingParams(temperature=number % 2, max_tokens=9, logprobs=2, n=1 + number % 2)
+            core.submit(Submit(f"r{number}", tuple(range(1, 4 + 5 * number)), sampling, TokenRules()))
+        found = {}
+        while core.has_work:
+            found |= {end.request_id: end for end in core.step().finished}
+        core.check()
+        answers.append({name: [list(one.token_ids) for one in end.samples] for name, end in found.items()})
+        assert not any(end.error for end in found.values())
+    assert answers[0] == answers[1]
+
+
+def test_a_guided_step_waits_for_its_masks(ranked: RankedExecutor) -> None:
+    ranked.launch(first_step(0, new_row(0, 5)))
+    ranked.collect()
+    ranked.launch(replace(decode_step(1, 0), guided=True))
+    with pytest.raises(RuntimeError, match="waits for its masks"):
+        ranked.collect()
+    bits = np.zeros((1, -(-VOCAB // 32)), dtype=np.uint32)
+    bits[0, 1] = 1 << 9
+    ranked.supply_masks(Masks(np.zeros(1, dtype=np.int32), bits))
+    assert ranked.collect().token_ids.tolist() == [41]
+    ranked.launch(StepPlan(2, released=(0,)))
+    assert ranked.collect().step == 2
+
+
+def test_adapters_are_read_by_every_rank(ranked: RankedExecutor, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest):
+        ranked.read_adapter("none", str(tmp_path / "nowhere"))
+    folder = str(make_adapter(tmp_path, transformers_model(MODEL)))
+    info = ranked.read_adapter("mine", folder)
+    assert (info.name, info.rank) == ("mine", 4)
+    single, results = make_single(CONFIG), []
+    assert single.read_adapter("mine", folder) == info
+    row = new_row(0, 5, logprobs=0)._replace(adapter=1)
+    for executor in (single, ranked):
+        executor.launch(replace(first_step(0, row), adapters=(AdapterPlacement(1, info.digest),)))
+        result = executor.collect()
+        assert not result.failures
+        results.append((result.token_ids.tolist(), result.logprobs[0].entry.logprobs.tolist()))
+        executor.launch(StepPlan(1, released=(0,)))
+        executor.collect()
+        executor.forget_adapter(info.digest)
+    assert results[0] == results[1]
+
+
+def test_blocks_move_through_the_tiers_of_all_ranks(tmp_path: Path) -> None:
+    """Prompts that the device cannot hold are found in host memory or on disk, where every rank has its part."""
+    tiers = TierConfig(6, str(tmp_path), 64, "through", block_bytes=1 << 12)
+    config = config_of(engine_config(block_size=4, num_blocks=12, rows=4, tiers=tiers))
+    prompts = [tuple(range(begin, begin + 30)) for begin in (1, 31, 61)]
+    executor, answers = make_ranked(config), []
+    core = EngineCore(executor, config.cache, config.scheduler, VOCAB)
+    for number, prompt in enumerate(2 * prompts):
+        core.submit(Submit(f"r{number}", prompt, SamplingParams(temperature=0.0, max_tokens=4), TokenRules()))
+        while core.has_work:
+            answers += [(end.error, end.samples[0].token_ids) for end in core.step().finished]
+    stats = core.stats()
+    executor.check()
+    core.close()
+    assert answers[:3] == answers[3:]
+    assert not any(error for error, _ in answers)
+    assert stats.tiers.stored
+    assert stats.tiers.fetched
+    assert stats.tiers.failures.keys() <= {"queue", "host_full"}  # copies that were not made
+    assert stats.disk_hits
+    parts = [sorted(path.name for path in folder.iterdir()) for folder in sorted(tmp_path.iterdir())]
+    assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["rank-0-of-2x1", "rank-1-of-2x1"]
+    assert parts[0] == parts[1]
+
+
+def test_an_error_while_loading_arrives_as_it_was(tmp_path: Path) -> None:
+    config = config_of()
+    with leaving_nothing() as started:
+        launcher, start = ProcessLauncher(config.parallel, None), ProcessLauncher.start
+
+        def noted(self: ProcessLauncher) -> object:
+            ranks = start(self)
+            started.extend(rank.process.pid for rank in ranks)  # type: ignore[attr-defined]
+            return ranks
+
+        launcher.start = noted.__get__(launcher)  # type: ignore[attr-defined, method-assign]
+        with pytest.raises(ModelLoadError, match="nowhere"):
+            RankedExecutor(RankJob(ModelFiles("tiny", tmp_path / "nowhere", "hf"), MODEL, config), launcher)
+
+
+def launch_and_wait(executor: RankedExecutor, step: int) -> str:
+    """Run steps from `step` on until the executor is dead; return why."""
+    with pytest.raises(EngineDead) as death:
+        while True:
+            executor.launch(first_step(step, new_row(0, 5)))
+            executor.collect()
+            executor.launch(StepPlan(step, released=(0,)))
+            executor.collect()
+    with pytest.raises(EngineDead, match="rank 1 of 2"):
+        executor.launch(StepPlan(7))
+    return str(death.value)
+
+
+@pytest.mark.parametrize(
+    ("step", "misdeed", "reason"),
+    [
+        (812, lambda pid: os.kill(pid, signal.SIGKILL), r"was killed by signal 9"),
+        (812, lambda pid: os.kill(pid, signal.SIGSTOP), r"was halted by a signal"),
+        (RAISES, None, r"failed while step 1004 ran: RuntimeError: the weights are wrong$"),
+        (LOOPS, None, r"made no progress for 1 s while step 1003 ran, and others wait for it$"),
+    ],
+    ids=["killed", "stopped", "raises", "loops"],
+)
+def test_a_rank_that_fails_is_named_and_all_are_ended(
+    step: int, misdeed: Callable[[int], None] | None, reason: str
+) -> None:
+    with leaving_nothing() as started:
+        executor = make_ranked(config_of(timeout=1.0), module="faulty_rank_main")
+        started += pids(executor)
+        if misdeed is not None:
+            executor.launch(first_step(811, new_row(0, 5)))
+            executor.collect()
+            executor.launch(StepPlan(811, released=(0,)))
+            executor.collect()
+            misdeed(started[1])
+        said = launch_and_wait(executor, step)
+        name = rf"^rank 1 of 2 \(stage 0, shard 1, pid {started[1]}\) "
+        assert re.search(name + reason, said), said
+        executor.close()
+
+
+def test_closing_while_a_step_runs_ends_all_ranks() -> None:
+    with leaving_nothing() as started:
+        executor = make_ranked(config_of(timeout=60.0), module="faulty_rank_main")
+        started += pids(executor)
+        executor.launch(first_step(LOOPS, new_row(0, 5)))
+        executor.close()
+
+
+def test_ranks_end_with_the_process_that_started_them() -> None:
+    program = (
+        "import sys, time\n"
+        "from ranked_engines import config_of, make_ranked, pids\n"
+        "print(*pids(make_ranked(config_of())), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    path = os.pathsep.join(sys.path)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as process:
+        assert process.stdout is not None
+        ranks = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGSTOP)  # even one that cannot notice it
+        process.kill()
+    deadline = time.monotonic() + 60
+    while any(map(is_alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_alive, ranks))
