@@ -19,6 +19,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "microseconds of Python per step, no model: steady and churning loads, bursts, policies, grammars, drafts",
         (),
     ),
+    "control_message": ("bytes and microseconds of the control message of a step to 1, 2 and 4 ranks, no model", ()),
     "messages": ("microseconds of Python per request between edge and engine, no model", ()),
     "kv_waste": ("KV memory in use / allocated, on trace lengths, no model", ("--requests", "4000")),
     "policies": ("scheduling policies and baselines on one trace, by a cost model", ("memory", "--requests", "400")),

@@ -49,6 +49,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "msgspec": SERVER_MODULES,
     "opentelemetry": (),
     "prometheus_client": (),
+    "ray": (),
     "starlette": SERVER_MODULES,
     "triton": ("kernels.triton",),
     "uvicorn": SERVER_MODULES,

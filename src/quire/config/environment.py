@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.types.errors import ConfigError
 
@@ -37,6 +38,25 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 def child_environment(**changes: str) -> dict[str, str]:
     """Return the environment of this process with `changes`, for a child process."""
     return {**os.environ, **changes}
+
+
+def set_variables(**variables: str) -> None:
+    """Set variables that libraries read later in this process."""
+    os.environ.update(variables)
+
+
+class TorchrunPlace(NamedTuple):
+    """What torchrun tells a process of itself."""
+
+    rank: int
+    local_rank: int  # on its machine
+    num_ranks: int
+
+
+def read_torchrun() -> TorchrunPlace | None:
+    """Read what torchrun has set; None in a process that it did not start."""
+    values = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+    return TorchrunPlace(*map(int, values)) if all(value.isdigit() for value in values) else None
 
 
 def _read_cache(variables: Mapping[str, str]) -> Path:

@@ -24,6 +24,7 @@ from quire.config.parallel import check_one_rank
 from quire.config.resolve import resolve_engine_config
 from quire.config.speculation import read_speculation
 from quire.engine.core import EngineCore
+from quire.engine.decoding.grammar import PatientGrammars
 from quire.engine.decoding.grammar_compiler import GrammarCompiler
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.decoding.vocabulary import VocabularySource
@@ -109,6 +110,14 @@ class PlannedEngine:
 
 
 def _make_core(executor: Executor, config: EngineConfig, vocab_size: int, tools: DecodingTools) -> EngineCore:
+    if config.parallel.executor == "torchrun":
+        from quire.runtime.executor.torchrun import TorchrunExecutor
+
+        if isinstance(executor, TorchrunExecutor):
+            tools = replace(tools, grammars=PatientGrammars(tools.grammars))
+            return EngineCore(
+                executor, config.cache, config.scheduler, vocab_size, tools=tools, clock=executor.clock
+            )  # fmt: skip
     if config.recording is None:
         return EngineCore(executor, config.cache, config.scheduler, vocab_size, tools=tools)
     from quire.engine.recording.recorder import make_recorded_core  # needless where nothing is recorded

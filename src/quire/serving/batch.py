@@ -13,7 +13,7 @@ from quire.serving.outputs import OutputBuilder, RequestFollower, StreamPiece, l
 from quire.serving.requests import Prompt
 from quire.serving.terminal import DeferredInterrupt
 from quire.serving.text.tokenizer import Tokenizer
-from quire.types.errors import InvalidRequest, QuireError
+from quire.types.errors import EngineDead, InvalidRequest, QuireError
 from quire.types.images import PromptImage
 from quire.types.output import Finished, Logprob, RequestOutput, TokensOut
 from quire.types.request import Abort, Branch, Submit
@@ -133,13 +133,16 @@ class Batch:
         num_named = len(tuple(live.request.sampling.logprob_token_ids or ()))
         return (self._builder.read_logprobs(entry, num_named),)
 
+    def _failure(self, reason: str) -> QuireError:
+        return QuireError(reason) if self._client.dead is None else EngineDead(reason)
+
     def _end(self, live: _Live, finished: Finished) -> list[StreamPiece]:
         rest = live.follower.finish(finished)
         for index in range(live.request.sampling.n):
             self._followed.pop(live.handle + index, None)
         output = self._builder.build(live.request, live.prompt, finished, live.follower.texts)
         output.metrics["latency_seconds"] = time.monotonic() - live.submitted_at
-        error = None if finished.error is None else own_fault(finished) or QuireError(finished.error)
+        error = None if finished.error is None else own_fault(finished) or self._failure(finished.error)
         self._ended.append(Ended(output, error))
         if self._keep_outputs:
             self._outputs[live.place] = output

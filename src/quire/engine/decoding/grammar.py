@@ -8,6 +8,8 @@ from quire.types.errors import InvalidRequest, QuireError
 from quire.types.sampling import TokenRules
 from quire.types.step import Bits
 
+_LOOK_SECONDS = 0.01
+
 
 class GrammarError(QuireError):
     """A grammar could not be compiled, or exceeded its limits during decoding. Only its request ends."""
@@ -82,3 +84,23 @@ class NoGrammars:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class PatientGrammars:
+    """Implements Grammars over another one. A compilation has ended when it is returned, so that engines which get the
+    same requests plan the same steps, whatever time compiling takes."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars, self.vocab_size = grammars, grammars.vocab_size
+
+    def compile(self, text: str) -> Compilation:
+        compilation = self._grammars.compile(text)
+        while not compilation.is_ready:
+            self._grammars.wait(_LOOK_SECONDS)
+        return compilation
+
+    def wait(self, seconds: float) -> None:
+        self._grammars.wait(seconds)
+
+    def close(self) -> None:
+        self._grammars.close()

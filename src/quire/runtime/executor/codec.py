@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -35,6 +36,7 @@ _DTYPES = tuple(
     np.dtype(name) for name in ("int32", "uint8", "uint16", "int64", "uint32", "float32", "float64", "bool")
 )
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_NARROW_FROM = 64  # numbers: for fewer it takes longer than it saves
 _NARROW = 0x80  # of an int32 array whose numbers are stored in fewer bytes
 
 
@@ -73,7 +75,7 @@ def put_array(out: bytearray, array: np.ndarray[Any, Any]) -> None:
     code = _DTYPE_CODES.get(array.dtype)
     if code is None:
         raise TypeError(f"an array of {array.dtype} has no place in a message")
-    if code == 0 and array.size and array.min() >= 0:
+    if code == 0 and array.size >= _NARROW_FROM and array.min() >= 0:
         largest = array.max()
         if largest < 1 << 16:
             code = _NARROW | (1 if largest < 1 << 8 else 2)
@@ -160,10 +162,12 @@ def _writer_of(value: object) -> Callable[[bytearray, Any], None]:
 def take_array(data: memoryview, at: int) -> tuple[np.ndarray[Any, Any], int]:
     code, num_dimensions = _ARRAY.unpack_from(data, at)
     at += _ARRAY.size
-    shape = struct.unpack_from(f"<{num_dimensions}I", data, at)
+    shape = _SIZE.unpack_from(data, at) if num_dimensions == 1 else struct.unpack_from(f"<{num_dimensions}I", data, at)
     at += _SIZE.size * num_dimensions
-    dtype, count = _DTYPES[code & ~_NARROW], int(np.prod(shape, dtype=np.int64))
-    found = np.frombuffer(data, dtype, count, at).reshape(shape)
+    dtype, count = _DTYPES[code & ~_NARROW], prod(shape)
+    found = np.frombuffer(data, dtype, count, at)
+    if num_dimensions != 1:
+        found = found.reshape(shape)
     return found.astype(np.int32 if code & _NARROW else dtype), at + count * dtype.itemsize
 
 

@@ -67,7 +67,7 @@ class RankLauncher(Protocol):
         """Called once, in the thread that then watches them. Nothing is left where it raises."""
 
     def close(self) -> None:
-        """Give back what no single rank owns. Idempotent."""
+        """Give back what no single rank owns, in the same thread. Idempotent."""
 
 
 @dataclass(slots=True)

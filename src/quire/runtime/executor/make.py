@@ -6,15 +6,24 @@ from collections.abc import Sequence
 
 from quire.config.engine import EngineConfig
 from quire.engine.executor import Executor
-from quire.runtime.executor.links import ProcessLauncher
+from quire.runtime.executor.links import ProcessLauncher, RankLauncher
 from quire.runtime.executor.ranked import RankedExecutor, RankJob
 from quire.runtime.loading.progress import Progress
 
 
 def make_executor(job: RankJob, progress: Progress | None) -> Executor:
     """Start the ranks and load the model. Raises ConfigError, ModelLoadError or EngineDead."""
-    assert job.config.parallel.executor == "processes"
-    return RankedExecutor(job, ProcessLauncher(job.config.parallel, devices_of(job.config)), progress=progress)
+    config, launcher = job.config, None
+    if config.parallel.executor == "torchrun":
+        from quire.runtime.executor.torchrun import TorchrunExecutor
+
+        return TorchrunExecutor(job, progress)
+    if config.parallel.executor == "ray":
+        from quire.runtime.executor.ray_ranks import RayLauncher
+
+        launcher = RayLauncher(config.parallel, on_gpus=config.device.device != "cpu")
+    chosen: RankLauncher = launcher or ProcessLauncher(config.parallel, devices_of(config))
+    return RankedExecutor(job, chosen, progress=progress)
 
 
 def devices_of(config: EngineConfig) -> Sequence[int] | None:

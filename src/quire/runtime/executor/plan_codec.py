@@ -6,8 +6,6 @@ import struct
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
-
 from quire.runtime.executor.codec import Buffer, put, put_array, take, take_array
 from quire.types.step import NO_ROWS, Ints, StepPlan
 
@@ -21,7 +19,7 @@ class PlanEncoder:
     """Encodes the plans of one engine in order. Rows that decode in two plans in a row are named once."""
 
     def __init__(self) -> None:
-        self._rows: Ints = NO_ROWS
+        self._rows = b""  # those of the last plan that had some
 
     def encode(self, plan: StepPlan) -> bytes:
         out, there = bytearray(_HEAD.size), 0
@@ -30,10 +28,10 @@ class PlanEncoder:
             if not len(array):
                 continue
             if bit == 0:
-                if len(array) == len(self._rows) and np.array_equal(array, self._rows):
+                if (rows := array.tobytes()) == self._rows:
                     there |= _SAME_ROWS
                     continue
-                self._rows = array.copy()
+                self._rows = rows
             there |= 1 << bit
             put_array(out, array)
         for bit, name in enumerate(_OTHERS, len(_ARRAYS)):

@@ -39,15 +39,23 @@ class RankServer:
     """Obeys one engine. `run` never returns: the process ends with it. A thread of its own ends the process when the
     engine's process is gone, also in the middle of a step."""
 
-    def __init__(self, control: Channel, calls: Channel, page: LifePage, make_store: MakeStore) -> None:
-        self._control, self._calls, self._page, self._make_store = control, calls, page, make_store
+    def __init__(
+        self,
+        control: Channel,
+        calls: Channel,
+        page: LifePage,
+        make_store: MakeStore,
+        end: Callable[[int], NoReturn] = os._exit,
+    ) -> None:
+        """`end` ends the process with an exit code."""
+        self._control, self._calls, self._page, self._make_store, self._end = control, calls, page, make_store, end
         self._plans = PlanDecoder()
         self._executor: SingleExecutor
         self._collecting: SimpleQueue[int] | None = None  # steps that another thread collects
         self._sends_results = True
         self._progress = "", 0.0
 
-    def run(self, on_end: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+    def run(self) -> NoReturn:
         self._page.start_beating()
         try:
             start = self._control.receive()
@@ -56,12 +64,12 @@ class RankServer:
             self._load(decode(start.data))
             self._obey()
         except EOFError:
-            on_end(EXIT_ORPHANED)
+            self._end(EXIT_ORPHANED)
         except BaseException as error:
             logger.debug("the rank failed", exc_info=True)
             self._page.say(describe_error(error))
-            on_end(EXIT_FAILED)
-        on_end(0)
+            self._end(EXIT_FAILED)
+        self._end(0)
 
     # ------------------------------------------------------------------------------------------------------- loading
     def _load(self, job: dict[str, Any]) -> None:
@@ -158,7 +166,7 @@ class RankServer:
                     self._page.idle()
         except BaseException as error:  # noqa: BLE001 - whatever it was, the engine says it
             self._page.say(describe_error(error))
-            os._exit(EXIT_FAILED)
+            self._end(EXIT_FAILED)
 
     def _check(self) -> str:
         try:
@@ -182,7 +190,7 @@ class RankServer:
                 else:
                     self._calls.send(Kind.ANSWER, encode(answer))
         except (EOFError, OSError):
-            os._exit(EXIT_ORPHANED)
+            self._end(EXIT_ORPHANED)
 
     def _answer(self, message: Message) -> object:
         if message.kind is Kind.READ_ADAPTER:

@@ -73,7 +73,7 @@ class RankedExecutor:
     ) -> None:
         config = job.config
         self.depth = depth or _DEPTHS[config.device.device.partition(":")[0]]
-        self._launcher, self._has_tiers = launcher, config.cache.tiers.enabled
+        self._has_tiers = config.cache.tiers.enabled
         self._encoder, self._transfers = PlanEncoder(), TransferMerger(config.parallel.num_ranks)
         self._calling = threading.Lock()
         self._closed = self._has_loaded = self._owes_masks = False
@@ -253,5 +253,4 @@ class RankedExecutor:
         for rank in self._ranks:
             rank.close()
         self._watch.stop()
-        self._launcher.close()
         gc.unfreeze()

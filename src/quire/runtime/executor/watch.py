@@ -82,6 +82,13 @@ class RankWatch:
             return
         finally:
             self._started.set()
+        try:
+            self._watch()
+        finally:
+            self._stopping.wait()  # what was started dies with the thread that started it
+            self._launcher.close()
+
+    def _watch(self) -> None:
         self._lives = [rank.page.read() for rank in self._ranks]
         self._rest()
         last = time.monotonic()
@@ -105,7 +112,6 @@ class RankWatch:
         for rank in self._ranks:
             rank.kill()
         self._over.set()
-        self._stopping.wait()  # processes die with the thread that started them
 
     def _look(self, now: float) -> Fault | None:
         if any(rank.ending() is not None for rank in self._ranks):

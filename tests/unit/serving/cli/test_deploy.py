@@ -110,3 +110,15 @@ def test_a_pod_keeps_uploads_in_the_volume_and_not_in_memory() -> None:
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     claims = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
     assert mounts["/" + args.files_dir.split("/")[1]] in claims
+
+
+def test_the_files_for_a_ray_cluster_give_flags_that_exist() -> None:
+    yaml = pytest.importorskip("yaml")
+    compose = yaml.safe_load((DEPLOY / "docker/compose-ray.yaml").read_text())
+    (command,) = compose["services"]["server"]["command"]
+    assert _parser().parse_args(shlex.split(command.partition("exec quire ")[2])).executor == "ray"
+    (cluster,) = yaml.safe_load_all((DEPLOY / "kubernetes/quire-ray.yaml").read_text())
+    _, container = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    args = _parser().parse_args([*_entry_point()[1:], *container["args"]])
+    assert (args.executor, args.tensor_parallel_size, args.ray_address) == ("ray", 2, "127.0.0.1:6379")
+    assert "--build-arg EXTRAS=server,hub,ray" in (DEPLOY / "docker/compose-ray.yaml").read_text()

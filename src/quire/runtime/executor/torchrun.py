@@ -1,0 +1,112 @@
+"""Ranks that torchrun has started: each of them runs the same script, and so the same engine over its own worker."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from hashlib import blake2b
+
+import torch
+
+from quire.config.environment import read_torchrun
+from quire.config.parallel import ParallelConfig
+from quire.runtime.executor.plan_codec import PlanEncoder
+from quire.runtime.executor.rank import config_of_rank
+from quire.runtime.executor.ranked import RankJob
+from quire.runtime.executor.single import SingleExecutor
+from quire.runtime.hardware import detect_hardware
+from quire.runtime.loading.progress import Progress
+from quire.runtime.parallel.make import backend_of, leave_ranks, make_ranks
+from quire.types.errors import ConfigError, EngineDead
+from quire.types.step import StepPlan
+
+
+class _NoCounter:
+    """Implements Counter: torchrun watches its processes itself."""
+
+    def enter(self) -> None:
+        """Nobody looks."""
+
+    def leave(self) -> None:
+        """Nobody looks."""
+
+
+class TorchrunExecutor(SingleExecutor):
+    """Implements engine.executor.Executor. All ranks plan the same steps, as they get the same requests and read the
+    same `clock`; before every step they compare their plans. No plan is sent."""
+
+    def __init__(self, job: RankJob, progress: Progress | None) -> None:
+        import torch.distributed as dist
+
+        config = job.config
+        started = read_torchrun()
+        check_torchrun(config.parallel, None if started is None else started.num_ranks)
+        assert started is not None
+        if config.cache.tiers.enabled:
+            reason = 'tiers complete at other times on every rank, which executor="torchrun" cannot plan with'
+            raise ConfigError("host_cache_memory", reason, 'leave it out, or use executor="processes"')
+        if config.recording is not None:
+            reason = 'every rank has an engine of its own with executor="torchrun"'
+            raise ConfigError("record", reason, 'leave it out, or use executor="processes"')
+        place = config.parallel.place(started.rank)
+        index = started.local_rank if config.device.device == "cuda" else None
+        own = config_of_rank(config, place, index, detect_hardware().cores)
+        device = torch.device(own.device.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        seconds, backend = config.parallel.rank_timeout, backend_of(device)
+        if not dist.is_initialized():
+            dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+        ranks = make_ranks(place, backend, seconds, _NoCounter())
+        self._meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        self._encoder, self._now, self._num_ranks = PlanEncoder(), 0.0, config.parallel.num_ranks
+        super().__init__(
+            job.files,
+            job.model,
+            own,
+            load_format=job.load_format,
+            progress=progress if place.rank == 0 else None,
+            draft_files=job.draft_files,
+            ranks=ranks,
+        )
+
+    def clock(self) -> float:
+        """Seconds, the same on all ranks: the time of rank 0 when it launched the last step."""
+        return self._now
+
+    def launch(self, plan: StepPlan) -> None:
+        self._agree(plan)
+        super().launch(plan)
+
+    def _agree(self, plan: StepPlan) -> None:
+        """Compare the plan with those of the other ranks. Raises EngineDead where they differ or one is gone."""
+        import torch.distributed as dist
+
+        digest = blake2b(self._encoder.encode(plan), digest_size=7).digest()
+        own = torch.tensor([int.from_bytes(digest, "little"), time.monotonic_ns()])
+        found = [torch.empty_like(own) for _ in range(self._num_ranks)]
+        try:
+            dist.all_gather(found, own, group=self._meeting)
+        except RuntimeError as error:
+            raise EngineDead(
+                f"a rank is gone or hangs before step {plan.step}: {' '.join(str(error).split())}"
+            ) from None
+        for rank, theirs in enumerate(found):
+            if theirs[0] != found[0][0]:
+                reason = f"rank {rank} of {self._num_ranks} planned another step {plan.step} than rank 0"
+                raise EngineDead(f"{reason}: all ranks must make the same calls in the same order")
+        self._now = float(found[0][1]) / 1e9
+
+    def close(self) -> None:
+        super().close()
+        leave_ranks()
+
+
+def check_torchrun(config: ParallelConfig, num_started: int | None) -> None:
+    """Raise ConfigError unless torchrun has started as many processes as there are ranks."""
+    command = f"torchrun --nproc-per-node {config.num_ranks} SCRIPT"
+    if num_started is None:
+        raise ConfigError("executor", '"torchrun" needs processes that torchrun has started', f"run `{command}`")
+    if num_started != config.num_ranks:
+        reason = f"torchrun started {num_started} processes, and there are {config.num_ranks} ranks"
+        raise ConfigError("tensor_parallel_size", reason, f"run `{command}`")

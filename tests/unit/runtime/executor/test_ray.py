@@ -1,0 +1,91 @@
+"""Ranks as actors of Ray. Without the package ray, only what needs none is tested."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire.config.parallel import ParallelConfig
+from quire.runtime.executor.channel import Kind
+from quire.runtime.executor.ray_actor import HELLO, TOKEN_BYTES, connect, interface_of, sign
+from quire.runtime.executor.ray_ranks import RayLauncher, greet
+from quire.types.errors import ConfigError
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the package ray is not installed")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        ours, _ = server.accept()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_a_connection_with_the_token_is_known_by_its_rank_and_purpose() -> None:
+    token = secrets.token_bytes(TOKEN_BYTES)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        made: list[Any] = []
+        thread = threading.Thread(target=lambda: made.append(connect(server.getsockname(), token, 3, 1)))
+        thread.start()
+        connection, _ = server.accept()
+        assert greet(connection, token) == (3, "calls")
+        thread.join()
+    made[0].send(Kind.STOP)
+    assert connection.recv(64)
+    connection.close()
+    made[0].close()
+
+
+@pytest.mark.parametrize("purpose", [0, 9])
+def test_a_connection_without_the_token_is_turned_away(pair: tuple[socket.socket, socket.socket], purpose: int) -> None:
+    ours, theirs = pair
+    theirs.sendall(HELLO.pack(0, purpose, sign(b"another token", b"nonce", 0, purpose)))
+    assert greet(ours, b"token") is None
+
+
+def test_a_connection_that_hangs_up_is_turned_away(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    theirs.close()
+    assert greet(ours, b"token") is None
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.77") is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="the package ray is installed")
+def test_without_the_package_the_setting_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^executor: .*not installed; pip install"):
+        RayLauncher(ParallelConfig(2, executor="ray"), on_gpus=False)
+
+
+@needs_ray
+def test_actors_answer_as_one_process_and_a_killed_one_is_named() -> None:
+    import ray
+
+    from ray_drill import drill, left_over_groups, make_rayed, tokens_of
+    from real_server import is_alive
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            executor = make_rayed()
+            pids = [rank._pid for rank in executor.ranks]  # type: ignore[attr-defined]
+            assert tokens_of(executor) == tokens_of(None)
+            said, _ = drill(executor, 1, number)
+            assert said.startswith(f"rank 1 of 2 (stage 0, shard 1, actor with pid {pids[1]} on ")
+            executor.close()
+            assert not [pid for pid in pids if is_alive(pid)]
+            assert not left_over_groups()
+    finally:
+        ray.shutdown()

@@ -1,0 +1,53 @@
+"""Ranks that torchrun starts: every process runs the same script and gets the same answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.config.parallel import ParallelConfig
+from quire.runtime.executor.torchrun import check_torchrun
+from quire.types.errors import ConfigError
+from tiny_served import write_tiny_model
+
+PROGRAM = """
+import json, os, sys
+from quire import LLM, SamplingParams
+model, out, ranks = sys.argv[1:]
+settings = {"executor": "torchrun", "tensor_parallel_size": 2} if ranks == "2" else {}
+settings |= {"load_format": "dummy", "dtype": "float32", "device": "cpu", "max_num_seqs": 3, "num_kv_blocks": 64}
+with LLM(model, **settings) as llm:
+    sampling = [SamplingParams(temperature=n % 2, max_tokens=6 + n) for n in range(6)]
+    sampling[4] = SamplingParams(max_tokens=8, structured_outputs={"regex": "[ab]{3,9}"})
+    outputs = llm.generate([f"prompt {n}" * (n + 1) for n in range(6)], sampling)
+rank = os.environ.get("RANK", "alone")
+with open(f"{out}/{rank}.json", "w") as file:
+    json.dump([list(output.outputs[0].token_ids) for output in outputs], file)
+"""
+
+
+def test_every_rank_gets_the_answers_of_one_process(tmp_path: Path) -> None:
+    model, script = write_tiny_model(tmp_path / "model"), tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    for command, ranks in (([sys.executable], "1"), (torchrun, "2")):
+        subprocess.run(
+            [*command, str(script), str(model), str(tmp_path), ranks], env=environment, check=True, timeout=300
+        )
+    alone, *others = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("alone", 0, 1))
+    assert others == [alone, alone]
+
+
+def test_processes_that_torchrun_did_not_start_are_refused() -> None:
+    config = ParallelConfig(2, executor="torchrun")
+    check_torchrun(config, 2)
+    with pytest.raises(ConfigError, match=r"^executor: .*run `torchrun --nproc-per-node 2 SCRIPT`"):
+        check_torchrun(config, None)
+    with pytest.raises(ConfigError, match="^tensor_parallel_size: torchrun started 3 processes, and there are 2 ranks"):
+        check_torchrun(config, 3)
