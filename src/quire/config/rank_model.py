@@ -36,6 +36,9 @@ def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) ->
     """Raise ConfigError if ranks cannot share the layers: one would have nothing, or its blocks another layout."""
     if parallel.tensor == 1:
         return
+    if parallel.expert:
+        reason = "ranks have a part of every expert, and whole experts are not supported"
+        raise ConfigError("enable_expert_parallel", reason, "leave it out")
     if model.encoder is not None:
         raise ConfigError(_SETTING, "encoders are not shared by ranks", "leave it out")
     try:

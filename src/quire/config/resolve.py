@@ -56,12 +56,10 @@ def resolve_engine_config(
 ) -> tuple[EngineConfig, MemoryPlan]:
     """Make the whole configuration and check it against the machine. Raises ConfigError or DoesNotFit.
 
-    `draft_model` is the draft model that `speculative_config` names, if it names one. `offline`: requests come as
-    batches, whose last answer counts, and not as streams, whose every token does. `parallel`: the ranks that share the
-    model; the plan is that of one rank.
+    `draft_model`: what `speculative_config` names, if anything. `offline`: requests come as batches, whose last answer
+    counts, and not as streams, whose every token does. `parallel`: the ranks that share the model; the plan is of one.
     """
-    parsed = read_arguments(args)
-    device = resolve_device(args, facts, model)
+    parsed, device = read_arguments(args), resolve_device(args, facts, model)
     kind = device.device.partition(":")[0]
     capacity = device_capacity(args, facts, device.device) // (parallel.num_ranks if kind == "cpu" else 1)
     scheduler = SchedulerConfig(

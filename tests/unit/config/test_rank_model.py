@@ -58,6 +58,11 @@ def test_ranks_without_a_head_are_refused_with_the_most_that_can_be() -> None:
     check_shares(tiny_config(), ParallelConfig(tensor=6), "float32")
 
 
+def test_whole_experts_on_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="enable_expert_parallel"):
+        check_shares(tiny_config(), ParallelConfig(tensor=2, expert=True), "float32")
+
+
 def test_heads_of_two_kinds_must_be_divided_alike() -> None:
     model = replace(
         tiny_config(heads=Heads(6, 2, 32)), local_heads=Heads(6, 3, 16), windows=(5, None, 5)
