@@ -65,7 +65,7 @@ class MemoryCheckpoint:
     def read_quantized(self, name: str) -> None:
         return None
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, own: Any = None) -> Tensor:
         self.reads.append(name)
         return self.tensors[name]
 

@@ -9,6 +9,7 @@ from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token
 from quire.config.facts import HardwareFacts
 from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
 from quire.config.model import DTYPE_BYTES, Experts, ModelConfig
+from quire.config.rank_model import largest_rank
 from quire.config.sizes import MIB, at_least, at_most, format_size, format_table
 from quire.config.vision import image_bytes
 from quire.config.weight_memory import weight_memory
@@ -227,12 +228,15 @@ def state_groups(model: ModelConfig, kv_dtype: str, block_size: int, num_states:
 
 
 def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, capacity: int) -> MemoryPlan:
-    """Compute the memory plan. Allocates nothing; `MemoryPlan.check` raises if it does not fit."""
+    """Compute the memory plan of one rank, the one that needs most. Allocates nothing; `MemoryPlan.check` raises if it
+    does not fit."""
+    model = largest_rank(model, config.parallel)
     device, kind = config.device.device, config.device.device.partition(":")[0]
     has_triton = _attention(config, facts) == "triton"
     scheduler, block_size, kv_dtype = config.scheduler, config.cache.block_size, config.device.kv_dtype
     drafting = config.speculation is not None and config.speculation.method != "ngram"
     draft = None if config.speculation is None else config.speculation.draft
+    draft = None if draft is None else largest_rank(draft, config.parallel)
     groups = config.cache.groups
     sampling, rows = _sampling(model, scheduler), _rows(scheduler, block_size, groups)
     masks, host_masks = _masks(model, config, facts)

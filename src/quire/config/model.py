@@ -227,6 +227,7 @@ class ModelConfig:
     quantization: str | None = None  # the method by which a Hugging Face checkpoint stores weights quantized
     levels: StoredLevels = field(default_factory=StoredLevels)
     weights: WeightCounts = field(default_factory=WeightCounts)
+    rank_weights: WeightCounts | None = None  # of the rank that holds most, where ranks share layers; None: not counted
     stage: tuple[int, int] | None = None  # of a pipeline: its first layer, and the one behind its last; None: all
 
     @property

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
-from quire.config.model import Experts, Heads, ModelConfig, Recurrent
-from quire.config.parallel import RankPlace, share_heads, share_size
+from quire.config.kv_cache import lay_out, stored_specs
+from quire.config.model import Experts, Heads, ModelConfig, Recurrent, StoredLevels, WeightCounts
+from quire.config.parallel import ParallelConfig, RankPlace, share_heads, share_size
+from quire.types.errors import ConfigError
+
+_SETTING = "tensor_parallel_size"
 
 
 def rank_model(model: ModelConfig, place: RankPlace) -> ModelConfig:
@@ -24,6 +30,95 @@ def rank_model(model: ModelConfig, place: RankPlace) -> ModelConfig:
         experts=None if model.experts is None else _experts(model.experts, index, size),
         recurrent=None if model.recurrent is None else _recurrent(model.recurrent, index, size),
     )
+
+
+def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) -> None:
+    """Raise ConfigError if ranks cannot share the layers: one would have nothing, or its blocks another layout."""
+    if parallel.tensor == 1:
+        return
+    if parallel.expert:
+        reason = "ranks have a part of every expert, and whole experts are not supported"
+        raise ConfigError("enable_expert_parallel", reason, "leave it out")
+    if model.encoder is not None:
+        raise ConfigError(_SETTING, "encoders are not shared by ranks", "leave it out")
+    try:
+        ranks = _rank_models(model, parallel)
+    except ValueError:
+        raise ConfigError(_SETTING, *_too_many(model, parallel.tensor)) from None
+    sizes = [len(share_size(size, parallel.tensor - 1, parallel.tensor)) for size in _sizes(model)]
+    if 0 in sizes:
+        reason = f"{parallel.tensor} ranks cannot share {min(_sizes(model))} numbers of a layer"
+        raise ConfigError(_SETTING, reason, "lower it")
+    layouts = [lay_out(stored_specs(rank.kv_specs, kv_dtype), split=split) for rank in ranks for split in (False, True)]
+    if len({(layout.places, layout.num_planes, layout.sources) for layout in layouts[::2]}) > 1 or (
+        len({(layout.places, layout.num_planes, layout.sources) for layout in layouts[1::2]}) > 1
+    ):
+        reason = f"{parallel.tensor} ranks would divide the two kinds of heads of this model differently"
+        raise ConfigError(_SETTING, reason, "choose a number that divides the key/value heads of both kinds")
+
+
+def planned_rank(model: ModelConfig, draft: ModelConfig | None, parallel: ParallelConfig, kv_dtype: str) -> ModelConfig:
+    """Return the model that memory is planned for. Raises ConfigError if ranks cannot share it, or the draft model."""
+    for each in (model,) if draft is None else (model, draft):
+        check_shares(each, parallel, kv_dtype)
+    return largest_rank(model, parallel)
+
+
+def largest_rank(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
+    """Return the model with the heads, sizes and weights of the rank that has most of them, each by itself: what the
+    memory of every rank is planned for, as all have equally many blocks."""
+    if parallel.tensor == 1:
+        return model
+    ranks = _rank_models(model, parallel)
+    first = ranks[0]
+    return replace(
+        first,
+        heads=_most_heads([rank.heads for rank in ranks]),
+        local_heads=None if first.local_heads is None else _most_heads([rank.all_heads[1] for rank in ranks]),
+        recurrent=max((rank.recurrent for rank in ranks), key=lambda each: 0 if each is None else each.state_numbers),
+        weights=model.rank_weights or _most_weights(model, ranks),
+        levels=_levels(model.levels, parallel.tensor),
+    )
+
+
+def _rank_models(model: ModelConfig, parallel: ParallelConfig) -> list[ModelConfig]:
+    return [rank_model(model, parallel.place(rank)) for rank in range(parallel.tensor)]
+
+
+def _too_many(model: ModelConfig, size: int) -> tuple[str, str]:
+    counts = [heads.num_query for heads in model.all_heads]
+    if model.recurrent is not None:
+        counts.append(model.recurrent.value_heads)
+    return f"{size} ranks cannot share {min(counts)} query heads", f"set it to {min(counts)} or less"
+
+
+def _sizes(model: ModelConfig) -> list[int]:
+    """Of what ranks share besides heads."""
+    experts = model.experts
+    if experts is None:
+        return [model.intermediate_size, model.vocab_size]
+    return [experts.size, model.vocab_size, *([experts.shared_size] if experts.shared_size else [])]
+
+
+def _most_heads(ranks: Sequence[Heads]) -> Heads:
+    num_query, num_kv = max(each.num_query for each in ranks), max(each.num_kv for each in ranks)
+    return replace(ranks[0], num_query=num_query, num_kv=num_kv)
+
+
+def _most_weights(model: ModelConfig, ranks: Sequence[ModelConfig]) -> WeightCounts:
+    """An upper bound: as if all weights were divided like what is divided worst."""
+    shares = [max(rank.heads.num_query for rank in ranks) / model.heads.num_query]
+    shares += [max(rank.heads.num_kv for rank in ranks) / model.heads.num_kv] if model.latent is None else []
+    shares += [len(share_size(size, 0, len(ranks))) / size for size in _sizes(model)]
+    divided = ("parameters", "in_blocks", "int4_parameters", "int4_bytes")
+    return replace(model.weights, **{name: ceil(getattr(model.weights, name) * max(shares)) for name in divided})
+
+
+def _levels(levels: StoredLevels, size: int) -> StoredLevels:
+    parts = {
+        name: -(-getattr(levels, name) // size) for name in ("parameters", "num_bytes", "gpu_parameters", "gpu_bytes")
+    }
+    return replace(levels, **parts)
 
 
 def _heads(heads: Heads, index: int, size: int) -> Heads:

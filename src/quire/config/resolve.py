@@ -22,10 +22,11 @@ from quire.config.memory import ADAPTER_FIX, MemoryPlan, kv_block_bytes, plan_me
 from quire.config.model import QUANTIZATIONS, CacheDtype, Dtype, ModelConfig, Quantization
 from quire.config.parallel import check_parallel
 from quire.config.policy import RESERVING
+from quire.config.rank_model import largest_rank, planned_rank
 from quire.config.sizes import GIB, MIB, format_size, parse_size
 from quire.config.speculation import SpeculationConfig, resolve_speculation
 from quire.config.tiers import resolve_tiers
-from quire.config.vision import resolve_images
+from quire.config.vision import check_media_path, resolve_images
 from quire.types.errors import ConfigError, DoesNotFit
 
 logger = logging.getLogger("quire")
@@ -54,13 +55,14 @@ def resolve_engine_config(
 ) -> tuple[EngineConfig, MemoryPlan]:
     """Make the whole configuration and check it against the machine. Raises ConfigError or DoesNotFit.
 
-    `draft_model` is the draft model that `speculative_config` names, if it names one. `offline`: requests come as
-    batches, whose last answer counts, and not as streams, whose every token does.
+    `draft_model`: what `speculative_config` names, if anything. `offline`: requests come as batches, whose last answer
+    counts, and not as streams, whose every token does.
     """
-    parsed = read_arguments(args)
-    device = resolve_device(args, facts, model)
-    check_parallel(parsed.parallel, device.device, len(facts.cuda), parsed.layout, model.experts is not None)
-    kind, capacity = device.device.partition(":")[0], device_capacity(args, facts, device.device)
+    parsed, device = read_arguments(args), resolve_device(args, facts, model)
+    parallel = parsed.parallel
+    check_parallel(parallel, device.device, len(facts.cuda), parsed.layout, model.experts is not None)
+    kind = device.device.partition(":")[0]
+    capacity = device_capacity(args, facts, device.device) // (parallel.num_ranks if kind == "cpu" else 1)
     scheduler = SchedulerConfig(
         max_num_seqs=args.max_num_seqs if args.max_num_seqs is not None else DEFAULT_NUM_SEQS[kind],
         max_num_batched_tokens=(
@@ -78,9 +80,7 @@ def resolve_engine_config(
     images = resolve_images(
         model.vision, args.limit_mm_per_prompt, args.mm_processor_kwargs, scheduler.max_num_batched_tokens
     )
-    if args.allowed_local_media_path and images is None:
-        reason = "is a folder of images, and this model takes none"
-        raise ConfigError("allowed_local_media_path", reason, "leave it out")
+    check_media_path(args.allowed_local_media_path, images)
     if images is not None and parsed.recording is not None:
         logger.warning("requests with images are refused while the engine is recorded: recordings hold no images")
         images = None
@@ -89,11 +89,12 @@ def resolve_engine_config(
     host_field = "host_cache_memory" if args.swap_space is None else "swap_space"
     speculation = None if parsed.speculation is None else resolve_speculation(parsed.speculation, model, draft_model)
     _check_scaled(device.kv_dtype, [model] if draft_model is None else [model, draft_model])
-    groups = _groups(model, scheduler, device, parsed.layout, speculation)
-    block_bytes = kv_block_bytes(model, device.kv_dtype, args.block_size, groups)
+    own = planned_rank(model, draft_model, parallel, device.kv_dtype)
+    groups = _groups(own, scheduler, device, parsed.layout, speculation)
+    block_bytes = kv_block_bytes(own, device.kv_dtype, args.block_size, groups)
     tiers = resolve_tiers(parsed.tiers, block_bytes, host_field)
     cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers, groups=groups)
-    unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording, parsed.adapters, parsed.parallel)
+    unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording, parsed.adapters, parallel)
     unsized = _resolve_layout(unsized, facts, model)
     try:
         config = _size_cache(args, facts, model, unsized, capacity)
@@ -363,7 +364,8 @@ def _with_states(
         reason = f"{unsized.scheduler.policy!r} reserves blocks, and gives no states to recurrent layers"
         raise ConfigError("policy", reason, "use another policy")
     device, cache, rows = unsized.device, unsized.cache, unsized.scheduler.num_rows
-    none = replace(unsized, cache=replace(cache, groups=state_groups(model, device.kv_dtype, cache.block_size, 0)))
+    own = largest_rank(model, unsized.parallel)
+    none = replace(unsized, cache=replace(cache, groups=state_groups(own, device.kv_dtype, cache.block_size, 0)))
     plan = plan_memory(model, none, facts, capacity)
     room = max(0, _cache_room(args, plan)) // STATES_SHARE // plan.state_bytes
     scheduler = unsized.scheduler
@@ -371,7 +373,7 @@ def _with_states(
         rows = max(1, (room - 1) * 2 // 3)
         scheduler = replace(scheduler, max_num_seqs=rows)
     count = max(_least_states(rows), min(STATES_PER_ROW * rows + SPARE_STATES, room))
-    groups = state_groups(model, device.kv_dtype, cache.block_size, count)
+    groups = state_groups(own, device.kv_dtype, cache.block_size, count)
     return replace(unsized, cache=replace(cache, groups=groups), scheduler=scheduler)
 
 

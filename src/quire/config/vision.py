@@ -110,3 +110,10 @@ def image_bytes(vision: Vision, limits: ImageLimits, hidden_size: int, weight_by
     floats = 6 * size + 3 * vision.frames * vision.patch**2  # rotated queries and keys, and pixels, in float32
     kept = limits.max_kept_tokens + limits.grid.max_tokens
     return largest * (numbers * weight_bytes + floats * 4) + kept * hidden_size * weight_bytes
+
+
+def check_media_path(path: str | None, images: ImageLimits | None) -> None:
+    """Raise ConfigError for a folder of images if the model takes none."""
+    if path and images is None:
+        reason = "is a folder of images, and this model takes none"
+        raise ConfigError("allowed_local_media_path", reason, "leave it out")

@@ -84,12 +84,16 @@ class Linear(WeightLayer):
         return mine if self._has_bias else torch.zeros_like(mine)
 
     def checked(self, part: str, tensor: Tensor) -> Tensor:
+        is_whole = self.outputs[part.rpartition(".")[0]].is_whole and self.inputs.is_whole
+        return tensor if is_whole else self._own_stored(part, tensor)
+
+    def _own_stored(self, part: str, tensor: Tensor) -> Tensor:
         name = part.rpartition(".")[0]
         return self.stored[name].own_part(tensor, self.outputs[name], self.inputs)
 
     def load(self, part: str, tensor: Tensor) -> None:
         self._hold(part)
-        mine = self.checked(part, tensor)
+        mine = self._own_stored(part, tensor)
         if tensor.dim() == 1 and not self._has_bias:
             mine = torch.zeros_like(mine)
         self._part(part).copy_(mine.to(self._dtype))  # rounded to the run dtype even when held wider

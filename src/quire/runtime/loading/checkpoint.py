@@ -10,6 +10,7 @@ from quire.config.model import ModelConfig
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.gguf.checkpoint import GgufCheckpoint
 from quire.runtime.loading.hf.checkpoint import HfCheckpoint
+from quire.runtime.loading.values import Own, all_of_it
 from quire.runtime.quantization.weight import QuantizedWeight
 
 
@@ -22,8 +23,9 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str) -> Tensor:
-        """The tensor on the CPU: float32 where it was quantized, else as stored. It may be a view of the file."""
+    def read(self, name: str, own: Own = all_of_it) -> Tensor:
+        """The tensor on the CPU: float32 where it was quantized, else as stored. It may be a view of the file. Only
+        `own`, the part of it that is used, is looked at for damage: nothing else is read of a view."""
 
     def read_quantized(self, name: str) -> QuantizedWeight | None:
         """The matrix as it is stored; None where it is stored as numbers, or in a form that only `read` knows."""

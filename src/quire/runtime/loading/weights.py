@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +43,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
         for name, part in parts.items():
             quantized = checkpoint.read_quantized(name)
             if quantized is None:
-                layer.load(part, checkpoint.read(name))
+                layer.load(part, checkpoint.read(name, partial(layer.checked, part)))
             else:
                 expanded += not layer.load_quantized(part, quantized)
             done += 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Protocol
 
 from torch import Tensor
 
 from quire.config.engine import DeviceConfig
 from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig, WeightCounts
+from quire.config.parallel import ParallelConfig
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
@@ -21,6 +22,8 @@ from quire.runtime.layers.weights import weight_layers
 from quire.runtime.models.base import BaseEncoder, BaseModel
 from quire.runtime.models.registry import find_family
 from quire.runtime.models.stages import keep_stage
+from quire.runtime.parallel.group import ONE_RANK, OneRank
+from quire.runtime.parallel.ranks import ALONE, Ranks
 
 
 class Model(Protocol):
@@ -101,11 +104,32 @@ def count_copies(config: ModelConfig) -> dict[str, int]:
 def count_weights(config: ModelConfig) -> ModelConfig:
     """Return the config with the number of weights that the model's layers hold, as they say; nothing is
     allocated."""
-    model = _outline(config)
+    return replace(config, weights=_count(_outline(config)))
+
+
+def count_rank_weights(config: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
+    """Return the config with the number of weights that a rank holds, of each kind as many as the rank that holds most
+    of it."""
+    if parallel.tensor == 1:
+        return config
+    groups = [_Outlined(rank, parallel.tensor) for rank in range(parallel.tensor)]
+    ranks = [Ranks(parallel.place(group.index), group, ONE_RANK) for group in groups]
+    counts = [astuple(_count(_outline(config, each))) for each in ranks]
+    return replace(config, rank_weights=WeightCounts(*map(max, zip(*counts, strict=True))))
+
+
+class _Outlined(OneRank):
+    """The group of a rank that computes nothing."""
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index, self.size = index, size
+
+
+def _count(model: BaseModel | BaseEncoder) -> WeightCounts:
     inside = {id(layer) for blocks in model.modules() if isinstance(blocks, Blocks) for layer in blocks.modules()}
     parameters = in_blocks = outputs = int4_parameters = int4_bytes = 0
     for layer, parts in weight_layers(model):
-        shapes = [layer.part_shape(part) for part in parts.values() for _ in range(layer.copies(part))]
+        shapes = [layer.held_shape(part) for part in parts.values() for _ in range(layer.copies(part))]
         parameters += sum(map(math.prod, shapes))
         if layer.shrinks and id(layer) in inside:
             matrices = [shape for shape in shapes if len(shape) == 2]
@@ -116,8 +140,7 @@ def count_weights(config: ModelConfig) -> ModelConfig:
                     math.prod(shape), layer.num_inputs if isinstance(layer, Linear) else shape[1]
                 )
                 int4_parameters, int4_bytes = int4_parameters + held, int4_bytes + num_bytes
-    counts = WeightCounts(parameters, in_blocks, outputs, *_count_adapted(model), int4_parameters, int4_bytes)
-    return replace(config, weights=counts)
+    return WeightCounts(parameters, in_blocks, outputs, *_count_adapted(model), int4_parameters, int4_bytes)
 
 
 def _count_int4(size: int, num_inputs: int) -> tuple[int, int]:
@@ -146,7 +169,7 @@ def _build(config: ModelConfig, builder: LayerBuilder) -> BaseModel | BaseEncode
     return model
 
 
-def _outline(config: ModelConfig) -> BaseModel | BaseEncoder:
-    """The model without memory."""
+def _outline(config: ModelConfig, ranks: Ranks = ALONE) -> BaseModel | BaseEncoder:
+    """The model without memory, or what a rank has of it."""
     device = DeviceConfig(device="meta", dtype="float32", kv_dtype="float32", attention_backend="reference")
-    return _build(config, LayerBuilder(device, config.heads, local_heads=config.local_heads))
+    return _build(config, LayerBuilder(device, config.heads, local_heads=config.local_heads, ranks=ranks))

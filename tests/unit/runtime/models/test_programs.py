@@ -43,7 +43,7 @@ class LevelCheckpoint:
     def source(self, name: str) -> str:
         return self._plain.source(name)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, own: object = None) -> Tensor:
         levels = self.read_quantized(name)
         return self._plain.read(name) if levels is None else levels.values()
 

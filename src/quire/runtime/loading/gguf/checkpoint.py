@@ -18,7 +18,7 @@ from quire.runtime.loading.gguf.reader import GgufTensor
 from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.mapping import Bytes
 from quire.runtime.loading.pieces import Piece
-from quire.runtime.loading.values import refuse_blank, refuse_non_finite
+from quire.runtime.loading.values import Own, all_of_it, refuse_blank, refuse_non_finite
 from quire.runtime.models.family import Stacked
 from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.levels import LevelWeight
@@ -52,15 +52,15 @@ class GgufCheckpoint:
     def source(self, name: str) -> str:
         return self._model.owners[self._pieces[name].tensor].name
 
-    def read(self, name: str) -> Tensor:
-        """The tensor on the CPU. Raises ModelLoadError when its numbers are damaged beyond doubt."""
+    def read(self, name: str, own: Own = all_of_it) -> Tensor:
+        """The tensor on the CPU. Raises ModelLoadError when numbers of its `own` part are damaged beyond doubt."""
         tensor, stored = self._tensor(name), self._pieces[name].tensor
         values = dequantize(torch.from_numpy(self._raw(name)), tensor.ggml_type).view(self.shape(name))
         if values.dtype == torch.float64:
             values = values.float()
         if values.dtype not in FLOATS:
             raise ModelLoadError(self.source(name), f"has type {tensor.ggml_type.name}, not a weight's", tensor=stored)
-        refuse_non_finite(values, self.source(name), stored)
+        refuse_non_finite(own(values), self.source(name), stored)
         offset = self._family.norm_offset
         return values.float() - offset if offset and name.endswith("norm.weight") else values
 

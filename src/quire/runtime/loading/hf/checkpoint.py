@@ -19,7 +19,7 @@ from quire.runtime.loading.hf.quantized.layers import QuantizedLayer, find_cache
 from quire.runtime.loading.hf.quantized.method import DTYPES, BadTensors
 from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
 from quire.runtime.loading.pieces import Piece, pieces_of
-from quire.runtime.loading.values import refuse_blank, refuse_non_finite
+from quire.runtime.loading.values import Own, all_of_it, refuse_blank, refuse_non_finite
 from quire.runtime.models.build import describe_weights
 from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
 from quire.runtime.quantization.weight import QuantizedWeight
@@ -95,8 +95,8 @@ class HfCheckpoint:
         except BadTensors as error:
             raise quantized.refuse(error) from None
 
-    def read(self, name: str) -> Tensor:
-        """The tensor on the CPU. Raises ModelLoadError when its numbers are damaged beyond doubt."""
+    def read(self, name: str, own: Own = all_of_it) -> Tensor:
+        """The tensor on the CPU. Raises ModelLoadError when numbers of its `own` part are damaged beyond doubt."""
         if (quantized := self.read_quantized(name)) is not None:
             return quantized.values()
         piece = self._pieces[name]
@@ -107,7 +107,7 @@ class HfCheckpoint:
                 self._read_whole(each, BYTES) for each in (piece, replace(piece, tensor=piece.exponents))
             )
             values = Mxfp4Weight(blocks, exponents).values()
-        refuse_non_finite(values, self.source(name), name)
+        refuse_non_finite(own(values), self.source(name), name)
         return values.float() if values.dtype == torch.float64 else values
 
     def close(self) -> None:
