@@ -48,6 +48,16 @@ def check_pipeline(config: EngineConfig) -> None:
         )
 
 
+def resolve_pipeline(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The config of an engine whose layers are divided into `parallel.pipeline` stages: as many micro-batches, and
+    groups of layers that all stages can follow. Raises ConfigError."""
+    check_pipeline(config)
+    num_stages, cache = config.parallel.pipeline, config.cache
+    groups = join_groups(stage_models(model, num_stages), config.device.kv_dtype, cache.block_size, cache.groups)
+    scheduler = replace(config.scheduler, micro_batches=num_stages)
+    return replace(config, cache=replace(cache, groups=groups), scheduler=scheduler)
+
+
 def join_groups(stages: Sequence[ModelConfig], kv_dtype: str, block_size: int, groups: KVGroups) -> KVGroups:
     """The groups of layers by which one engine hands out the blocks of all stages. Layers with a window have blocks of
     their own only if that saves memory on every stage. `groups`: those of the whole model."""
