@@ -23,6 +23,7 @@ from quire.config.model import QUANTIZATIONS, CacheDtype, Dtype, ModelConfig, Qu
 from quire.config.policy import RESERVING
 from quire.config.sizes import GIB, MIB, format_size, parse_size
 from quire.config.speculation import SpeculationConfig, resolve_speculation
+from quire.config.stages import heaviest_stage, resolve_pipeline, stage_models
 from quire.config.tiers import resolve_tiers
 from quire.config.vision import resolve_images
 from quire.types.errors import ConfigError, DoesNotFit
@@ -93,10 +94,11 @@ def resolve_engine_config(
     tiers = resolve_tiers(parsed.tiers, block_bytes, host_field)
     cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers, groups=groups)
     unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording, parsed.adapters)
-    unsized = _resolve_layout(unsized, facts, model)
+    unsized = resolve_pipeline(_resolve_layout(unsized, facts, model), model)
+    rank_model = heaviest_stage(stage_models(model, unsized.parallel.pipeline))
     try:
-        config = _size_cache(args, facts, model, unsized, capacity)
-        plan = plan_memory(model, config, facts, capacity)
+        config = resolve_pipeline(_size_cache(args, facts, rank_model, unsized, capacity), model)
+        plan = plan_memory(rank_model, config, facts, capacity)
         plan.check()
     except DoesNotFit as error:
         if error.setting != "host_cache_memory":
