@@ -20,15 +20,16 @@ SEEDS = int(os.environ.get("QUIRE_TEST_SEEDS", "200"))
 SHARDS = 20
 
 
-def play(seed: int, *, is_grouped: bool = False) -> Counter[str]:
+def play(seed: int, *, is_grouped: bool = False, micro_batches: int = 1) -> Counter[str]:
     """Run a mix; and if it leaves files, once more, after a restart."""
     try:
-        mix = Mix(seed, is_grouped=is_grouped)
+        mix = Mix(seed, is_grouped=is_grouped, micro_batches=micro_batches)
         with mock.patch.object(mask_table, "FEW", mix.least_batch):
             mix.run()
             met = mix.exercised()
             if mix.engine.tiers.files:
-                again = Mix(seed, mix.engine.tiers.files, mix.salts, is_grouped=is_grouped)
+                files, salts = mix.engine.tiers.files, mix.salts
+                again = Mix(seed, files, salts, is_grouped=is_grouped, micro_batches=micro_batches)
                 again.run()
                 met.update(again.exercised())
     except BaseException as error:
@@ -48,6 +49,15 @@ def test_every_answer_of_a_random_mix_is_the_one_its_request_gets_alone(shard: i
 def test_so_it_is_where_layers_have_windows_or_states(shard: int) -> None:
     seeds = range(shard, SEEDS, SHARDS)
     met = sum([play(seed, is_grouped=True) for seed in seeds], Counter())
+    assert met["answers compared"] >= len(seeds) // 2
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize("shard", range(SHARDS // 4))
+def test_so_it_is_with_micro_batches(shard: int, micro_batches: int) -> None:
+    """They are preempted, aborted, forked, swapped and drafted for one another's blocks."""
+    seeds = range(shard, SEEDS // 2, SHARDS // 4)
+    met = sum([play(seed, is_grouped=seed % 2 == 1, micro_batches=micro_batches) for seed in seeds], Counter())
     assert met["answers compared"] >= len(seeds) // 2
 
 

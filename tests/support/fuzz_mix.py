@@ -98,6 +98,7 @@ class Mix:
         salts: frozenset[str] = frozenset(),
         *,
         is_grouped: bool = False,
+        micro_batches: int = 1,
     ) -> None:
         """`files` are what an earlier engine left on disk, for requests of these `salts`. `is_grouped`: the model has
         layers with a window, or recurrent ones, or both."""
@@ -128,7 +129,8 @@ class Mix:
         self.engine = Harness(
             num_blocks=num_blocks,
             block_size=block_size,
-            depth=depth,
+            depth=depth * micro_batches,
+            micro_batches=micro_batches,
             caching=rng.random() < 0.7 and policy not in RESERVING,
             eviction=rng.choice(EVICTION_NAMES),
             tools=DecodingTools(self.grammars, FaultyProposers(self.proposers, self.faults), self.faults.vocabulary),

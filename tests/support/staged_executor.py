@@ -14,7 +14,7 @@ from local_ranks import local_groups
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
-from quire.config.stages import check_pipeline, join_groups, stage_models
+from quire.config.stages import resolve_pipeline, stage_models
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.weights import load_weights
 from quire.runtime.models.base import BaseModel
@@ -62,11 +62,7 @@ def make_workers(
 
 def staged_config(model: ModelConfig, config: EngineConfig, num_stages: int) -> EngineConfig:
     """The same config for an engine of so many stages."""
-    config = replace(config, parallel=ParallelConfig(pipeline=num_stages))
-    check_pipeline(config)
-    stages, cache = stage_models(model, num_stages), config.cache
-    groups = join_groups(stages, config.device.kv_dtype, cache.block_size, cache.groups)
-    return replace(config, cache=replace(cache, groups=groups))
+    return resolve_pipeline(replace(config, parallel=ParallelConfig(pipeline=num_stages)), model)
 
 
 class StagedExecutor:

@@ -78,9 +78,12 @@ class SchedulerConfig:
     preemption: PreemptionName = "auto"  # whether a preempted request's blocks are swapped out or recomputed
     images: ImageLimits | None = None  # None: requests have no images
     adapter_slots: int = 0  # different LoRA adapters among running requests; 0: there are none
+    # Running requests are divided into so many micro-batches, which are in flight together: as many as the pipeline has
+    # stages.
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"must be at least 1, got {getattr(self, name)}", "raise it")
 

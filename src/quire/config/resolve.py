@@ -25,6 +25,7 @@ from quire.config.policy import RESERVING
 from quire.config.rank_model import largest_rank, planned_rank
 from quire.config.sizes import GIB, MIB, format_size, parse_size
 from quire.config.speculation import SpeculationConfig, resolve_speculation
+from quire.config.stages import heaviest_stage, resolve_pipeline, stage_models
 from quire.config.tiers import resolve_tiers
 from quire.config.vision import check_media_path, resolve_images
 from quire.types.errors import ConfigError, DoesNotFit
@@ -95,10 +96,11 @@ def resolve_engine_config(
     tiers = resolve_tiers(parsed.tiers, block_bytes, host_field)
     cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers, groups=groups)
     unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording, parsed.adapters, parallel)
-    unsized = _resolve_layout(unsized, facts, model)
+    unsized = resolve_pipeline(_resolve_layout(unsized, facts, model), model)
+    stage = heaviest_stage(stage_models(model, parallel.pipeline))
     try:
-        config = _size_cache(args, facts, model, unsized, capacity)
-        plan = plan_memory(model, config, facts, capacity)
+        config = resolve_pipeline(_size_cache(args, facts, stage, unsized, capacity), model)
+        plan = plan_memory(stage, config, facts, capacity)
         plan.check()
     except DoesNotFit as error:
         if error.setting != "host_cache_memory":

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from quire.config.engine import EngineConfig
 from quire.config.kv_cache import PLAIN, KVGroups, can_split, lay_out, stored_specs
 from quire.config.memory import state_groups
-from quire.config.model import ModelConfig
-from quire.config.parallel import share_of
+from quire.config.model import ModelConfig, StoredLevels, WeightCounts
+from quire.config.parallel import RankPlace, share_of
+from quire.config.rank_model import largest_rank
 from quire.types.errors import ConfigError
 
 SETTING = "pipeline_parallel_size"
+Counts = TypeVar("Counts", WeightCounts, StoredLevels)
 
 
 def stage_models(model: ModelConfig, num_stages: int) -> tuple[ModelConfig, ...]:
@@ -29,10 +32,42 @@ def stage_models(model: ModelConfig, num_stages: int) -> tuple[ModelConfig, ...]
         reason = "is not supported for models that take images"
         raise ConfigError(SETTING, reason, "leave it out, or raise tensor_parallel_size instead")
     shares = [share_of(model.num_layers, stage, num_stages) for stage in range(num_stages)]
-    stages = tuple(replace(model, stage=(share.start, share.stop)) for share in shares)
+    stages = tuple(_stage_of(model, share) for share in shares)
     for number, stage in enumerate(stages):
         _check_layers(stage, number, num_stages)
     return stages
+
+
+def stage_model(model: ModelConfig, place: RankPlace) -> ModelConfig:
+    """The model as a rank's stage sees it."""
+    return stage_models(model, place.config.pipeline)[place.stage]
+
+
+def heaviest_stage(stages: Sequence[ModelConfig]) -> ModelConfig:
+    """The stage that needs most memory: the memory plan of an engine is that of its ranks. A stage with as much of the
+    cache as another one may have more weights."""
+    return max(stages, key=lambda stage: (sum(spec.numbers for spec in stage.kv_specs), stage.weights.parameters))
+
+
+def _stage_of(model: ModelConfig, layers: range) -> ModelConfig:
+    """With an estimate of its weights: its share of those in blocks, and the tables that it has."""
+    stage = replace(model, stage=(layers.start, layers.stop))
+    table, weights = model.vocab_size * model.hidden_size, model.weights
+    own = table * (stage.is_first_stage + stage.is_last_stage)
+    inside = max(weights.parameters - table * (1 if model.tie_word_embeddings else 2), 0)
+    scaled = _share(weights, len(layers), model.num_layers)
+    scaled = replace(scaled, parameters=own + -(-inside * len(layers) // model.num_layers) if weights.parameters else 0)
+    return replace(stage, weights=scaled, rank_weights=None, levels=_share(model.levels, len(layers), model.num_layers))
+
+
+def _share(counts: Counts, part: int, whole: int) -> Counts:
+    """The same counts of `part` of `whole` layers, rounded up. The most matrices of a layer stay as they are."""
+    numbers = {each.name: getattr(counts, each.name) for each in fields(counts)}
+    kept = ("adapter_parts",)
+    changed: dict[str, Any] = {
+        name: -(-number * part // whole) for name, number in numbers.items() if type(number) is int and name not in kept
+    }
+    return replace(counts, **changed)
 
 
 def check_pipeline(config: EngineConfig) -> None:
@@ -46,6 +81,17 @@ def check_pipeline(config: EngineConfig) -> None:
         raise ConfigError(
             "host_cache_memory", "tiers are not supported with stages", f"leave it out, or set {SETTING} to 1"
         )
+
+
+def resolve_pipeline(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The config of an engine whose layers are divided into `parallel.pipeline` stages: as many micro-batches, and
+    groups of layers that all stages can follow. Raises ConfigError."""
+    check_pipeline(config)
+    num_stages, cache = config.parallel.pipeline, config.cache
+    stages = [largest_rank(stage, config.parallel) for stage in stage_models(model, num_stages)]
+    groups = join_groups(stages, config.device.kv_dtype, cache.block_size, cache.groups)
+    scheduler = replace(config.scheduler, micro_batches=num_stages)
+    return replace(config, cache=replace(cache, groups=groups), scheduler=scheduler)
 
 
 def join_groups(stages: Sequence[ModelConfig], kv_dtype: str, block_size: int, groups: KVGroups) -> KVGroups:

@@ -65,15 +65,15 @@ class Committer:
     ) -> None:
         self._scheduler, self._proposers, self._guided, self._paced = scheduler, proposers, guided, paced
         self._end, self._fail, self._clock = end, fail, clock
-        self._columns = _NOTHING
+        self._columns = [_NOTHING] * len(scheduler.micro_batches)
 
     def prepare(self, plan: StepPlan) -> InFlightStep:
         """Return the step in flight for a plan: which rows get its samples, and the leases they have now."""
-        table, rows = self._scheduler.rows, self._scheduler.ahead_rows
+        table, rows, micro_batch = self._scheduler.rows, self._scheduler.ahead_rows, self._scheduler.micro_batch
         masks, awaits = self._scheduler.masks if plan.guided else None, plan.guided
         if not plan.chunks and not plan.new_rows and len(rows) == len(plan.decode_rows):
-            leases = self._gather(rows).leases
-            return InFlightStep(plan, rows, leases, table.version, {}, self._clock(), None, (), masks, awaits)
+            leases, now = self._gather(rows, micro_batch).leases, self._clock()
+            return InFlightStep(plan, rows, leases, table.version, {}, now, None, (), masks, awaits, micro_batch)
         paced, ahead, places = find_awaited(plan, len(rows), table)
         if ahead:
             rows = np.concatenate([rows, np.array(ahead, dtype=np.int32)])
@@ -81,14 +81,15 @@ class Committer:
         others += [new.row for new in plan.new_rows]
         leases = table.leases[rows]
         noted = dict(zip(others, table.leases[others].tolist(), strict=True)) | {each.row: each.lease for each in paced}
-        return InFlightStep(plan, rows, leases, table.version, noted, self._clock(), places, paced, masks, awaits)
+        now, version = self._clock(), table.version
+        return InFlightStep(plan, rows, leases, version, noted, now, places, paced, masks, awaits, micro_batch)
 
-    def _gather(self, rows: Ints) -> RowColumns:
+    def _gather(self, rows: Ints, micro_batch: int) -> RowColumns:
         """Return the table's columns for `rows`. Steady decoding gets the same object again."""
-        table = self._scheduler.rows
-        if self._columns.rows is not rows or self._columns.version != table.version:
-            self._columns = RowColumns.of(rows, table)
-        return self._columns
+        table, columns = self._scheduler.rows, self._columns[micro_batch]
+        if columns.rows is not rows or columns.version != table.version:
+            columns = self._columns[micro_batch] = RowColumns.of(rows, table)
+        return columns
 
     def commit(self, step: InFlightStep, result: StepResult) -> tuple[Batch, int]:
         """Commit the tokens of rows that still have the lease they had in the step; drop all others. End the sequences
@@ -105,7 +106,7 @@ class Committer:
                 rows, tokens = rows[is_leased], tokens[is_leased]
         if step.plan.chunks:
             self._note_first_tokens(step)
-        columns = self._gather(rows)
+        columns = self._gather(rows, step.micro_batch)
         counts = table.record(columns.places, columns.starts, tokens)
         ends = find_ends(tokens, columns.end_ids, counts, columns.limits)
         ended = [

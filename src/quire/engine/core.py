@@ -69,8 +69,9 @@ class EngineCore:
         self._tools, self._clock, self._observer = tools or DecodingTools(), clock, observer or EngineObserver()
         self._scheduler = Scheduler(cache, scheduler)
         self.adapters = AdapterTable(self._scheduler.adapters, executor, self._observer)
-        self._pipeline = Pipeline(executor, depth or executor.depth, clock)
-        self._scheduler.paced.least_forced = 1 if self._pipeline.depth == 1 else _LEAST_FORCED
+        depth = depth or max(executor.depth, scheduler.micro_batches)
+        self._pipeline = Pipeline(executor, depth, clock, scheduler.micro_batches)
+        self._scheduler.paced.least_forced = 1 if self._pipeline.most_ahead == 1 else _LEAST_FORCED
         self._guided = GuidedRows(self._scheduler, self._tools.grammars.vocab_size, self._end, self._fail)
         self._paced = PacedResults(self._scheduler, self._end, self._fail, self._finish_search)
         proposers = self._tools.proposers
@@ -248,7 +249,7 @@ class EngineCore:
 
     def _plan_step(self) -> InFlightStep | None:
         """Plan the next step. Returns None if nothing can be computed now."""
-        plan = None if self._dead else self._scheduler.plan(self._clock())
+        plan = None if self._dead else self._scheduler.plan(self._clock(), self._pipeline.busy)
         step = None
         if plan is not None:
             self._counters.note_plan(plan)

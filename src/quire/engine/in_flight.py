@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,7 @@ class InFlightStep:
     paced: tuple[AwaitedSamples, ...] = ()
     masks: Masks | None = None  # of a guided step: the masks that were known when it was planned
     awaits_masks: bool = False
+    micro_batch: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -68,11 +69,19 @@ class InFlightStep:
 
 
 class Pipeline:
-    """Launches steps on an Executor, keeps up to `depth` of them in flight, and collects their results in order."""
+    """Launches steps on an Executor, keeps up to `depth` of them in flight, and collects their results in order. Each
+    of the micro-batches has its share of them in flight: one, if there are as many as micro-batches."""
 
-    def __init__(self, executor: Executor, depth: int, clock: Callable[[], float] = time.monotonic) -> None:
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, got {depth}")
+    def __init__(
+        self,
+        executor: Executor,
+        depth: int,
+        clock: Callable[[], float] = time.monotonic,
+        micro_batches: int = 1,
+    ) -> None:
+        if depth < micro_batches:
+            raise ValueError(f"depth must be at least {micro_batches}, got {depth}")
+        self._micro_batches = micro_batches
         self._executor, self.depth, self._clock = executor, depth, clock
         self._steps: deque[InFlightStep] = deque()
         self._collected = 0.0  # when the last result was collected
@@ -83,8 +92,27 @@ class Pipeline:
 
     @property
     def guided_step(self) -> InFlightStep | None:
-        """The guided step whose masks can be computed now, as the results of all steps before it have come."""
-        return self._steps[0] if len(self._steps) == 1 and self._steps[0].awaits_masks else None
+        """The guided step whose masks can be computed now, as the results of all steps of its micro-batch before it
+        have come."""
+        if not self._steps or not (last := self._steps[-1]).awaits_masks:
+            return None
+        before = len(self._steps) - 1 if self._micro_batches == 1 else self._num_steps(last.micro_batch) - 1
+        return last if before == 0 else None
+
+    @property
+    def most_ahead(self) -> int:
+        """The steps of a micro-batch that may be in flight."""
+        return self.depth // self._micro_batches
+
+    @property
+    def busy(self) -> Collection[int]:
+        """The micro-batches that have as many steps in flight as they may."""
+        if self._micro_batches == 1:
+            return ()
+        return [number for number in range(self._micro_batches) if self._num_steps(number) >= self.most_ahead]
+
+    def _num_steps(self, micro_batch: int) -> int:
+        return sum([step.micro_batch == micro_batch for step in self._steps])
 
     def fill(self, prepare: Callable[[], InFlightStep | None], supply: Callable[[InFlightStep], Masks | None]) -> None:
         """Plan and launch steps until `depth` are in flight, there is nothing to plan, or the last one awaits its
@@ -113,7 +141,7 @@ class Pipeline:
     def slack_seconds(self) -> float:
         """Seconds the caller may wait before the next step must be planned, as the step in flight keeps the device
         busy. A request that comes within that time gets into the next step. 0 if that is unknown."""
-        if len(self._steps) != 1 or self.depth == 1 or self._steps[0].awaits_masks:
+        if len(self._steps) != 1 or self.depth == 1 or self._micro_batches > 1 or self._steps[0].awaits_masks:
             return 0.0
         if (size := _decode_size(self._steps[0])) is None:
             return 0.0

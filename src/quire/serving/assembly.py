@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from quire.config.adapters import AdapterModule, read_modules
-from quire.config.arguments import EngineArguments
+from quire.config.arguments import EngineArguments, read_arguments
 from quire.config.embedding import (
     EmbeddingSettings,
     EncoderConfig,
@@ -41,6 +41,7 @@ from quire.runtime.loading.model_config import read_model_config
 from quire.runtime.loading.namespace import cache_namespace
 from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
+from quire.runtime.models.build import count_rank_weights
 from quire.runtime.models.registry import ENTRIES, check_generates
 from quire.serving.pooled_texts import check_work
 from quire.types.errors import ConfigError, InvalidRequest
@@ -194,7 +195,8 @@ def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArgumen
     draft = None if draft_files is None else read_model_config(draft_files)
     if draft is not None:
         check_generates(draft.architecture, "speculative_config")
-    config, memory = resolve_engine_config(arguments, detect_hardware(), model, draft, offline=offline)
+    counted = count_rank_weights(model, read_arguments(arguments).parallel)
+    config, memory = resolve_engine_config(arguments, detect_hardware(), counted, draft, offline=offline)
     modules = read_modules(arguments.lora_modules, enable=arguments.enable_lora)
     return PlannedEngine(files, model, config, memory, draft_files, modules=modules)
 

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,11 +44,18 @@ class SequenceState(Enum):
     AWAITING = auto()  # paced: a planned step computes its next tokens; its next step is planned after their result
 
 
+class Ticking(Protocol):
+    """An AheadSet: how often it has advanced."""
+
+    tick: int
+
+
 @dataclass(slots=True)
 class RunAhead:
     """How far a sequence has run ahead. The tick of the AheadSet tells it, so no step has to update it."""
 
     event: int  # the tick at which the scheduler must handle the sequence
+    source: Ticking  # the AheadSet
     base: int = 0  # computed tokens minus tick
     until: int = 0  # the number of computed tokens at which it must leave the AheadSet
 
@@ -83,7 +90,7 @@ class Sequence:
         self.state = SequenceState.WAITING
         self.row: int | None = None
         self.outputs: list[int] = []  # generated tokens; while STARTING, AHEAD or DRAINING the row table has them
-        self.num_computed = 0  # tokens whose keys and values a planned step writes; while AHEAD, see `computed_at`
+        self.num_computed = 0  # tokens whose keys and values a planned step writes; while AHEAD, see `num_planned`
         self.num_encoded = 0  # first tokens whose images the workers have encoded since they know the row
         self.num_readable = 0  # tokens whose keys and values later plans may read
         self.num_swapped = 0  # WAITING: tokens whose blocks were swapped to host memory
@@ -106,9 +113,11 @@ class Sequence:
         one step when they are due."""
         return self.num_tokens - (self.group.search is not None and len(self.group.live) > 1)
 
-    def computed_at(self, tick: int) -> int:
-        """Return `num_computed` at a tick of the AheadSet."""
-        return tick + self.ahead.base if self.state is SequenceState.AHEAD and self.ahead else self.num_computed
+    @property
+    def num_planned(self) -> int:
+        """What `num_computed` is now, while AHEAD too."""
+        ahead = self.ahead
+        return ahead.source.tick + ahead.base if self.state is SequenceState.AHEAD and ahead else self.num_computed
 
     def tokens(self) -> bytes:
         """Return all known tokens as int32 bytes, by which blocks are cached."""
@@ -215,6 +224,7 @@ class Group:
     num_cached: int | None = None  # prompt tokens that its first admission found in the prefix cache
     hit: Hit | None = None  # the last prefix lookup, while it waits
     slot: int = NO_ADAPTER  # of its LoRA adapter, while it runs
+    micro_batch: int = 0  # to which it belongs, while it runs
     slot_wait_since: float | None = None  # when it began to wait for that slot
     # Its chunks while no token has come from that slot: their blocks are not shared. None: all that it computes is.
     held_chunks: list[tuple[Sequence, Chunk]] | None = None

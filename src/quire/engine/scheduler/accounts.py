@@ -9,21 +9,18 @@ from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.engine.kvcache.pinned_prefixes import PinnedPrefixes
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import Node, PrefixTree
-from quire.engine.scheduler.ahead_set import AheadSet
 from quire.engine.scheduler.row_table import RowTable
 from quire.types.stats import RequestBlocks
 
 
-def num_computed(group: Group, tick: int) -> int:
+def num_computed(group: Group) -> int:
     """Return how many tokens a group has computed. A prompt that its sequences share counts once."""
-    each = [sequence.computed_at(tick) for sequence in group.live]
+    each = [sequence.num_planned for sequence in group.live]
     shared = min(group.num_prompt, *each) * (len(each) - 1) if group.is_forked and len(each) > 1 else 0
     return sum(each) - shared
 
 
-def slots_used(
-    groups: Iterable[Group], pool: BlockPool, num_blocks: int, num_pinned: int, block_size: int, tick: int
-) -> int:
+def slots_used(groups: Iterable[Group], pool: BlockPool, num_blocks: int, num_pinned: int, block_size: int) -> int:
     """Return how many token slots hold a computed token. Shared slots count once.
 
     `num_blocks` blocks are held. `num_pinned` of them are full and held by pins alone.
@@ -32,7 +29,7 @@ def slots_used(
     tails: defaultdict[int, list[int]] = defaultdict(list)  # partial tails that are shared -> tokens of each holder
     for group in groups:
         for sequence in group.live:
-            computed, blocks = sequence.computed_at(tick), sequence.table.blocks
+            computed, blocks = sequence.num_planned, sequence.table.blocks
             used += computed
             num_held += len(blocks)
             if (filled := computed % block_size) and pool.holders(blocks[-1]) > 1:
@@ -43,13 +40,13 @@ def slots_used(
     return used + num_pinned * block_size - counted_again
 
 
-def request_blocks(groups: Iterable[Group], tick: int) -> tuple[RequestBlocks, ...]:
+def request_blocks(groups: Iterable[Group]) -> tuple[RequestBlocks, ...]:
     """Return the blocks that each live request holds."""
     found = []
     for group in groups:
         state = "running" if group.is_running else "preempted" if group.num_preemptions else "waiting"
         blocks = tuple(dict.fromkeys(block for sequence in group.live for block in sequence.table.blocks))
-        found.append(RequestBlocks(group.request.request_id, state, num_computed(group, tick), blocks))
+        found.append(RequestBlocks(group.request.request_id, state, num_computed(group), blocks))
     return tuple(found)
 
 
@@ -94,15 +91,16 @@ def check_blocks(
     assert all(node.locks == locks[node] for node in tree.nodes())
 
 
-def check_groups(running: Iterable[Group], waiting: Iterable[Group], rows: RowTable, ahead: AheadSet) -> None:
-    """Assert that running sequences have rows, and that waiting ones hold neither row nor blocks."""
+def check_groups(running: Iterable[Group], waiting: Iterable[Group], rows: RowTable, num_members: int) -> None:
+    """Assert that running sequences have rows, `num_members` of them run ahead, and waiting ones hold neither row nor
+    blocks."""
     running_sequences = [sequence for group in running for sequence in group.live]
     num_ahead = 0
     for sequence in running_sequences:
-        _check_sequence(sequence, rows, ahead.tick)
+        _check_sequence(sequence, rows)
         num_ahead += sequence.state is SequenceState.AHEAD
     assert rows.num_taken == len(running_sequences)
-    assert num_ahead == len(ahead)
+    assert num_ahead == num_members
     for group in waiting:
         assert not group.is_running
         for sequence in group.live:
@@ -111,14 +109,14 @@ def check_groups(running: Iterable[Group], waiting: Iterable[Group], rows: RowTa
             assert not sequence.table.blocks
 
 
-def _check_sequence(sequence: Sequence, rows: RowTable, tick: int) -> None:
+def _check_sequence(sequence: Sequence, rows: RowTable) -> None:
     """Assert that a running sequence's row, table and counts agree."""
     sequence.table.check()
     assert sequence.row is not None
     assert rows.sequences[sequence.row] is sequence
     assert sequence.state is not SequenceState.WAITING
     assert (sequence.ahead is not None) == (sequence.state in (SequenceState.STARTING, SequenceState.AHEAD))
-    computed = sequence.computed_at(tick)
+    computed = sequence.num_planned
     is_paced = sequence.state in (SequenceState.DUE, SequenceState.AWAITING)
     assert sequence.table.num_tokens <= computed or is_paced
     assert computed <= sequence.table.capacity

@@ -1,12 +1,14 @@
-"""The sequences that run ahead: each computes one token in every step, at no cost in Python."""
+"""The sequences that run ahead: each computes one token in every step, at no cost in Python. With a pipeline, those of
+each micro-batch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
-from quire.engine.decoding.group import RunAhead, Sequence, SequenceState
+from quire.engine.decoding.group import Group, RunAhead, Sequence, SequenceState
 from quire.types.step import NO_ROWS, Ints
 
 
@@ -32,8 +34,12 @@ class AheadSet:
     def start_at(self, sequence: Sequence, tick: int) -> None:
         """Let a sequence run ahead from a tick on. That tick is its event: the scheduler then gives it a block and
         calls `join`."""
-        sequence.state, sequence.ahead = SequenceState.STARTING, RunAhead(tick)
+        sequence.state, sequence.ahead = SequenceState.STARTING, RunAhead(tick, self)
         self._events[tick].append(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        """Let a sequence run ahead from the present tick on."""
+        self.start_at(sequence, self.tick)
 
     def join(self, sequence: Sequence) -> RunAhead:
         """Add a sequence at the tick of `start_at`. It computes a token in every tick until its controller must be
@@ -110,3 +116,50 @@ class AheadSet:
         assert all(self._rows[position] == row for row, position in self._position.items())
         assert self._snapshot is None or sorted(self._snapshot.tolist()) == sorted(self._position)
         assert all(tick >= self.tick for tick in self._events)
+
+
+class MicroBatches:
+    """The AheadSet of each micro-batch, and whose turn it is. A running group belongs to one of them as long as it
+    runs: plans of different micro-batches have no row in common. Without a pipeline there is one, with everything."""
+
+    def __init__(self, count: int, num_rows: int) -> None:
+        self.sets = tuple(AheadSet(num_rows) for _ in range(count))
+        self._last = count - 1  # that was planned last
+
+    def __len__(self) -> int:
+        return len(self.sets)
+
+    @property
+    def tick(self) -> int:
+        """The number of steps in which a set advanced."""
+        return sum([each.tick for each in self.sets])
+
+    def of(self, sequence: Sequence) -> AheadSet:
+        """The set of a sequence's micro-batch."""
+        return self.sets[sequence.group.micro_batch]
+
+    def turns(self, busy: Collection[int]) -> Iterator[int]:
+        """The micro-batches that may be planned next, the one whose turn it is first."""
+        for step in range(1, len(self.sets) + 1):
+            number = (self._last + step) % len(self.sets)
+            if number not in busy:
+                yield number
+
+    def note_planned(self, number: int) -> None:
+        self._last = number
+
+    def takes_more(self, number: int, running: Iterable[Group], num_waiting: int) -> bool:
+        """Whether waiting groups may join a micro-batch: it has the fewest rows, or less than its share of all rows if
+        so many groups more were running."""
+        loads = [0] * len(self.sets)
+        for group in running:
+            loads[group.micro_batch] += len(group.live) + group.num_spare
+        share = -(-(sum(loads) + num_waiting) // len(loads))
+        return loads[number] == min(loads) or loads[number] < share
+
+    def check(self, running: Iterable[Group]) -> None:
+        """Assert that sequences which run ahead do so in the set of their micro-batch."""
+        for each in self.sets:
+            each.check()
+        for sequence in (sequence for group in running for sequence in group.live):
+            assert sequence.ahead is None or sequence.ahead.source is self.of(sequence)

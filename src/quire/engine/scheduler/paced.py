@@ -61,6 +61,10 @@ class PacedSet:
         sequence.state = SequenceState.DUE
         self.due[sequence] = None
 
+    def due_in(self, micro_batch: int) -> list[Sequence]:
+        """The sequences of a micro-batch that are due."""
+        return [sequence for sequence in self.due if sequence.group.micro_batch == micro_batch]
+
     def discard(self, sequence: Sequence) -> None:
         """Forget a sequence that loses its row. Idempotent."""
         self.due.pop(sequence, None)

@@ -34,8 +34,15 @@ class Prefill:
         self._blocked_at = 0, 0, 0  # `_room` at that time
 
     def __bool__(self) -> bool:
-        """Whether known tokens of running groups are still to be computed."""
-        return bool(self._owing)
+        """Whether known tokens of running groups of the current micro-batch are still to be computed."""
+        return bool(self._owing and self._owing_here())
+
+    def _owing_here(self) -> dict[Group, None]:
+        """The groups of the current micro-batch that owe known tokens."""
+        scheduler = self._scheduler
+        if len(scheduler.micro_batches) == 1:
+            return self._owing
+        return {group: None for group in self._owing if group.micro_batch == scheduler.micro_batch}
 
     def remove(self, group: Group) -> None:
         """Forget a group that ended or was preempted. Idempotent."""
@@ -45,16 +52,16 @@ class Prefill:
         """Plan the tokens that running groups owe, then admit waiting groups."""
         scheduler = self._scheduler
         self._resume_waiting()
-        if self._owing:
+        if owing := self._owing_here():
             held = 0
-            builder.prompts.update(self._owing)
+            builder.prompts.update(owing)
             if scheduler.waiting.num_ready and self._next_to_admit(builder)[0] is not None:
                 first = scheduler.policy.likely_next(scheduler, min(scheduler.rows.num_free, _LOOK_AHEAD))
                 held = tokens_for_waiting(
-                    builder.budget, self._owing, first, scheduler.policy.overtakes, scheduler.num_cached
+                    builder.budget, owing, first, scheduler.policy.overtakes, scheduler.num_cached
                 )
             builder.budget -= held
-            for group in sorted(self._owing, key=scheduler.policy.key):
+            for group in sorted(owing, key=scheduler.policy.key):
                 if group.is_running and builder.budget > 0:
                     self._compute_owed(builder, group)
             builder.budget += held
@@ -66,7 +73,7 @@ class Prefill:
         hit first."""
         scheduler, allocation = self._scheduler, self._scheduler.allocation
         is_new = not group.is_forked and not group.leader.is_introduced  # just admitted, or its former leader ended
-        if is_new and scheduler.reuse.attach(builder, group, scheduler.tick, scheduler.now):
+        if is_new and scheduler.reuse.attach(builder, group, scheduler.now):
             allocation.note_prefill(group)
             return
         if len(group.live) == 1 and not group.is_forked:
@@ -183,7 +190,7 @@ class Prefill:
             group.ledger.note("admitted", scheduler.now, 0, f"waited: {group.wait_reason}" if group.wait_reason else "")
             scheduler.waiting.remove(group)
             scheduler.running.add(group)
-            group.is_running, group.is_forked = True, False
+            group.is_running, group.is_forked, group.micro_batch = True, False, scheduler.micro_batch
             for sequence in group.live:
                 sequence.state = SequenceState.PREFILL
                 rows.assign(sequence)
@@ -204,6 +211,8 @@ class Prefill:
         scheduler = self._scheduler
         while True:
             num_free = scheduler.rows.num_free
+            if not self._takes_more:
+                return None, "turn of another micro-batch"
             if builder.budget <= 0 or num_free <= 0:
                 return None, "token budget" if builder.budget <= 0 else "no free row"
             if (group := scheduler.policy.choose(scheduler)) is None:
@@ -225,6 +234,13 @@ class Prefill:
                 self._blocked, self._blocked_at = group, self._room
                 return None, "no free blocks"
             self._defer(group, reason)
+
+    @property
+    def _takes_more(self) -> bool:
+        """Whether waiting groups may join the current micro-batch."""
+        scheduler, batches = self._scheduler, self._scheduler.micro_batches
+        num_waiting = min(scheduler.waiting.num_ready, scheduler.rows.num_free)
+        return len(batches) == 1 or batches.takes_more(scheduler.micro_batch, scheduler.running, num_waiting)
 
     def _defer(self, group: Group, reason: str) -> None:
         """Let others overtake a waiting group until it is resumed."""

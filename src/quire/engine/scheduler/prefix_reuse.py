@@ -179,7 +179,7 @@ class PrefixReuse:
         return self._tiers.find_files(match, self._query(group.leader, limit))
 
     # -------------------------------------------------------------------------------------------------- attaching
-    def attach(self, builder: PlanBuilder, group: Group, tick: int, now: float) -> bool:
+    def attach(self, builder: PlanBuilder, group: Group, now: float) -> bool:
         """Attach the prefix hit to a group that is admitted: fill its tables, and introduce its rows to the workers.
         That is the leader's row, or the rows of all samples if each finds at least the prompt. Returns whether the
         group must wait a step for loads from a tier."""
@@ -194,7 +194,7 @@ class PrefixReuse:
                 limits = {group.leader: self._leader_limit(group)}
                 found = self._find(limits)
         for sequence, (match, hit) in found.items():
-            self._fill_table(sequence, match, hit, builder, tick)
+            self._fill_table(sequence, match, hit, builder)
         loaded: Counter[str] = Counter()
         waits = False
         self._filler.copy_partials(
@@ -207,7 +207,7 @@ class PrefixReuse:
                 waits |= sequence.num_computed > before  # its own loads, or loads of another group in this plan
         for sequence in found:
             builder.introduce(sequence)
-        self._note(group, *found[group.leader], limits[group.leader], num_computed(group, tick), loaded, now)
+        self._note(group, *found[group.leader], limits[group.leader], num_computed(group), loaded, now)
         group.origin = group.hit = None
         if waits or any(sequence.num_swapped for sequence in group.live):
             self._loading[group] = None
@@ -253,13 +253,13 @@ class PrefixReuse:
             found[sequence] = match, hit
         return found
 
-    def _fill_table(self, sequence: Sequence, match: Match, hit: TierHit, builder: PlanBuilder, tick: int) -> None:
+    def _fill_table(self, sequence: Sequence, match: Match, hit: TierHit, builder: PlanBuilder) -> None:
         """Fill an empty table with the match on the device, and with blocks of the sequence that it branches off. Keep
         the slots in host memory that follow, so that they are not evicted while the plan is made."""
         self._fill_from_tree(sequence, match)
         table, origin = sequence.table, sequence.group.origin
         if origin is not None and self.shares_memory and origin.table.num_cached <= len(table.blocks):
-            shared = self._num_shared(sequence.group, origin, builder, tick)
+            shared = self._num_shared(sequence.group, origin, builder)
             shared = self._pool.resumable_tokens(origin.table.blocks, shared)
             if shared > max(hit.num_tokens, table.num_tokens):
                 table.borrow(origin.table, shared)
@@ -277,7 +277,7 @@ class PrefixReuse:
             tree.used(node if match.partial is None or match.closest is None else match.closest)
         sequence.num_computed = sequence.num_readable = table.num_tokens
 
-    def _num_shared(self, group: Group, origin: Sequence, builder: PlanBuilder, tick: int) -> int:
+    def _num_shared(self, group: Group, origin: Sequence, builder: PlanBuilder) -> int:
         """Return how many tokens a branch can share with the running sequence that it branches off."""
         source = group.request.source
         if source is None or origin.row is None or origin.group in self._loading:
@@ -288,7 +288,7 @@ class PrefixReuse:
         if leader.row is not None and builder.introduces(row) and builder.start_of(row) is None:
             row = leader.row  # it is forked in this plan, which may compute its blocks for the leader
         start = builder.start_of(row)  # only later steps may read what this step computes
-        computed = origin.computed_at(tick) if start is None else start
+        computed = origin.num_planned if start is None else start
         return min(source.num_tokens, computed, group.num_prompt - 1)
 
     def _note(

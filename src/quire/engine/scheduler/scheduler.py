@@ -4,13 +4,15 @@ it; `prefill`, `ahead_set`, `paced`, `prefix_reuse` and `preemption` do the part
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.decoding.controller import PLAIN
 from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.engine.kvcache.grouped_table import GroupedTable
 from quire.engine.scheduler import accounts
 from quire.engine.scheduler.adapter_slots import AdapterSlots
-from quire.engine.scheduler.ahead_set import AheadSet
+from quire.engine.scheduler.ahead_set import MicroBatches
 from quire.engine.scheduler.paced import PacedSet
 from quire.engine.scheduler.parts import make_parts
 from quire.engine.scheduler.plan_builder import PlanBuilder
@@ -36,20 +38,17 @@ class Scheduler:
         self.policy, self.rows = make_policy(config), RowTable(config.num_rows)
         self._is_grouped = not cache.groups.is_plain
         parts = make_parts(cache, config, self.policy, self.rows)
-        self.pool, self.tree, self.tiers, self.reuse, self.allocation = (
-            parts.pool,
-            parts.tree,
-            parts.tiers,
-            parts.reuse,
-            parts.allocation,
-        )
+        self.pool, self.tree, self.tiers = parts.pool, parts.tree, parts.tiers
+        self.reuse, self.allocation = parts.reuse, parts.allocation
         self.new_table, self.preemption, self.pins = parts.allocation.new_table, parts.preemption, parts.pins
         self._compute_time = parts.compute_time
         self.paced = PacedSet(self.rows, self.pool, cache.block_size)
         self.waiting, self.running = GroupQueue(self.policy.key), GroupQueue(self.policy.key)
         self.num_preemptions = 0
         self.block_size, self._budget = cache.block_size, config.max_num_batched_tokens
-        self.ahead, self.adapters = AheadSet(config.num_rows), AdapterSlots(config.adapter_slots)
+        self.micro_batches = MicroBatches(config.micro_batches, config.num_rows)
+        self.micro_batch, self.ahead = 0, self.micro_batches.sets[0]  # of the current plan, or of the last one
+        self.adapters = AdapterSlots(config.adapter_slots)
         self.prefill = Prefill(self, self._budget, 0 if config.images is None else config.images.max_encoded_tokens)
         self._stride = 1  # ticks by which the current plan advances the AheadSet; 0 while decoding is paused
         self.ahead_rows: Ints = NO_ROWS  # the rows of the last plan that run ahead: the first of its decode_rows
@@ -107,8 +106,8 @@ class Scheduler:
     # ------------------------------------------------------------------------------------- what policies look at
     @property
     def tick(self) -> int:
-        """The number of steps in which the sequences that run ahead advanced."""
-        return self.ahead.tick
+        """The number of steps in which sequences that run ahead advanced."""
+        return self.micro_batches.tick
 
     @property
     def next_tick(self) -> int:
@@ -118,7 +117,7 @@ class Scheduler:
     @property
     def num_decoding(self) -> int:
         """How many tokens of the next step decoding sequences take."""
-        return len(self.ahead) + len(self.paced.due)
+        return len(self.ahead) + (len(self.paced.due_in(self.micro_batch)) if self.paced.due else 0)
 
     @property
     def is_prefilling(self) -> bool:
@@ -130,9 +129,18 @@ class Scheduler:
         return self.reuse.num_cached(group)
 
     # ------------------------------------------------------------------------------------------------- planning
-    def plan(self, now: float = 0.0) -> StepPlan | None:
-        """Return the plan of the next step, or None if nothing can be computed now. Ledger entries get the time
-        `now`."""
+    def plan(self, now: float = 0.0, busy: Collection[int] = ()) -> StepPlan | None:
+        """Return the plan of the next step, or None if nothing can be computed now. Ledger entries get the time `now`.
+        The plan is of the next micro-batch that has something to compute and is not `busy`."""
+        for number in self.micro_batches.turns(busy):
+            self.micro_batch, self.ahead = number, self.micro_batches.sets[number]
+            if (plan := self._plan(now)) is not None:
+                self.micro_batches.note_planned(number)
+                return plan
+        return None
+
+    def _plan(self, now: float) -> StepPlan | None:
+        """The plan of the current micro-batch."""
         self.now = now
         self.tree.now = now
         self.pool.begin_plan()
@@ -233,7 +241,7 @@ class Scheduler:
 
     def _plan_due(self, builder: PlanBuilder) -> None:
         """Plan the one token that each due sequence owes. There is always budget for it."""
-        due = sorted(self.paced.due, key=lambda sequence: self.policy.key(sequence.group))
+        due = sorted(self.paced.due_in(self.micro_batch), key=lambda sequence: self.policy.key(sequence.group))
         for sequence in due:
             if sequence not in self.paced.due:
                 continue  # it was preempted for a sequence before it
@@ -289,7 +297,7 @@ class Scheduler:
             row = self._release_row(sequence)
             sequence.num_computed = before.get(row, sequence.num_computed)
         self.reuse.publish_group(group, leaving=True)
-        num_tokens = accounts.num_computed(group, self.tick)
+        num_tokens = accounts.num_computed(group)
         how = self.preemption.free_blocks(group, builder, num_tokens)
         builder.drop_loads(self.pool)
         num_owed = 0 if any(sequence.num_swapped for sequence in group.live) else num_tokens
@@ -302,7 +310,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------- between running ahead and paced
     def _stop_running_ahead(self, sequence: Sequence) -> None:
         """Stop a sequence from running ahead. If it is not at its limit, it continues when its results have come."""
-        self.ahead.leave(sequence)
+        self.micro_batches.of(sequence).leave(sequence)
         sequence.state = SequenceState.DRAINING
         if sequence.num_computed < sequence.group.limit - 1:
             self.paced.draining[sequence] = None
@@ -316,7 +324,7 @@ class Scheduler:
         """Let a sequence whose tokens are all known compute its next one: it runs ahead from here, or is paced and
         due."""
         if self.paced.num_ahead(sequence):
-            self.ahead.start_at(sequence, self.tick)
+            self.micro_batches.of(sequence).start(sequence)
         else:
             self.paced.add(sequence)
 
@@ -326,7 +334,7 @@ class Scheduler:
             self.continue_decoding(sequence)
 
     def _release_row(self, sequence: Sequence) -> int:
-        self.ahead.leave(sequence)
+        self.micro_batches.of(sequence).leave(sequence)
         if sequence.controller is not PLAIN:
             self.paced.discard(sequence)
         self.reuse.leave(sequence)
@@ -362,12 +370,12 @@ class Scheduler:
     def slots_used(self) -> int:
         """Return how many token slots hold a computed token. Shared slots count once."""
         num_held, num_pinned = self.pool.num_used - len(self.allocation.kept), self.pins.num_alone()
-        return accounts.slots_used(self.running, self.pool, num_held, num_pinned, self.block_size, self.tick)
+        return accounts.slots_used(self.running, self.pool, num_held, num_pinned, self.block_size)
 
     def block_map(self, step: int) -> BlockMap:
         """Return the holders of all blocks, and the blocks of each live request, running requests first."""
         holders = accounts.block_holders(self.running, self.pool, self.pins)
-        requests = accounts.request_blocks((*self.running, *self.waiting), self.tick)
+        requests = accounts.request_blocks((*self.running, *self.waiting))
         return BlockMap(step, self.block_size, holders, requests, tuple(self.tree.evictable_blocks()))
 
     def check_idle(self) -> None:
@@ -380,8 +388,9 @@ class Scheduler:
         """Assert that every block is held exactly by the tables that list it, and that rows, queues and AheadSet
         agree."""
         self.pool.check(len(self.tree))
-        for owner in (self.reuse, self.tiers, self.rows, self.waiting, self.running, self.ahead, self.paced):
+        for owner in (self.reuse, self.tiers, self.rows, self.waiting, self.running, self.paced):
             owner.check()
         accounts.check_blocks(self.running, self.pool, self.allocation.kept, self.pins, self.tree)
-        accounts.check_groups(self.running, self.waiting, self.rows, self.ahead)
+        self.micro_batches.check(self.running)
+        accounts.check_groups(self.running, self.waiting, self.rows, sum(map(len, self.micro_batches.sets)))
         self.adapters.check(self.running, self.waiting)

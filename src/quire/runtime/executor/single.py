@@ -15,7 +15,7 @@ import torch
 from quire.config.engine import EngineConfig
 from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
-from quire.config.stages import stage_models
+from quire.config.stages import stage_model
 from quire.runtime.adapters.store import AdapterStore
 from quire.runtime.executor.tensor_bytes import tensor_bytes
 from quire.runtime.executor.token_ring import Landing, TokenRing
@@ -76,7 +76,7 @@ class SingleExecutor:
             torch.cuda.set_device(cuda_index(config.device.device))
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
         self._depth, self.ranks = depth or DEPTHS[self._device.type], ranks
-        model_config = stage_models(model_config, config.parallel.pipeline)[ranks.place.stage]
+        model_config = stage_model(model_config, ranks.place)
         heads, local_heads = model_config.heads, model_config.local_heads
         builder = LayerBuilder(config.device, heads, config.cache.block_size, local_heads, ranks=ranks)
         self._compiles = self._device.type == "cuda" and builder.backend.kernels == "triton"

@@ -12,7 +12,7 @@ import pytest
 from local_ranks import run_ranks
 from quire.config.kv_cache import KVGroups
 from quire.config.parallel import ParallelConfig
-from quire.config.stages import join_groups, stage_models
+from quire.config.stages import heaviest_stage, join_groups, stage_models
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.weights import weight_layers
 from quire.runtime.loading.weights import load_weights
@@ -74,6 +74,16 @@ def test_weights_are_counted_by_stage() -> None:
     stages = [count_weights(config).weights for config in stage_models(CHECKPOINT.config, 2)]
     assert sum(each.parameters for each in stages) == whole.parameters
     assert [each.in_blocks for each in stages] == [whole.in_blocks // 2] * 2
+
+
+def test_the_memory_plan_knows_the_weights_of_the_heaviest_stage() -> None:
+    model = count_weights(tiny_config(num_layers=5, tie_word_embeddings=True))
+    estimated = stage_models(model, 2)
+    counted = [count_weights(config).weights for config in estimated]
+    for config, exact in zip(estimated, counted, strict=True):
+        assert config.weights.parameters == pytest.approx(exact.parameters, rel=0.01)
+        assert config.weights.in_blocks == exact.in_blocks
+    assert heaviest_stage(estimated) is estimated[0]  # three of five layers
 
 
 def test_a_stage_keeps_the_keys_of_its_own_layers() -> None:
