@@ -24,6 +24,8 @@ class _Shared:
 class LocalGroup:
     """Implements RankGroup."""
 
+    shared = None
+
     def __init__(self, index: int, shared: _Shared) -> None:
         self.index, self.size, self._shared = index, shared.size, shared
         self.num_reduced = 0  # all_reduce calls

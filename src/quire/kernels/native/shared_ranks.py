@@ -18,9 +18,8 @@ _COUNTER = 64  # bytes in front of a rank's slots
 class Missing(Exception):
     """A rank did not come to a meeting in time."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} did not come")
-        self.rank = rank
+    def __init__(self, rank: int, size: int, seconds: float) -> None:
+        super().__init__(f"rank {rank} of the {size} of its stage did not come to a sum within {seconds:g} s")
 
 
 def shared_bytes(size: int, slot_bytes: int) -> int:
@@ -60,4 +59,4 @@ class SharedRanks:
     def check(self) -> None:
         """Raises Missing if a rank did not come to a meeting, which was the last then."""
         if self.structure.missing >= 0:
-            raise Missing(self.structure.missing)
+            raise Missing(self.structure.missing, self.size, self.structure.seconds)

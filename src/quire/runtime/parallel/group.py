@@ -10,6 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from quire.kernels.native.shared_ranks import SharedRanks
+
 _MOST_SENT = 64  # messages of a rank that may be on their way
 
 
@@ -23,6 +26,10 @@ class RankGroup(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def shared(self) -> SharedRanks | None:
+        """By which a compiled program sums over the ranks; None: it cannot."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, bit for bit the same on each of them. x is overwritten and returned."""
@@ -46,7 +53,7 @@ class RankGroup(Protocol):
 class OneRank:
     """A group of one rank: nothing is sent."""
 
-    index, size = 0, 1
+    index, size, shared = 0, 1, None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -72,6 +79,8 @@ ONE_RANK = OneRank()
 
 class TorchGroup:
     """By torch.distributed: NCCL between GPUs, Gloo between CPUs."""
+
+    shared = None
 
     def __init__(self, ranks: Sequence[int], backend: str, seconds: float) -> None:
         """Called by all ranks of the world, in the same order for all groups. `ranks`: of the world, this one among

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.loader import TYPES
-from quire.kernels.native.shared_ranks import Missing, SharedRanks, shared_bytes
-from quire.types.errors import EngineDead
+from quire.kernels.native.shared_ranks import SharedRanks, shared_bytes
 
 SLOT_BYTES = 1 << 20  # larger tensors go in pieces
 _HEADER = 8  # bytes of an offset
@@ -31,18 +30,15 @@ class SharedGroup:
 
     def __init__(self, descriptor: int, index: int, size: int, seconds: float) -> None:
         """`seconds`: the deadline of every operation."""
-        self.index, self.size, self._seconds = index, size, seconds
+        self.index, self.size = index, size
         self._map = mmap.mmap(descriptor, shared_bytes(size, SLOT_BYTES))
         memory = np.frombuffer(self._map, dtype=np.uint8)
-        self.ranks = SharedRanks(memory, index, size, SLOT_BYTES, seconds)
+        self.shared = SharedRanks(memory, index, size, SLOT_BYTES, seconds)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.dtype not in TYPES or not x.is_contiguous():
             return x.copy_(torch.stack(self.all_gather(x)).sum(dim=0, dtype=x.dtype))
-        try:
-            self.ranks.all_reduce(x)
-        except Missing as missing:
-            raise self._dead(missing) from None
+        self.shared.all_reduce(x)
         return x
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
@@ -50,7 +46,7 @@ class SharedGroup:
         found = torch.empty(self.size, len(given), dtype=torch.uint8)
         for begin in range(0, len(given), SLOT_BYTES):
             piece = given[begin : begin + SLOT_BYTES]
-            found[:, begin : begin + len(piece)] = self._give(piece)[:, : len(piece)]
+            found[:, begin : begin + len(piece)] = self.shared.give(piece)[:, : len(piece)]
         return [each.view(x.dtype).view(x.shape) for each in found]
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -64,7 +60,7 @@ class SharedGroup:
             span = slice(turn * room, (turn + 1) * room)
             pieces = [each[span] for each in given]
             offsets = np.cumsum([0, *map(len, pieces)]) + _HEADER * (self.size + 1)
-            slots = self._give(torch.cat([torch.from_numpy(offsets.astype(np.int64)).view(torch.uint8), *pieces]))
+            slots = self.shared.give(torch.cat([torch.from_numpy(offsets.astype(np.int64)).view(torch.uint8), *pieces]))
             for rank, slot in enumerate(slots):
                 begin, end = slot[: _HEADER * (self.size + 1)].view(torch.int64)[self.index : self.index + 2].tolist()
                 wanted[rank][span] = slot[begin:end]
@@ -76,30 +72,21 @@ class SharedGroup:
             return x.copy_(self.all_gather(x)[source])
         for begin in range(0, len(given), SLOT_BYTES):
             piece = given[begin : begin + SLOT_BYTES]
-            slots = self._give(piece if self.index == source else piece[:0])
+            slots = self.shared.give(piece if self.index == source else piece[:0])
             if self.index != source:
                 target[begin : begin + len(piece)] = slots[source, : len(piece)]
         return x
 
     def send(self, x: Tensor, target: int) -> None:
-        raise NotImplementedError("a group that shares memory has no single receiver")
+        raise AssertionError(f"ranks that share memory send nothing to rank {target} alone")
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        raise NotImplementedError("a group that shares memory has no single sender")
+        raise AssertionError(f"ranks that share memory receive nothing from rank {source} alone")
 
     def _most(self, number: int) -> int:
         """The largest number that a rank gives."""
-        slots = self._give(torch.tensor([number]).view(torch.uint8))
+        slots = self.shared.give(torch.tensor([number]).view(torch.uint8))
         return int(slots[:, :8].contiguous().view(torch.int64).max())
-
-    def _give(self, data: Tensor) -> Tensor:
-        try:
-            return self.ranks.give(data)
-        except Missing as missing:
-            raise self._dead(missing) from None
-
-    def _dead(self, missing: Missing) -> EngineDead:
-        return EngineDead(f"shard {missing.rank} of {self.size} did not come to a sum within {self._seconds:g} s")
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from quire.kernels.native.program import ProgramWriter
 from quire.kernels.native.shared_ranks import Missing
 from quire.kernels.native.structures import ProgramStep
 from quire.runtime.parallel.shared_group import SLOT_BYTES, SharedGroup, make_shared_memory
-from quire.types.errors import EngineDead
 
 pytestmark = pytest.mark.skipif(
     why_not_native(torch.float32, torch.device("cpu")) is not None, reason="the native CPU kernels were not built"
@@ -79,8 +78,8 @@ def test_all_to_all_sends_every_part_to_its_rank(groups: list[SharedGroup]) -> N
 def test_a_rank_that_does_not_come_is_named() -> None:
     descriptor = make_shared_memory(3)
     late = SharedGroup(descriptor, 0, 3, seconds=0.05)
-    SharedGroup(descriptor, 1, 3, seconds=0.0).ranks._meetings[1] = 1  # rank 1 is there, rank 2 is not
-    with pytest.raises(EngineDead, match="shard 2 of 3 did not come to a sum within 0.05 s"):
+    SharedGroup(descriptor, 1, 3, seconds=0.0).shared._meetings[1] = 1  # rank 1 is there, rank 2 is not
+    with pytest.raises(Missing, match="rank 2 of the 3 of its stage did not come to a sum within 0.05 s"):
         late.all_reduce(torch.ones(4))
     os.close(descriptor)
 
@@ -89,7 +88,7 @@ def test_a_program_sums_over_ranks_between_its_operations(groups: list[SharedGro
     def run(group: SharedGroup) -> list[Tensor]:
         writer = ProgramWriter(torch.float32, 6)
         writer.scale(writer.stream, 2.0)
-        writer.all_reduce(writer.stream, group.ranks)
+        writer.all_reduce(writer.stream, group.shared)
         writer.scale(writer.stream, 10.0)
         program = writer.finish(writer.stream)
         nothing = torch.empty(0, dtype=torch.int64)
@@ -105,8 +104,8 @@ def test_a_program_stops_at_the_first_sum_that_a_rank_misses() -> None:
     group = SharedGroup(descriptor, 0, 2, seconds=0.05)
     writer = ProgramWriter(torch.float32, 4)
     for _ in range(1000):  # each would wait for its own deadline
-        writer.all_reduce(writer.stream, group.ranks)
+        writer.all_reduce(writer.stream, group.shared)
     program, nothing = writer.finish(writer.stream), torch.empty(0, dtype=torch.int64)
-    with pytest.raises(Missing, match="rank 1 did not come"):
+    with pytest.raises(Missing, match="rank 1 of the 2"):
         program.run(torch.ones(1, 4), ProgramStep((nothing,), (nothing,), nothing.view(0, 4), None, (), ()))
     os.close(descriptor)
