@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TOKEN_BYTES = 32
 PURPOSES = ("control", "calls", "life")
 HELLO = struct.Struct("<HB32s")  # rank, purpose, proof
-_LIFE_SECONDS = 0.2
+_LIFE_SECONDS = 0.05
 _SIOCGIFADDR = 0x8915
 
 

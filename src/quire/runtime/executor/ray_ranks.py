@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from quire.config.environment import child_environment
@@ -60,13 +61,16 @@ class RayRank:
         return "ended: its connection was closed" if self._gone.is_set() else None
 
     def is_stopped(self) -> bool:
+        return self._state() in (b"T", b"t")
+
+    def _state(self) -> bytes:
+        """Of its process, where that is on this machine; empty: there is none."""
         if not self._is_here:
-            return False
+            return b""
         try:
-            with open(f"/proc/{self._pid}/stat", "rb") as file:  # noqa: PTH123 - read at every look
-                return file.read().rpartition(b") ")[2][:1] in (b"T", b"t")
+            return Path(f"/proc/{self._pid}/stat").read_bytes().rpartition(b") ")[2][:1]
         except OSError:
-            return False
+            return b""
 
     def kill(self) -> None:
         import ray
@@ -81,7 +85,10 @@ class RayRank:
 
     def close(self) -> None:
         self.kill()
+        deadline = time.monotonic() + _END_SECONDS
         self._gone.wait(_END_SECONDS)
+        while self._state() not in (b"", b"Z", b"X") and time.monotonic() < deadline:
+            time.sleep(0.01)  # its connections are closed a moment before it is gone
         for name in ("control", "calls", "_life"):
             if hasattr(self, name):
                 getattr(self, name).close()

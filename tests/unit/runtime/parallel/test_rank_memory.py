@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +20,8 @@ from quire.config.parallel import ParallelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
-from quire.runtime.loading.weights import load_weights
+from quire.runtime.loading.weights import load_weights, randomize_weights
+from quire.runtime.models.base import BaseModel
 from quire.runtime.models.build import build_model, count_rank_weights
 from quire.runtime.parallel.group import ONE_RANK, OneRank
 from quire.runtime.parallel.ranks import ALONE, Ranks
@@ -73,7 +76,7 @@ def test_a_rank_holds_its_share_of_weights_and_cache(attention: str, tied: bool,
     checkpoint, engine = random_checkpoint(config), engine_config()
     weights, caches = [], []
     for ranks in (*ranks_of(1), *ranks_of(size)):
-        device = engine.device.__class__("cpu", "float32", "float32", attention_backend=attention)  # type: ignore[arg-type]
+        device = replace(engine.device, attention_backend=attention)
         builder = LayerBuilder(device, config.heads, 4, ranks=ranks)
         model = build_model(config, builder)
         load_weights(model, checkpoint)
@@ -91,6 +94,23 @@ def test_counted_weights_of_a_rank_are_those_that_it_holds() -> None:
     model = build_model(config, LayerBuilder(engine_config().device, config.heads, 4, ranks=ranks_of(2)[0]))
     load_weights(model, random_checkpoint(config))
     assert held_bytes(model) == pytest.approx(4 * counted.parameters, rel=0.02)
+
+
+def test_noise_in_place_of_weights_is_the_same_on_any_number_of_ranks() -> None:
+    config = tiny_config(**SIZES)
+
+    def noise(ranks: Ranks) -> BaseModel:
+        device = replace(engine_config().device, attention_backend="reference")
+        model = build_model(config, LayerBuilder(device, config.heads, 4, ranks=ranks))
+        randomize_weights(model, seed=3)
+        return model
+
+    whole, parts = noise(ALONE), [noise(ranks) for ranks in ranks_of(2)]
+    tables = [model.embedding.weight for model in (whole, *parts)]
+    assert torch.equal(torch.cat(tables[1:]), tables[0])
+    states = torch.randn(3, config.hidden_size)
+    together = torch.cat([part.head_logits(states) for part in parts], dim=1)
+    torch.testing.assert_close(together, whole.head_logits(states))
 
 
 class ReadBytes(TorchDispatchMode):
