@@ -269,6 +269,9 @@ class KeysAsValues(Linear):
 
 def all_reduce(group: RankGroup, x: Value) -> Value:
     """The sum of x [tokens, size] over the ranks; x is overwritten."""
+    if isinstance(x, Symbol) and group.shared is not None:
+        x.writer.all_reduce(x, group.shared)
+        return x
     if isinstance(x, Symbol):
         return x.writer.call(partial(_all_reduce, group), (x,), x.width)
     return group.all_reduce(x) if len(x) else x
