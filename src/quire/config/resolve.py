@@ -97,15 +97,22 @@ def resolve_engine_config(
     cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers, groups=groups)
     unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording, parsed.adapters, parallel)
     unsized = resolve_pipeline(_resolve_layout(unsized, facts, model), model)
-    stage = heaviest_stage(stage_models(model, parallel.pipeline))
     try:
-        config = resolve_pipeline(_size_cache(args, facts, stage, unsized, capacity), model)
-        plan = plan_memory(stage, config, facts, capacity)
-        plan.check()
+        return _fit(args, facts, model, unsized, capacity)
     except DoesNotFit as error:
         if error.setting != "host_cache_memory":
             raise
         raise DoesNotFit(host_field, error.reason, error.fix) from None
+
+
+def _fit(
+    args: EngineArguments, facts: HardwareFacts, model: ModelConfig, unsized: EngineConfig, capacity: int
+) -> tuple[EngineConfig, MemoryPlan]:
+    """Set the size of the cache, and plan the memory of a rank: of the pipeline stage that needs most."""
+    rank_model = heaviest_stage(stage_models(model, unsized.parallel.pipeline))
+    config = resolve_pipeline(_size_cache(args, facts, rank_model, unsized, capacity), model)
+    plan = plan_memory(rank_model, config, facts, capacity)
+    plan.check()
     return config, plan
 
 

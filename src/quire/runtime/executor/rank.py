@@ -89,8 +89,9 @@ class RankServer:
         if device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))
         torch.set_num_threads(config.device.threads or 1)
+        backend = backend_of(device, shares_device=shares)
         ranks = join_ranks(
-            place, self._make_store(place), backend_of(device, shares_device=shares), job["seconds"], self._page
+            place, self._make_store(place), backend, job["seconds"], self._page, on_cpu=device.type == "cpu"
         )
         self._executor = SingleExecutor(
             job["files"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +23,9 @@ def backend_of(device: torch.device, *, shares_device: bool = False) -> str:
     return "gloo" if device.type == "cpu" or shares_device else "nccl"
 
 
-def join_ranks(place: RankPlace, store: Store, backend: str, seconds: float, counter: Counter) -> Ranks:
+def join_ranks(
+    place: RankPlace, store: Store, backend: str, seconds: float, counter: Counter, *, on_cpu: bool
+) -> Ranks:
     """Meet the other ranks through a store, and make the groups. Called once by every rank's process. `seconds` is the
     deadline of every wait for another rank."""
     import torch.distributed as dist
@@ -32,15 +36,19 @@ def join_ranks(place: RankPlace, store: Store, backend: str, seconds: float, cou
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=config.num_ranks, timeout=limit, device_id=device
     )
-    return make_ranks(place, backend, seconds, counter)
+    return make_ranks(place, backend, seconds, counter, store if on_cpu else None)
 
 
-def make_ranks(place: RankPlace, backend: str, seconds: float, counter: Counter) -> Ranks:
-    """The groups of a rank whose process has met the others."""
+def make_ranks(place: RankPlace, backend: str, seconds: float, counter: Counter, store: Store | None = None) -> Ranks:
+    """The groups of a rank whose process has met the others. With a `store`, which is for
+    CPUs, ranks of a stage share memory if they are on one machine."""
     config = place.config
     stages = [range(stage * config.tensor, (stage + 1) * config.tensor) for stage in range(config.pipeline)]
     shards = [range(shard, config.num_ranks, config.tensor) for shard in range(config.tensor)]
     tensor = _own_group(stages, place.rank, backend, seconds, counter)
+    if store is not None and config.tensor > 1:
+        shared = _share_memory(place, store, seconds)
+        tensor = tensor if shared is None else CountedGroup(shared, counter)
     return Ranks(place, tensor, _own_group(shards, place.rank, backend, seconds, counter))
 
 
@@ -57,6 +65,32 @@ def _own_group(groups: list[range], rank: int, backend: str, seconds: float, cou
         else:
             dist.new_group(list(members), timeout=timedelta(seconds=seconds), backend=backend)
     return own
+
+
+def _share_memory(place: RankPlace, store: Store, seconds: float) -> RankGroup | None:
+    """The group of a stage by shared memory; None, on all of its ranks, where one of them cannot. The first rank makes
+    the memory, which has no name, and the others open it as a file of that process."""
+    from quire.kernels.native.loader import why_not_native
+
+    config, first = place.config, place.rank - place.shard
+    ranks = range(first, first + config.tensor)
+    able = why_not_native(torch.float32, torch.device("cpu")) is None and hasattr(os, "memfd_create")
+    store.set(f"machine {place.rank}", _machine() if able else f"none {place.rank}")
+    if len({store.get(f"machine {rank}") for rank in ranks}) > 1:
+        return None
+    from quire.runtime.parallel.shared_group import SharedGroup, make_shared_memory
+
+    if place.shard == 0:
+        descriptor = make_shared_memory(config.tensor)
+        store.set(f"memory {place.stage}", f"/proc/{os.getpid()}/fd/{descriptor}")
+    else:
+        descriptor = os.open(store.get(f"memory {place.stage}").decode(), os.O_RDWR | os.O_CLOEXEC)
+    return SharedGroup(descriptor, place.shard, config.tensor, seconds)  # the first rank's stays open for the others
+
+
+def _machine() -> str:
+    """What processes have in common that see one another's files under /proc."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def leave_ranks() -> None:

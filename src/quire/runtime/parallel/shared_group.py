@@ -77,10 +77,10 @@ class SharedGroup:
                 target[begin : begin + len(piece)] = slots[source, : len(piece)]
         return x
 
-    def send(self, x: Tensor, target: int) -> None:
+    def send(self, x: Tensor, target: int) -> None:  # noqa: ARG002
         raise AssertionError(f"ranks that share memory send nothing to rank {target} alone")
 
-    def receive(self, x: Tensor, source: int) -> Tensor:
+    def receive(self, x: Tensor, source: int) -> Tensor:  # noqa: ARG002
         raise AssertionError(f"ranks that share memory receive nothing from rank {source} alone")
 
     def _most(self, number: int) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+import gloo_stage_main
 from local_ranks import run_ranks
 from quire.config.kv_cache import KVGroups
 from quire.config.parallel import ParallelConfig
@@ -19,12 +24,11 @@ from quire.runtime.loading.weights import load_weights
 from quire.runtime.models.build import build_model, count_weights
 from quire.runtime.worker.worker import Worker
 from quire.types.errors import ModelLoadError
-from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.step import Chunk, NewRow, StepPlan
+from quire.types.step import StepPlan
 from staged_executor import make_workers
+from staged_plans import CHECKPOINT, CONFIG, PLANS, decode_plan, prompt_plan
 from tiny_models import GreedySampler, engine_config, random_checkpoint, tiny_config
 
-CHECKPOINT = random_checkpoint(tiny_config(num_layers=4))
 TIED = random_checkpoint(tiny_config(num_layers=4, tie_word_embeddings=True))
 
 
@@ -103,25 +107,10 @@ def test_stages_agree_on_window_blocks_or_have_none() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- tokens
-def new_row(row: int, tokens: list[int]) -> NewRow:
-    ids = np.array(tokens, dtype=np.int32)
-    return NewRow(row, ids, len(tokens), (row,), SamplingParams(temperature=0.0), TokenRules(), 0, 0)
-
-
-def prompt_plan(step: int, *rows: int, released: tuple[int, ...] = ()) -> StepPlan:
-    tokens = [5, 9, 2 + step]
-    chunks = tuple(Chunk(row, 0, len(tokens), (row,)) for row in rows)
-    return StepPlan(step, chunks=chunks, new_rows=tuple(new_row(row, tokens) for row in rows), released=released)
-
-
-def decode_plan(step: int, *rows: int) -> StepPlan:
-    return StepPlan(step, decode_rows=np.array(rows, dtype=np.int32))
-
-
 def run_plans(plans: list[StepPlan], num_stages: int, note: Callable[[int, int, int], None]) -> list[list[int]]:
     """All stages run all plans, each as fast as it can. Returns the tokens of every plan. `note` is told the stage, the
     step that it is about to run, and how many steps' tokens it awaits."""
-    config = replace(engine_config(rows=4, block_size=16, num_blocks=8), parallel=ParallelConfig(pipeline=num_stages))
+    config = replace(CONFIG, parallel=ParallelConfig(pipeline=num_stages))
     workers = make_workers(CHECKPOINT, config, num_stages, GreedySampler())
 
     def obey(group: Any) -> list[list[int]]:
@@ -137,22 +126,15 @@ def run_plans(plans: list[StepPlan], num_stages: int, note: Callable[[int, int, 
 
 
 def alone(plans: list[StepPlan]) -> list[list[int]]:
-    config = engine_config(rows=4, block_size=16, num_blocks=8)
-    builder = LayerBuilder(config.device, CHECKPOINT.config.heads, 16)
+    config = CONFIG
+    builder = LayerBuilder(config.device, CHECKPOINT.config.heads, CONFIG.cache.block_size)
     model = build_model(CHECKPOINT.config, builder)
     load_weights(model, CHECKPOINT)
     worker = Worker(model, builder.backend, GreedySampler(), CHECKPOINT.config, config)
     return [worker.execute(plan).token_ids.tolist() for plan in plans]
 
 
-MICRO_BATCHES = [
-    prompt_plan(0, 0),
-    prompt_plan(1, 1, 2),
-    decode_plan(2, 0),
-    decode_plan(3, 1, 2),
-    decode_plan(4, 0),
-    decode_plan(5, 2, 1),
-]
+MICRO_BATCHES = PLANS[:6]
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
@@ -182,7 +164,7 @@ def test_tokens_that_come_for_a_row_after_its_release_are_dropped() -> None:
 
 
 def test_guided_plans_sample_on_the_last_stage() -> None:
-    config = replace(engine_config(rows=4, block_size=16, num_blocks=8), parallel=ParallelConfig(pipeline=2))
+    config = replace(CONFIG, parallel=ParallelConfig(pipeline=2))
     workers = make_workers(CHECKPOINT, config, 2, GreedySampler())
     guided = [replace(plan, guided=True) for plan in MICRO_BATCHES[:4]]
 
@@ -197,3 +179,18 @@ def test_guided_plans_sample_on_the_last_stage() -> None:
     others, last = run_ranks(2, obey)
     assert last == alone(MICRO_BATCHES[:4])
     assert others == [[]] * 4
+
+
+def test_processes_over_gloo_give_the_tokens_of_one_worker(tmp_path: Path) -> None:
+    """The first stage sends hidden states while the last one sends tokens back: neither waits for the other."""
+    main, environment = Path(gloo_stage_main.__file__), {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(main.parent), *sys.path])
+    commands = [[sys.executable, str(main), stage, "2", str(tmp_path / "store")] for stage in "01"]
+    stages = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) for command in commands]
+    try:
+        said = [stage.communicate(timeout=300)[0] for stage in stages]
+    finally:
+        for stage in stages:
+            stage.kill()
+    assert [stage.returncode for stage in stages] == [0, 0]
+    assert json.loads(said[-1].strip().splitlines()[-1]) == alone(PLANS)
