@@ -76,7 +76,7 @@ def test_a_request_arrives_as_it_was_sent_without_hop_by_hop_headers() -> None:
 def test_a_prompt_goes_where_its_beginning_went() -> None:
     async def test() -> None:
         async with bench(StubReplica("a"), StubReplica("b"), StubReplica("c")) as one:
-            texts = [f"{number} " * 400 for number in range(12)]
+            texts = [f"{number} " * 3_000 for number in range(12)]
             homes = {text: (await one.ask(text)).headers["x-routed-to"] for text in texts}
             assert len(set(homes.values())) == 3
             for text in texts:
@@ -92,7 +92,7 @@ def test_a_prompt_goes_where_its_beginning_went() -> None:
 def test_what_fails_before_its_first_byte_is_sent_to_another_replica(failing: Any) -> None:
     async def test() -> None:
         async with bench(StubReplica("a"), StubReplica("b")) as one:
-            prompt = "text " * 200
+            prompt = "text " * 400
             bad = await first_of(prompt, one)
             bad.script = failing
             answer = await one.ask(prompt, stream=True)
@@ -110,7 +110,7 @@ def test_a_replica_that_is_killed_loses_no_request_that_waits_for_its_first_byte
             return await whole()(asked, writer)
 
         async with bench(StubReplica("a", slow), StubReplica("b", slow)) as one:
-            asking = [asyncio.ensure_future(one.ask(f"{number} " * 300)) for number in range(24)]
+            asking = [asyncio.ensure_future(one.ask(f"{number} " * 600)) for number in range(24)]
             await one.until(lambda: sum(len(replica.asked) for replica in one.replicas) == 24)
             assert one.replicas[0].asked
             await one.replicas[0].stop()
@@ -128,7 +128,7 @@ def test_a_replica_that_hangs_is_found_by_its_health_check_and_its_requests_move
     async def test() -> None:
         waits = WaitConfig(connect=0.5, health=0.1, health_interval=0.02, drain=1.0)
         async with bench(StubReplica("a"), StubReplica("b"), waits=waits) as one:
-            prompt = "text " * 200
+            prompt = "text " * 400
             stuck = await first_of(prompt, one)
             stuck.is_silent = True
             answer = await one.ask(prompt)
@@ -258,7 +258,7 @@ def test_a_request_that_needs_a_stored_answer_goes_to_the_replica_that_has_it() 
         async with bench(*stubs) as one:
             homes: set[str] = set()
             for number in range(30):
-                homes.add((await one.ask(f"{number}" * 600, path="/v1/responses")).json()["id"])
+                homes.add((await one.ask(f"{number}" * 1200, path="/v1/responses")).json()["id"])
             assert homes == {"resp_a", "resp_b", "resp_c"}
             for home in homes:
                 asked = await one.ask("hi", path="/v1/responses", previous_response_id=home)
@@ -287,12 +287,12 @@ def test_a_drained_replica_finishes_what_it_has_and_gets_nothing_new_until_resum
         admin = {"authorization": "Bearer secret"}
         slow = events(*TOKENS, pause=0.01)
         async with bench(StubReplica("a", slow), StubReplica("b", slow), access=access) as one:
-            running = [asyncio.ensure_future(one.ask(f"{n} " * 300, stream=True)) for n in range(8)]
+            running = [asyncio.ensure_future(one.ask(f"{n} " * 600, stream=True)) for n in range(8)]
             await one.until(lambda: len(one.replicas[0].asked) + len(one.replicas[1].asked) == 8)
             before = len(one.replicas[0].asked)
             assert before > 0
             assert (await one.client.post("/router/replicas/a/drain", headers=admin)).json()["state"] == "draining"
-            running += [asyncio.ensure_future(one.ask(f"{n} " * 300, stream=True)) for n in range(8)]
+            running += [asyncio.ensure_future(one.ask(f"{n} " * 600, stream=True)) for n in range(8)]
             assert {answer.content for answer in await asyncio.gather(*running)} == {b"".join(TOKENS)}
             assert len(one.replicas[0].asked) == before
             assert (await one.client.post("/router/replicas/a/resume", headers=admin)).json()["state"] == "up"
@@ -422,6 +422,20 @@ def test_a_request_behind_another_one_on_the_same_connection_is_not_read() -> No
             answer = await talk(one.port, two)
             assert answer.count(b"HTTP/1.1 200") == 1
             assert [asked.path for asked in one.replicas[0].asked] == ["/one"]
+
+    run(test)
+
+
+def test_a_client_that_asks_again_at_once_is_answered_on_the_same_connection() -> None:
+    async def test() -> None:
+        async with bench(StubReplica("a")) as one:
+            reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            for number in range(200):
+                writer.write(b"GET /%d HTTP/1.1\r\nhost: localhost\r\n\r\n" % number)
+                await reader.readuntil(b'"cmpl-1"}')
+            assert len(one.replicas[0].asked) == 200
+            writer.close()
+            await writer.wait_closed()
 
     run(test)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import math
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -56,10 +57,12 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._task: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._due = math.inf  # when the connection is cut off, by the clock of the loop
         self._stall: asyncio.TimerHandle | None = None
         self._held = 0  # bytes of the body that the state counts
-        self._in_head = self._is_full = self._is_chunked = self._has_begun = False
+        self._in_head = self._is_full = self._is_chunked = self._is_answered = False
         self._is_http_1_1 = self._keeps_alive = True
+        self._early = b""  # of the next request
         self._clear()
         self.on_pause: Callable[[], None] | None = None  # the client reads slowly: send no more
         self.on_resume: Callable[[], None] | None = None
@@ -68,6 +71,7 @@ class ClientConnection(asyncio.Protocol):
     def _clear(self) -> None:
         self._url, self._head_bytes = b"", 0
         self._pairs: list[tuple[bytes, bytes]] = []
+        self._headers: dict[bytes, bytes] = {}
         self._chunks: list[bytes] = []
         self._body_bytes = 0
 
@@ -92,7 +96,8 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the protocol's signature
         self._state.connections.discard(self)
-        self._expect_by(None)
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._expect_reading(None)
         self.release_body()
         if self.on_gone is not None:
@@ -104,7 +109,10 @@ class ClientConnection(asyncio.Protocol):
         if self._is_full or self._transport.is_closing():
             return
         if self._task is not None:
-            self._is_full, self._keeps_alive = True, False
+            if self._is_answered:  # the client was quicker than the end of the task
+                self._early += data
+            else:
+                self._is_full, self._keeps_alive = True, False
             return
         if self._in_head:
             self._head_bytes += len(data)
@@ -153,7 +161,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_head()
             return
         self._expect_by(self._limits["body_seconds"])
-        headers = dict(self._pairs)
+        self._headers = headers = dict(self._pairs)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._body_limit:
             self._refuse_body()
@@ -179,15 +187,13 @@ class ClientConnection(asyncio.Protocol):
         self._expect_by(None)
         self._is_http_1_1 = self._parser.get_http_version() == "1.1"
         self._keeps_alive = self._parser.should_keep_alive() and not self._state.is_closing
-        self._has_begun = False
+        self._is_answered = False
         path = self._url.partition(b"?")[0].decode("latin-1")
         root = self._state.root_path
         if root and f"{path}/".startswith(f"{root}/"):
             path = path[len(root) :] or "/"
         body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        request = Request(
-            self._parser.get_method().decode("ascii"), self._url, path, self._pairs, dict(self._pairs), body
-        )
+        request = Request(self._parser.get_method().decode("ascii"), self._url, path, self._pairs, self._headers, body)
         self._chunks = []
         self._task = self._loop.create_task(self._state.handle(request, self))
         self._task.add_done_callback(self._done)
@@ -196,7 +202,6 @@ class ClientConnection(asyncio.Protocol):
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], first: bytes = b"", *, has_body: bool) -> None:
         """Send the head of a response, and the first bytes of its body with it. Hop-by-hop headers are left out.
         Without a content-length the body is sent in chunks, or ends with the connection."""
-        self._has_begun = True
         is_framed = not has_body
         parts = [b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"Unknown"))]
         for name, value in headers:
@@ -222,6 +227,7 @@ class ClientConnection(asyncio.Protocol):
 
     def finish(self) -> None:
         """The response is whole."""
+        self._is_answered = True
         if self._is_chunked:
             self._transport.write(b"0\r\n\r\n")
 
@@ -229,6 +235,7 @@ class ClientConnection(asyncio.Protocol):
         """Send a whole response."""
         length = (b"content-length", b"%d" % len(body))
         self.begin(status, [*headers, length], body if has_body else b"", has_body=has_body)
+        self._is_answered = True
 
     def cut(self) -> None:
         """Drop the connection: the client must see that its response is not whole."""
@@ -262,16 +269,31 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._keeps_alive and not self._state.is_closing:
             self._expect_by(self._limits["idle_seconds"])
+            if self._early:
+                early, self._early = self._early, b""
+                self.data_received(early)
         else:
             self._transport.close()
 
     def _expect_by(self, seconds: float | None) -> None:
-        """Cut the connection off unless called again within `seconds`."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = None if seconds is None else self._loop.call_later(seconds, self._too_late)
+        """Cut the connection off unless called again within `seconds`. A timer that is set already and comes earlier
+        looks again then, so that a request costs no timer of its own."""
+        if seconds is None:
+            self._due = math.inf
+            return
+        self._due = due = self._loop.time() + seconds
+        if self._deadline is None or due < self._deadline.when():
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self._deadline = self._loop.call_at(due, self._check_due)
 
-    def _too_late(self) -> None:
+    def _check_due(self) -> None:
+        self._deadline = None
+        if self._due == math.inf:
+            return
+        if self._loop.time() < self._due:
+            self._deadline = self._loop.call_at(self._due, self._check_due)
+            return
         if not self._in_head and self._url and self._task is None and self._chunks:
             self._refuse(
                 408, f"body: was not sent within {self._limits['body_seconds']} s; send it faster", "slow_body"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-CHUNK_BYTES = 256  # of a prompt: what one key names, after all before it
-MAX_CHUNKS = 8_192  # of one prompt; what lies behind them is not looked at
+CHUNK_BYTES = 512  # of a prompt: what one key names, after all before it
+MAX_CHUNKS = 4_096  # of one prompt; what lies behind them is not looked at
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user", "cache_salt")
 _ANSWER_FIELDS = ("previous_response_id", "request_id", "input_file_id")
 _PROMPT_FIELDS = ("prompt", "input", "text", "texts", "query", "documents", "content", "input_prefix")
@@ -59,43 +59,39 @@ def chunk_keys(root: int, text: bytes) -> list[int]:
 
     Python's keyed hash is enough: two prompts that collide are sent to the same replica, and nothing else.
     """
-    keys = []
+    end = min(len(text), MAX_CHUNKS * CHUNK_BYTES) - CHUNK_BYTES + 1
     key = root
-    for start in range(0, min(len(text), MAX_CHUNKS * CHUNK_BYTES) - CHUNK_BYTES + 1, CHUNK_BYTES):
-        key = hash((key, text[start : start + CHUNK_BYTES]))
-        keys.append(key)
-    return keys
+    return [key := hash((key, text[start : start + CHUNK_BYTES])) for start in range(0, end, CHUNK_BYTES)]
 
 
-def _parts(fields: dict[str, Any]) -> Iterator[bytes]:
+def _parts(fields: dict[str, Any]) -> list[bytes]:
     """The prompt in pieces, in the order in which chat templates render it, each in one canonical form."""
-    for name in _BEFORE:
-        if (value := fields.get(name)) is not None:
-            yield _bytes(value)
+    parts = [_bytes(fields[name]) for name in _BEFORE if name in fields]
     for name in _MESSAGES:
         value = fields.get(name)
         if isinstance(value, list) and value and isinstance(value[0], dict):
             for message in value:
-                yield from _message(message)
-            return
-    for name in _PROMPT_FIELDS:
-        if (value := fields.get(name)) is not None:
-            yield _bytes(value)
+                _add_message(message, parts)
+            return parts
+    return [*parts, *(_bytes(fields[name]) for name in _PROMPT_FIELDS if name in fields)]
 
 
-def _message(message: Any) -> Iterator[bytes]:
+def _add_message(message: Any, parts: list[bytes]) -> None:
     if not isinstance(message, dict):
-        yield _bytes(message)
+        parts.append(_bytes(message))
         return
-    yield _bytes(message.get("role", ""))
     content = message.get("content")
-    if isinstance(content, list):
+    parts.append(_bytes(message.get("role", "")))
+    if isinstance(content, str):
+        parts.append(_bytes(content))
+    elif isinstance(content, list):
         for part in content:
             text = part.get("text") if isinstance(part, dict) else part
-            yield _bytes(part if text is None else text)
+            parts.append(_bytes(part if text is None else text))
     elif content is not None:
-        yield _bytes(content)
-    yield from (_bytes(message[name]) for name in ("reasoning_content", "tool_calls", "images") if message.get(name))
+        parts.append(_bytes(content))
+    if len(message) > 2:
+        parts += [_bytes(message[name]) for name in ("reasoning_content", "tool_calls", "images") if message.get(name)]
 
 
 def _bytes(value: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -24,6 +25,7 @@ from quire.serving.router.replica_set import ReplicaSet
 
 logger = logging.getLogger("quire.router")
 
+_GC_THRESHOLDS = (20_000, 20, 50)  # a request leaves no cycles, and looking for them costs more than a request
 _TICK_SECONDS = 0.02  # between two looks at what still runs while the router stops
 
 
@@ -120,6 +122,9 @@ async def serve_until_signal(
     loop.add_signal_handler(signal.SIGHUP, on_hangup)
     try:
         async with router.running(listener):
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(*_GC_THRESHOLDS)
             on_ready()
             await told.wait()
             logger.info("stopping: requests in flight may finish")

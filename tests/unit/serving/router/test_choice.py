@@ -7,7 +7,7 @@ from collections import Counter
 
 from quire.config.router import BalanceConfig, ReplicaAddress
 from quire.serving.router.choice import Chooser
-from quire.serving.router.prompt_keys import Prompt
+from quire.serving.router.prompt_keys import CHUNK_BYTES, Prompt
 from quire.serving.router.replica import Replica
 
 CONFIG = BalanceConfig(load_factor=1.25, load_slack=4.0, least_gain=0.1)
@@ -96,12 +96,12 @@ def test_a_session_leaves_an_overloaded_replica() -> None:
 def test_the_tree_is_as_large_as_the_cache_that_a_replica_reports() -> None:
     replica = replicas(1)[0]
     replica.learn_cache(64_000)
-    assert replica.tree.capacity == 64_000 * 4 // 256
+    assert replica.tree.capacity == 64_000 * 4 // CHUNK_BYTES
     replica.learn_cache(6_400)
-    assert replica.tree.capacity == 6_400 * 4 // 256
+    assert replica.tree.capacity == 6_400 * 4 // CHUNK_BYTES
     fixed = replicas(1, cache_tokens=1_280)[0]
     fixed.learn_cache(64_000)
-    assert fixed.tree.capacity == 20
+    assert fixed.tree.capacity == 1_280 * 4 // CHUNK_BYTES
 
 
 def test_a_replica_whose_process_ended_has_lost_its_cache() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from quire.serving.router.prompt_keys import CHUNK_BYTES, MAX_CHUNKS, Prompt, read_prompt
 
-LONG = "word " * 200
+LONG = "word " * 400
 
 
 def read(tenant: bytes = b"", headers: dict[bytes, bytes] | None = None, **fields: Any) -> Prompt:
@@ -56,7 +56,7 @@ def test_parts_of_content_and_plain_text_have_the_same_keys() -> None:
 @pytest.mark.parametrize("field", ["prompt", "input", "text"])
 def test_every_api_has_its_field_for_the_prompt(field: str) -> None:
     assert len(read(**{field: LONG}).keys) == len(LONG) // CHUNK_BYTES
-    assert len(read(**{field: [1, 2, 3] * 200}).keys) > 2
+    assert len(read(**{field: [1, 2, 3] * 400}).keys) > 2
 
 
 def test_a_session_is_read_from_header_or_body_or_salt() -> None:
