@@ -143,7 +143,7 @@ def run_cost(args: argparse.Namespace) -> None:
     rows = [measure_cost(size, args.requests) for size in args.prompt_bytes]
     header = ["prompt", "CPU of the router / request", "through the router", "without it", "added (median)"]
     table = [
-        [f"{row['bytes']:,} bytes", *(f"{row[name]:.0f} us" for name in ("cpu_us", "through_us", "direct_us", "added_us"))]
+        [f"{row['bytes']:,} bytes", *(f"{row[name]:.0f} us" for name in row if name != "bytes")]
         for row in rows
     ]  # fmt: skip
     title = f"What the router costs, {args.requests} requests one after the other on one connection"

@@ -111,6 +111,7 @@ class RouterConfig:
     access: AccessConfig = field(default_factory=AccessConfig)
     checks_keys: bool = True  # the router asks for API keys; False: the replicas do
     replica_key: str | None = field(default=None, repr=False)  # sent to replicas in place of the client's
+    own_key: str | None = field(default=None, repr=False)  # of the router's own questions to replicas
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     waits: WaitConfig = field(default_factory=WaitConfig)
     limits: dict[str, int] = field(default_factory=dict)

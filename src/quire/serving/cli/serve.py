@@ -22,6 +22,7 @@ from quire.types.errors import ConfigError, ModelLoadError
 from quire.types.install import install_extra
 
 MAX_WORKERS = 256
+MAX_SERVED_REPLICAS = 64
 _SECONDS = ("drain_seconds", "max_restart_delay", "step_timeout", "load_timeout", "edge_timeout", "request_timeout",
             "queue_timeout")  # fmt: skip
 MAX_TEMPLATE_BYTES = 2**20
@@ -34,6 +35,10 @@ def run_serve(args: argparse.Namespace) -> int:
     from quire.serving.process.supervisor import Supervisor
 
     config, keys = server_config(args)
+    if config.replicas > 1:
+        from quire.serving.router.replicated import ReplicatedServer
+
+        return ReplicatedServer(config, keys=keys, admin_key=_shown_key(args, keys)).run()
     return Supervisor(config, keys=keys, admin_key=_shown_key(args, keys)).run()
 
 
@@ -45,6 +50,7 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         check_host("host", args.host, has_keys=bool(access.key_digests))
     check_range("port", args.port, 0, 65_535)
     check_range("api_workers", args.api_workers, 1, MAX_WORKERS)
+    check_range("replicas", args.replicas, 1, MAX_SERVED_REPLICAS)
     for name in _SECONDS:
         value: float | None = getattr(args, name)
         may_be_0 = not name.endswith("timeout")
@@ -62,6 +68,7 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         host=args.host,
         port=args.port,
         api_workers=args.api_workers,
+        replicas=args.replicas,
         strict=args.strict,
         drain_seconds=args.drain_seconds,
         step_timeout=args.step_timeout,

@@ -32,6 +32,7 @@ EXAMPLES = {
     "quire serve --admin --show-admin-key": "with the block map in the playground; prints its address and key",
     "quire serve --host 0.0.0.0 --api-key-file keys.txt": "reachable from elsewhere, for those with a key",
     "quire serve --enable-lora --lora-modules sql=/adapters/sql": "with a LoRA adapter, as the model `sql`",
+    "quire serve --replicas 2": "two engines behind one address, with a router that knows their caches",
     "quire serve --api-workers 4 --limit queue_requests=4096": "four HTTP processes, a longer queue",
 }
 
@@ -111,6 +112,14 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
         "--api-workers", type=int, default=1, metavar="N", help="HTTP processes that share the port and the queue (1)"
+    )
+    group.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines behind this address, each a whole server with its share of CPU threads and GPUs (1); requests go "
+        "to the one that has their prompt cached",
     )
     group.add_argument(
         "--drain-seconds",

@@ -183,11 +183,12 @@ class LocalPages:
 
     async def _ask_all(self, request: Request, path: str) -> dict[str, tuple[int, bytes]]:
         """The answers of all replicas that are up, by name; of those that gave one."""
-        kept = [pair for pair in request.pairs if pair[0] in _KEY_HEADERS or pair[0] in (b"content-type", b"host")]
+        kept = [pair for pair in request.pairs if pair[0] in _KEY_HEADERS or pair[0] == b"content-type"]
+        kept.append((b"accept", b"*/*"))
         is_own = self._config.replica_key is not None
 
         async def ask(replica: Replica) -> tuple[str, tuple[int, bytes]] | None:
-            headers = [pair for pair in kept if pair[0] != b"host" and not (is_own and pair[0] in _KEY_HEADERS)]
+            headers = [pair for pair in kept if not (is_own and pair[0] in _KEY_HEADERS)]
             try:
                 status, _, body = await self._replicas.ask(
                     replica, request.method, path, headers, request.body, seconds=ASK_SECONDS

@@ -95,7 +95,8 @@ class ReplicaSet:
     async def ask(
         self, replica: Replica, method: str, path: str, headers: Headers, body: bytes = b"", *, seconds: float
     ) -> tuple[int, Headers, bytes]:
-        """Send a small request and read the whole response. Raises ReplicaFailed, after `seconds` at the latest."""
+        """Send a small request and read the whole response. Raises ReplicaFailed, after `seconds` at the latest.
+        Without headers it is a question of the router's own."""
         answer = _Answer()
         connection: ReplicaConnection | None = None
         try:
@@ -103,7 +104,7 @@ class ReplicaSet:
                 pool = self._pools[replica.name]
                 connection = await pool.connect(seconds)
                 address = replica.address
-                lines = [b"%b: %b\r\n" % pair for pair in (*headers, *self.own_headers())]
+                lines = [b"%b: %b\r\n" % pair for pair in self._with_key(headers)]
                 head = f"{method} {address.base_path}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode("latin-1")
                 data = b"".join((head, *lines, b"content-length: %d\r\n\r\n" % len(body), body))
                 connection.send(data, answer, has_body=True)
@@ -113,9 +114,9 @@ class ReplicaSet:
                 connection.abort()
             raise ReplicaFailed(f"did not answer {path} within {seconds:g} s") from None
 
-    def own_headers(self) -> Headers:
-        key = self._config.replica_key
-        return [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+    def _with_key(self, headers: Headers) -> Headers:
+        key = self._config.replica_key or (None if headers else self._config.own_key)
+        return headers if key is None else [*headers, (b"authorization", b"Bearer " + key.encode())]
 
 
 class _Answer:
