@@ -110,17 +110,7 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument(
-        "--api-workers", type=int, default=1, metavar="N", help="HTTP processes that share the port and the queue (1)"
-    )
-    group.add_argument(
-        "--replicas",
-        type=int,
-        default=1,
-        metavar="N",
-        help="engines behind this address, each a whole server with its share of CPU threads and GPUs (1); requests go "
-        "to the one that has their prompt cached",
-    )
+    _add_processes(group)
     group.add_argument(
         "--drain-seconds",
         type=float,
@@ -172,6 +162,20 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep uploaded files and batches in this folder, so that they survive a restart (default: they end with "
         "the server)",
+    )
+
+
+def _add_processes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--api-workers", type=int, default=1, metavar="N", help="HTTP processes that share the port and the queue (1)"
+    )
+    group.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines behind this address, each a whole server with its share of CPU threads and GPUs (1); requests go "
+        "to the one that has their prompt cached",
     )
 
 
