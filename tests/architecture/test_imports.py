@@ -51,7 +51,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "msgspec": SERVER_MODULES,
     "opentelemetry": (),
     "prometheus_client": (),
-    "ray": (),
+    "ray": ("serving.router.ray_router",),
     "starlette": SERVER_MODULES,
     "triton": ("kernels.triton",),
     "uvicorn": SERVER_MODULES,

@@ -110,3 +110,14 @@ def test_a_pod_keeps_uploads_in_the_volume_and_not_in_memory() -> None:
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     claims = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
     assert mounts["/" + args.files_dir.split("/")[1]] in claims
+
+
+def test_the_ray_service_gives_the_application_arguments_that_it_has() -> None:
+    yaml = pytest.importorskip("yaml")
+    from quire.serving.router.ray_serve import ARGUMENTS, build_app, serve_config
+
+    manifest = yaml.safe_load((DEPLOY / "kubernetes/rayservice.yaml").read_text(encoding="utf-8"))
+    (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
+    assert application["import_path"] == f"{build_app.__module__}:{build_app.__name__}"
+    assert application["args"].keys() <= ARGUMENTS.keys()
+    assert serve_config([application["args"]["model"], *shlex.split(application["args"]["flags"])]).replicas == 1
