@@ -50,7 +50,8 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         check_host("host", args.host, has_keys=bool(access.key_digests))
     check_range("port", args.port, 0, 65_535)
     check_range("api_workers", args.api_workers, 1, MAX_WORKERS)
-    check_range("replicas", args.replicas, 1, MAX_SERVED_REPLICAS)
+    replicas: int = getattr(args, "replicas", 1)  # only `serve` has the flag
+    check_range("replicas", replicas, 1, MAX_SERVED_REPLICAS)
     for name in _SECONDS:
         value: float | None = getattr(args, name)
         may_be_0 = not name.endswith("timeout")
@@ -68,7 +69,7 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         host=args.host,
         port=args.port,
         api_workers=args.api_workers,
-        replicas=args.replicas,
+        replicas=replicas,
         strict=args.strict,
         drain_seconds=args.drain_seconds,
         step_timeout=args.step_timeout,

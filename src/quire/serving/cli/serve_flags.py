@@ -45,6 +45,7 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
         **examples(EXAMPLES),
     )
     _add_address(parser)
+    _add_replicas(parser.add_argument_group("replicas"))
     add_serve_flags(parser).add_argument(
         "--lora-dir",
         default=argparse.SUPPRESS,
@@ -97,6 +98,17 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return lora
 
 
+def _add_replicas(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines behind this address, each a whole server with its share of CPU threads and GPUs (1); requests go "
+        "to the one that has their prompt cached",
+    )
+
+
 def _add_address(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("address")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need an API key")
@@ -110,7 +122,9 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    _add_processes(group)
+    group.add_argument(
+        "--api-workers", type=int, default=1, metavar="N", help="HTTP processes that share the port and the queue (1)"
+    )
     group.add_argument(
         "--drain-seconds",
         type=float,
@@ -162,20 +176,6 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep uploaded files and batches in this folder, so that they survive a restart (default: they end with "
         "the server)",
-    )
-
-
-def _add_processes(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--api-workers", type=int, default=1, metavar="N", help="HTTP processes that share the port and the queue (1)"
-    )
-    group.add_argument(
-        "--replicas",
-        type=int,
-        default=1,
-        metavar="N",
-        help="engines behind this address, each a whole server with its share of CPU threads and GPUs (1); requests go "
-        "to the one that has their prompt cached",
     )
 
 
