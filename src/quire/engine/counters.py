@@ -45,6 +45,7 @@ class Counters:
             slots_allocated=pool.num_used * cache.block_size,
             cached=pool.num_evictable,
             pinned=pins.num_blocks,
+            block_size=cache.block_size,
         )
         return EngineStats(
             steps=self.steps,

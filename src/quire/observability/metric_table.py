@@ -49,6 +49,7 @@ METRICS: tuple[Metric, ...] = (
         "Share of the KV cache blocks in use, from 0 to 1.",
         "engine",
     ),
+    Metric("kv_cache_capacity_tokens", "gauge", "Tokens that the KV cache on the device can hold.", "engine"),
     Metric(
         "kv_cache_waste_perc",
         "gauge",

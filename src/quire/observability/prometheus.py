@@ -113,6 +113,7 @@ def _values(stats: EngineStats) -> dict[str, float]:
         "num_requests_running": stats.running,
         "num_requests_waiting": stats.waiting,
         "kv_cache_usage_perc": blocks.used / blocks.total if blocks.total else 0.0,
+        "kv_cache_capacity_tokens": blocks.total * blocks.block_size,
         "kv_cache_waste_perc": blocks.waste,
         "prefix_cache_queries": stats.prefix_queries,
         "prefix_cache_hits": stats.prefix_hits,

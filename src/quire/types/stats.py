@@ -24,6 +24,7 @@ class BlockStats:
     slots_allocated: int
     cached: int = 0
     pinned: int = 0  # held by pinned prefixes
+    block_size: int = 0  # token slots of a block
 
     @property
     def waste(self) -> float:

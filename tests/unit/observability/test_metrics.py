@@ -41,6 +41,7 @@ NAMES = [
     "quire:http_requests_total",
     "quire:inter_token_latency_seconds",
     "quire:iteration_tokens_total",
+    "quire:kv_cache_capacity_tokens",
     "quire:kv_cache_usage_perc",
     "quire:kv_cache_waste_perc",
     "quire:lora_adapters",
@@ -89,7 +90,7 @@ def stats(**changes: object) -> EngineStats:
         "prompt_tokens": 50,
         "output_tokens": 40,
         "step_seconds": 0.5,
-        "blocks": BlockStats(total=8, used=2, shared=0, free=6, slots_used=24, slots_allocated=32),
+        "blocks": BlockStats(total=8, used=2, shared=0, free=6, slots_used=24, slots_allocated=32, block_size=16),
         "computed_tokens": 90,
         "steps_by_size": (8, 0, 2) + (0,) * (len(STEP_SIZES) - 2),
         "prefix_queries": 70,
@@ -233,6 +234,7 @@ def test_the_engine_is_asked_once_a_second_at_most_and_shown_as_it_answers() -> 
     assert len(asked) == 1
     assert (found["quire:engine_up"], found["quire:engine_restarts_total"]) == (1, 2)
     assert (found["quire:num_requests_running"], found["quire:num_requests_waiting"]) == (3, 2)
+    assert found["quire:kv_cache_capacity_tokens"] == 8 * 16
     assert (found["quire:kv_cache_usage_perc"], found["quire:kv_cache_waste_perc"]) == (0.25, 0.25)
     assert (found["quire:prompt_tokens_total"], found["quire:generation_tokens_total"]) == (50, 40)
     assert (found["quire:prefix_cache_queries_total"], found["quire:prefix_cache_hits_total"]) == (70, 20)

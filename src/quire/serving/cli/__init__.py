@@ -13,6 +13,7 @@ from quire.serving.cli.arguments import OneLineParser, add_chat, add_complete, a
 from quire.serving.cli.bench_flags import add_bench
 from quire.serving.cli.quantize import add_quantize
 from quire.serving.cli.replay import add_replay
+from quire.serving.cli.route import add_route
 from quire.serving.cli.run_batch import add_run_batch
 from quire.serving.cli.serve_flags import add_serve
 from quire.serving.cli.tune import add_tune
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     add_serve(commands)
+    add_route(commands)
     add_chat(commands)
     add_complete(commands)
     add_run_batch(commands)
@@ -78,6 +80,8 @@ def _command(args: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
     name = f"bench {args.bench_command}" if args.command == "bench" else args.command
     if name == "serve":
         from quire.serving.cli.serve import run_serve as run
+    elif name == "route":
+        from quire.serving.cli.route import run_route as run
     elif name == "complete":
         from quire.serving.cli.complete import run_complete as run
     elif name == "chat":

@@ -22,6 +22,7 @@ from quire.types.errors import ConfigError, ModelLoadError
 from quire.types.install import install_extra
 
 MAX_WORKERS = 256
+MAX_SERVED_REPLICAS = 64
 _SECONDS = ("drain_seconds", "max_restart_delay", "step_timeout", "load_timeout", "edge_timeout", "request_timeout",
             "queue_timeout")  # fmt: skip
 MAX_TEMPLATE_BYTES = 2**20
@@ -30,10 +31,14 @@ _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    _check_installed()
+    check_installed()
     from quire.serving.process.supervisor import Supervisor
 
     config, keys = server_config(args)
+    if config.replicas > 1:
+        from quire.serving.router.replicated import ReplicatedServer
+
+        return ReplicatedServer(config, keys=keys, admin_key=_shown_key(args, keys)).run()
     return Supervisor(config, keys=keys, admin_key=_shown_key(args, keys)).run()
 
 
@@ -42,9 +47,11 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
     keys = _keys(args)
     access = _access(args, keys)
     if args.uds is None:
-        _check_host("host", args.host, has_keys=bool(access.key_digests))
-    _check_range("port", args.port, 0, 65_535)
-    _check_range("api_workers", args.api_workers, 1, MAX_WORKERS)
+        check_host("host", args.host, has_keys=bool(access.key_digests))
+    check_range("port", args.port, 0, 65_535)
+    check_range("api_workers", args.api_workers, 1, MAX_WORKERS)
+    replicas: int = getattr(args, "replicas", 1)  # only `serve` has the flag
+    check_range("replicas", replicas, 1, MAX_SERVED_REPLICAS)
     for name in _SECONDS:
         value: float | None = getattr(args, name)
         may_be_0 = not name.endswith("timeout")
@@ -62,16 +69,17 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         host=args.host,
         port=args.port,
         api_workers=args.api_workers,
+        replicas=replicas,
         strict=args.strict,
         drain_seconds=args.drain_seconds,
         step_timeout=args.step_timeout,
         load_timeout=args.load_timeout,
         edge_timeout=args.edge_timeout,
         max_restart_delay=args.max_restart_delay,
-        limits=_limits(args.limit),
+        limits=read_limits(args.limit),
         files_dir=_files_dir(args.files_dir),
         metrics_names=args.metrics_names,
-        log_level=args.log_level or _default_log_level(args.log_format),
+        log_level=args.log_level or default_log_level(args.log_format),
         log_format=args.log_format,
         access_log=args.access_log,
         trace_endpoint=_trace_endpoint(args.trace_endpoint),
@@ -149,20 +157,20 @@ def _listen(args: argparse.Namespace, access: AccessConfig) -> ListenConfig:
     if args.admin_port is not None:
         if args.admin_uds is not None:
             raise ConfigError("admin_uds", "cannot be given together with admin_port", "choose one")
-        _check_range("admin_port", args.admin_port, 0, 65_535)
-        _check_host("admin_host", args.admin_host, has_keys=bool(access.key_digests))
+        check_range("admin_port", args.admin_port, 0, 65_535)
+        check_host("admin_host", args.admin_host, has_keys=bool(access.key_digests))
     if args.ssl_keyfile is not None and args.ssl_certfile is None:
         raise ConfigError("ssl_keyfile", "needs a certificate too", "add --ssl-certfile FILE")
     if args.ssl_certfile is not None and args.uds is not None:
         raise ConfigError("ssl_certfile", "is for TCP, and uds replaces it", "leave one out")
     listen = ListenConfig(
-        uds=_socket_path("uds", args.uds),
+        uds=socket_path("uds", args.uds),
         root_path=_root_path(args.root_path),
         tls_cert=args.ssl_certfile,
         tls_key=args.ssl_keyfile,
         admin_host=args.admin_host,
         admin_port=args.admin_port,
-        admin_uds=_socket_path("admin_uds", args.admin_uds),
+        admin_uds=socket_path("admin_uds", args.admin_uds),
     )
     if listen.uds is not None and listen.uds == listen.admin_uds:
         raise ConfigError("admin_uds", "is the same path as uds", "choose another")
@@ -170,7 +178,7 @@ def _listen(args: argparse.Namespace, access: AccessConfig) -> ListenConfig:
     return listen
 
 
-def _socket_path(setting: str, path: str | None) -> str | None:
+def socket_path(setting: str, path: str | None) -> str | None:
     if path is None:
         return None
     found = str(Path(path).absolute())
@@ -197,7 +205,7 @@ def _origin(text: str) -> str:
     return text
 
 
-def _check_host(setting: str, host: str, *, has_keys: bool) -> None:
+def check_host(setting: str, host: str, *, has_keys: bool) -> None:
     if host == "localhost":
         return
     try:
@@ -209,12 +217,12 @@ def _check_host(setting: str, host: str, *, has_keys: bool) -> None:
         raise ConfigError(setting, reason, "add --api-key-file FILE or set QUIRE_API_KEY, or use 127.0.0.1")
 
 
-def _check_range(name: str, value: int, low: int, high: int) -> None:
+def check_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise ConfigError(name, f"must be in [{low}, {high}], got {value}", "choose a value inside it")
 
 
-def _limits(given: list[str]) -> dict[str, int]:
+def read_limits(given: list[str]) -> dict[str, int]:
     from quire.serving.http.limits import Limits
 
     changes: dict[str, int] = {}
@@ -269,12 +277,12 @@ def _trace_endpoint(url: str | None) -> str | None:
     return url
 
 
-def _default_log_level(log_format: str) -> str:
+def default_log_level(log_format: str) -> str:
     """A person at a terminal sees progress and the address, and then only what is wrong."""
     return "warning" if log_format == "text" and sys.stderr.isatty() else "info"
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
     """Raise ConfigError, naming the fix, if a package of the `server` extra is missing."""
     from importlib.util import find_spec
 

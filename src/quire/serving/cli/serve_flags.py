@@ -32,6 +32,7 @@ EXAMPLES = {
     "quire serve --admin --show-admin-key": "with the block map in the playground; prints its address and key",
     "quire serve --host 0.0.0.0 --api-key-file keys.txt": "reachable from elsewhere, for those with a key",
     "quire serve --enable-lora --lora-modules sql=/adapters/sql": "with a LoRA adapter, as the model `sql`",
+    "quire serve --replicas 2": "two engines behind one address, with a router that knows their caches",
     "quire serve --api-workers 4 --limit queue_requests=4096": "four HTTP processes, a longer queue",
 }
 
@@ -44,6 +45,7 @@ def add_serve(commands: Commands[OneLineParser]) -> None:
         **examples(EXAMPLES),
     )
     _add_address(parser)
+    _add_replicas(parser.add_argument_group("replicas"))
     add_serve_flags(parser).add_argument(
         "--lora-dir",
         default=argparse.SUPPRESS,
@@ -94,6 +96,17 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group.add_argument("--scheduling-policy", default=argparse.SUPPRESS, help="the same as --policy")
     group.add_argument("--seed", type=int, help="for requests that bring no seed (0)")
     return lora
+
+
+def _add_replicas(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="engines behind this address, each a whole server with its share of CPU threads and GPUs (1); requests go "
+        "to the one that has their prompt cached",
+    )
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:

@@ -50,8 +50,8 @@ class Guard:
         open_pages = frozenset() if config.access.metrics_need_key else {b"/metrics"}
         self._public = _LIVENESS | frozenset(public) | open_pages
         self._origins = frozenset(origin.lower() for origin in config.access.cors_origins)
-        self._hosts = None if listen.uds is not None else _loopback_hosts(host)
-        self._admin_hosts = None if listen.admin_port is None else _loopback_hosts(listen.admin_host)
+        self._hosts = None if listen.uds is not None else loopback_hosts(host)
+        self._admin_hosts = None if listen.admin_port is None else loopback_hosts(listen.admin_host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -106,7 +106,7 @@ class Guard:
         raw_path = scope["raw_path"]
         self._take_id(exchange)
         hosts = self._admin_hosts if scope.get(FROM_ADMIN, False) else self._hosts
-        if hosts is not None and not self._keys.asks_for_key and not _is_one_of(hosts, headers.get(b"host", b"")):
+        if hosts is not None and not self._keys.asks_for_key and not is_one_of(hosts, headers.get(b"host", b"")):
             message = "host: names another host than this server; use http://127.0.0.1 or set an API key"
             return ApiError(421, message, code="wrong_host")
         if scope["method"] not in _SAFE_METHODS and not self._keys.asks_for_key and self._is_foreign(headers):
@@ -150,12 +150,12 @@ def _is_for_admins(path: str) -> bool:
     return path.startswith("/admin") or path.rstrip("/").endswith(("/load_lora_adapter", "/unload_lora_adapter"))
 
 
-def _loopback_hosts(host: str) -> frozenset[str] | None:
+def loopback_hosts(host: str) -> frozenset[str] | None:
     """The names under which a listener on the loopback is asked for; None: it listens elsewhere too."""
     return _LOOPBACK_NAMES | {host} if host in _LOOPBACK_NAMES or host.startswith("127.") else None
 
 
-def _is_one_of(hosts: frozenset[str], header: bytes) -> bool:
+def is_one_of(hosts: frozenset[str], header: bytes) -> bool:
     """Whether a Host header names one of `hosts`. A page of another site, whose name was made to point at this machine,
     sends its own name."""
     name = header.decode("latin-1").lower()

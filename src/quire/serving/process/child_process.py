@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quire.config.environment import child_environment
 from quire.serving.process.control import BadControl, ControlMessage, Unpacker, pack
@@ -25,14 +25,19 @@ class ChildProcess:
     It is over once `has_ended`: it exited, hung up, or left its messages unread; `reap` then makes sure of it.
     """
 
-    def __init__(self, module: str, *, inherit: Sequence[int] = ()) -> None:
+    def __init__(
+        self, module: str, *, inherit: Sequence[int] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment`: variables that differ from those of this process."""
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *inherit),
-                env=child_environment(PYTHONPATH=os.pathsep.join(path for path in sys.path if path)),
+                env=child_environment(
+                    **(environment or {}), PYTHONPATH=os.pathsep.join(path for path in sys.path if path)
+                ),
                 process_group=0,  # Ctrl-C reaches the supervisor alone
             )
         self._socket.setblocking(False)
@@ -88,6 +93,10 @@ class ChildProcess:
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, such as SIGTERM to let it drain."""
+        self._signal(number)
 
     def reap(self) -> str:
         """Make sure that the process is gone, close the socket, and say how it ended."""

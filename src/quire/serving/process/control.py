@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from quire.config.adapters import AdapterModule
+from quire.config.keys import KeySources
 from quire.config.server import AccessConfig, ServerConfig
 from quire.serving.process.link import EngineReady
 from quire.types.errors import QuireError
@@ -59,6 +60,17 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
     """From the process that downloads models: the configuration, with the paths of the files."""
 
     config: ServerConfig
+
+
+class ReplicaStart(msgspec.Struct, frozen=True, tag="replica_start"):
+    """To one of several servers behind a router, first: serve `config`, with keys from these sources."""
+
+    config: ServerConfig
+    keys: KeySources
+
+
+class ReplicaReady(msgspec.Struct, frozen=True, tag="replica_ready"):
+    """From one of several servers behind a router: it takes requests."""
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="load_progress"):
@@ -184,6 +196,8 @@ ControlMessage = (
     | EdgeStart
     | FetchStart
     | Fetched
+    | ReplicaStart
+    | ReplicaReady
     | LoadProgress
     | EngineUp
     | EngineDown

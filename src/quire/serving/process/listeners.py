@@ -11,13 +11,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from quire.config.server import ServerConfig
+from quire.config.server import ListenConfig
 from quire.serving.process.listening import BACKLOG, address_of, listen
 from quire.types.errors import ConfigError
 
 API_MODE = 0o660  # of a UNIX socket: its owner and group may connect
 ADMIN_MODE = 0o600
+
+
+class Addresses(Protocol):
+    """The part of a configuration that says where to listen: a server's or a router's."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def listen(self) -> ListenConfig: ...
+
+    @property
+    def api_workers(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +49,7 @@ class Listeners:
 
 
 @contextmanager
-def open_listeners(config: ServerConfig) -> Iterator[Listeners]:
+def open_listeners(config: Addresses) -> Iterator[Listeners]:
     """Bind all sockets of the server; close them afterwards. Raises ConfigError for an address that cannot be used."""
     where = config.listen
     scheme = "http" if where.tls_cert is None else "https"

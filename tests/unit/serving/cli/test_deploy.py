@@ -122,3 +122,14 @@ def test_the_files_for_a_ray_cluster_give_flags_that_exist() -> None:
     args = _parser().parse_args([*_entry_point()[1:], *container["args"]])
     assert (args.executor, args.tensor_parallel_size, args.ray_address) == ("ray", 2, "127.0.0.1:6379")
     assert "--build-arg EXTRAS=server,hub,ray" in (DEPLOY / "docker/compose-ray.yaml").read_text()
+
+
+def test_the_ray_service_gives_the_application_arguments_that_it_has() -> None:
+    yaml = pytest.importorskip("yaml")
+    from quire.serving.router.ray_serve import ARGUMENTS, build_app, serve_config
+
+    manifest = yaml.safe_load((DEPLOY / "kubernetes/rayservice.yaml").read_text(encoding="utf-8"))
+    (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
+    assert application["import_path"] == f"{build_app.__module__}:{build_app.__name__}"
+    assert application["args"].keys() <= ARGUMENTS.keys()
+    assert serve_config([application["args"]["model"], *shlex.split(application["args"]["flags"])]).replicas == 1

@@ -1,0 +1,130 @@
+"""The configuration of the router in front of several servers, and of the servers behind it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from quire.config.server import AccessConfig, ListenConfig
+from quire.types.errors import ConfigError
+
+DEFAULT_CACHE_TOKENS = 500_000
+DEFAULT_ROUTER_PORT = 8080
+MAX_REPLICAS = 1_024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaAddress:
+    """Where one server listens. `socket` is the path of a UNIX socket, in place of host and port."""
+
+    name: str
+    host: str = "localhost"
+    port: int = 0
+    socket: str | None = None
+    is_tls: bool = False
+    base_path: str = ""  # stands before every path, such as /llm
+
+    @property
+    def url(self) -> str:
+        return (
+            f"unix:{self.socket}" if self.socket is not None else f"{self._scheme}://{self.authority}{self.base_path}"
+        )
+
+    @property
+    def authority(self) -> str:
+        """What the Host header says."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        is_usual = self.port == (443 if self.is_tls else 80)
+        return host if is_usual or self.socket is not None else f"{host}:{self.port}"
+
+    @property
+    def _scheme(self) -> str:
+        return "https" if self.is_tls else "http"
+
+
+def read_replica(text: str, name: str | None = None, setting: str = "replica") -> ReplicaAddress:
+    """Read http://HOST:PORT, https://HOST:PORT or unix:PATH, maybe with NAME= before it. Raises ConfigError."""
+    given, equals, rest = text.partition("=")
+    if equals and "/" not in given and ":" not in given:
+        name, text = given, rest
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if not path.startswith("/"):
+            raise ConfigError(setting, f"{text!r} has no absolute path", "write it like unix:/run/quire/api.sock")
+        return ReplicaAddress(name=_checked(setting, name or path.rpartition("/")[2]), socket=path)
+    parts = urlsplit(text)
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    bad = parts.scheme not in ("http", "https") or not parts.hostname or port == -1
+    if bad or parts.query or parts.fragment or parts.username is not None:
+        raise ConfigError(setting, f"{text!r} is no address of a server", "write it like http://127.0.0.1:8001")
+    is_tls = parts.scheme == "https"
+    found = port or (443 if is_tls else 80)
+    base = parts.path.rstrip("/").removesuffix("/v1")
+    host = parts.hostname or ""
+    own = name or f"{re.sub('[^A-Za-z0-9.-]', '-', host).strip('-')}-{found}"
+    return ReplicaAddress(name=_checked(setting, own), host=host, port=found, is_tls=is_tls, base_path=base)
+
+
+def _checked(setting: str, name: str) -> str:
+    if not _NAME.fullmatch(name):
+        reason = f"{name[:80]!r} is no name: 1 to 64 letters, digits, dots, dashes and underscores"
+        raise ConfigError(setting, reason, "write NAME=http://HOST:PORT")
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceConfig:
+    """How the router chooses a replica."""
+
+    load_factor: float = 1.25  # a replica may have so many times the mean load
+    load_slack: float = 4.0  # and so many requests more, before others are preferred to it
+    least_gain: float = 0.1  # share of a prompt that a replica must have beyond what all have, to be preferred
+    cache_tokens: int | None = None  # tokens that a replica's cache holds; None: what the replica reports
+    bytes_per_token: float = 4.0  # of prompt text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitConfig:
+    """Deadlines of the router's waits for a replica, in seconds."""
+
+    connect: float = 5.0  # from asking for a connection until there is one
+    head: float = 600.0  # from the last byte of a request to the first of its response
+    idle: float = 300.0  # between two reads of a response
+    health_interval: float = 1.0  # between two health checks
+    health: float = 2.0  # for the answer to a health check
+    drain: float = 30.0  # for requests in flight when the router stops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The whole configuration of the router. `limits` overrides entries of the server's table of limits."""
+
+    replicas: tuple[ReplicaAddress, ...]
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_ROUTER_PORT
+    listen: ListenConfig = field(default_factory=ListenConfig)
+    access: AccessConfig = field(default_factory=AccessConfig)
+    checks_keys: bool = True  # the router asks for API keys; False: the replicas do
+    replica_key: str | None = field(default=None, repr=False)  # sent to replicas in place of the client's
+    own_key: str | None = field(default=None, repr=False)  # of the router's own questions to replicas
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    waits: WaitConfig = field(default_factory=WaitConfig)
+    limits: dict[str, int] = field(default_factory=dict)
+    max_attempts: int = 3  # replicas that one request is sent to, at most
+
+    @property
+    def api_workers(self) -> int:
+        """Processes that share the port: one."""
+        return 1
+
+    def __post_init__(self) -> None:
+        names = [replica.name for replica in self.replicas]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError("replica", f"{min(twice)!r} names two replicas", "name them: NAME=http://HOST:PORT")
+        if len(names) > MAX_REPLICAS:
+            raise ConfigError("replica", f"{len(names)} replicas are given, limit {MAX_REPLICAS}", "give fewer")

@@ -1,0 +1,332 @@
+"""The connection of a client: reads whole requests within bounds of size and time, writes responses as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import math
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import httptools
+
+from quire.serving.http.errors import ApiError
+from quire.serving.http.limits import Limits
+
+HOP_BY_HOP = frozenset({
+    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+    b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"http2-settings",
+})  # fmt: skip
+MAX_WAITING_BYTES = 256 * 2**10  # of a response that the client has not read; then the replica is not read either
+_REASONS = {status.value: status.phrase.encode() for status in http.HTTPStatus}
+
+
+@dataclass(slots=True)
+class Request:
+    """A whole request. `headers` has lower-case names, the last of equal ones; `pairs` has all in order."""
+
+    method: str
+    target: bytes  # path and query as they were sent
+    path: str
+    pairs: list[tuple[bytes, bytes]]
+    headers: dict[bytes, bytes]
+    body: bytes
+
+
+class ConnectionState:
+    """What all client connections of the router share."""
+
+    def __init__(
+        self, limits: Limits, handle: Callable[[Request, ClientConnection], Coroutine[Any, Any, None]], root_path: str
+    ) -> None:
+        self.limits, self.handle, self.root_path = limits, handle, root_path
+        self.connections: set[ClientConnection] = set()
+        self.held_bytes = 0  # of bodies, of all connections
+        self.is_closing = False
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client. A request that comes before the one before it is answered is not read: the connection closes with
+    that answer, and meanwhile its end is noticed."""
+
+    def __init__(self, state: ConnectionState) -> None:
+        self._state, self._limits = state, state.limits
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport
+        self._task: asyncio.Task[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._due = math.inf  # when the connection is cut off, by the clock of the loop
+        self._stall: asyncio.TimerHandle | None = None
+        self._held = 0  # bytes of the body that the state counts
+        self._in_head = self._is_full = self._is_chunked = self._is_answered = False
+        self._is_http_1_1 = self._keeps_alive = True
+        self._early = b""  # of the next request
+        self._clear()
+        self.on_pause: Callable[[], None] | None = None  # the client reads slowly: send no more
+        self.on_resume: Callable[[], None] | None = None
+        self.on_gone: Callable[[], None] | None = None  # the client is gone
+
+    def _clear(self) -> None:
+        self._url, self._head_bytes = b"", 0
+        self._pairs: list[tuple[bytes, bytes]] = []
+        self._headers: dict[bytes, bytes] = {}
+        self._chunks: list[bytes] = []
+        self._body_bytes = 0
+
+    @property
+    def is_open(self) -> bool:
+        return not self._transport.is_closing()
+
+    @property
+    def is_busy(self) -> bool:
+        return self._task is not None
+
+    # ------------------------------------------------------------------------------------------ of the event loop
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=MAX_WAITING_BYTES)
+        connections = self._state.connections
+        connections.add(self)
+        if len(connections) > self._limits["connections"]:
+            self._refuse(503, "the router has too many connections; try again later", "too_many_connections")
+            return
+        self._expect_by(self._limits["idle_seconds"])
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the protocol's signature
+        self._state.connections.discard(self)
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._expect_reading(None)
+        self.release_body()
+        if self.on_gone is not None:
+            self.on_gone()
+        if self._task is not None:
+            self._task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_full or self._transport.is_closing():
+            return
+        if self._task is not None:
+            if self._is_answered:  # the client was quicker than the end of the task
+                self._early += data
+            else:
+                self._is_full, self._keeps_alive = True, False
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._limits["header_bytes"]:
+                self._refuse_head()
+                return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._refuse(400, "upgrade: the router speaks HTTP/1.1 only; leave the header out", "bad_http")
+        except httptools.HttpParserError:
+            self._refuse(400, "this is not an HTTP/1.1 request", "bad_http")
+
+    def pause_writing(self) -> None:
+        if self.on_pause is not None:
+            self.on_pause()
+        self._expect_reading(self._transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._expect_reading(None)
+        if self.on_resume is not None:
+            self.on_resume()
+
+    # ---------------------------------------------------------------------------------------------- of the parser
+    def on_message_begin(self) -> None:
+        if self._task is not None:
+            self._is_full, self._keeps_alive = True, False
+            return
+        self._in_head = True
+        self._clear()
+        self._expect_by(self._limits["header_seconds"])
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else a trailer; nobody reads it
+            self._pairs.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._is_full:
+            return
+        self._in_head = False
+        size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._pairs)
+        if size > self._limits["header_bytes"]:
+            self._refuse_head()
+            return
+        self._expect_by(self._limits["body_seconds"])
+        self._headers = headers = dict(self._pairs)
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._body_limit:
+            self._refuse_body()
+        elif headers.get(b"expect", b"").lower() == b"100-continue":
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, data: bytes) -> None:
+        if self._is_full or self._transport.is_closing():
+            return
+        self._chunks.append(data)
+        self._body_bytes += len(data)
+        self._held += len(data)
+        self._state.held_bytes += len(data)
+        if self._body_bytes > self._body_limit:
+            self._refuse_body()
+        elif self._state.held_bytes > self._limits["bodies_bytes"] and self._body_bytes > 2**16:
+            self._refuse(429, f"body: the router holds {self._limits['bodies_bytes']} bytes of bodies already; "
+                         "try again later, or raise it with --limit bodies_bytes=", "bodies_full")  # fmt: skip
+
+    def on_message_complete(self) -> None:
+        if self._is_full or self._transport.is_closing():
+            return
+        self._expect_by(None)
+        self._is_http_1_1 = self._parser.get_http_version() == "1.1"
+        self._keeps_alive = self._parser.should_keep_alive() and not self._state.is_closing
+        self._is_answered = False
+        path = self._url.partition(b"?")[0].decode("latin-1")
+        root = self._state.root_path
+        if root and f"{path}/".startswith(f"{root}/"):
+            path = path[len(root) :] or "/"
+        body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        request = Request(self._parser.get_method().decode("ascii"), self._url, path, self._pairs, self._headers, body)
+        self._chunks = []
+        self._task = self._loop.create_task(self._state.handle(request, self))
+        self._task.add_done_callback(self._done)
+
+    # ------------------------------------------------------------------------------------------------ a response
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], first: bytes = b"", *, has_body: bool) -> None:
+        """Send the head of a response, and the first bytes of its body with it. Hop-by-hop headers are left out.
+        Without a content-length the body is sent in chunks, or ends with the connection."""
+        is_framed = not has_body
+        parts = [b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"Unknown"))]
+        for name, value in headers:
+            if name in HOP_BY_HOP:
+                continue
+            is_framed |= name == b"content-length"
+            parts.append(b"%b: %b\r\n" % (name, value))
+        self._is_chunked = not is_framed and self._is_http_1_1
+        if self._is_chunked:
+            parts.append(b"transfer-encoding: chunked\r\n")
+        elif not is_framed:
+            self._keeps_alive = False
+        if not self._keeps_alive:
+            parts.append(b"connection: close\r\n")
+        parts.append(b"\r\n")
+        if first:
+            parts.append(b"%x\r\n%b\r\n" % (len(first), first) if self._is_chunked else first)
+        self._transport.write(b"".join(parts))
+
+    def write(self, data: bytes) -> None:
+        if data:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def finish(self) -> None:
+        """The response is whole."""
+        self._is_answered = True
+        if self._is_chunked:
+            self._transport.write(b"0\r\n\r\n")
+
+    def reply(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], *, has_body: bool = True) -> None:
+        """Send a whole response."""
+        length = (b"content-length", b"%d" % len(body))
+        self.begin(status, [*headers, length], body if has_body else b"", has_body=has_body)
+        self._is_answered = True
+
+    def cut(self) -> None:
+        """Drop the connection: the client must see that its response is not whole."""
+        self._keeps_alive = False
+        self._transport.abort()
+
+    def release_body(self) -> None:
+        """The body of the request is needed no more."""
+        self._state.held_bytes -= self._held
+        self._held = 0
+
+    def close_if_idle(self) -> None:
+        self._keeps_alive = False
+        if self._task is None:
+            self._transport.close()
+
+    # ------------------------------------------------------------------------------------------------- the works
+    @property
+    def _body_limit(self) -> int:
+        is_upload = self._url.partition(b"?")[0].endswith(b"/files")
+        return self._limits["file_bytes"] + 2**20 if is_upload else self._limits["body_bytes"]
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        self.on_pause = self.on_resume = self.on_gone = None
+        self.release_body()
+        if not task.cancelled() and task.exception() is not None:
+            self._loop.call_exception_handler({"message": "a request failed", "exception": task.exception()})
+            self.cut()
+        if self._transport.is_closing():
+            return
+        if self._keeps_alive and not self._state.is_closing:
+            self._expect_by(self._limits["idle_seconds"])
+            if self._early:
+                early, self._early = self._early, b""
+                self.data_received(early)
+        else:
+            self._transport.close()
+
+    def _expect_by(self, seconds: float | None) -> None:
+        """Cut the connection off unless called again within `seconds`. A timer that is set already and comes earlier
+        looks again then, so that a request costs no timer of its own."""
+        if seconds is None:
+            self._due = math.inf
+            return
+        self._due = due = self._loop.time() + seconds
+        if self._deadline is None or due < self._deadline.when():
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self._deadline = self._loop.call_at(due, self._check_due)
+
+    def _check_due(self) -> None:
+        self._deadline = None
+        if self._due == math.inf:
+            return
+        if self._loop.time() < self._due:
+            self._deadline = self._loop.call_at(self._due, self._check_due)
+            return
+        if not self._in_head and self._url and self._task is None and self._chunks:
+            self._refuse(
+                408, f"body: was not sent within {self._limits['body_seconds']} s; send it faster", "slow_body"
+            )
+        else:
+            self._transport.abort()
+
+    def _expect_reading(self, unsent: int | None) -> None:
+        """Cut the connection off if of `unsent` bytes none are read for too long; None: there is nothing to read."""
+        if self._stall is not None:
+            self._stall.cancel()
+        again = self._limits["stall_seconds"]
+        self._stall = None if unsent is None else self._loop.call_later(again, self._check_reading, unsent)
+
+    def _check_reading(self, unsent: int) -> None:
+        left = self._transport.get_write_buffer_size()
+        if left >= unsent:
+            self._transport.abort()
+        else:
+            self._expect_reading(left or None)
+
+    def _refuse_head(self) -> None:
+        limit = self._limits["header_bytes"]
+        self._refuse(431, f"the head is larger than {limit} bytes; send fewer or shorter headers", "head_too_large")
+
+    def _refuse_body(self) -> None:
+        message = f"body: is larger than {self._body_limit} bytes; send less, or raise it with --limit body_bytes="
+        self._refuse(413, message, "body_too_large")
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        if self._transport.is_closing():
+            return
+        self._keeps_alive = False
+        error = ApiError(status, message, code=code)
+        self.reply(status, error.body(), [(b"content-type", b"application/json"), *error.headers])
+        self._transport.close()

@@ -1,0 +1,210 @@
+"""Connections to one replica: HTTP/1.1, kept open between requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from typing import Protocol, cast
+
+import httptools
+
+from quire.config.router import ReplicaAddress, WaitConfig
+from quire.types.errors import QuireError
+
+IDLE_SECONDS = 4.0  # an idle connection is not used after; uvicorn closes its own after five
+MAX_IDLE = 512  # connections
+MAX_HEAD_BYTES = 64 * 2**10
+Headers = list[tuple[bytes, bytes]]  # names in lower case
+
+
+class ReplicaFailed(QuireError):
+    """A replica did not answer a request. `never_sent`: the replica has not seen the request."""
+
+    def __init__(self, reason: str, *, never_sent: bool = False, is_stale: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.never_sent, self.is_stale = reason, never_sent, is_stale
+
+
+class Receiver(Protocol):
+    """Gets the response to one request: a head, pieces of a body, and an end; or `failed` instead of the rest."""
+
+    def head(self, status: int, headers: Headers) -> None: ...
+
+    def body(self, data: bytes) -> None: ...
+
+    def end(self) -> None: ...
+
+    def failed(self, reason: str, *, is_stale: bool = False) -> None: ...
+
+
+class ReplicaConnection(asyncio.Protocol):
+    """One connection. Has at most one request at a time; after a whole response it goes back to its pool."""
+
+    def __init__(self, pool: ReplicaPool) -> None:
+        self._pool = pool
+        self._receiver: Receiver | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._headers: Headers = []
+        self._head_bytes = 0
+        self._is_framed = self._has_body = self._heard = self._is_paused = False
+        self.idle_since = 0.0
+        self._num_requests = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, data: bytes, receiver: Receiver, *, has_body: bool) -> None:
+        """Send a request. `has_body`: its response has a body, which that of HEAD has not."""
+        assert self._transport is not None
+        assert self._receiver is None
+        self._receiver, self._has_body, self._heard = receiver, has_body, False
+        self._num_requests += 1
+        self._transport.write(data)
+
+    def abort(self) -> None:
+        """Drop the connection at once: the replica sees that nobody waits for its answer."""
+        self._receiver = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        """Read nothing until `resume`: the client does not keep up."""
+        if not self._is_paused and self._transport is not None and self.is_open:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._is_paused and self._transport is not None and self.is_open:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    # --------------------------------------------------------------------------------------- of the event loop
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._receiver is None:
+            self.abort()  # nobody asked
+            return
+        self._heard = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._fail("sent something that is no HTTP response")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.forget(self)
+        receiver = self._receiver
+        if receiver is None:
+            return
+        if exc is None and self._heard and self._has_body and not self._is_framed:
+            self._receiver = None
+            receiver.end()  # the end of the connection is the end of the body
+            return
+        self._fail("closed the connection", is_stale=not self._heard and self._num_requests > 1)
+
+    # ---------------------------------------------------------------------------------------- of the parser
+    def on_message_begin(self) -> None:
+        self._headers, self._head_bytes, self._is_framed = [], 0, False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._fail(f"sent a head of more than {MAX_HEAD_BYTES} bytes")
+            return
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self._receiver is None:
+            return
+        for name, value in self._headers:
+            if name == b"content-length" or (name == b"transfer-encoding" and b"chunked" in value.lower()):
+                self._is_framed = True
+        self._has_body = self._has_body and status not in (204, 304)
+        self._receiver.head(status, self._headers)
+        if not self._has_body:
+            self._complete(may_reuse=not self._is_framed)
+
+    def on_body(self, data: bytes) -> None:
+        if self._receiver is not None:
+            self._receiver.body(data)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() >= 200 and self._receiver is not None:
+            self._complete(may_reuse=True)
+
+    def _complete(self, *, may_reuse: bool) -> None:
+        receiver, self._receiver = self._receiver, None
+        assert receiver is not None
+        receiver.end()
+        self.resume()
+        if may_reuse and self.is_open and self._parser.should_keep_alive():
+            self._pool.put_back(self)
+        else:
+            self.abort()
+
+    def _fail(self, reason: str, *, is_stale: bool = False) -> None:
+        receiver, self._receiver = self._receiver, None
+        self.abort()
+        if receiver is not None:
+            receiver.failed(reason, is_stale=is_stale)
+
+
+class ReplicaPool:
+    """The open connections to one replica."""
+
+    def __init__(self, address: ReplicaAddress, waits: WaitConfig, name: str) -> None:
+        self._address, self._waits, self._name = address, waits, name
+        self._idle: list[ReplicaConnection] = []
+        self._tls = ssl.create_default_context() if address.is_tls else None
+
+    def take_idle(self) -> ReplicaConnection | None:
+        """A connection that is open already, the last used first."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open and time.monotonic() - connection.idle_since < IDLE_SECONDS:
+                return connection
+            connection.abort()
+        return None
+
+    async def connect(self, seconds: float | None = None) -> ReplicaConnection:
+        """Open a new connection. Raises ReplicaFailed, after `seconds` at the latest."""
+        seconds = self._waits.connect if seconds is None else seconds
+        loop, address = asyncio.get_running_loop(), self._address
+        try:
+            async with asyncio.timeout(seconds):
+                if address.socket is not None:
+                    _, made = await loop.create_unix_connection(lambda: ReplicaConnection(self), address.socket)
+                else:
+                    _, made = await loop.create_connection(
+                        lambda: ReplicaConnection(self), address.host, address.port, ssl=self._tls
+                    )
+        except TimeoutError:
+            raise ReplicaFailed(f"took no connection for {seconds:g} s", never_sent=True) from None
+        except ssl.SSLError as error:
+            raise ReplicaFailed(f"failed the TLS handshake: {error.reason}", never_sent=True) from None
+        except OSError as error:
+            raise ReplicaFailed(f"refused the connection ({error.strerror or 'no address'})", never_sent=True) from None
+        return made
+
+    def put_back(self, connection: ReplicaConnection) -> None:
+        connection.idle_since = time.monotonic()
+        if len(self._idle) < MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+    def forget(self, connection: ReplicaConnection) -> None:
+        with contextlib.suppress(ValueError):
+            self._idle.remove(connection)
+
+    def close(self) -> None:
+        """Close the connections that wait for requests; others end with their requests."""
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.abort()

@@ -1,0 +1,39 @@
+"""Errors of the router, in the form that the API of each path has for them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.serving.http.errors import ApiError
+
+_encode = msgspec.json.encode
+
+
+def error_body(path: str, error: ApiError) -> bytes:
+    """The body of an error response."""
+    if _is_anthropic(path):
+        return _encode({"type": "error", "error": {"type": _anthropic_type(error), "message": str(error)}})
+    if path.startswith("/api/"):
+        return _encode({"error": str(error)})
+    return error.body()
+
+
+def error_event(path: str, error: ApiError, *, is_event: bool) -> bytes:
+    """The last event of a stream that cannot go on. `is_event`: the stream is of server-sent events, else of lines."""
+    body = error_body(path, error)
+    if not is_event:
+        return body + b"\n"
+    if _is_anthropic(path):
+        return b"event: error\ndata: " + body + b"\n\n"
+    if path.rstrip("/").endswith("/responses"):
+        details = {"type": "error", "code": error.code, "message": str(error), "param": error.param}
+        return b"event: error\ndata: " + _encode(details) + b"\n\n"
+    return b"data: " + body + b"\n\n"
+
+
+def _is_anthropic(path: str) -> bool:
+    return path.rstrip("/").endswith("/messages")
+
+
+def _anthropic_type(error: ApiError) -> str:
+    return {429: "rate_limit_error", 503: "overloaded_error"}.get(error.status, "api_error")

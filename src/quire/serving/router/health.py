@@ -1,0 +1,105 @@
+"""Asks every replica whether it works, which models it serves, and how much its cache holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+import msgspec
+
+from quire.config.router import WaitConfig
+from quire.serving.router.connections import ReplicaFailed
+from quire.serving.router.replica import Replica
+from quire.serving.router.replica_set import ReplicaSet
+
+logger = logging.getLogger("quire.router")
+
+FAILURES_TO_DOWN = 2  # health checks in a row
+LEARN_SECONDS = 10.0  # between two questions about models and cache
+_QUIRE_CACHE = re.compile(rb"^(?:quire|vllm):kv_cache_capacity_tokens(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
+_VLLM_CACHE = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+
+
+class HealthChecks:
+    """One task for each replica, from its addition to its removal."""
+
+    def __init__(self, replicas: ReplicaSet, waits: WaitConfig) -> None:
+        self._replicas, self._waits = replicas, waits
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        for replica in self._replicas:
+            self.watch(replica)
+
+    def watch(self, replica: Replica) -> None:
+        task = asyncio.get_running_loop().create_task(self._watch(replica), name=f"health {replica.name}")
+        self._tasks[replica.name] = task
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, replica: Replica) -> None:
+        failures, learnt_at = 0, float("-inf")
+        loop = asyncio.get_running_loop()
+        while self._replicas.get(replica.name) is replica:
+            reason = await self.check(replica)
+            if reason is None:
+                failures = 0
+                if not replica.is_up or replica.checked_at is None:
+                    logger.info("replica %s is up", replica.name)
+                replica.mark_up()
+                self._replicas.note_up()
+                if loop.time() - learnt_at > LEARN_SECONDS:
+                    learnt_at = loop.time()
+                    await self.learn(replica)
+            else:
+                failures += 1
+                replica.counts.health_failures += 1
+                is_gone = "refused the connection" in reason
+                if replica.is_up and (is_gone or failures >= FAILURES_TO_DOWN):
+                    logger.warning("replica %s is down: it %s", replica.name, reason)
+                    replica.mark_down(reason, lost_cache=is_gone)
+            await asyncio.sleep(self._waits.health_interval)
+
+    async def check(self, replica: Replica) -> str | None:
+        """Why a replica is not healthy; None: it is. A server without /health is healthy if it answers at all."""
+        try:
+            status, _, _ = await self._replicas.ask(replica, "GET", "/health", [], seconds=self._waits.health)
+        except ReplicaFailed as error:
+            return error.reason
+        return f"answered /health with {status}" if status >= 500 else None
+
+    async def learn(self, replica: Replica) -> None:
+        """Ask for models and cache size. A replica that does not say is used all the same."""
+        try:
+            status, _, body = await self._replicas.ask(replica, "GET", "/v1/models", [], seconds=self._waits.health)
+            replica.models = model_names(body) if status == 200 else None
+            status, _, body = await self._replicas.ask(replica, "GET", "/metrics", [], seconds=self._waits.health)
+            replica.learn_cache(cache_tokens(body) if status == 200 else None)
+        except ReplicaFailed as error:
+            logger.debug("replica %s does not say what it serves: it %s", replica.name, error.reason)
+
+
+def model_names(body: bytes) -> frozenset[str] | None:
+    """The names in a list of models, by OpenAI's API; None if it is none."""
+    try:
+        listed = msgspec.json.decode(body)["data"]
+        return frozenset(str(one["id"]) for one in listed) or None
+    except (msgspec.DecodeError, KeyError, TypeError, UnicodeError):
+        return None
+
+
+def cache_tokens(metrics: bytes) -> int | None:
+    """The tokens that a replica's cache holds, by its Prometheus metrics; None if they do not say."""
+    if found := _QUIRE_CACHE.search(metrics):
+        return int(float(found[1]))
+    if found := _VLLM_CACHE.search(metrics):
+        labels = dict(re.findall(rb'(\w+)="([^"]*)"', found[1]))
+        blocks, size = labels.get(b"num_gpu_blocks", b""), labels.get(b"block_size", b"")
+        if blocks.isdigit() and size.isdigit():
+            return int(blocks) * int(size) or None
+    return None

@@ -1,0 +1,63 @@
+"""What a replica's prefix cache probably holds, as far as the router can know: what it sent there, and when."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+Keys = Sequence[int]  # of the chunks of a prompt; each names its chunk and all before it
+
+
+class PrefixTree:
+    """An approximate prefix tree of one replica. A key names a chunk and all chunks before it, so the tree needs no
+    edges: it is the set of its keys, in the order of their last use.
+
+    A chunk is always used after those that follow it, so eviction takes leaves first, and a key that is held implies
+    all before it. `match` relies on that: it searches for the end of the match in log time.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: chunks that the tree holds at most."""
+        self._used: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.capacity = max(capacity, 1)
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def match(self, keys: Keys) -> int:
+        """Return the number of leading chunks that the tree holds."""
+        used = self._used
+        if not keys or keys[0] not in used:
+            return 0
+        if keys[-1] in used:
+            return len(keys)
+        low, high = 1, len(keys) - 1  # the first `low` are held; the chunk at `high` is not
+        while low < high:
+            middle = (low + high) // 2
+            if keys[middle] in used:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def insert(self, keys: Keys) -> None:
+        """Hold these chunks, as those used last. Evicts what does not fit, and of a prompt larger than the tree its
+        end."""
+        used, touch = self._used, self._used.move_to_end
+        for key in reversed(keys[: self.capacity]):
+            used[key] = None
+            touch(key)
+        self._evict()
+
+    def resize(self, capacity: int) -> None:
+        self.capacity = max(capacity, 1)
+        self._evict()
+
+    def clear(self) -> None:
+        """The replica lost its cache: it was restarted."""
+        self._used.clear()
+
+    def _evict(self) -> None:
+        used = self._used
+        while len(used) > self.capacity:
+            used.popitem(last=False)

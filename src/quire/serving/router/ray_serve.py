@@ -1,0 +1,218 @@
+"""Quire as an application of Ray Serve: engines that scale with their load, behind the cache-aware router.
+
+    serve run quire.serving.router.ray_serve:build_app model=qwen3-0.6b max_replicas=4
+
+Needs `pip install "ray[serve]"`. Two deployments: `Ingress` reads a request and passes its response on, `Engine` is a
+whole Quire server for each replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quire.config.keys import KeySources
+from quire.config.router import ReplicaAddress, WaitConfig
+from quire.config.server import ListenConfig, ServerConfig
+from quire.serving.http.errors import ApiError
+from quire.serving.process.child_process import ChildProcess
+from quire.serving.process.control import Fatal, ReplicaReady, ReplicaStart
+from quire.serving.router.client_connection import HOP_BY_HOP
+from quire.serving.router.connections import Headers, ReplicaConnection, ReplicaFailed, ReplicaPool
+from quire.serving.router.errors import error_body
+from quire.types.errors import ConfigError
+
+START_SECONDS = 600.0  # for an engine to load its model
+HEALTH_SECONDS = 5.0
+MAX_BODY_BYTES = 64 * 2**20
+ARGUMENTS: dict[str, Any] = {
+    "model": "", "flags": "", "min_replicas": 1, "max_replicas": 1, "target_ongoing_requests": 16,
+    "max_ongoing_requests": 256, "num_gpus": 0, "num_cpus": 1, "cache_tokens": None,
+}  # fmt: skip
+_DROPPED = HOP_BY_HOP | {b"host", b"content-length"}
+
+
+class Engine:
+    """One replica: a whole Quire server in processes of its own, reached through a UNIX socket on the same node."""
+
+    def __init__(self, flags: list[str]) -> None:
+        from ray import serve
+
+        self._name = serve.get_replica_context().replica_id.unique_id.encode()
+        self._directory = tempfile.TemporaryDirectory(prefix="quire-ray-")
+        path = str(Path(self._directory.name) / "api.sock")
+        config = replace(serve_config(flags), listen=ListenConfig(uds=path))
+        self._child = ChildProcess("quire.serving.router.replica_main")
+        self._child.send(ReplicaStart(config, KeySources()))
+        self._wait_ready()
+        self._pool = ReplicaPool(ReplicaAddress(name="engine", socket=path), WaitConfig(), "engine")
+
+    def _wait_ready(self) -> None:
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            has_ended = self._child.has_ended
+            for message in self._child.receive():
+                if isinstance(message, Fatal):
+                    raise RuntimeError(message.reason)
+                if isinstance(message, ReplicaReady):
+                    return
+            if has_ended:
+                raise RuntimeError(f"the engine's server {self._child.reap()}")
+            time.sleep(0.05)
+        raise RuntimeError(f"the engine was not ready after {START_SECONDS:g} s")
+
+    async def check_health(self) -> None:
+        """Called by Ray Serve; an exception has this replica replaced."""
+        if self._child.has_ended:
+            raise RuntimeError("the engine's server has ended")
+        async with asyncio.timeout(HEALTH_SECONDS):
+            async for piece in self.answer({"method": "GET", "target": b"/health", "headers": [], "body": b""}):
+                if isinstance(piece, tuple) and piece[0] >= 500:
+                    raise RuntimeError(f"the engine answered /health with {piece[0]}")
+
+    async def answer(self, request: dict[str, Any]) -> AsyncIterator[tuple[int, Headers] | bytes]:
+        """Yield the status and headers of a response, then its body as it comes. When the caller stops, the request
+        ends at the server too."""
+        body: bytes = request["body"]
+        lines = [b"%b: %b\r\n" % (name, value) for name, value in request["headers"] if name not in _DROPPED]
+        head = b"%b %b HTTP/1.1\r\nhost: localhost\r\n" % (request["method"].encode(), request["target"])
+        connection = self._pool.take_idle() or await self._pool.connect()
+        pieces = _Pieces(self._name)
+        connection.send(
+            b"".join((head, *lines, b"content-length: %d\r\n\r\n" % len(body), body)),
+            pieces,
+            has_body=request["method"] != "HEAD",
+        )
+        try:
+            while (piece := await pieces.get(connection)) is not None:
+                yield piece
+        finally:
+            if not pieces.is_done:
+                connection.abort()
+
+    def __del__(self) -> None:
+        child = getattr(self, "_child", None)
+        if child is not None:
+            child.kill()
+
+
+class _Pieces:
+    """A `Receiver` whose response is read piece by piece. A reader that does not keep up stops the server."""
+
+    def __init__(self, name: bytes) -> None:
+        self._name = name
+        self._queue: asyncio.Queue[tuple[int, Headers] | bytes | ReplicaFailed | None] = asyncio.Queue()
+        self.is_done = False
+
+    async def get(self, connection: ReplicaConnection) -> tuple[int, Headers] | bytes | None:
+        if self._queue.qsize() > 64:
+            connection.pause()
+        else:
+            connection.resume()
+        piece = await self._queue.get()
+        if isinstance(piece, ReplicaFailed):
+            raise piece
+        return piece
+
+    def head(self, status: int, headers: Headers) -> None:
+        self._queue.put_nowait((status, [*headers, (b"x-routed-to", self._name)]))
+
+    def body(self, data: bytes) -> None:
+        self._queue.put_nowait(data)
+
+    def end(self) -> None:
+        self.is_done = True
+        self._queue.put_nowait(None)
+
+    def failed(self, reason: str, *, is_stale: bool = False) -> None:  # noqa: ARG002 - a receiver's signature
+        self.is_done = True
+        self._queue.put_nowait(ReplicaFailed(reason))
+
+
+class Ingress:
+    """Reads a request whole, asks an engine, and passes its response on. An engine that fails before its first byte is
+    replaced by another, once."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine.options(method_name="answer", stream=True)
+
+    async def __call__(self, request: Any) -> Any:
+        from starlette.responses import Response, StreamingResponse
+
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MAX_BODY_BYTES:
+                error = ApiError(413, f"body: is larger than {MAX_BODY_BYTES} bytes; send less", code="body_too_large")
+                return Response(error_body(request.url.path, error), 413, media_type="application/json")
+        query = f"?{request.url.query}" if request.url.query else ""
+        asked = {
+            "method": request.method,
+            "target": f"{request.url.path}{query}".encode(),
+            "headers": [(name.lower(), value) for name, value in request.headers.raw],
+            "body": body,
+        }
+        for attempt in range(2):
+            pieces = self._engine.remote(asked)
+            try:
+                status, headers = await anext(aiter(pieces))
+            except Exception as failure:  # noqa: BLE001 - Ray wraps whatever ended the engine
+                if attempt == 0:
+                    continue
+                message = f"no engine could take this request: {type(failure).__name__}; try again"
+                error = ApiError(503, message, code="no_replica")
+                return Response(error_body(request.url.path, error), 503, media_type="application/json")
+            kept = {
+                name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name not in HOP_BY_HOP
+            }
+            return StreamingResponse(pieces, status, kept)
+        return None
+
+
+def serve_config(flags: list[str]) -> ServerConfig:
+    """The server that the flags of `quire serve` describe. Raises ConfigError."""
+    from quire.serving.cli import _parser
+    from quire.serving.cli.serve import server_config
+
+    config, _ = server_config(_parser().parse_args(["serve", *flags]))
+    if config.access.key_digests or config.access.admin_digests or config.replicas > 1:
+        raise ConfigError("flags", "keys and replicas belong to Ray Serve here", "leave them out")
+    return config
+
+
+def build_app(args: dict[str, Any]) -> Any:
+    """The application, for `serve run` and `serve deploy`. `args`: `model`; `flags` of `quire serve` in one text;
+    `min_replicas` (1), `max_replicas` (1), `target_ongoing_requests` (16) and `max_ongoing_requests` (256) of engines;
+    `num_gpus` (0) and `num_cpus` (1) of an engine; `cache_tokens` that the cache of one engine holds."""
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    if unknown := args.keys() - ARGUMENTS.keys():
+        raise ConfigError(min(unknown), "is no argument of the application", f"known: {', '.join(ARGUMENTS)}")
+    given: dict[str, Any] = ARGUMENTS | args
+    flags = [*([str(given["model"])] if given["model"] else []), *shlex.split(given["flags"])]
+    serve_config(flags)  # raises for what cannot be, before anything is started
+    engine = serve.deployment(
+        name="Engine",
+        ray_actor_options={"num_gpus": float(given["num_gpus"]), "num_cpus": float(given["num_cpus"])},
+        autoscaling_config={
+            "min_replicas": int(given["min_replicas"]),
+            "max_replicas": int(given["max_replicas"]),
+            "target_ongoing_requests": float(given["target_ongoing_requests"]),
+        },
+        max_ongoing_requests=int(given["max_ongoing_requests"]),
+        health_check_period_s=2,
+        health_check_timeout_s=HEALTH_SECONDS * 2,
+        request_router_config=RequestRouterConfig(
+            request_router_class="quire.serving.router.ray_router.CacheAwareRouter",
+            request_router_kwargs={"cache_tokens": given["cache_tokens"] and int(given["cache_tokens"])},
+        ),
+    )(Engine)
+    ingress = serve.deployment(name="Ingress", max_ongoing_requests=4_096, ray_actor_options={"num_cpus": 0.1})(Ingress)
+    return ingress.bind(engine.bind(flags))

@@ -1,0 +1,191 @@
+"""Passes the response of one replica to its client, byte for byte and as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.config.router import WaitConfig
+from quire.serving.http.errors import ApiError
+from quire.serving.router.client_connection import ClientConnection
+from quire.serving.router.connections import Headers, ReplicaConnection
+from quire.serving.router.errors import error_event
+from quire.serving.router.replica import Replica
+
+MAX_HELD_EVENT = 2**20  # bytes of an event that is not whole; then it is passed on in pieces
+MAX_BUSY_BODY = 2**16  # bytes of a refusal that are kept while other replicas are asked
+_BUSY = (429, 503)
+_ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,200})"')
+_ID_WITHIN = 1_024  # bytes of a response in which its id is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one attempt ended. failed: before the first byte, and another replica may be asked; busy: the replica
+    refused, with the response that the client gets if all refuse; broken: after the first byte."""
+
+    kind: Literal["done", "failed", "busy", "broken"]
+    reason: str = ""
+    status: int = 0
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = b""
+    never_sent: bool = False  # the replica has not seen the request
+    is_stale: bool = False  # the connection was kept from an earlier request and had ended since
+
+
+class Relay:
+    """One attempt: a `Receiver` of the replica's response that writes to the client.
+
+    The head waits for the first byte of the body, so that a replica that fails in between can be replaced. Of a stream
+    of events whole events are passed on, so that an error can follow them.
+    """
+
+    def __init__(
+        self,
+        client: ClientConnection,
+        replica: Replica,
+        path: str,
+        waits: WaitConfig,
+        *,
+        has_body: bool,
+        on_id: Callable[[str, Replica], None],
+    ) -> None:
+        self._client, self._replica, self._path, self._waits = client, replica, path, waits
+        self._has_body, self._on_id = has_body, on_id
+        self._loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[Outcome] = self._loop.create_future()
+        self._upstream: ReplicaConnection | None = None
+        self._status, self._headers, self._framing = 0, Headers(), b""
+        self._kept = b""  # of an event that is not whole, or of a refusal
+        self._has_begun = self._is_paused = False
+        self._sent_at = self._heard_at = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, upstream: ReplicaConnection, data: bytes) -> None:
+        self._upstream = upstream
+        self._sent_at = self._heard_at = self._loop.time()
+        self._timer = self._loop.call_later(min(self._waits.head, self._waits.idle), self._check_time)
+        self._replica.waiting.add(self)
+        self._client.on_gone, self._client.on_pause, self._client.on_resume = self._gone, self._pause, self._resume
+        upstream.send(data, self, has_body=self._has_body)
+
+    # ------------------------------------------------------------------------------------- from the replica
+    def head(self, status: int, headers: Headers) -> None:
+        self._status, self._headers, self._heard_at = status, headers, self._loop.time()
+        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        if kind.startswith(b"text/event-stream"):
+            self._framing = b"\n\n"
+        elif kind.startswith(b"application/x-ndjson"):
+            self._framing = b"\n"
+
+    def body(self, data: bytes) -> None:
+        self._heard_at = self._loop.time()
+        if self._status in _BUSY and not self._has_begun:
+            self._kept += data[: MAX_BUSY_BODY - len(self._kept)]
+            return
+        if self._framing:
+            data = self._whole_events(data)
+            if not data:
+                return
+        if self._has_begun:
+            self._client.write(data)
+        else:
+            self._begin(data)
+
+    def end(self) -> None:
+        if self._status in _BUSY and not self._has_begun:
+            self._end(Outcome("busy", f"answered {self._status}", self._status, tuple(self._headers), self._kept))
+            return
+        if not self._has_begun:
+            self._begin(self._kept)
+        elif self._kept:
+            self._client.write(self._kept)
+        self._client.finish()
+        self._end(Outcome("done", status=self._status))
+
+    def failed(self, reason: str, *, is_stale: bool = False) -> None:
+        if not self._has_begun:
+            self._end(Outcome("failed", reason, is_stale=is_stale))
+            return
+        if self._framing:
+            message = f"replica {self._replica.name} {reason} while it answered; send the request again"
+            error = ApiError(503, message, code="replica_lost")
+            self._client.write(error_event(self._path, error, is_event=self._framing == b"\n\n"))
+            self._client.finish()
+        else:
+            self._client.cut()
+        self._end(Outcome("broken", reason))
+
+    def give_up(self, reason: str) -> None:
+        """The replica was found to be down before it answered."""
+        self._stop_replica()
+        self.failed(reason)
+
+    # ------------------------------------------------------------------------------------------- the works
+    def _begin(self, first: bytes) -> None:
+        self._has_begun = True
+        self._replica.waiting.discard(self)
+        self._client.release_body()
+        headers = [*self._headers, (b"x-routed-to", self._replica.name.encode())]
+        self._client.begin(self._status, headers, first, has_body=self._has_body and self._status not in (204, 304))
+        if found := _ID.search(first[:_ID_WITHIN]):
+            self._on_id(found[1].decode("latin-1"), self._replica)
+
+    def _whole_events(self, data: bytes) -> bytes:
+        """What can be passed on: up to the end of the last whole event."""
+        if self._kept:
+            data = self._kept + data
+        end = data.rfind(self._framing) + len(self._framing)
+        if self._framing == b"\n\n":
+            end = max(end if end > 1 else 0, data.rfind(b"\r\n\r\n") + 4 if b"\r\n\r\n" in data else 0)
+        if end == len(data) or len(data) - end > MAX_HELD_EVENT:
+            self._kept = b""
+            return data
+        self._kept = data[end:]
+        return data[:end]
+
+    def _end(self, outcome: Outcome) -> None:
+        self._replica.waiting.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._client.on_gone = self._client.on_pause = self._client.on_resume = None
+        self._upstream = None
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    def _stop_replica(self) -> None:
+        if self._upstream is not None:
+            self._upstream.abort()
+            self._upstream = None
+
+    def _gone(self) -> None:
+        """The client is gone: so must its request be, at once."""
+        self._stop_replica()
+        self._end(Outcome("done", "the client is gone"))
+
+    def _pause(self) -> None:
+        self._is_paused = True
+        if self._upstream is not None:
+            self._upstream.pause()
+
+    def _resume(self) -> None:
+        self._is_paused, self._heard_at = False, self._loop.time()
+        if self._upstream is not None:
+            self._upstream.resume()
+
+    def _check_time(self) -> None:
+        now = self._loop.time()
+        if self._has_begun:
+            left, limit = self._heard_at + self._waits.idle - now, self._waits.idle
+        else:
+            left, limit = self._sent_at + self._waits.head - now, self._waits.head
+        if self._is_paused:
+            left = limit
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._check_time)
+            return
+        self._stop_replica()
+        self.failed(f"sent nothing for {limit:g} s")

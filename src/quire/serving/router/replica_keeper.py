@@ -1,0 +1,133 @@
+"""Keeps the servers behind the router running: starts one again that ended, after a pause that grows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire.config.keys import KeySources
+from quire.config.server import ServerConfig
+from quire.serving.process.backoff import Backoff
+from quire.serving.process.child_process import ChildProcess
+from quire.serving.process.control import Fatal, LoadProgress, ReplicaReady, ReplicaStart
+from quire.serving.router.replica import Replica
+
+logger = logging.getLogger("quire.supervisor")
+
+POLL_SECONDS = 0.05
+EXIT_SECONDS = 5.0  # from the end of the drain to the end of a replica's process
+_MODULE = "quire.serving.router.replica_main"
+
+
+@dataclass(slots=True)
+class KeptReplica:
+    """One replica through all its processes."""
+
+    replica: Replica
+    config: ServerConfig
+    environment: Mapping[str, str]
+    backoff: Backoff
+    child: ChildProcess | None = None
+    is_ready: bool = False
+    was_ever_ready: bool = False
+    start_at: float = 0.0
+    ready_at: float = 0.0
+    fatal: str | None = None
+    phase: str = ""
+
+
+class ReplicaKeeper:
+    """`run` polls all processes until `stop`. `failure` says why a replica cannot start at all."""
+
+    def __init__(self, kept: list[KeptReplica], keys: KeySources) -> None:
+        self._kept, self._keys = kept, keys
+        self._is_stopping = False
+        self.failure: str | None = None
+
+    @property
+    def all_were_ready(self) -> bool:
+        return all(one.was_ever_ready for one in self._kept)
+
+    @property
+    def phase(self) -> str:
+        """What the first replica that loads is doing."""
+        return next((one.phase for one in self._kept if not one.is_ready), "")
+
+    async def run(self) -> None:
+        while not self._is_stopping:
+            await self.poll(time.monotonic())
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def poll(self, now: float) -> None:
+        """Start what is due, hear what processes say, and bury those that ended."""
+        for one in self._kept:
+            if one.child is None:
+                if not self._is_stopping and self.failure is None and now >= one.start_at:
+                    self._start(one)
+                continue
+            has_ended = one.child.has_ended  # looked at first: its last message may be the cause
+            one.child.flush()
+            self._hear(one, one.child)
+            if has_ended:
+                await self._bury(one)
+
+    def signal(self, number: signal.Signals) -> None:
+        for one in self._kept:
+            if one.child is not None:
+                one.child.send_signal(number)
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Let all replicas end; kill those that take too long."""
+        self._is_stopping = True
+        self.signal(signal.SIGTERM)
+        until = time.monotonic() + drain_seconds + EXIT_SECONDS
+        while any(one.child is not None and not one.child.has_ended for one in self._kept):
+            if time.monotonic() > until:
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End all processes now. Idempotent."""
+        self._is_stopping = True
+        for one in self._kept:
+            if one.child is not None:
+                one.child.kill()
+                one.child.reap()
+                one.child = None
+
+    def _start(self, one: KeptReplica) -> None:
+        one.is_ready, one.fatal = False, None
+        one.child = ChildProcess(_MODULE, environment=one.environment)
+        one.child.send(ReplicaStart(one.config, self._keys))
+
+    def _hear(self, one: KeptReplica, child: ChildProcess) -> None:
+        for message in child.receive():
+            if isinstance(message, ReplicaReady):
+                one.is_ready = one.was_ever_ready = True
+                one.ready_at = time.monotonic()
+            elif isinstance(message, LoadProgress):
+                one.phase = message.phase
+            elif isinstance(message, Fatal):
+                one.fatal = message.reason
+
+    async def _bury(self, one: KeptReplica) -> None:
+        child, one.child = one.child, None
+        assert child is not None
+        self._hear(one, child)
+        ending = await asyncio.to_thread(child.reap)
+        one.replica.mark_down("ended")
+        if self._is_stopping:
+            return
+        reason = one.fatal or f"its process {ending}"
+        if not one.was_ever_ready and one.fatal is not None:
+            self.failure = f"{one.replica.name}: {one.fatal}"
+            return
+        delay = one.backoff.next_delay(time.monotonic() - one.ready_at if one.is_ready else 0.0)
+        one.is_ready = False
+        logger.error("%s ended: %s; another one starts in %g s", one.replica.name, reason, delay)
+        one.start_at = time.monotonic() + delay

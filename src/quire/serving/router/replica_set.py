@@ -1,0 +1,143 @@
+"""All replicas of the router, which may come and go while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from quire.config.router import MAX_REPLICAS, ReplicaAddress, RouterConfig
+from quire.serving.http.errors import ApiError
+from quire.serving.router.connections import Headers, ReplicaConnection, ReplicaFailed, ReplicaPool
+from quire.serving.router.replica import Replica
+
+logger = logging.getLogger("quire.router")
+
+MAX_HOMES = 2**16  # answers whose replica is remembered
+MAX_ASKED_BYTES = 16 * 2**20  # of a response that the router reads itself
+
+
+class ReplicaSet:
+    """The replicas by name, the connections to each, and which one has which stored answer."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._replicas: dict[str, Replica] = {}
+        self._pools: dict[str, ReplicaPool] = {}
+        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._up = asyncio.Event()
+        for address in config.replicas:
+            self.add(address)
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def get(self, name: str) -> Replica | None:
+        return self._replicas.get(name)
+
+    def pool(self, replica: Replica) -> ReplicaPool:
+        return self._pools[replica.name]
+
+    def add(self, address: ReplicaAddress, *, is_up: bool = True) -> Replica:
+        """Raises ApiError (409) for a name that is taken, (400) for too many."""
+        if address.name in self._replicas:
+            raise ApiError(409, f"name: {address.name} is a replica already; choose another", code="exists")
+        if len(self._replicas) >= MAX_REPLICAS:
+            raise ApiError(400, f"replicas: limit {MAX_REPLICAS}; remove one first", code="too_many")
+        replica = Replica(address, self._config.balance)
+        replica.is_up = is_up
+        pool = ReplicaPool(address, self._config.waits, address.name)
+        replica.on_down = pool.close
+        self._replicas[address.name], self._pools[address.name] = replica, pool
+        self.note_up()
+        return replica
+
+    def remove(self, replica: Replica) -> None:
+        """Send it no more requests, and forget it once it has none."""
+        replica.is_removed = True
+        self.forget_if_done(replica)
+
+    def forget_if_done(self, replica: Replica) -> None:
+        if replica.is_removed and replica.load == 0 and self._replicas.get(replica.name) is replica:
+            del self._replicas[replica.name]
+            self._pools.pop(replica.name).close()
+            logger.info("replica %s was removed", replica.name)
+
+    def note_up(self) -> None:
+        """Wake requests that wait for a replica."""
+        self._up.set()
+
+    async def wait_up(self, seconds: float) -> bool:
+        """Wait until some replica came up; whether one did."""
+        self._up.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._up.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------------------- stored answers
+    def note_home(self, answer_id: str, replica: Replica) -> None:
+        self._homes[answer_id] = replica.name
+        if len(self._homes) > MAX_HOMES:
+            self._homes.popitem(last=False)
+
+    def home_of(self, answer_id: str) -> Replica | None:
+        name = self._homes.get(answer_id)
+        return None if name is None else self._replicas.get(name)
+
+    # ---------------------------------------------------------------------------------- requests of the router
+    async def ask(
+        self, replica: Replica, method: str, path: str, headers: Headers, body: bytes = b"", *, seconds: float
+    ) -> tuple[int, Headers, bytes]:
+        """Send a small request and read the whole response. Raises ReplicaFailed, after `seconds` at the latest.
+        Without headers it is a question of the router's own."""
+        answer = _Answer()
+        connection: ReplicaConnection | None = None
+        try:
+            async with asyncio.timeout(seconds):
+                pool = self._pools[replica.name]
+                connection = await pool.connect(seconds)
+                address = replica.address
+                lines = [b"%b: %b\r\n" % pair for pair in self._with_key(headers)]
+                head = f"{method} {address.base_path}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode("latin-1")
+                data = b"".join((head, *lines, b"content-length: %d\r\n\r\n" % len(body), body))
+                connection.send(data, answer, has_body=True)
+                return await answer.whole
+        except TimeoutError:
+            if connection is not None:
+                connection.abort()
+            raise ReplicaFailed(f"did not answer {path} within {seconds:g} s") from None
+
+    def _with_key(self, headers: Headers) -> Headers:
+        key = self._config.replica_key or (None if headers else self._config.own_key)
+        return headers if key is None else [*headers, (b"authorization", b"Bearer " + key.encode())]
+
+
+class _Answer:
+    """A `Receiver` that keeps a response."""
+
+    def __init__(self) -> None:
+        self.whole: asyncio.Future[tuple[int, Headers, bytes]] = asyncio.get_running_loop().create_future()
+        self._status, self._headers, self._chunks, self._size = 0, Headers(), list[bytes](), 0
+
+    def head(self, status: int, headers: Headers) -> None:
+        self._status, self._headers = status, headers
+
+    def body(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size <= MAX_ASKED_BYTES:
+            self._chunks.append(data)
+
+    def end(self) -> None:
+        if not self.whole.done():
+            self.whole.set_result((self._status, self._headers, b"".join(self._chunks)))
+
+    def failed(self, reason: str, *, is_stale: bool = False) -> None:  # noqa: ARG002 - a receiver's signature
+        if not self.whole.done():
+            self.whole.set_exception(ReplicaFailed(reason))

@@ -1,0 +1,134 @@
+"""The router as a program: listens, answers until it is told to stop, and lets what runs finish."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+
+from quire.config.router import RouterConfig
+from quire.serving.http.errors import ApiError, internal_error
+from quire.serving.http.key_ring import KeyRing
+from quire.serving.http.limits import Limits
+from quire.serving.process.tls import make_context
+from quire.serving.router.access import HostCheck
+from quire.serving.router.choice import Chooser
+from quire.serving.router.client_connection import ClientConnection, ConnectionState, Request
+from quire.serving.router.health import HealthChecks
+from quire.serving.router.local import LocalPages
+from quire.serving.router.proxy import Proxy, reply_error
+from quire.serving.router.replica_set import ReplicaSet
+
+logger = logging.getLogger("quire.router")
+
+_GC_THRESHOLDS = (20_000, 20, 50)  # a request leaves no cycles, and looking for them costs more than a request
+_TICK_SECONDS = 0.02  # between two looks at what still runs while the router stops
+
+
+class Router:
+    """All parts of one router. `running` serves on a listening socket; when left, it finishes what runs."""
+
+    def __init__(self, config: RouterConfig, chooser: Chooser | None = None) -> None:
+        self._config = config
+        self.keys = KeyRing(config.access)
+        self.replicas = ReplicaSet(config)
+        self.proxy = Proxy(config, self.replicas, chooser or Chooser(config.balance))
+        self.health = HealthChecks(self.replicas, config.waits)
+        self._pages = LocalPages(config, self.replicas, self.proxy, self.health, self.keys)
+        self._state = ConnectionState(Limits(config.limits), self.handle, config.listen.root_path)
+        self._pages.connections = self._state
+        self._hosts = HostCheck(config)
+        self.tls = make_context(config.listen)
+
+    async def handle(self, request: Request, client: ClientConnection) -> None:
+        """Answer one request."""
+        try:
+            if not request.target.startswith(b"/"):
+                raise ApiError(400, "path: must begin with /; send the path alone", code="bad_http")
+            page = self._pages.find(request)
+            if page is not None or self._config.checks_keys:
+                self._hosts.check(request, asks_for_key=self.keys.asks_for_key)
+            if page is not None:
+                self._pages.check_key(request)
+                await self._pages.answer(page, request, client)
+                return
+            if self._config.checks_keys and self.keys.owner(request.headers, is_admin=False) is None:
+                message = "a valid API key is needed; send it as Authorization: Bearer KEY"
+                raise ApiError(401, message, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
+            await self.proxy.forward(request, client)
+        except ApiError as error:
+            self.proxy.counts.errors += 1
+            reply_error(request, client, error)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            logger.exception("a request to %s failed", request.path[:80])
+            reply_error(request, client, internal_error())
+
+    @contextlib.asynccontextmanager
+    async def running(self, listener: socket.socket) -> AsyncIterator[None]:
+        """While entered, the router serves. Afterwards it accepts nobody; requests in flight get `drain` seconds."""
+        loop = asyncio.get_running_loop()
+        self.health.start()
+        if listener.family == socket.AF_UNIX:
+            server = await loop.create_unix_server(lambda: ClientConnection(self._state), sock=listener)
+        else:
+            server = await loop.create_server(lambda: ClientConnection(self._state), sock=listener, ssl=self.tls)
+        try:
+            yield
+        finally:
+            server.close()
+            await self._drain()
+            await self.health.close()
+            for replica in self.replicas:
+                self.replicas.pool(replica).close()
+
+    async def _drain(self) -> None:
+        self._state.is_closing = True
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._config.waits.drain
+        connections = self._state.connections
+        for connection in list(connections):
+            connection.close_if_idle()
+        while any(connection.is_busy for connection in connections) and loop.time() < until:
+            await asyncio.sleep(_TICK_SECONDS)
+        for connection in list(connections):
+            connection.cut()
+        await asyncio.sleep(0)
+
+
+async def serve_until_signal(
+    router: Router, listener: socket.socket, *, on_ready: Callable[[], None], on_hangup: Callable[[], None]
+) -> int:
+    """Serve until SIGTERM or SIGINT; a second one ends at once. SIGHUP calls `on_hangup`. Returns the exit code."""
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    forced: list[int] = []
+    serving = asyncio.current_task()
+
+    def stop(number: int) -> None:
+        if told.is_set():
+            forced.append(number)
+            if serving is not None:
+                serving.cancel()
+        told.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
+    try:
+        async with router.running(listener):
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(*_GC_THRESHOLDS)
+            on_ready()
+            await told.wait()
+            logger.info("stopping: requests in flight may finish")
+    except asyncio.CancelledError:
+        if not forced:
+            raise
+    return 128 + forced[0] if forced else 0
