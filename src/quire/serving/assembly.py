@@ -67,7 +67,7 @@ class PlannedEngine:
         """Load the weights and make the engine; its `close` gives the memory back."""
         _check_dummy(load_format, self.model)
         config = self.config
-        if config.cache.tiers.disk_path:  # what else is cached ends with this process, which has one model
+        if config.cache.tiers.outlives_process:  # what else is cached ends with this process, which has one model
             namespace = cache_namespace(self.files, self.model, config, load_format)
             config = replace(config, cache=replace(config.cache, namespace=namespace))
         executor = SingleExecutor(
