@@ -241,11 +241,11 @@ def test_a_peer_that_never_answers_is_given_up_at_a_deadline(cases: dict[str, Fa
     prompt = case.prompt(61, 1)
     with open_llm(case) as llm:
         expected = tokens(llm, [prompt])
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        with open_llm(case, "decode", f"tcp://127.0.0.1:{silent.getsockname()[1]}") as decode:
-            assert tokens(decode, [prompt]) == expected
-            assert decode.stats().tiers.failures == {"transport_timeout": 1}
-            core_of(decode).check()
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent, open_llm(case, "decode", f"tcp://127.0.0.1:{silent.getsockname()[1]}") as decode:
+        assert tokens(decode, [prompt]) == expected
+        assert decode.stats().tiers.failures == {"transport_timeout": 1}
+        core_of(decode).check()
 
 
 def test_a_transport_that_takes_no_block_does_not_hold_requests_back(
