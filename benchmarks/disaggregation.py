@@ -82,7 +82,8 @@ def ask(url: str, body: dict[str, object]) -> Iterator[tuple[float, str]]:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)
     try:
-        connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True, "temperature": 0.0}))
+        data = json.dumps({**body, "stream": True, "temperature": 0.0})
+        connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
             raise RuntimeError(response.read(500))

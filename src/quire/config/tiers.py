@@ -97,7 +97,6 @@ def read_tiers(
         if transport.puts and write == "back":
             reason = f'"back" leaves blocks on the device, and kv_role {transport.role!r} sends what it computes'
             raise ConfigError("tier_write", reason, "leave it out")
-        write = "through" if transport.puts else write
     if write is not None and not host_bytes:
         raise ConfigError("tier_write", "means nothing without host_cache_memory", "add that, or leave it out")
     if (disk_path is None) != (disk is None):
@@ -105,7 +104,8 @@ def read_tiers(
         raise ConfigError(missing, "is missing: the disk tier needs a folder and a size", "give both or neither")
     disk_bytes = 0 if disk is None else parse_size("disk_cache_memory", disk)
     path = "" if disk_path is None else _read_folder(disk_path)
-    return TierConfig(host_bytes, path, disk_bytes, "through" if write == "through" else "back", transport=transport)
+    is_through = write == "through" or (transport is not None and transport.puts)
+    return TierConfig(host_bytes, path, disk_bytes, "through" if is_through else "back", transport=transport)
 
 
 def _read_folder(given: object) -> str:
