@@ -15,6 +15,7 @@ import argparse
 import http.client
 import json
 import random
+import signal
 import statistics
 import sys
 import threading
@@ -186,6 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, help="write an SVG here")
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end too
     where, loads = facts(), dict[str, Load]()
     for name, apart in (("aggregated", False), ("disaggregated", True)):
         with served(args, apart=apart) as url:
