@@ -46,6 +46,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "sharing": ("KV memory that samples and beams of a request share", ("--requests", "4", "--long-tokens", "64")),
     "speculation": ("speculative beside plain decoding", ("--repeats", "2")),
+    "disaggregation": (
+        "time to first token and between tokens, with prompts computed by the same server and by another",
+        ("--requests", "3", "--prompt", "400"),
+    ),
     "serving": ("the server's throughput, latency, memory and boot, beside another server", ("--requests", "8")),
 }
 # what needs a GPU, a model or packages of others: only listed here

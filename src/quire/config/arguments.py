@@ -22,6 +22,7 @@ from quire.config.tiers import (
     read_preemption,
     read_tiers,
 )
+from quire.config.transport import read_transport
 from quire.types.errors import ConfigError
 
 DEFAULT_BLOCK_SIZE = 16
@@ -72,6 +73,10 @@ class EngineArguments:
     disk_cache_path: str | None = None
     disk_cache_memory: int | str | None = None
     tier_write: str | None = None
+    kv_role: str | None = None
+    kv_transport: str | None = None
+    kv_transport_memory: int | str | None = None
+    kv_token_file: str | None = None
     record: str | None = None
     record_tokens: str | None = None
     record_limit: int | str | None = None
@@ -124,6 +129,10 @@ class EngineSettings(TypedDict, total=False):
     disk_cache_path: str | None
     disk_cache_memory: int | str | None
     tier_write: str | None
+    kv_role: str | None
+    kv_transport: str | None
+    kv_transport_memory: int | str | None
+    kv_token_file: str | None
     record: str | None
     record_tokens: str | None
     record_limit: int | str | None
@@ -167,13 +176,14 @@ def read_arguments(args: EngineArguments) -> ParsedArguments:
     _check_names(args)
     policy = read_policy(args.policy, args.scheduling_policy)
     disk = (args.disk_cache_path, args.disk_cache_memory)
+    transport = read_transport(args.kv_role, args.kv_transport, args.kv_transport_memory, args.kv_token_file)
     parsed = ParsedArguments(
         policy=policy,
         policy_settings=read_policy_settings(policy, args.policy_config),
         preemption=read_preemption(args.preemption),
         layout=_read_layout(args.kv_layout, args.attention_backend),
         eviction=read_eviction(args.prefix_eviction),
-        tiers=read_tiers(args.host_cache_memory, args.swap_space, *disk, args.tier_write),
+        tiers=read_tiers(args.host_cache_memory, args.swap_space, *disk, args.tier_write, transport),
         speculation=read_speculation(args.speculative_config),
         recording=read_recording(args.record, args.record_tokens, args.record_limit),
         adapters=resolve_adapters(
@@ -196,6 +206,9 @@ def read_arguments(args: EngineArguments) -> ParsedArguments:
     check_tiers(parsed.tiers, parsed.preemption, policy, parsed.layout)
     speculates, has_files = parsed.speculation is not None, bool(parsed.tiers.disk_path)
     check_recording(parsed.recording, speculates=speculates, has_files=has_files)
+    if parsed.recording is not None and transport is not None:
+        reason = "cannot be replayed with kv_transport: what other engines send is not recorded"
+        raise ConfigError("record", reason, "leave one of them out")
     if policy in RESERVING:
         check_uncached(args, policy, f"the {policy!r} policy has no prefix cache")
     elif args.enable_prefix_caching is False:
@@ -211,6 +224,7 @@ def check_uncached(args: EngineArguments, policy: PolicyName, why: str) -> None:
         "prefix_eviction": (args.prefix_eviction, "says which cached prompts are evicted first"),
         "disk_cache_path": (args.disk_cache_path, "holds cached prompts"),
         "tier_write": (args.tier_write, "says when cached prompts are saved"),
+        "kv_transport": (args.kv_transport, "shares cached prompts with other engines"),
     }
     for name, (value, use) in given.items():
         if value is not None:

@@ -13,6 +13,8 @@ DEFAULT_STEP_TIMEOUT = 10.0
 DEFAULT_LOAD_TIMEOUT = 300.0
 DEFAULT_EDGE_TIMEOUT = 10.0
 DEFAULT_MAX_RESTART_DELAY = 30.0
+DEFAULT_PREFILL_TOKENS = 256
+DEFAULT_PREFILL_TIMEOUT = 60.0
 MetricNames = Literal["quire", "vllm", "both"]
 TOOL_PARSERS = (
     "auto", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "granite",
@@ -74,6 +76,15 @@ class TimeoutConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    """The prefill servers that a decode server asks to compute prompts first."""
+
+    urls: tuple[str, ...]
+    min_tokens: int = DEFAULT_PREFILL_TOKENS  # of a prompt; shorter ones are computed here
+    timeout: float = DEFAULT_PREFILL_TIMEOUT  # seconds after which a prompt is computed here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The whole configuration of the server. `limits` overrides entries of the table of limits, by name."""
 
@@ -99,3 +110,4 @@ class ServerConfig:
     metrics_names: MetricNames = "quire"  # prefixes of /metrics: quire, vllm, or both
     access_log: bool = False  # one line for every request that was answered
     trace_endpoint: str | None = None  # URL of an OTLP collector; None: no traces
+    prefill: PrefillConfig | None = None  # None: it computes all prompts itself

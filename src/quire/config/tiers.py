@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from quire.config.policy import RESERVING, PolicyName
 from quire.config.sizes import GIB, format_size, parse_size
+from quire.config.transport import DEFAULT_HOST_MEMORY, TransportConfig
 from quire.types.errors import ConfigError
 
 TierWrite = Literal["back", "through"]
@@ -22,13 +23,15 @@ EVICTION_NAMES: tuple[EvictionName, ...] = get_args(EvictionName)
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """The cache tiers behind the device: host memory, and a folder of files behind that. No host blocks: no tiers."""
+    """The cache tiers behind the device: host memory, and behind that a folder of files and blocks of other engines. No
+    host blocks: no tiers."""
 
     host_blocks: int = 0  # size of the host tier
     disk_path: str = ""  # folder of the disk tier, one file per block; "": no disk tier
     disk_blocks: int = 0  # size of the disk tier
     write: TierWrite = "back"  # back: save blocks when the device evicts them; through: when they are computed
     block_bytes: int = 0  # bytes of one block; 0: unknown, as no model is loaded
+    transport: TransportConfig | None = None  # to other engines, for prefill / decode disaggregation
 
     def __post_init__(self) -> None:
         if self.host_blocks < 0 or self.disk_blocks < 0:
@@ -38,6 +41,14 @@ class TierConfig:
         if self.disk_path and not self.host_blocks:
             reason = "needs host_cache_memory: what goes to disk and back passes through it"
             raise ConfigError("disk_cache_path", reason, 'set host_cache_memory="1GiB" or more')
+        if self.transport is not None and not self.host_blocks:
+            reason = "needs host_cache_memory: what goes to other engines and comes from them passes through it"
+            raise ConfigError("kv_transport", reason, 'set host_cache_memory="1GiB" or more')
+
+    @property
+    def outlives_process(self) -> bool:
+        """Whether blocks are kept where another process finds them, which may have another model."""
+        return bool(self.disk_path) or self.transport is not None
 
     @property
     def enabled(self) -> bool:
@@ -62,7 +73,12 @@ def read_preemption(name: object) -> PreemptionName:
 
 
 def read_tiers(
-    host: int | str | None, swap_space: object, disk_path: object, disk: int | str | None, write: object
+    host: int | str | None,
+    swap_space: object,
+    disk_path: object,
+    disk: int | str | None,
+    write: object,
+    transport: TransportConfig | None = None,
 ) -> TierConfig:
     """Parse the settings of the tiers. Sizes are bytes until `resolve_tiers` converts them. `swap_space` is the size of
     the host tier in GiB. Raises ConfigError."""
@@ -75,6 +91,12 @@ def read_tiers(
         if isinstance(swap_space, bool) or not isinstance(swap_space, int | float) or not 0 <= swap_space < 2**40:
             raise ConfigError("swap_space", f"must be a number of GiB, got {swap_space!r}", "4 is four GiB")
         host_bytes = math.ceil(swap_space * GIB)
+    if transport is not None:
+        if host is None and swap_space is None:
+            host_bytes = DEFAULT_HOST_MEMORY
+        if transport.puts and write == "back":
+            reason = f'"back" leaves blocks on the device, and kv_role {transport.role!r} sends what it computes'
+            raise ConfigError("tier_write", reason, "leave it out")
     if write is not None and not host_bytes:
         raise ConfigError("tier_write", "means nothing without host_cache_memory", "add that, or leave it out")
     if (disk_path is None) != (disk is None):
@@ -82,7 +104,8 @@ def read_tiers(
         raise ConfigError(missing, "is missing: the disk tier needs a folder and a size", "give both or neither")
     disk_bytes = 0 if disk is None else parse_size("disk_cache_memory", disk)
     path = "" if disk_path is None else _read_folder(disk_path)
-    return TierConfig(host_bytes, path, disk_bytes, "through" if write == "through" else "back")
+    is_through = write == "through" or (transport is not None and transport.puts)
+    return TierConfig(host_bytes, path, disk_bytes, "through" if is_through else "back", transport=transport)
 
 
 def _read_folder(given: object) -> str:
@@ -114,4 +137,4 @@ def resolve_tiers(asked: TierConfig, block_bytes: int, host_field: str = "host_c
             reason = f"{format_size(size)} hold no block: one takes {format_size(block_bytes)}"
             raise ConfigError(name, reason, "raise it")
     host, disk = asked.host_blocks // block_bytes, asked.disk_blocks // block_bytes
-    return TierConfig(host, asked.disk_path, disk, asked.write, block_bytes if host else 0)
+    return replace(asked, host_blocks=host, disk_blocks=disk, block_bytes=block_bytes if host else 0)

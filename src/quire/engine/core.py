@@ -19,6 +19,7 @@ from quire.engine.decoding.group import Group, Sequence
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.executor import Executor
 from quire.engine.guided_rows import GuidedRows
+from quire.engine.handover import Handover
 from quire.engine.in_flight import InFlightStep, Pipeline
 from quire.engine.kvcache.pinned_prefixes import PinnedPrefixes
 from quire.engine.observer import EngineObserver
@@ -79,11 +80,11 @@ class EngineCore:
         self._compiling: dict[Group, Compilation] = {}
         self._groups: dict[str, Group] = {}
         self._finished: list[Finished] = []
-        self._next_handle = 0
-        self._ordinal = 0
+        puts = cache.tiers.transport is not None and cache.tiers.transport.puts
+        self._handover = Handover(self._scheduler.tiers, clock) if puts else None  # to engines that wait for blocks
+        self._next_handle = self._ordinal = 0
         self._dead: str | None = None
-        self._counters = Counters()
-        self._last_commit = 0.0
+        self._counters, self._last_commit = Counters(), 0.0
 
     # ------------------------------------------------------------------------------------------------ requests
     def submit(self, request: Submit) -> int:
@@ -94,9 +95,8 @@ class EngineCore:
         if not isinstance(request.request_id, str):
             raise InvalidRequest("request_id", f"is {request.request_id!r}, not a text", "send a string")
         if request.request_id in self._groups:
-            raise InvalidRequest(
-                "request_id", f"{request.request_id!r} is in use", "choose another or wait for its end"
-            )
+            reason = f"{request.request_id!r} is in use"
+            raise InvalidRequest("request_id", reason, "choose another or wait for its end")
         self._observer.submitting()
         try:
             group = self._accept(request)
@@ -105,9 +105,8 @@ class EngineCore:
             self._observer.refused()
             if isinstance(error, InvalidRequest):
                 raise
-            raise InvalidRequest(
-                "request", f"failed inside the engine: {error!r}", "change it or report this"
-            ) from error
+            reason = f"failed inside the engine: {error!r}"
+            raise InvalidRequest("request", reason, "change it or report this") from error
         self._ordinal += 1
         self._next_handle += request.sampling.n
         self._groups[request.request_id] = group
@@ -187,7 +186,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has work: a live request, a message to return, a step in flight, or a copy between tiers."""
         has_transfers = self._dead is None and self._scheduler.tiers.has_transfers
-        return bool(self._groups or self._finished or len(self._pipeline) or has_transfers)
+        return bool(self._groups or self._finished or len(self._pipeline) or has_transfers or self._handover)
 
     @property
     def pins(self) -> PinnedPrefixes:
@@ -222,13 +221,15 @@ class EngineCore:
                 batch = self._commit_oldest()
             elif self._compiling:
                 self._tools.grammars.wait(_COMPILING_SECONDS)
-            elif self._groups:
+            elif self._groups or self._handover:
                 time.sleep(_FETCHING_SECONDS)
             if not self._groups:
                 self._scheduler.check_idle()
         except Exception as error:  # noqa: BLE001 - whatever failed, every request must get its terminal message
             self._die(error)
         finished, self._finished = tuple(self._finished), []
+        if self._handover is not None:
+            finished = self._handover.take(finished, is_dead=self._dead is not None)
         out = TokensOut(self._counters.steps, *batch, finished, self._paced.take_best())
         self._observer.stepped(out)
         return out

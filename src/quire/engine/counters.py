@@ -65,6 +65,7 @@ class Counters:
             pinned_prefixes=len(pins),
             host_hits=reuse.tier_hits["host"],
             disk_hits=reuse.tier_hits["disk"],
+            remote_hits=reuse.tier_hits["remote"],
             swaps=scheduler.preemption.num_swaps,
             tiers=scheduler.tiers.stats(),
             drafted_tokens=paced.num_drafted,

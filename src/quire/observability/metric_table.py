@@ -17,7 +17,10 @@ SECONDS = (
 )  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128)
-_DIRECTIONS = "saved (device to host), loaded (host to device), stored (host to disk), fetched (disk to host)"
+_DIRECTIONS = (
+    "saved (device to host), loaded (host to device), stored (host to disk), fetched (disk to host), put (host to "
+    "other engines), got (other engines to host)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "prefix_cache_tier_hits",
         "counter",
-        "Prompt tokens found in the prefix cache, by the tier that held them: device, host or disk.",
+        "Prompt tokens found in the prefix cache, by the tier that held them: device, host, disk or remote.",
         "engine",
         "tier",
     ),

@@ -145,10 +145,12 @@ def _labelled(stats: EngineStats) -> dict[str, dict[str, float]]:
         "loaded": tiers.loaded,
         "stored": tiers.stored,
         "fetched": tiers.fetched,
+        "put": tiers.put,
+        "got": tiers.got,
     }
-    on_device = stats.prefix_hits - stats.host_hits - stats.disk_hits
+    behind = {"host": stats.host_hits, "disk": stats.disk_hits, "remote": stats.remote_hits}
     return {
-        "prefix_cache_tier_hits": {"device": on_device, "host": stats.host_hits, "disk": stats.disk_hits},
+        "prefix_cache_tier_hits": {"device": stats.prefix_hits - sum(behind.values()), **behind},
         "cache_tier_used_blocks": {"host": tiers.host_used, "disk": tiers.disk_used},
         "cache_tier_moved_blocks": moved,
         "cache_tier_moved_bytes": {way: count * tiers.block_bytes for way, count in moved.items()},

@@ -71,7 +71,10 @@ class PlannedEngine:
         """Load the weights and make the engine; its `close` gives the memory back."""
         _check_dummy(load_format, self.model)
         config = self.config
-        if config.cache.tiers.disk_path:  # what else is cached ends with this process, which has one model
+        if config.cache.tiers.transport is not None and config.parallel.num_ranks > 1:
+            reason = f"carries whole blocks, and each of {config.parallel.num_ranks} ranks has a part of every block"
+            raise ConfigError("kv_transport", reason, "leave it out, or use one rank")
+        if config.cache.tiers.outlives_process:  # what else is cached ends with this process, which has one model
             namespace = cache_namespace(self.files, self.model, config, load_format)
             config = replace(config, cache=replace(config.cache, namespace=namespace))
         executor = self._make_executor(config, load_format, progress)

@@ -135,7 +135,7 @@ NO_EFFECT: dict[str, NoEffect] = {
     "calculate_kv_scales": NoEffect(
         _OFF, "every head of every token has a scale of its own, computed as it is written; leave it out"
     ),
-    "kv_transfer_config": NoEffect((None,), "use swap_space and disk_cache_path"),
+    "kv_transfer_config": NoEffect((None,), "use kv_role and kv_transport"),
     "kv_events_config": NoEffect((None,), "leave it out"),
     "async_scheduling": _tuning("steps always run ahead of the host where they can", True),
     "stream_interval": _tuning("a request's own stream_interval decides", 1),

@@ -46,6 +46,7 @@ class Submit:
     adapter: str = ""  # the name of its LoRA adapter; empty: the model as it is
     pooling: PoolingWork | None = None  # if set: each of its texts becomes a row of numbers; nothing is generated
     adapter_digest: str = ""  # of that adapter; the engine sets it when it accepts the request
+    prefilled: bool = False  # another engine has just computed its prompt: its blocks are awaited
 
     @property
     def cache_root(self) -> str:

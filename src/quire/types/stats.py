@@ -39,12 +39,18 @@ TIER_FAILURES = (
     "slow",  # a load took too long, so the tokens were computed instead
     "queue",  # not written: too many writes are pending
     "host_full",  # not saved: all slots in host memory are held
+    "transport_full",  # a block was not sent to other engines: the KV transport has no room
+    "transport_io",  # the KV transport, or the connection to another engine, failed
+    "transport_missing",  # another engine has the block no more
+    "transport_corrupt",  # the checksum, model or layout of a received block is wrong
+    "transport_timeout",  # another engine did not answer in time
+    "transport_queue",  # not sent or looked up: too much is pending
 )
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """The host and disk tiers, in blocks. `*_blocks`, `*_used` and `*_held` are current values, the others counters.
+    """The tiers behind the device, in blocks. `*_blocks`, `*_used` and `*_held` are current values, others counters.
 
     `failures` counts failed and skipped copies by reason. A failure costs time and never changes a result.
     """
@@ -62,6 +68,8 @@ class TierStats:
     disk_evicted: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     block_bytes: int = 0
+    put: int = 0  # sent from host memory to other engines
+    got: int = 0  # received from other engines in host memory
 
 
 NO_TIERS = TierStats()
@@ -91,6 +99,7 @@ class EngineStats:
     pinned_prefixes: int = 0
     host_hits: int = 0  # the part of prefix_hits that was loaded from host memory
     disk_hits: int = 0  # the part of prefix_hits that was read from disk
+    remote_hits: int = 0  # the part of prefix_hits that another engine sent
     swaps: int = 0  # preemptions that copied blocks to host memory
     tiers: TierStats = NO_TIERS
     drafted_tokens: int = 0  # draft tokens that were verified

@@ -1,7 +1,8 @@
 """Copies of KV blocks between the cache tiers. A plan carries the copies to make; a report tells when they are done.
 
 A slot is the place of one block in host memory; a file holds the bytes of one slot. The engine numbers slots and names
-files; the runtime owns the bytes. Copies that touch the same slot or file are made in the order they were given.
+files; the runtime owns the bytes. Copies that touch the same slot or file are made in the order they were given. A KV
+transport carries the bytes of slots to other engines, under the same names as files.
 """
 
 from __future__ import annotations
@@ -24,6 +25,24 @@ class FileMove(NamedTuple):
     slot: int
 
 
+class Lookup(NamedTuple):
+    """A question to the KV transport: which of these keys does it have? It waits for the first `num_awaited` of them,
+    for `seconds` at most, as another engine may still be sending them."""
+
+    number: int
+    keys: tuple[bytes, ...]
+    num_awaited: int = 0
+    seconds: float = 0.0
+
+
+class LookupResult(NamedTuple):
+    """The keys of a lookup that the KV transport has."""
+
+    number: int
+    found: tuple[bytes, ...]
+    failure: str = ""  # why it could not be asked: "io", "timeout"
+
+
 @dataclass(frozen=True, slots=True)
 class Transfers:
     """The copies of one plan.
@@ -39,6 +58,9 @@ class Transfers:
     fetches: tuple[FileMove, ...] = ()  # disk to host
     drops: tuple[bytes, ...] = ()  # files to delete
     drops_found: bool = False  # first delete all files of earlier processes that no report has named
+    puts: tuple[FileMove, ...] = ()  # host to the KV transport
+    gets: tuple[FileMove, ...] = ()  # KV transport to host
+    lookups: tuple[Lookup, ...] = ()
 
 
 class FoundFile(NamedTuple):
@@ -50,10 +72,11 @@ class FoundFile(NamedTuple):
 
 
 class FailedFile(NamedTuple):
-    """A file that was not written or cannot be read. It was deleted and its content is lost."""
+    """A file that was not written or cannot be read. It was deleted and its content is lost. Or a block that the KV
+    transport did not carry."""
 
     key: bytes
-    reason: str  # "full", "io", "missing", "corrupt"
+    reason: str  # "full", "io", "missing", "corrupt"; of a transport also "timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +91,10 @@ class TransferReport:
     num_loaded: int = 0
     save_seconds: float = 0.0
     load_seconds: float = 0.0
+    put: tuple[bytes, ...] = ()  # sent to the KV transport
+    got: tuple[bytes, ...] = ()  # received from it
+    lost: tuple[FailedFile, ...] = ()  # blocks that it did not carry
+    looked_up: tuple[LookupResult, ...] = ()
 
 
 NO_TRANSFERS = Transfers()

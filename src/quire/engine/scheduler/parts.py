@@ -55,9 +55,11 @@ def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows
     cached = tree if caches else None
     reuse, compute = PrefixReuse(pool, cached, tiers, rows, size), ComputeTime()
     reuse.shares_memory = not reserves
-    if has_tiers and cache.tiers.disk_path:
-        reuse.prefetch = FilePrefetch(tiers, compute, size)
-        reuse.prefetch.find = reuse.find_files
+    transport = cache.tiers.transport
+    asks = transport is not None and transport.gets
+    if has_tiers and (cache.tiers.disk_path or asks):
+        reuse.prefetch = FilePrefetch(tiers, compute, size, asks=asks)
+        reuse.prefetch.find, reuse.prefetch.ask = reuse.find_files, reuse.ask
     allocation: Allocation = OnDemandAllocation(pool, cached, size, reuse, rows)
     if isinstance(pool, RunPool):
         allocation = ReservedAllocation(pool, size, policy, frees_together=config.policy == "static")

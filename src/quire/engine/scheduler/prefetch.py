@@ -1,4 +1,5 @@
-"""Prefetch from the disk tier: the files that a waiting group needs are read into host memory while it waits."""
+"""Prefetch from the disk and remote tiers: the files that a waiting group needs, and its blocks that other engines
+have, are read into host memory while it waits."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable
 from heapq import nsmallest
 
 from quire.engine.decoding.group import Group
-from quire.engine.kvcache.tiers.base import Tiers
+from quire.engine.kvcache.tiers.base import Asked, Tiers
 from quire.engine.scheduler.policies.base import Key
 from quire.engine.scheduler.step_time import ComputeTime
 
@@ -30,15 +31,21 @@ class _Wait:
 
 
 class _Request:
-    """The files that one group needs."""
+    """The files that one group needs. Blocks that other engines have count as files."""
 
-    __slots__ = ("is_over", "left", "names", "ordered", "wait")
+    __slots__ = ("asked", "is_over", "left", "names", "ordered", "wait")
 
-    def __init__(self, names: list[bytes]) -> None:
-        self.names = self.left = names  # all files, and those whose reading is still to be ordered
+    def __init__(self, asked: Asked | None) -> None:
+        self.asked = asked  # the lookup at other engines, until it is answered
+        self.names: list[bytes] = []  # all files, once they were looked up
+        self.left: list[bytes] = []  # files whose reading is still to be ordered
         self.ordered: list[bytes] = []  # files whose reading was ordered, and that may not have arrived yet
-        self.is_over = not names  # the group does not wait for files any more
+        self.is_over = False  # the group does not wait for files any more
         self.wait: _Wait | None = None  # since the group could first have been admitted
+
+    def set_names(self, names: list[bytes]) -> None:
+        self.names, self.left, self.asked = names, names, None
+        self.is_over = self.is_over or not names
 
 
 class FilePrefetch:
@@ -50,8 +57,11 @@ class FilePrefetch:
     are not looked at until their turn comes. After two seconds of that, a group computes what is missing.
     """
 
-    def __init__(self, tiers: Tiers, compute: ComputeTime, block_size: int) -> None:
+    def __init__(self, tiers: Tiers, compute: ComputeTime, block_size: int, *, asks: bool = False) -> None:
         self._tiers, self._compute, self._block_size = tiers, compute, block_size
+        self._asks = asks  # whether other engines are asked
+        self.reason = "its blocks come from another engine" if asks else "its blocks are read from disk"
+        self.ask: Callable[[Group], Asked | None] = lambda _group: None  # PrefixReuse.ask
         # the files that a group needs, among the given number of blocks or all that follow; PrefixReuse.find_files
         self.find: Callable[[Group, int | None], list[bytes]] = lambda _group, _num_blocks: []
         self._requests: dict[Group, _Request] = {}
@@ -70,10 +80,15 @@ class FilePrefetch:
             self._order(self._request(group))
 
     def _request(self, group: Group) -> _Request:
-        """Return the files that a group needs. They are looked up once."""
+        """Return the files that a group needs. They are looked up once, after other engines have said what they
+        have."""
         request = self._requests.get(group)
         if request is None:
-            request = self._requests[group] = _Request(self.find(group, None))
+            request = self._requests[group] = _Request(self.ask(group) if self._asks else None)
+        elif request.asked is None or request.is_over:
+            return request
+        if request.asked is None or not self._tiers.is_asking(request.asked):
+            request.set_names(self.find(group, None))
         return request
 
     def _order(self, request: _Request) -> None:
@@ -118,7 +133,8 @@ class FilePrefetch:
         """Pass over a group that needs files while no more groups may wait for theirs. Returns False if it needs
         none."""
         is_known = group in self._requests
-        needs_files = not is_known and bool(self.find(group, 1))  # one block is cheap to look up, and mostly suffices
+        # One block is cheap to look up, and mostly suffices. Other engines are asked for all blocks at once.
+        needs_files = not is_known and not self._asks and bool(self.find(group, 1))
         if not needs_files and not self._num_missing(self._request(group)):
             self._end_wait(self._request(group))
             return False
@@ -129,14 +145,17 @@ class FilePrefetch:
         return True
 
     def _num_missing(self, request: _Request) -> int:
-        """Return how many files of a request have not been read."""
+        """Return how many files of a request have not been read; of one that was not looked up yet, how many it may
+        have."""
+        if request.asked is not None:
+            return request.asked.num_blocks
         request.ordered = [name for name in request.ordered if self._tiers.is_fetching(name)]
         return len(request.left) + len(request.ordered)
 
     def _end_wait(self, request: _Request) -> None:
         """Let a group compute the tokens of files that have not been read."""
         self._tiers.count_late(self._num_missing(request))
-        request.is_over = True
+        request.is_over, request.asked = True, None
 
     def take_ready(self, now: float, rank: Callable[[Group], Key]) -> list[Group]:
         """Return the groups to choose from again: those that need not wait for their files any more, and those that

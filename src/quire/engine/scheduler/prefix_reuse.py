@@ -13,7 +13,7 @@ from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
 from quire.engine.kvcache.run_history import name_for, sources_of, why_missed
-from quire.engine.kvcache.tiers.base import NoTiers, TierHit, TierQuery, Tiers
+from quire.engine.kvcache.tiers.base import Asked, NoTiers, TierHit, TierQuery, Tiers
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.block_filler import make_filler
 from quire.engine.scheduler.kept_hits import cut_again, cut_back
@@ -52,7 +52,7 @@ class PrefixReuse:
         self._unpublished = UnpublishedPrefixes(block_size)
         self._has_tiers = not isinstance(tiers, NoTiers)
         self._loading: dict[Group, None] = {}  # groups for which the current plan loads blocks
-        self.prefetch: FilePrefetch | None = None  # if there is a disk tier
+        self.prefetch: FilePrefetch | None = None  # if there is a disk tier, or blocks of other engines
         self.shares_memory = True  # False: each sequence has memory of its own, so branches borrow no blocks
         self._plan = 0  # plans made so far
         self.ready: list[Group] = []  # deferred groups that are ready now; the scheduler resumes them
@@ -107,16 +107,13 @@ class PrefixReuse:
         if tree is None or not group.reads_cache:
             return ""
         if self.prefetch is not None and self.prefetch.awaits_files(group, now):
-            return "its blocks are read from disk"
+            return self.prefetch.reason
         self.lookup(group)
         if not self._unpublished or group.hit is None:
             return ""
-        match = group.hit.whole
         limit, tokens = self._leader_limit(group), group.leader.tokens()
-        other = self._unpublished.find(match, tokens, limit)
-        if other is None:
-            return ""
-        if self._has_more(other):
+        other = self._unpublished.find(group.hit.whole, tokens, limit)
+        if other is not None and self._has_more(other):
             self._look(tree, group)
             other = self._unpublished.find(group.hit.whole, tokens, limit)
         if other is None or other.group is group or self._has_more(other):
@@ -148,8 +145,7 @@ class PrefixReuse:
         return match if inside is None else tree.match(salt, tokens, inside)
 
     def _publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
-        """Publish the blocks of every running sequence that could extend a match. Returns whether any block was
-        published."""
+        """Publish the blocks of running sequences that could extend a match. Returns whether any was published."""
         if match.node is None or match.node.end != match.num_blocks:
             return False
         sequence = self._unpublished.find(match, tokens, limit)
@@ -168,8 +164,7 @@ class PrefixReuse:
         return request.cache_root if self.reads_cache(group) else f"{request.request_id} of {request.cache_root}"
 
     def find_files(self, group: Group, num_blocks: int | None = None) -> list[bytes]:
-        """Return the files that extend the leader's prefix hit. With `num_blocks`, only those among so many blocks
-        after the hit."""
+        """Return the files that extend the leader's prefix hit, among `num_blocks` blocks after it if that is given."""
         tree = self._tree
         if tree is None or not self.reads_cache(group):
             return []
@@ -177,6 +172,13 @@ class PrefixReuse:
         if num_blocks is not None:
             limit = min(limit, (match.num_blocks + num_blocks) * self._block_size)
         return self._tiers.find_files(match, self._query(group.leader, limit))
+
+    def ask(self, group: Group) -> Asked | None:
+        """Ask other engines for the blocks that extend the leader's prefix hit; None if nothing is asked."""
+        if self._tree is None or not self.reads_cache(group):
+            return None
+        query = self._query(group.leader, self._leader_limit(group))
+        return self._tiers.ask(self._look(self._tree, group), query, awaits=group.request.prefilled)
 
     # -------------------------------------------------------------------------------------------------- attaching
     def attach(self, builder: PlanBuilder, group: Group, now: float) -> bool:
@@ -195,11 +197,9 @@ class PrefixReuse:
                 found = self._find(limits)
         for sequence, (match, hit) in found.items():
             self._fill_table(sequence, match, hit, builder)
-        loaded: Counter[str] = Counter()
-        waits = False
-        self._filler.copy_partials(
-            {sequence: match for sequence, (match, hit) in found.items() if not hit.slots}, builder
-        )
+        loaded, waits = Counter[str](), False
+        partials = {sequence: match for sequence, (match, hit) in found.items() if not hit.slots}
+        self._filler.copy_partials(partials, builder)
         for sequence, (_, hit) in found.items():  # after all blocks are held: a load must not evict another's hit
             before = sequence.num_computed
             if hit.slots and before < hit.num_tokens:  # otherwise it borrowed more from its branch origin

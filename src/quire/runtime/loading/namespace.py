@@ -25,7 +25,8 @@ def cache_namespace(
 ) -> str:
     """A hex digest over the weights, the model's numbers, dtypes, quantization, attention and block size.
 
-    Of a large file its size, its time, its head (names and shapes of tensors) and samples from end to end count.
+    Of a large file its size, its time, its head (names and shapes of tensors) and samples from end to end count. Its
+    time does not where other engines share the blocks.
     """
     device, kind = config.device, config.device.device.partition(":")[0]
     digest = blake2b(digest_size=32, person=b"quire namespace")
@@ -48,8 +49,9 @@ def cache_namespace(
     if load_format == "dummy":
         digest.update(_framed(("random", config.scheduler.seed)))
         return digest.hexdigest()
+    dated = config.cache.tiers.transport is None  # copies of a model on two machines have different times
     for path in _weight_paths(files):
-        digest.update(_framed((path.name, _sampled(path))))
+        digest.update(_framed((path.name, _sampled(path, dated=dated))))
     return digest.hexdigest()
 
 
@@ -60,14 +62,15 @@ def _weight_paths(files: ModelFiles) -> list[Path]:
     return sorted(paths)
 
 
-def _sampled(path: Path) -> bytes:
-    """A digest of a file's size, of when it was written and of pieces of it; of all of it where it is small."""
+def _sampled(path: Path, *, dated: bool) -> bytes:
+    """A digest of a file's size, of when it was written if `dated`, and of pieces of it; of all of it where it is
+    small."""
     digest = blake2b(digest_size=32)
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             size = status.st_size
-            digest.update(_framed((size, status.st_mtime_ns)))
+            digest.update(_framed((size, status.st_mtime_ns) if dated else (size,)))
             digest.update(file.read(_HEAD + _NUM_SAMPLES * _SAMPLE))
             for place in range(1, _NUM_SAMPLES + 1):
                 file.seek(max(size * place // _NUM_SAMPLES - _SAMPLE, 0))

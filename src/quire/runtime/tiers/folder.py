@@ -19,7 +19,6 @@ from quire.types.errors import ConfigError
 PART_ENDING = r"\.[0-9a-f]+-[0-9]+\.part"  # of a part file's name, after its target: writer, number
 ABANDONED_SECONDS = 24 * 3600.0  # from a part file's last write to the folder's, where a file system has no locks
 
-_SETTING = "disk_cache_path"
 _MAX_ATTEMPTS = 16  # to create a part file that no clean-up finds before it is locked
 
 
@@ -70,8 +69,8 @@ class PrivateFolder:
     gives that file up and creates another.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, setting: str = "disk_cache_path") -> None:
+        self.path, self._setting = path, setting
         self._writer, self._numbers = secrets.token_hex(8), itertools.count()  # process ids repeat in containers
         try:
             Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +78,7 @@ class PrivateFolder:
             self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             reason = f"{path!r} cannot be used: {error.strerror or error}"
-            raise ConfigError(_SETTING, reason, "name a folder that this user can write") from error
+            raise ConfigError(self._setting, reason, "name a folder that this user can write") from error
         try:
             self._check()
         except ConfigError:
@@ -123,6 +122,13 @@ class PrivateFolder:
         except OSError:
             os.close(handle)
             raise
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a file of this name. An error counts as none."""
+        with suppress(OSError):
+            os.stat(name, dir_fd=self._handle, follow_symlinks=False)
+            return True
+        return False
 
     def rename(self, name: str, target: str) -> None:
         os.rename(name, target, src_dir_fd=self._handle, dst_dir_fd=self._handle)
@@ -168,7 +174,9 @@ class PrivateFolder:
         subfolder = str(Path(self.path) / "quire-cache")
         fix = f"name a folder of its own that does not exist yet, such as {subfolder!r}: it is made private"
         if found.st_uid != os.geteuid():
-            raise ConfigError(_SETTING, f"{self.path!r} belongs to another user, who could read prompts there", fix)
+            raise ConfigError(
+                self._setting, f"{self.path!r} belongs to another user, who could read prompts there", fix
+            )
         if stat.S_IMODE(found.st_mode) & 0o077:
             reason = f"others may enter {self.path!r} (mode {stat.S_IMODE(found.st_mode):o}), and it holds prompts"
-            raise ConfigError(_SETTING, reason, fix)
+            raise ConfigError(self._setting, reason, fix)

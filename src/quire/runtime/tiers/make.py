@@ -11,10 +11,13 @@ from quire.runtime.tiers.folder import PrivateFolder
 from quire.runtime.tiers.host_store import HostStore
 from quire.runtime.tiers.link import Link, SynchronousLink
 from quire.runtime.tiers.pinning import CudaPinning
+from quire.runtime.tiers.remote_store import RemoteStore
 from quire.runtime.tiers.routes import RouteName
 from quire.runtime.tiers.staged_link import StagedLink
 from quire.runtime.tiers.streams import cuda_streams
-from quire.runtime.tiers.tiers import NO_TIERS, CacheTiers, Disk, NoDisk, Tiers
+from quire.runtime.tiers.tiers import NO_REMOTE, NO_TIERS, CacheTiers, Disk, NoDisk, Remote, Tiers
+from quire.runtime.transport.make import make_transport
+from quire.runtime.transport.sealed import layout_digest
 from quire.runtime.worker.cache import KVCache
 
 
@@ -27,8 +30,8 @@ def check_folder(tiers: TierConfig) -> None:
 def make_tiers(cache: KVCache, config: CacheConfig, *, triton: bool) -> Tiers:
     """Build the tiers of one cache. `triton` says whether the model runs on Triton kernels.
 
-    Reserves addresses for all of the host tier, and opens the folder of the disk tier: raises ConfigError if that
-    cannot be used.
+    Reserves addresses for all of the host tier, opens the folder of the disk tier and the KV transport: raises
+    ConfigError if one of them cannot be used.
     """
     tiers = config.tiers
     if not tiers.enabled:
@@ -38,8 +41,19 @@ def make_tiers(cache: KVCache, config: CacheConfig, *, triton: bool) -> Tiers:
         undo.callback(host.close)
         link = _make_link(cache, host, "auto" if triton else "copies")
         disk: Disk = DiskStore(PrivateFolder(tiers.disk_path), host.bytes_of) if tiers.disk_path else NoDisk()
+        undo.callback(disk.close)
+        remote = _make_remote(cache, config, host)
         undo.pop_all()
-    return CacheTiers(host, link, disk)
+    return CacheTiers(host, link, disk, remote)
+
+
+def _make_remote(cache: KVCache, config: CacheConfig, host: HostStore) -> Remote:
+    """Open the KV transport. A worker is one rank of one: with more ranks, each has a part of every block."""
+    if config.tiers.transport is None:
+        return NO_REMOTE
+    blocks = cache.blocks
+    layout = layout_digest(config.namespace, str(blocks.dtype), (blocks.shape[0], blocks.shape[2]), 0, 1)
+    return RemoteStore(make_transport(config.tiers.transport, layout, host.slot_bytes), host.bytes_of)
 
 
 def _make_host(cache: KVCache, num_slots: int) -> HostStore:

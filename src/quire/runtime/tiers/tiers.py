@@ -1,4 +1,5 @@
-"""Host memory and disk behind the device's cache: submits a plan's transfers, and reports their completion."""
+"""Host memory, disk and other engines behind the device's cache: submits a plan's transfers, and reports their
+completion."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Protocol
 from quire.runtime.tiers.disk_store import NOTHING_COMPLETED, DiskReport
 from quire.runtime.tiers.host_store import HostStore
 from quire.runtime.tiers.link import NOTHING_COPIED, Link
-from quire.types.transfer import NO_TRANSFERS, NOTHING_MOVED, TransferReport, Transfers
+from quire.runtime.tiers.remote_store import NOTHING_CARRIED, RemoteReport
+from quire.types.transfer import NO_TRANSFERS, NOTHING_MOVED, Lookup, TransferReport, Transfers
 
 
 class Tiers(Protocol):
@@ -96,11 +98,53 @@ class NoDisk:
         """There is nothing to close."""
 
 
-class CacheTiers:
-    """Implements Tiers over host memory and, behind it, a disk."""
+class Remote(Protocol):
+    """The interface of the tiers to the blocks of other engines. `ready` blocks until the slot may be read or
+    written."""
 
-    def __init__(self, host: HostStore, link: Link, disk: Disk) -> None:
-        self._host, self._link, self._disk = host, link, disk
+    def put(self, key: bytes, slot: int, ready: Callable[[], None]) -> None: ...
+
+    def get(self, key: bytes, slot: int, ready: Callable[[], None]) -> None: ...
+
+    def look_up(self, lookup: Lookup) -> None: ...
+
+    def take_report(self) -> RemoteReport: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoRemote:
+    """Implements Remote where no KV transport is configured."""
+
+    def put(self, key: bytes, slot: int, ready: Callable[[], None]) -> None:  # noqa: ARG002
+        raise ValueError("a plan puts a block, and the worker has no KV transport")
+
+    def get(self, key: bytes, slot: int, ready: Callable[[], None]) -> None:  # noqa: ARG002
+        raise ValueError("a plan gets a block, and the worker has no KV transport")
+
+    def look_up(self, lookup: Lookup) -> None:  # noqa: ARG002
+        raise ValueError("a plan looks blocks up, and the worker has no KV transport")
+
+    def take_report(self) -> RemoteReport:
+        return NOTHING_CARRIED
+
+    def check(self) -> None:
+        """There is no state to check."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+NO_REMOTE = NoRemote()
+
+
+class CacheTiers:
+    """Implements Tiers over host memory and, behind it, a disk and other engines."""
+
+    def __init__(self, host: HostStore, link: Link, disk: Disk, remote: Remote = NO_REMOTE) -> None:
+        self._host, self._link, self._disk, self._remote = host, link, disk, remote
 
     def obey(self, transfers: Transfers) -> None:
         link = self._link
@@ -117,12 +161,18 @@ class CacheTiers:
             self._disk.fetch(key, slot, link.completion_of(slot))
         for key in transfers.drops:
             self._disk.drop(key)
+        for key, slot in transfers.puts:
+            self._remote.put(key, slot, link.completion_of(slot))
+        for key, slot in transfers.gets:
+            self._remote.get(key, slot, link.completion_of(slot))
+        for lookup in transfers.lookups:
+            self._remote.look_up(lookup)
 
     def report(self) -> TransferReport:
-        copied, disk = self._link.take_copied(), self._disk.take_report()
-        if copied == NOTHING_COPIED and disk is NOTHING_COMPLETED:
+        copied, disk, remote = self._link.take_copied(), self._disk.take_report(), self._remote.take_report()
+        if copied == NOTHING_COPIED and disk is NOTHING_COMPLETED and remote is NOTHING_CARRIED:
             return NOTHING_MOVED
-        return TransferReport(*disk, *copied)
+        return TransferReport(*disk, *copied, *remote)
 
     def prepare(self) -> None:
         self._link.prepare()
@@ -131,9 +181,11 @@ class CacheTiers:
         self._host.check()
         self._link.check()
         self._disk.check()
+        self._remote.check()
 
     def close(self) -> None:
         with ExitStack() as last_first:  # closes each of them, even if another raises because its device has failed
             last_first.callback(self._host.close)
             last_first.callback(self._link.close)
             last_first.callback(self._disk.close)
+            last_first.callback(self._remote.close)

@@ -57,6 +57,16 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
         str,
         "back: save a block when it is evicted (default); through: when it is computed, so that a restart finds it",
     ),
+    "--kv-role": (
+        str,
+        "prefill: share the KV blocks of computed prompts by --kv-transport; decode: load them; both (no transport)",
+    ),
+    "--kv-transport": (
+        str,
+        "shm://NAME, or tcp://HOST:PORT: where a prefill engine listens, and what a decode engine connects to",
+    ),
+    "--kv-transport-memory": (str, "memory for shared KV blocks (1GiB)"),
+    "--kv-token-file": (str, "a file with a secret that both ends of tcp:// know; needed beyond 127.0.0.1"),
     "--threads": (int, "CPU threads (all cores)"),
     "--quantization": (
         str,

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from quire.config.arguments import EngineArguments, read_arguments
 from quire.config.environment import ADMIN_KEY, API_KEY, read_environment
 from quire.config.keys import KeySources, digests, read_key_file
-from quire.config.server import AccessConfig, ListenConfig, ModelSource, ServerConfig, TimeoutConfig
+from quire.config.server import AccessConfig, ListenConfig, ModelSource, PrefillConfig, ServerConfig, TimeoutConfig
 from quire.serving.cli.arguments import engine_settings
 from quire.serving.process.tls import make_context
 from quire.types.errors import ConfigError, ModelLoadError
@@ -24,7 +24,7 @@ from quire.types.install import install_extra
 MAX_WORKERS = 256
 MAX_SERVED_REPLICAS = 64
 _SECONDS = ("drain_seconds", "max_restart_delay", "step_timeout", "load_timeout", "edge_timeout", "request_timeout",
-            "queue_timeout")  # fmt: skip
+            "queue_timeout", "prefill_timeout")  # fmt: skip
 MAX_TEMPLATE_BYTES = 2**20
 MAX_SOCKET_PATH = 100  # bytes; the system's limit is 107
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
@@ -83,6 +83,7 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         log_format=args.log_format,
         access_log=args.access_log,
         trace_endpoint=_trace_endpoint(args.trace_endpoint),
+        prefill=_prefill(args, engine),
     )
     return config, keys
 
@@ -275,6 +276,20 @@ def _trace_endpoint(url: str | None) -> str | None:
 
     check_installed()
     return url
+
+
+def _prefill(args: argparse.Namespace, engine: EngineArguments) -> PrefillConfig | None:
+    if not args.prefill_url:
+        return None
+    if engine.kv_role not in ("decode", "both"):
+        reason = f"needs a server that gets blocks from others, and kv_role is {engine.kv_role!r}"
+        raise ConfigError("prefill_url", reason, "add --kv-role decode and --kv-transport")
+    for url in args.prefill_url:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or "@" in parts.netloc:
+            raise ConfigError("prefill_url", f"{url!r} is no URL of a server", "like http://127.0.0.1:8001")
+    check_range("prefill_min_tokens", args.prefill_min_tokens, 1, 2**31)
+    return PrefillConfig(urls=tuple(args.prefill_url), min_tokens=args.prefill_min_tokens, timeout=args.prefill_timeout)
 
 
 def default_log_level(log_format: str) -> str:

@@ -11,6 +11,8 @@ from quire.config.server import (
     DEFAULT_LOAD_TIMEOUT,
     DEFAULT_MAX_RESTART_DELAY,
     DEFAULT_PORT,
+    DEFAULT_PREFILL_TIMEOUT,
+    DEFAULT_PREFILL_TOKENS,
     DEFAULT_STEP_TIMEOUT,
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -89,6 +91,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     add_debug(parser)
     _add_server(parser)
+    _add_prefill(parser)
     _add_access(parser)
     _add_watching(parser)
     lora = add_lora(parser)
@@ -177,6 +180,25 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         help="keep uploaded files and batches in this folder, so that they survive a restart (default: they end with "
         "the server)",
     )
+
+
+def _add_prefill(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prefill / decode disaggregation")
+    group.add_argument(
+        "--prefill-url",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="have this prefill server compute prompts first; needs --kv-role decode; repeatable: they take turns",
+    )
+    group.add_argument(
+        "--prefill-min-tokens",
+        type=int,
+        default=DEFAULT_PREFILL_TOKENS,
+        metavar="N",
+        help=f"compute shorter prompts here ({DEFAULT_PREFILL_TOKENS})",
+    )
+    _add_seconds(group, "--prefill-timeout", DEFAULT_PREFILL_TIMEOUT, "compute a prompt here after so many seconds")
 
 
 def _add_seconds(group: argparse._ArgumentGroup, flag: str, default: float, text: str) -> None:

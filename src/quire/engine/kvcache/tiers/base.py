@@ -1,4 +1,5 @@
-"""The interface of the scheduler to the host and disk tiers, and its implementation for an engine without tiers."""
+"""The interface of the scheduler to the host, disk and remote tiers, and its implementation for an engine without
+tiers."""
 
 from __future__ import annotations
 
@@ -38,6 +39,13 @@ class TierQuery(NamedTuple):
     swapped: int = 0
 
 
+class Asked(NamedTuple):
+    """A lookup of the blocks that other engines have."""
+
+    number: int
+    num_blocks: int  # of the prefix, without side blocks
+
+
 class Tiers(Protocol):
     """Decides which KV blocks are kept in host memory and on disk, and collects the transfers that copy them there.
 
@@ -51,6 +59,17 @@ class Tiers(Protocol):
     def find_files(self, match: Match, query: TierQuery) -> list[bytes]:
         """Return the keys of the files that continue the result of `find`, as many as host memory can hold at once.
         Marks the host slots among them as used and changes nothing else."""
+
+    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> Asked | None:
+        """Ask other engines for the blocks that continue the device's match. With `awaits`, the lookup waits a while
+        for blocks that are still being sent. `find_files` finds them when it is answered. None: nothing is asked."""
+
+    def is_asking(self, asked: Asked) -> bool:
+        """Whether a lookup has not been answered."""
+
+    def put_counts(self) -> tuple[int, int]:
+        """Return how many blocks were to be sent to other engines so far, and how many of them were sent or given
+        up."""
 
     def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:
         """Return the keys of the blocks of a sequence's first `num_tokens` tokens, including a partial last block."""
@@ -129,6 +148,14 @@ class NoTiers:
 
     def find_files(self, match: Match, query: TierQuery) -> list[bytes]:  # noqa: ARG002 - Tiers' signature
         return []
+
+    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> Asked | None: ...
+
+    def is_asking(self, asked: Asked) -> bool:  # noqa: ARG002 - Tiers' signature
+        return False
+
+    def put_counts(self) -> tuple[int, int]:
+        return 0, 0
 
     def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:  # noqa: ARG002 - Tiers' signature
         return []

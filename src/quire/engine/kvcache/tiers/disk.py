@@ -106,6 +106,8 @@ class DiskTier:
     A file that cannot be written or read is forgotten.
     """
 
+    name, queue_full = "disk", "queue"  # in statistics: the tier, and a block that it could not take
+
     def __init__(self, host: HostTier, quota: int) -> None:
         self._host, self.index = host, DiskIndex(quota)
         self.max_pending = min(MAX_PENDING, max(host.num_slots // 2, 1))
@@ -140,7 +142,7 @@ class DiskTier:
         if not self.index.quota or key in self._drops or key in self._storing or key in self._fetching:
             return
         if len(self._storing) >= self.max_pending:
-            self.failures["queue"] += 1
+            self.failures[self.queue_full] += 1
             return
         if (evicted := self.index.add(key)) is not None:
             self._drops[evicted] = None
@@ -211,7 +213,7 @@ class DiskTier:
         """Make a fetched block findable in the host tier, unless its file was forgotten or the tier has the block."""
         if key in self.index and key not in self._host:
             self._host.assign(slot, key)
-            slot.from_disk = True
+            slot.source = self.name
             if key in self._requested:
                 self._fetched[key] = self._host.hold(slot)
         self._requested.discard(key)

@@ -9,17 +9,18 @@ class Slot:
     """The place of one KV block in host memory. `key` is the content hash of its block; None: it holds no block that
     can be found."""
 
-    __slots__ = ("from_disk", "holds", "key", "number")
+    __slots__ = ("holds", "key", "number", "source")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.key: bytes | None = None
         self.holds = 0  # reasons not to reuse the slot
-        self.from_disk = False  # its block was fetched from a file and has not been loaded since
+        self.source = "host"  # "disk", "remote": its block came from there and has not been loaded since
 
     def take_source(self) -> str:
-        """Return the tier that a load of this slot counts for: "disk" for the first load after a fetch, else "host"."""
-        tier, self.from_disk = ("disk" if self.from_disk else "host"), False
+        """Return the tier that a load of this slot counts for: for the first load after a fetch that from which the
+        block was fetched, else "host"."""
+        tier, self.source = self.source, "host"
         return tier
 
 
@@ -80,7 +81,7 @@ class HostTier:
             self._remove_key(slot)
         else:
             return None
-        slot.holds, slot.from_disk = 1, False
+        slot.holds, slot.source = 1, "host"
         return slot
 
     def assign(self, slot: Slot, key: bytes) -> None:

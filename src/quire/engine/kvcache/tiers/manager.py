@@ -1,4 +1,4 @@
-"""Manages the host and disk tiers behind the device's KV cache."""
+"""Manages the host, disk and remote tiers behind the device's KV cache."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from quire.config.tiers import TierConfig
 from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.keys import TOKEN_BYTES, chain_keys, next_key
 from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
-from quire.engine.kvcache.tiers.base import SideSlot, TierHit, TierQuery
+from quire.engine.kvcache.tiers.base import Asked, SideSlot, TierHit, TierQuery
 from quire.engine.kvcache.tiers.disk import DiskTier
 from quire.engine.kvcache.tiers.host import HostTier, Slot
+from quire.engine.kvcache.tiers.remote import RemoteTier
 from quire.engine.kvcache.tiers.side_keys import SideKeys
 from quire.engine.kvcache.tiers.transfer_time import TransferTime
 from quire.types.stats import TierStats
 from quire.types.transfer import NO_TRANSFERS, SlotMove, TransferReport, Transfers
 
+_AWAITED_SECONDS = 2.0  # how long the blocks of a prompt that another engine has just computed are awaited, at most
 _SAMPLE = 2  # blocks that are saved to measure how long a save takes
 
 
@@ -33,6 +35,7 @@ class TierManager:
         self._sides = SideKeys(tree.pool, block_size) if isinstance(tree.pool, GroupedPool) else None
         self._host = HostTier(config.host_blocks)
         self._disk = DiskTier(self._host, config.disk_blocks)
+        self._remote = None if config.transport is None else RemoteTier(self._host, config.transport)
         self._time = TransferTime(config.block_bytes)
         self._saves: list[SlotMove] = []
         self._plan_slots: list[Slot] = []  # held until the plan under construction is complete
@@ -88,10 +91,10 @@ class TierManager:
         assert self._sides is not None
         keys, first = [], self._key_before(match, query.salt)
         for key in self._chain(first, query.tokens, match.num_blocks, query.limit // self._block_size):
-            if key not in self._host and key not in self._disk:
+            if not self._has(key):
                 break
             keys.append(key)
-        needed = self._sides.needed(match.num_blocks, keys, lambda key: key in self._host or key in self._disk)
+        needed = self._sides.needed(match.num_blocks, keys, self._has)
         if needed is None:
             return []
         wanted = [*keys[: needed.num_blocks], *(side.key for side in needed.sides)]
@@ -99,10 +102,10 @@ class TierManager:
         files = [key for key in wanted if key not in self._host]
         for slot in reversed(present):
             self._host.touch(slot)
-        return files if len(wanted) <= self._host.num_slots and len(files) <= self._disk.max_pending else []
+        return files if len(wanted) <= self._host.num_slots and len(files) <= self._max_pending else []
 
     def find_files(self, match: Match, query: TierQuery) -> list[bytes]:
-        if match.num_tokens >= query.limit or not len(self._disk.index):
+        if match.num_tokens >= query.limit or not self._num_files:
             return []
         if self._sides is not None:
             return self._files_with_sides(match, query)
@@ -111,7 +114,7 @@ class TierManager:
         for following in self._chain(key, query.tokens, match.num_blocks, query.limit // self._block_size):
             if (slot := self._host.find(following)) is not None:
                 slots.append(slot)
-            elif following in self._disk and self._can_fetch_another(len(files), len(slots)):
+            elif self._has(following) and self._can_fetch_another(len(files), len(slots)):
                 files.append(following)
             else:
                 break
@@ -121,7 +124,44 @@ class TierManager:
 
     def _can_fetch_another(self, num_files: int, num_slots: int) -> bool:
         """Whether host memory can hold one more file of a prefix that has `num_files` files and `num_slots` slots."""
-        return num_files < self._disk.max_pending and num_files + num_slots < self._host.num_slots
+        return num_files < self._max_pending and num_files + num_slots < self._host.num_slots
+
+    def _has(self, key: bytes) -> bool:
+        """Whether a tier has a block."""
+        return key in self._host or key in self._disk or (self._remote is not None and key in self._remote)
+
+    @property
+    def _num_files(self) -> int:
+        """Blocks behind host memory that are known."""
+        return len(self._disk.index) + (0 if self._remote is None else len(self._remote.index))
+
+    @property
+    def _max_pending(self) -> int:
+        """How many blocks may be fetched for a prefix at once."""
+        return self._disk.max_pending if self._remote is None else self._remote.max_pending
+
+    def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> Asked | None:
+        remote = self._remote
+        if remote is None or not remote.gets:
+            return None
+        num_blocks = query.limit // self._block_size
+        keys = list(self._chain(self._key_before(match, query.salt), query.tokens, match.num_blocks, num_blocks))
+        needed, others = list(keys), list[bytes]()
+        if self._sides is not None:
+            ends = self._sides.to_ask(match.num_blocks, keys)
+            needed, others = needed + ends.needed, ends.others
+        awaited = [key for key in needed if key not in self._host and key not in self._disk]
+        if not awaited:
+            return None
+        others = [key for key in others if key not in self._host]
+        number = remote.ask(awaited, others, _AWAITED_SECONDS if awaits else 0.0)
+        return None if number is None else Asked(number, len(keys))
+
+    def put_counts(self) -> tuple[int, int]:
+        return (0, 0) if self._remote is None else self._remote.put_counts
+
+    def is_asking(self, asked: Asked) -> bool:
+        return self._remote is not None and self._remote.is_asking(asked.number)
 
     def keys(self, salt: str, tokens: bytes, num_tokens: int) -> list[bytes]:
         num_full = num_tokens // self._block_size
@@ -167,8 +207,9 @@ class TierManager:
     def _save_sides(self, node: Node, first: int, keys: list[bytes]) -> None:
         """Save the side blocks with which a sequence can continue after a run, and the states that are kept in it."""
         assert self._sides is not None
+        end = node.end if self._remote is None else node.end - 1  # others compute a prompt's last token again
         for place, key in enumerate(keys, first):
-            is_seen = self._sides.is_seen(node.start + place, node.end)
+            is_seen = self._sides.is_seen(node.start + place, end)
             for side, block in self._sides.of(key, node.blocks[place], windows=is_seen):
                 self._offload(side, block)
 
@@ -180,6 +221,8 @@ class TierManager:
         slot = self._host.find(key) or self._save(key, block)
         if slot is not None:
             self._disk.store(key, slot)
+            if self._remote is not None:
+                self._remote.store(key, slot)
 
     def _touch(self, key: bytes) -> None:
         """Mark a block as used in both tiers."""
@@ -223,13 +266,18 @@ class TierManager:
         self._plan_slots.append(self._host.hold(slot))
 
     def fetch(self, keys: Sequence[bytes]) -> list[bytes]:
-        return self._disk.fetch(keys)
+        left = self._disk.fetch(keys)
+        return (
+            left if self._remote is None else left + self._remote.fetch([key for key in keys if key not in self._disk])
+        )
 
     def release_fetched(self, keys: Sequence[bytes]) -> None:
         self._disk.release_fetched(keys)
+        if self._remote is not None:
+            self._remote.release_fetched(keys)
 
     def is_fetching(self, key: bytes) -> bool:
-        return self._disk.is_fetching(key)
+        return self._disk.is_fetching(key) or (self._remote is not None and self._remote.is_fetching(key))
 
     def count_late(self, num_files: int) -> None:
         if num_files:
@@ -238,12 +286,14 @@ class TierManager:
     # -------------------------------------------------------------------------------------- plans and reports
     @property
     def has_transfers(self) -> bool:
-        return bool(self._saves) or self._disk.has_transfers
+        has_remote = self._remote is not None and self._remote.has_transfers
+        return bool(self._saves) or self._disk.has_transfers or has_remote
 
     def take_transfers(self, loads: tuple[SlotMove, ...]) -> Transfers:
         transfers = NO_TRANSFERS
         if loads or self.has_transfers:
-            transfers = Transfers(tuple(self._saves), loads, *self._disk.take_transfers())
+            remote = () if self._remote is None else self._remote.take_remote()
+            transfers = Transfers(tuple(self._saves), loads, *self._disk.take_transfers(), *remote)
             self._counts["saved"] += len(self._saves)
             self._counts["loaded"] += len(loads)
             self._num_in_flight += len(self._saves) + len(loads)
@@ -258,12 +308,14 @@ class TierManager:
 
     @property
     def expects_report(self) -> bool:
-        return self._num_in_flight > 0 or bool(self._config.disk_path)
+        return self._num_in_flight > 0 or self._config.outlives_process
 
     def apply_report(self, report: TransferReport) -> None:
         self._num_in_flight -= report.num_saved + report.num_loaded
         self._time.apply_report(report)
         self._disk.apply_report(report)
+        if self._remote is not None:
+            self._remote.apply_report(report)
 
     def transfer_seconds(self, num_saved: int, num_loaded: int) -> float:
         return self._time.seconds(num_saved, num_loaded)
@@ -279,10 +331,13 @@ class TierManager:
         self._saves.clear()
         self._host.clear()
         self._disk.clear()
+        if self._remote is not None:
+            self._remote.clear()
         self._release_plan_slots()
 
     def stats(self) -> TierStats:
-        host, index, counts = self._host, self._disk.index, self._counts
+        host, index, counts, remote = self._host, self._disk.index, self._counts, self._remote
+        failures = self._disk.failures if remote is None else self._disk.failures + remote.failures
         return TierStats(
             host_blocks=host.num_slots,
             host_used=host.num_used,
@@ -295,8 +350,10 @@ class TierManager:
             fetched=self._disk.num_fetched,
             host_evicted=host.num_evicted,
             disk_evicted=index.num_evicted,
-            failures=dict(self._disk.failures) | ({"host_full": counts["host_full"]} if counts["host_full"] else {}),
+            failures=dict(failures) | ({"host_full": counts["host_full"]} if counts["host_full"] else {}),
             block_bytes=self._config.block_bytes,
+            put=0 if remote is None else remote.num_stored,
+            got=0 if remote is None else remote.num_fetched,
         )
 
     def check(self) -> None:
@@ -305,4 +362,7 @@ class TierManager:
         for slots in self._swapped.values():
             assert all(slot.holds for slot in slots)
         holds = sum(map(len, self._swapped.values())) + len(self._plan_slots) + self._disk.num_holds
+        if self._remote is not None:
+            self._remote.check()
+            holds += self._remote.num_holds
         assert holds == self._host.num_holds

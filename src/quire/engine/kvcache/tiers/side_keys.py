@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.engine.kvcache.grouped_pool import GroupedPool
+from quire.engine.kvcache.grouped_table import KEPT_TOKENS
 from quire.engine.kvcache.keys import side_key
 
 
@@ -26,11 +27,20 @@ class Needed:
     sides: tuple[Side, ...]
 
 
+class SidesToAsk(NamedTuple):
+    """The keys of side blocks: those that a sequence needs to continue after the last of some blocks, and further ones
+    with which it could continue after an earlier one."""
+
+    needed: list[bytes]
+    others: list[bytes]
+
+
 class SideKeys:
     """Knows which side blocks the blocks of a model have. A side block's key is made from its block's key."""
 
     def __init__(self, pool: GroupedPool, block_size: int) -> None:
         self._pool, self._block_size, groups = pool, block_size, pool.groups
+        self._kept = -(-KEPT_TOKENS // block_size) * block_size
         self._windows = [b"window %d" % place for place in range(groups.num_window_blocks)]
         self._states = [b"state %d" % place for place in range(groups.blocks_per_state)] if groups.num_states else []
 
@@ -53,6 +63,19 @@ class SideKeys:
                 if is_last if name in self._states else self.is_seen(index, len(blocks)):
                     found[side_key(key, name)] = side
         return found
+
+    def to_ask(self, num_before: int, keys: Sequence[bytes]) -> SidesToAsk:
+        """Return the side blocks to look up with the blocks with these keys, which follow `num_before` blocks: all
+        window blocks, and the states after the last block and after every 1,024 tokens, where prompts keep them."""
+        ends = SidesToAsk([], [])
+        end = num_before + len(keys)
+        for index, key in enumerate(keys, num_before):
+            is_last, tokens = index == end - 1, (index + 1) * self._block_size
+            for name in self._windows:
+                (ends.needed if self.is_seen(index, end) else ends.others).append(side_key(key, name))
+            if is_last or tokens % self._kept == 0:
+                (ends.needed if is_last else ends.others).extend(side_key(key, name) for name in self._states)
+        return ends
 
     def needed(self, num_before: int, keys: Sequence[bytes], has: Callable[[bytes], bool]) -> Needed | None:
         """Return how many of the blocks with these keys, which follow `num_before` blocks, a sequence can continue

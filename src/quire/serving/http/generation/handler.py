@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.serving.dispatch.in_flight_request import InFlightRequest
 from quire.serving.dispatch.mailbox import Mailbox
@@ -19,6 +19,7 @@ from quire.serving.http.exchange import Exchange, Handler
 from quire.serving.http.generation.event_stream import EventStream
 from quire.serving.http.generation.job import Job, prepare_job
 from quire.serving.http.generation.settings import GenerationSettings
+from quire.serving.http.remote_prefill import RemotePrefill
 from quire.serving.http.service import Service
 from quire.serving.text.answer_grammar import AnswerPlan
 from quire.types.errors import InvalidRequest, QuireError
@@ -40,6 +41,8 @@ class GenerationHandler:
     def __init__(self, service: Service, endpoint: GenerationEndpoint) -> None:
         self._service, self._endpoint = service, endpoint
         self._format = endpoint.generation.make_format(service)
+        prefill = service.config.prefill
+        self._prefill = None if prefill is None else RemotePrefill(prefill)
 
     async def __call__(self, exchange: Exchange) -> None:
         dispatcher, received_at = self._service.dispatcher, time.monotonic()
@@ -51,6 +54,8 @@ class GenerationHandler:
                 with deadlines.while_preparing() as timeout:
                     async with timeout:
                         job = await self._prepare(exchange, received_at)
+                        if self._prefill is not None:
+                            job = await self._prefilled(exchange, job, self._prefill)
                 stack.enter_context(self._service.holding_pixels(job.num_pixel_bytes))
                 exchange.scope["quire.request_id"] = job.request_id
                 exchange.warnings = job.options.warnings
@@ -93,6 +98,11 @@ class GenerationHandler:
                     lambda: service.in_thread_of(body, prepare_job, service, settings, fields, body, head)
                 )
                 return job if job.plan is None else await self._constrained(job, job.plan)
+
+    async def _prefilled(self, exchange: Exchange, job: Job, prefill: RemotePrefill) -> Job:
+        """Have prefill servers compute the job's prompts, as far as that is worth it and works."""
+        key, salt = exchange.headers.get(b"authorization", b""), job.options.parameters.get("cache_salt", "")
+        return replace(job, submits=await prefill.compute(job.submits, key, salt))
 
     async def _constrained(self, job: Job, plan: AnswerPlan) -> Job:
         """Have the checker's process build and check the grammar, which keeps the text threads free, and put it into

@@ -68,7 +68,7 @@ def test_clearing_forgets_everything_and_keeps_holds() -> None:
 
 def test_what_was_fetched_counts_as_read_from_disk_once() -> None:
     slot = Slot(0)
-    slot.from_disk = True
+    slot.source = "disk"
     assert [slot.take_source(), slot.take_source()] == ["disk", "host"]
 
 

@@ -1,0 +1,109 @@
+"""The remote tier: KV blocks that a transport carries to and from other engines, by the same keys as files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.config.transport import TransportConfig
+from quire.engine.kvcache.tiers.disk import DiskTier
+from quire.engine.kvcache.tiers.host import HostTier, Slot
+from quire.types.transfer import FileMove, Lookup, TransferReport
+
+MAX_KNOWN = 1 << 16  # keys that the transport is known to have; it may have evicted some of them
+_MAX_LOOKUPS = 256  # at a time; further groups compute what is missing
+
+
+class RemoteTransfers(NamedTuple):
+    """The fields of `Transfers` that concern a KV transport."""
+
+    puts: tuple[FileMove, ...]
+    gets: tuple[FileMove, ...]
+    lookups: tuple[Lookup, ...]
+
+
+class RemoteTier(DiskTier):
+    """Collects the transfers that put, get and look up blocks of other engines, and applies the reports about them.
+
+    It differs from the disk tier in that it learns by lookups which blocks there are, and deletes none. `index` holds
+    what it has learnt. A block that turns out to be gone, damaged or late is forgotten and computed instead.
+    """
+
+    name, queue_full = "remote", "transport_queue"
+
+    def __init__(self, host: HostTier, config: TransportConfig) -> None:
+        super().__init__(host, MAX_KNOWN)
+        self._config = config
+        self.max_pending = max(host.num_slots // 2, 1)  # all blocks of a prompt, if host memory has room for them
+        self._lookups: list[Lookup] = []
+        self._asked: dict[int, tuple[bytes, ...]] = {}  # the keys of lookups that no report has answered
+        self._next_number = self._num_ordered = 0
+
+    def store(self, key: bytes, slot: Slot) -> None:
+        if self._config.puts:
+            before = len(self._storing)
+            super().store(key, slot)
+            self._num_ordered += len(self._storing) - before
+
+    @property
+    def put_counts(self) -> tuple[int, int]:
+        """Blocks that were to be put so far, and those of them that were put or given up."""
+        return self._num_ordered, self._num_ordered - len(self._storing)
+
+    def ask(self, awaited: Sequence[bytes], others: Sequence[bytes], seconds: float) -> int | None:
+        """Look up which of these blocks the transport has. It waits up to `seconds` for the `awaited` ones. Returns the
+        number of the lookup. None: too many lookups are under way."""
+        if len(self._asked) >= _MAX_LOOKUPS:
+            self.failures[self.queue_full] += 1
+            return None
+        number, self._next_number = self._next_number, self._next_number + 1
+        lookup = Lookup(number, (*awaited, *others), len(awaited), seconds)
+        self._asked[number] = lookup.keys
+        self._lookups.append(lookup)
+        return number
+
+    def is_asking(self, number: int) -> bool:
+        """Whether a lookup has not been answered."""
+        return number in self._asked
+
+    @property
+    def gets(self) -> bool:
+        return self._config.gets
+
+    @property
+    def has_transfers(self) -> bool:
+        return bool(self._stores or self._fetches or self._lookups)
+
+    def take_remote(self) -> RemoteTransfers:
+        transfers = RemoteTransfers(tuple(self._stores), tuple(self._fetches), tuple(self._lookups))
+        self._lookups.clear()
+        super().take_transfers()  # what it drops is forgotten here, and stays with the transport
+        return transfers
+
+    def apply_report(self, report: TransferReport) -> None:
+        for number, found, failure in report.looked_up:
+            present = set(found)
+            if failure:
+                self.failures[f"transport_{failure}"] += 1
+            for key in self._asked.pop(number, ()):
+                if key not in present:
+                    self._forget_absent(key)
+                elif key not in self.index:
+                    self.index.add(key)
+        lost = tuple(failed._replace(reason=f"transport_{failed.reason}") for failed in report.lost)
+        super().apply_report(TransferReport(stored=report.put, fetched=report.got, failed=lost))
+
+    def _forget_absent(self, key: bytes) -> None:
+        """Forget a block that the transport does not have, unless it is being sent or received."""
+        if key not in self._storing and key not in self._fetching:
+            self.index.forget(key)
+
+    def clear(self) -> None:
+        """Forget all blocks. The transport keeps them: they belong to other engines too."""
+        super().clear()
+        self._drops.clear()
+        self._drops_found = False
+
+    def check(self) -> None:
+        super().check()
+        assert {lookup.number for lookup in self._lookups} <= self._asked.keys()

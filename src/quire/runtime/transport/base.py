@@ -1,0 +1,51 @@
+"""The protocol of a KV transport: it carries KV blocks between engines, by the content hashes that the tiers use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+Reason = Literal["full", "io", "missing", "corrupt", "timeout"]
+
+
+class TransportError(Exception):
+    """A block was not carried. The text names the peer."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(text)
+        self.reason: Reason = reason
+
+
+class KVTransport(Protocol):
+    """Carries blocks between engines. Any thread may call it, several at once; RemoteStore does, so that no step waits.
+
+    Each call ends at its deadline (seconds of `time.monotonic`) at the latest, and raises TransportError if the block
+    was not carried. A block that arrives is the block that was put, byte for byte, by an engine with the same model and
+    layout: a transport seals blocks (sealed.py) and raises "corrupt" for any other. Another implementation (NIXL,
+    Mooncake) needs these four calls and a line in make.py.
+    """
+
+    @property
+    def peer(self) -> str:
+        """Whom it talks to, in words."""
+
+    def has(self, keys: Sequence[bytes], deadline: float) -> set[bytes]:
+        """Return which of these blocks can be got now."""
+
+    def put(self, key: bytes, block: memoryview, deadline: float) -> None:
+        """Make a block available to other engines. Older blocks may be evicted for it."""
+
+    def get(self, key: bytes, block: memoryview, deadline: float) -> None:
+        """Copy a block into `block`, which holds anything after an error."""
+
+    def close(self) -> None:
+        """Free what belongs to this engine. Idempotent."""
+
+
+def seconds_left(deadline: float, peer: str) -> float:
+    """Return the seconds until a deadline. Raises TransportError if it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TransportError("timeout", f"{peer} did not answer in time")
+    return left

@@ -1,0 +1,73 @@
+"""The settings of prefill / decode disaggregation: what is read, and what is refused with field, reason and fix."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from quire.config.arguments import EngineArguments, read_arguments
+from quire.config.sizes import GIB, MIB
+from quire.config.transport import TransportConfig
+from quire.types.errors import ConfigError
+
+SHM: dict[str, Any] = {"kv_role": "prefill", "kv_transport": "shm://kv"}
+TCP: dict[str, Any] = {"kv_role": "decode", "kv_transport": "tcp://127.0.0.1:7000"}
+
+
+def read(**settings: Any) -> TransportConfig | None:
+    return read_arguments(EngineArguments(**settings)).tiers.transport
+
+
+def test_roles_and_transports_are_read() -> None:
+    assert read() is None
+    assert read(**SHM) == TransportConfig("prefill", "kv", memory=GIB)
+    assert read(**SHM | {"kv_transport_memory": "64MiB"}) == TransportConfig("prefill", "kv", memory=64 * MIB)
+    assert read(**TCP) == TransportConfig("decode", "", (("127.0.0.1", 7000),))
+    several = read(kv_role="decode", kv_transport="tcp://localhost:1,tcp://[::1]:2")
+    assert several is not None
+    assert several.addresses == (("localhost", 1), ("::1", 2))
+    remote = read(**TCP | {"kv_transport": "tcp://10.0.0.7:7000", "kv_token_file": "token"})
+    assert remote == TransportConfig("decode", "", (("10.0.0.7", 7000),), token_file="token")
+
+
+def test_a_role_that_puts_writes_through_host_memory_and_there_is_some() -> None:
+    tiers = [
+        read_arguments(EngineArguments(**given)).tiers for given in (SHM, TCP, SHM | {"host_cache_memory": "2GiB"})
+    ]
+    assert [(each.write, each.host_blocks) for each in tiers] == [("through", GIB), ("back", GIB), ("through", 2 * GIB)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kv_role": "prefill"}, "kv_transport: is missing, and kv_role is given; add shm://NAME or tcp://HOST:PORT"),
+        (
+            {"kv_transport": "shm://kv"},
+            "kv_role: is missing, and kv_transport is given; add one of prefill, decode, both",
+        ),
+        ({"kv_token_file": "x"}, "kv_token_file: means nothing without kv_transport"),
+        ({"kv_transport_memory": "1GiB"}, "kv_transport_memory: means nothing without kv_transport"),
+        (SHM | {"kv_role": "kv_producer"}, "kv_role: 'kv_producer' is unknown; use one of prefill, decode, both"),
+        (SHM | {"kv_transport": "shm://../x"}, "kv_transport: '../x' is no name of shared memory"),
+        (SHM | {"kv_transport": "nixl://x"}, "kv_transport: 'nixl://x' is unknown; use shm://NAME or tcp://HOST:PORT"),
+        (SHM | {"kv_token_file": "x"}, "kv_token_file: is for tcp://"),
+        (TCP | {"kv_transport": "tcp://127.0.0.1"}, "kv_transport: tcp://127.0.0.1 is no address"),
+        (TCP | {"kv_transport": "tcp://127.0.0.1:70000"}, "kv_transport: port 70000 is above 65535"),
+        (TCP | {"kv_transport": "tcp://127.0.0.1:0"}, "kv_transport: port 0 is no port of a peer"),
+        (TCP | {"kv_transport": "tcp://10.0.0.7:7"}, "kv_transport: 10.0.0.7 can be reached from other machines"),
+        (TCP | {"kv_role": "both"}, 'kv_role: "both" needs a store'),
+        (
+            {"kv_role": "prefill", "kv_transport": "tcp://127.0.0.1:1,tcp://127.0.0.1:2"},
+            "kv_transport: a prefill engine listens at one address, got 2",
+        ),
+        (SHM | {"tier_write": "back"}, 'tier_write: "back" leaves blocks on the device, and kv_role'),
+        (SHM | {"enable_prefix_caching": False}, "kv_transport: shares cached prompts with other engines, and"),
+        (SHM | {"record": "run.jsonl"}, "record: cannot be replayed with kv_transport"),
+        (SHM | {"swap_space": 0}, "kv_transport: needs host_cache_memory"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read(**given)
