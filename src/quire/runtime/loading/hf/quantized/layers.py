@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config.model import ModelConfig, StoredLevels, packed_bytes
@@ -42,9 +42,11 @@ def find_quantized(owners: Mapping[str, SafetensorsFile], method: Method) -> lis
     """All quantized matrices, checked. Raises ModelLoadError for tensors that make none."""
     layers: dict[str, dict[str, StoredTensor]] = {}
     for name, owner in owners.items():
-        layer, _, word = name.rpartition(".")
+        layer, word = method.split(name)
         if word in method.words:
-            layers.setdefault(layer, {})[word] = owner.tensors[name]
+            stored = owner.tensors[name]
+            noted = replace(stored, content=owner.raw(name).tobytes()) if word in method.noted_words else stored
+            layers.setdefault(layer, {})[word] = noted
     found = []
     for layer, tensors in layers.items():
         if not method.is_quantized(tensors):
