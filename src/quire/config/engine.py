@@ -78,6 +78,7 @@ class SchedulerConfig:
     preemption: PreemptionName = "auto"  # whether a preempted request's blocks are swapped out or recomputed
     images: ImageLimits | None = None  # None: requests have no images
     adapter_slots: int = 0  # different LoRA adapters among running requests; 0: there are none
+    host_adapters: int = 0  # LoRA adapters that the executor keeps in host memory; 0: all
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

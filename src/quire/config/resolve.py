@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 
+from quire.config.adapters import host_adapters
 from quire.config.arguments import (
     CACHE_DTYPES,
     DTYPES,
@@ -83,7 +84,7 @@ def resolve_engine_config(
     if images is not None and parsed.recording is not None:
         logger.warning("requests with images are refused while the engine is recorded: recordings hold no images")
         images = None
-    scheduler = replace(scheduler, images=images)
+    scheduler = replace(scheduler, images=images, host_adapters=host_adapters(parsed.adapters))
     caching = _prefix_caching(args, model, scheduler)
     host_field = "host_cache_memory" if args.swap_space is None else "swap_space"
     speculation = None if parsed.speculation is None else resolve_speculation(parsed.speculation, model, draft_model)

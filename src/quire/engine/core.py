@@ -211,9 +211,10 @@ class EngineCore:
         """Launch planned steps, wait for the oldest one in flight, and return its output and all terminal messages."""
         batch = NO_BATCH
         try:
-            if self._compiling:
-                self._enqueue_compiled()
+            self._enqueue_compiled()
             self._guided.finish_masks()
+            if self._scheduler.adapters.host.missing:
+                self.adapters.take_fetched()
             if self._scheduler.tiers.expects_report:
                 self._scheduler.tiers.apply_report(self._executor.transfers())
             self._pipeline.fill(self._plan_step, self._guided.supply)

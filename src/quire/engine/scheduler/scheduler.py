@@ -49,7 +49,7 @@ class Scheduler:
         self.waiting, self.running = GroupQueue(self.policy.key), GroupQueue(self.policy.key)
         self.num_preemptions = 0
         self.block_size, self._budget = cache.block_size, config.max_num_batched_tokens
-        self.ahead, self.adapters = AheadSet(config.num_rows), AdapterSlots(config.adapter_slots)
+        self.ahead, self.adapters = AheadSet(config.num_rows), AdapterSlots(config.adapter_slots, config.host_adapters)
         self.prefill = Prefill(self, self._budget, 0 if config.images is None else config.images.max_encoded_tokens)
         self._stride = 1  # ticks by which the current plan advances the AheadSet; 0 while decoding is paused
         self.ahead_rows: Ints = NO_ROWS  # the rows of the last plan that run ahead: the first of its decode_rows
