@@ -324,9 +324,9 @@ def _too_short(plan: MemoryPlan) -> DoesNotFit:
     if fix is not None:
         host = f"not even {plan.max_model_len} tokens fit beside {format_size(plan.host_cache)} of it {where}"
         return DoesNotFit("host_cache_memory", host, fix)
-    if plan.adapters and plan.capacity - plan.fixed + plan.adapters >= smallest_cache:
-        slots = f"not even {plan.max_model_len} tokens fit beside slots of {format_size(plan.adapters)} {where}"
-        return DoesNotFit("max_loras", slots, ADAPTER_FIX)
+    if plan.adapters and plan.capacity - plan.fixed + plan.all_adapters >= smallest_cache:
+        beside = f"not even {plan.max_model_len} tokens fit beside {format_size(plan.all_adapters)} of adapters {where}"
+        return DoesNotFit("max_loras", beside, ADAPTER_FIX)
     short = f"not even {plan.max_model_len} tokens fit beside its weights {where}"
     return DoesNotFit("model", short, "choose a smaller model or dtype, or free memory")
 
