@@ -293,3 +293,13 @@ def test_the_config_counts_what_is_held_quantized() -> None:
     assert on_gpu.gpu_bytes == on_gpu.gpu_parameters * 33 // 32  # a float32 for 128 weights
     assert opened("gptq-4bit").config.levels.gpu_bytes == opened("gptq-4bit").config.levels.parameters * 20 // 32
     assert opened("gptq-4bit").config.quantization == "gptq"
+
+
+def test_four_bits_in_groups_of_16_count_as_the_bytes_that_a_gpu_holds(tmp_path: Path) -> None:
+    folder = changed("ct-w4a16", tmp_path, compressed(weights__group_size=16))
+    tensors = load_file(folder / "model.safetensors")
+    scales = {name: one.repeat_interleave(2, dim=1) for name, one in tensors.items() if name.endswith("weight_scale")}
+    save_file(tensors | scales, folder / "model.safetensors")
+    held = open_checkpoint(files_at(folder)).config.levels
+    assert held.gpu_parameters == 2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64
+    assert held.gpu_bytes == held.gpu_parameters + held.gpu_parameters // 16 * 4

@@ -106,6 +106,8 @@ def _is_held_by_gpu(layout: Layout) -> bool:
 
 
 def _gpu_bytes(layout: Layout) -> int:
-    """A scale and an offset for each group, both halves; or a float32 scale."""
+    """A scale and an offset for each group, both halves; or a float32 scale. 4 bits in groups of 16 are held in
+    bytes."""
     weights = layout.outputs * layout.inputs
-    return (weights // 2 if 0 < layout.bits <= 4 else weights) + 4 * layout.outputs * layout.groups
+    has_nibbles = 0 < layout.bits <= 4 and layout.inputs // layout.groups % _GPU_GROUPS[1] == 0
+    return (weights // 2 if has_nibbles else weights) + 4 * layout.outputs * layout.groups
