@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--full-cache", action="store_true", help="every repeat once more with a full prefix cache")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--quantization", choices=("fp8", "int8", "int4"), default=None)
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=tuple(floor.KV_BYTES), default="auto")
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
     parser.add_argument(
         "--max-model-len", type=int, default=4096, help=f"the row {LONG} needs {workloads.LONG_CONTEXT}"

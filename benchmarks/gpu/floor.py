@@ -11,6 +11,7 @@ from benchmarks.gpu.workloads import Workload
 BANDWIDTH = 4.3e12  # bytes a second that a step can count on
 BF16_RATE, FP8_RATE = 790e12, 1400e12  # operations a second; those of int8 count as fp8
 WEIGHT_BYTES = {None: 2, "fp8": 1, "int8": 1, "int4": 0.5 + 2 / 128}  # of the layers, scales of groups included
+KV_BYTES = {"auto": 2, "fp8": 1, "fp8_e4m3": 1, "int8": 1, "int4": 0.5 + 4 / 32}  # int4 with a scale and an offset
 HEAD_BYTES = 2  # of a weight of the head, which is never quantized
 
 
@@ -19,12 +20,12 @@ class Precision:
     """How wide the layers' weights and the cached numbers are, in bytes."""
 
     weight_bytes: float = 2
-    kv_bytes: int = 2
+    kv_bytes: float = 2
 
     @classmethod
     def of(cls, quantization: str | None, kv_cache_dtype: str) -> Precision:
         """By the names of the engine's settings."""
-        return cls(WEIGHT_BYTES[quantization], 2 if kv_cache_dtype == "auto" else 1)
+        return cls(WEIGHT_BYTES[quantization], KV_BYTES[kv_cache_dtype])
 
     @property
     def rate(self) -> float:

@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--quantization", choices=("fp8", "int8", "int4"), default=None)
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=tuple(floor.KV_BYTES), default="auto")
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     parser.add_argument("--trace", type=Path, help="keep the trace here")
     options = parser.parse_args()

@@ -89,6 +89,20 @@ def test_an_adapter_is_loaded_listed_used_and_unloaded(server: TestServer) -> No
     assert unload(server).status_code == 404
 
 
+def test_the_lists_of_ollama_have_adapters_under_names_that_it_takes(server: TestServer) -> None:
+    load(server)
+    for path in ("/api/tags", "/api/ps"):
+        shown = server.get(path, headers=USER).json()["models"]
+        assert [entry["model"] for entry in shown] == ["scripted:latest", "other-name:latest", "sql:latest"]
+        parents = [entry["details"]["parent_model"] for entry in shown]
+        assert parents == ["", "", "scripted"]
+        assert shown[-1]["digest"] != shown[0]["digest"]
+    asked = {"model": "sql:latest", **ASKED["/api/chat"]}
+    assert "sql:yes" in server.post("/api/chat", asked, headers=USER).text
+    assert unload(server).status_code == 200
+    assert "sql" not in server.get("/api/tags", headers=USER).text
+
+
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": "hi"},

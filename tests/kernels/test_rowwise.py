@@ -128,6 +128,29 @@ def test_rows_are_quantized_to_whole_numbers(size: int) -> None:
     assert (found[0] == wanted[0]).float().mean() > 0.99
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float8_e4m3fn, 448.0), (torch.int8, 127.0)])
+def test_rows_are_quantized_as_the_reference_does_where_a_reciprocal_rounds_otherwise(
+    dtype: torch.dtype, most: float
+) -> None:
+    def nearest(x: torch.Tensor) -> torch.Tensor:
+        return x.round() if dtype == torch.int8 else x.to(dtype).float()
+
+    generator = torch.Generator().manual_seed(0)
+    amax = torch.rand(1 << 20, generator=generator) + 0.5
+    between = torch.randint(1, 127, amax.shape, generator=generator) + 0.5  # two whole numbers,
+    if dtype != torch.int8:
+        between = 17.0 + 2 * torch.randint(0, 8, amax.shape, generator=generator)  # or two float8 of 16 to 32
+    number = between / most * amax
+    once, twice = (number * factor for factor in (torch.full_like(amax, most) / amax, amax.reciprocal() * most))
+    by_scale = number / (amax / most)
+    differs = (nearest(once) != nearest(twice)) | (nearest(once) != nearest(by_scale))
+    rows = torch.stack((amax, number), dim=1)[differs][:4].to(DEVICE)
+    assert len(rows) == 4
+    found, _ = quantize_rows(rows, torch.empty(rows.shape, dtype=dtype, device=DEVICE))
+    wanted, _ = quantize.quantize_rows_int8(rows) if dtype == torch.int8 else quantize.quantize_rows(rows)
+    assert torch.equal(found.float(), wanted.float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("size", [64, 20_000])  # in registers at once, and in several pieces
 def test_a_row_with_a_nan_stays_bad_and_alone(size: int, dtype: torch.dtype) -> None:

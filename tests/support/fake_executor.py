@@ -65,7 +65,10 @@ class FakeAdapters:
     into the device's slots; a row adds the number of its adapter to every token that it writes."""
 
     contents: dict[str, str] = field(default_factory=dict)  # folder -> digest
-    held: set[str] = field(default_factory=set)  # in host memory
+    held: set[str] = field(default_factory=set)  # known
+    capacity: int = 0  # how many of them host memory has room for; 0: all
+    recent: dict[str, None] = field(default_factory=dict)  # those in host memory, the last used last
+    num_read_in_steps: int = 0
     slots: dict[int, str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)  # digests that cannot be put into a slot
     num_placed: int = 0
@@ -77,12 +80,20 @@ class FakeAdapters:
             raise InvalidRequest("lora_path", f"{folder!r} has no adapter", "name another folder")
         digest = self.contents[folder]
         self.held.add(digest)
+        self.use(digest)
         return AdapterInfo(name, digest, 8, 1_000, folder)
 
     def forget(self, digest: str) -> None:
         assert digest in self.held, "an adapter was forgotten that is not held"
         self.held.remove(digest)
+        self.recent.pop(digest, None)
         self.slots = {slot: each for slot, each in self.slots.items() if each != digest}
+
+    def use(self, digest: str) -> None:
+        self.recent.pop(digest, None)
+        self.recent[digest] = None
+        while self.capacity and len(self.recent) > self.capacity:
+            del self.recent[next(iter(self.recent))]
 
     def place(self, plan: StepPlan, rows: Iterable[FakeRow]) -> None:
         placed = [placement.slot for placement in plan.adapters]
@@ -91,6 +102,8 @@ class FakeAdapters:
         for slot, digest in plan.adapters:
             assert slot not in used, "a slot was given away that a row uses"
             assert digest in self.held, "an adapter was placed that is not held"
+            self.num_read_in_steps += digest not in self.recent
+            self.use(digest)
             self.slots.pop(slot, None)
             if digest not in self.lost:
                 self.slots[slot] = digest

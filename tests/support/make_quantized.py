@@ -1,6 +1,6 @@
 """Writes tests/fixtures/quantized: tiny checkpoints as the tools that quantize models write them.
 
-Run it in an environment with transformers, gptqmodel, llmcompressor and autoawq, in the root of the repository:
+Run it in an environment with transformers, gptqmodel, llmcompressor, autoawq and bitsandbytes, in the root folder:
 
     python tests/support/make_quantized.py [NAME ...]
 
@@ -12,10 +12,12 @@ and the logits of TOKENS, where the tool can run the model on a CPU.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,31 @@ def compressed(target: Path, plain: Path, modifier: Callable[[], Any]) -> dict[s
     return whole_weights(target) | {"logits": logits(AutoModelForCausalLM.from_pretrained(target))}
 
 
+def bitsandbytes(target: Path, plain: Path, **settings: Any) -> dict[str, Tensor]:
+    from bitsandbytes.functional import dequantize_4bit
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    made = AutoModelForCausalLM.from_pretrained(
+        plain, quantization_config=BitsAndBytesConfig(**settings), device_map="cpu", dtype=torch.float16
+    )
+    made.save_pretrained(target)
+    model, expected = AutoModelForCausalLM.from_pretrained(target, device_map="cpu"), {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if getattr(weight, "quant_state", None) is not None:
+            state = copy(weight.quant_state)  # as one row: its CPU kernel is wrong for blocks across outputs
+            state.shape = torch.Size((1, math.prod(state.shape)))
+            whole = dequantize_4bit(weight.data, state).view(weight.quant_state.shape)
+        elif getattr(weight, "SCB", None) is not None:
+            whole = weight.data.float() * weight.SCB.unsqueeze(1) / 127
+        else:
+            continue
+        expected[name] = whole.double() @ probe(whole.shape[1])
+    if model.config.hidden_size % 64:
+        return expected  # its product on a CPU does not take blocks across outputs
+    return expected | {"logits": logits(model)}
+
+
 def whole_weights(folder: Path) -> dict[str, Tensor]:
     """By the compressors of compressed-tensors."""
     from compressed_tensors.compressors import BaseCompressor
@@ -201,17 +228,29 @@ RECIPES: dict[str, Callable[[Path, Path], dict[str, Tensor]]] = {
     "ct-fp8": lambda target, plain: compressed(target, plain, recipe("FP8")),
     "ct-fp8-dynamic": lambda target, plain: compressed(target, plain, recipe("FP8_DYNAMIC")),
     "ct-fp8-block": lambda target, plain: compressed(target, plain, recipe("FP8_BLOCK")),
+    "bnb-nf4": lambda target, plain: bitsandbytes(target, plain, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "bnb-nf4-double": lambda target, plain: bitsandbytes(
+        target, plain, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    ),
+    "bnb-fp4": lambda target, plain: bitsandbytes(
+        target, plain, load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_quant_storage=torch.bfloat16
+    ),
+    "bnb-fp4-double": lambda target, plain: bitsandbytes(
+        target, plain, load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=True
+    ),
+    "bnb-int8": lambda target, plain: bitsandbytes(target, plain, load_in_8bit=True),
 }
 
 
-WIDE = ("ct-w8a16", "ct-fp8-block")  # their groups and blocks are of 128
+# Groups and blocks of 128 inputs need as many; blocks of 64 go across outputs where inputs are no multiple of 64.
+HIDDEN = {"ct-w8a16": 128, "ct-fp8-block": 128, "bnb-nf4-double": 96}
 
 
 def main(names: list[str]) -> None:
     for name in names or list(RECIPES):
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "quantized"
-            expected = RECIPES[name](target, plain_model(Path(folder) / "plain", hidden=128 if name in WIDE else 64))
+            expected = RECIPES[name](target, plain_model(Path(folder) / "plain", hidden=HIDDEN.get(name, 64)))
             shutil.rmtree(FIXTURES / name, ignore_errors=True)
             (FIXTURES / name).mkdir(parents=True)
             for file in KEPT:

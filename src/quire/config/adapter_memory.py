@@ -1,4 +1,4 @@
-"""The memory of LoRA adapters on the device."""
+"""The memory of LoRA adapters, on the device and in host memory."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ def adapter_memory(
     rank, counts = padded_rank(adapters.max_rank, tiled=tiled), model.weights
     slots = adapters.slots * rank * counts.adapter_width * value_bytes
     return slots + max_tokens * rank * counts.adapter_parts * 4 * _SPLITS
+
+
+def host_adapter_memory(model: ModelConfig, adapters: AdapterConfig | None, value_bytes: int) -> int:
+    """Bytes of the adapters in host memory, all of them of the largest rank."""
+    if adapters is None:
+        return 0
+    return adapters.host_adapters * padded_rank(adapters.max_rank) * model.weights.adapter_width * value_bytes

@@ -28,6 +28,11 @@ class AdapterConfig:
     host_adapters: int  # kept in host memory; others are read from their folders again when they are needed
 
 
+def host_adapters(config: AdapterConfig | None) -> int:
+    """How many adapters are kept in host memory; 0 where there are none."""
+    return 0 if config is None else config.host_adapters
+
+
 class AdapterModule(NamedTuple):
     """An adapter that an engine has from the start."""
 

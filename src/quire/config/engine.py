@@ -78,6 +78,7 @@ class SchedulerConfig:
     preemption: PreemptionName = "auto"  # whether a preempted request's blocks are swapped out or recomputed
     images: ImageLimits | None = None  # None: requests have no images
     adapter_slots: int = 0  # different LoRA adapters among running requests; 0: there are none
+    host_adapters: int = 0  # LoRA adapters that the executor keeps in host memory; 0: all
     # Running requests are divided into so many micro-batches, which are in flight together: as many as the pipeline has
     # stages.
     micro_batches: int = 1

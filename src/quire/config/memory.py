@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.config.adapter_memory import adapter_memory
+from quire.config.adapter_memory import adapter_memory, host_adapter_memory
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
 from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
@@ -17,10 +17,7 @@ from quire.types.errors import DoesNotFit
 
 PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # Python, torch and its libraries; on a GPU the CUDA context
 SAMPLING_BYTES_PER_LOGIT = 64  # logits, a float32 copy, probabilities, their sort and its float64 sum
-GATHERED_BYTES = {
-    "cpu": 2 * MIB,
-    "cuda": 256 * MIB,
-}  # keys that gathering attention copies at once, or one sequence if larger
+GATHERED_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}  # keys that gathering attention copies at once, or one sequence
 IN_PLACE_BYTES = {  # work lists and partial results of attention backends that read the cache in place
     "native": 16 * MIB,
     "triton": 64 * MIB,  # and partial results of gemms
@@ -28,8 +25,7 @@ IN_PLACE_BYTES = {  # work lists and partial results of attention backends that 
     "virtual": 64 * MIB,  # attention masks
 }
 LATENT_PARTS_BYTES = 80 * MIB  # partial results of attention over latents on a GPU, which all query heads share
-LARGE_PARTS_BYTES = 48 * MIB  # the same of heads of more than 256 numbers, and of a second kind of heads
-LARGE_DIM = 256
+LARGE_PARTS_BYTES, LARGE_DIM = 48 * MIB, 256  # the same of heads of more numbers, and of a second kind of heads
 TABLE_BYTES = 4  # a token or a block in the tables of rows
 GRAPH_BYTES = 16 * MIB  # one captured decode graph: its nodes and kernels
 TOKEN_GRAPH_BYTES = 8 * MIB  # the captured graphs of one token bucket: prompts, decodes, or both
@@ -41,7 +37,7 @@ MASK_COPIES = {
     "host": 3,  # masks of this step and of the step before, and a copy of those that are sent
 }
 MASK_PARCELS = 16  # batches of masks in pinned memory that may be on their way to a GPU
-ADAPTER_FIX = "lower max_loras, or max_lora_rank"
+ADAPTER_FIX = "lower max_loras, max_cpu_loras or max_lora_rank"
 PROMPT_POSITIONS = 128  # prompt logprobs are computed for so many positions at a time ...
 PROMPT_BYTES_PER_LOGIT = 24  # ... with these buffers: logits in float32, log-softmax, comparison for ranks
 
@@ -72,6 +68,7 @@ class MemoryPlan:
     max_chunk: int = 0  # tokens of a sequence that a step computes
     images: int = 0  # encoding the largest image, and vectors of images that are kept
     adapters: int = 0  # slots for LoRA adapters
+    host_adapters: int = 0  # LoRA adapters in host memory; on a CPU they take from the same memory as all else
 
     @property
     def state_bytes(self) -> int:
@@ -95,7 +92,12 @@ class MemoryPlan:
         """Bytes of everything but the KV cache."""
         needed = self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs
         host = self.host_cache if self.device == "cpu" else 0
-        return needed + self.images + self.adapters + self.masks + self.draft + self.staging + self.states + host
+        return needed + self.images + self.all_adapters + self.masks + self.draft + self.staging + self.states + host
+
+    @property
+    def all_adapters(self) -> int:
+        """Bytes of LoRA adapters in the memory of the device."""
+        return self.adapters + (self.host_adapters if self.device == "cpu" else 0)
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -131,6 +133,11 @@ class MemoryPlan:
                 f"(kv_cache_memory={at_least(self.blocks_per_sequence * self.block_bytes)})",
             )
         host_room = max(self.host_available - self.host_masks, 0)
+        if self.device != "cpu" and self.host_adapters > host_room:
+            needed, free = format_size(self.host_adapters), format_size(host_room)
+            short = f"{needed} of host memory are needed, {free} are available"
+            raise DoesNotFit("max_cpu_loras", short, "lower it, or max_lora_rank")
+        host_room -= self.host_adapters
         if self.device != "cpu" and self.host_cache > host_room:
             raise DoesNotFit(
                 "host_cache_memory",
@@ -164,8 +171,8 @@ class MemoryPlan:
         if self.groups.num_states and room + self.states >= smallest_cache:
             fix = f"lower it: a sequence takes {format_size(self.state_bytes)} of memory for states"
             return "max_num_seqs", f"{short} ({format_size(self.states)} of them states)", fix
-        if self.adapters and room + self.adapters >= smallest_cache:
-            return "max_loras", f"{short} ({format_size(self.adapters)} of them for adapters)", ADAPTER_FIX
+        if self.adapters and room + self.all_adapters >= smallest_cache:
+            return "max_loras", f"{short} ({format_size(self.all_adapters)} of them for adapters)", ADAPTER_FIX
         if self.activations + self.sampling + self.masks + self.rows + self.graphs > self.weights:
             return "max_num_batched_tokens", short, "lower it, and max_num_seqs, or use a device with more memory"
         return "model", f"{short} ({format_size(self.weights)} of them weights)", "choose a smaller model or dtype"
@@ -184,6 +191,7 @@ class MemoryPlan:
             ("weights", self.weights, ""),
             *([("drafting", self.draft, "weights, rows and sampling of the draft")] if self.draft else []),
             *([("adapters", self.adapters, "slots for LoRA adapters")] if self.adapters else []),
+            *([("host adapters", self.host_adapters, "in host memory, as they are loaded")] if self.adapters else []),
             ("activations", self.activations, "upper bound for one step"),
             *([("images", self.images, "encoding the largest one")] if self.images else []),
             ("logits, sampling", self.sampling, ""),
@@ -270,6 +278,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         max_chunk=scheduler.max_num_batched_tokens,
         images=_images(model, scheduler, facts.weight_bytes(config.device.dtype, device)),
         adapters=_adapters(model, config, facts),
+        host_adapters=host_adapter_memory(model, config.adapters, DTYPE_BYTES[config.device.dtype]),
     )
 
 

@@ -12,7 +12,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 CacheDtype = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4"]  # float8 is e4m3fn
 Quantization = Literal["fp8", "int8", "int4"]  # of plain weights, while they are loaded
 QUANTIZATIONS: tuple[Quantization, ...] = ("fp8", "int8", "int4")
-STORED_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")  # of quantized checkpoints
+STORED_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "mxfp4")  # of quantized checkpoints
 INT4_GROUP = 64  # weights of int4 that share a scale and an offset
 # Of the KV cache: bytes of an entry, see `stored_specs`.
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1, "int4": 1}

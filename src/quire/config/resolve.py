@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 
+from quire.config.adapters import host_adapters
 from quire.config.arguments import (
     CACHE_DTYPES,
     DTYPES,
@@ -85,7 +86,7 @@ def resolve_engine_config(
     if images is not None and parsed.recording is not None:
         logger.warning("requests with images are refused while the engine is recorded: recordings hold no images")
         images = None
-    scheduler = replace(scheduler, images=images)
+    scheduler = replace(scheduler, images=images, host_adapters=host_adapters(parsed.adapters))
     caching = _prefix_caching(args, model, scheduler)
     host_field = "host_cache_memory" if args.swap_space is None else "swap_space"
     speculation = None if parsed.speculation is None else resolve_speculation(parsed.speculation, model, draft_model)
@@ -334,9 +335,9 @@ def _too_short(plan: MemoryPlan) -> DoesNotFit:
     if fix is not None:
         host = f"not even {plan.max_model_len} tokens fit beside {format_size(plan.host_cache)} of it {where}"
         return DoesNotFit("host_cache_memory", host, fix)
-    if plan.adapters and plan.capacity - plan.fixed + plan.adapters >= smallest_cache:
-        slots = f"not even {plan.max_model_len} tokens fit beside slots of {format_size(plan.adapters)} {where}"
-        return DoesNotFit("max_loras", slots, ADAPTER_FIX)
+    if plan.adapters and plan.capacity - plan.fixed + plan.all_adapters >= smallest_cache:
+        beside = f"not even {plan.max_model_len} tokens fit beside {format_size(plan.all_adapters)} of adapters {where}"
+        return DoesNotFit("max_loras", beside, ADAPTER_FIX)
     short = f"not even {plan.max_model_len} tokens fit beside its weights {where}"
     return DoesNotFit("model", short, "choose a smaller model or dtype, or free memory")
 

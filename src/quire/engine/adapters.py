@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
+from quire.engine.adapter_fetch import AdapterFetch, ThreadedFetch
 from quire.engine.decoding.group import Group
 from quire.engine.executor import Executor
 from quire.engine.observer import EngineObserver
@@ -38,6 +39,10 @@ class AdapterTable:
         self._unused: dict[str, None] = {}  # digests that the executor may forget when nothing is loaded
         self._requests: Counter[str] = Counter()  # by name: requests since it was loaded
         self._used: dict[str, tuple[str, str]] = {}  # by request id: name and digest of its adapter, the last last
+        self._known: dict[str, AdapterInfo] = {}  # by digest: where it was read last, until the executor forgets it
+        self._fetching: set[str] = set()  # digests that are read again
+        self.fetch: AdapterFetch = ThreadedFetch(executor)
+        slots.host.order = self._read_again
 
     # ------------------------------------------------------------------------------------------------------ requests
     def resolve(self, request: Submit) -> Submit:
@@ -50,7 +55,7 @@ class AdapterTable:
             raise InvalidRequest("model", f"is {name!r}, not a text", "send a string")
         self._check_enabled("model")
         if name not in self._infos:
-            raise InvalidRequest("model", f"no LoRA adapter has the name {name!r}", self._known())
+            raise InvalidRequest("model", f"no LoRA adapter has the name {name!r}", self._fix())
         digest = self._infos[name].digest
         if request.source is not None:
             used, before = self._used.get(request.source.request_id, (name, digest))
@@ -76,7 +81,7 @@ class AdapterTable:
             self._users[digest] -= 1
             self._forget_if_unused(digest)
 
-    def _known(self) -> str:
+    def _fix(self) -> str:
         names = [*self._infos][:_SHOWN]
         more = f" and {len(self._infos) - len(names)} more" if len(names) < len(self._infos) else ""
         return f"use one of {', '.join(map(repr, names))}{more}, or load it" if names else "load it first"
@@ -120,16 +125,15 @@ class AdapterTable:
         del self._loading[name]
         if info is not None:
             self.add(info)
-        if not self._loading:
-            unused, self._unused = self._unused, {}
-            for digest in unused:
-                self._forget_if_unused(digest)
+        self._forget_unused()
 
     def add(self, info: AdapterInfo) -> None:
         """Give a name to an adapter that the executor has read. It replaces another one of that name."""
         before = self._infos.get(info.name)
         self._infos[info.name] = info
         self._names[info.digest] += 1
+        self._known[info.digest] = info
+        self._slots.host.use(info.digest)
         self._observer.adapter_loaded(info)
         if before is not None:
             self._unname(before)
@@ -139,7 +143,7 @@ class AdapterTable:
         self._check_enabled("lora_name")
         info = self._infos.pop(name, None)
         if info is None:
-            raise InvalidRequest("lora_name", f"no LoRA adapter has the name {name!r:.300}", self._known())
+            raise InvalidRequest("lora_name", f"no LoRA adapter has the name {name!r:.300}", self._fix())
         del self._requests[name]
         self._observer.adapter_unloaded(name)
         self._unname(info)
@@ -154,16 +158,44 @@ class AdapterTable:
         self._forget_if_unused(info.digest)
 
     def _forget_if_unused(self, digest: str) -> None:
-        """Drop an adapter that no name and no live request uses. While adapters are loaded it must wait: what is being
+        """Drop an adapter that no name and no live request uses. While adapters are read it must wait: what is being
         read may be the same."""
         if self._names[digest] or self._users[digest]:
             return
-        if self._loading:
+        if self._loading or self._fetching:
             self._unused[digest] = None
             return
         del self._names[digest], self._users[digest]
+        self._known.pop(digest, None)
         self._slots.drop(digest)
+        self._slots.host.forget(digest)
         self._executor.forget_adapter(digest)
+
+    def _forget_unused(self) -> None:
+        if not self._loading and not self._fetching:
+            unused, self._unused = self._unused, {}
+            for digest in unused:
+                self._forget_if_unused(digest)
+
+    # -------------------------------------------------------------------------------------------------- reading again
+    def _read_again(self, digest: str) -> None:
+        self._fetching.add(digest)
+        self.fetch.order(self._known[digest])
+
+    def take_fetched(self) -> None:
+        """Note which adapters were read again, and begin to read the next. Called once for each step. Never waits."""
+        if not self._slots.host.missing:
+            return
+        if not self._fetching:
+            self._slots.host.fetch()
+            return
+        for fetched in self.fetch.take():
+            self._fetching.remove(fetched.digest)
+            self._slots.host.arrived(fetched.digest, was_read=fetched.was_read)
+            self._observer.adapter_fetched(fetched.digest, was_read=fetched.was_read)
+            if fetched.found and not fetched.was_read:
+                self._unused[fetched.found] = None  # its files changed, and nobody asked for what they hold now
+        self._forget_unused()
 
     # ------------------------------------------------------------------------------------------------------- accounts
     def stats(self) -> AdapterStats:
@@ -188,3 +220,5 @@ class AdapterTable:
         assert +self._names == names
         assert {*self._names, *self._users} == {*names, *users, *self._unused}
         assert self._requests.keys() <= self._infos.keys()
+        assert self._known.keys() >= {*names, *users}
+        assert all(self._slots.host.is_missing(digest) for digest in self._fetching)

@@ -19,7 +19,7 @@ from quire.engine.decoding.group import Group, Sequence
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.executor import Executor
 from quire.engine.guided_rows import GuidedRows
-from quire.engine.handover import Handover
+from quire.engine.handover import make_handover
 from quire.engine.in_flight import InFlightStep, Pipeline
 from quire.engine.kvcache.pinned_prefixes import PinnedPrefixes
 from quire.engine.observer import EngineObserver
@@ -80,8 +80,7 @@ class EngineCore:
         self._compiling: dict[Group, Compilation] = {}
         self._groups: dict[str, Group] = {}
         self._finished: list[Finished] = []
-        puts = cache.tiers.transport is not None and cache.tiers.transport.puts
-        self._handover = Handover(self._scheduler.tiers, clock) if puts else None  # to engines that wait for blocks
+        self._handover = make_handover(cache.tiers, self._scheduler.tiers, clock)
         self._next_handle = self._ordinal = 0
         self._dead: str | None = None
         self._counters, self._last_commit = Counters(), 0.0
@@ -211,9 +210,9 @@ class EngineCore:
         """Launch planned steps, wait for the oldest one in flight, and return its output and all terminal messages."""
         batch = NO_BATCH
         try:
-            if self._compiling:
-                self._enqueue_compiled()
+            self._enqueue_compiled()
             self._guided.finish_masks()
+            self.adapters.take_fetched()
             if self._scheduler.tiers.expects_report:
                 self._scheduler.tiers.apply_report(self._executor.transfers())
             self._pipeline.fill(self._plan_step, self._guided.supply)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from quire.config.tiers import TierConfig
 from quire.engine.kvcache.tiers.base import Tiers
 from quire.types.output import Finished
 
@@ -45,3 +46,8 @@ class Handover:
         while self._held and (is_dead or self._held[0].num_put <= done or now >= self._held[0].until):
             ready.append(self._held.popleft().message)
         return tuple(ready)
+
+
+def make_handover(config: TierConfig, tiers: Tiers, clock: Callable[[], float]) -> Handover | None:
+    """None: no other engine waits for this one's blocks."""
+    return Handover(tiers, clock) if config.transport is not None and config.transport.puts else None

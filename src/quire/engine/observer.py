@@ -44,6 +44,9 @@ class EngineObserver:
     def adapter_unloaded(self, name: str) -> None:
         """A LoRA adapter lost its name."""
 
+    def adapter_fetched(self, digest: str, *, was_read: bool) -> None:
+        """The reading of a LoRA adapter that had left host memory has ended."""
+
     def compiled(self, group: Group) -> None:
         """The grammar of a request was compiled, and the request waits to be admitted; or it failed, and the request
         has ended."""

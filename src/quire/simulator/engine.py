@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from quire.config.engine import CacheConfig, SchedulerConfig
+from quire.engine.adapter_fetch import Fetched
 from quire.engine.core import EngineCore
 from quire.engine.decoding.grammar import Grammars
 from quire.engine.decoding.tools import DecodingTools
@@ -20,6 +21,7 @@ from quire.engine.recording.tokens import WIDE_VOCABULARY
 from quire.engine.speculation.registry import make_proposers
 from quire.simulator.model_outputs import ModelOutputs
 from quire.simulator.recording import Setup
+from quire.types.adapters import AdapterInfo
 from quire.types.step import (
     Candidates,
     RowDraft,
@@ -29,6 +31,34 @@ from quire.types.step import (
     StepResult,
     TokenLogprobs,
 )
+
+
+class RecordedFetch:
+    """Adapters are read when they were in the recording: `ended` says which, before each step."""
+
+    def __init__(self) -> None:
+        self.ended: list[Fetched] = []
+
+    def order(self, info: AdapterInfo) -> None:
+        """Nothing is read."""
+
+    def take(self) -> list[Fetched]:
+        ended, self.ended = self.ended, []
+        return ended
+
+
+class InstantFetch:
+    """Every adapter has been read by the next step."""
+
+    def __init__(self) -> None:
+        self._ordered: list[Fetched] = []
+
+    def order(self, info: AdapterInfo) -> None:
+        self._ordered.append(Fetched(info.digest, info.digest))
+
+    def take(self) -> list[Fetched]:
+        ordered, self._ordered = self._ordered, []
+        return ordered
 
 
 class RecordedModel:

@@ -223,6 +223,7 @@ class _Reader:
                 plans,
                 tuple(float(each) for each in record["took"]),
                 tuple(record.get("compiled", ())),
+                tuple((str(digest), bool(was_read)) for digest, was_read in record.get("fetched", ())),
                 tuple(_report(each) for each in record.get("reports", ())),
                 *(int(record[name]) for name in ("used", "running", "waiting", "preempted", "swapped")),
             )

@@ -106,6 +106,7 @@ class Stepped:
     plans: tuple[dict[str, Any], ...]
     seconds: tuple[float, ...]
     compiled: tuple[int, ...]
+    fetched: tuple[tuple[str, bool], ...]  # LoRA adapters whose reading ended, and whether they were read
     reports: tuple[TransferReport, ...]
     num_used: int
     num_running: int

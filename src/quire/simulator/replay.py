@@ -6,10 +6,11 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.engine.adapter_fetch import Fetched
 from quire.engine.core import EngineCore
 from quire.engine.recording.events import UnfinishedRequests
 from quire.simulator.clock import RecordedClock
-from quire.simulator.engine import RecordedModel, count_work, make_replayed_core
+from quire.simulator.engine import RecordedFetch, RecordedModel, count_work, make_replayed_core
 from quire.simulator.grammars import ReplayedGrammars
 from quire.simulator.recording import (
     Aborted,
@@ -101,6 +102,7 @@ class _Replay:
     run: Run = field(init=False)
     model: RecordedModel = field(init=False)
     executor: _ReplayExecutor = field(init=False)
+    fetch: RecordedFetch = field(default_factory=RecordedFetch)
     core: EngineCore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,6 +119,7 @@ class _Replay:
             grammars=ReplayedGrammars(outputs.grammars, setup.vocab_size, self.ready.__contains__, lambda _: None),
             clock=self.clock,
         )
+        self.core.adapters.fetch = self.fetch
 
     def execute(self) -> ReplayResult:
         difference = None
@@ -165,6 +168,7 @@ class _Replay:
         self.calls += 1
         self.ready.update(event.compiled)
         self.executor.reports.extend(event.reports)
+        self.fetch.ended = [Fetched(digest, digest if was_read else "") for digest, was_read in event.fetched]
         out = self.core.step()
         plans, counts = self.model.take_plans(), self.core.counts
         end = event.clock[-1] if event.clock else event.at

@@ -17,7 +17,7 @@ from quire.engine.core import EngineCore
 from quire.engine.recording.events import UnfinishedRequests
 from quire.simulator.clock import VirtualClock
 from quire.simulator.cost import Fit, fit_cost
-from quire.simulator.engine import RecordedModel, count_work, make_replayed_core
+from quire.simulator.engine import InstantFetch, RecordedModel, count_work, make_replayed_core
 from quire.simulator.executor import SimulatedExecutor
 from quire.simulator.grammars import ReplayedGrammars
 from quire.simulator.recording import (
@@ -114,6 +114,7 @@ class _Simulation:
             grammars=ReplayedGrammars(outputs.grammars, setup.vocab_size, self._is_ready, self._wait),
             clock=self.clock,
         )
+        self.core.adapters.fetch = InstantFetch()
         for step in recording.steps():
             self.ready_at |= dict.fromkeys(step.compiled, step.at)
 

@@ -13,6 +13,7 @@ from benchmarks.gpu import floor
 from benchmarks.gpu.models import FULL, MODELS, SLIDING, BenchModel
 from benchmarks.gpu.workloads import Workload
 from quire import LLM, SamplingParams
+from quire.config.arguments import CACHE_DTYPES
 from quire.runtime.loading.hf.config import hf_model_config
 
 
@@ -86,3 +87,8 @@ def test_a_small_gpt_oss_loads_and_answers(tmp_path: Path) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
         answers = llm.generate([[5] * 200, [7, 8, 9]], sampling, use_tqdm=False)
     assert [len(answer.outputs[0].token_ids) for answer in answers] == [12, 12]
+
+
+def test_every_kind_of_cache_that_the_engine_has_can_be_measured() -> None:
+    assert floor.KV_BYTES.keys() == {"auto", *CACHE_DTYPES}
+    assert floor.Precision.of(None, "int4").kv_bytes == 80 / 128  # of a head of 128 numbers

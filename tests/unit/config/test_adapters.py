@@ -11,6 +11,7 @@ import pytest
 from quire.config.adapters import AdapterConfig, AdapterModule, read_lora_dir, read_modules
 from quire.config.arguments import EngineArguments, read_arguments
 from quire.config.facts import HardwareFacts
+from quire.config.memory import MemoryPlan
 from quire.config.resolve import resolve_engine_config
 from quire.types.errors import ConfigError, DoesNotFit
 from tests.unit.config.machines import LAPTOP, SMALL
@@ -94,6 +95,27 @@ def test_tile_units_take_room_for_whole_tiles_of_ranks() -> None:
 @pytest.mark.parametrize("length", [None, 1_024])
 def test_slots_that_do_not_fit_name_both_settings(length: int | None) -> None:
     arguments = EngineArguments(enable_lora=True, max_loras=1_024, max_lora_rank=256, max_model_len=length)
-    with pytest.raises(DoesNotFit, match="lower max_loras, or max_lora_rank$") as refusal:
+    with pytest.raises(DoesNotFit, match="lower max_loras, max_cpu_loras or max_lora_rank$") as refusal:
         resolve_engine_config(arguments, LAPTOP, SMALL)
     assert refusal.value.setting == "max_loras"
+
+
+def test_adapters_in_host_memory_are_counted_with_the_largest_rank() -> None:
+    def planned(facts: HardwareFacts, **settings: Any) -> MemoryPlan:
+        arguments = EngineArguments(enable_lora=True, max_lora_rank=32, **settings)
+        return resolve_engine_config(arguments, facts, SMALL)[1]
+
+    few, more = (planned(LAPTOP, device="cpu", dtype="float32", max_cpu_loras=count) for count in (8, 100))
+    assert few.host_adapters == 8 * 32 * SMALL.weights.adapter_width * 4
+    assert more.host_adapters == 100 * 32 * SMALL.weights.adapter_width * 4
+    assert more.fixed - few.fixed == more.host_adapters - few.host_adapters
+    assert "host adapters" in str(more)
+    beside = replace(more, device="cuda:0")
+    assert more.fixed - beside.fixed == more.host_adapters
+    with pytest.raises(DoesNotFit, match="host memory are needed") as refusal:
+        replace(beside, host_available=more.host_adapters + more.host_masks - 1).check()
+    assert refusal.value.setting == "max_cpu_loras"
+    assert planned(LAPTOP, device="cpu").adapters
+    off = resolve_engine_config(EngineArguments(device="cpu"), LAPTOP, SMALL)[1]
+    assert off.host_adapters == 0
+    assert "adapters" not in str(off)

@@ -212,6 +212,8 @@ class EventEncoder:
         self._plans = []
         if event.compiled:
             record["compiled"] = event.compiled
+        if event.fetched:
+            record["fetched"] = event.fetched
         if any(self._reports):
             record["reports"] = self._reports
         self._reports = []

@@ -107,6 +107,7 @@ class Stepped(NamedTuple):
     clock: Readings
     seconds: tuple[float, ...]  # of the step it committed, from its launch or from the end of the step before it
     compiled: tuple[int, ...]  # requests whose grammars became ready
+    fetched: tuple[tuple[str, bool], ...]  # LoRA adapters whose reading ended, and whether they were read
     finished: tuple[tuple[int, Finished], ...]
     num_used: int  # blocks
     num_running: int

@@ -73,6 +73,7 @@ class Recorder(EngineObserver):
         self._core: EngineCore | None = None
         self._num_aborted = 0  # the most tokens that a sample of the current abort has
         self._compiled: list[int] = []
+        self._fetched: list[tuple[str, bool]] = []
         self._seconds: tuple[float, ...] = ()  # of the step that was committed, if one was
 
     def wrap_executor(self, executor: Executor, *, has_tiers: bool) -> Executor:
@@ -139,6 +140,9 @@ class Recorder(EngineObserver):
     def compiled(self, group: Group) -> None:
         self._compiled.append(group.ordinal)
 
+    def adapter_fetched(self, digest: str, *, was_read: bool) -> None:
+        self._fetched.append((digest, was_read))
+
     def planned(self, step: InFlightStep) -> None:
         assert self._core is not None
         owners = find_owners(step.plan, self._core.rows) if step.plan.new_rows else ()
@@ -163,8 +167,9 @@ class Recorder(EngineObserver):
         parts = tuple(self._parts)
         self._parts.clear()
         compiled, self._compiled = tuple(self._compiled), []
+        fetched, self._fetched = tuple(self._fetched), []
         readings, counts = self._take_readings(), self._core.counts
-        self._writer.put(Stepped(parts, readings, self._seconds, compiled, finished, *counts, self._core.dead))
+        self._writer.put(Stepped(parts, readings, self._seconds, compiled, fetched, finished, *counts, self._core.dead))
         self._seconds = ()
 
     def _is_ranked(self, row: int) -> bool:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from quire.engine.decoding.group import Group
+from quire.engine.scheduler.adapter_host import HostAdapters
 from quire.types.adapters import NO_ADAPTER, AdapterPlacement
 
 NO_SLOT = "no free slot for its LoRA adapter"  # why a group waits
@@ -23,7 +24,8 @@ class AdapterSlots:
     MAX_OVERTAKES of them, no further group joins the slot with the fewest users, so that it frees.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_in_host_memory: int = 0) -> None:
+        self.host = HostAdapters(num_in_host_memory)
         self._adapters = [""] * num_slots  # by slot; "": empty
         self._users = [0] * num_slots  # running groups, by slot
         self._slots: dict[str, int] = {}  # by adapter: the slot that its groups may join
@@ -56,11 +58,24 @@ class AdapterSlots:
         """Whether there is a slot for a waiting group."""
         return group.request.adapter_digest in self._slots or bool(self._idle)
 
+    def needs_host(self, group: Group) -> bool:
+        """Whether the adapter of a waiting group is in no slot of the device yet."""
+        slot = self._slots.get(group.request.adapter_digest)
+        return slot is None or slot in self.placements
+
     def wait(self, group: Group, now: float) -> None:
-        """Note that a group waits for a slot. It is added to `ready` when its adapter gets one."""
+        """Note that a group waits for a slot. It is added to `ready` when its adapter gets one. The adapter that gets
+        the next slot is read meanwhile, if it is not in host memory."""
         self._waiting.setdefault(group.request.adapter_digest, {})[group] = None
+        self.host.release(group)
+        self._read_next()
         if group.slot_wait_since is None:
             group.slot_wait_since = now
+
+    def _read_next(self) -> None:
+        """Have the adapter read that gets the next slot."""
+        if self._waiting:
+            self.host.awaits(next(iter(next(iter(self._waiting.values())))))
 
     def _forget(self, group: Group) -> None:
         """Forget a group that does not wait any more, as it was admitted or ended. Idempotent."""
@@ -84,6 +99,7 @@ class AdapterSlots:
         self._idle.pop(slot, None)
         self._kept.pop(adapter, None)
         self._forget(group)
+        self.host.leave(group)
         self._users[slot] += 1
         group.slot, group.slot_wait_since = slot, None
         if slot in self._unproven:
@@ -97,6 +113,7 @@ class AdapterSlots:
         slot, group.slot = group.slot, NO_ADAPTER
         if slot == NO_ADAPTER:
             self._forget(group)
+            self.host.leave(group)
             return
         group.held_chunks = None
         self._unproven.get(slot, {}).pop(group, None)
@@ -126,9 +143,13 @@ class AdapterSlots:
             self._empty(slot)
 
     def take_placements(self) -> tuple[AdapterPlacement, ...]:
-        """Return the placements for the plan that is made now."""
-        taken, self.placements = self.placements, {}
+        """Return the placements for the plan that is made now. Adapters that are still being read wait: no group that
+        uses them was admitted."""
+        taken = {slot: adapter for slot, adapter in self.placements.items() if not self.host.is_missing(adapter)}
+        self.placements = {slot: adapter for slot, adapter in self.placements.items() if slot not in taken}
         self.num_placements += len(taken)
+        for adapter in taken.values():
+            self.host.use(adapter)
         return tuple(AdapterPlacement(slot, adapter) for slot, adapter in taken.items())
 
     # ----------------------------------------------------------------------------------------------------- slots
@@ -146,14 +167,21 @@ class AdapterSlots:
         adapter = next(iter(self._waiting), None)
         if adapter is None:
             self._idle[slot] = None
+            if self.host.is_missing(self._adapters[slot]):  # the groups that it was to be read for have ended
+                del self._slots[self._adapters[slot]]
+                self._clear(slot)
             if not self._adapters[slot]:
                 self._take_first(slot)
             return
         self._kept[adapter] = self._waiting.pop(adapter)
         self._idle.pop(slot, None)
         self._place(slot, adapter)
+        if slot in self.placements:
+            for group in self._kept[adapter]:
+                self.host.awaits(group)
         self.ready += self._kept[adapter]
         self._num_overtakes = 0
+        self._read_next()
 
     def _take_first(self, slot: int) -> None:
         """Take this idle slot before the others."""
@@ -210,6 +238,7 @@ class AdapterSlots:
             assert (group.held_chunks is not None) == (group in self._unproven.get(group.slot, ()))
         assert all(count == users[slot] for slot, count in enumerate(self._users))
         queued = set(waiting)
+        self.host.check(queued)
         assert all(group.slot == NO_ADAPTER for group in queued)
         for groups in (*self._waiting.values(), *self._kept.values()):
             assert groups

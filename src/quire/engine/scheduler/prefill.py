@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.decoding.controller import PLAIN
 from quire.engine.decoding.group import Group, Sequence, SequenceState
+from quire.engine.scheduler.adapter_host import READING
 from quire.engine.scheduler.adapter_slots import NO_SLOT
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import NEAR
@@ -167,7 +168,7 @@ class Prefill:
         if reuse.prefetch is not None:
             reuse.ready += reuse.prefetch.take_ready(scheduler.now, scheduler.policy.rank)
             reuse.prefetch.look(scheduler.policy.likely_next(scheduler, NEAR))
-        for ready in (reuse.ready, scheduler.adapters.ready):
+        for ready in (reuse.ready, scheduler.adapters.ready, scheduler.adapters.host.ready):
             for group in ready:
                 if scheduler.waiting.is_deferred(group):
                     scheduler.waiting.resume(group)
@@ -223,6 +224,9 @@ class Prefill:
                 scheduler.adapters.wait(group, scheduler.now)
                 self._defer(group, NO_SLOT)
                 continue
+            if group.request.adapter_digest and self._awaits_adapter(group):
+                self._defer(group, READING)
+                continue
             if len(group.live) + group.num_beams_to_come > num_free:
                 return None, "no free row"
             if group is self._blocked and self._is_unchanged():
@@ -241,6 +245,11 @@ class Prefill:
         scheduler, batches = self._scheduler, self._scheduler.micro_batches
         num_waiting = min(scheduler.waiting.num_ready, scheduler.rows.num_free)
         return len(batches) == 1 or batches.takes_more(scheduler.micro_batch, scheduler.running, num_waiting)
+
+    def _awaits_adapter(self, group: Group) -> bool:
+        """Whether the adapter of a group has a slot, and is still to be read into host memory."""
+        adapters = self._scheduler.adapters
+        return adapters.needs_host(group) and adapters.host.awaits(group)
 
     def _defer(self, group: Group, reason: str) -> None:
         """Let others overtake a waiting group until it is resumed."""

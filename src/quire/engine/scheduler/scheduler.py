@@ -48,7 +48,7 @@ class Scheduler:
         self.block_size, self._budget = cache.block_size, config.max_num_batched_tokens
         self.micro_batches = MicroBatches(config.micro_batches, config.num_rows)
         self.micro_batch, self.ahead = 0, self.micro_batches.sets[0]  # of the current plan, or of the last one
-        self.adapters = AdapterSlots(config.adapter_slots)
+        self.adapters = AdapterSlots(config.adapter_slots, config.host_adapters)
         self.prefill = Prefill(self, self._budget, 0 if config.images is None else config.images.max_encoded_tokens)
         self._stride = 1  # ticks by which the current plan advances the AheadSet; 0 while decoding is paused
         self.ahead_rows: Ints = NO_ROWS  # the rows of the last plan that run ahead: the first of its decode_rows

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.kernels.reference.quantize import LARGEST, LARGEST_INT8, to_float8
+from quire.kernels.reference.quantize import LARGEST, LARGEST_INT8, inverse_scale, to_float8
 
 INT4 = torch.uint8  # the dtype by which an int4 cache is known: bytes of two numbers
 SCALED = (torch.float8_e4m3fn, torch.int8, INT4)
@@ -38,7 +38,7 @@ def quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     most = LARGEST_INT8 if dtype == torch.int8 else LARGEST
     amax = wide.abs().amax(dim=-1, keepdim=True)
     amax = torch.where(amax.isfinite(), amax.clamp(min=LEAST), float("nan"))
-    scaled = wide * (torch.full_like(amax, most) / amax)  # torch makes `most / amax` by a reciprocal, rounded twice
+    scaled = wide * inverse_scale(amax, most)
     scales = amax / most
     if dtype == torch.int8:
         return scaled.nan_to_num(0.0).round().clamp(-most, most).to(torch.int8), scales

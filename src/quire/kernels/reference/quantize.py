@@ -13,7 +13,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:  # [rows, size] -> [rows,
     """Each row over the scale that takes its largest magnitude to the largest float8: x = numbers * scale."""
     wide = x.float()
     amax = wide.abs().amax(dim=-1).clamp(min=1e-12)
-    return to_float8(wide * (LARGEST / amax)[:, None]), amax / LARGEST
+    return to_float8(wide * inverse_scale(amax, LARGEST)[:, None]), amax / LARGEST
 
 
 def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:  # [rows, size] -> [rows, size] int8, [rows] float32
@@ -21,7 +21,14 @@ def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:  # [rows, size] -> [
     wide = x.float()
     amax = wide.abs().amax(dim=-1).clamp(min=1e-12)
     scale = torch.where(amax.isfinite(), amax / LARGEST_INT8, float("nan"))
-    return to_int8(wide / scale[:, None]).nan_to_num(0.0).to(torch.int8), scale
+    scaled = wide * inverse_scale(amax, LARGEST_INT8)[:, None]
+    return scaled.nan_to_num(0.0).round().clamp(-LARGEST_INT8, LARGEST_INT8).to(torch.int8), scale
+
+
+def inverse_scale(amax: Tensor, largest: float) -> Tensor:
+    """What takes the magnitudes `amax` to `largest`: divided and rounded once, as the kernels do. torch makes
+    `largest / amax` by a reciprocal, which is rounded twice."""
+    return torch.full_like(amax, largest) / amax
 
 
 def to_float8(x: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ class HfCheckpoint:
             word: self._read_whole(Piece(stored.name), DTYPES, may_be_zero=word in self._method.zero_words)
             for word, stored in quantized.tensors.items()
         }
+        tensors |= {word: tensors[word].view(torch.uint8) for word in self._method.byte_words if word in tensors}
         for word, tensor in tensors.items():
             if tensor.is_floating_point():
                 refuse_non_finite(tensor.float(), quantized.file, f"{quantized.layer}.{word}")

@@ -20,13 +20,15 @@ ITEM_BYTES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies; `offset` counts from the file's first byte."""
+    """Where a tensor lies; `offset` counts from the file's first byte. `content`: its bytes, where they were read with
+    the header."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    content: bytes = b""
 
 
 class SafetensorsFile:

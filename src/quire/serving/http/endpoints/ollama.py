@@ -140,12 +140,14 @@ PULL = TextEndpoint(
 
 async def _tags(service: Service, exchange: Exchange) -> None:
     service.engine()
-    await exchange.reply_json({"models": await service.in_thread(ModelCard(service).listed)})
+    adapters = await service.adapters.listing()
+    await exchange.reply_json({"models": await service.in_thread(partial(ModelCard(service).listed, adapters))})
 
 
 async def _running(service: Service, exchange: Exchange) -> None:
     service.engine()
-    await exchange.reply_json({"models": await service.in_thread(ModelCard(service).running)})
+    adapters = await service.adapters.listing()
+    await exchange.reply_json({"models": await service.in_thread(partial(ModelCard(service).running, adapters))})
 
 
 async def _version(service: Service, exchange: Exchange) -> None:

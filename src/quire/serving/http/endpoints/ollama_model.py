@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,7 @@ from quire.runtime.loading.resolve import resolve_model
 from quire.serving.http.endpoints.ollama_format import timestamp
 from quire.serving.http.schemas import TEXT, WHOLE, Schema, many, record
 from quire.serving.http.service import Service
+from quire.types.adapters import AdapterInfo
 from quire.types.errors import InvalidRequest, QuireError
 
 logger = logging.getLogger("quire.edge")
@@ -53,20 +55,20 @@ class ModelCard:
         self._service = service
         self._facts = read_facts(service.config.source.model)
 
-    def listed(self) -> list[dict[str, Any]]:
-        """The entries of /api/tags."""
-        return [self._entry(name) for name in self._service.names]
+    def listed(self, adapters: Sequence[AdapterInfo] = ()) -> list[dict[str, Any]]:
+        """The entries of /api/tags. LoRA adapters have the model as their parent."""
+        names = self._service.names
+        return [*map(self._entry, names), *(self._adapter(info) for info in adapters if info.name not in names)]
 
-    def running(self) -> list[dict[str, Any]]:
-        """The entries of /api/ps: the model is always loaded."""
+    def running(self, adapters: Sequence[AdapterInfo] = ()) -> list[dict[str, Any]]:
+        """The entries of /api/ps: the model and its adapters are always loaded."""
         engine = self._service.engine()
-        more = {
-            "expires_at": NEVER,
-            "size_vram": 0 if engine.device == "cpu" else self._num_bytes,
-            "context_length": engine.max_model_len,
-        }
-        shown = [self._entry(name) for name in self._service.names]
-        return [{key: value for key, value in entry.items() if key != "modified_at"} | more for entry in shown]
+        more = {"expires_at": NEVER, "context_length": engine.max_model_len}
+        entries = [
+            entry | more | {"size_vram": 0 if engine.device == "cpu" else entry["size"]}
+            for entry in self.listed(adapters)
+        ]
+        return [{key: value for key, value in entry.items() if key != "modified_at"} for entry in entries]
 
     def shown(self, name: str) -> dict[str, Any]:
         """The body of /api/show."""
@@ -91,6 +93,11 @@ class ModelCard:
     @property
     def _modified_at(self) -> str:
         return timestamp(self._service.created if self._facts is None else self._facts.written_at)
+
+    def _adapter(self, info: AdapterInfo) -> dict[str, Any]:
+        entry = self._entry(info.name)
+        details = entry["details"] | {"parent_model": self._service.names[0], "format": "safetensors"}
+        return entry | {"size": info.num_bytes, "digest": info.digest, "details": details}
 
     def _entry(self, name: str) -> dict[str, Any]:
         tagged = name if ":" in name.rpartition("/")[2] else name + LATEST

@@ -60,7 +60,7 @@ _ROUTES = f"""\
 | `GET /v1/batches/{{id}}`, `POST /v1/batches/{{id}}/cancel` | describe or stop a batch |
 | `GET /v1/responses/{{id}}`, `GET /v1/responses/{{id}}/input_items` | a stored response; its input |
 | `DELETE /v1/responses/{{id}}`, `POST /v1/responses/{{id}}/cancel` | forget a stored response; end one that runs |
-| `GET /api/tags`, `GET /api/ps`, `GET /api/version` | of Ollama: the models served; those loaded; its version |
+| `GET /api/tags`, `GET /api/ps`, `GET /api/version` | of Ollama: models and LoRA adapters; those loaded; its version |
 | `GET /v1/capabilities` | version, engine, limits in force, parameters with their support |
 | `GET /health` | 200 while the server and its engine are alive, else 503; needs no key |
 | `GET /ready` | 200 while new requests are welcome; 503 while loading, restarting or draining; needs no key |

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config.model import ModelConfig, StoredLevels, packed_bytes
@@ -42,9 +42,11 @@ def find_quantized(owners: Mapping[str, SafetensorsFile], method: Method) -> lis
     """All quantized matrices, checked. Raises ModelLoadError for tensors that make none."""
     layers: dict[str, dict[str, StoredTensor]] = {}
     for name, owner in owners.items():
-        layer, _, word = name.rpartition(".")
+        layer, word = method.split(name)
         if word in method.words:
-            layers.setdefault(layer, {})[word] = owner.tensors[name]
+            stored = owner.tensors[name]
+            noted = replace(stored, content=owner.raw(name).tobytes()) if word in method.noted_words else stored
+            layers.setdefault(layer, {})[word] = noted
     found = []
     for layer, tensors in layers.items():
         if not method.is_quantized(tensors):
@@ -104,6 +106,8 @@ def _is_held_by_gpu(layout: Layout) -> bool:
 
 
 def _gpu_bytes(layout: Layout) -> int:
-    """A scale and an offset for each group, both halves; or a float32 scale."""
+    """A scale and an offset for each group, both halves; or a float32 scale. 4 bits in groups of 16 are held in
+    bytes."""
     weights = layout.outputs * layout.inputs
-    return (weights // 2 if 0 < layout.bits <= 4 else weights) + 4 * layout.outputs * layout.groups
+    has_nibbles = 0 < layout.bits <= 4 and layout.inputs // layout.groups % _GPU_GROUPS[1] == 0
+    return (weights // 2 if has_nibbles else weights) + 4 * layout.outputs * layout.groups

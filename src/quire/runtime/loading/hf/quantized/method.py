@@ -24,7 +24,7 @@ class Layout(NamedTuple):
 
     outputs: int
     inputs: int
-    bits: int  # of an entry; 0: they are float8
+    bits: int  # of an entry as it is held; 0: they are float8
     groups: int  # of the inputs of an output: each has a scale
 
 
@@ -32,14 +32,22 @@ class Method(ABC):
     """A way to store a quantized matrix: as several tensors, named by the layer's name, a dot, and a word each.
 
     `words`: all that belong to such a matrix. The tensor of one of `main_words` marks it. Those of `zero_words`, its
-    zero points, may be nothing but zeros.
+    zero points, may be nothing but zeros. Those of `byte_words` are read as bytes, whatever their dtype. The content of
+    those of `noted_words` is known to `layout`.
     """
 
     name: str
     words: frozenset[str]
     main_words: tuple[str, ...]
     zero_words: tuple[str, ...] = ()
+    byte_words: tuple[str, ...] = ()
+    noted_words: tuple[str, ...] = ()
     has_cache_scheme = False  # whether the config says how keys and values are quantized, which is not used
+
+    def split(self, name: str) -> tuple[str, str]:
+        """The layer of a tensor, and its word."""
+        layer, _, word = name.rpartition(".")
+        return layer, word
 
     def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
         """Whether a layer with these tensors, by their words, has a quantized matrix."""

@@ -1,0 +1,68 @@
+"""Reads LoRA adapters again that have left host memory, while the engine goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from threading import Lock, Thread
+from typing import NamedTuple, Protocol
+
+from quire.engine.executor import Executor
+from quire.types.adapters import AdapterInfo
+
+logger = logging.getLogger("quire.engine")
+
+
+class Fetched(NamedTuple):
+    """The reading of an adapter has ended. `found`: what its folder holds by now; "": it could not be read."""
+
+    digest: str
+    found: str
+
+    @property
+    def was_read(self) -> bool:
+        return self.found == self.digest
+
+
+class AdapterFetch(Protocol):
+    def order(self, info: AdapterInfo) -> None:
+        """Begin to read an adapter into host memory."""
+
+    def take(self) -> list[Fetched]:
+        """Return the adapters whose reading has ended since the last call. Never waits."""
+
+
+class ThreadedFetch:
+    """Reads adapters one after the other in a thread, which lives while there is something to read."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._lock = Lock()
+        self._ordered: deque[AdapterInfo] = deque()
+        self._is_reading = False
+        self._done: deque[Fetched] = deque()
+
+    def order(self, info: AdapterInfo) -> None:
+        with self._lock:
+            self._ordered.append(info)
+            if self._is_reading:
+                return
+            self._is_reading = True
+        Thread(target=self._read_all, name="adapter-fetch", daemon=True).start()
+
+    def take(self) -> list[Fetched]:
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def _read_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._ordered:
+                    self._is_reading = False
+                    return
+                info = self._ordered.popleft()
+            try:
+                found = self._executor.read_adapter(info.name, info.folder).digest
+            except Exception as error:  # noqa: BLE001 - the step that places the adapter fails its requests alone
+                logger.warning("the LoRA adapter %s cannot be read again: %s", info.name, error)
+                found = ""
+            self._done.append(Fetched(info.digest, found))
