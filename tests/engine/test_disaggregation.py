@@ -17,6 +17,7 @@ import torch
 from family_models import FamilyCase
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
+from quire.engine.scheduler import prefetch
 from quire.runtime.transport import shared_memory
 from quire.serving.client import InProcessClient
 from quire.types.request import Submit
@@ -45,6 +46,14 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Shared memory in a folder of its own."""
     monkeypatch.setattr(shared_memory, "ROOT", tmp_path)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines wait for blocks however busy the machine is, and do not compute them meanwhile."""
+    monkeypatch.setattr(prefetch, "_LEAST_SECONDS", 10.0)
+    monkeypatch.setattr(prefetch, "_MOST_SECONDS", 10.0)
+    monkeypatch.setattr(prefetch, "_MOST_PLANS", 10**9)
 
 
 def open_llm(case: FamilyCase, role: str | None = None, url: str = "shm://pd", **settings: Any) -> LLM:

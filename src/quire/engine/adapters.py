@@ -184,8 +184,6 @@ class AdapterTable:
 
     def take_fetched(self) -> None:
         """Note which adapters were read again, and begin to read the next. Called once for each step. Never waits."""
-        if not self._slots.host.missing:
-            return
         if not self._fetching:
             self._slots.host.fetch()
             return

@@ -70,7 +70,6 @@ class EngineCore:
         self._tools, self._clock, self._observer = tools or DecodingTools(), clock, observer or EngineObserver()
         self._scheduler = Scheduler(cache, scheduler)
         self.adapters = AdapterTable(self._scheduler.adapters, executor, self._observer)
-        depth = depth or max(executor.depth, scheduler.micro_batches)
         self._pipeline = Pipeline(executor, depth, clock, scheduler.micro_batches)
         self._scheduler.paced.least_forced = 1 if self._pipeline.most_ahead == 1 else _LEAST_FORCED
         self._guided = GuidedRows(self._scheduler, self._tools.grammars.vocab_size, self._end, self._fail)
@@ -212,7 +211,8 @@ class EngineCore:
         try:
             self._enqueue_compiled()
             self._guided.finish_masks()
-            self.adapters.take_fetched()
+            if self._scheduler.adapters.host.missing:
+                self.adapters.take_fetched()
             if self._scheduler.tiers.expects_report:
                 self._scheduler.tiers.apply_report(self._executor.transfers())
             self._pipeline.fill(self._plan_step, self._guided.supply)

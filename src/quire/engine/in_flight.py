@@ -75,10 +75,11 @@ class Pipeline:
     def __init__(
         self,
         executor: Executor,
-        depth: int,
+        depth: int | None,  # None: what suits the executor
         clock: Callable[[], float] = time.monotonic,
         micro_batches: int = 1,
     ) -> None:
+        depth = depth or max(executor.depth, micro_batches)
         if depth < micro_batches:
             raise ValueError(f"depth must be at least {micro_batches}, got {depth}")
         self._micro_batches = micro_batches
