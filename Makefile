@@ -18,7 +18,8 @@ MODEL_STAMP := $(VENV)/.model
 CLIENTS := .venv-clients# one environment for each extra with clients, on top of $(VENV)
 CLIENT_FAULTS := -W ignore::pytest.PytestUnraisableExceptionWarning# clients that leave their event loops open
 CODE := setup.py tools src tests benchmarks examples
-LONG := $(addprefix tests/,browser clients families parity http/test_guides.py http/test_hostile_grammars.py http/test_schemathesis.py)
+LONG := $(addprefix tests/,browser clients families parity http/test_guides.py http/test_hostile_grammars.py http/test_schemathesis.py \
+  http/test_disaggregation.py http/test_ranks.py http/test_ray_serve.py http/test_replicas.py unit/runtime/executor/test_torchrun.py)
 BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)
 
 .DEFAULT_GOAL := help
@@ -39,7 +40,7 @@ demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
 test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests, all but those of `make test-long`
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(LONG))
 
-test-long: $(DEV_STAMP) $(MODEL_STAMP) ## run the rest: model families, parity, browser, clients, guides, attacks
+test-long: $(DEV_STAMP) $(MODEL_STAMP) ## run the rest: model families, parity, browser, clients, guides, attacks, several servers and ranks
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(LONG)
 
 test-clients: $(CLIENTS)/clients/.installed $(CLIENTS)/clients-openai2/.installed $(MODEL_STAMP) ## run other projects' clients against the server, npm's too where npm is

@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     "control_message": ("bytes and microseconds of the control message of a step to 1, 2 and 4 ranks, no model", ()),
+    "collectives": ("microseconds in which 2 CPU ranks sum a tensor, in shared memory and by Gloo, no model", ()),
     "messages": ("microseconds of Python per request between edge and engine, no model", ()),
     "kv_waste": ("KV memory in use / allocated, on trace lengths, no model", ("--requests", "4000")),
     "policies": ("scheduling policies and baselines on one trace, by a cost model", ("memory", "--requests", "400")),
@@ -56,6 +57,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
 GPU_BENCHMARKS: dict[str, str] = {
     "embeddings": "texts embedded in a second, beside sentence-transformers where it is installed",
     "lm_eval_parity": "the scores of an lm-eval task over the server and by transformers",
+    "quantized_models": "writes checkpoints of other tools' formats, for the perplexity table",
     "perplexity": "what every kind of quantization costs in perplexity and saves in memory",
     "gpu": "tokens/s of every kind of load, a burst of 1,500 requests among them; --full-cache: in a full cache too",
     "gpu.serve": "the server's throughput and latency",

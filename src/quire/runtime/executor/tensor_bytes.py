@@ -20,7 +20,9 @@ def tensor_bytes(root: object) -> int:
             continue
         seen.add(id(one))
         if isinstance(one, Tensor):
-            if one.device.type != "meta":
+            if one.is_mkldnn:  # packed by oneDNN: its memory cannot be looked at
+                storages[id(one)] = one.numel() * one.element_size()
+            elif one.device.type != "meta":
                 storage = one.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
             continue
