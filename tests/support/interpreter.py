@@ -1,6 +1,6 @@
 """Triton's interpreter, for machines without a GPU. Import before any kernel is: how it runs is decided then.
 
-The interpreter is mended in two places, and spared work that no result depends on: it is what most of the time of the
+The interpreter is mended in three places, and spared work that no result depends on: it is what most of the time of the
 tests on a machine without a GPU goes to.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from functools import cache
 from typing import Any
 
@@ -25,11 +26,12 @@ def _mend(interpreter: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    run_grid = interpreter.GridExecutor.__call__
+    run_grid, turn = interpreter.GridExecutor.__call__, threading.RLock()
 
     def run_grid_in_silence(self: Any, *arguments: Any, **named: Any) -> None:
-        """A GPU says nothing of infinities and NaN, and rows of padding hold whatever their memory held before."""
-        with np.errstate(all="ignore"):
+        """A GPU says nothing of infinities and NaN, and rows of padding hold whatever their memory held before. The
+        interpreter's state is one for all threads, so that ranks that are threads take turns."""
+        with turn, np.errstate(all="ignore"):
             run_grid(self, *arguments, **named)
 
     interpreter._patch_lang_tensor = patch_tensor_and_index

@@ -208,7 +208,7 @@ class TinyEngine:
         for name, prompt in zip(names, prompts, strict=True):
             self.submit(name, prompt, **sampling)
         self.run()
-        assert [self.finished[name].error for name in names] == [None] * len(names)
+        assert [error for name in names if (error := self.finished[name].error)] == []
         return [[list(sample.token_ids) for sample in self.finished[name].samples] for name in names]
 
 
