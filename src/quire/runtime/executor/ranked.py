@@ -77,6 +77,7 @@ class RankedExecutor:
         self._encoder, self._transfers = PlanEncoder(), TransferMerger(config.parallel.num_ranks)
         self._calling = threading.Lock()
         self._closed = self._has_loaded = self._owes_masks = False
+        self._num_launched = 0  # steps that were not collected yet
         self._unreported = 0  # ranks that were asked for their transfers and have not answered
         self._watch = RankWatch(launcher, config.parallel.rank_timeout)
         self._ranks: Sequence[Rank] = ()
@@ -133,14 +134,16 @@ class RankedExecutor:
             plan = self._drop_orphans(plan)
         self._send(Kind.PLAN, self._encoder.encode(plan))
         self._owes_masks = plan.guided
+        self._num_launched += 1
 
     def supply_masks(self, masks: Masks | None) -> None:
         self._send(Kind.MASKS, encode(masks))
         self._owes_masks = False
 
     def collect(self) -> StepResult:
-        if self._owes_masks:
+        if self._owes_masks and self._num_launched == 1:
             raise RuntimeError("the step to collect waits for its masks: supply them first")
+        self._num_launched -= 1
         return merge_results([decode(self._receive(number, Kind.RESULT).data) for number in self._last])
 
     def _send(self, kind: Kind, payload: bytes = b"") -> None:

@@ -141,7 +141,8 @@ def _device_parts(
     backend.reserve(cache.of_tables, config.scheduler.num_rows)
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
     state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states, images, adapters)
-    if config.device.enforce_eager or not model.is_static or config.parallel.pipeline > 1:
+    # Each rank would decide for itself when to capture, and a capture runs sums that the others do not.
+    if config.device.enforce_eager or not model.is_static or config.parallel.num_ranks > 1:
         batches = DeviceBatchBuilder(state, (), plain=not model.is_static)
         return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
     model.reserve(rows.capacity)

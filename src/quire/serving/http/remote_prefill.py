@@ -12,7 +12,6 @@ import logging
 import ssl
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from urllib.parse import SplitResult, urlsplit
 
@@ -96,9 +95,7 @@ async def _post(url: SplitResult, key: bytes, body: bytes) -> None:
         while not reader.at_eof() and len(reply) < MAX_REPLY:
             reply += await reader.read(MAX_REPLY - len(reply))
     finally:
-        writer.close()
-        with suppress(OSError, ssl.SSLError):
-            await writer.wait_closed()
+        writer.transport.abort()  # closing would wait for a server that reads no more
     parts = reply.split(None, 2)
     if len(parts) < 2 or not parts[0].startswith(b"HTTP/1.") or parts[1] != b"200":
         raise PrefillFailed(reply[:200].decode("latin-1").splitlines()[0] if reply else "it closed the connection")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import re
@@ -54,10 +55,12 @@ class Proxy:
         tried: list[Replica] = []
         failures: list[str] = []
         busy: Outcome | None = None
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._config.waits.connect
         while len(tried) < self._config.max_attempts:
             choice = self._choose(request, prompt, tried)
             if choice is None:
-                if tried or not await self._replicas.wait_up(self._config.waits.connect):
+                if tried or clock() >= until or not await self._replicas.wait_up(until - clock()):
                     break
                 if (choice := self._choose(request, prompt, tried)) is None:
                     continue
