@@ -51,6 +51,8 @@ def test_everything_works_through_the_one_address(server: RealServer) -> None:
         assert {answer.headers["x-routed-to"] for answer in answers} == {"replica-0", "replica-1"}
         again = client.post("/v1/completions", json=body(3))
         assert again.json()["choices"][0]["text"] == answers[3].json()["choices"][0]["text"]
+        foreign = client.post("/v1/completions", json=body(3), headers={"Host": "attacker.example"})
+        assert foreign.status_code == 421, "a page that was rebound to the loopback may not ask a server without keys"
         metrics = server.metrics()
     for name in ("replica-0", "replica-1"):
         assert f'quire_router:replica_up{{replica="{name}"}} 1' in metrics

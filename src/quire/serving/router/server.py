@@ -42,6 +42,7 @@ class Router:
         self._state = ConnectionState(Limits(config.limits), self.handle, config.listen.root_path)
         self._pages.connections = self._state
         self._hosts = HostCheck(config)
+        self._serves_replicas = any(replica.socket for replica in config.replicas)  # of its own: they check no Host
         self.tls = make_context(config.listen)
 
     async def handle(self, request: Request, client: ClientConnection) -> None:
@@ -50,7 +51,7 @@ class Router:
             if not request.target.startswith(b"/"):
                 raise ApiError(400, "path: must begin with /; send the path alone", code="bad_http")
             page = self._pages.find(request)
-            if page is not None or self._config.checks_keys:
+            if page is not None or self._config.checks_keys or self._serves_replicas:
                 self._hosts.check(request, asks_for_key=self.keys.asks_for_key)
             if page is not None:
                 self._pages.check_key(request)
