@@ -75,6 +75,7 @@ def test_requests_at_once_share_steps_and_come_back_in_order(embedder: tuple[Any
     bodies = [{"input": [[5 + place, 6, 7 + other] for other in range(9)]} for place in range(6)]
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda body: server.post(EMBED, body), bodies))
+    assert [answer.status_code for answer in answers] == [200] * len(bodies)
     for body, answer in zip(bodies, answers, strict=True):
         for text, one in zip(body["input"], answer.json()["data"], strict=True):
             close_to(one["embedding"], last(model, text))
@@ -116,9 +117,11 @@ def test_a_mean_is_summed_over_chunks_and_takes_nothing_from_the_cache(tmp_path:
     try:
         for _ in range(2):
             answer = server.post(EMBED, {"input": TEXTS})
+            assert answer.status_code == 200, answer.text
             for text, one in zip(TEXTS, answer.json()["data"], strict=True):
                 mean = states(model, ids(text)).mean(dim=0)
                 close_to(one["embedding"], torch.nn.functional.normalize(mean, dim=0))
+        assert server.core.stats().prefix_hits == 0
     finally:
         server.close()
 
@@ -165,6 +168,7 @@ def test_a_reward_model_gives_its_logit(tmp_path: Path) -> None:
     try:
         body = {"input": TEXTS[:1], "use_activation": False}
         (one,) = server.post("/classify", body).json()["data"]
+        assert len(one["probs"]) == 1
         with torch.no_grad():
             close_to(one["probs"], model(input_ids=torch.tensor([ids(TEXTS[0])])).logits[0])
     finally:

@@ -179,6 +179,7 @@ def test_the_adapters_of_an_engine_are_known_when_it_comes_up(serve: Serve, fold
     server = serve(say, engine=EngineArguments(enable_lora=True), scheduler=SLOTS, starts_up=False)
     start_with(server, folder)
     server.wait(lambda: "sql" in server.service.adapters)
+    assert "sql" in [model["id"] for model in server.get("/v1/models").json()["data"]]
 
 
 def test_what_generates_no_text_refuses_an_adapter(serve: Serve, folder: Path) -> None:

@@ -12,19 +12,15 @@ import pytest
 from cut_drill import cut_wave
 from cut_streams import make_bodies, run_cut_streams
 from kill_drill import Drills
-from real_server import RealServer, is_alive
-from tiny_served import FLAGS, write_tiny_model
+from real_server import RealServer, is_alive, tiny_server
 
 SIZES = ("--max-num-seqs", "4", "--num-kv-blocks", "1024", "--max-model-len", "2048")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    one = RealServer(write_tiny_model(tmp_path_factory.mktemp("model")), [*FLAGS, *SIZES])
-    try:
+    with tiny_server(tmp_path_factory.mktemp("model"), *SIZES) as one:
         yield one
-    finally:
-        one.close()
 
 
 def test_a_killed_engine_breaks_off_streams_that_had_begun_and_every_other_request_is_answered(

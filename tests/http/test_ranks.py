@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from real_server import RealServer, children_of, command_of, is_alive
-from tiny_served import FLAGS, write_tiny_model
+from real_server import RealServer, children_of, command_of, is_alive, tiny_server
 
 SIZES = (
     "--max-num-seqs",
@@ -28,11 +27,8 @@ SIZES = (
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    one = RealServer(write_tiny_model(tmp_path_factory.mktemp("model")), [*FLAGS, *SIZES])
-    try:
+    with tiny_server(tmp_path_factory.mktemp("model"), *SIZES) as one:
         yield one
-    finally:
-        one.close()
 
 
 def ranks_of(server: RealServer) -> list[int]:

@@ -11,19 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from real_server import RealServer, children_of, command_of, is_alive
-from tiny_served import FLAGS, write_tiny_model
+from real_server import RealServer, children_of, command_of, is_alive, tiny_server
 
 SIZES = ("--max-num-seqs", "4", "--num-kv-blocks", "512", "--max-model-len", "512", "--replicas", "2", "--threads", "1")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    one = RealServer(write_tiny_model(tmp_path_factory.mktemp("model")), [*FLAGS, *SIZES])
-    try:
+    with tiny_server(tmp_path_factory.mktemp("model"), *SIZES) as one:
         yield one
-    finally:
-        one.close()
 
 
 def body(number: int, **fields: Any) -> dict[str, Any]:

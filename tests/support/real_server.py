@@ -9,11 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tiny_served import FLAGS, write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN_KEY = "admin-of-this-test"
@@ -195,3 +198,13 @@ def _fields(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+@contextmanager
+def tiny_server(folder: Path, *flags: str) -> Iterator[RealServer]:
+    """A server of a tiny model, written to `folder`."""
+    one = RealServer(write_tiny_model(folder), [*FLAGS, *flags])
+    try:
+        yield one
+    finally:
+        one.close()

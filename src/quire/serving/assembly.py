@@ -127,7 +127,7 @@ def _make_core(executor: Executor, config: EngineConfig, vocab_size: int, tools:
     from quire.engine.recording.recorder import make_recorded_core  # needless where nothing is recorded
     from quire.engine.recording.writer import RecordingWriter
 
-    writer = RecordingWriter.from_config(config, vocab_size, executor.depth)
+    writer = RecordingWriter.from_config(config, vocab_size, max(executor.depth, config.scheduler.micro_batches))
     return make_recorded_core(executor, config.cache, config.scheduler, vocab_size, writer=writer, tools=tools)
 
 

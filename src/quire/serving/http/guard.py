@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from quire.config.server import ServerConfig
@@ -109,7 +109,7 @@ class Guard:
         if hosts is not None and not self._keys.asks_for_key and not is_one_of(hosts, headers.get(b"host", b"")):
             message = "host: names another host than this server; use http://127.0.0.1 or set an API key"
             return ApiError(421, message, code="wrong_host")
-        if scope["method"] not in _SAFE_METHODS and not self._keys.asks_for_key and self._is_foreign(headers):
+        if scope["method"] not in _SAFE_METHODS and not self._keys.asks_for_key and is_foreign(headers, self._origins):
             message = (
                 "origin: a page of another site may not call this server; start it with --cors-origin, or with keys"
             )
@@ -126,15 +126,6 @@ class Guard:
             if owner:
                 scope["quire.principal"] = owner
         return None
-
-    def _is_foreign(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether a page of another site sent this in somebody's browser. A form needs nobody's leave for that."""
-        site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
-        if site in (b"same-origin", b"none") or (site is None and origin is None):
-            return False
-        named, host = ((text or b"").decode("latin-1").lower() for text in (origin, headers.get(b"host")))
-        is_own = bool(host) and named.partition("://")[2] == host
-        return not is_own and "*" not in self._origins and named not in self._origins
 
     def _take_id(self, exchange: Exchange) -> None:
         """Take the id that the client chose, as far as it can stand in a header, a log line and a response."""
@@ -172,3 +163,14 @@ def _unauthorized(kind: str) -> ApiError:
 
 def not_found() -> ApiError:
     return ApiError(404, "there is nothing at this path; see /openapi.json", code="not_found")
+
+
+def is_foreign(headers: Mapping[bytes, bytes], origins: Collection[str]) -> bool:
+    """Return whether a page of another site sent a request in somebody's browser. A form needs nobody's leave for that.
+    `origins`: sites that may."""
+    site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+    if site in (b"same-origin", b"none") or (site is None and origin is None):
+        return False
+    named, host = ((text or b"").decode("latin-1").lower() for text in (origin, headers.get(b"host")))
+    is_own = bool(host) and named.partition("://")[2] == host
+    return not is_own and "*" not in origins and named not in origins

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from quire.config.router import RouterConfig
 from quire.serving.http.errors import ApiError
-from quire.serving.http.guard import is_one_of, loopback_hosts
+from quire.serving.http.guard import is_foreign, is_one_of, loopback_hosts
 from quire.serving.router.client_connection import Request
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -26,14 +24,6 @@ class HostCheck:
         if not is_one_of(self._hosts, request.headers.get(b"host", b"")):
             message = "host: names another host than this router; use http://127.0.0.1 or set an API key"
             raise ApiError(421, message, code="wrong_host")
-        if request.method not in _SAFE_METHODS and self._is_foreign(request.headers):
+        if request.method not in _SAFE_METHODS and is_foreign(request.headers, self._origins):
             message = "origin: a page of another site may not call this router; start it with keys"
             raise ApiError(403, message, code="cross_site")
-
-    def _is_foreign(self, headers: Mapping[bytes, bytes]) -> bool:
-        site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
-        if site in (b"same-origin", b"none") or (site is None and origin is None):
-            return False
-        named, host = ((text or b"").decode("latin-1").lower() for text in (origin, headers.get(b"host")))
-        is_own = bool(host) and named.partition("://")[2] == host
-        return not is_own and "*" not in self._origins and named not in self._origins

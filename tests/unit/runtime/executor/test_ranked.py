@@ -197,6 +197,7 @@ def test_closing_while_a_step_runs_ends_all_ranks() -> None:
         started += pids(executor)
         executor.launch(first_step(LOOPS, new_row(0, 5)))
         executor.close()
+        assert [pid for pid in started if is_alive(pid)] == []
 
 
 def test_ranks_end_with_the_process_that_started_them() -> None:
