@@ -24,7 +24,7 @@ class _Shared:
 class LocalGroup:
     """Implements RankGroup."""
 
-    shared = None
+    shared, in_graphs = None, False
 
     def __init__(self, index: int, shared: _Shared) -> None:
         self.index, self.size, self._shared = index, shared.size, shared

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.config.model import Heads, Recurrent
 from quire.config.parallel import HeadShare, share_heads, share_size
-from quire.runtime.parallel.group import RankGroup
+from quire.runtime.parallel.group import ONE_RANK, RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class RankSplits:
     """How one rank of a tensor parallel group splits layers. With one rank everything is whole."""
 
     def __init__(self, group: RankGroup) -> None:
-        self.group = group if group.size > 1 else None  # None: nothing is summed
+        self.group = None if group is ONE_RANK else group  # None: nothing is summed
         self._place = (group.index, group.size)
 
     def size(self, count: int) -> Split:

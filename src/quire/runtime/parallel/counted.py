@@ -23,7 +23,7 @@ class CountedGroup:
 
     def __init__(self, group: RankGroup, counter: Counter) -> None:
         self._group, self._counter = group, counter
-        self.index, self.size, self.shared = group.index, group.size, group.shared
+        self.index, self.size, self.shared, self.in_graphs = group.index, group.size, group.shared, group.in_graphs
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._counter.enter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -31,6 +32,10 @@ class RankGroup(Protocol):
     def shared(self) -> SharedRanks | None:
         """By which a compiled program sums over the ranks; None: it cannot."""
 
+    @property
+    def in_graphs(self) -> bool:
+        """Whether its operations may be captured in CUDA graphs."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, bit for bit the same on each of them. x is overwritten and returned."""
 
@@ -53,7 +58,7 @@ class RankGroup(Protocol):
 class OneRank:
     """A group of one rank: nothing is sent."""
 
-    index, size, shared = 0, 1, None
+    index, size, shared, in_graphs = 0, 1, None, True
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -78,7 +83,8 @@ ONE_RANK = OneRank()
 
 
 class TorchGroup:
-    """By torch.distributed: NCCL between GPUs, Gloo between CPUs."""
+    """By torch.distributed: NCCL between GPUs, Gloo between CPUs. Tensors that ranks have on one GPU go to the host and
+    back, as Gloo has few operations for GPUs."""
 
     shared = None
 
@@ -90,37 +96,45 @@ class TorchGroup:
         self._dist, self._ranks = dist, tuple(ranks)
         self._group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds), backend=backend)
         self.index, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self.in_graphs = backend == "nccl"
         self._sent: deque[tuple[Any, Tensor]] = deque()  # on their way, with what must not change until they arrive
 
+    def _given(self, x: Tensor) -> Tensor:
+        """x where the group's operations work on it, contiguous."""
+        return x.contiguous() if self.in_graphs else x.cpu().contiguous()
+
     def all_reduce(self, x: Tensor) -> Tensor:
-        self._dist.all_reduce(x, group=self._group)
-        return x
+        given = self._given(x)
+        self._dist.all_reduce(given, group=self._group)
+        return x if given is x else x.copy_(given)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(x) for _ in range(self.size)]
-        self._dist.all_gather(found, x.contiguous(), group=self._group)
-        return found
+        given = self._given(x)
+        found = [torch.empty_like(given) for _ in range(self.size)]
+        self._dist.all_gather(found, given, group=self._group)
+        return [part.to(x.device) for part in found]
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        first = parts[0]
-        found = [first.new_empty(shape) for shape in shapes]
-        sizes, given = [each.numel() for each in found], [part.numel() for part in parts]
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        out = first.new_empty(sum(sizes))
-        self._dist.all_to_all_single(out, flat, sizes, given, group=self._group)
-        return [piece.view(shape) for piece, shape in zip(torch.split(out, sizes), shapes, strict=True)]
+        sizes, counts = [math.prod(shape) for shape in shapes], [part.numel() for part in parts]
+        given = self._given(torch.cat([part.reshape(-1) for part in parts]))
+        out = given.new_empty(sum(sizes))
+        self._dist.all_to_all_single(out, given, sizes, counts, group=self._group)
+        found = torch.split(out.to(parts[0].device), sizes)
+        return [piece.view(shape) for piece, shape in zip(found, shapes, strict=True)]
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        self._dist.broadcast(x, self._ranks[source], group=self._group)
-        return x
+        given = self._given(x)
+        self._dist.broadcast(given, self._ranks[source], group=self._group)
+        return x if given is x else x.copy_(given)
 
     def send(self, x: Tensor, target: int) -> None:
         """Does not wait for the receiver: two ranks may send to one another at the same time."""
         while self._sent and (len(self._sent) >= _MOST_SENT or self._sent[0][0].is_completed()):
             self._sent.popleft()[0].wait()
-        x = x.contiguous()
-        self._sent.append((self._dist.isend(x, self._ranks[target], group=self._group), x))
+        given = self._given(x)
+        self._sent.append((self._dist.isend(given, self._ranks[target], group=self._group), given))
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        self._dist.recv(x, self._ranks[source], group=self._group)
-        return x
+        given = self._given(x)
+        self._dist.recv(given, self._ranks[source], group=self._group)
+        return x if given is x else x.copy_(given)

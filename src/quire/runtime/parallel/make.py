@@ -53,12 +53,13 @@ def make_ranks(place: RankPlace, backend: str, seconds: float, counter: Counter,
 
 
 def _own_group(groups: list[range], rank: int, backend: str, seconds: float, counter: Counter) -> RankGroup:
-    """Make all these groups, as every rank of the world must, and return the one that has `rank`."""
+    """Make all these groups, as every rank of the world must, and return the one that has `rank`. A GPU's rank without
+    others gets a group too if it is asked for as a process: what the group costs can be measured."""
     import torch.distributed as dist
 
     own: RankGroup = ONE_RANK
     for members in groups:
-        if len(members) == 1:
+        if len(members) == 1 and (backend != "nccl" or dist.get_world_size() > 1):
             continue
         if rank in members:
             own = CountedGroup(TorchGroup(members, backend, seconds), counter)

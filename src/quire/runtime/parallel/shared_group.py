@@ -28,6 +28,8 @@ def make_shared_memory(size: int) -> int:
 class SharedGroup:
     """Implements RankGroup, but for `send` and `receive`. Tensors are on the CPU."""
 
+    in_graphs = False
+
     def __init__(self, descriptor: int, index: int, size: int, seconds: float) -> None:
         """`seconds`: the deadline of every operation."""
         self.index, self.size = index, size

@@ -24,13 +24,16 @@ class Capture(Protocol):
         """
 
     def is_idle(self) -> bool:
-        """Whether the device has nothing to do, so that a capture delays no step that was launched before."""
+        """Whether the device has nothing to do, so that a capture delays no step that was launched before. All ranks of
+        a group are told the same."""
 
 
 class CudaCapture:
     """CUDA graphs that share one pool of memory: they may never run at the same time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, alone: bool) -> None:
+        """`alone`: no other ranks capture what this one does."""
+        self._alone = alone
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -53,7 +56,7 @@ class CudaCapture:
         return graph.replay
 
     def is_idle(self) -> bool:
-        return bool(torch.cuda.current_stream().query())
+        return self._alone and bool(torch.cuda.current_stream().query())
 
 
 class NoCapture:

@@ -13,6 +13,8 @@ from quire.config.kv_cache import lay_out, stored_specs
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import TORCH_DTYPES
 from quire.runtime.models.build import Model
+from quire.runtime.parallel.group import RankGroup
+from quire.runtime.parallel.ranks import Ranks
 from quire.runtime.parallel.vocabulary import Vocabulary
 from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.batch import BatchBuilder
@@ -55,6 +57,7 @@ def make_parts(
     sampler: RowSampler,
     model_config: ModelConfig,
     config: EngineConfig,
+    ranks: Ranks,
     vocabulary: Vocabulary | None,
     *,
     cache: KVCache | None = None,
@@ -74,7 +77,9 @@ def make_parts(
     )
     cache = cache or _make_cache(backend, model_config, config, row_shape)
     if backend.kernels == "triton":
-        return _device_parts(model, backend, sampler, row_shape, cache, model_config, config, vocabulary, adapters)
+        return _device_parts(
+            model, backend, sampler, row_shape, cache, model_config, config, ranks, vocabulary, adapters
+        )
     if isinstance(cache, VirtualCache):
         virtual = VirtualRows(*row_shape[:4], cache.ranges)
         images = _make_images(model, model_config, config, virtual)
@@ -125,6 +130,7 @@ def _device_parts(
     cache: KVCache,
     model_config: ModelConfig,
     config: EngineConfig,
+    ranks: Ranks,
     vocabulary: Vocabulary | None,
     adapters: RowAdapters | None,
 ) -> Parts:
@@ -141,18 +147,27 @@ def _device_parts(
     backend.reserve(cache.of_tables, config.scheduler.num_rows)
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
     state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states, images, adapters)
-    # Each rank would decide for itself when to capture, and a capture runs sums that the others do not.
-    if config.device.enforce_eager or not model.is_static or config.parallel.num_ranks > 1:
+    on_gpu, group = rows.device.type == "cuda", ranks.tensor
+    is_captured = model.is_static and ranks.place.config.pipeline == 1 and (group.in_graphs or not on_gpu)
+    if config.device.enforce_eager or not is_captured:
         batches = DeviceBatchBuilder(state, (), plain=not model.is_static)
         return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
     model.reserve(rows.capacity)
-    capture = CudaCapture(rows.device) if rows.device.type == "cuda" else NoCapture()
+    capture = CudaCapture(rows.device, alone=group.size == 1) if on_gpu else NoCapture()
     batches = DeviceBatchBuilder(state, token_buckets(model_config, config), plain=False)
     choice, forward = _device_choice(sampler), ForwardGraphs(model, capture)
     if choice is None:
         return Parts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
     graphs = DecodeGraphs(model, state, *choice, capture, vocabulary)
-    return Parts(rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs), states, images)
+    agree = partial(_agree, group, rows.device)
+    return Parts(
+        rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs, agree), states, images
+    )  # fmt: skip
+
+
+def _agree(group: RankGroup, device: torch.device, answer: bool) -> bool:
+    """What the first rank answers, on all ranks of a group."""
+    return answer if group.size == 1 else bool(group.broadcast(torch.tensor([int(answer)], device=device), 0))
 
 
 def _device_choice(sampler: RowSampler) -> tuple[Any, Any] | None:

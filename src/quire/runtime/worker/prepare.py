@@ -12,9 +12,14 @@ from quire.runtime.worker.device_batch import DeviceBatchBuilder
 from quire.runtime.worker.forward_graphs import ForwardGraphs
 from quire.runtime.worker.graphs import DecodeGraphs, Kind
 
+Agree = Callable[[bool], bool]  # what one rank of a group says, on all of them
 
-def prepare(batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: DecodeGraphs, seconds: float) -> None:
-    """What any first request needs, then more for as long as `seconds` last; the rest is captured when it is met.
+
+def prepare(
+    batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: DecodeGraphs, agree: Agree, seconds: float
+) -> None:
+    """What any first request needs, then more for as long as `seconds` last; the rest is captured when it is met. All
+    ranks of a group do the same: what is captured has sums over them.
 
     Kernels that are left are compiled in the background, unless a request comes first.
     """
@@ -28,7 +33,7 @@ def prepare(batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: DecodeG
     graphs.capture(first)
     tasks: list[Callable[[], None]] = [partial(graphs.capture, bucket) for bucket in others]
     tasks += [partial(_capture, batches, forward, shape) for shape in shapes]
-    while tasks and time.monotonic() < deadline:
+    while tasks and agree(time.monotonic() < deadline):
         tasks.pop(0)()
     with compiling_only(wait=False):
         for bucket in others:

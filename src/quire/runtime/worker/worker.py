@@ -15,6 +15,7 @@ from quire.config.model import ModelConfig
 from quire.config.rank_model import rank_model
 from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.models.build import Model
+from quire.runtime.parallel.group import ONE_RANK
 from quire.runtime.parallel.ranks import ALONE, Ranks
 from quire.runtime.parallel.vocabulary import Vocabulary
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
@@ -61,9 +62,9 @@ class Worker:
         self._link = link = make_link(model_config, config, ranks)
         if link is not None and not link.is_last:
             sampler = NoSampler()
-        vocabulary = None if ranks.tensor.size == 1 else Vocabulary(model_config.vocab_size, ranks.tensor)
+        vocabulary = None if ranks.tensor is ONE_RANK else Vocabulary(model_config.vocab_size, ranks.tensor)
         own = rank_model(model_config, ranks.place)
-        parts = make_parts(model, backend, sampler, own, config, vocabulary, cache=cache, adapters=adapters)
+        parts = make_parts(model, backend, sampler, own, config, ranks, vocabulary, cache=cache, adapters=adapters)
         self.adapters = adapters
         self.rows, self.cache, self._graphs = parts.rows, parts.cache, parts.graphs
         self._states, self._images = parts.states, parts.images
@@ -175,8 +176,11 @@ class Worker:
         """All that comes after sampling."""
         if self._link is not None and self._link.is_last:
             self._link.send_tokens(output.token_ids)
-        drafts = self.drafter.follow(output.plan, output.token_ids)
-        return replace(output, failures=failures + output.failures, drafts=drafts)
+        if failures:
+            output = replace(output, failures=failures + output.failures)
+        if self.drafter is NO_DRAFTER:
+            return output
+        return replace(output, drafts=self.drafter.follow(output.plan, output.token_ids))
 
     def _release(self, rows: tuple[int, ...]) -> None:
         self.rows.release(rows)

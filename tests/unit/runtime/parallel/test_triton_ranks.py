@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from interpreter import HAS_TRITON
+from local_ranks import run_ranks
 from quire.config.model import Heads
+from quire.runtime.worker.graphs import Kind
+from quire.runtime.worker.parts import _agree
 from tiny_models import random_checkpoint, tiny_config
 from worker_executor import TinyEngine
 
@@ -20,3 +24,18 @@ def test_two_ranks_answer_as_one() -> None:
         for tensor in (1, 2)
     )
     assert shared.answers(prompts, max_tokens=3) == alone.answers(prompts, max_tokens=3)
+
+
+def test_ranks_of_a_stage_decode_by_graphs() -> None:
+    checkpoint = random_checkpoint(tiny_config("qwen3", heads=Heads(4, 2, 16), hidden_size=32, num_layers=1))
+    shared = TinyEngine(checkpoint, attention="triton", block_size=16, num_blocks=8, rows=2, max_len=32, tensor=2)
+    shared.answers([[5, 9, 2, 11, 7]], max_tokens=2)
+    graphs = [worker._graphs for worker in shared.executor.workers]
+    assert [list(each._graphs) for each in graphs] == [[Kind(1)]] * 2
+
+
+def test_all_ranks_go_on_as_long_as_the_first_one() -> None:
+    answers = run_ranks(2, lambda group: _agree(group, torch.device("cpu"), group.index == 0))
+    assert answers == [True, True]
+    answers = run_ranks(2, lambda group: _agree(group, torch.device("cpu"), group.index == 1))
+    assert answers == [False, False]
