@@ -11,6 +11,9 @@ first was asked alone before, for its time to first token, and is found in the p
 
 With --full-cache every repeat is run once more with a prefix cache that is full of other requests' blocks, as after an
 hour of serving, and the table says what that costs.
+
+With --check FILE, which an earlier run wrote with --json, it fails if a figure lost more than 3 %.
+With --executor processes the worker is a process of its own, and its sums go over NCCL, inside the graphs.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.gpu import floor, workloads  # noqa: E402
+from benchmarks.gpu.check import MOST_LOST, compare, read_accepted  # noqa: E402
 from benchmarks.gpu.models import MODELS  # noqa: E402
 from benchmarks.gpu.workloads import VOCABULARY, Workload  # noqa: E402
 from benchmarks.report import facts, table  # noqa: E402
@@ -246,7 +250,9 @@ def main() -> None:
         "--max-model-len", type=int, default=4096, help=f"the row {LONG} needs {workloads.LONG_CONTEXT}"
     )
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--executor", choices=("single", "processes"), default="single")
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--check", type=Path, help="fail if a figure of this file was better by more than 3 %%")
     options = parser.parse_args()
     rows = options.rows.split(",")
     if unknown := [row for row in rows if row not in (*ROWS, LONG)]:
@@ -255,6 +261,7 @@ def main() -> None:
         parser.error(f"the row {LONG} needs --max-model-len {workloads.LONG_CONTEXT}, not {options.max_model_len}")
     settings = {"enforce_eager": options.enforce_eager, "block_size": options.block_size}
     settings |= {"max_model_len": options.max_model_len}
+    settings |= {"executor": options.executor}
     settings |= {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
     if options.max_num_batched_tokens is not None:
         settings["max_num_batched_tokens"] = options.max_num_batched_tokens
@@ -278,6 +285,23 @@ def main() -> None:
         found = {"found": bench.found, "full cache": bench.found_full, "floors": bench.floors}
         figures = {"facts": facts(), "model": bench.title, **found}
         options.json.write_text(json.dumps(figures, indent=1))
+    if options.check is not None:
+        check(bench, options.check, rows)
+
+
+def check(bench: Bench, path: Path, rows: list[str]) -> None:
+    """Exit with an error if a figure is worse than in an accepted run."""
+    try:
+        changes = compare(read_accepted(path, bench.title), bench.found, rows, LOWER_IS_BETTER)
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(f"--check {path}: {error}") from None
+    lines = []
+    for change in changes:
+        new = ("-", "not measured") if change.found is None else (_figure(change.found), f"{100 * change.lost:.1f} %")
+        lines.append([change.figure, _figure(change.accepted), *new])
+    print(table(["row", "accepted", "now", "lost"], lines))
+    if faults := [change.figure for change in changes if change.is_fault]:
+        raise SystemExit(f"worse by more than {100 * MOST_LOST:.0f} %: {', '.join(faults)}")
 
 
 if __name__ == "__main__":
