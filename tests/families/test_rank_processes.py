@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adapter_files import make_adapter
 from family_models import FamilyCase
@@ -55,6 +56,29 @@ def test_ranks_give_the_tokens_of_one_process(name: str, shape: str, tmp_path: P
     case = FamilyCase(name, tmp_path, CHANGES.get(name, {}))
     assert case.model is not None  # it is written
     check(tmp_path, [case.prompt(length, length) for length in (30, 7, 22)], shape, num_kv_blocks=48)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_so_do_ranks_that_share_a_gpu(name: str, shape: str, tmp_path: Path) -> None:
+    """Over Gloo."""
+    case = FamilyCase(name, tmp_path, CHANGES.get(name, {}))
+    assert case.model is not None
+    prompts = [case.prompt(length, length) for length in (30, 7, 22)]
+    check(tmp_path, prompts, shape, device="cuda:0", block_size=16, max_num_batched_tokens=64)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_so_does_one_rank_whose_sums_are_captured(tmp_path: Path) -> None:
+    """Over NCCL."""
+    case = FamilyCase("qwen3", tmp_path)
+    assert case.model is not None
+    prompts, settings = [case.prompt(length, length) for length in (30, 7, 22)], {"device": "cuda", "block_size": 16}
+    alone, process = (answers(tmp_path, prompts, executor=name, **settings) for name in ("single", "processes"))
+    assert process == alone
 
 
 @pytest.mark.skipif(not WHOLE, reason="make families runs it")
