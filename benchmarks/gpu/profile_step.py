@@ -1,7 +1,7 @@
 """Where a steady decode step's time goes: python -m benchmarks.gpu.profile_step --model llama-3.1-8b --batch 64
 
 Prints the wall time of a step, the host's share of it, the share of time in which the GPU was busy, and the kernels
-that took most. Without --trace nothing is kept.
+that took most. Without --trace nothing is kept. With --group the sums of layers go over a NCCL group of one rank.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ import torch
 from benchmarks.gpu import floor
 from benchmarks.gpu.models import MODELS
 from quire.config.arguments import EngineArguments
+from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor
+from quire.runtime.executor.life import PAGE_BYTES, LifePage
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.resolve import resolve_model
+from quire.runtime.parallel.make import join_ranks
+from quire.runtime.parallel.ranks import ALONE, Ranks
 from quire.serving.assembly import plan_engine
 from quire.types.adapters import AdapterInfo
 from quire.types.request import Submit
@@ -84,7 +88,8 @@ def steady_engine(options: argparse.Namespace) -> tuple[EngineCore, TimedExecuto
             quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype,
         )  # fmt: skip
         planned = plan_engine(files, arguments)
-        executor = SingleExecutor(files, planned.model, planned.config, load_format="dummy")
+        ranks = one_rank() if options.group else ALONE
+        executor = SingleExecutor(files, planned.model, planned.config, load_format="dummy", ranks=ranks)
     timed = TimedExecutor(executor)
     core = EngineCore(timed, planned.config.cache, planned.config.scheduler, planned.model.vocab_size)
     sampling = SamplingParams(temperature=options.temperature, max_tokens=longest - options.context, ignore_eos=True)
@@ -94,6 +99,14 @@ def steady_engine(options: argparse.Namespace) -> tuple[EngineCore, TimedExecuto
     while core.stats().output_tokens < options.batch * 20:
         core.step()
     return core, timed
+
+
+def one_rank() -> Ranks:
+    """A rank without others, in a group all the same."""
+    from torch.distributed import HashStore
+
+    place = ParallelConfig(executor="processes").place(0)
+    return join_ranks(place, HashStore(), "nccl", 60.0, LifePage(bytearray(PAGE_BYTES)), on_cpu=False)
 
 
 def busy_share(events: list[dict[str, Any]]) -> tuple[float, float]:
@@ -131,6 +144,7 @@ def main() -> None:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--quantization", choices=("fp8", "int8", "int4"), default=None)
     parser.add_argument("--kv-cache-dtype", choices=tuple(floor.KV_BYTES), default="auto")
+    parser.add_argument("--group", action="store_true", help="of one rank, over NCCL")
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     parser.add_argument("--trace", type=Path, help="keep the trace here")
     options = parser.parse_args()

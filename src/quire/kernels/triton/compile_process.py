@@ -43,7 +43,10 @@ class CompileProcess:
     def wait_ready(self) -> bool:
         """Wait until the child has imported Triton. Returns False if it ended before."""
         assert self._child.stdout is not None
-        return self._child.stdout.readline() == "ready\n"
+        try:
+            return self._child.stdout.readline() == "ready\n"
+        except ValueError:  # it was closed meanwhile
+            return False
 
     def compile(self, task: str) -> bool:
         """Compile what `describe` returned. Returns whether the kernel is in the cache now; False if the child has
@@ -61,6 +64,10 @@ class CompileProcess:
         """End the child now, whatever it compiles. Idempotent."""
         self._child.kill()
         self._child.wait()
+        for pipe in (self._child.stdin, self._child.stdout):
+            with suppress(OSError):  # a task that was never sent
+                if pipe is not None:
+                    pipe.close()
 
 
 class CompileProcesses:
