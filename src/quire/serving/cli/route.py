@@ -183,12 +183,12 @@ def run_route(args: argparse.Namespace) -> int:
 def _reload(router: Router, config: RouterConfig, keys: KeySources) -> None:
     """Read the keys again. If they are bad, those in force stay."""
     try:
-        key_digests, admin_digests = keys.digests()
+        digests = keys.digests()
     except ConfigError as error:
         logger.error("SIGHUP: nothing was changed: %s", error)
         return
-    router.keys.replace(replace(config.access, key_digests=key_digests, admin_digests=admin_digests))
-    logger.info("SIGHUP: %d API keys and %d admin keys are in force", len(key_digests), len(admin_digests))
+    router.keys.replace(replace(config.access, **digests._asdict()))
+    logger.info("SIGHUP: %d API keys and %d admin keys are in force", *map(len, digests[:2]))
 
 
 def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:
@@ -206,11 +206,11 @@ def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:
         admin_keys=(*args.admin_key, *filter(None, [environment.admin_key])),
         admin_key_file=args.admin_key_file,
     )
-    key_digests, admin_digests = keys.digests()
-    _check(args, has_keys=bool(key_digests))
+    digests = keys.digests()
+    _check(args, has_keys=bool(digests.key_digests))
     check_range("port", args.port, 0, 65_535)
     if args.uds is None:
-        check_host("host", args.host, has_keys=bool(key_digests) or args.replicas_check_keys)
+        check_host("host", args.host, has_keys=bool(digests.key_digests) or args.replicas_check_keys)
     listen = ListenConfig(uds=socket_path("uds", args.uds), tls_cert=args.ssl_certfile, tls_key=args.ssl_keyfile)
     make_context(listen)  # raises for files that cannot be used
     replica_key = None
@@ -221,9 +221,7 @@ def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:
         host=args.host,
         port=args.port,
         listen=listen,
-        access=AccessConfig(
-            key_digests=key_digests, admin_digests=admin_digests, metrics_need_key=not args.open_metrics
-        ),
+        access=AccessConfig(**digests._asdict(), metrics_need_key=not args.open_metrics),
         checks_keys=not args.replicas_check_keys,
         replica_key=replica_key,
         balance=BalanceConfig(load_factor=args.load_factor, load_slack=args.load_slack, cache_tokens=args.cache_tokens),

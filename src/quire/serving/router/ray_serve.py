@@ -85,7 +85,7 @@ class Engine:
         connection = self._pool.take_idle() or await self._pool.connect()
         pieces = _Pieces(self._name)
         connection.send(
-            b"".join((head, *lines, b"content-length: %d\r\n\r\n" % len(body), body)),
+            (head, *lines, b"content-length: %d\r\n\r\n" % len(body), body),
             pieces,
             has_body=request["method"] != "HEAD",
         )
