@@ -119,33 +119,15 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
 
 def _add_balance(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("choice of the replica")
-    group.add_argument(
-        "--cache-tokens",
-        type=int,
-        metavar="N",
-        help=f"tokens that the cache of one replica holds (what it reports, else {DEFAULT_CACHE_TOKENS})",
+    factor, slack, guess = _BALANCE.load_factor, _BALANCE.load_slack, DEFAULT_CACHE_TOKENS
+    table: tuple[tuple[str, type, float | None, str], ...] = (
+        ("--cache-tokens", int, None, f"tokens that the cache of one replica holds (what it reports, else {guess})"),
+        ("--load-factor", float, factor, f"a replica with more than N times the mean load is overloaded ({factor:g})"),
+        ("--load-slack", float, slack, f"requests that a replica may have beyond that ({slack:g})"),
+        ("--max-attempts", int, 3, "replicas that one request is sent to, one after the other (3)"),
     )
-    group.add_argument(
-        "--load-factor",
-        type=float,
-        default=_BALANCE.load_factor,
-        metavar="X",
-        help=f"a replica with more than X times the mean load is overloaded ({_BALANCE.load_factor:g})",
-    )
-    group.add_argument(
-        "--load-slack",
-        type=float,
-        default=_BALANCE.load_slack,
-        metavar="N",
-        help=f"requests that a replica may have beyond that ({_BALANCE.load_slack:g})",
-    )
-    group.add_argument(
-        "--max-attempts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="replicas that one request is sent to, one after the other (3)",
-    )
+    for flag, kind, default, text in table:
+        group.add_argument(flag, type=kind, default=default, metavar="N", help=text)
 
 
 def run_route(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ import httptools
 
 from quire.serving.http.errors import ApiError
 from quire.serving.http.limits import Limits
+from quire.serving.http.reading_timer import ReadingTimer
 
 HOP_BY_HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
@@ -60,7 +61,7 @@ class ClientConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._due = math.inf  # when the connection is cut off, by the clock of the loop
-        self._stall: asyncio.TimerHandle | None = None
+        self._reading: ReadingTimer
         self._held = 0  # bytes of the body that the state counts
         self._in_head = self._is_full = self._is_chunked = self._is_answered = False
         self._is_http_1_1 = self._keeps_alive = True
@@ -90,6 +91,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=MAX_WAITING_BYTES)
+        self._reading = ReadingTimer(self._loop, self._transport, self._limits["stall_seconds"])
         connections = self._state.connections
         connections.add(self)
         if len(connections) > self._limits["connections"]:
@@ -101,7 +103,7 @@ class ClientConnection(asyncio.Protocol):
         self._state.connections.discard(self)
         if self._deadline is not None:
             self._deadline.cancel()
-        self._expect_reading(None)
+        self._reading.stop()
         self.release_body()
         if self.on_gone is not None:
             self.on_gone()
@@ -135,11 +137,13 @@ class ClientConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         if self.on_pause is not None:
             self.on_pause()
-        self._expect_reading(self._transport.get_write_buffer_size())
+        self._reading.start()
 
     def resume_writing(self) -> None:
-        is_closing = self._transport.is_closing()
-        self._expect_reading(self._transport.get_write_buffer_size() or None if is_closing else None)
+        if self._transport.is_closing():
+            self._reading.start()
+        else:
+            self._reading.stop()
         if self.on_resume is not None:
             self.on_resume()
 
@@ -289,8 +293,7 @@ class ClientConnection(asyncio.Protocol):
     def _close(self) -> None:
         """Close the connection when its client has read all that was sent, or reads nothing for too long."""
         self._transport.close()
-        if unsent := self._transport.get_write_buffer_size():
-            self._expect_reading(unsent)
+        self._reading.start()
 
     def _read_without_upgrade(self, rest: bytes) -> None:
         """Read the request again without the header Upgrade, which a server may ignore. With it the parser takes the
@@ -329,20 +332,6 @@ class ClientConnection(asyncio.Protocol):
             )
         else:
             self._transport.abort()
-
-    def _expect_reading(self, unsent: int | None) -> None:
-        """Cut the connection off if of `unsent` bytes none are read for too long; None: there is nothing to read."""
-        if self._stall is not None:
-            self._stall.cancel()
-        again = self._limits["stall_seconds"]
-        self._stall = None if unsent is None else self._loop.call_later(again, self._check_reading, unsent)
-
-    def _check_reading(self, unsent: int) -> None:
-        left = self._transport.get_write_buffer_size()
-        if left >= unsent:
-            self._transport.abort()
-        else:
-            self._expect_reading(left or None)
 
     def _refuse_head(self) -> None:
         limit = self._limits["header_bytes"]
