@@ -2,12 +2,16 @@
 
     python -m benchmarks.router hits --trace conversation_trace.jsonl --replicas 2 4
     python -m benchmarks.router hits --requests 3000            # synthetic conversations
+    python -m benchmarks.router engines --trace conversation_trace.jsonl --requests 1000 --cache-tokens 125000
     python -m benchmarks.router cost --requests 4000
 
 `hits` replays conversations (Mooncake's trace, or made from a seed) over simulated replicas: each has a prefix cache of
 --cache-tokens (whole blocks of 512 tokens, least recently used first), computes missing prompt tokens one request after
 the other, and decodes all its requests at once. The router's own code chooses, from the text of the prompts. Beside it:
 round robin over the same replicas, and one replica with a cache as large as all of them together.
+
+`engines` does the same over real engines of a tiny model (`quire serve --replicas N`), with lengths divided by --scale;
+the figures are of the engines' own metrics.
 
 `cost` runs the router as a process in front of a stub replica, and measures the CPU time that the router takes for a
 request, and how much longer a request takes through it than without it.
@@ -25,6 +29,7 @@ from pathlib import Path
 from benchmarks.prefix_trace_data import HASH_TOKENS, Turn, read_mooncake, synthetic_conversations
 from benchmarks.report import facts, publish, save
 from benchmarks.router_cost import measure_cost
+from benchmarks.router_engines import measure_engines
 from quire.config.router import BalanceConfig, ReplicaAddress
 from quire.serving.router.choice import Chooser
 from quire.serving.router.prompt_keys import Prompt, chunk_keys
@@ -114,13 +119,33 @@ def replay(turns: Sequence[Turn], pick: Pick, count: int, cache_tokens: int) -> 
     return sum(one.num_hits for one in simulated) / sum(one.num_asked for one in simulated), most
 
 
-def run_hits(args: argparse.Namespace) -> None:
-    turns = (
-        read_mooncake(args.trace, 1, args.requests)
-        if args.trace
-        else synthetic_conversations(args.requests or 4_000, 1)
+def _turns(args: argparse.Namespace, scale: int) -> list[Turn]:
+    if args.trace:
+        return read_mooncake(args.trace, scale, args.requests)
+    return synthetic_conversations(args.requests or 4_000, scale)
+
+
+def run_engines(args: argparse.Namespace) -> None:
+    turns, rows, data = _turns(args, args.scale), [], []
+    for tokens in args.cache_tokens:
+        for count in args.replicas:
+            found = measure_engines(turns, count, tokens, args.clients)
+            big, robin, routed = found["big"], found["round_robin"], found["router"]
+            rows.append([f"{tokens:,} tokens", str(count), f"{big:.2%}", f"{robin:.2%}", f"{routed:.2%}",
+                         f"{routed / big:.1%}", f"{routed / robin:.2f}x"])  # fmt: skip
+            data.append({"cache_tokens": tokens, "replicas": count, **found})
+    source = args.trace.name if args.trace else "synthetic conversations"
+    title = (
+        f"Prompt tokens found in the caches of real engines, {source}, {len(turns)} requests, "
+        f"lengths / {args.scale}, {args.clients} at a time"
     )
-    rows, data = [], []
+    header = ["cache of each", "replicas", "one big cache", "round robin", "router", "of the big one", "to round robin"]
+    publish(title, header, rows, facts())
+    save(args.out, title, facts(), {"rows": data})
+
+
+def run_hits(args: argparse.Namespace) -> None:
+    turns, rows, data = _turns(args, 1), [], []
     for tokens in args.cache_tokens:
         for count in args.replicas:
             big, _ = replay(turns, RoundRobin(1), 1, tokens * count)
@@ -155,17 +180,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.router", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("hits", "cost"))
+    parser.add_argument("what", choices=("hits", "engines", "cost"))
     parser.add_argument("--trace", type=Path, help="a Mooncake trace (JSON lines); default: synthetic conversations")
     parser.add_argument("--requests", type=int, default=0, help="hits: the first so many (all); cost: how many (2000)")
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--cache-tokens", type=int, nargs="+", default=[1_000_000, 3_000_000, 10_000_000], metavar="N",
-                        help="hits: tokens that the cache of one replica holds")  # fmt: skip
+                        help="hits, engines: tokens that the cache of one replica holds")  # fmt: skip
+    parser.add_argument("--scale", type=int, default=16, help="engines: lengths are divided by it (16)")
+    parser.add_argument("--clients", type=int, default=8, help="engines: requests at a time (8)")
     parser.add_argument("--prompt-bytes", type=int, nargs="+", default=[1_000, 8_000, 40_000], metavar="N", help="cost")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     args = parser.parse_args()
     if args.what == "hits":
         run_hits(args)
+    elif args.what == "engines":
+        run_engines(args)
     else:
         args.requests = args.requests or 2_000
         run_cost(args)

@@ -228,6 +228,42 @@ def test_a_store_that_is_too_small_costs_time_and_nothing_else(cases: dict[str, 
         core_of(decode).check()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+def test_blocks_that_the_transport_has_evicted_are_sent_again_with_the_next_prompt_that_has_them(
+    cases: dict[str, FamilyCase], family: str, root: Path
+) -> None:
+    case = cases[family]
+    prompt = case.prompt(61, 1)
+    with open_llm(case) as llm:
+        (expected,) = tokens(llm, [prompt])
+    with both(case) as (prefill, decode):
+        tokens(prefill, [prompt], ONE)
+        for path in root.glob("quire-kv-*/*"):
+            path.unlink()
+        tokens(prefill, [prompt], ONE)  # all of it is cached there
+        assert tokens(decode, [prompt]) == [expected]
+        assert decode.stats().remote_hits == 60
+        before = prefill.stats().tiers.put
+        tokens(prefill, [prompt], ONE)
+        assert prefill.stats().tiers.put == before  # what is there is not sent twice
+        core_of(prefill).check()
+        core_of(decode).check()
+
+
+def test_a_tcp_store_that_evicted_a_prompt_gets_it_again(cases: dict[str, FamilyCase]) -> None:
+    case = cases["llama"]
+    first, other = case.prompt(61, 1), case.prompt(61, 2)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    with open_llm(case, "prefill", url) as prefill, open_llm(case, "decode", url) as decode:
+        store = core_of(prefill)._executor._worker.tiers._remote._transport  # type: ignore[attr-defined]
+        store._most = 20  # blocks: one prompt and a part of another
+        for prompt in (first, other, first):
+            tokens(prefill, [prompt], ONE)
+        tokens(decode, [first])
+        assert decode.stats().remote_hits == 60
+
+
 def test_a_prefill_engine_that_ends_in_the_middle_costs_time_and_nothing_else(cases: dict[str, FamilyCase]) -> None:
     case = cases["llama"]
     prompts = prompts_of(case)

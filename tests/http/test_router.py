@@ -13,7 +13,7 @@ import pytest
 from quire.config.keys import digests
 from quire.config.router import WaitConfig
 from quire.config.server import AccessConfig
-from stub_replica import QUICK, Asked, Bench, StubReplica, bench, drop, events, whole
+from stub_replica import QUICK, Asked, Bench, Script, StubReplica, bench, drop, events, whole
 
 TOKENS = tuple(f'data: {{"id": "cmpl-7", "text": "{number}"}}\n\n'.encode() for number in range(20))
 BUSY = whole(429, b'{"error": {"message": "full"}}', ("retry-after", "3"))
@@ -227,17 +227,21 @@ def test_without_a_replica_the_error_names_the_replicas_and_what_each_did() -> N
     run(test)
 
 
-def test_a_replica_that_never_begins_is_given_up_at_the_deadline() -> None:
+def test_a_response_that_never_begins_is_answered_504_and_neither_repeated_nor_held_against_the_replica() -> None:
     async def test() -> None:
         async def never(_asked: Asked, _writer: asyncio.StreamWriter) -> bool:
             await asyncio.sleep(30)
             return False
 
-        waits = WaitConfig(connect=0.5, head=0.1, idle=5, health_interval=0.02, drain=1.0)
-        async with bench(StubReplica("a", never), waits=waits) as one:
-            message = (await one.ask()).json()["error"]["message"]
-            assert message == "no replica could take this request: replica a sent nothing for 0.1 s; try again"
-            await asyncio.wait_for(one.replicas[0].hung_up.wait(), 5)
+        waits = WaitConfig(connect=0.5, head=0.1, idle=5, health_interval=60, drain=1.0)
+        async with bench(StubReplica("a", never), StubReplica("b", never), waits=waits) as one:
+            answer = await one.ask()
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"], error["code"]) == (504, "timeout_error", "replica_timeout")
+            assert "sent nothing for 0.1 s" in error["message"]
+            (asked,) = [replica for replica in one.replicas if replica.asked]
+            await asyncio.wait_for(asked.hung_up.wait(), 5)
+            assert (len(asked.asked), one.state("a"), one.state("b")) == (1, "up", "up")
 
     run(test)
 
@@ -510,11 +514,28 @@ def test_head_requests_and_bodies_that_end_with_the_connection_work() -> None:
     run(test)
 
 
-def test_adapters_are_loaded_by_every_replica() -> None:
+@pytest.mark.parametrize(
+    ("failing", "status", "words"),
+    [
+        (whole(400, b'{"error": {"message": "no such path"}}'), 400, "answered 400: no such path"),
+        (whole(500, b"oops"), 500, "answered 500: oops"),
+        (drop, 502, "closed the connection"),
+    ],
+)
+def test_what_every_replica_must_do_names_those_that_did_not(failing: Script, status: int, words: str) -> None:
     async def test() -> None:
-        async with bench(StubReplica("a"), StubReplica("b", whole(400, b'{"error": 1}'))) as one:
+        async with bench(StubReplica("a"), StubReplica("b", failing)) as one:
             answer = await one.client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "y"})
-            assert (answer.status_code, answer.headers["x-routed-to"]) == (400, "b")
+            error = answer.json()["error"]
+            assert (answer.status_code, answer.headers["x-routed-to"]) == (status, "b")
+            assert words in error["replicas"]["b"]
+            assert error["message"].endswith("Done by: a")
             assert [len(replica.asked) for replica in one.replicas] == [1, 1]
+            one.replicas[1].script = whole()
+            assert (await one.client.post("/v1/load_lora_adapter", json={})).status_code == 200
+            await one.replicas[1].stop()
+            await one.until(lambda: one.state("b") == "down")
+            late = await one.client.post("/v1/load_lora_adapter", json={})
+            assert (late.status_code, "is down" in late.json()["error"]["replicas"]["b"]) == (502, True)
 
     run(test)

@@ -84,7 +84,9 @@ class StubReplica:
     script: Script = field(default_factory=whole)
     health: int = 200
     metrics: bytes = b""
+    metrics_status: int = 200
     models: tuple[str, ...] = ("m",)
+    keeps_owners: bool = False  # as a Quire server with --router-key-file
     asked: list[Asked] = field(default_factory=list)
     hung_up: asyncio.Event = field(default_factory=asyncio.Event)
     is_silent: bool = False  # accepts and says nothing
@@ -127,10 +129,11 @@ class StubReplica:
         if asked.path == "/health":
             return await whole(self.health, b"{}")(asked, writer)
         if asked.path == "/metrics":
-            return await whole(200, self.metrics)(asked, writer)
+            return await whole(self.metrics_status, self.metrics)(asked, writer)
         if asked.path == "/v1/models":
             listed = {"object": "list", "data": [{"id": name} for name in self.models]}
-            return await whole(200, json.dumps(listed).encode())(asked, writer)
+            keeps = [("x-quire-client", "known")] if self.keeps_owners and asked.header("x-quire-client") else []
+            return await whole(200, json.dumps(listed).encode(), *keeps)(asked, writer)
         self.asked.append(asked)
         answering = asyncio.ensure_future(self.script(asked, writer))
         watching = asyncio.ensure_future(self._until_hung_up(reader))
@@ -171,14 +174,17 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def bench(*replicas: StubReplica, **changes: Any) -> AsyncIterator[Bench]:
-    """Start replicas and a router with quick health checks in front of them."""
+async def bench(*replicas: StubReplica, send_buffer: int | None = None, **changes: Any) -> AsyncIterator[Bench]:
+    """Start replicas and a router with quick health checks in front of them. `send_buffer`: bytes of a response that
+    the system keeps for a client."""
     for replica in replicas:
         await replica.start()
     addresses = tuple(read_replica(f"{one.name}=http://127.0.0.1:{one.port}") for one in replicas)
     settings: dict[str, Any] = {"waits": QUICK, "balance": BalanceConfig(), "port": 0, **changes}
     config = RouterConfig(replicas=addresses, **settings)
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # accepted sockets inherit it
     port = listener.getsockname()[1]
     router = Router(config, Chooser(config.balance, random.Random(0)))
     try:

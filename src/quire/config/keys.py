@@ -6,12 +6,21 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.types.errors import ConfigError
 
 MAX_KEY = 512  # characters
 MAX_KEYS = 1_000
 MAX_FILE_BYTES = 2**20
+
+
+class KeyDigests(NamedTuple):
+    """The digests of the API keys, those of routers among them, and of the admin keys."""
+
+    key_digests: tuple[str, ...]
+    admin_digests: tuple[str, ...]
+    router_digests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,15 +31,20 @@ class KeySources:
     api_key_file: str | None = None
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_key_file: str | None = None
+    router_key_file: str | None = None
     made_admin_key: str | None = field(default=None, repr=False)  # one of admin_keys that nobody was told yet
 
-    def digests(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the digests of the API keys and of the admin keys. Raises ConfigError for a file or key at fault."""
-        api = _from("api_key", self.api_keys, "api_key_file", self.api_key_file)
+    def digests(self) -> KeyDigests:
+        """Return the digests of all keys. Raises ConfigError for a file or key at fault."""
+        clients = _from("api_key", self.api_keys, "api_key_file", self.api_key_file)
+        routers = _from("router_key", (), "router_key_file", self.router_key_file)
         admin = _from("admin_key", self.admin_keys, "admin_key_file", self.admin_key_file)
+        if set(routers) & set(clients):
+            raise ConfigError("router_key_file", "holds an API key of clients", "give routers a key of their own")
+        api = (*clients, *routers)
         if set(admin) & set(api):
             raise ConfigError("admin_key", "is also an API key", "choose another, so that API clients are no admins")
-        return api, admin
+        return KeyDigests(api, admin, routers)
 
 
 def _from(setting: str, keys: tuple[str, ...], file_setting: str, file: str | None) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ class AccessConfig:
     """Who may use the server. Keys are kept as SHA-256 digests in hex. Without digests no key is required."""
 
     key_digests: tuple[str, ...] = ()
+    router_digests: tuple[str, ...] = ()  # those of key_digests whose requests name the client they are for
     admin_digests: tuple[str, ...] = ()  # (): there are no admin routes
     cors_origins: tuple[str, ...] = ()
     playground: bool = True

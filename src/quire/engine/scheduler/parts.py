@@ -56,7 +56,7 @@ def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows
     reuse, compute = PrefixReuse(pool, cached, tiers, rows, size), ComputeTime()
     reuse.shares_memory = not reserves
     transport = cache.tiers.transport
-    asks = transport is not None and transport.gets
+    asks = transport is not None
     if has_tiers and (cache.tiers.disk_path or asks):
         reuse.prefetch = FilePrefetch(tiers, compute, size, asks=asks)
         reuse.prefetch.find, reuse.prefetch.ask = reuse.find_files, reuse.ask

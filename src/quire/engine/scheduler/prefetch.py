@@ -60,7 +60,7 @@ class FilePrefetch:
     def __init__(self, tiers: Tiers, compute: ComputeTime, block_size: int, *, asks: bool = False) -> None:
         self._tiers, self._compute, self._block_size = tiers, compute, block_size
         self._asks = asks  # whether other engines are asked
-        self.reason = "its blocks come from another engine" if asks else "its blocks are read from disk"
+        self.reason = "other engines are asked for its blocks" if asks else "its blocks are read from disk"
         self.ask: Callable[[Group], Asked | None] = lambda _group: None  # PrefixReuse.ask
         # the files that a group needs, among the given number of blocks or all that follow; PrefixReuse.find_files
         self.find: Callable[[Group, int | None], list[bytes]] = lambda _group, _num_blocks: []

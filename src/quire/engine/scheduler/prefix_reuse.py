@@ -174,7 +174,8 @@ class PrefixReuse:
         return self._tiers.find_files(match, self._query(group.leader, limit))
 
     def ask(self, group: Group) -> Asked | None:
-        """Ask other engines for the blocks that extend the leader's prefix hit; None if nothing is asked."""
+        """Ask other engines for the blocks that extend the leader's prefix hit, or whether they still have those of the
+        hit; None if nothing is asked."""
         if self._tree is None or not self.reads_cache(group):
             return None
         query = self._query(group.leader, self._leader_limit(group))
@@ -205,7 +206,8 @@ class PrefixReuse:
             if hit.slots and before < hit.num_tokens:  # otherwise it borrowed more from its branch origin
                 loaded += self._filler.load(sequence, hit, builder)
                 waits |= sequence.num_computed > before  # its own loads, or loads of another group in this plan
-        for sequence in found:
+        for sequence, (match, _) in found.items():
+            self._tiers.on_hit(match)
             builder.introduce(sequence)
         self._note(group, *found[group.leader], limits[group.leader], num_computed(group), loaded, now)
         group.origin = group.hit = None

@@ -123,10 +123,10 @@ class PrivateFolder:
             os.close(handle)
             raise
 
-    def has(self, name: str) -> bool:
-        """Return whether there is a file of this name. An error counts as none."""
+    def touch(self, name: str) -> bool:
+        """Set the time of use of a file. Returns whether there is one; an error counts as none."""
         with suppress(OSError):
-            os.stat(name, dir_fd=self._handle, follow_symlinks=False)
+            os.utime(name, dir_fd=self._handle, follow_symlinks=False)
             return True
         return False
 

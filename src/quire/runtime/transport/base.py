@@ -31,7 +31,7 @@ class KVTransport(Protocol):
         """Whom it talks to, in words."""
 
     def has(self, keys: Sequence[bytes], deadline: float) -> set[bytes]:
-        """Return which of these blocks can be got now."""
+        """Return which of these blocks can be got now. They count as used: others are evicted before them."""
 
     def put(self, key: bytes, block: memoryview, deadline: float) -> None:
         """Make a block available to other engines. Older blocks may be evicted for it."""

@@ -59,10 +59,10 @@ class SharedMemoryTransport:
         self._evict(memory)
 
     def has(self, keys: Sequence[bytes], deadline: float) -> set[bytes]:  # noqa: ARG002 - it does not wait
-        return {key for key in keys if self._folder.has(key.hex())}
+        return {key for key in keys if self._folder.touch(key.hex())}
 
     def put(self, key: bytes, block: memoryview, deadline: float) -> None:
-        if self._folder.has(key.hex()):
+        if self._folder.touch(key.hex()):
             return
         self._make_room()
         try:

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 
 from quire.runtime.transport.base import TransportError
 from quire.runtime.transport.frames import (
@@ -32,6 +32,7 @@ logger = logging.getLogger("quire.runtime")
 MAX_CONNECTIONS = 256
 IDLE_SECONDS = 600.0  # after which a silent client is disconnected; it connects again
 SENDING_SECONDS = 10.0
+ACCEPT_PAUSE = 0.1  # seconds after a connection could not be taken, as too many files are open
 Sealed = tuple[bytes, bytes]  # seal, block
 
 
@@ -47,6 +48,7 @@ class TcpStore:
         self._blocks: OrderedDict[bytes, Sealed] = OrderedDict()  # least recently used first
         self._lock = Lock()  # of _blocks and _clients
         self._clients: set[socket.socket] = set()
+        self._is_closed = Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=64)
@@ -59,7 +61,10 @@ class TcpStore:
 
     def has(self, keys: Sequence[bytes], deadline: float) -> set[bytes]:  # noqa: ARG002 - it does not wait
         with self._lock:
-            return {key for key in keys if key in self._blocks}
+            found = [key for key in keys if key in self._blocks]
+            for key in reversed(found):  # the first block of a prefix is used last, so it is evicted last
+                self._blocks.move_to_end(key)
+        return set(found)
 
     def put(self, key: bytes, block: memoryview, deadline: float) -> None:  # noqa: ARG002 - it does not wait
         sealed = make_seal(self._layout, key, block), bytes(block)
@@ -79,6 +84,7 @@ class TcpStore:
         check_seal(sealed[0], self._layout, key, block, self.peer)
 
     def close(self) -> None:
+        self._is_closed.set()
         with self._lock:
             clients = list(self._clients)
             self._blocks.clear()
@@ -94,20 +100,38 @@ class TcpStore:
             return self._blocks.get(key)
 
     def _accept(self) -> None:
+        """Take connections until the store is closed. What the system refuses, such as one file too many, is tried
+        again after a pause; only the first failure in a row is logged."""
+        is_failing = False
         while True:
             try:
-                sock, address = self._listener.accept()
-            except OSError:
-                return  # it is closed
+                self._take(*self._listener.accept())
+                is_failing = False
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
+                if self._is_closed.wait(ACCEPT_PAUSE):
+                    return
+                logger.log(logging.DEBUG if is_failing else logging.WARNING,
+                           "KV transport: %s could not take a connection: %s", self.peer, error)  # fmt: skip
+                is_failing = True
+
+    def _take(self, sock: socket.socket, address: tuple[str, int]) -> None:
+        """Serve a client in a thread of its own. Raises RuntimeError if none can be started."""
+        with self._lock:
+            is_full = len(self._clients) >= MAX_CONNECTIONS
+            if not is_full:
+                self._clients.add(sock)
+        if is_full:
+            logger.warning("KV transport: %s was refused: %d engines are connected", address, MAX_CONNECTIONS)
+            sock.close()
+            return
+        name = f"{address[0]}:{address[1]}"
+        try:
+            Thread(target=self._serve, args=(sock, name), name="quire-kv", daemon=True).start()
+        except RuntimeError:
             with self._lock:
-                is_full = len(self._clients) >= MAX_CONNECTIONS
-                if not is_full:
-                    self._clients.add(sock)
-            if is_full:
-                logger.warning("KV transport: %s was refused: %d engines are connected", address, MAX_CONNECTIONS)
-                sock.close()
-                continue
-            Thread(target=self._serve, args=(sock, f"{address[0]}:{address[1]}"), name="quire-kv", daemon=True).start()
+                self._clients.discard(sock)
+            sock.close()
+            raise
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         try:

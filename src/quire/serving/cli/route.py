@@ -119,33 +119,15 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
 
 def _add_balance(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("choice of the replica")
-    group.add_argument(
-        "--cache-tokens",
-        type=int,
-        metavar="N",
-        help=f"tokens that the cache of one replica holds (what it reports, else {DEFAULT_CACHE_TOKENS})",
+    factor, slack, guess = _BALANCE.load_factor, _BALANCE.load_slack, DEFAULT_CACHE_TOKENS
+    table: tuple[tuple[str, type, float | None, str], ...] = (
+        ("--cache-tokens", int, None, f"tokens that the cache of one replica holds (what it reports, else {guess})"),
+        ("--load-factor", float, factor, f"a replica with more than N times the mean load is overloaded ({factor:g})"),
+        ("--load-slack", float, slack, f"requests that a replica may have beyond that ({slack:g})"),
+        ("--max-attempts", int, 3, "replicas that one request is sent to, one after the other (3)"),
     )
-    group.add_argument(
-        "--load-factor",
-        type=float,
-        default=_BALANCE.load_factor,
-        metavar="X",
-        help=f"a replica with more than X times the mean load is overloaded ({_BALANCE.load_factor:g})",
-    )
-    group.add_argument(
-        "--load-slack",
-        type=float,
-        default=_BALANCE.load_slack,
-        metavar="N",
-        help=f"requests that a replica may have beyond that ({_BALANCE.load_slack:g})",
-    )
-    group.add_argument(
-        "--max-attempts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="replicas that one request is sent to, one after the other (3)",
-    )
+    for flag, kind, default, text in table:
+        group.add_argument(flag, type=kind, default=default, metavar="N", help=text)
 
 
 def run_route(args: argparse.Namespace) -> int:
@@ -183,12 +165,12 @@ def run_route(args: argparse.Namespace) -> int:
 def _reload(router: Router, config: RouterConfig, keys: KeySources) -> None:
     """Read the keys again. If they are bad, those in force stay."""
     try:
-        key_digests, admin_digests = keys.digests()
+        digests = keys.digests()
     except ConfigError as error:
         logger.error("SIGHUP: nothing was changed: %s", error)
         return
-    router.keys.replace(replace(config.access, key_digests=key_digests, admin_digests=admin_digests))
-    logger.info("SIGHUP: %d API keys and %d admin keys are in force", len(key_digests), len(admin_digests))
+    router.keys.replace(replace(config.access, **digests._asdict()))
+    logger.info("SIGHUP: %d API keys and %d admin keys are in force", *map(len, digests[:2]))
 
 
 def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:
@@ -206,11 +188,11 @@ def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:
         admin_keys=(*args.admin_key, *filter(None, [environment.admin_key])),
         admin_key_file=args.admin_key_file,
     )
-    key_digests, admin_digests = keys.digests()
-    _check(args, has_keys=bool(key_digests))
+    digests = keys.digests()
+    _check(args, has_keys=bool(digests.key_digests))
     check_range("port", args.port, 0, 65_535)
     if args.uds is None:
-        check_host("host", args.host, has_keys=bool(key_digests) or args.replicas_check_keys)
+        check_host("host", args.host, has_keys=bool(digests.key_digests) or args.replicas_check_keys)
     listen = ListenConfig(uds=socket_path("uds", args.uds), tls_cert=args.ssl_certfile, tls_key=args.ssl_keyfile)
     make_context(listen)  # raises for files that cannot be used
     replica_key = None
@@ -221,9 +203,7 @@ def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:
         host=args.host,
         port=args.port,
         listen=listen,
-        access=AccessConfig(
-            key_digests=key_digests, admin_digests=admin_digests, metrics_need_key=not args.open_metrics
-        ),
+        access=AccessConfig(**digests._asdict(), metrics_need_key=not args.open_metrics),
         checks_keys=not args.replicas_check_keys,
         replica_key=replica_key,
         balance=BalanceConfig(load_factor=args.load_factor, load_slack=args.load_slack, cache_tokens=args.cache_tokens),

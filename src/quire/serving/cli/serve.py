@@ -124,6 +124,7 @@ def _keys(args: argparse.Namespace) -> KeySources:
         api_key_file=args.api_key_file,
         admin_keys=(*admin, *filter(None, [made])),
         admin_key_file=args.admin_key_file,
+        router_key_file=args.router_key_file,
         made_admin_key=made,
     )
 
@@ -140,10 +141,8 @@ def _shown_key(args: argparse.Namespace, keys: KeySources) -> str | None:
 
 
 def _access(args: argparse.Namespace, keys: KeySources) -> AccessConfig:
-    key_digests, admin_digests = keys.digests()
     return AccessConfig(
-        key_digests=key_digests,
-        admin_digests=admin_digests,
+        **keys.digests()._asdict(),
         cors_origins=tuple(_origin(origin) for origin in args.cors_origin),
         playground=not args.no_playground,
         metrics_need_key=not args.open_metrics,

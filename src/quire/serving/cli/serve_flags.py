@@ -214,6 +214,11 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         help="one key per line, reread on SIGHUP; safer than --api-key, which `ps` shows",
     )
     group.add_argument(
+        "--router-key-file",
+        metavar="FILE",
+        help="API keys of routers (quire route --replica-key-file), one per line: clients behind them stay apart",
+    )
+    group.add_argument(
         "--admin",
         action="store_true",
         help="serve /admin; a key is made and kept in a private file unless one is given",

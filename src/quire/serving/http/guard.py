@@ -12,7 +12,7 @@ from typing import Any
 from quire.config.server import ServerConfig
 from quire.serving.http.errors import ApiError, internal_error
 from quire.serving.http.exchange import ERROR, FROM_ADMIN, Exchange, Receive, Scope, Send
-from quire.serving.http.key_ring import KeyRing
+from quire.serving.http.key_ring import CLIENT_HEADER, KeyRing
 from quire.serving.http.limits import Limits
 from quire.serving.http.request_watch import CLIENT_GONE, Answered, RequestWatch
 from quire.serving.http.validators.values import as_identifier
@@ -69,7 +69,10 @@ class Guard:
             nonlocal status, num_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", exchange.request_id.encode())]
+                named = [(b"x-request-id", exchange.request_id.encode())]
+                if self._keys.is_router(exchange.headers):
+                    named.append((CLIENT_HEADER, b"known"))  # tells the router that its clients are kept apart
+                message["headers"] = [*message["headers"], *named]
             else:
                 num_bytes += len(message.get("body", b""))
             await send(message)
@@ -115,7 +118,7 @@ class Guard:
             )
             return ApiError(403, message, code="cross_site")
         if raw_path not in self._public:
-            is_admin = _is_for_admins(scope["path"]) or raw_path.startswith(b"/admin")
+            is_admin = is_for_admins(scope["path"]) or raw_path.startswith(b"/admin")
             if is_admin and (
                 not self._keys.has_admin or (self._is_admin_elsewhere and not scope.get(FROM_ADMIN, False))
             ):
@@ -135,7 +138,7 @@ class Guard:
             exchange.scope["quire.request_id"] = exchange.scope["quire.given_id"] = name
 
 
-def _is_for_admins(path: str) -> bool:
+def is_for_admins(path: str) -> bool:
     """Whether only admins may call a path. Those of LoRA adapters are recognised in every spelling that PathAliases
     understands."""
     return path.startswith("/admin") or path.rstrip("/").endswith(("/load_lora_adapter", "/unload_lora_adapter"))

@@ -7,7 +7,9 @@ import hmac
 
 from quire.config.server import AccessConfig
 
-_HEADERS = (b"x-api-key", b"api-key")  # as Anthropic's and Azure's clients send a key
+KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")  # the last two: of Anthropic's and Azure's clients
+CLIENT_HEADER = b"x-quire-client"  # for whom a router asks
+_PERSON = b"quire client"
 
 
 class KeyRing:
@@ -19,6 +21,7 @@ class KeyRing:
     def replace(self, access: AccessConfig) -> None:
         """Requests from now on need one of these keys."""
         self._api = [bytes.fromhex(digest) for digest in access.key_digests]
+        self._routers = [bytes.fromhex(digest) for digest in access.router_digests]
         self._admin = [bytes.fromhex(digest) for digest in access.admin_digests]
         self.key_digests, self.shares_cache = access.key_digests, access.shares_cache
 
@@ -33,18 +36,33 @@ class KeyRing:
     def owner(self, headers: dict[bytes, bytes], *, is_admin: bool) -> str | None:
         """Return the digest of the key that a request brings, "" where none is asked for, None if it must be refused.
 
-        Compares with every key, in time that tells nothing about any.
+        A router's key stands for the client that it names: each client has a digest of its own. Compares with every
+        key, in time that tells nothing about any.
         """
         keys = self._admin if is_admin else self._api
         if not keys:
             return ""
         digest = hashlib.sha256(_key(headers)).digest()
-        matches = [hmac.compare_digest(digest, known) for known in keys]
-        return digest.hex() if any(matches) else None
+        if not _is_among(digest, keys):
+            return None
+        if not is_admin and (client := headers.get(CLIENT_HEADER)) and _is_among(digest, self._routers):
+            digest = hashlib.blake2b(digest + client, digest_size=32, person=_PERSON).digest()
+        return digest.hex()
+
+    def is_router(self, headers: dict[bytes, bytes]) -> bool:
+        """Whether a request names its client and brings the key of a router, so that the name counts."""
+        if not self._routers or CLIENT_HEADER not in headers:
+            return False
+        return _is_among(hashlib.sha256(_key(headers)).digest(), self._routers)
+
+
+def _is_among(digest: bytes, known: list[bytes]) -> bool:
+    matches = [hmac.compare_digest(digest, one) for one in known]
+    return any(matches)
 
 
 def _key(headers: dict[bytes, bytes]) -> bytes:
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
         return key.strip()
-    return next((headers[name].strip() for name in _HEADERS if name in headers), b"")
+    return next((headers[name].strip() for name in KEY_HEADERS[1:] if name in headers), b"")

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import ABORT, FROM_ADMIN
 from quire.serving.http.limits import Limits
+from quire.serving.http.reading_timer import ReadingTimer
 
 logger = logging.getLogger("quire.edge")
 
@@ -39,7 +40,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._deadline: asyncio.TimerHandle | None = None
-        self._stall: asyncio.TimerHandle | None = None
+        self._reading = ReadingTimer(self.loop, transport, self.limits["stall_seconds"])
         self._in_head = self._is_full = False
         self._raw_bytes = self._head_bytes = 0  # of the head: received after its first piece; in its headers
         self._idle_bytes = 0  # received since the last of the body: trailers, and what stands between chunks
@@ -50,21 +51,21 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_by(None)
-        self._expect_reading(None)
+        self._reading.stop()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_reading(self.transport.get_write_buffer_size())
+        self._reading.start()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._expect_reading(None)
+        self._reading.stop()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._expect_reading(self.transport.get_write_buffer_size() or None)
+        self._reading.start()
 
     def data_received(self, data: bytes) -> None:
         if self._is_full:
@@ -131,20 +132,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
-    def _expect_reading(self, unsent: int | None) -> None:
-        """Cut the connection off if of `unsent` bytes none are read for too long; None: there is nothing to read."""
-        if self._stall is not None:
-            self._stall.cancel()
-        again = self.limits["stall_seconds"]
-        self._stall = None if unsent is None else self.loop.call_later(again, self._check_reading, unsent)
-
-    def _check_reading(self, unsent: int) -> None:
-        left = self.transport.get_write_buffer_size()
-        if left >= unsent:
-            self.transport.abort()
-        else:
-            self._expect_reading(left or None)
-
     def _refuse_head(self) -> None:
         self._refuse(431, f"the head is larger than {self.limits['header_bytes']} bytes", "head_too_large")
 
@@ -156,6 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
         head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (status, _REASONS[status])
         self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
         self.transport.close()
+        self._reading.start()
 
 
 def bounded_by(limits: Limits, on_refuse: Callable[[int, str], None] = _count_nothing) -> type[BoundedProtocol]:

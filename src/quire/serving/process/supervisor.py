@@ -247,15 +247,15 @@ class Supervisor:
     def _reload(self) -> None:
         """Read the keys and certificates again. If they are bad, those in force stay."""
         try:
-            key_digests, admin_digests = self._keys.digests()
+            digests = self._keys.digests()
             make_context(self._config.listen)
         except ConfigError as error:
             logger.error("SIGHUP: nothing was changed: %s", error)
             return
-        access = replace(self._config.access, key_digests=key_digests, admin_digests=admin_digests)
+        access = replace(self._config.access, **digests._asdict())
         self._config = replace(self._config, access=access)
         self._edges.reconfigure(self._config)
-        logger.info("SIGHUP: %d API keys and %d admin keys are in force", len(key_digests), len(admin_digests))
+        logger.info("SIGHUP: %d API keys and %d admin keys are in force", *map(len, digests[:2]))
 
     def _drain(self, now: float, why: str) -> None:
         if self._draining:

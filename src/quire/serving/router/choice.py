@@ -18,7 +18,7 @@ _WEIGHT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A replica, why it was chosen, and how many leading chunks of the prompt it is expected to have cached."""
+    """A replica, why it was chosen, and how many leading bytes of the prompt it is expected to have cached."""
 
     replica: Replica
     reason: Reason
@@ -43,10 +43,10 @@ class Chooser:
         return choice
 
     def _choose(self, candidates: Sequence[Replica], prompt: Prompt) -> Choice:
-        matches = [replica.tree.match(prompt.keys) for replica in candidates]
+        matches = [replica.num_matched(prompt) for replica in candidates]
         free = self._within_bound(candidates)
         best, least = max(matches), min(matches)
-        if best > least and best - least >= self._config.least_gain * len(prompt.keys):
+        if best > least and best - least >= self._config.least_gain * prompt.num_bytes:
             longest = [place for place in free if matches[place] == best]
             if longest:
                 place = self._among(candidates, longest, prompt.session)

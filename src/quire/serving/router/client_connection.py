@@ -8,11 +8,13 @@ import math
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
+from urllib.parse import unquote
 
 import httptools
 
 from quire.serving.http.errors import ApiError
 from quire.serving.http.limits import Limits
+from quire.serving.http.reading_timer import ReadingTimer
 
 HOP_BY_HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
@@ -32,6 +34,7 @@ class Request:
     pairs: list[tuple[bytes, bytes]]
     headers: dict[bytes, bytes]
     body: bytes
+    owner: str = ""  # the digest of the API key that the router checked; "": it asks for none
 
 
 class ConnectionState:
@@ -58,10 +61,11 @@ class ClientConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._due = math.inf  # when the connection is cut off, by the clock of the loop
-        self._stall: asyncio.TimerHandle | None = None
+        self._reading: ReadingTimer
         self._held = 0  # bytes of the body that the state counts
         self._in_head = self._is_full = self._is_chunked = self._is_answered = False
         self._is_http_1_1 = self._keeps_alive = True
+        self._idle_bytes = 0  # received since the last of the body: trailers, and what stands between chunks
         self._early = b""  # of the next request
         self._clear()
         self.on_pause: Callable[[], None] | None = None  # the client reads slowly: send no more
@@ -87,6 +91,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=MAX_WAITING_BYTES)
+        self._reading = ReadingTimer(self._loop, self._transport, self._limits["stall_seconds"])
         connections = self._state.connections
         connections.add(self)
         if len(connections) > self._limits["connections"]:
@@ -98,7 +103,7 @@ class ClientConnection(asyncio.Protocol):
         self._state.connections.discard(self)
         if self._deadline is not None:
             self._deadline.cancel()
-        self._expect_reading(None)
+        self._reading.stop()
         self.release_body()
         if self.on_gone is not None:
             self.on_gone()
@@ -119,20 +124,26 @@ class ClientConnection(asyncio.Protocol):
             if self._head_bytes > self._limits["header_bytes"]:
                 self._refuse_head()
                 return
+        self._idle_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._refuse(400, "upgrade: the router speaks HTTP/1.1 only; leave the header out", "bad_http")
+        except httptools.HttpParserUpgrade as upgrade:
+            self._read_without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse(400, "this is not an HTTP/1.1 request", "bad_http")
+        if not self._in_head and self._idle_bytes > self._limits["header_bytes"]:
+            self._transport.abort()
 
     def pause_writing(self) -> None:
         if self.on_pause is not None:
             self.on_pause()
-        self._expect_reading(self._transport.get_write_buffer_size())
+        self._reading.start()
 
     def resume_writing(self) -> None:
-        self._expect_reading(None)
+        if self._transport.is_closing():
+            self._reading.start()
+        else:
+            self._reading.stop()
         if self.on_resume is not None:
             self.on_resume()
 
@@ -155,7 +166,9 @@ class ClientConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self._is_full:
             return
-        self._in_head = False
+        self._in_head, self._idle_bytes = False, 0
+        if self._parser.should_upgrade():  # it is read again without
+            return
         size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._pairs)
         if size > self._limits["header_bytes"]:
             self._refuse_head()
@@ -169,6 +182,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
+        self._idle_bytes = 0
         if self._is_full or self._transport.is_closing():
             return
         self._chunks.append(data)
@@ -182,13 +196,14 @@ class ClientConnection(asyncio.Protocol):
                          "try again later, or raise it with --limit bodies_bytes=", "bodies_full")  # fmt: skip
 
     def on_message_complete(self) -> None:
-        if self._is_full or self._transport.is_closing():
+        self._idle_bytes = 0
+        if self._is_full or self._transport.is_closing() or self._parser.should_upgrade():
             return
         self._expect_by(None)
         self._is_http_1_1 = self._parser.get_http_version() == "1.1"
         self._keeps_alive = self._parser.should_keep_alive() and not self._state.is_closing
         self._is_answered = False
-        path = self._url.partition(b"?")[0].decode("latin-1")
+        path = unquote(self._url.partition(b"?")[0].decode("latin-1"))
         root = self._state.root_path
         if root and f"{path}/".startswith(f"{root}/"):
             path = path[len(root) :] or "/"
@@ -250,7 +265,7 @@ class ClientConnection(asyncio.Protocol):
     def close_if_idle(self) -> None:
         self._keeps_alive = False
         if self._task is None:
-            self._transport.close()
+            self._close()
 
     # ------------------------------------------------------------------------------------------------- the works
     @property
@@ -273,7 +288,24 @@ class ClientConnection(asyncio.Protocol):
                 early, self._early = self._early, b""
                 self.data_received(early)
         else:
-            self._transport.close()
+            self._close()
+
+    def _close(self) -> None:
+        """Close the connection when its client has read all that was sent, or reads nothing for too long."""
+        self._transport.close()
+        self._reading.start()
+
+    def _read_without_upgrade(self, rest: bytes) -> None:
+        """Read the request again without the header Upgrade, which a server may ignore. With it the parser takes the
+        body for bytes of the other protocol."""
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(400, "CONNECT: the router is no proxy for other hosts; use GET or POST", "bad_http")
+            return
+        lines = [b"%b: %b\r\n" % pair for pair in self._pairs if pair[0] != b"upgrade"]
+        head = b"%b %b HTTP/%b\r\n" % (method, self._url, self._parser.get_http_version().encode())
+        self._parser = httptools.HttpRequestParser(self)
+        self.data_received(b"".join((head, *lines, b"\r\n", rest)))
 
     def _expect_by(self, seconds: float | None) -> None:
         """Cut the connection off unless called again within `seconds`. A timer that is set already and comes earlier
@@ -301,20 +333,6 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._transport.abort()
 
-    def _expect_reading(self, unsent: int | None) -> None:
-        """Cut the connection off if of `unsent` bytes none are read for too long; None: there is nothing to read."""
-        if self._stall is not None:
-            self._stall.cancel()
-        again = self._limits["stall_seconds"]
-        self._stall = None if unsent is None else self._loop.call_later(again, self._check_reading, unsent)
-
-    def _check_reading(self, unsent: int) -> None:
-        left = self._transport.get_write_buffer_size()
-        if left >= unsent:
-            self._transport.abort()
-        else:
-            self._expect_reading(left or None)
-
     def _refuse_head(self) -> None:
         limit = self._limits["header_bytes"]
         self._refuse(431, f"the head is larger than {limit} bytes; send fewer or shorter headers", "head_too_large")
@@ -329,4 +347,4 @@ class ClientConnection(asyncio.Protocol):
         self._keeps_alive = False
         error = ApiError(status, message, code=code)
         self.reply(status, error.body(), [(b"content-type", b"application/json"), *error.headers])
-        self._transport.close()
+        self._close()

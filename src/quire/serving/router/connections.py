@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ssl
 import time
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import httptools
@@ -57,13 +58,13 @@ class ReplicaConnection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, data: bytes, receiver: Receiver, *, has_body: bool) -> None:
-        """Send a request. `has_body`: its response has a body, which that of HEAD has not."""
+    def send(self, data: Sequence[bytes], receiver: Receiver, *, has_body: bool) -> None:
+        """Send a request, in pieces. `has_body`: its response has a body, which that of HEAD has not."""
         assert self._transport is not None
         assert self._receiver is None
         self._receiver, self._has_body, self._heard = receiver, has_body, False
         self._num_requests += 1
-        self._transport.write(data)
+        self._transport.writelines(data)
 
     def abort(self) -> None:
         """Drop the connection at once: the replica sees that nobody waits for its answer."""

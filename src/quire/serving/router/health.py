@@ -9,6 +9,7 @@ import re
 import msgspec
 
 from quire.config.router import WaitConfig
+from quire.serving.http.key_ring import CLIENT_HEADER
 from quire.serving.router.connections import ReplicaFailed
 from quire.serving.router.replica import Replica
 from quire.serving.router.replica_set import ReplicaSet
@@ -76,7 +77,10 @@ class HealthChecks:
     async def learn(self, replica: Replica) -> None:
         """Ask for models and cache size. A replica that does not say is used all the same."""
         try:
-            status, _, body = await self._replicas.ask(replica, "GET", "/v1/models", [], seconds=self._waits.health)
+            status, headers, body = await self._replicas.ask(
+                replica, "GET", "/v1/models", [], seconds=self._waits.health
+            )
+            replica.keeps_owners = any(name == CLIENT_HEADER for name, _ in headers)
             replica.models = model_names(body) if status == 200 else None
             status, _, body = await self._replicas.ask(replica, "GET", "/metrics", [], seconds=self._waits.health)
             replica.learn_cache(cache_tokens(body) if status == 200 else None)

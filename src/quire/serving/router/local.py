@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from quire.config.router import RouterConfig, read_replica
+from quire.config.router import read_replica
 from quire.serving.http.errors import ApiError
-from quire.serving.http.key_ring import KeyRing
+from quire.serving.http.key_ring import KEY_HEADERS
+from quire.serving.router.access import Access
 from quire.serving.router.client_connection import ClientConnection, ConnectionState, Request
 from quire.serving.router.connections import Headers, ReplicaFailed
 from quire.serving.router.health import HealthChecks
@@ -24,7 +25,9 @@ from quire.types.errors import ConfigError
 ASK_SECONDS = 10.0  # for a replica to answer a question of which the router makes one answer
 _JSON = [(b"content-type", b"application/json")]
 _TO_ALL = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/admin/reset_cache")
-_KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"api-key"})
+_KEPT = frozenset({*KEY_HEADERS, b"content-type"})  # headers of a request that goes to all replicas
+_RETRY = ((b"retry-after", b"1"),)
+_SHOWN = 300  # characters of a replica's error that the router repeats
 Answer = tuple[int, bytes, Headers]
 Handler = Callable[[Request], Awaitable[Answer]]
 
@@ -32,28 +35,20 @@ Handler = Callable[[Request], Awaitable[Answer]]
 class LocalPages:
     """The pages by method and path. `find` returns the handler of a request, None for requests to be sent on."""
 
-    def __init__(
-        self, config: RouterConfig, replicas: ReplicaSet, proxy: Proxy, health: HealthChecks, keys: KeyRing
-    ) -> None:
-        self._config, self._replicas, self._proxy, self._health, self._keys = config, replicas, proxy, health, keys
+    def __init__(self, access: Access, replicas: ReplicaSet, proxy: Proxy, health: HealthChecks) -> None:
+        self._access, self._replicas, self._proxy, self._health = access, replicas, proxy, health
         self._started_at = time.monotonic()
         self.connections: ConnectionState | None = None
-        self._pages: dict[tuple[str, str], Handler] = {
-            ("GET", "/health"): self._health_page,
-            ("GET", "/ready"): self._health_page,
-            ("GET", "/ping"): self._health_page,
-            ("GET", "/metrics"): self._metrics,
-            ("GET", "/v1/models"): self._models,
-            ("GET", "/router/status"): self._status,
-            ("GET", "/router/replicas"): self._status,
-            ("POST", "/router/replicas"): self._add,
-        }
+        self._looks: dict[str, Handler] = dict.fromkeys(("/health", "/ready", "/ping"), self._health_page)
+        self._looks |= dict.fromkeys(("/router/status", "/router/replicas"), self._status)
+        self._looks |= {"/metrics": self._metrics, "/v1/models": self._models}
 
     def find(self, request: Request) -> Handler | None:
         path = request.path.rstrip("/") or "/"
-        page = self._pages.get((request.method, path))
-        if page is not None:
-            return page
+        if request.method == "GET" and path in self._looks:
+            return self._looks[path]
+        if (request.method, path) == ("POST", "/router/replicas"):
+            return self._add
         if path in _TO_ALL and request.method == "POST" and b"x-replica" not in request.headers:
             return self._to_all
         if path.startswith("/router/replicas/"):
@@ -61,22 +56,6 @@ class LocalPages:
         if path == "/router" or path.startswith("/router/"):
             return self._nothing
         return None
-
-    def check_key(self, request: Request) -> None:
-        """Raise ApiError unless a request may see a page of the router."""
-        path = request.path.rstrip("/")
-        if path in ("/health", "/ready", "/ping"):
-            return
-        is_change = path.startswith("/router/replicas")
-        if is_change and not self._keys.has_admin:
-            message = "there is no admin key; start the router with --admin or --admin-key-file to change its replicas"
-            raise ApiError(404, message, code="not_found")
-        is_open = path == "/metrics" and not self._config.access.metrics_need_key
-        may = is_open or self._keys.owner(request.headers, is_admin=is_change) is not None
-        if not may and (is_change or self._keys.owner(request.headers, is_admin=True) in (None, "")):
-            kind = "admin" if is_change else "API"
-            raise ApiError(401, f"a valid {kind} key is needed; send it as Authorization: Bearer KEY",
-                           code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))  # fmt: skip
 
     async def answer(self, handler: Handler, request: Request, client: ClientConnection) -> None:
         status, body, headers = await handler(request)
@@ -86,7 +65,7 @@ class LocalPages:
     async def _health_page(self, _request: Request) -> Answer:
         up = sum(replica.takes_requests for replica in self._replicas)
         body = {"status": "ok" if up else "no replica is up", "replicas": len(self._replicas), "replicas_up": up}
-        return (200, msgspec.json.encode(body), _JSON) if up else (503, msgspec.json.encode(body), _retry())
+        return (200, msgspec.json.encode(body), _JSON) if up else (503, msgspec.json.encode(body), [*_JSON, *_RETRY])
 
     async def _status(self, _request: Request) -> Answer:
         rows = [_row(replica) for replica in self._replicas]
@@ -104,7 +83,9 @@ class LocalPages:
         return 200, msgspec.json.encode(body), _JSON
 
     async def _metrics(self, request: Request) -> Answer:
-        answers = await self._ask_all(request, "/metrics")
+        answers = self._answered(await self._ask_all(request, "/metrics"))
+        if self._access.hides_pages and not any(status == 200 for status, _ in answers.values()):
+            return self._refusal(answers)  # nobody has checked the key
         pages = {name: body.decode("utf-8", "replace") for name, (status, body) in answers.items() if status == 200}
         num_connections = 0 if self.connections is None else len(self.connections.connections)
         page = merge_metrics(own_metrics(list(self._replicas), self._proxy.counts, num_connections), pages)
@@ -112,7 +93,7 @@ class LocalPages:
 
     async def _models(self, request: Request) -> Answer:
         """The models of all replicas, each once."""
-        answers = await self._ask_all(request, "/v1/models")
+        answers = self._answered(await self._ask_all(request, "/v1/models"))
         models: dict[str, Any] = {}
         merged: dict[str, Any] | None = None
         for status, body in answers.values():
@@ -126,21 +107,34 @@ class LocalPages:
             merged = merged or listed
         if merged is not None:
             return 200, msgspec.json.encode({**merged, "data": list(models.values())}), _JSON
-        status, body = next(iter(answers.values()), (503, b""))
-        if status in (401, 403):
-            return status, body, _JSON
-        raise ApiError(503, "no replica tells its models; try again", code="no_replica", headers=tuple(_retry()[1:]))
+        return self._refusal(answers)
+
+    def _refusal(self, answers: Mapping[str, tuple[int, bytes]]) -> Answer:
+        """What replicas say to a client whose key they do not take. Raises ApiError where they say something else."""
+        for status, body in answers.values():
+            if status in (401, 403):
+                return status, body, _JSON
+        raise ApiError(503, "no replica answers this; try again", code="no_replica", headers=_RETRY)
 
     async def _to_all(self, request: Request) -> Answer:
-        """Every replica must do it: the first refusal is the answer, and says whose it is."""
-        answers = await self._ask_all(request, request.target.decode("latin-1"))
-        if not answers:
-            raise ApiError(503, "no replica is up; try again", code="no_replica", headers=tuple(_retry()[1:]))
-        for name, (status, body) in answers.items():
-            if status >= 300:
-                return status, body, [*_JSON, (b"x-routed-to", name.encode())]
-        status, body = next(iter(answers.values()))
-        return status, body, _JSON
+        """Every replica must do it. The answer names those that did not: with their status if it is one, else 502."""
+        found = await self._ask_all(request, request.target.decode("latin-1"), with_all=True)
+        failed = {name: one for name, one in found.items() if isinstance(one, str) or one[0] >= 300}
+        if found and not failed:
+            status, body = next(iter(self._answered(found).values()))
+            return status, body, _JSON
+        if len(self._answered(found)) == 0:
+            raise ApiError(503, "no replica is up; try again", code="no_replica", headers=_RETRY)
+        states = {502 if isinstance(one, str) else one[0] for one in failed.values()}
+        status = min(states) if len(states) == 1 else 502
+        told = {name: one if isinstance(one, str) else f"answered {one[0]}: {_message(one[1])}"
+                for name, one in failed.items()}  # fmt: skip
+        done = ", ".join(name for name in found if name not in failed) or "none"
+        message = f"{len(failed)} of {len(found)} replicas did not do this: "
+        message += "; ".join(f"replica {name} {text}" for name, text in told.items()) + f". Done by: {done}"
+        error = {"message": message, "type": "server_error" if status >= 500 else "invalid_request_error",
+                 "param": None, "code": "replicas_failed", "replicas": told}  # fmt: skip
+        return status, msgspec.json.encode({"error": error}), [*_JSON, (b"x-routed-to", next(iter(failed)).encode())]
 
     # ------------------------------------------------------------------------------------------- administration
     async def _add(self, request: Request) -> Answer:
@@ -181,24 +175,39 @@ class LocalPages:
     async def _nothing(self, _request: Request) -> Answer:
         raise ApiError(404, "path: the router has /router/status and /router/replicas", code="not_found")
 
-    async def _ask_all(self, request: Request, path: str) -> dict[str, tuple[int, bytes]]:
-        """The answers of all replicas that are up, by name; of those that gave one."""
-        kept = [pair for pair in request.pairs if pair[0] in _KEY_HEADERS or pair[0] == b"content-type"]
-        kept.append((b"accept", b"*/*"))
-        is_own = self._config.replica_key is not None
+    async def _ask_all(
+        self, request: Request, path: str, *, with_all: bool = False
+    ) -> dict[str, tuple[int, bytes] | str]:
+        """The answers of the replicas that are up, by name, or of all; a text says why there is none."""
+        headers = [pair for pair in request.pairs if pair[0] in _KEPT]
+        headers.append((b"accept", b"*/*"))
 
-        async def ask(replica: Replica) -> tuple[str, tuple[int, bytes]] | None:
-            headers = [pair for pair in kept if not (is_own and pair[0] in _KEY_HEADERS)]
+        async def ask(replica: Replica) -> tuple[int, bytes] | str:
+            if not replica.is_up:
+                return f"is down: it {replica.down_reason}" if replica.down_reason else "is down"
             try:
                 status, _, body = await self._replicas.ask(
                     replica, request.method, path, headers, request.body, seconds=ASK_SECONDS
                 )
-            except ReplicaFailed:
-                return None
-            return replica.name, (status, body)
+            except ReplicaFailed as error:
+                return error.reason
+            return status, body
 
-        found = await asyncio.gather(*(ask(replica) for replica in self._replicas if replica.is_up))
-        return dict(one for one in found if one is not None)
+        asked = [replica for replica in self._replicas if with_all or replica.is_up]
+        found = await asyncio.gather(*(ask(replica) for replica in asked))
+        return {replica.name: one for replica, one in zip(asked, found, strict=True)}
+
+    @staticmethod
+    def _answered(found: Mapping[str, tuple[int, bytes] | str]) -> dict[str, tuple[int, bytes]]:
+        return {name: one for name, one in found.items() if not isinstance(one, str)}
+
+
+def _message(body: bytes) -> str:
+    """The message of an error in a replica's answer, else its beginning."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])[:_SHOWN]
+    except (msgspec.DecodeError, KeyError, TypeError, UnicodeError):
+        return body[:_SHOWN].decode("utf-8", "replace")
 
 
 def _row(replica: Replica) -> dict[str, Any]:
@@ -217,12 +226,8 @@ def _row(replica: Replica) -> dict[str, Any]:
         "chosen_by": counts.by_reason,
         "prompt_bytes": counts.prompt_bytes,
         "expected_hit_bytes": counts.matched_bytes,
-        "tree_chunks": len(replica.tree),
-        "tree_capacity": replica.tree.capacity,
+        "tree_bytes": replica.tree.num_bytes,
+        "tree_capacity_bytes": replica.tree.capacity,
         "cache_tokens": replica.cache_tokens,
         "models": sorted(replica.models or ()),
     }
-
-
-def _retry() -> Headers:
-    return [*_JSON, (b"retry-after", b"1")]

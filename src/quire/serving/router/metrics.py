@@ -37,8 +37,8 @@ def own_metrics(replicas: Sequence[Replica], counts: ProxyCounts, num_connection
          lambda one: one.counts.prompt_bytes),
         ("replica_matched_bytes_total", "counter", "Bytes of prompts that the router expected in a replica's cache.",
          lambda one: one.counts.matched_bytes),
-        ("replica_tree_chunks", "gauge", "Chunks of prompts in the prefix tree of a replica.",
-         lambda one: len(one.tree)),
+        ("replica_tree_bytes", "gauge", "Bytes of prompts in the prefix tree of a replica.",
+         lambda one: one.tree.num_bytes),
     )  # fmt: skip
     for name, kind, text, value in table:
         yield from _head(f"quire_router:{name}", kind, text)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import pairwise
 
+from quire.serving.router.prompt_keys import CHUNK_BYTES, CHUNK_ENDS, num_chunks
+
+_SIZES = [end - start for start, end in pairwise(CHUNK_ENDS)]
 Keys = Sequence[int]  # of the chunks of a prompt; each names its chunk and all before it
 
 
@@ -17,9 +21,10 @@ class PrefixTree:
     """
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: chunks that the tree holds at most."""
-        self._used: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.capacity = max(capacity, 1)
+        """`capacity`: bytes of prompts that the tree holds at most."""
+        self._used: OrderedDict[int, int] = OrderedDict()  # the bytes of each chunk, least recently used first
+        self.num_bytes = 0
+        self.capacity = max(capacity, CHUNK_BYTES)
 
     def __len__(self) -> int:
         return len(self._used)
@@ -44,20 +49,26 @@ class PrefixTree:
         """Hold these chunks, as those used last. Evicts what does not fit, and of a prompt larger than the tree its
         end."""
         used, touch = self._used, self._used.move_to_end
-        for key in reversed(keys[: self.capacity]):
-            used[key] = None
-            touch(key)
+        for place in range(min(len(keys), num_chunks(self.capacity)) - 1, -1, -1):
+            key = keys[place]
+            if key in used:
+                touch(key)
+            else:
+                used[key] = size = _SIZES[place]
+                self.num_bytes += size
         self._evict()
 
     def resize(self, capacity: int) -> None:
-        self.capacity = max(capacity, 1)
+        self.capacity = max(capacity, CHUNK_BYTES)
         self._evict()
 
     def clear(self) -> None:
         """The replica lost its cache: it was restarted."""
         self._used.clear()
+        self.num_bytes = 0
 
     def _evict(self) -> None:
-        used = self._used
-        while len(used) > self.capacity:
-            used.popitem(last=False)
+        used, num_bytes, capacity = self._used, self.num_bytes, self.capacity
+        while num_bytes > capacity:
+            num_bytes -= used.popitem(last=False)[1]
+        self.num_bytes = num_bytes

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-CHUNK_BYTES = 512  # of a prompt: what one key names, after all before it
-MAX_CHUNKS = 4_096  # of one prompt; what lies behind them is not looked at
+CHUNK_BYTES = 512  # of a prompt: the least that one key names, after all before it
+MAX_PROMPT_BYTES = 2 * 2**20  # of one prompt; what lies behind them is not looked at
+_GROWTH = 16  # a chunk is so small a part of what stands before it, or CHUNK_BYTES: long prompts need few keys
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user", "cache_salt")
-_ANSWER_FIELDS = ("previous_response_id", "request_id", "input_file_id")
+_ANSWER_FIELDS = ("previous_response_id", "input_file_id")
 _PROMPT_FIELDS = ("prompt", "input", "text", "texts", "query", "documents", "content", "input_prefix")
 _BEFORE = ("system", "instructions", "tools", "functions", "documents", "template")  # rendered before the messages
 _MESSAGES = ("messages", "input")
@@ -28,11 +31,28 @@ class Prompt:
     num_bytes: int = 0  # of the prompt, as the router renders it
     session: str = ""  # the client's name for its session or user, or its salt
     answer_id: str = ""  # of a stored answer or file that the request needs
-    is_stream: bool = False
 
 
-def read_prompt(body: bytes, headers: Mapping[bytes, bytes], tenant: bytes) -> Prompt:
-    """Read a JSON body. A body that is none has no keys: the replica says what is wrong with it."""
+def _chunk_ends() -> list[int]:
+    """Where a prompt's first chunks end, as many bytes as that: 0 for no chunk, then for one, two and so on."""
+    ends = [0]
+    while ends[-1] < MAX_PROMPT_BYTES:
+        ends.append(ends[-1] + max(ends[-1] // _GROWTH // CHUNK_BYTES, 1) * CHUNK_BYTES)
+    return ends
+
+
+CHUNK_ENDS = _chunk_ends()
+_CHUNKS = [slice(*ends) for ends in pairwise(CHUNK_ENDS)]
+
+
+def num_chunks(num_bytes: int) -> int:
+    """The whole chunks in so many bytes."""
+    return bisect_right(CHUNK_ENDS, num_bytes) - 1
+
+
+def read_prompt(body: bytes, headers: Mapping[bytes, bytes], tenant: bytes, *, is_fork: bool = False) -> Prompt:
+    """Read a JSON body. A body that is none has no keys: the replica says what is wrong with it. `is_fork`: its
+    request_id names a request that a replica has; elsewhere a client names its own request so."""
     session = headers.get(b"x-session-id", b"").decode("latin-1")
     try:
         fields = _decode(body)
@@ -42,14 +62,13 @@ def read_prompt(body: bytes, headers: Mapping[bytes, bytes], tenant: bytes) -> P
         return Prompt(session=session)
     text = b"\0".join(_parts(fields))
     root = hash((tenant, _text(fields.get("cache_salt")), _text(fields.get("model"))))
-    session = session or next((name for key in _SESSION_FIELDS if (name := _text(fields.get(key)))), "")
+    session = session or _first_text(fields, _SESSION_FIELDS)
     return Prompt(
         model=_text(fields.get("model")),
         keys=chunk_keys(root, text),
         num_bytes=len(text),
         session=session,
-        answer_id=next((name for key in _ANSWER_FIELDS if (name := _text(fields.get(key)))), ""),
-        is_stream=fields.get("stream") is True,
+        answer_id=_text(fields.get("request_id")) if is_fork else _first_text(fields, _ANSWER_FIELDS),
     )
 
 
@@ -59,9 +78,8 @@ def chunk_keys(root: int, text: bytes) -> list[int]:
 
     Python's keyed hash is enough: two prompts that collide are sent to the same replica, and nothing else.
     """
-    end = min(len(text), MAX_CHUNKS * CHUNK_BYTES) - CHUNK_BYTES + 1
     key = root
-    return [key := hash((key, text[start : start + CHUNK_BYTES])) for start in range(0, end, CHUNK_BYTES)]
+    return [key := hash((key, text[chunk])) for chunk in _CHUNKS[: num_chunks(len(text))]]
 
 
 def _parts(fields: dict[str, Any]) -> list[bytes]:
@@ -96,6 +114,10 @@ def _add_message(message: Any, parts: list[bytes]) -> None:
 
 def _bytes(value: Any) -> bytes:
     return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else _encode(value)
+
+
+def _first_text(fields: dict[str, Any], names: Sequence[str]) -> str:
+    return next((name for key in names if (name := _text(fields.get(key)))), "")
 
 
 def _text(value: Any) -> str:

@@ -6,16 +6,19 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.config.router import RouterConfig
 from quire.serving.http.errors import ApiError
+from quire.serving.http.guard import is_for_admins
+from quire.serving.http.key_ring import CLIENT_HEADER, KEY_HEADERS
 from quire.serving.router.choice import Choice, Chooser, rendezvous_weight
 from quire.serving.router.client_connection import HOP_BY_HOP, ClientConnection, Request
 from quire.serving.router.connections import ReplicaFailed
 from quire.serving.router.errors import error_body
-from quire.serving.router.prompt_keys import CHUNK_BYTES, Prompt, read_prompt
+from quire.serving.router.prompt_keys import Prompt, read_prompt
 from quire.serving.router.relay import Outcome, Relay
 from quire.serving.router.replica import Replica
 from quire.serving.router.replica_set import ReplicaSet
@@ -24,8 +27,8 @@ logger = logging.getLogger("quire.router")
 
 _STORED = re.compile(r"/(?:responses|files|batches)/([^/?]+)")
 _OF_TENANT = re.compile(r"/(?:files|batches)(?:/|$)")  # lists and uploads: one replica for each tenant
-_KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")
-_REPLACED = frozenset({b"host", b"content-length", b"x-replica"})
+_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"x-replica"}
+_OF_KEY = frozenset({*KEY_HEADERS, CLIENT_HEADER})
 _JSON = (b"application/json", b"text/json", b"")
 
 
@@ -40,6 +43,14 @@ class ProxyCounts:
     errors: int = 0  # requests that the router refused itself
 
 
+class Search(NamedTuple):
+    """What a request needs that only one replica has: a stored response, file, batch or request, by name."""
+
+    name: str = ""
+    home: Replica | None = None  # the replica that has it, where the router knows
+    is_open: bool = False  # whether replicas are asked one after the other until one has it
+
+
 class Proxy:
     """Every attempt goes to a replica that was not tried before. What has begun to be answered is never repeated, and
     neither is a request that changes something and may have arrived (uploads, batches, /admin)."""
@@ -52,47 +63,76 @@ class Proxy:
         """Answer a request through a replica. Raises ApiError where none can."""
         self.counts.requests += 1
         prompt = self._read(request)
+        search = self._search(request, prompt)
         tried: list[Replica] = []
         failures: list[str] = []
-        busy: Outcome | None = None
+        refusals: dict[str, Outcome] = {}  # the last of each kind
         clock = asyncio.get_running_loop().time
-        until = clock() + self._config.waits.connect
-        while len(tried) < self._config.max_attempts:
-            choice = self._choose(request, prompt, tried)
+        until, left = clock() + self._config.waits.connect, self._config.max_attempts
+        while left > 0:
+            choice = self._choose(request, prompt, search, tried)
             if choice is None:
                 if tried or clock() >= until or not await self._replicas.wait_up(until - clock()):
                     break
-                if (choice := self._choose(request, prompt, tried)) is None:
+                if (choice := self._choose(request, prompt, search, tried)) is None:
                     continue
             tried.append(choice.replica)
             self.counts.retries += len(tried) > 1
-            outcome = await self._attempt(choice, request, prompt, client)
+            outcome = await self._attempt(choice, request, prompt, client, is_search=search.is_open)
             if outcome.kind in ("done", "broken"):
+                if search.is_open and len(tried) > 1:
+                    self._replicas.note_home(search.name, choice.replica)
                 return
+            refusals[outcome.kind] = outcome
+            if outcome.kind == "missing":
+                continue
+            left -= 1
             failures.append(f"replica {choice.replica.name} {outcome.reason}")
-            busy = outcome if outcome.kind == "busy" else busy
-            if outcome.kind == "failed" and not outcome.never_sent and not _may_repeat(request):
+            if outcome.kind == "late" or (
+                outcome.kind == "failed" and not outcome.never_sent and not may_repeat(request.method, request.path)
+            ):
                 break
+        self._refuse(request, client, tried, failures, refusals)
+
+    def _refuse(
+        self,
+        request: Request,
+        client: ClientConnection,
+        tried: Sequence[Replica],
+        failures: list[str],
+        refusals: Mapping[str, Outcome],
+    ) -> None:
+        """Answer a request that no replica answered."""
         self.counts.refused += 1
-        if busy is not None:
-            client.reply(busy.status, busy.body, _without_length(busy.headers), has_body=request.method != "HEAD")
+        if "late" in refusals:
+            message = f"{failures[-1]}; ask for less, stream, or raise --first-byte-timeout"
+            raise ApiError(504, message, code="replica_timeout")
+        refusal = refusals.get("busy")
+        if refusal is None and "missing" in refusals:
+            failures += [f"replica {one.name} is {one.state}" for one in self._replicas if one not in tried]
+            refusal = None if failures else refusals["missing"]
+        if refusal is not None:
+            client.reply(refusal.status, refusal.body, _own_headers(refusal), has_body=request.method != "HEAD")
             return
         raise ApiError(503, _nobody(failures), code="no_replica", headers=((b"retry-after", b"1"),))
 
     # ---------------------------------------------------------------------------------------------- one attempt
-    async def _attempt(self, choice: Choice, request: Request, prompt: Prompt, client: ClientConnection) -> Outcome:
+    async def _attempt(
+        self, choice: Choice, request: Request, prompt: Prompt, client: ClientConnection, *, is_search: bool
+    ) -> Outcome:
         replica, counts = choice.replica, choice.replica.counts
         replica.load += 1
         counts.requests += 1
         counts.prompt_bytes += prompt.num_bytes
-        counts.matched_bytes += min(choice.matched * CHUNK_BYTES, prompt.num_bytes)
+        counts.matched_bytes += choice.matched
         counts.by_reason[choice.reason] = counts.by_reason.get(choice.reason, 0) + 1
         try:
             # a kept connection may end just now, and then nobody knows whether the request arrived
-            outcome = await self._send(replica, request, client, may_reuse=_may_repeat(request))
+            may_reuse = may_repeat(request.method, request.path)
+            outcome = await self._send(replica, request, client, may_reuse=may_reuse, is_search=is_search)
             if outcome.kind == "failed" and outcome.is_stale:
                 self.counts.stale += 1
-                outcome = await self._send(replica, request, client, may_reuse=False)
+                outcome = await self._send(replica, request, client, may_reuse=False, is_search=is_search)
         finally:
             replica.load -= 1
             self._replicas.forget_if_done(replica)
@@ -101,6 +141,9 @@ class Proxy:
             logger.warning("replica %s %s before it answered", replica.name, outcome.reason)
             if replica.is_up:
                 replica.mark_down(outcome.reason)
+        elif outcome.kind == "late":  # it may be healthy: its health checks tell
+            counts.failures += 1
+            logger.warning("replica %s %s", replica.name, outcome.reason)
         elif outcome.kind == "busy":
             counts.busy += 1
         elif outcome.kind == "broken":
@@ -108,7 +151,9 @@ class Proxy:
             logger.warning("replica %s %s while it answered", replica.name, outcome.reason)
         return outcome
 
-    async def _send(self, replica: Replica, request: Request, client: ClientConnection, *, may_reuse: bool) -> Outcome:
+    async def _send(
+        self, replica: Replica, request: Request, client: ClientConnection, *, may_reuse: bool, is_search: bool
+    ) -> Outcome:
         pool = self._replicas.pool(replica)
         connection = pool.take_idle() if may_reuse else None
         if connection is None:
@@ -122,24 +167,29 @@ class Proxy:
             request.path,
             self._config.waits,
             has_body=request.method != "HEAD",
+            is_search=is_search,
             on_id=self._replicas.note_home,
         )
-        relay.start(connection, self._head(request, replica) + request.body)
+        relay.start(connection, (self._head(request, replica), request.body))
         return await relay.outcome
 
     def _head(self, request: Request, replica: Replica) -> bytes:
-        """The request line and the headers for a replica. A UNIX socket has no name: it gets the client's Host."""
-        address, key = replica.address, self._config.replica_key
+        """The request line and the headers for a replica. A UNIX socket has no name: it gets the client's Host.
+        Only the replica's own admin keys open its admin paths, so these are always the client's."""
+        address = replica.address
+        key = None if is_for_admins(request.path) else self._config.replica_key
         dropped = {name.strip().lower() for name in request.headers.get(b"connection", b"").split(b",")}
         own = address.authority.encode() if address.socket is None else request.headers.get(b"host", b"localhost")
         parts = [b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (
             request.method.encode(), address.base_path.encode(), request.target, own)]  # fmt: skip
         for name, value in request.pairs:
-            if name in HOP_BY_HOP or name in _REPLACED or name in dropped or (key is not None and name in _KEY_HEADERS):
+            if name in _DROPPED or name in dropped or (key is not None and name in _OF_KEY):
                 continue
             parts.append(b"%b: %b\r\n" % (name, value))
         if key is not None:
             parts.append(b"authorization: Bearer %b\r\n" % key.encode())
+            if request.owner:
+                parts.append(b"%b: %b\r\n" % (CLIENT_HEADER, request.owner.encode()))
         parts.append(b"content-length: %d\r\n\r\n" % len(request.body))
         return b"".join(parts)
 
@@ -148,23 +198,36 @@ class Proxy:
         kind = request.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if not request.body or kind not in _JSON:
             return Prompt()
-        return read_prompt(request.body, request.headers, tenant_of(request))
+        is_fork = request.path.rstrip("/").endswith("/fork")
+        return read_prompt(request.body, request.headers, tenant_of(request), is_fork=is_fork)
 
-    def _choose(self, request: Request, prompt: Prompt, tried: Sequence[Replica]) -> Choice | None:
+    def _search(self, request: Request, prompt: Prompt) -> Search:
+        """What a request looks for. Raises ApiError where the replica that has it is known and cannot be asked."""
+        stored = _STORED.search(request.path)
+        name = prompt.answer_id or (stored[1] if stored else "")
+        if not name or b"x-replica" in request.headers:
+            return Search(name)
+        home = self._replicas.home_of(name)
+        if home is not None and not home.takes_requests:
+            message = f"replica {home.name}, which has {name[:64]!a}, is {home.state}; try again later"
+            raise ApiError(503, message, code="no_replica", headers=((b"retry-after", b"1"),))
+        return Search(name, home, home is None)
+
+    def _choose(self, request: Request, prompt: Prompt, search: Search, tried: Sequence[Replica]) -> Choice | None:
         """The replica for the next attempt; None: there is none to ask. Raises ApiError for one that the client asked
         for and that cannot be had."""
         usable = [replica for replica in self._replicas if replica.takes_requests and replica not in tried]
+        if request.owner and self._config.replica_key is not None and (search.name or _OF_TENANT.search(request.path)):
+            usable = self._keeping_owners(usable)
         if (asked := request.headers.get(b"x-replica")) is not None:
             return self._asked(asked.decode("latin-1"), usable, tried)
         if request.path.startswith("/admin") and request.method not in ("GET", "HEAD", "OPTIONS"):
             message = "x-replica: /admin changes one replica; name it in this header, see /router/status"
             raise ApiError(400, message, code="replica_needed", param="x-replica")
+        if search.home is not None:
+            return Choice(search.home, "home", search.home.num_matched(prompt)) if search.home in usable else None
         if not usable:
             return None
-        stored = _STORED.search(request.path)
-        home = self._replicas.home_of(prompt.answer_id or (stored[1] if stored else ""))
-        if home is not None and home in usable:
-            return Choice(home, "home", home.tree.match(prompt.keys))
         if _OF_TENANT.search(request.path):
             tenant = hashlib.blake2b(tenant_of(request), digest_size=16).hexdigest()
             return Choice(max(usable, key=lambda replica: rendezvous_weight(tenant, replica.name)), "session")
@@ -173,6 +236,18 @@ class Proxy:
         if prompt.model:
             usable = [replica for replica in usable if replica.serves(prompt.model)] or usable
         return self._chooser.choose(usable, prompt)
+
+    def _keeping_owners(self, usable: Sequence[Replica]) -> list[Replica]:
+        """The replicas that keep what they store apart by client, though all requests bring the router's key. Raises
+        ApiError where none of those that could be asked does."""
+        keeping = [replica for replica in usable if replica.keeps_owners]
+        if usable and not keeping:
+            message = (
+                "no replica keeps stored responses, files and batches of the router's clients apart; start Quire "
+                "replicas with --router-key-file, or the router with --replicas-check-keys"
+            )
+            raise ApiError(403, message, code="owners_mixed")
+        return keeping
 
     def _asked(self, name: str, usable: Sequence[Replica], tried: Sequence[Replica]) -> Choice | None:
         if any(replica.name == name for replica in tried):
@@ -191,7 +266,7 @@ class Proxy:
 
 def tenant_of(request: Request) -> bytes:
     """What separates the caches of clients: their API key."""
-    return next((request.headers[name] for name in _KEY_HEADERS if name in request.headers), b"")
+    return next((request.headers[name] for name in KEY_HEADERS if name in request.headers), b"")
 
 
 def reply_error(request: Request, client: ClientConnection, error: ApiError) -> None:
@@ -199,15 +274,15 @@ def reply_error(request: Request, client: ClientConnection, error: ApiError) -> 
     client.reply(error.status, error_body(request.path, error), headers, has_body=request.method != "HEAD")
 
 
-def _may_repeat(request: Request) -> bool:
+def may_repeat(method: str, path: str) -> bool:
     """Whether a request that may have arrived can be sent again. Generating text changes nothing."""
-    if request.method in ("GET", "HEAD", "OPTIONS"):
+    if method in ("GET", "HEAD", "OPTIONS"):
         return True
-    return request.method == "POST" and not _OF_TENANT.search(request.path) and not request.path.startswith("/admin")
+    return method == "POST" and not _OF_TENANT.search(path) and not is_for_admins(path)
 
 
-def _without_length(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    return [(name, value) for name, value in headers if name != b"content-length"]
+def _own_headers(refusal: Outcome) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in refusal.headers if name != b"content-length"]
 
 
 def _nobody(failures: Sequence[str]) -> str:

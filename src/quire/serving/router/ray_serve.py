@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from quire.config.keys import KeySources
 from quire.config.router import ReplicaAddress, WaitConfig
@@ -26,14 +27,18 @@ from quire.serving.process.control import Fatal, ReplicaReady, ReplicaStart
 from quire.serving.router.client_connection import HOP_BY_HOP
 from quire.serving.router.connections import Headers, ReplicaConnection, ReplicaFailed, ReplicaPool
 from quire.serving.router.errors import error_body
+from quire.serving.router.proxy import may_repeat
 from quire.types.errors import ConfigError
 
 START_SECONDS = 600.0  # for an engine to load its model
 HEALTH_SECONDS = 5.0
 MAX_BODY_BYTES = 64 * 2**20
+MAX_BODIES_BYTES = 512 * 2**20  # of all requests that one ingress reads or has sent to an engine
+MAX_WAITING = 64  # pieces of one response that nobody has read
+_QUEUE_IS_FULL = "BackPressureError"  # Ray Serve's, beyond max_queued_requests
 ARGUMENTS: dict[str, Any] = {
     "model": "", "flags": "", "min_replicas": 1, "max_replicas": 1, "target_ongoing_requests": 16,
-    "max_ongoing_requests": 256, "num_gpus": 0, "num_cpus": 1, "cache_tokens": None,
+    "max_ongoing_requests": 256, "max_queued_requests": 1_024, "num_gpus": 0, "num_cpus": 1, "cache_tokens": None,
 }  # fmt: skip
 _DROPPED = HOP_BY_HOP | {b"host", b"content-length"}
 
@@ -82,15 +87,17 @@ class Engine:
         body: bytes = request["body"]
         lines = [b"%b: %b\r\n" % (name, value) for name, value in request["headers"] if name not in _DROPPED]
         head = b"%b %b HTTP/1.1\r\nhost: localhost\r\n" % (request["method"].encode(), request["target"])
-        connection = self._pool.take_idle() or await self._pool.connect()
-        pieces = _Pieces(self._name)
+        path = unquote(request["target"].partition(b"?")[0].decode("latin-1"))
+        may_reuse = may_repeat(request["method"], path)  # a kept connection may end just now
+        connection = (self._pool.take_idle() if may_reuse else None) or await self._pool.connect()
+        pieces = _Pieces(self._name, connection)
         connection.send(
-            b"".join((head, *lines, b"content-length: %d\r\n\r\n" % len(body), body)),
+            (head, *lines, b"content-length: %d\r\n\r\n" % len(body), body),
             pieces,
             has_body=request["method"] != "HEAD",
         )
         try:
-            while (piece := await pieces.get(connection)) is not None:
+            while (piece := await pieces.get()) is not None:
                 yield piece
         finally:
             if not pieces.is_done:
@@ -103,18 +110,17 @@ class Engine:
 
 
 class _Pieces:
-    """A `Receiver` whose response is read piece by piece. A reader that does not keep up stops the server."""
+    """A `Receiver` whose response is read piece by piece. While a reader does not keep up, nothing is read from the
+    server: at most `MAX_WAITING` pieces wait, and what one read of the connection adds to them."""
 
-    def __init__(self, name: bytes) -> None:
-        self._name = name
+    def __init__(self, name: bytes, connection: ReplicaConnection) -> None:
+        self._name, self._connection = name, connection
         self._queue: asyncio.Queue[tuple[int, Headers] | bytes | ReplicaFailed | None] = asyncio.Queue()
         self.is_done = False
 
-    async def get(self, connection: ReplicaConnection) -> tuple[int, Headers] | bytes | None:
-        if self._queue.qsize() > 64:
-            connection.pause()
-        else:
-            connection.resume()
+    async def get(self) -> tuple[int, Headers] | bytes | None:
+        if not self.is_done and self._queue.qsize() < MAX_WAITING:
+            self._connection.resume()
         piece = await self._queue.get()
         if isinstance(piece, ReplicaFailed):
             raise piece
@@ -125,6 +131,8 @@ class _Pieces:
 
     def body(self, data: bytes) -> None:
         self._queue.put_nowait(data)
+        if self._queue.qsize() >= MAX_WAITING:
+            self._connection.pause()
 
     def end(self) -> None:
         self.is_done = True
@@ -137,20 +145,33 @@ class _Pieces:
 
 class Ingress:
     """Reads a request whole, asks an engine, and passes its response on. An engine that fails before its first byte is
-    replaced by another, once."""
+    replaced by another, once, unless the request may have changed something. Beyond `MAX_BODIES_BYTES` of bodies, or
+    when more requests wait for engines than may, requests are refused."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine.options(method_name="answer", stream=True)
+        self._held_bytes = 0  # of bodies, of all requests
 
     async def __call__(self, request: Any) -> Any:
-        from starlette.responses import Response, StreamingResponse
+        chunks: list[bytes] = []
+        try:
+            num_bytes = 0
+            async for piece in request.stream():
+                chunks.append(piece)
+                num_bytes += len(piece)
+                self._held_bytes += len(piece)
+                if num_bytes > MAX_BODY_BYTES:
+                    message = f"body: is larger than {MAX_BODY_BYTES} bytes; send less"
+                    return _error(request, 413, message, "body_too_large")
+                if self._held_bytes > MAX_BODIES_BYTES:
+                    return _error(request, 429, "body: the ingress holds too many; try again later", "bodies_full")
+            return await self._ask(request, b"".join(chunks))
+        finally:
+            self._held_bytes -= sum(map(len, chunks))
 
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MAX_BODY_BYTES:
-                error = ApiError(413, f"body: is larger than {MAX_BODY_BYTES} bytes; send less", code="body_too_large")
-                return Response(error_body(request.url.path, error), 413, media_type="application/json")
+    async def _ask(self, request: Any, body: bytes) -> Any:
+        from starlette.responses import StreamingResponse
+
         query = f"?{request.url.query}" if request.url.query else ""
         asked = {
             "method": request.method,
@@ -158,21 +179,29 @@ class Ingress:
             "headers": [(name.lower(), value) for name, value in request.headers.raw],
             "body": body,
         }
-        for attempt in range(2):
+        attempts = 2 if may_repeat(request.method, request.url.path) else 1
+        for left in reversed(range(attempts)):
             pieces = self._engine.remote(asked)
             try:
                 status, headers = await anext(aiter(pieces))
             except Exception as failure:  # noqa: BLE001 - Ray wraps whatever ended the engine
-                if attempt == 0:
+                name = type(failure).__name__
+                if left and name != _QUEUE_IS_FULL:
                     continue
-                message = f"no engine could take this request: {type(failure).__name__}; try again"
-                error = ApiError(503, message, code="no_replica")
-                return Response(error_body(request.url.path, error), 503, media_type="application/json")
+                return _error(request, 503, f"no engine could take this request: {name}; try again", "no_replica")
             kept = {
                 name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name not in HOP_BY_HOP
             }
             return StreamingResponse(pieces, status, kept)
         return None
+
+
+def _error(request: Any, status: int, message: str, code: str) -> Any:
+    from starlette.responses import Response
+
+    error = ApiError(status, message, code=code)
+    headers = {"retry-after": "1"} if status in (429, 503) else {}
+    return Response(error_body(request.url.path, error), status, headers, "application/json")
 
 
 def serve_config(flags: list[str]) -> ServerConfig:
@@ -189,6 +218,7 @@ def serve_config(flags: list[str]) -> ServerConfig:
 def build_app(args: dict[str, Any]) -> Any:
     """The application, for `serve run` and `serve deploy`. `args`: `model`; `flags` of `quire serve` in one text;
     `min_replicas` (1), `max_replicas` (1), `target_ongoing_requests` (16) and `max_ongoing_requests` (256) of engines;
+    `max_queued_requests` (1024) that wait for one, beyond which requests are refused with 503;
     `num_gpus` (0) and `num_cpus` (1) of an engine; `cache_tokens` that the cache of one engine holds."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
@@ -207,6 +237,7 @@ def build_app(args: dict[str, Any]) -> Any:
             "target_ongoing_requests": float(given["target_ongoing_requests"]),
         },
         max_ongoing_requests=int(given["max_ongoing_requests"]),
+        max_queued_requests=int(given["max_queued_requests"]),
         health_check_period_s=2,
         health_check_timeout_s=HEALTH_SECONDS * 2,
         request_router_config=RequestRouterConfig(
@@ -214,5 +245,6 @@ def build_app(args: dict[str, Any]) -> Any:
             request_router_kwargs={"cache_tokens": given["cache_tokens"] and int(given["cache_tokens"])},
         ),
     )(Engine)
-    ingress = serve.deployment(name="Ingress", max_ongoing_requests=4_096, ray_actor_options={"num_cpus": 0.1})(Ingress)
+    ingress = serve.deployment(name="Ingress", max_ongoing_requests=4_096, max_queued_requests=4_096,
+                               ray_actor_options={"num_cpus": 0.1})(Ingress)  # fmt: skip
     return ingress.bind(engine.bind(flags))

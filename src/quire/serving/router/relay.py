@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,10 +24,12 @@ _ID_WITHIN = 1_024  # bytes of a response in which its id is looked for
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one attempt ended. failed: before the first byte, and another replica may be asked; busy: the replica
-    refused, with the response that the client gets if all refuse; broken: after the first byte."""
+    """How one attempt ended. failed: before the first byte, and another replica may be asked; late: nothing came before
+    the deadline, from a replica that may be healthy; busy: the replica refused, with the response that the client gets
+    if all refuse; missing: it does not have what the request names, and its response says so; broken: after the first
+    byte."""
 
-    kind: Literal["done", "failed", "busy", "broken"]
+    kind: Literal["done", "failed", "late", "busy", "missing", "broken"]
     reason: str = ""
     status: int = 0
     headers: tuple[tuple[bytes, bytes], ...] = ()
@@ -51,10 +53,13 @@ class Relay:
         waits: WaitConfig,
         *,
         has_body: bool,
+        is_search: bool = False,
         on_id: Callable[[str, Replica], None],
     ) -> None:
+        """`is_search`: another replica may have what the request names, so 404 is an outcome and no answer yet."""
         self._client, self._replica, self._path, self._waits = client, replica, path, waits
         self._has_body, self._on_id = has_body, on_id
+        self._refusals = (*_BUSY, 404) if is_search else _BUSY
         self._loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[Outcome] = self._loop.create_future()
         self._upstream: ReplicaConnection | None = None
@@ -64,7 +69,7 @@ class Relay:
         self._sent_at = self._heard_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, upstream: ReplicaConnection, data: bytes) -> None:
+    def start(self, upstream: ReplicaConnection, data: Sequence[bytes]) -> None:
         self._upstream = upstream
         self._sent_at = self._heard_at = self._loop.time()
         self._timer = self._loop.call_later(min(self._waits.head, self._waits.idle), self._check_time)
@@ -83,7 +88,7 @@ class Relay:
 
     def body(self, data: bytes) -> None:
         self._heard_at = self._loop.time()
-        if self._status in _BUSY and not self._has_begun:
+        if self._status in self._refusals and not self._has_begun:
             self._kept += data[: MAX_BUSY_BODY - len(self._kept)]
             return
         if self._framing:
@@ -96,8 +101,9 @@ class Relay:
             self._begin(data)
 
     def end(self) -> None:
-        if self._status in _BUSY and not self._has_begun:
-            self._end(Outcome("busy", f"answered {self._status}", self._status, tuple(self._headers), self._kept))
+        if self._status in self._refusals and not self._has_begun:
+            kind: Literal["busy", "missing"] = "missing" if self._status == 404 else "busy"
+            self._end(Outcome(kind, f"answered {self._status}", self._status, tuple(self._headers), self._kept))
             return
         if not self._has_begun:
             self._begin(self._kept)
@@ -188,4 +194,8 @@ class Relay:
             self._timer = self._loop.call_later(left, self._check_time)
             return
         self._stop_replica()
-        self.failed(f"sent nothing for {limit:g} s")
+        reason = f"sent nothing for {limit:g} s"
+        if self._has_begun:
+            self.failed(reason)
+        else:
+            self._end(Outcome("late", reason))

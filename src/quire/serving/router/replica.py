@@ -9,7 +9,7 @@ from typing import Protocol
 
 from quire.config.router import DEFAULT_CACHE_TOKENS, BalanceConfig, ReplicaAddress
 from quire.serving.router.prefix_tree import PrefixTree
-from quire.serving.router.prompt_keys import CHUNK_BYTES
+from quire.serving.router.prompt_keys import CHUNK_ENDS, Prompt
 
 
 class Waiting(Protocol):
@@ -46,6 +46,7 @@ class Replica:
         self.checked_at: float | None = None  # when a health check last succeeded
         self.models: frozenset[str] | None = None  # None: it has not said
         self.cache_tokens: int | None = None  # None: it has not said
+        self.keeps_owners = False  # it keeps what it stores apart by the router's clients, as it says
         self.counts = ReplicaCounts()
         self.waiting: set[Waiting] = set()
         self.busy_until = 0.0  # it asked not to be tried before
@@ -65,6 +66,10 @@ class Replica:
     def serves(self, model: str) -> bool:
         """Whether it may serve a model: it says so, or has not said which it serves."""
         return not model or self.models is None or model in self.models
+
+    def num_matched(self, prompt: Prompt) -> int:
+        """The bytes of a prompt that its cache probably holds."""
+        return CHUNK_ENDS[self.tree.match(prompt.keys)]
 
     def mark_down(self, reason: str, *, lost_cache: bool = True) -> None:
         """Send it nothing until a health check succeeds. Requests that it has not begun to answer go elsewhere.
@@ -86,6 +91,6 @@ class Replica:
             self.tree.resize(self._capacity())
 
     def _capacity(self) -> int:
-        """The chunks that its cache holds: as the settings say, as it says itself, or a guess."""
+        """The bytes of prompts that its cache holds: as the settings say, as it says itself, or a guess."""
         tokens = self._config.cache_tokens or self.cache_tokens or DEFAULT_CACHE_TOKENS
-        return int(tokens * self._config.bytes_per_token / CHUNK_BYTES)
+        return int(tokens * self._config.bytes_per_token)

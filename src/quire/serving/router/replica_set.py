@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from quire.config.router import MAX_REPLICAS, ReplicaAddress, RouterConfig
 from quire.serving.http.errors import ApiError
+from quire.serving.http.guard import is_for_admins
+from quire.serving.http.key_ring import CLIENT_HEADER, KEY_HEADERS
 from quire.serving.router.connections import Headers, ReplicaConnection, ReplicaFailed, ReplicaPool
 from quire.serving.router.replica import Replica
 
@@ -96,7 +98,8 @@ class ReplicaSet:
         self, replica: Replica, method: str, path: str, headers: Headers, body: bytes = b"", *, seconds: float
     ) -> tuple[int, Headers, bytes]:
         """Send a small request and read the whole response. Raises ReplicaFailed, after `seconds` at the latest.
-        Without headers it is a question of the router's own."""
+        Without headers it is a question of the router's own, else it brings the client's key, or the replicas' in
+        place of it; admin paths always get the client's."""
         answer = _Answer()
         connection: ReplicaConnection | None = None
         try:
@@ -104,9 +107,9 @@ class ReplicaSet:
                 pool = self._pools[replica.name]
                 connection = await pool.connect(seconds)
                 address = replica.address
-                lines = [b"%b: %b\r\n" % pair for pair in self._with_key(headers)]
+                lines = [b"%b: %b\r\n" % pair for pair in self._with_key(path, headers)]
                 head = f"{method} {address.base_path}{path} HTTP/1.1\r\nhost: {address.authority}\r\n".encode("latin-1")
-                data = b"".join((head, *lines, b"content-length: %d\r\n\r\n" % len(body), body))
+                data = (head, *lines, b"content-length: %d\r\n\r\n" % len(body), body)
                 connection.send(data, answer, has_body=True)
                 return await answer.whole
         except TimeoutError:
@@ -114,9 +117,13 @@ class ReplicaSet:
                 connection.abort()
             raise ReplicaFailed(f"did not answer {path} within {seconds:g} s") from None
 
-    def _with_key(self, headers: Headers) -> Headers:
+    def _with_key(self, path: str, headers: Headers) -> Headers:
         key = self._config.replica_key or (None if headers else self._config.own_key)
-        return headers if key is None else [*headers, (b"authorization", b"Bearer " + key.encode())]
+        if key is None or is_for_admins(path.partition("?")[0]):
+            return headers
+        kept = [pair for pair in headers if pair[0] not in KEY_HEADERS]
+        own = [] if headers else [(CLIENT_HEADER, b"router")]  # a replica that keeps clients apart says so
+        return [*kept, (b"authorization", b"Bearer " + key.encode()), *own]
 
 
 class _Answer:

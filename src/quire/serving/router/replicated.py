@@ -72,7 +72,7 @@ class ReplicatedServer:
         keys = self._keys if own_key is None else replace(self._keys, api_keys=(*self._keys.api_keys, own_key))
         keys = replace(keys, made_admin_key=None)
         if own_key is not None:
-            digests, _ = keys.digests()
+            digests = keys.digests().key_digests
             configs = [replace(one, access=replace(one.access, key_digests=digests)) for one in configs]
         router = Router(self._router_config(configs, own_key))
         kept = []
@@ -152,15 +152,15 @@ class ReplicatedServer:
     def _reload(self, router: Router, keeper: ReplicaKeeper) -> None:
         """SIGHUP: the router and all replicas read the keys again, the router its certificate."""
         try:
-            key_digests, admin_digests = self._keys.digests()
+            digests = self._keys.digests()
             if router.tls is not None:
                 reload_context(router.tls, self._config.listen)
         except ConfigError as error:
             logger.error("SIGHUP: nothing was changed: %s", error)
             return
-        router.keys.replace(replace(self._config.access, key_digests=key_digests, admin_digests=admin_digests))
+        router.keys.replace(replace(self._config.access, **digests._asdict()))
         keeper.signal(signal.SIGHUP)
-        logger.info("SIGHUP: %d API keys and %d admin keys are in force", len(key_digests), len(admin_digests))
+        logger.info("SIGHUP: %d API keys and %d admin keys are in force", *map(len, digests[:2]))
 
     def _write_key(self, directory: Path) -> str | None:
         """Write an admin key that was made, and is not shown, to a file of this user. Returns its path."""

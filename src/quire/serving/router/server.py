@@ -15,7 +15,7 @@ from quire.serving.http.errors import ApiError, internal_error
 from quire.serving.http.key_ring import KeyRing
 from quire.serving.http.limits import Limits
 from quire.serving.process.tls import make_context
-from quire.serving.router.access import HostCheck
+from quire.serving.router.access import Access
 from quire.serving.router.choice import Chooser
 from quire.serving.router.client_connection import ClientConnection, ConnectionState, Request
 from quire.serving.router.health import HealthChecks
@@ -38,11 +38,10 @@ class Router:
         self.replicas = ReplicaSet(config)
         self.proxy = Proxy(config, self.replicas, chooser or Chooser(config.balance))
         self.health = HealthChecks(self.replicas, config.waits)
-        self._pages = LocalPages(config, self.replicas, self.proxy, self.health, self.keys)
+        self._access = Access(config, self.keys)
+        self._pages = LocalPages(self._access, self.replicas, self.proxy, self.health)
         self._state = ConnectionState(Limits(config.limits), self.handle, config.listen.root_path)
         self._pages.connections = self._state
-        self._hosts = HostCheck(config)
-        self._serves_replicas = any(replica.socket for replica in config.replicas)  # of its own: they check no Host
         self.tls = make_context(config.listen)
 
     async def handle(self, request: Request, client: ClientConnection) -> None:
@@ -51,16 +50,11 @@ class Router:
             if not request.target.startswith(b"/"):
                 raise ApiError(400, "path: must begin with /; send the path alone", code="bad_http")
             page = self._pages.find(request)
-            if page is not None or self._config.checks_keys or self._serves_replicas:
-                self._hosts.check(request, asks_for_key=self.keys.asks_for_key)
-            if page is not None:
-                self._pages.check_key(request)
+            self._access.check(request, is_page=page is not None)
+            if page is None:
+                await self.proxy.forward(request, client)
+            else:
                 await self._pages.answer(page, request, client)
-                return
-            if self._config.checks_keys and self.keys.owner(request.headers, is_admin=False) is None:
-                message = "a valid API key is needed; send it as Authorization: Bearer KEY"
-                raise ApiError(401, message, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
-            await self.proxy.forward(request, client)
         except ApiError as error:
             self.proxy.counts.errors += 1
             reply_error(request, client, error)

@@ -3,6 +3,7 @@ deadline that names the peer, and frames of another size or kind end the connect
 
 from __future__ import annotations
 
+import resource
 import socket
 import struct
 import time
@@ -94,9 +95,9 @@ def test_the_least_recently_used_blocks_make_room() -> None:
     got(peers, 0)
     store.put(key(3), block(3), soon())
     assert peers.has([key(number) for number in range(4)], soon()) == {key(0), key(2), key(3)}
-    store.put(key(4), block(4), soon())
+    store.put(key(4), block(4), soon())  # all were asked for: the last of the prefix goes first
     with pytest.raises(TransportError) as raised:
-        got(peers, 2)
+        got(peers, 3)
     assert raised.value.reason == "missing"
     assert got(peers, 0) == bytes(block(0))
     peers.close()
@@ -192,6 +193,37 @@ def test_strange_frames_end_the_connection_and_nothing_else(store: TcpStore, fra
     peers = peers_of(store.port)
     assert peers.has([key(1)], soon()) == {key(1)}
     peers.close()
+
+
+def test_a_store_whose_process_had_too_many_files_open_takes_connections_again(
+    store: TcpStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put(key(1), block(1), soon())
+    waiting = socket.socket()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+    try:
+        waiting.connect(("127.0.0.1", store.port))
+        until = soon()
+        while "could not take a connection" not in caplog.text and time.monotonic() < until:
+            time.sleep(0.005)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    waiting.close()
+    assert "Too many open files" in caplog.text
+    peers = peers_of(store.port)
+    assert peers.has([key(1)], soon()) == {key(1)}
+    peers.close()
+
+
+def test_blocks_that_were_asked_for_are_evicted_after_others() -> None:
+    store = make_store(num_blocks=3)
+    for number in range(3):
+        store.put(key(number), block(number), soon())
+    assert store.has([key(0), key(9)], soon()) == {key(0)}
+    store.put(key(3), block(3), soon())
+    assert store.has([key(number) for number in range(4)], soon()) == {key(0), key(2), key(3)}
+    store.close()
 
 
 def test_an_address_in_use_is_refused(store: TcpStore) -> None:

@@ -125,7 +125,7 @@ def test_keys_are_read_again_from_their_files(tmp_path: Path) -> None:
     file.write_text("old-key\n")
     _, keys = server_config(_parser().parse_args(["serve", "--api-key-file", str(file), "--api-key", "fixed"]))
     file.write_text("new-key\n")
-    assert keys.digests() == ((digest("fixed"), digest("new-key")), ())
+    assert keys.digests() == ((digest("fixed"), digest("new-key")), (), ())
 
 
 def test_listening_and_time_are_settings() -> None:

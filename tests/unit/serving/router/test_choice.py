@@ -7,7 +7,7 @@ from collections import Counter
 
 from quire.config.router import BalanceConfig, ReplicaAddress
 from quire.serving.router.choice import Chooser
-from quire.serving.router.prompt_keys import CHUNK_BYTES, Prompt
+from quire.serving.router.prompt_keys import CHUNK_BYTES, CHUNK_ENDS, Prompt
 from quire.serving.router.replica import Replica
 
 CONFIG = BalanceConfig(load_factor=1.25, load_slack=4.0, least_gain=0.1)
@@ -19,7 +19,7 @@ def replicas(count: int = 4, **settings: int) -> list[Replica]:
 
 
 def prompt(*keys: int, session: str = "") -> Prompt:
-    return Prompt(keys=list(keys), session=session)
+    return Prompt(keys=list(keys), num_bytes=CHUNK_ENDS[len(keys)], session=session)
 
 
 def chooser(seed: int = 0) -> Chooser:
@@ -31,7 +31,7 @@ def test_the_replica_with_the_longest_match_is_chosen() -> None:
     some[2].tree.insert([1, 2, 3])
     some[1].tree.insert([1, 2])
     choice = chooser().choose(some, prompt(1, 2, 3, 4))
-    assert (choice.replica.name, choice.reason, choice.matched) == ("r2", "prefix", 3)
+    assert (choice.replica.name, choice.reason, choice.matched) == ("r2", "prefix", 3 * CHUNK_BYTES)
     assert some[2].tree.match([1, 2, 3, 4]) == 4  # it will have the whole prompt
 
 
@@ -96,12 +96,12 @@ def test_a_session_leaves_an_overloaded_replica() -> None:
 def test_the_tree_is_as_large_as_the_cache_that_a_replica_reports() -> None:
     replica = replicas(1)[0]
     replica.learn_cache(64_000)
-    assert replica.tree.capacity == 64_000 * 4 // CHUNK_BYTES
+    assert replica.tree.capacity == 64_000 * 4
     replica.learn_cache(6_400)
-    assert replica.tree.capacity == 6_400 * 4 // CHUNK_BYTES
+    assert replica.tree.capacity == 6_400 * 4
     fixed = replicas(1, cache_tokens=1_280)[0]
     fixed.learn_cache(64_000)
-    assert fixed.tree.capacity == 1_280 * 4 // CHUNK_BYTES
+    assert fixed.tree.capacity == 1_280 * 4
 
 
 def test_a_replica_whose_process_ended_has_lost_its_cache() -> None:

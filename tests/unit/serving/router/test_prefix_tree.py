@@ -15,19 +15,19 @@ def keys(text: str, root: int = 0) -> list[int]:
 
 
 def test_the_longest_prefix_that_was_inserted_matches() -> None:
-    tree = PrefixTree(100)
+    tree = PrefixTree(100 * CHUNK_BYTES)
     tree.insert(keys("abcd"))
     assert [tree.match(keys(text)) for text in ("abcd", "abcdef", "abx", "xbcd", "")] == [4, 4, 2, 0, 0]
 
 
 def test_prompts_of_other_roots_share_nothing() -> None:
-    tree = PrefixTree(100)
+    tree = PrefixTree(100 * CHUNK_BYTES)
     tree.insert(keys("abcd", root=1))
     assert tree.match(keys("abcd", root=2)) == 0
 
 
 def test_the_least_recently_used_leaf_is_evicted_first() -> None:
-    tree = PrefixTree(6)
+    tree = PrefixTree(6 * CHUNK_BYTES)
     tree.insert(keys("ab12"))
     tree.insert(keys("ab34"))
     tree.insert(keys("ab12"))
@@ -37,15 +37,15 @@ def test_the_least_recently_used_leaf_is_evicted_first() -> None:
 
 
 def test_of_a_prompt_larger_than_the_tree_the_beginning_is_kept() -> None:
-    tree = PrefixTree(3)
+    tree = PrefixTree(3 * CHUNK_BYTES)
     tree.insert(keys("abcdef"))
     assert tree.match(keys("abcdef")) == 3
 
 
 def test_a_smaller_capacity_evicts_at_once_and_clear_forgets_all() -> None:
-    tree = PrefixTree(10)
+    tree = PrefixTree(10 * CHUNK_BYTES)
     tree.insert(keys("abcdef"))
-    tree.resize(2)
+    tree.resize(2 * CHUNK_BYTES)
     assert (len(tree), tree.match(keys("abcdef"))) == (2, 2)
     tree.clear()
     assert tree.match(keys("abcdef")) == 0
@@ -54,7 +54,7 @@ def test_a_smaller_capacity_evicts_at_once_and_clear_forgets_all() -> None:
 def test_whatever_is_inserted_and_evicted_a_held_chunk_implies_all_before_it() -> None:
     """`match` searches in log time; this is what it relies on."""
     rng = random.Random(3)
-    tree = PrefixTree(40)
+    tree = PrefixTree(40 * CHUNK_BYTES)
     prompts: list[list[int]] = []
     for _ in range(600):
         base = rng.choice(prompts)[: rng.randint(1, 12)] if prompts and rng.random() < 0.7 else []
@@ -64,8 +64,8 @@ def test_whatever_is_inserted_and_evicted_a_held_chunk_implies_all_before_it() -
         prompts.append(prompt)
         tree.insert(prompt)
         if rng.random() < 0.05:
-            tree.resize(rng.randint(5, 60))
-        assert len(tree) <= tree.capacity
+            tree.resize(rng.randint(5, 60) * CHUNK_BYTES)
+        assert tree.num_bytes == sum(tree._used.values()) <= tree.capacity
         for other in rng.sample(prompts, min(len(prompts), 10)):
             held = [key in tree._used for key in other]
             assert all(before >= after for before, after in pairwise(held))

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from quire.serving.router.prompt_keys import CHUNK_BYTES, MAX_CHUNKS, Prompt, read_prompt
+from quire.serving.router.prompt_keys import (
+    CHUNK_BYTES,
+    CHUNK_ENDS,
+    MAX_PROMPT_BYTES,
+    Prompt,
+    num_chunks,
+    read_prompt,
+)
 
 LONG = "word " * 400
 
@@ -28,7 +36,7 @@ def talk(*contents: Any) -> list[dict[str, Any]]:
 def test_the_next_turn_of_a_conversation_begins_with_the_keys_of_the_last() -> None:
     first = read(model="m", messages=talk(LONG))
     second = read(model="m", messages=talk(LONG, "more", LONG))
-    assert len(first.keys) == first.num_bytes // CHUNK_BYTES > 2
+    assert len(first.keys) == num_chunks(first.num_bytes) > 2
     assert shared(first, second) == len(first.keys)
 
 
@@ -75,8 +83,15 @@ def test_a_body_that_is_no_request_has_no_keys(body: bytes) -> None:
 
 def test_odd_values_are_left_to_the_replica() -> None:
     prompt = read(model=3, messages=[1, None, {"role": 7, "content": {"a": [None]}}], user=[], stream="yes")
-    assert (prompt.model, prompt.session, prompt.is_stream) == ("", "", False)
+    assert (prompt.model, prompt.session, prompt.answer_id) == ("", "", "")
 
 
 def test_the_keys_of_one_prompt_are_bounded() -> None:
-    assert len(read(prompt="x" * (MAX_CHUNKS + 10) * CHUNK_BYTES).keys) == MAX_CHUNKS
+    assert len(read(prompt="x" * 2 * MAX_PROMPT_BYTES).keys) == len(CHUNK_ENDS) - 1 < 200
+
+
+def test_chunks_are_small_parts_of_what_stands_before_them() -> None:
+    sizes = [end - start for start, end in pairwise(CHUNK_ENDS)]
+    assert sizes[:17] == [CHUNK_BYTES] * 17
+    assert all(size in (CHUNK_BYTES, sum(sizes[:place]) // 8_192 * 512) for place, size in enumerate(sizes))
+    assert [num_chunks(size) for size in (0, 511, 512, 1_024, 1_500)] == [0, 0, 1, 2, 2]

@@ -62,7 +62,9 @@ class Tiers(Protocol):
 
     def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> Asked | None:
         """Ask other engines for the blocks that continue the device's match. With `awaits`, the lookup waits a while
-        for blocks that are still being sent. `find_files` finds them when it is answered. None: nothing is asked."""
+        for blocks that are still being sent. `find_files` finds them when it is answered. An engine that only sends
+        blocks asks whether those of the match are still there: `on_hit` sends the others again. None: nothing is
+        asked."""
 
     def is_asking(self, asked: Asked) -> bool:
         """Whether a lookup has not been answered."""
@@ -80,6 +82,9 @@ class Tiers(Protocol):
     def on_publish(self, node: Node, first: int) -> None:
         """Save the blocks of a prefix tree node from index `first` on, which the device has just cached, if the tiers
         are written through."""
+
+    def on_hit(self, match: Match) -> None:
+        """Send the blocks of the device's match again that other engines are to have and do not have any more."""
 
     def sides_to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:
         """Return the side blocks, by key, that a sequence needs to continue after these first blocks of it."""
@@ -163,6 +168,8 @@ class NoTiers:
     def on_evict(self, node: Node, index: int) -> None: ...
 
     def on_publish(self, node: Node, first: int) -> None: ...
+
+    def on_hit(self, match: Match) -> None: ...
 
     def sides_to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:  # noqa: ARG002 - Tiers' signature
         return {}

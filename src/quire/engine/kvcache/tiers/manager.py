@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 
 from quire.config.tiers import TierConfig
 from quire.engine.kvcache.grouped_pool import GroupedPool
@@ -36,6 +37,7 @@ class TierManager:
         self._host = HostTier(config.host_blocks)
         self._disk = DiskTier(self._host, config.disk_blocks)
         self._remote = None if config.transport is None else RemoteTier(self._host, config.transport)
+        self._gets = self._remote if self._remote is not None and self._remote.gets else None
         self._time = TransferTime(config.block_bytes)
         self._saves: list[SlotMove] = []
         self._plan_slots: list[Slot] = []  # held until the plan under construction is complete
@@ -128,12 +130,12 @@ class TierManager:
 
     def _has(self, key: bytes) -> bool:
         """Whether a tier has a block."""
-        return key in self._host or key in self._disk or (self._remote is not None and key in self._remote)
+        return key in self._host or key in self._disk or (self._gets is not None and key in self._gets)
 
     @property
     def _num_files(self) -> int:
         """Blocks behind host memory that are known."""
-        return len(self._disk.index) + (0 if self._remote is None else len(self._remote.index))
+        return len(self._disk.index) + (0 if self._gets is None else len(self._gets.index))
 
     @property
     def _max_pending(self) -> int:
@@ -142,8 +144,19 @@ class TierManager:
 
     def ask(self, match: Match, query: TierQuery, *, awaits: bool) -> Asked | None:
         remote = self._remote
-        if remote is None or not remote.gets:
+        if remote is None:
             return None
+        sent = [key for key in self._sent_keys(match, query) if key in remote] if remote.puts else []
+        awaited, others = self._to_get(match, query) if remote.gets else ([], [])
+        if not sent and not awaited:
+            return None
+        number = remote.ask(awaited, others + sent, _AWAITED_SECONDS if awaits else 0.0)
+        num_blocks = query.limit // self._block_size - match.num_blocks if awaited else 1
+        return None if number is None else Asked(number, num_blocks)
+
+    def _to_get(self, match: Match, query: TierQuery) -> tuple[list[bytes], list[bytes]]:
+        """Return the blocks that continue the device's match and that no tier of this engine has, and the side blocks
+        that may be of use with them. Empty if there are none of the first."""
         num_blocks = query.limit // self._block_size
         keys = list(self._chain(self._key_before(match, query.salt), query.tokens, match.num_blocks, num_blocks))
         needed, others = list(keys), list[bytes]()
@@ -151,11 +164,19 @@ class TierManager:
             ends = self._sides.to_ask(match.num_blocks, keys)
             needed, others = needed + ends.needed, ends.others
         awaited = [key for key in needed if key not in self._host and key not in self._disk]
-        if not awaited:
-            return None
-        others = [key for key in others if key not in self._host]
-        number = remote.ask(awaited, others, _AWAITED_SECONDS if awaits else 0.0)
-        return None if number is None else Asked(number, len(keys))
+        return awaited, [key for key in others if key not in self._host] if awaited else []
+
+    def _sent_keys(self, match: Match, query: TierQuery) -> Iterator[bytes]:
+        """Return the keys of the device's match with its side blocks, and of what continues it in host memory."""
+        for node in _path(match.node):
+            for index, block in enumerate(node.blocks):
+                key = self._tree.key_of(node, index)
+                yield key
+                if self._sides is not None:
+                    yield from (side for side, _ in self._sides.of(key, block))
+        behind = self._chain(self._key_before(match, query.salt), query.tokens, match.num_blocks,
+                             query.limit // self._block_size)  # fmt: skip
+        yield from takewhile(self._host.__contains__, behind)
 
     def put_counts(self) -> tuple[int, int]:
         return (0, 0) if self._remote is None else self._remote.put_counts
@@ -203,6 +224,13 @@ class TierManager:
             self._plan_slots[before:] = reversed(self._plan_slots[before:])
             for key in reversed(keys):  # the first block of a prefix is used last, so it is evicted last
                 self._touch(key)
+
+    def on_hit(self, match: Match) -> None:
+        if self._remote is None or not self._remote.puts:
+            return
+        for node in _path(match.node):
+            if len(node.keys) < len(node.blocks) or not self._remote.has_all(node.keys) or self._sides is not None:
+                self.on_publish(node, 0)
 
     def _save_sides(self, node: Node, first: int, keys: list[bytes]) -> None:
         """Save the side blocks with which a sequence can continue after a run, and the states that are kept in it."""
@@ -366,3 +394,12 @@ class TierManager:
             self._remote.check()
             holds += self._remote.num_holds
         assert holds == self._host.num_holds
+
+
+def _path(node: Node | None) -> list[Node]:
+    """Return the nodes from below the root to `node`."""
+    nodes: list[Node] = []
+    while node is not None and node.parent is not None:
+        nodes.append(node)
+        node = node.parent
+    return nodes[::-1]

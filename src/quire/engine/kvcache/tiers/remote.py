@@ -71,6 +71,14 @@ class RemoteTier(DiskTier):
         return self._config.gets
 
     @property
+    def puts(self) -> bool:
+        return self._config.puts
+
+    def has_all(self, keys: Sequence[bytes]) -> bool:
+        """Whether the transport is known to have all of these blocks."""
+        return all(map(self.index.__contains__, keys))
+
+    @property
     def has_transfers(self) -> bool:
         return bool(self._stores or self._fetches or self._lookups)
 

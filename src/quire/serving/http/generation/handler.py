@@ -19,7 +19,7 @@ from quire.serving.http.exchange import Exchange, Handler
 from quire.serving.http.generation.event_stream import EventStream
 from quire.serving.http.generation.job import Job, prepare_job
 from quire.serving.http.generation.settings import GenerationSettings
-from quire.serving.http.remote_prefill import RemotePrefill
+from quire.serving.http.remote_prefill import RemotePrefill, headers_of
 from quire.serving.http.service import Service
 from quire.serving.text.answer_grammar import AnswerPlan
 from quire.types.errors import InvalidRequest, QuireError
@@ -101,8 +101,8 @@ class GenerationHandler:
 
     async def _prefilled(self, exchange: Exchange, job: Job, prefill: RemotePrefill) -> Job:
         """Have prefill servers compute the job's prompts, as far as that is worth it and works."""
-        key, salt = exchange.headers.get(b"authorization", b""), job.options.parameters.get("cache_salt", "")
-        return replace(job, submits=await prefill.compute(job.submits, key, salt))
+        salt = job.options.parameters.get("cache_salt", "")
+        return replace(job, submits=await prefill.compute(job.submits, headers_of(exchange), salt))
 
     async def _constrained(self, job: Job, plan: AnswerPlan) -> Job:
         """Have the checker's process build and check the grammar, which keeps the text threads free, and put it into
