@@ -11,9 +11,12 @@ from fake_tiers import FakeTiers
 from harness import Harness
 from quire.config.kv_cache import KVGroups
 from quire.config.tiers import TierConfig
+from quire.engine.decoding.tools import DecodingTools
 from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
+from toy_decoding import ToyProposers
+from toy_model import continuation
 
 WINDOWS = KVGroups(window=20, num_window_blocks=3)
 STATES = KVGroups(num_states=40, blocks_per_state=2)
@@ -73,6 +76,51 @@ def test_prompts_that_begin_alike_continue_where_they_part(kind: str) -> None:
         ask(engine, name, [*system, *prompt_of(90, ord(name))])
     _, found = ask(engine, "c", [*system, *prompt_of(90, 3)])
     assert found == len(system)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("longest", [4, 40])
+def test_drafts_change_no_token_and_later_turns_are_hits(kind: str, longest: int) -> None:
+    toys = ToyProposers(may_run_ahead=False, longest=longest)
+    engine = Harness(num_blocks=2_000, groups=KINDS[kind], tools=DecodingTools(proposers=toys))
+    prompt = prompt_of(300)
+    for turn in range(3):
+        answer, found = ask(engine, f"turn {turn}", prompt, max_tokens=61, seed=101)
+        assert answer == continuation(prompt, 61, seed=101)
+        if turn:
+            assert found >= 0.95 * len(prompt)
+        prompt = [*prompt, *answer, *prompt_of(7, turn + 1)]
+    assert 0 < toys.num_accepted < toys.num_drafted
+    stats = engine.core.stats()
+    once = stats.prompt_tokens + toys.num_drafted
+    assert stats.computed_tokens <= once + stats.output_tokens  # of what was accepted, little is computed twice
+
+
+def test_accepted_tokens_that_a_state_must_follow_wait_for_budget() -> None:
+    """A step has room for one token of each sequence and little more."""
+    toys = ToyProposers(may_run_ahead=False, longest=40)
+    engine = Harness(
+        num_blocks=500, groups=STATES, tools=DecodingTools(proposers=toys), max_num_seqs=4, max_num_batched_tokens=6
+    )
+    for number in range(4):
+        engine.submit(f"r{number}", prompt_of(9, number), max_tokens=60, seed=101 + number)
+    engine.run()
+    for number in range(4):
+        assert engine.answer(f"r{number}") == continuation(prompt_of(9, number), 60, seed=101 + number)
+    assert 0 < toys.num_accepted < toys.num_drafted
+
+
+def test_drafts_take_no_state_that_a_row_may_need() -> None:
+    """There is one for each row, and one more: none for drafts, and no request is preempted for one."""
+    for num_states, has_drafts in ((9, False), (12, True)):
+        toys = ToyProposers(may_run_ahead=False)
+        groups = KVGroups(num_states=num_states, blocks_per_state=1)
+        engine = Harness(num_blocks=500, groups=groups, max_num_seqs=8, tools=DecodingTools(proposers=toys))
+        for number in range(12):
+            engine.submit(f"r{number}", prompt_of(9, number), max_tokens=30, seed=101)
+        engine.run()
+        assert engine.core.stats().preemptions == 0
+        assert (toys.num_drafted > 0) == has_drafts
 
 
 def test_window_blocks_are_free_when_their_tokens_have_left_the_window() -> None:

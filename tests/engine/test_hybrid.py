@@ -1,15 +1,24 @@
 """Conversations with a hybrid model (gated delta nets beside attention), by its real layers: later turns are prefix
-hits, on the device, from host memory and after a restart from disk, and the tokens are those of a cold run."""
+hits, on the device, from host memory and after a restart from disk, and the tokens are those of a cold run. Drafts
+change no token."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import interpreter  # noqa: F401  where there is no GPU
+import worker_executor
 from family_models import FamilyCase
 from quire import LLM, SamplingParams
+from quire.config.tiers import TierConfig
+from quire.engine.speculation.proposer import NoProposers
+from quire.types.request import Submit
+from worker_executor import TinyEngine
 
 pytest.importorskip("transformers")
 USUAL = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "threads": 1, "max_num_seqs": 4}
@@ -84,3 +93,108 @@ def test_samples_and_beams_share_a_prompt_of_a_hybrid_model(case: FamilyCase) ->
     with open_llm(case) as llm:
         (answer,) = llm.generate([prompt], several, use_tqdm=False)
     assert [list(sample.token_ids) for sample in answer.outputs] == [case.expected(prompt)[:12]] * 3
+
+
+# -------------------------------------------------------------------------------------------------------------- drafts
+@dataclass
+class KnowingProposer:
+    """Drafts what the model will say, `length` tokens at once, the last ones of most drafts wrong."""
+
+    answer: Sequence[int]
+    length: int
+    done: int = 0
+    is_observed = False
+    num_ahead = 0
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        assert list(tokens) == list(self.answer[self.done : self.done + len(tokens)])
+        self.done += len(tokens)
+
+    def propose(self, limit: int) -> tuple[int, ...]:
+        draft = self.answer[self.done : self.done + min(limit, self.length)]
+        right = self.done % (self.length + 2)
+        return tuple(token if place < right else (token + 1) % 90 for place, token in enumerate(draft))
+
+    def order(self, limit: int) -> int:
+        return 0
+
+    def offer(self, tokens: Sequence[int]) -> None: ...
+
+    def result(self, num_drafted: int, num_accepted: int) -> None: ...
+
+    def clone(self) -> KnowingProposer:
+        return KnowingProposer(self.answer, self.length, self.done)
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class KnowingProposers(NoProposers):
+    """`answers` by prompt."""
+
+    answers: dict[tuple[int, ...], list[int]]
+    length: int
+
+    def begin(self, request: Submit) -> KnowingProposer:
+        return KnowingProposer(self.answers[tuple(request.prompt_token_ids)], self.length)
+
+
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.2}
+
+
+def drafting_engine(
+    case: FamilyCase, length: int, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[TinyEngine, KnowingProposers]:
+    knowing = KnowingProposers({}, length)
+    with monkeypatch.context() as patched:
+        patched.setattr(worker_executor, "make_proposers", lambda *_: knowing)
+        return TinyEngine(case.checkpoint(), **settings), knowing  # type: ignore[arg-type]
+
+
+def check_drafts(
+    case: FamilyCase, made: TinyEngine, knowing: KnowingProposers, lengths: Sequence[int], count: int
+) -> int:
+    """Two turns of conversations whose prompts have these lengths. Returns the tokens that a third would repeat."""
+    plain = TinyEngine(case.checkpoint(), attention="reference")  # type: ignore[arg-type]
+    prompts = [case.prompt(length, length) for length in lengths]
+    for _ in range(2):
+        wanted = plain.answers(prompts, max_tokens=count, **SAMPLING)
+        knowing.answers = {tuple(prompt): answer for prompt, (answer,) in zip(prompts, wanted, strict=True)}
+        assert made.answers(prompts, max_tokens=count, **SAMPLING) == wanted
+        prompts = [[*prompt, *answer, 7] for prompt, (answer,) in zip(prompts, wanted, strict=True)]
+    stats = made.core.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    return sum(map(len, prompts))
+
+
+@pytest.mark.parametrize(
+    ("length", "settings"),
+    [
+        (5, {"block_size": 4, "attention": "native"}),
+        (20, {"block_size": 3, "budget": 8, "depth": 2}),
+        (40, {}),
+    ],
+)
+def test_drafts_change_no_token_of_a_hybrid_model(
+    case: FamilyCase, length: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state goes back to the last one before a rejected token, and later turns are hits too."""
+    made, knowing = drafting_engine(case, length, monkeypatch, **settings)
+    repeated = check_drafts(case, made, knowing, (3, 30, 17), 60)
+    assert made.core.stats().prefix_hits >= 0.8 * (repeated - 3 * 61)
+
+
+@pytest.mark.parametrize("host_blocks", [0, 200])
+def test_so_it_is_when_requests_are_preempted(
+    case: FamilyCase, host_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = TierConfig(host_blocks=host_blocks)
+    made, knowing = drafting_engine(case, 5, monkeypatch, block_size=4, num_blocks=40, tiers=tiers)
+    check_drafts(case, made, knowing, (3, 30, 17), 60)
+    assert made.core.stats().preemptions > 0
+
+
+def test_so_it_is_by_the_kernels_of_a_gpu(case: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    made, knowing = drafting_engine(case, 3, monkeypatch, attention="triton", rows=2, max_len=48, block_size=4)
+    check_drafts(case, made, knowing, (5,), 6)

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from family_bench import needs_program
-from family_models import NUM_TOKENS, FamilyCase
+from family_models import NUM_TOKENS, VOCAB, FamilyCase
 from quire.config.tiers import TierConfig
 from quire.engine.speculation.draft_length import DraftLength
 from quire.types.decoding import BeamRules
+from quire.types.errors import ConfigError
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
+from tiny_models import random_checkpoint, tiny_config
 from worker_executor import TinyEngine
 
 LENGTHS = (5, 37, 1, 18)
@@ -95,15 +97,21 @@ def _search(prompt: list[int]) -> Submit:
 
 
 def speculation(case: FamilyCase) -> None:
-    """Drafts by n-grams and by the model's own first layers change nothing."""
+    """Drafts by n-grams and by the model's own first layers change nothing. Where these are recurrent, by a model."""
     said_twice = case.prompt(6) * 4
-    for method in (
-        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
-        {"method": "self_draft", "num_layers": 2, "num_speculative_tokens": 3},
-    ):
-        made = engine(case, method)
+    ngram: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    by_layers: dict[str, Any] = {"method": "self_draft", "num_layers": 2, "num_speculative_tokens": 3}
+    by_model: dict[str, Any] = {"method": "draft_model", "model": "small", "num_speculative_tokens": 3}
+    is_recurrent = case.checkpoint().config.recurrent is not None
+    if is_recurrent:
+        with pytest.raises(ConfigError, match="first layers"):
+            engine(case, by_layers)
+    for method in (ngram, by_model if is_recurrent else by_layers):
+        draft = random_checkpoint(tiny_config(num_layers=1, vocab_size=VOCAB)) if method is by_model else None
+        made = engine(case, method, draft=draft)
         made.proposers.lengths.length = lambda *given, **rest: DraftLength(given[1])  # type: ignore[attr-defined]
         check(case, made, [said_twice, case.prompt(11, 3)])
+    assert made.core.stats().drafted_tokens > 0
 
 
 def program(case: FamilyCase) -> None:

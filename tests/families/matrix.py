@@ -19,10 +19,7 @@ SAME_KERNELS = {
     "qwen3_5_moe_text": "qwen3_next",
     "smollm3": "llama",
 }
-HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-NOT_YET: dict[tuple[str, str], str] = {  # (family, feature): why not
-    **{(family, "speculation"): "a state cannot go back to before a rejected draft" for family in HYBRIDS},
-}
+NOT_YET: dict[tuple[str, str], str] = {}  # (family, feature): why not
 
 
 def main() -> int:

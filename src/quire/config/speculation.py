@@ -68,10 +68,12 @@ def read_speculation(value: Mapping[str, Any] | None) -> SpeculationConfig | Non
 
 def resolve_speculation(config: SpeculationConfig, target: ModelConfig, draft: ModelConfig | None) -> SpeculationConfig:
     """Complete the settings for a target model. `draft` is the draft model, if there is one. Raises ConfigError."""
-    for model, whose in ((target, "the model's"), (draft, "the draft model's")):
-        if model is not None and model.recurrent is not None:
-            reason = f"{whose} recurrent layers keep one state, which cannot go back to before a rejected draft"
-            raise ConfigError(_SETTING, reason, "leave it out, or use a model without recurrent layers")
+    if draft is not None and draft.recurrent is not None:
+        reason = "has recurrent layers, whose state cannot go back to before a rejected draft"
+        raise ConfigError(f"{_SETTING}.model", reason, "choose a draft model without recurrent layers")
+    if config.method == "self_draft" and target.recurrent is not None:
+        reason = "drafts with the model's first layers, and the state of recurrent ones cannot go back"
+        raise ConfigError(f"{_SETTING}.method", reason, 'use "ngram", or a draft model without recurrent layers')
     if config.method == "self_draft":
         layers = config.num_layers or max(1, target.num_layers // SELF_DRAFT_SHARE)
         if layers >= target.num_layers:

@@ -62,17 +62,19 @@ def test_states_that_do_not_fit_are_refused_by_the_number_of_sequences() -> None
         resolve_engine_config(given, LAPTOP, RECURRENT)
 
 
-@pytest.mark.parametrize("method", [{"method": "ngram"}, {"method": "self_draft"}])
-def test_drafts_are_refused(method: dict[str, object]) -> None:
-    given = EngineArguments(speculative_config={**method, "num_speculative_tokens": 3})
-    with pytest.raises(ConfigError, match="speculative_config"):
+def test_drafts_by_first_layers_that_are_recurrent_are_refused() -> None:
+    given = EngineArguments(speculative_config={"method": "self_draft", "num_speculative_tokens": 3})
+    with pytest.raises(ConfigError, match=r"speculative_config\.method.*first layers"):
         resolve_engine_config(given, LAPTOP, RECURRENT)
 
 
-def test_a_draft_model_with_states_is_refused() -> None:
+def test_a_draft_model_may_not_have_states_and_its_target_may() -> None:
     given = EngineArguments(speculative_config={"method": "draft_model", "model": "d", "num_speculative_tokens": 3})
-    with pytest.raises(ConfigError, match="draft model's recurrent layers"):
+    with pytest.raises(ConfigError, match=r"speculative_config\.model.*recurrent layers"):
         resolve_engine_config(given, LAPTOP, SMALL, RECURRENT)
+    draft = replace(SMALL, vocab_size=RECURRENT.vocab_size)
+    config, _ = resolve_engine_config(given, SERVER, RECURRENT, draft)
+    assert config.cache.groups.num_states > config.scheduler.num_rows
 
 
 def test_the_virtual_layout_is_refused() -> None:

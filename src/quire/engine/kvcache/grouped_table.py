@@ -9,20 +9,19 @@ from typing import Any
 from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import Node, PrefixTree
-from quire.engine.kvcache.table import NO_STATE, BlockTable
+from quire.engine.kvcache.table import NO_STATE, BlockTable, Move
 from quire.types.errors import OutOfBlocks
 from quire.types.step import BlockCopy
 
 KEPT_TOKENS = 1_024  # the state is kept every so many tokens ...
 STATE_TOKENS = 16  # ... and while a sequence generates every so many, in whole blocks, of which ...
-Move = tuple[int, int, int]  # position, slot, source
 _TRAIL = 2  # ... the last are enough: its end may be known a few tokens late
 
 
 class GroupedTable(BlockTable):
     """A BlockTable that reads the window blocks of its last blocks and holds a state."""
 
-    __slots__ = ("_first_read", "_is_known", "_kept", "_sides", "_trail", "_trailing", "state")
+    __slots__ = ("_drafted", "_first_read", "_is_known", "_kept", "_sides", "_trail", "_trailing", "state")
 
     def __init__(self, pool: GroupedPool, block_size: int, tree: PrefixTree | None = None) -> None:
         super().__init__(pool, block_size, tree)
@@ -30,6 +29,7 @@ class GroupedTable(BlockTable):
         self._first_read = 0  # it reads the window blocks of its blocks from here on
         self.state = NO_STATE  # the slot that holds the state after all tokens that were planned
         self._is_known = False  # the workers know that the row's state is there
+        self._drafted: list[tuple[int, int, int]] = []  # first draft token, end, and the slot of the state at the end
         self._trail: list[int] = []  # blocks whose checkpoints only follow a running sequence
         self._kept, self._trailing = (-(-tokens // block_size) * block_size for tokens in (KEPT_TOKENS, STATE_TOKENS))
 
@@ -115,6 +115,7 @@ class GroupedTable(BlockTable):
         if self._sides.states is not None:
             for block in self._trail:  # a later turn continues there
                 self._sides.states.set_end(block)
+        self._forget_drafted()
         self._set_state(NO_STATE)
         self._trail.clear()
         super().free()
@@ -200,6 +201,54 @@ class GroupedTable(BlockTable):
         self._is_known = True
         return moves
 
+    def takes_draft(self, num_rows: int) -> bool:
+        states = self._sides.states
+        return states is None or states.num_spare(num_rows) > 0
+
+    def plan_draft(self, start: int, count: int, num_rows: int) -> list[Move]:
+        """See BlockTable. The slot before keeps the state after the known tokens: if not all draft tokens are accepted,
+        the sequence continues there. Where a checkpoint would be, the state goes to one more slot."""
+        states = self._sides.states
+        if states is None:
+            return []
+        end, moves = start + count, list[Move]()
+        inside = [place for place in self._boundaries(start + 1, end) if self._is_kept(place, (), trails=True)]
+        begins = [start, *inside][: states.num_spare(num_rows)]
+        source = self.state
+        for begin, stop in zip(begins, [*begins[1:], end], strict=True):
+            slot = states.take()
+            self._drafted.append((begin, stop, slot))
+            moves.append((begin, slot, source))
+            source = slot
+        states.num_drafted += len(begins)
+        return moves
+
+    def settle_draft(self, num_tokens: int, lasting: Collection[int]) -> int:
+        """See BlockTable. Continues from the last state that follows right tokens only."""
+        states, drafted = self._sides.states, self._drafted
+        if states is None or not drafted:
+            return num_tokens
+        reached = drafted[0][0]
+        while drafted and drafted[0][1] <= num_tokens:
+            begin, reached, slot = drafted.pop(0)
+            states.num_drafted -= 1
+            if self._is_kept(begin, lasting, trails=True):
+                self._keep(begin, lasting)
+            states.release(self.state)
+            self.state = slot
+        self._is_known = not drafted  # the workers have the state after all draft tokens
+        self._forget_drafted()
+        return reached
+
+    def _forget_drafted(self) -> None:
+        """Release the states that follow draft tokens."""
+        states = self._sides.states
+        if states is not None and self._drafted:
+            for _, _, slot in self._drafted:
+                states.release(slot)
+            states.num_drafted -= len(self._drafted)
+            self._drafted.clear()
+
     def _boundaries(self, start: int, end: int) -> range:
         """The positions of tokens `start` to `end` at which a block begins, except the first."""
         size = self._block_size
@@ -224,6 +273,8 @@ class GroupedTable(BlockTable):
         super().check()
         assert 0 <= self._first_read <= len(self.blocks)
         assert all(self._sides.is_read(block) for block in self.blocks[self._first_read :])
+        states = self._sides.states
+        assert states is None or all(states.num_holders(slot) == 1 for _, _, slot in self._drafted)
 
 
 def table_type(pool: BlockPool) -> Callable[[Any, int, PrefixTree | None], BlockTable]:

@@ -26,6 +26,7 @@ class StateSlots:
         self._idle_ends: OrderedDict[int, None] = OrderedDict()  # likewise, of those in `_ends`
         self._ends: set[int] = set()  # blocks at the end of a prompt or an answer
         self.version = 0  # changes whenever a checkpoint goes
+        self.num_drafted = 0  # slots of states after draft tokens that are not verified yet
 
     def __contains__(self, block: int) -> bool:
         """Whether a block has a checkpoint."""
@@ -35,6 +36,11 @@ class StateSlots:
     def num_free(self) -> int:
         """Slots that `take` can hand out."""
         return len(self._free) + len(self._idle) + len(self._idle_ends)
+
+    def num_spare(self, num_rows: int) -> int:
+        """Return how many slots the states after draft tokens may take: those beside one for each of `num_rows` rows
+        and one more, so that no row is preempted because drafts hold slots."""
+        return min(self.num_free, len(self._holders) - num_rows - 1 - self.num_drafted)
 
     @property
     def blocks(self) -> list[int]:

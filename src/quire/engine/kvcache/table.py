@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import Node, PrefixTree
@@ -10,6 +10,7 @@ from quire.engine.kvcache.run_history import Owner
 from quire.types.step import BlockCopy
 
 NO_STATE = -1
+Move = tuple[int, int, int]  # position, slot, source
 
 
 class BlockTable:
@@ -56,6 +57,20 @@ class BlockTable:
 
     def rest(self) -> None:
         """Note that the table computes nothing: a prompt is pinned."""
+
+    def takes_draft(self, num_rows: int) -> bool:  # noqa: ARG002 - for GroupedTable
+        """Whether draft tokens may be computed. `num_rows` sequences may run."""
+        return True
+
+    def plan_draft(self, start: int, count: int, num_rows: int) -> list[Move]:  # noqa: ARG002 - likewise
+        """Say where the state after `count` draft tokens goes, as (position, slot, source). The first of them is the
+        token at `start`."""
+        return []
+
+    def settle_draft(self, num_tokens: int, lasting: Collection[int]) -> int:  # noqa: ARG002 - likewise
+        """Note that a draft was verified: the first `num_tokens` tokens are computed and right. Returns how many of
+        them the sequence need not compute again."""
+        return num_tokens
 
     def fork(self) -> BlockTable:
         """Return a second table with the same blocks. No block is copied."""

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from quire.engine.decoding.controller import Fault, fault_of
 from quire.engine.decoding.group import Group, Sequence, SequenceState
 from quire.engine.kvcache.pool import BlockPool
-from quire.engine.kvcache.table import NO_STATE
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.row_table import RowTable
+from quire.types.step import Chunk
 
 FORCED_ROWS = 16  # with more running sequences than this, tokens that a grammar forces are not worth a draft
 
@@ -49,7 +49,7 @@ class PacedSet:
         controller = sequence.controller
         try:
             if controller.is_guided:
-                takes_draft = self.looks_for_forced and sequence.table.state == NO_STATE
+                takes_draft = self.looks_for_forced and sequence.table.takes_draft(self._rows.num_rows)
                 controller.look_for_forced(self.least_forced if takes_draft else None)
             return controller.num_ahead
         except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
@@ -57,7 +57,7 @@ class PacedSet:
             return 0
 
     def add(self, sequence: Sequence) -> None:
-        """Make a sequence due: the next plan computes its last token."""
+        """Make a sequence due: the next plan computes its last token, and those that it owes before."""
         sequence.state = SequenceState.DUE
         self.due[sequence] = None
 
@@ -72,15 +72,22 @@ class PacedSet:
         sequence.draft = ()
 
     # -------------------------------------------------------------------------------------------------- planning
-    def plan_one(self, builder: PlanBuilder, sequence: Sequence) -> None:
-        """Plan the one token that a due sequence owes, for which it has a block. A draft may be added to it later."""
-        row, position = sequence.row, sequence.num_tokens - 1
+    def plan_owed(self, builder: PlanBuilder, sequence: Sequence, end: int) -> None:
+        """Plan the tokens up to `end` that a due sequence owes, for which it has blocks: its last token, and accepted
+        draft tokens that its state does not follow yet. If that is all, it awaits its sample, and a draft may be added
+        later."""
+        row, start, is_whole = sequence.row, sequence.num_computed, end == sequence.num_tokens
         assert row is not None
-        del self.due[sequence]
-        sequence.state, sequence.num_computed = SequenceState.AWAITING, position + 1
         builder.write(sequence)
-        builder.compute_one(row, position)
-        builder.paced_in_step.append(sequence)
+        sequence.num_computed = end
+        if is_whole and end - start == 1:
+            builder.compute_one(row, start)
+        else:
+            builder.compute(Chunk(row, start, end - start, (row,) if is_whole else ()))
+        if is_whole:
+            del self.due[sequence]
+            sequence.state = SequenceState.AWAITING
+            builder.paced_in_step.append(sequence)
 
     def add_drafts_and_masks(self, builder: PlanBuilder) -> None:
         """Add draft tokens and masks for the paced sequences of this step, with the budget and the blocks that all owed
@@ -95,7 +102,7 @@ class PacedSet:
         assert row is not None
         left = group.limit - 1 - sequence.num_tokens
         takes_draft = group.search is None and group.sampling.prompt_logprobs is None and builder.samples_alone(row)
-        takes_draft = takes_draft and table.state == NO_STATE  # a state cannot go back to where a draft was rejected
+        takes_draft = takes_draft and table.takes_draft(self._rows.num_rows)
         room = max(min(builder.budget, left), 0) if takes_draft else 0  # beams take no drafts: all have the same length
         proposal = controller.propose(room)
         free = table.capacity + self._pool.num_takeable * self._block_size - table.num_tokens
@@ -108,19 +115,21 @@ class PacedSet:
             builder.order_draft(row, num_ordered)
         if draft:
             builder.verify(sequence, draft)
+            builder.move_state(row, table.plan_draft(sequence.num_tokens, len(draft), self._rows.num_rows))
             sequence.draft = draft
             sequence.num_computed += len(draft)
 
     # ------------------------------------------------------------------------------------------------- committing
     def append_tokens(self, sequence: Sequence, tokens: tuple[int, ...], *, written: bool) -> None:
-        """Append the tokens that a paced sequence's step produced, and roll back rejected draft tokens. `written`: the
-        workers' row holds the last token already."""
+        """Append the tokens that a paced sequence's step produced, and roll back rejected draft tokens. Accepted ones
+        that no state follows are owed again. `written`: the workers' row holds the last token already."""
         assert sequence.row is not None
         sequence.outputs.extend(tokens)
         self._rows.extend(sequence.row, tokens)
-        sequence.num_computed = sequence.num_readable = sequence.num_tokens - 1
+        settled = sequence.table.settle_draft(sequence.num_tokens - 1, (sequence.group.num_known,))
+        sequence.num_computed = sequence.num_readable = settled
         sequence.synced_tokens = sequence.num_tokens - (not written)
-        sequence.table.truncate(sequence.num_computed)
+        sequence.table.truncate(settled)
         sequence.draft = ()
 
     def take_drained(self) -> list[Sequence]:
@@ -177,6 +186,6 @@ class PacedSet:
         for sequence in self.due:
             assert sequence.row is not None
             assert sequence.state is SequenceState.DUE
-            assert sequence.num_computed == sequence.num_tokens - 1
+            assert sequence.num_computed < sequence.num_tokens
             assert sequence.table.num_tokens <= sequence.num_computed
             assert sequence.outputs == self._rows.outputs(sequence.row)

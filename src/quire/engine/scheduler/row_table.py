@@ -47,6 +47,10 @@ class RowTable:
         return int(self._outputs.shape[1])
 
     @property
+    def num_rows(self) -> int:
+        return len(self.sequences)
+
+    @property
     def num_free(self) -> int:
         """Free rows that are not reserved."""
         return len(self._free) - self._num_reserved

@@ -240,16 +240,19 @@ class Scheduler:
                 ahead_set.schedule(sequence, ahead, sequence.table.capacity)
 
     def _plan_due(self, builder: PlanBuilder) -> None:
-        """Plan the one token that each due sequence owes. There is always budget for it."""
+        """Plan the tokens that each due sequence owes. There is always budget for one; others may have to wait."""
         due = sorted(self.paced.due_in(self.micro_batch), key=lambda sequence: self.policy.key(sequence.group))
+        spare = max(builder.budget - len(due), 0)
         for sequence in due:
             if sequence not in self.paced.due:
                 continue  # it was preempted for a sequence before it
             if not sequence.is_introduced:
                 builder.introduce(sequence)
-            if self.grow_table(builder, sequence, sequence.num_tokens - sequence.table.num_tokens):
+            more = min(sequence.num_tokens - sequence.num_computed - 1, spare)
+            end, spare = sequence.num_computed + 1 + more, spare - more
+            if self.grow_table(builder, sequence, end - sequence.table.num_tokens):
                 builder.sync_blocks(sequence)
-                self.paced.plan_one(builder, sequence)
+                self.paced.plan_owed(builder, sequence, end)
 
     # --------------------------------------------------------------------------------------------- preempting
     def grow_table(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
@@ -277,7 +280,7 @@ class Scheduler:
             builder.append(row, table, num_tokens)
             return
         is_prompt, end = sequence.state is SequenceState.PREFILL, table.num_tokens + num_tokens
-        start = sequence.num_computed if is_prompt else end - 1
+        start = sequence.num_computed if sequence.ahead is None else end - 1
         table.check_slot()
         table.leave_window(start)
         builder.append(row, table, num_tokens)
@@ -322,8 +325,8 @@ class Scheduler:
 
     def continue_decoding(self, sequence: Sequence) -> None:
         """Let a sequence whose tokens are all known compute its next one: it runs ahead from here, or is paced and
-        due."""
-        if self.paced.num_ahead(sequence):
+        due. It is due if it owes more tokens than its last one."""
+        if sequence.num_computed == sequence.num_tokens - 1 and self.paced.num_ahead(sequence):
             self.micro_batches.of(sequence).start(sequence)
         else:
             self.paced.add(sequence)

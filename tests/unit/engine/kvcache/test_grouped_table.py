@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.config.kv_cache import KVGroups
 from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.grouped_table import KEPT_TOKENS, GroupedTable
+from quire.engine.kvcache.table import Move
 
 SIZE = 4
 
@@ -62,3 +63,54 @@ def test_tables_that_share_a_state_leave_it_before_they_write() -> None:
     assert len({slot, *(move[1] for (move,) in found)}) == 3
     pool.begin_plan()
     assert pool.num_free_states == 2
+
+
+def drafting(length: int, count: int, num_rows: int = 1) -> tuple[GroupedPool, GroupedTable, list[Move]]:
+    """A sequence of `length` tokens whose next step also computes `count` draft tokens; eight states."""
+    pool, table = made(KVGroups(num_states=8, blocks_per_state=1))
+    table.append(length)
+    table.plan_states(0, length, (), trails=False)
+    table.append(count)
+    return pool, table, table.plan_draft(length, count, num_rows)
+
+
+def test_a_draft_whose_tokens_are_all_accepted_leaves_its_state_where_it_is() -> None:
+    pool, table, ((position, slot, source),) = drafting(18, 5)
+    assert (position, source) == (18, table.state)
+    assert table.settle_draft(23, ()) == 23
+    assert table.state == slot
+    table.append(1)
+    assert table.plan_states(23, 24, (), trails=True) == []
+    table.free()
+    pool.check()
+
+
+def test_a_rejected_token_takes_the_state_back_to_before_the_draft() -> None:
+    pool, table, ((_, _, source),) = drafting(18, 5)
+    assert table.settle_draft(22, ()) == 18
+    assert table.state == source
+    table.truncate(18)
+    table.append(5)
+    assert table.plan_states(18, 23, (), trails=True) == [(18, source, source)]
+    table.free()
+    assert pool.states is not None
+    assert (pool.states.num_free, pool.states.num_drafted) == (8, 0)
+
+
+def test_states_inside_a_draft_become_checkpoints_where_its_tokens_were_accepted() -> None:
+    pool, table, moves = drafting(16, 40)
+    assert [position for position, _, _ in moves] == [16, 32, 48]
+    assert table.settle_draft(50, ()) == 48
+    assert pool.states is not None
+    assert sorted(pool.states.blocks) == sorted(table.blocks[place // SIZE - 1] for place in (16, 32))
+    table.check()
+    pool.states.check()
+
+
+def test_a_table_that_is_freed_releases_the_states_of_its_draft() -> None:
+    pool, table, moves = drafting(16, 40, num_rows=5)
+    assert len(moves) == 2  # beside one for each row and one more
+    assert not table.takes_draft(5)
+    table.free()
+    assert pool.states is not None
+    assert (pool.states.num_free, pool.states.num_drafted) == (8, 0)
