@@ -1,4 +1,4 @@
-"""Builds the CPU kernels, once for each instruction set. Without a C++ compiler Quire installs all the same, on torch."""
+"""Builds the CPU kernels, a library for each instruction set. Without a C++ compiler Quire installs too, on torch."""
 
 import copy
 import hashlib
@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sysconfig
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -40,7 +41,10 @@ def _is_clang() -> bool:
 class BuildPaths(build_ext):
     """Builds the libraries side by side. `--paths avx2,portable` builds those alone, for a quick try of a change."""
 
-    user_options = [*build_ext.user_options, ("paths=", None, "libraries to build, by commas; all when left out")]
+    user_options: ClassVar = [
+        *build_ext.user_options,
+        ("paths=", None, "libraries to build, by commas; all when left out"),
+    ]
 
     def initialize_options(self) -> None:
         super().initialize_options()

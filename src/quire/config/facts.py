@@ -66,7 +66,7 @@ class HardwareFacts:
 
     def has_halves(self, dtype: Dtype) -> bool:
         """Whether the native CPU kernels multiply rows of `dtype` by bfloat16 weights without units for it."""
-        return self.native_refusal is None and (dtype == "float32" or (dtype == "bfloat16" and not self.supports_bf16))
+        return self.cpu_path is not None and (dtype == "float32" or (dtype == "bfloat16" and not self.supports_bf16))
 
 
 def cuda_index(device: str) -> int:

@@ -58,14 +58,14 @@ class LacksPath(ValueError):
     """The CPU, or this build, lacks the path that was asked for; one line that says what is missing."""
 
 
-_asked: str | None = None  # the path to use instead of the best one
+class _Choice:
+    asked: str | None = None  # the path to use instead of the best one
 
 
 def ask_for_path(name: str | None) -> None:
     """Use the path of this name, or the best one (None). To be called before the kernels are opened."""
-    global _asked
-    if name != _asked:
-        _asked = name
+    if name != _Choice.asked:
+        _Choice.asked = name
         open_library.cache_clear()
         choose_path.cache_clear()
 
@@ -76,8 +76,8 @@ def choose_path() -> CpuPath:
     features = _cpu_features()
     runs = [path for path in PATHS if path.needs <= features]
     built = [path for path in runs if _file_of(f"_cpu_{path.library}").is_file()]
-    if _asked is not None:
-        return _path_asked_for(_asked, built, features)
+    if _Choice.asked is not None:
+        return _path_asked_for(_Choice.asked, built, features)
     if not built:
         raise Unavailable(_NOT_BUILT)
     return built[0]

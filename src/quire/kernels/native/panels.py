@@ -17,8 +17,8 @@ def cut_panels(weight: Tensor, rows: torch.dtype = torch.float32) -> PackedWeigh
     """A weight [outputs, inputs], float32 or bfloat16, that rows of another dtype may be multiplied by too."""
     outputs, inputs = weight.shape
     panels = _panels(weight).transpose(1, 2)  # [panels, inputs, outputs of a panel]
-    format = HALVES if weight.dtype == torch.bfloat16 else PLAIN
-    return PackedWeight(rows, format, outputs, inputs, panels.reshape(-1).view(torch.uint8))
+    numbers = HALVES if weight.dtype == torch.bfloat16 else PLAIN
+    return PackedWeight(rows, numbers, outputs, inputs, panels.reshape(-1).view(torch.uint8))
 
 
 def cut_level_panels(

@@ -136,14 +136,14 @@ def _backends(facts: HardwareFacts) -> list[tuple[str, str]]:
     return [
         ("attention", ", ".join(ATTENTION_BACKENDS)),
         ("native kernels", facts.native_refusal or f"compiled for {facts.cpu_path}"),
-        *_products(facts),
+        *describe_products(facts),
         ("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no"),  # type: ignore[no-untyped-call]
         ("vector width", torch.backends.cpu.get_cpu_capability()),
         ("threads", str(torch.get_num_threads())),
     ]
 
 
-def _products(facts: HardwareFacts) -> list[tuple[str, str]]:
+def describe_products(facts: HardwareFacts) -> list[tuple[str, str]]:
     """What multiplies rows by weights on this CPU, for each kind of weight."""
     if facts.native_refusal is not None:
         return [("products", "torch")]

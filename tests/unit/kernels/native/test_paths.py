@@ -89,18 +89,18 @@ def test_the_last_path_needs_nothing_and_each_needs_no_less_than_those_behind_it
 
 def test_a_path_that_the_cpu_lacks_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_cpu_features", frozenset)
-    monkeypatch.setattr(loader, "_asked", PATHS[0].name)
+    monkeypatch.setattr(loader._Choice, "asked", PATHS[0].name)
     if PATHS[0].needs:
         with pytest.raises(LacksPath, match=f"needs a CPU with .*{min(PATHS[0].needs)}.*run here: portable"):
             choose_path.__wrapped__()
-    monkeypatch.setattr(loader, "_asked", "pentium")
+    monkeypatch.setattr(loader._Choice, "asked", "pentium")
     with pytest.raises(LacksPath, match="'pentium' is no path .* which are: .*portable"):
         choose_path.__wrapped__()
 
 
 def test_without_libraries_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(loader, "_HERE", tmp_path)
-    monkeypatch.setattr(loader, "_asked", None)
+    monkeypatch.setattr(loader._Choice, "asked", None)
     with pytest.raises(Unavailable, match="were not built"):
         choose_path.__wrapped__()
 
