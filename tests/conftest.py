@@ -21,6 +21,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: takes minutes and states time bounds; only with --soak")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: Ctrl-C is tested all the same
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get(
+        "QUIRE_CPU_PATH"
+    ):  # tests of kernels know no environment: see tests/unit/kernels/native/test_paths
+        from quire.runtime.hardware import use_cpu_path
+
+        use_cpu_path()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from gguf_to_hf import gguf_to_hf
 from quire.runtime.loading.resolve import ModelFiles, resolve_model
@@ -24,5 +25,15 @@ def smollm2_hf(smollm2: ModelFiles, tmp_path_factory: pytest.TempPathFactory) ->
     from quire.serving.text.tokenizer import load_tokenizer
 
     directory = gguf_to_hf(smollm2.path, tmp_path_factory.mktemp("smollm2"))
+    load_tokenizer(smollm2).save(directory / "tokenizer.json")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def smollm2_bf16(smollm2: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in bfloat16."""
+    from quire.serving.text.tokenizer import load_tokenizer
+
+    directory = gguf_to_hf(smollm2.path, tmp_path_factory.mktemp("smollm2-bf16"), dtype=torch.bfloat16)
     load_tokenizer(smollm2).save(directory / "tokenizer.json")
     return directory

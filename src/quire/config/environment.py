@@ -11,6 +11,7 @@ from typing import NamedTuple
 from quire.types.errors import ConfigError
 
 CACHE, OFFLINE, API_KEY, ADMIN_KEY = "QUIRE_CACHE", "QUIRE_OFFLINE", "QUIRE_API_KEY", "QUIRE_ADMIN_KEY"
+CPU_PATH = "QUIRE_CPU_PATH"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -22,6 +23,7 @@ class Environment:
     offline: bool  # QUIRE_OFFLINE: never use the network
     api_key: str | None = field(default=None, repr=False)  # QUIRE_API_KEY: a server requires it, a client sends it
     admin_key: str | None = field(default=None, repr=False)  # QUIRE_ADMIN_KEY: opens a server's /admin
+    cpu_path: str | None = None  # QUIRE_CPU_PATH: the path of the CPU kernels to use instead of the best one
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -32,6 +34,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         offline=_read_flag(variables, OFFLINE),
         api_key=variables.get(API_KEY),
         admin_key=variables.get(ADMIN_KEY),
+        cpu_path=variables.get(CPU_PATH, "").strip() or None,
     )
 
 

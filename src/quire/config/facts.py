@@ -43,6 +43,7 @@ class HardwareFacts:
     triton: bool = False  # Triton is installed and can compile kernels for the CUDA devices
     page_size: int = 4096  # bytes of a page of the CPU's virtual memory
     level_panels: bool = False  # the native kernels multiply float32 rows by quantized weights as stored in the file
+    cpu_path: str | None = None  # the instruction set that the native CPU kernels in use are compiled for
     tile_units: bool = False  # the CPU has AMX for bfloat16, and the native kernels use it
 
     @property
@@ -60,7 +61,12 @@ class HardwareFacts:
 
     def weight_bytes(self, dtype: Dtype, device: str) -> int:
         """Return the bytes of one weight in memory. A CPU that cannot multiply a half type holds float32 instead."""
-        return DTYPE_BYTES[dtype] if device != "cpu" or self.computes(dtype, device) else DTYPE_BYTES["float32"]
+        as_asked = device != "cpu" or self.computes(dtype, device) or self.has_halves(dtype)
+        return DTYPE_BYTES[dtype if as_asked else "float32"]
+
+    def has_halves(self, dtype: Dtype) -> bool:
+        """Whether the native CPU kernels multiply rows of `dtype` by bfloat16 weights without units for it."""
+        return self.cpu_path is not None and (dtype == "float32" or (dtype == "bfloat16" and not self.supports_bf16))
 
 
 def cuda_index(device: str) -> int:

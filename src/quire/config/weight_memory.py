@@ -10,7 +10,8 @@ from quire.config.model import DTYPE_BYTES, ModelConfig, packed_bytes
 def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, *, has_triton: bool) -> int:
     """Bytes of the weights. `has_triton`: the Triton backend runs the model.
 
-    On a CPU, half-precision weights are repacked, so a tied output head has a copy besides the embedding table. The
+    On a CPU, half-precision weights are repacked, so a tied output head has a copy besides the embedding table, and
+    bfloat16 weights of the layers stay bfloat16 for float32 rows. The
     native kernels keep a quantized embedding table as it is stored, and with `level_panels` or `tile_units` all
     quantized weights. On a GPU, the Triton backend holds quantized weights as such; elsewhere they are expanded to the
     run dtype."""
@@ -31,7 +32,8 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
     head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
     copied = head if weight_bytes < DTYPE_BYTES["float32"] else 0
     levels, dtype, has_levels = model.levels, config.device.dtype, model.levels.parameters > 0 and quantization is None
-    keeps_levels = {"float32": facts.level_panels, "bfloat16": facts.tile_units}.get(dtype, False)
+    panels = facts.level_panels and facts.has_halves(dtype)
+    keeps_levels = {"float32": facts.level_panels, "bfloat16": facts.tile_units or panels}.get(dtype, False)
     if has_levels and keeps_levels:
         table = _level_table(model) if levels.has_table else copied * weight_bytes
         return (model.num_parameters - levels.parameters) * weight_bytes + levels.num_bytes + table
@@ -39,6 +41,9 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
         small = model.layer_weights[0]
         held = packed_bytes(small, nibbles=quantization == "int4")
         return (model.num_parameters - small + copied) * weight_bytes + held
+    is_plain = quantization is None and levels.parameters == 0 and model.dtype == "bfloat16"
+    if dtype == "float32" and is_plain and facts.has_halves(dtype):
+        return model.num_parameters * weight_bytes - model.layer_weights[0] * (weight_bytes - DTYPE_BYTES["bfloat16"])
     if weight_bytes == DTYPE_BYTES["float32"]:
         native = has_levels and dtype == "float32" and facts.native_refusal is None
         beside = native and levels.has_table and model.tie_word_embeddings

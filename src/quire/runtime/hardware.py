@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 
+from quire.config.environment import CPU_PATH, read_environment
 from quire.config.facts import CudaDevice, HardwareFacts
-from quire.kernels.native.loader import why_not_native
+from quire.kernels.native.loader import LacksPath, ask_for_path, choose_path, why_not_native
 from quire.kernels.native.ops import has_tile_units
 from quire.kernels.native.panels import level_panels_pay
+from quire.types.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
@@ -29,13 +31,14 @@ def detect_hardware() -> HardwareFacts:
 @cache
 def _machine() -> HardwareFacts:
     """All but memory and devices."""
+    use_cpu_path()
     cpuinfo, refusal = read_cpuinfo(_read(Path("/proc/cpuinfo"))), why_not_native(torch.float32, torch.device("cpu"))
     return HardwareFacts(
         machine=platform.machine(),
         cpu_name=cpuinfo[0] or platform.processor() or "unknown",
         cores=_cores(),
         isa=cpuinfo[1],
-        supports_bf16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        supports_bf16=_multiplies_bf16(cpuinfo[1]),
         supports_fp16=_multiplies_fp16(),
         total_memory=0,
         available_memory=0,
@@ -45,13 +48,29 @@ def _machine() -> HardwareFacts:
         page_size=os.sysconf("SC_PAGE_SIZE"),
         level_panels=refusal is None and level_panels_pay(),
         tile_units=refusal is None and has_tile_units(),
+        cpu_path=choose_path().name if refusal is None else None,
     )
+
+
+def use_cpu_path() -> None:
+    """Let the compiled kernels take the path that the environment names, if it names one."""
+    try:
+        ask_for_path(read_environment().cpu_path)
+        why_not_native(torch.float32, torch.device("cpu"))
+    except LacksPath as error:
+        raise ConfigError(CPU_PATH, str(error), "set it to one of them or unset it") from None
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
     """Whether the CPU has instructions for products of `dtype`."""
     machine = _machine()
     return {torch.bfloat16: machine.supports_bf16, torch.float16: machine.supports_fp16}.get(dtype, True)
+
+
+def _multiplies_bf16(isa: frozenset[str]) -> bool:
+    """torch answers yes on every CPU with AVX-512, where oneDNN emulates the products of those without units."""
+    has_units = platform.machine() not in ("x86_64", "AMD64") or bool(isa & {"avx512_bf16", "amx_bf16"})
+    return has_units and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _multiplies_fp16() -> bool:

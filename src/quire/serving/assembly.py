@@ -26,6 +26,7 @@ from quire.config.speculation import read_speculation
 from quire.engine.core import EngineCore
 from quire.engine.decoding.grammar import PatientGrammars
 from quire.engine.decoding.grammar_compiler import GrammarCompiler
+from quire.engine.decoding.native_memory import give_back
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.decoding.vocabulary import VocabularySource
 from quire.engine.encoder_core import EncoderCore
@@ -78,6 +79,7 @@ class PlannedEngine:
             namespace = cache_namespace(self.files, self.model, config, load_format)
             config = replace(config, cache=replace(config.cache, namespace=namespace))
         executor = self._make_executor(config, load_format, progress)
+        give_back()  # what loading took and freed
         proposers = make_proposers(config.speculation, executor.depth)
         tools = replace(tools or DecodingTools(), proposers=proposers)
         try:

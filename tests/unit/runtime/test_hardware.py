@@ -35,6 +35,11 @@ def test_an_arm_cpuinfo_gives_the_parts_name_and_its_features() -> None:
     assert read_cpuinfo(ARM.replace("0xd40", "0xfff"))[0] == "Arm implementer 0x41 part 0xfff"
 
 
+def test_bfloat16_that_oneDNN_emulates_is_not_taken_for_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert not hardware._multiplies_bf16(frozenset({"avx2", "avx512f", "avx512_vnni"}))
+
+
 def test_an_empty_cpuinfo_is_no_error() -> None:
     assert read_cpuinfo("") == ("", frozenset())
 

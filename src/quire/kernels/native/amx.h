@@ -6,20 +6,14 @@
 
 #ifdef __AMX_BF16__
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 namespace {
 
 constexpr int64_t ROW_BLOCK = 32;
 constexpr int64_t CACHED_BYTES = 3 << 18;  // packed rows kept in the second-level cache while the weight passes by
 
-// The kernel hands out the tile registers on request only.
-inline bool request_tiles() {
-    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-    return granted;
-}
+// Whether this process may use the tile registers: the loader says so after it has asked the kernel (probe.cpp).
+bool has_tiles = false;
 
 // The intrinsics that read tiles do not tell the compiler what memory they read: what was stored must be there before.
 inline void finish_stores() { asm volatile("" ::: "memory"); }
@@ -205,7 +199,6 @@ void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, cons
     const int64_t inputs = product.inputs, tiles = tiles_of(product);
     const int64_t at_once = std::max<int64_t>(1, CACHED_BYTES / (ROW_BLOCK * inputs * 2)) * ROW_BLOCK;
     uint8_t* packed = aligned_room(packed_room, std::min(at_once, product.rows + ROW_BLOCK) * inputs * 2);
-    request_tiles();
 #pragma omp parallel
     {
         uint8_t* room = aligned_room(panel_room, FORMAT == PLAIN ? 0 : 2 * tiles * 1024);

@@ -73,7 +73,6 @@ class TiledAttention {
         turned_ = reinterpret_cast<bf16*>(next(positions));
         values_ = reinterpret_cast<bf16*>(next(positions));
         added_ = reinterpret_cast<float*>(next(added));
-        request_tiles();
         configure_tiles(TileShapes(TILE_ROWS));
     }
     ~TiledAttention() { _tile_release(); }

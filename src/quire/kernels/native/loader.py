@@ -1,10 +1,12 @@
-"""Finds and opens the compiled CPU kernels, if they were built and this CPU can run them."""
+"""Finds and opens the compiled CPU kernels: the best path that was built and that this CPU can run."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import sysconfig
+from collections.abc import Sequence
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -12,11 +14,17 @@ from typing import Any
 
 import torch
 
+from quire.kernels.native.paths import PATHS, CpuPath
+
 _HERE = Path(__file__).parent
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_NOT_BUILT = "the native CPU kernels were not built; install a C++ compiler and reinstall Quire"
+_OTHER_SOURCES = "the native CPU kernels were built from other sources; reinstall Quire"
 _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
+    "quire_prepare": [None, c_int64, c_int64],
     "quire_rms_norm": [None, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
     "quire_layer_norm": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
+    "quire_log_sum_exp": [None, c_void_p, c_void_p, c_void_p, c_int64, c_int64],
     "quire_activate": [None, c_int64, c_int64, c_void_p, c_int64],
     "quire_rotate": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 5],
     "quire_panel_outputs": [c_int64],
@@ -46,36 +54,103 @@ class Unavailable(Exception):
     """Why the compiled kernels cannot be used here; one line."""
 
 
+class LacksPath(ValueError):
+    """The CPU, or this build, lacks the path that was asked for; one line that says what is missing."""
+
+
+class _Choice:
+    asked: str | None = None  # the path to use instead of the best one
+
+
+def ask_for_path(name: str | None) -> None:
+    """Use the path of this name, or the best one (None). To be called before the kernels are opened."""
+    if name != _Choice.asked:
+        _Choice.asked = name
+        open_library.cache_clear()
+        choose_path.cache_clear()
+
+
+@cache
+def choose_path() -> CpuPath:
+    """The best path that was built and that this CPU can run, or the one asked for. Raises Unavailable or LacksPath."""
+    features = _cpu_features()
+    runs = [path for path in PATHS if path.needs <= features]
+    built = [path for path in runs if _file_of(f"_cpu_{path.library}").is_file()]
+    if _Choice.asked is not None:
+        return _path_asked_for(_Choice.asked, built, features)
+    if not built:
+        raise Unavailable(_NOT_BUILT)
+    return built[0]
+
+
+def _path_asked_for(name: str, built: Sequence[CpuPath], features: frozenset[str]) -> CpuPath:
+    names = " ".join(path.name for path in built) or "none"
+    path = next((path for path in PATHS if path.name == name), None)
+    if path is None:
+        known = " ".join(each.name for each in PATHS)
+        raise LacksPath(f"{name!r} is no path of the CPU kernels on this kind of CPU, which are: {known}")
+    if missing := sorted(path.needs - features):
+        raise LacksPath(f"the path {name} needs a CPU with {', '.join(missing)}; paths that run here: {names}")
+    if path not in built:
+        raise LacksPath(f"the path {name} was not built; paths that run here: {names}")
+    return path
+
+
 @cache
 def open_library() -> ctypes.CDLL:
-    """The compiled kernels with their signatures set. Raises Unavailable with the reason."""
-    built = _HERE / f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if not built.is_file():
-        raise Unavailable("the native CPU kernels were not built; install a C++ compiler and reinstall Quire")
-    _share_openmp()
+    """The compiled kernels with their signatures set. Raises Unavailable with the reason, or LacksPath."""
+    path = choose_path()
+    mode = ctypes.DEFAULT_MODE
+    if _probe().quire_brings_openmp():
+        mode |= getattr(os, "RTLD_DEEPBIND", 0)  # its own runtime, not functions of torch's that have the same names
+    else:
+        _share_openmp()
     try:
-        library = ctypes.CDLL(str(built))
+        library = ctypes.CDLL(str(_file_of(f"_cpu_{path.library}")), mode=mode)
     except OSError as error:
         raise Unavailable(f"the native CPU kernels do not load: {error}") from None
     _check_origin(library)
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result
+    library.quire_prepare(path.name == "amx", torch.get_num_threads())
     return library
 
 
+def set_threads(count: int) -> None:
+    """Let torch and the compiled kernels use so many threads."""
+    torch.set_num_threads(count)
+    if open_library.cache_info().currsize:
+        open_library().quire_prepare(choose_path().name == "amx", count)
+
+
+@cache
+def _probe() -> ctypes.CDLL:
+    try:
+        probe = ctypes.CDLL(str(_file_of("_probe")))
+    except OSError:
+        raise Unavailable(_NOT_BUILT) from None
+    probe.quire_cpu_features.restype, probe.quire_brings_openmp.restype = c_char_p, c_int64
+    return probe
+
+
+def _cpu_features() -> frozenset[str]:
+    return frozenset(_probe().quire_cpu_features().decode().split())
+
+
+def _file_of(name: str) -> Path:
+    return _HERE / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
 def _check_origin(library: ctypes.CDLL) -> None:
-    """Refuse a library of other sources than the file beside it, or of another kind of CPU."""
-    for name in ("quire_source", "quire_isa"):
-        if not hasattr(library, name):
-            raise Unavailable("the native CPU kernels were built from other sources; reinstall Quire")
-        getattr(library, name).restype = c_char_p
+    """Refuse a library of other sources than those beside it."""
     sources = (_HERE / "quire_cpu.cpp", *sorted(_HERE.glob("*.h")))
-    if library.quire_source().decode() != hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest():
-        raise Unavailable("the native CPU kernels were built from other sources; reinstall Quire")
-    if missing := set(library.quire_isa().decode().split()) - _cpu_flags():
-        lacking = ", ".join(sorted(missing))
-        raise Unavailable(f"the native CPU kernels were built for a CPU with {lacking}; reinstall Quire here")
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
+    if not hasattr(library, "quire_source"):
+        raise Unavailable(_OTHER_SOURCES)
+    library.quire_source.restype = c_char_p
+    if library.quire_source().decode() != digest:
+        raise Unavailable(_OTHER_SOURCES)
 
 
 def why_not_native(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -99,11 +174,3 @@ def _share_openmp() -> None:
         if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
             return
-
-
-def _cpu_flags() -> set[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return set(value.split())
-    return set()

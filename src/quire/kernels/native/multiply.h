@@ -18,20 +18,26 @@ template <> inline Multiply<float> multiply_for<float>(int64_t format) {  // in 
         case PLAIN: return multiply_panels<PLAIN>;
         case NIBBLES: return multiply_panels<NIBBLES>;
         case BYTES: return multiply_panels<BYTES>;
+        case HALVES: return multiply_panels<HALVES>;
         default: return nullptr;
     }
 }
 
-template <> inline Multiply<bf16> multiply_for<bf16>([[maybe_unused]] int64_t format) {  // in tiles, on tile units only
+template <> inline Multiply<bf16> multiply_for<bf16>(int64_t format) {  // in tiles on tile units, elsewhere in panels
 #ifdef __AMX_BF16__
-    if (!request_tiles()) return nullptr;
-    switch (format) {
-        case PLAIN: return multiply_tiles<PLAIN>;
-        case NIBBLES: return multiply_tiles<NIBBLES>;
-        case BYTES: return multiply_tiles<BYTES>;
-    }
+    if (has_tiles) switch (format) {
+            case PLAIN: return multiply_tiles<PLAIN>;
+            case NIBBLES: return multiply_tiles<NIBBLES>;
+            case BYTES: return multiply_tiles<BYTES>;
+            default: return nullptr;
+        }
 #endif
-    return nullptr;
+    switch (format) {
+        case NIBBLES: return multiply_panels<NIBBLES>;
+        case BYTES: return multiply_panels<BYTES>;
+        case HALVES: return multiply_panels<HALVES>;
+        default: return nullptr;
+    }
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import TYPES, open_library
 
-PLAIN, NIBBLES, BYTES = 0, 1, 2  # numbers, or levels of four or eight bits
+PLAIN, NIBBLES, BYTES, HALVES = 0, 1, 2, 3  # numbers, levels of four or eight bits, bfloat16 numbers
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 # How a cache holds numbers, see cache_quantize.h; 0: as the rows do. Bytes hold two numbers of int4.
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
@@ -23,7 +23,7 @@ ROW_INPUTS = 16  # `multiply_rows` takes a multiple of them
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [outputs, inputs] for rows of `dtype`: float32 in panels, bfloat16 in tiles."""
+    """A weight [outputs, inputs] for rows of `dtype`: in panels, or for bfloat16 on tile units in tiles."""
 
     dtype: torch.dtype
     format: int
@@ -56,6 +56,18 @@ def layer_norm(x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:  # [rows, 
     open_library().quire_layer_norm(
         TYPES[x.dtype], x.data_ptr(), x.stride(0), weight_bias.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps
     )
+    return out
+
+
+def log_sum_exp(x: Tensor, best: Tensor) -> Tensor:  # [rows, size], [rows, 1] -> [rows, 1], float32
+    """The logarithm of the sum of e^x over each row, to the bit the same whatever other rows and threads there are.
+
+    best: the largest number of each row.
+    """
+    _check(x.dtype == best.dtype == torch.float32 and x.is_contiguous() and best.is_contiguous())
+    _check(best.shape == (len(x), 1))
+    out = torch.empty_like(best)
+    open_library().quire_log_sum_exp(x.data_ptr(), best.data_ptr(), out.data_ptr(), *x.shape)
     return out
 
 
@@ -166,7 +178,7 @@ def paged_attention(
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [rows, inputs] times the weight, transposed, plus a bias -> [rows, outputs], each row as if it were alone.
 
-    Raises ValueError where the CPU has no kernel for it: bfloat16 needs tile units.
+    Raises ValueError where the CPU has no kernel for it: tiles need tile units.
     """
     rows, inputs = x.shape
     if x.dtype != weight.dtype or not x.is_contiguous() or inputs != weight.inputs:

@@ -8,7 +8,7 @@ namespace {
 
 template <typename T> bool on_tile_units([[maybe_unused]] const Shape& shape) {
 #ifdef __AMX_BF16__
-    if constexpr (std::is_same_v<T, bf16>) return shape.stored == AS_ROWS && TiledAttention::fits(shape) && request_tiles();
+    if constexpr (std::is_same_v<T, bf16>) return shape.stored == AS_ROWS && TiledAttention::fits(shape) && has_tiles;
 #endif
     return false;
 }

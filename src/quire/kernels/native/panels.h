@@ -1,7 +1,8 @@
-// Products of float32 rows with a weight [outputs, inputs] cut into panels of PANEL_OUTPUTS outputs, padded with zeros.
-// An output is summed over its inputs in order, however many rows there are. In memory a panel is, for
-//   PLAIN    each input, PANEL_OUTPUTS numbers;
-//   NIBBLES  each group of 32 inputs, PANEL_OUTPUTS scales, as many offsets (float16), then 16 lines of PANEL_OUTPUTS
+// Products of float32 or bfloat16 rows with a weight [outputs, inputs] cut into panels of PANEL_OUTPUTS outputs, padded
+// with zeros. An output is summed over its inputs in order, in float32, however many rows there are. In memory a panel is
+//   PLAIN    for each input, PANEL_OUTPUTS float32 numbers;
+//   HALVES   likewise, bfloat16 numbers: a shift makes floats of them, so they cost half the bytes and nothing else;
+//   NIBBLES  for each group of 32 inputs, PANEL_OUTPUTS scales, as many offsets (float16), then 16 lines of PANEL_OUTPUTS
 //            bytes: line i has the levels of input i in the low halves and of input i + 16 in the high ones;
 //   BYTES    the same with 32 lines of signed bytes, one per input.
 // Levels become numbers a piece of a panel at a time, for all rows. Behind the last panel 16 more bytes can be read.
@@ -27,7 +28,8 @@ constexpr int64_t group_bytes(Format format) {
     return PANEL_OUTPUTS * (4 + (format == NIBBLES ? HALF_GROUP : GROUP_INPUTS));
 }
 constexpr int64_t panel_bytes(Format format, int64_t inputs) {
-    return format == PLAIN ? inputs * PANEL_OUTPUTS * 4 : inputs / GROUP_INPUTS * group_bytes(format);
+    if (format == PLAIN || format == HALVES) return inputs * PANEL_OUTPUTS * (format == PLAIN ? 4 : 2);
+    return inputs / GROUP_INPUTS * group_bytes(format);
 }
 
 // The first PANEL_OUTPUTS bytes of a line as numbers. 16 bytes are read.
@@ -114,6 +116,11 @@ template <Format FORMAT> inline void unpack_group(const uint8_t* group, float* t
 template <Format FORMAT>
 inline const float* plain_inputs(const uint8_t* panel, int64_t from, int64_t count, float* room) {
     if constexpr (FORMAT == PLAIN) return reinterpret_cast<const float*>(panel) + from * PANEL_OUTPUTS;
+    if constexpr (FORMAT == HALVES) {
+        const bf16* halves = reinterpret_cast<const bf16*>(panel) + from * PANEL_OUTPUTS;
+        for (int64_t i = 0; i < count * PANEL_OUTPUTS; i += LANES) store(room + i, load(halves + i));
+        return room;
+    }
     panel += from / GROUP_INPUTS * group_bytes(FORMAT);
     for (int64_t i = 0; i < count; i += GROUP_INPUTS, panel += group_bytes(FORMAT))
         unpack_group<FORMAT>(panel, room + i * PANEL_OUTPUTS);
@@ -121,8 +128,8 @@ inline const float* plain_inputs(const uint8_t* panel, int64_t from, int64_t cou
 }
 
 // One input: `weights` of all outputs of the panel, `x` of ROWS rows.
-template <int ROWS>
-inline void add_input(const float* weights, const float* x, Floats (&sums)[ROWS][PANEL_PIECES]) {
+template <int ROWS, typename W>
+inline void add_input(const W* weights, const float* x, Floats (&sums)[ROWS][PANEL_PIECES]) {
     Pieces entries;
     unroll<PANEL_PIECES>([&](auto p) { entries[p] = load(weights + p * LANES); });
     if constexpr (ROWS >= 4 && LANES == 4) {  // four factors by one load
@@ -144,23 +151,31 @@ inline void add_input(const float* weights, const float* x, Floats (&sums)[ROWS]
 }
 
 // x [inputs][ROWS] times weights [inputs][PANEL_OUTPUTS], on top of what `sums` [ROWS][PANEL_OUTPUTS] holds.
-template <int ROWS> void add_inputs(const float* x, const float* weights, int64_t inputs, float* sums) {
+template <int ROWS, typename W> void add_inputs(const float* x, const W* weights, int64_t inputs, float* sums) {
     Floats own[ROWS][PANEL_PIECES];
     const auto each = [&](auto body) {
         unroll<ROWS * PANEL_PIECES>([&](auto i) { body(own[i / PANEL_PIECES][i % PANEL_PIECES], sums + i * LANES); });
     };
     each([](Floats& sum, const float* from) { sum = load(from); });
-    for (const float* end = weights + inputs * PANEL_OUTPUTS; weights < end; weights += PANEL_OUTPUTS, x += ROWS)
+    for (const W* end = weights + inputs * PANEL_OUTPUTS; weights < end; weights += PANEL_OUTPUTS, x += ROWS)
         add_input<ROWS>(weights, x, own);
     each([](const Floats& sum, float* to) { store(to, sum); });
 }
 
+inline float as_float(float x) { return x; }
+inline float as_float(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 // Rows [begin, end) of x [rows, inputs], n of them together: [inputs][n], at row * inputs.
-inline void weave_rows(const float* x, int64_t begin, int64_t end, int64_t inputs, float* woven) {
+template <typename T> inline void weave_rows(const T* x, int64_t begin, int64_t end, int64_t inputs, float* woven) {
     by_rows<MOST_ROWS>(begin, end, [&](auto n, int64_t row) {
         float* to = woven + row * inputs;
         for (int64_t i = 0; i < inputs; ++i)
-            for (int r = 0; r < n; ++r) *to++ = x[(row + r) * inputs + i];
+            for (int r = 0; r < n; ++r) *to++ = as_float(x[(row + r) * inputs + i]);
     });
 }
 
@@ -170,6 +185,14 @@ inline void multiply_panel(const float* woven, const uint8_t* panel, const Produ
     std::fill(sums, sums + product.rows * PANEL_OUTPUTS, 0.0f);
     for (int64_t from = 0; from < product.inputs; from += MOST_INPUTS) {
         const int64_t count = std::min(MOST_INPUTS, product.inputs - from);
+        if constexpr (FORMAT == HALVES)
+            if (product.rows <= MOST_ROWS) {  // each number is used once: it need not be stored as a float
+                const bf16* halves = reinterpret_cast<const bf16*>(panel) + from * PANEL_OUTPUTS;
+                by_rows<MOST_ROWS>(0, product.rows, [&](auto n, int64_t row) {
+                    add_inputs<n>(woven + row * product.inputs + from * n, halves, count, sums + row * PANEL_OUTPUTS);
+                });
+                continue;
+            }
         const float* weights = plain_inputs<FORMAT>(panel, from, count, room);
         by_rows<MOST_ROWS>(0, product.rows, [&](auto n, int64_t row) {
             add_inputs<n>(woven + row * product.inputs + from * n, weights, count, sums + row * PANEL_OUTPUTS);
@@ -178,9 +201,8 @@ inline void multiply_panel(const float* woven, const uint8_t* panel, const Produ
 }
 
 // Up to ROWS_AT_ONCE rows; `woven` is room for them.
-template <Format FORMAT>
-void multiply_some(const float* x, const uint8_t* weight, const float* bias, const Product& product, float* woven,
-                   float* out) {
+template <Format FORMAT, typename T>
+void multiply_some(const T* x, const uint8_t* weight, const T* bias, const Product& product, float* woven, T* out) {
     const int64_t panels = (product.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
 #pragma omp parallel
     {
@@ -197,15 +219,15 @@ void multiply_some(const float* x, const uint8_t* weight, const float* bias, con
                 in_pieces(count, [&](int64_t i, int64_t n) {
                     const Floats value = load(sums.data() + row * PANEL_OUTPUTS + i);
                     put(out + row * product.out_stride + begin + i,
-                        bias == nullptr ? value : value + fetch(bias + begin + i, n), n);
+                        bias == nullptr ? value : rounded<T>(value) + fetch(bias + begin + i, n), n);
                 });
         }
     }
 }
 
 // x [rows, inputs] times the weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].
-template <Format FORMAT>
-void multiply_panels(const float* x, const uint8_t* weight, const float* bias, const Product& product, float* out) {
+template <Format FORMAT, typename T>
+void multiply_panels(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out) {
     static thread_local std::vector<float> room;
     room.resize(std::max<size_t>(room.size(), std::min(ROWS_AT_ONCE, product.rows) * product.inputs));
     for (int64_t row = 0; row < product.rows; row += ROWS_AT_ONCE) {

@@ -1,4 +1,4 @@
-"""float32 weights in the layout of panels.h: some outputs of every input, one input behind the other."""
+"""Weights in the layout of panels.h: some outputs of every input, one input behind the other."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quire.kernels.native.loader import open_library
-from quire.kernels.native.ops import BYTES, NIBBLES, PLAIN, PackedWeight
+from quire.kernels.native.ops import BYTES, HALVES, NIBBLES, PLAIN, PackedWeight
 
 _GROUP = 32  # inputs that share a scale and an offset
 _READ_BEHIND = 16  # bytes that may be read behind the last panel
 
 
-def cut_panels(weight: Tensor) -> PackedWeight:  # [outputs, inputs], float32
+def cut_panels(weight: Tensor, rows: torch.dtype = torch.float32) -> PackedWeight:
+    """A weight [outputs, inputs], float32 or bfloat16, that rows of another dtype may be multiplied by too."""
     outputs, inputs = weight.shape
     panels = _panels(weight).transpose(1, 2)  # [panels, inputs, outputs of a panel]
-    return PackedWeight(torch.float32, PLAIN, outputs, inputs, panels.reshape(-1).view(torch.uint8))
+    numbers = HALVES if weight.dtype == torch.bfloat16 else PLAIN
+    return PackedWeight(rows, numbers, outputs, inputs, panels.reshape(-1).view(torch.uint8))
 
 
-def cut_level_panels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool) -> PackedWeight:
+def cut_level_panels(
+    levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool, rows: torch.dtype = torch.float32
+) -> PackedWeight:
     """A weight of levels * scale + offset, scale and offset shared by 32 inputs of an output.
 
     levels [outputs, inputs], uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs, inputs / 32], float16.
@@ -31,7 +35,7 @@ def cut_level_panels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles
     factors = [_panels(each).transpose(1, 2).contiguous().view(torch.uint8) for each in (scales, offsets)]
     groups = torch.cat((*factors, lines.flatten(2).view(torch.uint8)), dim=2)
     data = pad(groups.reshape(-1), (0, _READ_BEHIND))
-    return PackedWeight(torch.float32, NIBBLES if nibbles else BYTES, outputs, inputs, data)
+    return PackedWeight(rows, NIBBLES if nibbles else BYTES, outputs, inputs, data)
 
 
 def level_panels_pay() -> bool:

@@ -6,8 +6,8 @@
 namespace {
 
 // Numbers of the rows' type, or levels of four or eight bits: a weight is level * scale + offset, both float16, shared
-// by 32 neighbouring inputs of an output.
-enum Format : int64_t { PLAIN = 0, NIBBLES = 1, BYTES = 2 };
+// by 32 neighbouring inputs of an output. HALVES: bfloat16 numbers, whatever the type of the rows.
+enum Format : int64_t { PLAIN = 0, NIBBLES = 1, BYTES = 2, HALVES = 3 };
 
 struct Product {
     int64_t rows, inputs, outputs, out_stride;  // out_stride: from one row of the result to the next

@@ -1,7 +1,10 @@
 // CPU kernels with a plain C interface: functions on raw memory, no torch headers, no engine types.
-// Compiled on the machine that runs them (-march=native); threads are torch's own OpenMP pool.
+// Compiled once for each instruction set of paths.py; the loader opens the best one that the CPU can run. Threads are
+// torch's own OpenMP pool where GCC compiled them.
 // A result never depends on what else is in the batch: work is cut by position and sums run in a fixed order.
 // `type`: 0 float32, 1 bfloat16. All pointers are to memory of that type unless said otherwise.
+
+#include <atomic>
 
 #include "dots.h"
 #include "multiply.h"
@@ -10,7 +13,23 @@
 #include "rowwise.h"
 #include "shared_ranks.h"
 
+namespace {
+
+// clang's OpenMP runtime is not torch's and does not know how many threads torch was told to use: each thread that
+// calls a kernel sets it. 0: as the runtime likes.
+std::atomic<int> wanted_threads{0};
+inline void follow_threads() {
+#ifdef __clang__
+    static thread_local int set = 0;
+    const int wanted = wanted_threads.load(std::memory_order_relaxed);
+    if (wanted != set) omp_set_num_threads(set = wanted);
+#endif
+}
+
+}  // namespace
+
 #define DISPATCH(type, ...)    \
+    follow_threads();          \
     if ((type) == 0) {         \
         using T = float;       \
         __VA_ARGS__;           \
@@ -28,38 +47,12 @@ extern "C" {
 // A digest of these sources, given by the build: tells a library that was built from other sources.
 const char* quire_source() { return QUIRE_SOURCE; }
 
-// The instruction sets these sources were compiled for, by their /proc/cpuinfo names: a CPU without one must not run
-// them.
-const char* quire_isa() {
-    return ""
-#ifdef __AVX2__
-           "avx2 fma "
-#endif
-#ifdef __AVX512F__
-           "avx512f "
-#endif
-#ifdef __AVX512BW__
-           "avx512bw avx512dq avx512vl "
-#endif
-#ifdef __AVX512BF16__
-           "avx512_bf16 "
-#endif
+// Called once, before anything else. tiles: whether the tile units may be used; threads: see follow_threads.
+void quire_prepare([[maybe_unused]] int64_t tiles, [[maybe_unused]] int64_t threads) {
 #ifdef __AMX_BF16__
-           "amx_tile amx_bf16 "
+    has_tiles = tiles != 0;
 #endif
-#ifdef __ARM_NEON
-           "asimd "
-#endif
-#ifdef __ARM_FEATURE_FP16_VECTOR_ARITHMETIC
-           "asimdhp "
-#endif
-#ifdef __ARM_FEATURE_SVE
-           "sve "
-#endif
-#ifdef __ARM_FEATURE_BF16
-           "bf16 "
-#endif
-        ;
+    wanted_threads = static_cast<int>(threads);
 }
 
 // weight_type: that of x, or float32.
@@ -81,6 +74,12 @@ void quire_layer_norm(int64_t type, const void* x, int64_t x_stride, const void*
                                  static_cast<T*>(out), size, rows, size, static_cast<float>(eps)))
 }
 
+// x [rows, size] and best [rows], both float32: see log_sum_exp.
+void quire_log_sum_exp(const float* x, const float* best, float* out, int64_t rows, int64_t size) {
+    follow_threads();
+    log_sum_exp(x, best, out, rows, size);
+}
+
 // kind: see Activation; x [count], in place.
 void quire_activate(int64_t type, int64_t kind, void* x, int64_t count) {
     DISPATCH(type, activate<T>(kind, static_cast<T*>(x), count))
@@ -92,7 +91,7 @@ void quire_rotate(int64_t type, void* x, int64_t stride, const void* cos, const 
                              angle_stride, rows, heads, head_dim, dim))
 }
 
-// Whether there is a kernel for every weight. float32: weights in panels; bfloat16: in tiles, on tile units.
+// Whether there is a kernel for every weight.
 int64_t quire_can_run(int64_t type, const Operation* operations, int64_t count) {
     DISPATCH(type, return can_multiply<T>(operations, count))
 }
@@ -105,14 +104,14 @@ void quire_run(int64_t type, const Operation* operations, int64_t count, Program
 // Whether bfloat16 rows can be multiplied by tiled weights here.
 int64_t quire_has_tile_units() {
 #ifdef __AMX_BF16__
-    return request_tiles();
+    return has_tiles;
 #else
     return 0;
 #endif
 }
 
-// x [rows, inputs] times a weight packed in `format` (float32: see panels.h; bfloat16: tiles.h, on tile units), plus a
-// bias [outputs] or null. False, and nothing done, when there is no kernel for it here.
+// x [rows, inputs] times a weight packed in `format` (see panels.h; for bfloat16 on tile units tiles.h), plus a bias
+// [outputs] or null. False, and nothing done, when there is no kernel for it here.
 int64_t quire_multiply(int64_t type, int64_t format, const void* x, const uint8_t* weight, const void* bias, void* out,
                        int64_t rows, int64_t inputs, int64_t outputs) {
     const Product product{rows, inputs, outputs, outputs};
@@ -134,6 +133,7 @@ int64_t quire_level_panels_pay() { return LEVELS_PAY; }
 // of 16.
 void quire_multiply_rows(const float* x, const float* weight, float* out, int64_t rows, int64_t inputs,
                          int64_t outputs) {
+    follow_threads();
     multiply_rows(x, weight, Product{rows, inputs, outputs, outputs}, out);
 }
 

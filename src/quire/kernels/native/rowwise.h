@@ -51,6 +51,40 @@ void layer_norm(const T* x, int64_t stride, const T* weight_bias, T* out, int64_
     }
 }
 
+// The logarithm of the sum of e^x over each row of x [rows, size], whose largest numbers are best [rows] -> out [rows].
+// A row is summed in pieces of a fixed size, which are added up in order: whatever the other rows and the threads are.
+inline void log_sum_exp(const float* x, const float* best, float* out, int64_t rows, int64_t size) {
+    constexpr int64_t AT_ONCE = 4, PIECE_SIZE = 4096;
+    const int64_t pieces = (size + PIECE_SIZE - 1) / PIECE_SIZE;
+    std::vector<float> sums(rows * pieces);
+#pragma omp parallel for schedule(static) if (rows * size > 8192)
+    for (int64_t i = 0; i < rows * pieces; ++i) {
+        const int64_t row = i / pieces, begin = i % pieces * PIECE_SIZE, end = std::min(begin + PIECE_SIZE, size);
+        const float* from = x + row * size;
+        const Floats largest = all(best[row]);
+        Floats totals[AT_ONCE] = {};
+        for (int64_t at = begin; at < end; at += AT_ONCE * LANES) {
+            Floats values[AT_ONCE];
+            if (at + AT_ONCE * LANES <= end) {
+                for (int64_t k = 0; k < AT_ONCE; ++k) values[k] = load(from + at + k * LANES) - largest;
+            } else {
+                float line[AT_ONCE * LANES];
+                std::fill(line, line + AT_ONCE * LANES, -INFINITY);
+                std::memcpy(line, from + at, (end - at) * sizeof(float));
+                for (int64_t k = 0; k < AT_ONCE; ++k) values[k] = load(line + k * LANES) - largest;
+            }
+            exponentials<AT_ONCE>(values);
+            for (int64_t k = 0; k < AT_ONCE; ++k) totals[k] = totals[k] + values[k];
+        }
+        sums[i] = sum((totals[0] + totals[1]) + (totals[2] + totals[3]));
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        double total = 0;
+        for (int64_t piece = 0; piece < pieces; ++piece) total += sums[row * pieces + piece];
+        out[row] = static_cast<float>(best[row] + std::log(total));
+    }
+}
+
 // The first `dim` numbers of heads [rows, heads, head_dim] turned in place; cos and sin [rows, dim], the first half of
 // sin carrying the minus sign.
 template <typename T>

@@ -134,20 +134,27 @@ inline float sum(Floats x) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+// Four of the eight numbers of two registers, by their places.
+template <int A, int B, int C, int D> inline Quad pick(Quad x, Quad y) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(x, y, A, B, C, D);
+#else
+    typedef int32_t Places __attribute__((vector_size(16)));
+    return __builtin_shuffle(x, y, Places{A, B, C, D});
+#endif
+}
+
 // The sums of four registers, each added up as `sum` does it, in fewer steps.
 inline Quad fold_pair(Floats x, Floats y) {  // (x0 + x2, x1 + x3, y0 + y2, y1 + y3)
-    typedef int32_t Places __attribute__((vector_size(16)));
     const Quad a = sum_to_four(x), b = sum_to_four(y);
-    return __builtin_shuffle(a, b, Places{0, 1, 4, 5}) + __builtin_shuffle(a, b, Places{2, 3, 6, 7});
+    return pick<0, 1, 4, 5>(a, b) + pick<2, 3, 6, 7>(a, b);
 }
 inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* to) {
     const Quad first = fold_pair(a, b), second = fold_pair(c, d);
 #ifdef __aarch64__
     const Quad sums = (Quad)vpaddq_f32((float32x4_t)first, (float32x4_t)second);
 #else
-    typedef int32_t Places __attribute__((vector_size(16)));
-    const Quad sums = __builtin_shuffle(first, second, Places{0, 2, 4, 6}) +
-                      __builtin_shuffle(first, second, Places{1, 3, 5, 7});
+    const Quad sums = pick<0, 2, 4, 6>(first, second) + pick<1, 3, 5, 7>(first, second);
 #endif
     std::memcpy(to, &sums, sizeof sums);
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.config.embedding import EmbeddingSettings, EncoderConfig
 from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
+from quire.kernels.native.loader import set_threads
 from quire.runtime.encoder.batches import batches_of, pack
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
@@ -43,7 +44,7 @@ class TextEncoder:
         self._settings = settings or EmbeddingSettings()
         self._has_types = model_config.encoder is not None and model_config.encoder.num_types > 1
         if config.device.threads is not None:
-            torch.set_num_threads(config.device.threads)
+            set_threads(config.device.threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each

@@ -76,6 +76,7 @@ class RankServer:
         import torch
 
         from quire.config.facts import cuda_index
+        from quire.kernels.native.loader import set_threads
         from quire.runtime.executor.single import SingleExecutor
         from quire.runtime.hardware import detect_hardware
         from quire.runtime.parallel.make import backend_of, join_ranks, ranks_share_device
@@ -88,7 +89,7 @@ class RankServer:
         device = torch.device(config.device.device)
         if device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))
-        torch.set_num_threads(config.device.threads or 1)
+        set_threads(config.device.threads or 1)
         backend = backend_of(device, shares_device=shares)
         ranks = join_ranks(
             place, self._make_store(place), backend, job["seconds"], self._page, on_cpu=device.type == "cpu"

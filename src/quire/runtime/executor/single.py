@@ -16,6 +16,7 @@ from quire.config.engine import EngineConfig
 from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
 from quire.config.stages import stage_model
+from quire.kernels.native.loader import set_threads
 from quire.runtime.adapters.store import AdapterStore
 from quire.runtime.executor.tensor_bytes import tensor_bytes
 from quire.runtime.executor.token_ring import Landing, TokenRing
@@ -70,7 +71,7 @@ class SingleExecutor:
     ) -> None:
         check_folder(config.cache.tiers)  # before the weights are loaded
         if config.device.threads is not None:
-            torch.set_num_threads(config.device.threads)
+            set_threads(config.device.threads)
         self._device = torch.device(config.device.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))

@@ -6,6 +6,7 @@ import torch
 
 from quire.kernels.native.loader import why_not_native
 from quire.runtime.accelerator import dependent_rows
+from quire.runtime.hardware import cpu_multiplies
 from quire.runtime.layers.product import (
     DenseProduct,
     PackedProduct,
@@ -33,7 +34,8 @@ def choose_product(
         from quire.runtime.layers.skinny import TritonProduct
 
         return TritonProduct(dtype, device, dependent_rows=dependent_rows(device))
-    if not multiplies_natively(dtype, device):
+    units = device.type != "cpu" or cpu_multiplies(dtype)
+    if not multiplies_natively(dtype, device) or (many_rows and not units):
         wide = choose_product(torch.float32, device, keeps_weight=keeps_weight, many_rows=many_rows)
         return UpcastProduct(dtype, wide)
     if device.type != "cpu":
@@ -43,6 +45,8 @@ def choose_product(
     from quire.kernels.native.ops import has_tile_units
     from quire.runtime.layers.native import PanelProduct, TileProduct
 
-    if dtype == torch.float32:
-        return PanelProduct(keeps_weight=keeps_weight)
-    return TileProduct() if has_tile_units() else PackedProduct(dtype)
+    if dtype == torch.bfloat16 and has_tile_units():
+        return TileProduct()
+    if dtype == torch.bfloat16 and units:  # dot products of pairs, which the panels' kernel has not
+        return PackedProduct(dtype)
+    return PanelProduct(dtype, keeps_weight=keeps_weight)

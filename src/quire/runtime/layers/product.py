@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quire.kernels.native.loader import why_not_native
 from quire.kernels.norm import Norm
 from quire.runtime.hardware import cpu_multiplies
 from quire.runtime.quantization.activations import rounding
@@ -119,7 +120,7 @@ class UpcastProduct(NumbersProduct):
 
 
 def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products in `dtype` run on hardware made for it."""
+    """Whether rows of `dtype` are multiplied as they are: by hardware made for it, or by the native kernels."""
     if device.type != "cpu" or dtype == torch.float32:
         return True
-    return cpu_multiplies(dtype)
+    return cpu_multiplies(dtype) or why_not_native(dtype, device) is None

@@ -11,8 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.kernels.native import ops
+from quire.kernels.native.loader import why_not_native
 from quire.runtime.sampling.ranking import head
-from quire.runtime.sampling.tiles import tile_max
+from quire.runtime.sampling.tiles import tile_max, tile_sum
 from quire.types.step import TokenLogprobs
 
 _Kind = TypeVar("_Kind", bound=np.generic)
@@ -76,10 +78,19 @@ def _listed(logits: Tensor, token_ids: Tensor, count: int, named: Tensor) -> Lis
     else:
         top, top_ids = own[:, :0], token_ids.new_empty(len(token_ids), 0)
     best = tops.amax(dim=-1, keepdim=True)
-    shift = best + (logits - best).exp_().sum(dim=-1, keepdim=True).log_()  # log of the sum of all
+    shift = _log_sum_exp(logits, best)
     return Listing(
         token_ids, (own - shift).squeeze(1), rank, top_ids, top - shift, named, logits.gather(1, named) - shift
     )
+
+
+def _log_sum_exp(logits: Tensor, best: Tensor) -> Tensor:  # [T, vocab], [T, 1] -> [T, 1]
+    """On CPUs the same for a row whatever the others are: torch cuts the sum of a single row by threads."""
+    if why_not_native(logits.dtype, logits.device) is None and logits.is_contiguous():
+        return ops.log_sum_exp(logits, best.contiguous())
+    weights = (logits - best).exp_()
+    total = tile_sum(weights).sum(dim=-1, keepdim=True) if logits.device.type == "cpu" else weights.sum(-1, True)
+    return best + total.log_().float()
 
 
 def _count(count: int, vocab_size: int) -> int:

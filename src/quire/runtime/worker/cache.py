@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy as copying
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -16,7 +18,8 @@ from quire.kernels.reference.cache_quantize import INT4, SCALED
 from quire.runtime.attention.backend import LayerCache, indexable, layer_cache
 from quire.types.step import BlockCopy
 
-_ALIGNMENT = 64  # bytes, one cache line
+_HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
+_HUGE_BYTES = 2 << 20  # of one on most machines
 _BLOCKS_AT_ONCE = 32  # bounds the scratch memory of a copy
 _NAMES = {torch.float8_e4m3fn: "float8", torch.int8: "int8", INT4: "int4"}  # of dtypes with scales
 
@@ -133,9 +136,24 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)  # untouched pages, unlike torch.zeros
-    skip = -raw.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(raw[skip : skip + num_bytes]).view(dtype).view(shape)
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _advise_huge_pages(memory, num_bytes // (shape[0] * shape[1]))
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8, count=num_bytes)).view(dtype).view(shape)
+
+
+def _advise_huge_pages(memory: mmap.mmap, side_bytes: int) -> None:
+    """Ask for huge pages but for where each side begins: a few tokens lie there in each, and would take a huge page
+    of every side otherwise. Attention reads huge pages up to a sixth faster."""
+    if _HUGE_PAGES is None:
+        return
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    for begin in range(0, len(memory) - side_bytes + 1, max(side_bytes, 1)):
+        first = -(-(begin + _HUGE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (begin + side_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last - first >= _HUGE_BYTES:
+            with suppress(OSError):
+                memory.madvise(_HUGE_PAGES, first, last - first)
 
 
 def independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:

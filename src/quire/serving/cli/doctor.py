@@ -112,16 +112,12 @@ def find_slow(facts: HardwareFacts, *, has_nvidia_driver: bool) -> list[Finding]
     if not facts.supports_bf16 and not facts.cuda:
         findings.append(
             Finding(
-                "this CPU has no bfloat16 arithmetic, so weights are held and multiplied as float32: twice the bytes",
+                "this CPU has no bfloat16 arithmetic, so products run in float32: prompts are read at half the speed",
                 "use a GPU, or a CPU with AVX-512 BF16, AMX or Arm BF16 (Sapphire Rapids, Zen 4, Neoverse V1, ...)",
             )
         )
     if facts.machine == "x86_64" and "avx2" not in facts.isa:
         findings.append(Finding("this CPU has no AVX2, so torch falls back to narrow vectors", "use a newer CPU"))
-    if facts.supports_bf16 and facts.machine == "x86_64" and not facts.isa & {"avx512_bf16", "amx_bf16"}:
-        findings.append(
-            Finding("bfloat16 products are emulated by AVX-512", "--dtype float32 may be faster for long prompts")
-        )
     if facts.cores < 4 and not facts.cuda:
         findings.append(Finding(f"only {facts.cores} cores may be used", "allow this process more cores"))
     if facts.available_memory < 2 * GIB:
@@ -139,10 +135,23 @@ def _backends(facts: HardwareFacts) -> list[tuple[str, str]]:
 
     return [
         ("attention", ", ".join(ATTENTION_BACKENDS)),
-        ("native kernels", facts.native_refusal or "yes"),
+        ("native kernels", facts.native_refusal or f"compiled for {facts.cpu_path}"),
+        *describe_products(facts),
         ("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no"),  # type: ignore[no-untyped-call]
         ("vector width", torch.backends.cpu.get_cpu_capability()),
         ("threads", str(torch.get_num_threads())),
+    ]
+
+
+def describe_products(facts: HardwareFacts) -> list[tuple[str, str]]:
+    """What multiplies rows by weights on this CPU, for each kind of weight."""
+    if facts.native_refusal is not None:
+        return [("products", "torch")]
+    levels = "as stored in the file" if facts.level_panels else "expanded to float32 at load"
+    return [
+        ("float32 weights", str(facts.cpu_path)),
+        ("4 and 8 bit weights", f"{facts.cpu_path}, {levels}"),
+        ("bfloat16 weights", "amx" if facts.tile_units else "oneDNN" if facts.supports_bf16 else str(facts.cpu_path)),
     ]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.config.model import packed_bytes
 from quire.kernels.native.loader import open_library, why_not_native
-from quire.kernels.native.ops import PackedWeight, multiply, multiply_rows
+from quire.kernels.native.ops import PackedWeight, has_tile_units, log_sum_exp, multiply, multiply_rows
 from quire.kernels.native.panels import cut_level_panels, cut_panels
 from random_levels import random_levels
 
@@ -71,7 +71,7 @@ def test_rows_that_do_not_fit_the_weight_are_refused() -> None:
 
 
 def test_a_format_that_does_not_exist_is_refused() -> None:
-    odd = PackedWeight(torch.float32, 3, 16, 32, torch.zeros(4096, dtype=torch.uint8))
+    odd = PackedWeight(torch.float32, 99, 16, 32, torch.zeros(4096, dtype=torch.uint8))
     with pytest.raises(ValueError, match="no kernel"):
         multiply(torch.ones(1, 32), odd)
 
@@ -103,3 +103,45 @@ def test_levels_take_the_memory_that_is_planned_for_them(nibbles: bool) -> None:
     assert panels.data.nbytes == packed_bytes(4 * width * 96, nibbles=nibbles) + 16  # read behind the last
     table = weight.levels.nbytes + weight.scales.nbytes + weight.offsets.nbytes
     assert table == packed_bytes(4 * width * 96, nibbles=False)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 40])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (130, 96), (641, 48), (1536, 60)])
+def test_bfloat16_numbers_multiply_as_the_same_floats_do_to_the_bit(rows: int, inputs: int, outputs: int) -> None:
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs)
+    halves = cut_panels(weight)
+    assert len(halves.data) * 2 == len(cut_panels(weight.float()).data)
+    assert torch.equal(multiply(x, halves, bias), multiply(x, cut_panels(weight.float()), bias))
+
+
+@pytest.mark.skipif(REFUSAL is None and has_tile_units(), reason="bfloat16 rows are multiplied by tiles here")
+@pytest.mark.parametrize("rows", [1, 8, 9, 300])
+@pytest.mark.parametrize("kind", ["halves", "nibbles", "bytes"])
+def test_bfloat16_rows_give_the_rounded_products_of_the_same_floats(rows: int, kind: str) -> None:
+    x, bias = torch.randn(rows, 640).bfloat16(), torch.randn(50).bfloat16()
+    if kind == "halves":
+        weight = torch.randn(50, 640).bfloat16()
+        narrow, wide = cut_panels(weight, torch.bfloat16), cut_panels(weight)
+    else:
+        levels = random_levels(50, 640, nibbles=kind == "nibbles")
+        narrow, wide = (
+            cut_level_panels(levels.levels, levels.scales, levels.offsets, nibbles=levels.nibbles, rows=dtype)
+            for dtype in (torch.bfloat16, torch.float32)
+        )
+    assert torch.equal(multiply(x, narrow), multiply(x.float(), wide).bfloat16())
+    assert torch.equal(multiply(x, narrow, bias), multiply(x, narrow) + bias)
+
+
+@pytest.mark.parametrize("size", [1, 15, 64, 4096, 4100, 49152])
+def test_log_sum_exp_is_torchs_and_the_same_to_the_bit_in_any_batch(size: int) -> None:
+    x = 8 * torch.randn(40, size)
+    x[3, 1::2] = -torch.inf
+    best = x.amax(dim=-1, keepdim=True)
+    together = log_sum_exp(x, best)
+    torch.testing.assert_close(together, torch.logsumexp(x, dim=-1, keepdim=True), rtol=1e-6, atol=2e-6)
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        alone = torch.cat([log_sum_exp(x[i : i + 1], best[i : i + 1]) for i in range(len(x))])
+        assert torch.equal(alone, together)
+    torch.set_num_threads(before)

@@ -128,3 +128,16 @@ def test_untouched_blocks_cost_no_memory() -> None:
     pages = int(status.read_text().split()[1]) - before
     assert cache.layers[5].key[77].sum() > 0
     assert pages * 4_096 < 128 * 2**20
+
+
+def test_the_first_tokens_of_all_layers_take_no_huge_page_each() -> None:
+    status = Path("/proc/self/statm")
+    if not status.exists():
+        pytest.skip("no /proc")
+    cache = KVCache(CacheConfig(16, 1_024), Heads(8, 8, 64), one_group(8, 1_024), torch.float32, torch.device("cpu"))
+    before = int(status.read_text().split()[1])
+    for layer in cache.layers:
+        layer.key[0].fill_(1)
+        layer.value[0].fill_(1)
+    pages = int(status.read_text().split()[1]) - before
+    assert pages * 4_096 < 16 * 2**20 / 2  # 16 sides; a huge page has 2 MiB

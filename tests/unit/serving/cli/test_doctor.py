@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.config.sizes import MIB
-from quire.serving.cli.doctor import describe_hardware, find_slow
+from quire.serving.cli.doctor import describe_hardware, describe_products, find_slow
 from tests.unit.config.machines import LAPTOP, SERVER
 
 
@@ -36,6 +36,14 @@ def test_missing_native_kernels_are_named_with_the_reason() -> None:
     assert "pip install --force-reinstall --no-deps -e ." in finding.fix
 
 
-def test_emulated_bfloat16_is_told_apart_from_real() -> None:
-    emulated = replace(SERVER, isa=frozenset({"avx2", "avx512f"}), cuda=())
-    assert any("emulated" in finding.cause for finding in find_slow(emulated, has_nvidia_driver=False))
+def test_each_kind_of_weight_is_named_with_what_multiplies_by_it() -> None:
+    native = replace(LAPTOP, native_refusal=None, cpu_path="avx2", level_panels=True, supports_bf16=False)
+    assert dict(describe_products(native)) == {
+        "float32 weights": "avx2",
+        "4 and 8 bit weights": "avx2, as stored in the file",
+        "bfloat16 weights": "avx2",
+    }
+    on_tiles = replace(native, cpu_path="amx", supports_bf16=True, tile_units=True)
+    assert dict(describe_products(on_tiles))["bfloat16 weights"] == "amx"
+    assert dict(describe_products(replace(on_tiles, tile_units=False)))["bfloat16 weights"] == "oneDNN"
+    assert describe_products(replace(native, native_refusal="not built")) == [("products", "torch")]
