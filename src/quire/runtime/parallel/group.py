@@ -49,6 +49,9 @@ class RankGroup(Protocol):
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Overwrite x by what rank `source` sent next, and return it."""
 
+    def close(self) -> None:
+        """Give the group up. Idempotent."""
+
 
 class OneRank:
     """A group of one rank: nothing is sent."""
@@ -73,6 +76,8 @@ class OneRank:
     def receive(self, x: Tensor, source: int) -> Tensor:  # noqa: ARG002
         raise AssertionError(f"there is no rank {source}")
 
+    def close(self) -> None: ...
+
 
 ONE_RANK = OneRank()
 
@@ -88,7 +93,7 @@ class TorchGroup:
         import torch.distributed as dist
 
         self._dist, self._ranks = dist, tuple(ranks)
-        self._group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds), backend=backend)
+        self._group: Any = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds), backend=backend)
         self.index, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self._sent: deque[tuple[Any, Tensor]] = deque()  # on their way, with what must not change until they arrive
 
@@ -124,3 +129,8 @@ class TorchGroup:
     def receive(self, x: Tensor, source: int) -> Tensor:
         self._dist.recv(x, self._ranks[source], group=self._group)
         return x
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            self._dist.destroy_process_group(group)

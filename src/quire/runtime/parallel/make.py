@@ -49,7 +49,8 @@ def make_ranks(place: RankPlace, backend: str, seconds: float, counter: Counter,
     if store is not None and config.tensor > 1:
         shared = _share_memory(place, store, seconds)
         tensor = tensor if shared is None else CountedGroup(shared, counter)
-    return Ranks(place, tensor, _own_group(shards, place.rank, backend, seconds, counter))
+    pipeline, tokens = (_own_group(shards, place.rank, backend, seconds, counter) for _ in range(2))
+    return Ranks(place, tensor, pipeline, tokens)
 
 
 def _own_group(groups: list[range], rank: int, backend: str, seconds: float, counter: Counter) -> RankGroup:
@@ -91,14 +92,6 @@ def _share_memory(place: RankPlace, store: Store, seconds: float) -> RankGroup |
 def _machine() -> str:
     """What processes have in common that see one another's files under /proc."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
-
-
-def leave_ranks() -> None:
-    """Give the groups up. Idempotent."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def ranks_share_device(config: ParallelConfig, device: str) -> bool:

@@ -19,6 +19,9 @@ PROGRAM = """
 import json, os, sys
 from quire import LLM, SamplingParams
 model, out, ranks = sys.argv[1:]
+if ranks == "2":
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
 settings = {"executor": "torchrun", "tensor_parallel_size": 2} if ranks == "2" else {}
 settings |= {"load_format": "dummy", "dtype": "float32", "device": "cpu", "max_num_seqs": 3, "num_kv_blocks": 64}
 with LLM(model, **settings) as llm:
@@ -26,6 +29,9 @@ with LLM(model, **settings) as llm:
     sampling[4] = SamplingParams(max_tokens=8, structured_outputs={"regex": "[ab]{3,9}"})
     outputs = llm.generate([f"prompt {n}" * (n + 1) for n in range(6)], sampling)
 rank = os.environ.get("RANK", "alone")
+if ranks == "2":
+    dist.barrier()  # the script's own group, which the engine has left as it was
+    dist.destroy_process_group()
 with open(f"{out}/{rank}.json", "w") as file:
     json.dump([list(output.outputs[0].token_ids) for output in outputs], file)
 """
