@@ -44,10 +44,12 @@ class RayRank:
         self.control: Channel
         self.calls: Channel
         self._life: Channel
+        self._beats: Channel
+        self._num_beats = 0
         self._gone = threading.Event()
 
     def connect(self, channels: dict[str, Channel]) -> None:
-        self.control, self.calls, self._life = (channels[purpose] for purpose in PURPOSES)
+        self.control, self.calls, self._life, self._beats = (channels[purpose] for purpose in PURPOSES)
         threading.Thread(target=self._listen, name="quire-ray-life", daemon=True).start()
 
     def _listen(self) -> None:
@@ -56,6 +58,11 @@ class RayRank:
                 if message.kind is Kind.LIFE:
                     self.page.put_bytes(message.data)
         self._gone.set()
+
+    def num_beats(self) -> int:
+        """Of the actor's native thread, which sends a byte for each, and of its other one."""
+        self._num_beats += self._beats.discard()
+        return self._num_beats + self.page.read().beats
 
     def ending(self) -> str | None:
         return "ended: its connection was closed" if self._gone.is_set() else None
@@ -73,14 +80,18 @@ class RayRank:
             return b""
 
     def kill(self) -> None:
-        import ray
-
+        """Its signs of life are still taken in: they end when its process has ended."""
+        for name in ("control", "calls"):  # a node that is lost says nothing, not even that a connection is closed
+            if hasattr(self, name):
+                getattr(self, name).shut()
         if self._gone.is_set():
             return
         if self._is_here:  # one that is halted does not hear Ray
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._pid, signal.SIGKILL)
         with contextlib.suppress(Exception):
+            import ray
+
             ray.kill(self._actor, no_restart=True)
 
     def close(self) -> None:
@@ -89,7 +100,7 @@ class RayRank:
         self._gone.wait(_END_SECONDS)
         while self._state() not in (b"", b"Z", b"X") and time.monotonic() < deadline:
             time.sleep(0.01)  # its connections are closed a moment before it is gone
-        for name in ("control", "calls", "_life"):
+        for name in ("control", "calls", "_life", "_beats"):
             if hasattr(self, name):
                 getattr(self, name).close()
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
+_JOINING_SECONDS = 300.0  # from the first rank's start to that of the last
+
+
 def backend_of(device: torch.device, *, shares_device: bool = False) -> str:
     """NCCL needs a device for every rank."""
     return "gloo" if device.type == "cpu" or shares_device else "nccl"
@@ -27,11 +30,11 @@ def join_ranks(
     place: RankPlace, store: Store, backend: str, seconds: float, counter: Counter, *, on_cpu: bool
 ) -> Ranks:
     """Meet the other ranks through a store, and make the groups. Called once by every rank's process. `seconds` is the
-    deadline of every wait for another rank."""
+    deadline of every wait for another rank, but for the first: ranks may start at different times."""
     import torch.distributed as dist
 
     config = place.config
-    limit = timedelta(seconds=seconds)
+    limit = timedelta(seconds=max(seconds, _JOINING_SECONDS))
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=config.num_ranks, timeout=limit, device_id=device
