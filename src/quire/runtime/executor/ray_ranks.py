@@ -30,6 +30,7 @@ logger = logging.getLogger("quire.runtime")
 _PLACING_SECONDS = 60.0  # for Ray to reserve room for all ranks
 _STARTING_SECONDS = 180.0  # for actors to start and connect
 _GREETING_SECONDS = 5.0  # for one connection to show that it knows the token
+_NO_CLUSTER = "start one by `ray start --head`, or set RAY_AUTH_MODE=token here if it needs a token"
 _END_SECONDS = 5.0  # from the end of an actor to the end of its process
 
 
@@ -158,7 +159,7 @@ class RayLauncher:
         except ConnectionError as error:
             if address is not None:
                 reason = f"no cluster answers at {address!r}: {' '.join(str(error).split())[:200]}"
-                raise ConfigError("ray_address", reason, "start one by `ray start --head`") from None
+                raise ConfigError("ray_address", reason, _NO_CLUSTER) from None
             num_cpus = max(self._config.num_ranks, os.cpu_count() or 1)
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
         self._owns_cluster = True
