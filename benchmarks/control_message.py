@@ -3,9 +3,16 @@
     python -m benchmarks.control_message --rows 256 --ranks 1,2,4
 
 Plans are those of a steady load: every row decodes, and gets a block every `block size` steps. A rank is a process that
-waits at the other end of a socket pair, as a rank's does, decodes the plan and notes the time. Delivered: from before
-the plan is encoded until the last rank has its bytes, on the clock that all processes share. `--together`: all rows get
-their blocks in the same step, which is then measured.
+waits at the other end of a socket pair, as a rank's does, decodes the plan and notes the time. All times begin before
+the plan is encoded, and the clock is the one that all processes share:
+
+- encode: the engine's thread has the message. In a loop: without the pauses between steps, in which caches grow cold.
+- handed over: the message is in the sockets of all ranks, and the engine's thread goes on.
+- delivered: the last rank has its bytes. It had to be woken: that takes a core for each rank, and a machine without
+  other work.
+- decoded: the last rank knows the plan.
+
+`--together`: all rows get their blocks in the same step, which is then measured.
 """
 
 from __future__ import annotations
@@ -21,11 +28,12 @@ import time
 
 import numpy as np
 
-from quire.runtime.executor.channel import Channel, Kind, channel_pair
+from quire.runtime.executor.channel import Channel, Kind, channel_pair, frame
 from quire.runtime.executor.plan_codec import PlanDecoder, PlanEncoder
 from quire.types.step import StepPlan
 
 BLOCK_SIZE = 16
+COLUMNS = ("encode", "handed over", "delivered", "decoded")
 TIMES = struct.Struct("<QQ")  # nanoseconds: received, decoded
 
 
@@ -51,8 +59,8 @@ def serve_rank(descriptor: int) -> None:
         channel.send(Kind.RESULT, TIMES.pack(received, time.monotonic_ns()))
 
 
-def measure(num_ranks: int, plans: list[StepPlan], pause: float) -> list[tuple[int, float, float, float]]:
-    """Of every plan: bytes, and microseconds to encode it, until all ranks have its bytes, and until all know it."""
+def measure(num_ranks: int, plans: list[StepPlan], pause: float) -> list[tuple[float, ...]]:
+    """Of every plan: bytes, and microseconds until it is encoded, handed over, delivered and decoded."""
     pairs = [channel_pair() for _ in range(num_ranks)]
     command = [sys.executable, "-m", "benchmarks.control_message", "--serve"]
     processes = [subprocess.Popen([*command, str(theirs.fileno())], pass_fds=(theirs.fileno(),)) for _, theirs in pairs]
@@ -64,16 +72,30 @@ def measure(num_ranks: int, plans: list[StepPlan], pause: float) -> list[tuple[i
         begin = time.monotonic_ns()
         payload = encoder.encode(plan)
         encoded = time.monotonic_ns()
+        data = frame(Kind.PLAN, payload)
         for channel in channels:
-            channel.send(Kind.PLAN, payload)
+            rest = channel.try_send(data)
+            assert not rest
+        handed = time.monotonic_ns()
         times = [TIMES.unpack(message.data) for channel in channels if (message := channel.receive()) is not None]
         received, known = (max(column) for column in zip(*times, strict=True))
-        found.append((len(payload), (encoded - begin) / 1e3, (received - begin) / 1e3, (known - begin) / 1e3))
+        found.append((len(payload), *((at - begin) / 1e3 for at in (encoded, handed, received, known))))
     for channel, process in zip(channels, processes, strict=True):
         channel.send(Kind.STOP)
         process.wait()
         channel.close()
     return found[len(found) // 5 :]  # without the first ones
+
+
+def encode_in_a_loop(plans: list[StepPlan]) -> float:
+    """Microseconds for a plan, in the best of some rounds."""
+    encoder, best = PlanEncoder(), float("inf")
+    for _ in range(20):
+        begin = time.perf_counter_ns()
+        for plan in plans:
+            encoder.encode(plan)
+        best = min(best, (time.perf_counter_ns() - begin) / 1e3 / len(plans))
+    return best
 
 
 def main() -> None:
@@ -90,13 +112,14 @@ def main() -> None:
         return
     plans = make_plans(options.rows, options.steps, together=options.together)
     print(f"{options.rows} rows decode; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; medians and p10")
-    print(f"{'ranks':>5} {'bytes':>6} {'most':>6} {'encode us':>12} {'deliver us':>14} {'decoded us':>14}")
+    print(f"encode in a loop: {encode_in_a_loop(plans):.1f} us")
+    print(f"{'ranks':>5} {'bytes':>6} {'most':>6}" + "".join(f"{name + ' us':>16}" for name in COLUMNS))
     for num_ranks in map(int, options.ranks.split(",")):
         columns = list(zip(*measure(num_ranks, plans, options.pause), strict=True))
-        texts = [f"{statistics.median(column):6.1f} {np.percentile(column, 10):5.1f}" for column in columns[1:]]
+        texts = [f"{statistics.median(column):.1f} {np.percentile(column, 10):.1f}" for column in columns[1:]]
         sizes = columns[0]
         head = f"{num_ranks:>5} {statistics.median(sizes):>6.0f} {max(sizes):>6}"
-        print(f"{head} {texts[0]:>12} {texts[1]:>14} {texts[2]:>14}")
+        print(head + "".join(f"{text:>16}" for text in texts))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from faulty_rank_main import LOOPS
 from real_server import RealServer, children_of, command_of, is_alive, tiny_server
+from tiny_served import FLAGS, write_tiny_model
 
 SIZES = (
     "--max-num-seqs",
@@ -62,6 +66,22 @@ def test_a_rank_that_fails_is_named_and_a_new_engine_answers(
     assert f"rank 1 of 2 (stage 0, shard 1, pid {ranks[1]}) {said}" in server.output
     assert not [pid for pid in (engine, *ranks) if is_alive(pid)]
     assert server.engine_pid() != engine
+
+
+def test_a_rank_that_hangs_is_named_before_the_server_ends_its_engine(tmp_path: Path) -> None:
+    flags = [*FLAGS, *SIZES, "--step-timeout", "4", "--num-kv-blocks", "1024"]
+    server = RealServer(write_tiny_model(tmp_path), flags, "serve_faulty_ranks")
+    try:
+        body = {"prompt": "a", "max_tokens": LOOPS + 50, "temperature": 0, "ignore_eos": True, "stream": True}
+        answer = server.post("/v1/completions", body)
+        assert "data: [DONE]" not in answer.text.split('"error"')[0]
+        assert '"error"' in answer.text
+        said = f"made no progress for [0-9]+ s while step {LOOPS} ran, and others wait for it"
+        assert re.search(rf"engine 1 ended: rank 1 of 2 \(stage 0, shard 1, pid [0-9]+\) {said}", server.output)
+        assert "a step took longer" not in server.output
+        assert len(ask(server, 0, 5)) == 5
+    finally:
+        server.close()
 
 
 def test_the_ranks_of_a_killed_engine_end_with_it(server: RealServer) -> None:

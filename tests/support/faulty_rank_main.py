@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
+from quire.kernels.native.program import Program
 from quire.runtime.executor import rank_main
 from quire.runtime.executor.single import SingleExecutor
 from quire.types.step import StepPlan
 
-LOOPS, RAISES = 1_003, 1_004  # numbers of steps
-_launch = SingleExecutor.launch
+LOOPS, RAISES, LOOPS_INSIDE = 1_003, 1_004, 1_005  # numbers of steps
+_launch, _run = SingleExecutor.launch, Program.run
+_looping: list[bool] = []
 
 
 def launch(self: SingleExecutor, plan: StepPlan) -> None:
@@ -18,9 +21,19 @@ def launch(self: SingleExecutor, plan: StepPlan) -> None:
             pass
         if plan.step == RAISES:
             raise RuntimeError("the weights are\nwrong")
+        if plan.step == LOOPS_INSIDE:
+            _looping.append(True)
     _launch(self, plan)
+
+
+def run(self: Program, *arguments: Any) -> Any:
+    """Of a compiled program, within which the other rank waits then."""
+    while _looping:
+        pass
+    return _run(self, *arguments)
 
 
 if __name__ == "__main__":
     SingleExecutor.launch = launch  # type: ignore[method-assign]
+    Program.run = run  # type: ignore[method-assign]
     rank_main.main(sys.argv[1:])

@@ -1,5 +1,6 @@
 """One stage of a pipeline in a process of its own, over Gloo: `python gloo_stage_main.py STAGE STAGES STORE`. The last
-stage prints the tokens of all steps."""
+stage prints the tokens of all steps. Before these, it sends something else to the first stage, which that stage reads
+last: tokens do not wait for it."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ import torch.distributed as dist
 
 from quire.config.parallel import ParallelConfig
 from quire.config.stages import stage_model
+from quire.runtime.executor.life import PAGE_BYTES, LifePage
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.parallel.group import ONE_RANK, TorchGroup
-from quire.runtime.parallel.ranks import Ranks
+from quire.runtime.parallel.make import make_ranks
 from quire.runtime.worker.worker import Worker
 from staged_executor import load_model
 from staged_plans import CHECKPOINT, CONFIG, PLANS
@@ -29,11 +30,15 @@ def main() -> None:
     place = config.parallel.place(stage)
     model_config = stage_model(CHECKPOINT.config, place)
     builder = LayerBuilder(config.device, model_config.heads, config.cache.block_size)
-    ranks = Ranks(place, ONE_RANK, TorchGroup(range(num_stages), "gloo", 30.0))
+    ranks = make_ranks(place, "gloo", 30.0, LifePage(bytearray(PAGE_BYTES)))
     model = load_model(CHECKPOINT, builder, model_config)
     worker = Worker(model, builder.backend, GreedySampler(), model_config, config, ranks=ranks)
+    if place.is_last_stage:
+        ranks.pipeline.send(torch.full((3,), 7), 0)
     tokens = [worker.execute(plan).token_ids.tolist() for plan in PLANS]
     worker.check()
+    if place.is_first_stage:
+        assert ranks.pipeline.receive(torch.empty(3, dtype=torch.int64), num_stages - 1).tolist() == [7, 7, 7]
     dist.barrier()
     if place.is_last_stage:
         print(json.dumps(tokens))

@@ -62,6 +62,9 @@ class LocalGroup:
     def receive(self, x: Tensor, source: int) -> Tensor:
         return x.copy_(self._shared.queues[source, self.index].get(timeout=_SECONDS))
 
+    def close(self) -> None:
+        """Nothing is left of it."""
+
 
 def local_groups(size: int) -> list[LocalGroup]:
     shared = _Shared(size)

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Two Ray nodes in two network namespaces of this machine, joined by a virtual cable; then tests/support/ray_drill.py in
-# the first of them, with a rank on each node. Needs root.
-#   sh tests/support/ray_namespaces.sh PYTHON [KILLS]
+# Two Ray nodes in two network namespaces of this machine, joined by a virtual cable; then a drill of tests/support in the
+# first of them, with a rank on each node: ray_drill.py, or ray_server_drill.py. Needs root.
+#   sh tests/support/ray_namespaces.sh PYTHON [KILLS [DRILL]]
 set -eu
-python=$1 kills=${2:-2}
+python=$1 kills=${2:-2} drill=${3:-ray_drill.py}
 bin=$(dirname "$python")
 folder=$(mktemp -d /tmp/qray.XXXX)
 head="" worker=""
@@ -20,6 +20,14 @@ end() {
     rm -rf "$folder"
 }
 trap end EXIT
+wait_for() {  # until a node has started
+    for _ in $(seq 300); do
+        grep -q "Ray runtime started" "$1" && return
+        sleep 1
+    done
+    cat "$1"
+    return 1
+}
 ip netns add quire-a
 ip netns add quire-b
 ip link add quire-va netns quire-a type veth peer name quire-vb netns quire-b
@@ -33,12 +41,12 @@ common="--num-cpus 1 --disable-usage-stats --block"
 ip netns exec quire-a "$bin/ray" start --head --port 6379 --node-ip-address 10.77.0.1 --include-dashboard false \
     --temp-dir "$folder/a" $common >"$folder/head.log" 2>&1 &
 head=$!
-sleep 15
+wait_for "$folder/head.log"
 ip netns exec quire-b "$bin/ray" start --address 10.77.0.1:6379 --node-ip-address 10.77.0.2 $common \
     >"$folder/worker.log" 2>&1 &
 worker=$!
-sleep 15
-ip netns exec quire-a "$python" tests/support/ray_drill.py --kills "$kills" --address 10.77.0.1:6379 || {
+wait_for "$folder/worker.log"
+ip netns exec quire-a "$python" "tests/support/$drill" --kills "$kills" --address 10.77.0.1:6379 || {
     cat "$folder/head.log" "$folder/worker.log"
     exit 1
 }

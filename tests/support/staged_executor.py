@@ -54,7 +54,7 @@ def make_workers(
         builder = LayerBuilder(config.device, model_config.heads, config.cache.block_size, model_config.local_heads)
         model = load_model(checkpoint, builder, model_config)
         chosen = sampler or sampler_of(config, model_config, builder)
-        ranks = Ranks(config.parallel.place(number), ONE_RANK, groups[number])
+        ranks = Ranks(config.parallel.place(number), ONE_RANK, groups[number], groups[number])
         adapters = make_adapters(model, model_config, config, builder.backend.kernels)
         workers.append(Worker(model, builder.backend, chosen, model_config, config, adapters=adapters, ranks=ranks))
     return workers

@@ -60,9 +60,29 @@ class ThreadedFetch:
                     self._is_reading = False
                     return
                 info = self._ordered.popleft()
-            try:
-                found = self._executor.read_adapter(info.name, info.folder).digest
-            except Exception as error:  # noqa: BLE001 - the step that places the adapter fails its requests alone
-                logger.warning("the LoRA adapter %s cannot be read again: %s", info.name, error)
-                found = ""
-            self._done.append(Fetched(info.digest, found))
+            self._done.append(_read(self._executor, info))
+
+
+class PatientFetch:
+    """Reads an adapter when it is ordered, and waits for it, so that engines which get the same requests plan the same
+    steps, whatever time reading takes."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._done: list[Fetched] = []
+
+    def order(self, info: AdapterInfo) -> None:
+        self._done.append(_read(self._executor, info))
+
+    def take(self) -> list[Fetched]:
+        done, self._done = self._done, []
+        return done
+
+
+def _read(executor: Executor, info: AdapterInfo) -> Fetched:
+    try:
+        found = executor.read_adapter(info.name, info.folder).digest
+    except Exception as error:  # noqa: BLE001 - the step that places the adapter fails its requests alone
+        logger.warning("the LoRA adapter %s cannot be read again: %s", info.name, error)
+        found = ""
+    return Fetched(info.digest, found)

@@ -23,6 +23,7 @@ from quire.config.model import ModelConfig
 from quire.config.parallel import check_one_rank
 from quire.config.resolve import resolve_engine_config
 from quire.config.speculation import read_speculation
+from quire.engine.adapter_fetch import PatientFetch
 from quire.engine.core import EngineCore
 from quire.engine.decoding.grammar import PatientGrammars
 from quire.engine.decoding.grammar_compiler import GrammarCompiler
@@ -121,9 +122,9 @@ def _make_core(executor: Executor, config: EngineConfig, vocab_size: int, tools:
 
         if isinstance(executor, TorchrunExecutor):
             tools = replace(tools, grammars=PatientGrammars(tools.grammars))
-            return EngineCore(
-                executor, config.cache, config.scheduler, vocab_size, tools=tools, clock=executor.clock
-            )  # fmt: skip
+            core = EngineCore(executor, config.cache, config.scheduler, vocab_size, tools=tools, clock=executor.clock)
+            core.adapters.fetch = PatientFetch(executor)
+            return core
     if config.recording is None:
         return EngineCore(executor, config.cache, config.scheduler, vocab_size, tools=tools)
     from quire.engine.recording.recorder import make_recorded_core  # needless where nothing is recorded

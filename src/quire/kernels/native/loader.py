@@ -34,6 +34,7 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_low_rank_add": [None, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_int64, c_int64],
     "quire_give_and_meet": [None, c_void_p, c_void_p, c_int64],
     "quire_all_reduce": [None, c_int64, c_void_p, c_void_p, c_int64],
+    "quire_start_beating": [c_int64, c_void_p, c_int64, c_double],
     "quire_has_tile_units": [c_int64],
     "quire_multiply": [c_int64, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 3],
     "quire_can_run": [c_int64, c_int64, c_void_p, c_int64],

@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "dots.h"
+#include "heartbeat.h"
 #include "multiply.h"
 #include "paged_attention.h"
 #include "program.h"
@@ -196,5 +197,10 @@ void quire_give_and_meet(RankPages* pages, const void* data, int64_t bytes) { gi
 
 void quire_all_reduce(int64_t type, RankPages* pages, void* x, int64_t count) {
     DISPATCH(type, all_reduce<T>(*pages, static_cast<T*>(x), count))
+}
+
+// Signs of life, see heartbeat.h.
+int64_t quire_start_beating(uint64_t* beats, int64_t socket, double seconds) {
+    return start_beating(beats, socket, seconds);
 }
 }

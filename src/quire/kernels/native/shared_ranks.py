@@ -56,6 +56,11 @@ class SharedRanks:
         self.check()
         return self._slots[:, int(self._meetings[self.index]) & 1]
 
+    @property
+    def num_meetings(self) -> int:
+        """To which this rank has come. One that waits for others has come to more than they have."""
+        return int(self._meetings[self.index])
+
     def check(self) -> None:
         """Raises Missing if a rank did not come to a meeting, which was the last then."""
         if self.structure.missing >= 0:

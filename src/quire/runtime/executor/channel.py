@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -35,6 +36,11 @@ class Kind(IntEnum):
     LIFE = 16  # of a rank that shares no memory with the engine: its page of signs of life
 
 
+def frame(kind: Kind, payload: Buffer = b"") -> bytes:
+    """A message as it travels."""
+    return b"".join((_HEAD.pack(len(payload), kind), payload))
+
+
 class Message(NamedTuple):
     kind: Kind
     data: memoryview
@@ -59,6 +65,15 @@ class Channel:
             else:
                 self._socket.sendall(head)
                 self._socket.sendall(payload)
+
+    def try_send(self, data: Buffer) -> memoryview:
+        """Send what can be sent of a whole message (`frame`) without waiting, and return the rest, which the caller
+        must send before anything else. One thread sends. Raises OSError where the other end is gone."""
+        rest = memoryview(data)
+        with contextlib.suppress(BlockingIOError):
+            while rest:
+                rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
+        return rest
 
     def receive(self, *, wait: bool = True) -> Message | None:
         """Return the next message; None if none is there and the caller does not `wait`. Raises EOFError where the
@@ -105,7 +120,19 @@ class Channel:
         finally:
             view.release()
 
+    def discard(self) -> int:
+        """Of a channel without messages: take what has come, and return how many bytes. Never waits or raises."""
+        with contextlib.suppress(OSError):
+            return len(self._socket.recv(_READ, socket.MSG_DONTWAIT))
+        return 0
+
+    def shut(self) -> None:
+        """End the conversation: whoever waits to send or to receive, at either end, is told that the other is gone."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
+        self.shut()  # a thread that waits in `receive` would not notice that its socket is closed
         self._socket.close()
 
 

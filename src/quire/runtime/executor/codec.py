@@ -28,6 +28,7 @@ Buffer = bytes | bytearray | memoryview
 _ROOTS = (StepPlan, StepResult, TransferReport, AdapterInfo, EngineConfig, ModelConfig, ModelFiles)
 _LONG, _DOUBLE, _SIZE = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<I")
 _ARRAY = struct.Struct("<BB")  # dtype, dimensions
+_LINE = struct.Struct("<BBI")  # the same of one dimension, and its length
 _SMALL = 128  # integers from 0 up to this one are one byte
 _TAGS = range(_SMALL, _SMALL + 16)
 _NONE, _TRUE, _FALSE, _INT, _BIG, _FLOAT, _TEXT, _BYTES = _TAGS[:8]
@@ -35,6 +36,7 @@ _TUPLE, _LIST, _DICT, _SET, _ARRAY_TAG, _OBJECT, _ENUM, _PATH = _TAGS[8:]
 _DTYPES = tuple(
     np.dtype(name) for name in ("int32", "uint8", "uint16", "int64", "uint32", "float32", "float64", "bool")
 )
+_INT32 = _DTYPES[0]
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _NARROW_FROM = 64  # numbers: for fewer it takes longer than it saves
 _NARROW = 0x80  # of an int32 array whose numbers are stored in fewer bytes
@@ -72,7 +74,7 @@ def take(data: memoryview, at: int) -> tuple[Any, int]:
 # ---------------------------------------------------------------------------------------------------------- writing
 def put_array(out: bytearray, array: np.ndarray[Any, Any]) -> None:
     """Append an array. Numbers of an int32 array take one or two bytes each where that is enough."""
-    code = _DTYPE_CODES.get(array.dtype)
+    code = 0 if array.dtype is _INT32 else _DTYPE_CODES.get(array.dtype)
     if code is None:
         raise TypeError(f"an array of {array.dtype} has no place in a message")
     if code == 0 and array.size >= _NARROW_FROM and array.min() >= 0:
@@ -80,9 +82,12 @@ def put_array(out: bytearray, array: np.ndarray[Any, Any]) -> None:
         if largest < 1 << 16:
             code = _NARROW | (1 if largest < 1 << 8 else 2)
             array = array.astype(_DTYPES[code & ~_NARROW])
-    out += _ARRAY.pack(code, array.ndim)
-    for length in array.shape:
-        out += _SIZE.pack(length)
+    if array.ndim == 1:
+        out += _LINE.pack(code, 1, len(array))
+    else:
+        out += _ARRAY.pack(code, array.ndim)
+        for length in array.shape:
+            out += _SIZE.pack(length)
     out += array.tobytes()
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import struct
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 PAGE_BYTES = 4096
-_COUNTERS = struct.Struct("<QQQQqB")
+_COUNTERS = struct.Struct("<QQQQqQB")
+_NATIVE = struct.Struct("<Q")
+_NATIVE_AT = 56
 _WORDS = struct.Struct("<I")
 _WORDS_AT = 64
 _BEAT_SECONDS = 0.1
@@ -24,12 +28,14 @@ class Life(NamedTuple):
     entered: int = 0  # collectives begun
     left: int = 0  # collectives ended
     step: int = -1  # the number of the last step
+    meetings: int = 0  # sums in shared memory that it has come to, those of compiled programs among them
     state: int = LOADING
+    native: int = 0  # beats of a thread that needs nothing of the interpreter; 0: there is none
 
     @property
-    def progress(self) -> tuple[int, int, int, int]:
+    def progress(self) -> tuple[int, ...]:
         """Changes whenever the rank gets on with its work."""
-        return (self.steps, self.entered, self.left, self.state)
+        return (self.steps, self.entered, self.left, self.meetings, self.state)
 
     @property
     def waits(self) -> bool:
@@ -44,6 +50,8 @@ class LifePage:
         self._memory, self._offset = memory, offset
         self._beats = self._steps = self._entered = self._left = 0
         self._step, self._state = -1, LOADING
+        self._running = 0  # steps that were begun and have not ended
+        self._meetings: Callable[[], int] = int
         self._writing = threading.Lock()
 
     # ------------------------------------------------------------------------------------------------------- the rank
@@ -56,14 +64,41 @@ class LifePage:
             self._beats += 1
             self._write()
 
-    def begin_step(self, step: int) -> None:
-        self._steps, self._step, self._state = self._steps + 1, step, BUSY
-        self._write()
+    def start_native_beats(self, socket: int = -1, seconds: float = _BEAT_SECONDS) -> None:
+        """Beat from a thread that no holder of the interpreter's lock can hold up, and send a byte to a socket, if
+        there is one, for every beat, until the process ends. Without the compiled kernels, only `start_beating`
+        beats."""
+        from quire.kernels.native.loader import Unavailable, open_library
 
-    def idle(self) -> None:
-        """It has loaded, or its last step has ended."""
+        try:
+            library = open_library()
+        except Unavailable:
+            return
+        counter = ctypes.c_uint64.from_buffer(self._memory, self._offset + _NATIVE_AT)
+        self._native_counter = counter  # which the thread writes to
+        library.quire_start_beating(ctypes.addressof(counter), socket, seconds)
+
+    def count_meetings(self, meetings: Callable[[], int]) -> None:
+        """From now on write also what this function returns: sums in shared memory that the rank has come to."""
+        self._meetings = meetings
+
+    def ready(self) -> None:
+        """It has loaded."""
         self._state = IDLE
         self._write()
+
+    def begin_step(self, step: int) -> None:
+        with self._writing:
+            self._running += 1
+            self._steps, self._step, self._state = self._steps + 1, step, BUSY
+            self._write_all()
+
+    def end_step(self) -> None:
+        """The oldest of its steps has ended. Another one may have begun in the meantime."""
+        with self._writing:
+            self._running -= 1
+            self._state = BUSY if self._running else IDLE
+            self._write_all()
 
     def enter(self) -> None:
         self._entered += 1
@@ -82,12 +117,16 @@ class LifePage:
 
     def _write(self) -> None:
         with self._writing:
-            numbers = self._beats, self._steps, self._entered, self._left, self._step, self._state
-            _COUNTERS.pack_into(self._memory, self._offset, *numbers)
+            self._write_all()
+
+    def _write_all(self) -> None:
+        numbers = self._beats, self._steps, self._entered, self._left, self._step, self._meetings(), self._state
+        _COUNTERS.pack_into(self._memory, self._offset, *numbers)
 
     # ----------------------------------------------------------------------------------------------------- the engine
     def read(self) -> Life:
-        return Life(*_COUNTERS.unpack_from(self._memory, self._offset))
+        native = _NATIVE.unpack_from(self._memory, self._offset + _NATIVE_AT)
+        return Life(*_COUNTERS.unpack_from(self._memory, self._offset), *native)
 
     def words(self) -> bytes:
         """The last words; empty: there are none."""

@@ -48,13 +48,17 @@ class Rank(Protocol):
     def device_index(self) -> int | None:
         """Of its GPU on its machine; None: what the configuration says."""
 
+    def num_beats(self) -> int:
+        """Of its heart, so far."""
+
     def ending(self) -> str | None:
         """How it ended: "was killed by signal 9"; None: it runs."""
 
     def is_stopped(self) -> bool:
         """Whether it was halted, as by SIGSTOP."""
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """End it. Nobody who waits for it at one of its channels waits any longer."""
 
     def close(self) -> None:
         """Make sure that it is gone, and give back what belongs to it. Idempotent."""
@@ -85,6 +89,10 @@ class ProcessRank:
     def name(self) -> str:
         return f"pid {self.process.pid}"
 
+    def num_beats(self) -> int:
+        life = self.page.read()
+        return life.beats + life.native
+
     def ending(self) -> str | None:
         code = self.process.poll()
         if code is None:
@@ -104,9 +112,9 @@ class ProcessRank:
 
     def close(self) -> None:
         self.kill()
-        self.process.wait(_REAP_SECONDS)
         self.control.close()
         self.calls.close()
+        self.process.wait(_REAP_SECONDS)
 
 
 class ProcessLauncher:

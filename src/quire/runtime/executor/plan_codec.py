@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import fields
+from operator import attrgetter, is_
 from typing import Any
 
 from quire.runtime.executor.codec import Buffer, put, put_array, take, take_array
@@ -12,6 +14,9 @@ from quire.types.step import NO_ROWS, Ints, StepPlan
 _HEAD = struct.Struct("<qI")  # step, a bit for every field that is there
 _ARRAYS = ("decode_rows", "grant_rows", "grant_slots", "grant_blocks", "window_owners", "window_blocks")
 _OTHERS = tuple(item.name for item in fields(StepPlan) if item.name not in ("step", *_ARRAYS))
+_DEFAULTS = tuple(item.default for item in fields(StepPlan) if item.name in _OTHERS)
+_arrays_of: Callable[[StepPlan], tuple[Ints, ...]] = attrgetter(*_ARRAYS)
+_others_of: Callable[[StepPlan], tuple[Any, ...]] = attrgetter(*_OTHERS)
 _SAME_ROWS = 1 << 31  # the rows that decode are those of the message before
 
 
@@ -21,27 +26,26 @@ class PlanEncoder:
     def __init__(self) -> None:
         self._rows = b""  # those of the last plan that had some
 
-    def encode(self, plan: StepPlan) -> bytes:
-        out, there = bytearray(_HEAD.size), 0
-        for bit, name in enumerate(_ARRAYS):
-            array: Ints = getattr(plan, name)
-            if not len(array):
-                continue
-            if bit == 0:
-                if (rows := array.tobytes()) == self._rows:
-                    there |= _SAME_ROWS
-                    continue
-                self._rows = rows
-            there |= 1 << bit
-            put_array(out, array)
-        for bit, name in enumerate(_OTHERS, len(_ARRAYS)):
-            value = getattr(plan, name)
-            if value is _DEFAULTS[name] or value == ():
-                continue
-            there |= 1 << bit
-            put(out, value)
+    def encode(self, plan: StepPlan) -> bytearray:
+        out, there, (rows, *arrays) = bytearray(_HEAD.size), 0, _arrays_of(plan)
+        if len(rows):
+            if (named := rows.tobytes()) == self._rows:
+                there = _SAME_ROWS
+            else:
+                self._rows, there = named, 1
+                put_array(out, rows)
+        for bit, array in enumerate(arrays, 1):
+            if len(array):
+                there |= 1 << bit
+                put_array(out, array)
+        others = _others_of(plan)
+        if not all(map(is_, others, _DEFAULTS)):  # most steps have nothing but rows and their blocks
+            for bit, (value, default) in enumerate(zip(others, _DEFAULTS, strict=True), len(_ARRAYS)):
+                if value is not default and value != ():
+                    there |= 1 << bit
+                    put(out, value)
         _HEAD.pack_into(out, 0, plan.step, there)
-        return bytes(out)
+        return out
 
 
 class PlanDecoder:
@@ -66,6 +70,3 @@ class PlanDecoder:
             if there & 1 << bit:
                 given[name], at = take(data, at)
         return StepPlan(step, **given)
-
-
-_DEFAULTS = {item.name: item.default for item in fields(StepPlan)}

@@ -46,8 +46,11 @@ class RankServer:
         page: LifePage,
         make_store: MakeStore,
         end: Callable[[int], NoReturn] = os._exit,
+        beats: int = -1,
     ) -> None:
-        """`end` ends the process with an exit code."""
+        """`end` ends the process with an exit code; `beats` is a socket that takes a byte for every heartbeat; -1: the
+        engine's process reads the page itself."""
+        self._beats = beats
         self._control, self._calls, self._page, self._make_store, self._end = control, calls, page, make_store, end
         self._plans = PlanDecoder()
         self._executor: SingleExecutor
@@ -94,6 +97,10 @@ class RankServer:
         ranks = join_ranks(
             place, self._make_store(place), backend, job["seconds"], self._page, on_cpu=device.type == "cpu"
         )
+        self._page.start_native_beats(self._beats)
+        if ranks.tensor.shared is not None:
+            shared = ranks.tensor.shared
+            self._page.count_meetings(lambda: shared.num_meetings)
         self._executor = SingleExecutor(
             job["files"],
             job["model"],
@@ -108,7 +115,7 @@ class RankServer:
         if device.type == "cuda":
             self._collecting = SimpleQueue()
             threading.Thread(target=self._collect_steps, name="quire-results", daemon=True).start()
-        self._page.idle()
+        self._page.ready()
         self._control.send(Kind.READY, encode(self._executor.num_bytes))
 
     def _report_progress(self, what: str, done: int, total: int) -> None:
@@ -153,7 +160,7 @@ class RankServer:
         result = self._executor.collect()
         if self._sends_results:
             self._control.send(Kind.RESULT, encode(result))
-        self._page.idle()
+        self._page.end_step()
 
     def _collect_steps(self) -> None:
         """Where steps are only enqueued: the next one is launched while this thread waits for the one before."""
@@ -164,8 +171,7 @@ class RankServer:
                 result = self._executor.collect()
                 if self._sends_results:
                     self._control.send(Kind.RESULT, encode(result))
-                if self._collecting.empty():
-                    self._page.idle()
+                self._page.end_step()
         except BaseException as error:  # noqa: BLE001 - whatever it was, the engine says it
             self._page.say(describe_error(error))
             self._end(EXIT_FAILED)

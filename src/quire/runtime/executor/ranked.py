@@ -16,8 +16,8 @@ from typing import Any, Literal
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.sizes import format_size
-from quire.runtime.executor.channel import Kind, Message
-from quire.runtime.executor.codec import FINGERPRINT, decode, encode
+from quire.runtime.executor.channel import Kind, Message, frame
+from quire.runtime.executor.codec import FINGERPRINT, Buffer, decode, encode
 from quire.runtime.executor.links import Rank, RankLauncher
 from quire.runtime.executor.plan_codec import PlanEncoder
 from quire.runtime.executor.transfers import TransferMerger
@@ -146,13 +146,35 @@ class RankedExecutor:
         self._num_launched -= 1
         return merge_results([decode(self._receive(number, Kind.RESULT).data) for number in self._last])
 
-    def _send(self, kind: Kind, payload: bytes = b"") -> None:
+    def _send(self, kind: Kind, payload: Buffer = b"") -> None:
         self._check_open()
         try:
-            for rank in self._ranks:
-                rank.control.send(kind, payload)
-        except OSError:
+            rests, data = {}, frame(kind, payload)
+            for number, rank in enumerate(self._ranks):
+                if rest := rank.control.try_send(data):
+                    rests[number] = rest
+            if rests:
+                self._send_rests(rests)
+        except (EOFError, OSError):
             raise self._watch.death() from None
+
+    def _send_rests(self, rests: dict[int, memoryview]) -> None:
+        """Send what ranks could not take at once, by rank. Reads what they send in the meantime: a rank may take no
+        more before the engine has taken a large result of it, or of a rank that it waits for."""
+        with selectors.DefaultSelector() as selector:
+            for number, rank in enumerate(self._ranks):
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if number in rests else 0)
+                selector.register(rank.control, events, number)
+            while rests:
+                for key, events in selector.select():
+                    number, control = key.data, self._ranks[key.data].control
+                    if events & selectors.EVENT_READ and (message := control.receive(wait=False)) is not None:
+                        self._inboxes[number].append(message)
+                    if events & selectors.EVENT_WRITE and number in rests:
+                        rests[number] = control.try_send(rests[number])
+                        if not rests[number]:
+                            del rests[number]
+                            selector.modify(control, selectors.EVENT_READ, number)
 
     def _receive(self, number: int, kind: Kind) -> Message:
         """Wait for the next message of a kind; others of the same rank are kept for whoever asks for them."""
@@ -245,15 +267,16 @@ class RankedExecutor:
             return
         self._closed = True
         self._watch.pause()
-        for rank in self._ranks:
-            if not self._has_loaded:
-                rank.kill()
-            with contextlib.suppress(OSError):
-                rank.control.send(Kind.STOP)
-        deadline = time.monotonic() + _EXIT_SECONDS
-        while time.monotonic() < deadline and any(rank.ending() is None for rank in self._ranks):
-            time.sleep(0.005)
-        for rank in self._ranks:
-            rank.close()
-        self._watch.stop()
-        gc.unfreeze()
+        with contextlib.ExitStack() as at_end:  # whatever one of them raises, all others are run
+            at_end.callback(gc.unfreeze)
+            at_end.callback(self._watch.stop)
+            for rank in self._ranks:
+                at_end.callback(rank.close)
+            for rank in self._ranks:
+                with contextlib.suppress(Exception):
+                    if not self._has_loaded:
+                        rank.kill()
+                    rank.control.try_send(frame(Kind.STOP))  # one that does not take it is killed in the end
+            deadline = time.monotonic() + _EXIT_SECONDS
+            while time.monotonic() < deadline and any(rank.ending() is None for rank in self._ranks):
+                time.sleep(0.005)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 TOKEN_BYTES = 32
-PURPOSES = ("control", "calls", "life")
+PURPOSES = ("control", "calls", "life", "beats")
 HELLO = struct.Struct("<HB32s")  # rank, purpose, proof
 _LIFE_SECONDS = 0.05
 _SIOCGIFADDR = 0x8915
@@ -52,7 +52,7 @@ class RankActor:
         _, node, _ = self.describe()
         if (interface := interface_of(node)) is not None:
             set_variables(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
-        control, calls, life = (connect(engine, token, rank, purpose) for purpose in range(len(PURPOSES)))
+        control, calls, life, beats = (connect(engine, token, rank, purpose) for purpose in range(len(PURPOSES)))
         page = LifePage(bytearray(PAGE_BYTES))
 
         def make_store(place: RankPlace) -> Store:
@@ -69,7 +69,7 @@ class RankActor:
             os._exit(code)
 
         threading.Thread(target=_tell, args=(life, page), name="quire-ray-life", daemon=True).start()
-        RankServer(control, calls, page, make_store, end).run()
+        RankServer(control, calls, page, make_store, end, beats.fileno()).run()
 
 
 def _tell(life: Channel, page: LifePage) -> None:

@@ -30,6 +30,7 @@ logger = logging.getLogger("quire.runtime")
 _PLACING_SECONDS = 60.0  # for Ray to reserve room for all ranks
 _STARTING_SECONDS = 180.0  # for actors to start and connect
 _GREETING_SECONDS = 5.0  # for one connection to show that it knows the token
+_NO_CLUSTER = "start one by `ray start --head`, or set RAY_AUTH_MODE=token here if it needs a token"
 _END_SECONDS = 5.0  # from the end of an actor to the end of its process
 
 
@@ -44,10 +45,12 @@ class RayRank:
         self.control: Channel
         self.calls: Channel
         self._life: Channel
+        self._beats: Channel
+        self._num_beats = 0
         self._gone = threading.Event()
 
     def connect(self, channels: dict[str, Channel]) -> None:
-        self.control, self.calls, self._life = (channels[purpose] for purpose in PURPOSES)
+        self.control, self.calls, self._life, self._beats = (channels[purpose] for purpose in PURPOSES)
         threading.Thread(target=self._listen, name="quire-ray-life", daemon=True).start()
 
     def _listen(self) -> None:
@@ -56,6 +59,11 @@ class RayRank:
                 if message.kind is Kind.LIFE:
                     self.page.put_bytes(message.data)
         self._gone.set()
+
+    def num_beats(self) -> int:
+        """Of the actor's native thread, which sends a byte for each, and of its other one."""
+        self._num_beats += self._beats.discard()
+        return self._num_beats + self.page.read().beats
 
     def ending(self) -> str | None:
         return "ended: its connection was closed" if self._gone.is_set() else None
@@ -73,14 +81,18 @@ class RayRank:
             return b""
 
     def kill(self) -> None:
-        import ray
-
+        """Its signs of life are still taken in: they end when its process has ended."""
+        for name in ("control", "calls"):  # a node that is lost says nothing, not even that a connection is closed
+            if hasattr(self, name):
+                getattr(self, name).shut()
         if self._gone.is_set():
             return
         if self._is_here:  # one that is halted does not hear Ray
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._pid, signal.SIGKILL)
         with contextlib.suppress(Exception):
+            import ray
+
             ray.kill(self._actor, no_restart=True)
 
     def close(self) -> None:
@@ -89,7 +101,7 @@ class RayRank:
         self._gone.wait(_END_SECONDS)
         while self._state() not in (b"", b"Z", b"X") and time.monotonic() < deadline:
             time.sleep(0.01)  # its connections are closed a moment before it is gone
-        for name in ("control", "calls", "_life"):
+        for name in ("control", "calls", "_life", "_beats"):
             if hasattr(self, name):
                 getattr(self, name).close()
 
@@ -147,7 +159,7 @@ class RayLauncher:
         except ConnectionError as error:
             if address is not None:
                 reason = f"no cluster answers at {address!r}: {' '.join(str(error).split())[:200]}"
-                raise ConfigError("ray_address", reason, "start one by `ray start --head`") from None
+                raise ConfigError("ray_address", reason, _NO_CLUSTER) from None
             num_cpus = max(self._config.num_ranks, os.cpu_count() or 1)
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
         self._owns_cluster = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from hashlib import blake2b
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from quire.runtime.executor.ranked import RankJob
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.hardware import detect_hardware
 from quire.runtime.loading.progress import Progress
-from quire.runtime.parallel.make import backend_of, leave_ranks, make_ranks
+from quire.runtime.parallel.make import backend_of, make_ranks
 from quire.types.errors import ConfigError, EngineDead
 from quire.types.step import StepPlan
 
@@ -55,10 +56,11 @@ class TorchrunExecutor(SingleExecutor):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         seconds, backend = config.parallel.rank_timeout, backend_of(device)
-        if not dist.is_initialized():
+        self._owns_world = not dist.is_initialized()  # else it is the script's, which may go on with it
+        if self._owns_world:
             dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
         ranks = make_ranks(place, backend, seconds, _NoCounter())
-        self._meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        self._meeting: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         self._encoder, self._now, self._num_ranks = PlanEncoder(), 0.0, config.parallel.num_ranks
         super().__init__(
             job.files,
@@ -98,8 +100,18 @@ class TorchrunExecutor(SingleExecutor):
         self._now = float(found[0][1]) / 1e9
 
     def close(self) -> None:
-        super().close()
-        leave_ranks()
+        """Give back what this made: a process group of the script's own is left as it was."""
+        import torch.distributed as dist
+
+        try:
+            super().close()
+        finally:
+            meeting, self._meeting = self._meeting, None
+            if meeting is not None:
+                self.ranks.close()
+                dist.destroy_process_group(meeting)
+                if self._owns_world:
+                    dist.destroy_process_group()
 
 
 def check_torchrun(config: ParallelConfig, num_started: int | None) -> None:

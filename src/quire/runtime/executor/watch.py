@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -13,10 +14,13 @@ from quire.runtime.executor.links import Rank, RankLauncher
 from quire.runtime.executor.rank import read_error
 from quire.types.errors import ConfigError, EngineDead, ModelLoadError
 
+logger = logging.getLogger("quire.runtime")
+
 _TICK_SECONDS = 0.05
 _GRACE_SECONDS = 0.25  # from the first rank's end to the verdict: others end with it, and the first cause counts
 _STOPPED_SECONDS = 0.5  # that a rank may be halted
 _SILENT_SECONDS = 1.5  # without a heartbeat, on a machine that is not crowded
+_LOCKED_SECONDS = 15.0  # the same where the interpreter's lock can hold heartbeats up
 _LOADING_SILENT_SECONDS = 60.0  # the same while modules are imported and weights are read
 _VERDICT_SECONDS = 5.0  # from a broken channel to the verdict
 
@@ -42,6 +46,7 @@ class RankWatch:
         self._started, self._over, self._stopping = threading.Event(), threading.Event(), threading.Event()
         self._paused = threading.Event()
         self._lives: list[Life] = []
+        self._beats: list[int] = []
         self._beaten: list[float] = []  # by rank: when it last gave a sign of life
         self._running: list[float] = []  # by rank: when it was last not halted
         self._moved = 0.0  # when any rank last got on with its work
@@ -89,7 +94,7 @@ class RankWatch:
             self._launcher.close()
 
     def _watch(self) -> None:
-        self._lives = [rank.page.read() for rank in self._ranks]
+        self._lives, self._beats = [Life() for _ in self._ranks], [0 for _ in self._ranks]
         self._rest()
         last = time.monotonic()
         while not self._stopping.wait(_TICK_SECONDS):
@@ -97,7 +102,10 @@ class RankWatch:
             if now - last > 10 * _TICK_SECONDS:  # this process was halted, or starved: it knows nothing of that time
                 self._rest()
             last = now
-            fault = None if self._paused.is_set() else self._look(now)
+            try:
+                fault = None if self._paused.is_set() else self._look(now)
+            except Exception as error:  # noqa: BLE001 - nobody would end the ranks any more
+                fault = Fault(f"the ranks could not be watched any more: {error!r:.500}")
             if fault is not None:
                 self._give_up(fault)
                 return
@@ -109,9 +117,12 @@ class RankWatch:
 
     def _give_up(self, fault: Fault) -> None:
         self.fault = fault
+        self._over.set()  # the engine need not wait for their ends
         for rank in self._ranks:
-            rank.kill()
-        self._over.set()
+            try:
+                rank.kill()
+            except Exception:
+                logger.exception("%s could not be ended", describe(rank))
 
     def _look(self, now: float) -> Fault | None:
         if any(rank.ending() is not None for rank in self._ranks):
@@ -120,9 +131,9 @@ class RankWatch:
         lives = [rank.page.read() for rank in self._ranks]
         if any(new.progress != old.progress for new, old in zip(lives, self._lives, strict=True)):
             self._moved = now
-        for number, (rank, life) in enumerate(zip(self._ranks, lives, strict=True)):
-            if life.beats != self._lives[number].beats:
-                self._beaten[number] = now
+        for number, rank in enumerate(self._ranks):
+            if (beats := rank.num_beats()) != self._beats[number]:
+                self._beats[number], self._beaten[number] = beats, now
             if not rank.is_stopped():
                 self._running[number] = now
         self._lives = lives
@@ -149,8 +160,10 @@ class RankWatch:
             life = self._lives[number]
             if now - self._running[number] > _STOPPED_SECONDS:
                 return Fault(f"{describe(rank)} was halted by a signal {_when(life)}")
-            limit = _LOADING_SILENT_SECONDS if life.state == LOADING else _SILENT_SECONDS * crowding
-            if (silent := now - self._beaten[number]) > limit:
+            limit = _SILENT_SECONDS if life.native else _LOCKED_SECONDS
+            if life.state == LOADING:
+                limit = _LOADING_SILENT_SECONDS
+            if (silent := now - self._beaten[number]) > limit * crowding:
                 return Fault(f"{describe(rank)} gave no sign of life for {silent:.1f} s {_when(life)}")
         return None
 
@@ -159,17 +172,25 @@ class RankWatch:
         take as long as it needs."""
         if now - self._moved <= self._timeout:
             return None
-        others = [life for life in self._lives if life.waits or life.state == IDLE]
-        if not any(life.state == BUSY for life in self._lives) or not others:
+        waits = [self._waits(number) for number in range(len(self._ranks))]
+        if not any(waits) or not any(life.state == BUSY for life in self._lives):
             return None
-        number = min(range(len(self._lives)), key=lambda one: _reached(self._lives[one]))
+        number = min(range(len(waits)), key=lambda one: (waits[one], _reached(self._lives[one])))
         waited = f"made no progress for {now - self._moved:.0f} s {_when(self._lives[number])}"
         return Fault(f"{describe(self._ranks[number])} {waited}, and others wait for it")
 
+    def _waits(self, number: int) -> bool:
+        """Whether a rank waits for others: it has no step, is in a collective, or has come to a step or to a sum in
+        shared memory to which another rank of its stage has not."""
+        life, stage = self._lives[number], self._ranks[number].place.stage
+        stages = [one for one, rank in zip(self._lives, self._ranks, strict=True) if rank.place.stage == stage]
+        is_ahead = any(one.steps < life.steps or one.meetings < life.meetings for one in stages)
+        return life.state == IDLE or life.waits or is_ahead
 
-def _reached(life: Life) -> tuple[int, bool, int, int]:
-    """How far a rank has come."""
-    return (life.steps, life.state == IDLE, life.entered, life.left)
+
+def _reached(life: Life) -> tuple[int, ...]:
+    """How far a rank has come. Ranks of a stage pass the same places in the same order."""
+    return (life.steps, life.state == IDLE, life.entered, life.meetings, life.left)
 
 
 def describe(rank: Rank) -> str:

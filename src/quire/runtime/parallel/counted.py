@@ -59,3 +59,6 @@ class CountedGroup:
         found = self._group.receive(x, source)
         self._counter.leave()
         return found
+
+    def close(self) -> None:
+        self._group.close()

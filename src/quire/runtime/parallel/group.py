@@ -54,6 +54,9 @@ class RankGroup(Protocol):
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Overwrite x by what rank `source` sent next, and return it."""
 
+    def close(self) -> None:
+        """Give the group up. Idempotent."""
+
 
 class OneRank:
     """A group of one rank: nothing is sent."""
@@ -78,6 +81,8 @@ class OneRank:
     def receive(self, x: Tensor, source: int) -> Tensor:  # noqa: ARG002
         raise AssertionError(f"there is no rank {source}")
 
+    def close(self) -> None: ...
+
 
 ONE_RANK = OneRank()
 
@@ -94,7 +99,7 @@ class TorchGroup:
         import torch.distributed as dist
 
         self._dist, self._ranks = dist, tuple(ranks)
-        self._group = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds), backend=backend)
+        self._group: Any = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds), backend=backend)
         self.index, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.in_graphs = backend == "nccl"
         self._sent: deque[tuple[Any, Tensor]] = deque()  # on their way, with what must not change until they arrive
@@ -138,3 +143,8 @@ class TorchGroup:
         given = self._given(x)
         self._dist.recv(given, self._ranks[source], group=self._group)
         return x if given is x else x.copy_(given)
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            self._dist.destroy_process_group(group)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
+_JOINING_SECONDS = 300.0  # from the first rank's start to that of the last
+
+
 def backend_of(device: torch.device, *, shares_device: bool = False) -> str:
     """NCCL needs a device for every rank."""
     return "gloo" if device.type == "cpu" or shares_device else "nccl"
@@ -27,11 +30,11 @@ def join_ranks(
     place: RankPlace, store: Store, backend: str, seconds: float, counter: Counter, *, on_cpu: bool
 ) -> Ranks:
     """Meet the other ranks through a store, and make the groups. Called once by every rank's process. `seconds` is the
-    deadline of every wait for another rank."""
+    deadline of every wait for another rank, but for the first: ranks may start at different times."""
     import torch.distributed as dist
 
     config = place.config
-    limit = timedelta(seconds=seconds)
+    limit = timedelta(seconds=max(seconds, _JOINING_SECONDS))
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=config.num_ranks, timeout=limit, device_id=device
@@ -49,7 +52,8 @@ def make_ranks(place: RankPlace, backend: str, seconds: float, counter: Counter,
     if store is not None and config.tensor > 1:
         shared = _share_memory(place, store, seconds)
         tensor = tensor if shared is None else CountedGroup(shared, counter)
-    return Ranks(place, tensor, _own_group(shards, place.rank, backend, seconds, counter))
+    pipeline, tokens = (_own_group(shards, place.rank, backend, seconds, counter) for _ in range(2))
+    return Ranks(place, tensor, pipeline, tokens)
 
 
 def _own_group(groups: list[range], rank: int, backend: str, seconds: float, counter: Counter) -> RankGroup:
@@ -92,14 +96,6 @@ def _share_memory(place: RankPlace, store: Store, seconds: float) -> RankGroup |
 def _machine() -> str:
     """What processes have in common that see one another's files under /proc."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
-
-
-def leave_ranks() -> None:
-    """Give the groups up. Idempotent."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def ranks_share_device(config: ParallelConfig, device: str) -> bool:

@@ -13,9 +13,14 @@ class Ranks:
     place: RankPlace
     tensor: RankGroup  # the ranks of this stage, which share every layer
     pipeline: RankGroup  # the ranks with the same shard, one of each stage
-    # The same ranks: token ids go back over it. Where an operation of a group waits for the one before it, as with
-    # NCCL, it must be another group than `pipeline`, as hidden states and tokens go opposite ways. None: `pipeline`.
-    tokens: RankGroup | None = None
+    # The same ranks as `pipeline`, for token ids. Hidden states and tokens go opposite ways, and with NCCL an operation
+    # of a group waits for the one before it: in one group, a send of each stage could wait for the other's.
+    tokens: RankGroup = ONE_RANK
+
+    def close(self) -> None:
+        """Give the groups up. Idempotent."""
+        for group in (self.tensor, self.pipeline, self.tokens):
+            group.close()
 
 
 ALONE = Ranks(NO_PARALLEL.place(0), ONE_RANK, ONE_RANK)

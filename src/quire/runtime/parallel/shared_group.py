@@ -85,6 +85,9 @@ class SharedGroup:
     def receive(self, x: Tensor, source: int) -> Tensor:  # noqa: ARG002
         raise AssertionError(f"ranks that share memory receive nothing from rank {source} alone")
 
+    def close(self) -> None:
+        """The memory is gone with the last process that has it."""
+
     def _most(self, number: int) -> int:
         """The largest number that a rank gives."""
         slots = self.shared.give(torch.tensor([number]).view(torch.uint8))

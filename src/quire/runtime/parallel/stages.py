@@ -16,7 +16,7 @@ class StageLink:
     """
 
     def __init__(self, ranks: Ranks, width: int, beside: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._hidden, self._tokens = ranks.pipeline, ranks.tokens or ranks.pipeline
+        self._hidden, self._tokens = ranks.pipeline, ranks.tokens
         self.stage, self.num_stages = ranks.place.stage, ranks.place.config.pipeline
         self._widths, self._dtype, self._device = (width, beside), dtype, device
 

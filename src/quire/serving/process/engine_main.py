@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from quire.config.embedding import EncoderConfig, PoolingModel
 from quire.config.engine import DeviceConfig
 from quire.config.facts import HardwareFacts
 from quire.config.model import ModelConfig
+from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.vocabulary import Vocabulary
 from quire.engine.encoder_core import EncoderCore
@@ -40,6 +42,7 @@ from quire.types.errors import ConfigError, EngineDead, InvalidRequest, ModelLoa
 
 logger = logging.getLogger("quire.engine")
 
+_RANK_SHARE = 0.8  # of the time for a step: that in which a rank may be behind
 _SLOW_CPU_FLOPS = 1e10  # operations a second of one thread of a slow CPU
 
 Report = Callable[[str, int, int], None]
@@ -105,6 +108,7 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | Encode
 
     tools = planned.tools(vocabulary, warm=True)  # beside the weights: later it would hold up what is being served
     config = planned.config
+    step_seconds = longest_step(config.device, config.scheduler.max_num_batched_tokens, planned.model)
     ready = EngineReady(
         generation=start.generation,
         max_model_len=config.scheduler.max_model_len,
@@ -120,11 +124,19 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | Encode
         policy=config.scheduler.policy,
         eos_ids=tuple(planned.model.eos_ids),
         ageing=config.scheduler.policy_settings.ageing,
-        step_seconds=longest_step(config.device, config.scheduler.max_num_batched_tokens, planned.model),
+        step_seconds=step_seconds,
         model=_sizes(planned.model),
         pooling=planned.pooling,
     )
+    parallel = limit_rank_timeout(config.parallel, max(start.config.step_timeout, step_seconds))
+    planned = replace(planned, config=replace(config, parallel=parallel))
     return planned.build(source.load_format, report, tools), ready
+
+
+def limit_rank_timeout(config: ParallelConfig, step_seconds: float) -> ParallelConfig:
+    """Let a rank that hangs be found, and named, before the supervisor ends the engine because its step takes too
+    long."""
+    return replace(config, rank_timeout=min(config.rank_timeout, max(1.0, _RANK_SHARE * step_seconds)))
 
 
 def load_adapters_again(core: EngineCore | EncoderCore, adapters: Iterable[AdapterModule]) -> None:

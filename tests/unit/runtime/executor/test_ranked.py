@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from adapter_files import SMALL, make_adapter
-from faulty_rank_main import LOOPS, RAISES
+from faulty_rank_main import LOOPS, LOOPS_INSIDE, RAISES
 from quire.config.tiers import TierConfig
 from quire.engine.core import EngineCore
+from quire.runtime.executor.channel import Channel, Kind, channel_pair
+from quire.runtime.executor.codec import encode
+from quire.runtime.executor.life import BUSY, IDLE, PAGE_BYTES, LifePage
 from quire.runtime.executor.links import ProcessLauncher
+from quire.runtime.executor.rank import RankServer
 from quire.runtime.executor.ranked import RankedExecutor, RankJob
 from quire.runtime.loading.files import ModelFiles
 from quire.types.adapters import AdapterPlacement
 from quire.types.errors import EngineDead, InvalidRequest, ModelLoadError
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
-from quire.types.step import Masks, StepPlan
+from quire.types.step import Masks, NewRow, StepPlan, StepResult
 from ranked_engines import (
+    FILES,
     MODEL,
     config_of,
     decode_step,
@@ -170,8 +178,9 @@ def launch_and_wait(executor: RankedExecutor, step: int) -> str:
         (812, lambda pid: os.kill(pid, signal.SIGSTOP), r"was halted by a signal"),
         (RAISES, None, r"failed while step 1004 ran: RuntimeError: the weights are wrong$"),
         (LOOPS, None, r"made no progress for 1 s while step 1003 ran, and others wait for it$"),
+        (LOOPS_INSIDE, None, r"made no progress for 1 s while step 1005 ran, and others wait for it$"),
     ],
-    ids=["killed", "stopped", "raises", "loops"],
+    ids=["killed", "stopped", "raises", "loops", "loops while the other is in a compiled program"],
 )
 def test_a_rank_that_fails_is_named_and_all_are_ended(
     step: int, misdeed: Callable[[int], None] | None, reason: str
@@ -189,6 +198,112 @@ def test_a_rank_that_fails_is_named_and_all_are_ended(
         name = rf"^rank 1 of 2 \(stage 0, shard 1, pid {started[1]}\) "
         assert re.search(name + reason, said), said
         executor.close()
+
+
+class ThreadRank:
+    """Implements Rank by a thread that sends a large result before it takes a large plan, as a CPU's rank may."""
+
+    device_index, name = None, "a thread"
+
+    def __init__(self, number: int) -> None:
+        self.place = config_of(tensor=2).parallel.place(number)
+        self.page = LifePage(bytearray(PAGE_BYTES))
+        self.page.ready()
+        (self.control, control), (self.calls, self._calls) = channel_pair(), channel_pair()
+        self.closed = False
+        self._thread = threading.Thread(target=self._run, args=(Channel(control),), daemon=True)
+        self._thread.start()
+
+    def _run(self, channel: Channel) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            channel.receive()
+            channel.send(Kind.READY, encode((0, 0)))
+            channel.send(Kind.RESULT, encode(StepResult(0, np.arange(1 << 20, dtype=np.int32))))
+            while (message := channel.receive()) is not None and message.kind is not Kind.STOP:
+                pass
+        channel.close()
+
+    def num_beats(self) -> int:
+        return time.monotonic_ns()
+
+    def ending(self) -> str | None:
+        return None if self._thread.is_alive() else "ended"
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def kill(self) -> None:
+        self.control.shut()
+
+    def close(self) -> None:
+        self.control.close()
+        self.calls.close()
+        self._calls.close()
+        self.closed = True
+        if self.place.rank == 0:
+            raise TimeoutError("it does not end")
+
+
+class ThreadLauncher:
+    """Implements RankLauncher."""
+
+    def __init__(self) -> None:
+        self.ranks = [ThreadRank(number) for number in range(2)]
+        self.closed = False
+
+    def start(self) -> list[ThreadRank]:
+        return self.ranks
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_large_plans_and_results_pass_each_other_and_all_ranks_are_closed_whatever_one_raises() -> None:
+    launcher = ThreadLauncher()
+    executor = RankedExecutor(RankJob(FILES, MODEL, config_of(), "dummy"), launcher)
+    large = NewRow(0, np.arange(1 << 20, dtype=np.int32), 1, (0,), SamplingParams(), TokenRules(), 0, 7)
+    found = []
+    thread = threading.Thread(target=lambda: found.append([executor.launch(first_step(0, large)), executor.collect()]))
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "the engine and a rank wait for each other"
+    assert len(found[0][1].token_ids) == 1 << 20
+    with pytest.raises(TimeoutError, match="does not end"):
+        executor.close()
+    assert [rank.closed for rank in launcher.ranks] == [True, True]
+    assert launcher.closed
+
+
+class OneStep:
+    """In place of the queue of steps to collect: one of them, then the end."""
+
+    def __init__(self) -> None:
+        self._steps = [0]
+
+    def get(self) -> int:
+        return self._steps.pop()
+
+    def empty(self) -> bool:
+        return not self._steps
+
+
+def test_a_rank_is_busy_until_its_last_step_has_ended() -> None:
+    """The next step is launched while a thread waits for the device to end the one before."""
+    (ours, theirs), (calls, others), page = channel_pair(), channel_pair(), LifePage(bytearray(PAGE_BYTES))
+    server = RankServer(Channel(theirs), calls, page, lambda place: None, sys.exit)  # type: ignore[arg-type, return-value]
+    server._executor = SimpleNamespace(collect=lambda: StepResult(7, np.zeros(1, dtype=np.int32)))  # type: ignore[assignment]
+    states = []
+    page.ready()
+    for step in (7, 8):
+        page.begin_step(step)
+    for _ in range(2):
+        server._collecting = OneStep()  # type: ignore[assignment]
+        with pytest.raises(SystemExit):
+            server._collect_steps()
+        states.append(page.read().state)
+    assert states == [BUSY, IDLE]
+    for end in (ours, theirs, calls, others):
+        end.close()
 
 
 def test_closing_while_a_step_runs_ends_all_ranks() -> None:

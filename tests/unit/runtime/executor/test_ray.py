@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from quire.config.parallel import ParallelConfig
-from quire.runtime.executor.channel import Kind
-from quire.runtime.executor.ray_actor import HELLO, TOKEN_BYTES, connect, interface_of, sign
-from quire.runtime.executor.ray_ranks import RayLauncher, greet
+from quire.runtime.executor.channel import Kind, channel_pair
+from quire.runtime.executor.ray_actor import HELLO, PURPOSES, TOKEN_BYTES, connect, interface_of, sign
+from quire.runtime.executor.ray_ranks import RayLauncher, RayRank, greet
 from quire.types.errors import ConfigError
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the package ray is not installed")
@@ -56,6 +56,30 @@ def test_a_connection_that_hangs_up_is_turned_away(pair: tuple[socket.socket, so
     ours, theirs = pair
     theirs.close()
     assert greet(ours, b"token") is None
+
+
+def test_whoever_waits_for_an_actor_is_told_when_it_is_killed_though_its_node_says_nothing() -> None:
+    pairs = {purpose: channel_pair() for purpose in PURPOSES}
+    rank = RayRank(ParallelConfig(2, executor="ray").place(1), None, 1, "lost node", False)
+    rank.connect({purpose: ours for purpose, (ours, _) in pairs.items()})
+    told = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(EOFError):
+            rank.control.receive()
+        told.set()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    rank.kill()
+    assert told.wait(60)
+    assert rank.ending() is None, "its signs of life are still heard"
+    with pytest.raises(OSError, match="Broken pipe"):
+        rank.control.send(Kind.PLAN)
+    for _, theirs in pairs.values():
+        theirs.close()
+    rank.close()
+    thread.join()
 
 
 def test_the_interface_of_an_address_is_found() -> None:

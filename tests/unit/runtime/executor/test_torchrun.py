@@ -9,31 +9,58 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from adapter_files import PREFIX, write_adapter
 from quire.config.parallel import ParallelConfig
 from quire.runtime.executor.torchrun import check_torchrun
 from quire.types.errors import ConfigError
 from tiny_served import write_tiny_model
 
+SIZES = {"A": (4, 32), "B": (32, 4)}
 PROGRAM = """
-import json, os, sys
+import json, os, sys, time
 from quire import LLM, SamplingParams
+from quire.runtime.adapters.reader import AdapterReader
+from quire.serving.lora import LoRARequest
 model, out, ranks = sys.argv[1:]
+rank = os.environ.get("RANK", "alone")
+read = AdapterReader.read
+def read_late(self, folder):
+    time.sleep(0.3)
+    return read(self, folder)
+if rank == "1":
+    AdapterReader.read = read_late  # a rank whose disk is slow must not plan other steps
+if ranks == "2":
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
 settings = {"executor": "torchrun", "tensor_parallel_size": 2} if ranks == "2" else {}
 settings |= {"load_format": "dummy", "dtype": "float32", "device": "cpu", "max_num_seqs": 3, "num_kv_blocks": 64}
+settings |= {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2}
 with LLM(model, **settings) as llm:
     sampling = [SamplingParams(temperature=n % 2, max_tokens=6 + n) for n in range(6)]
     sampling[4] = SamplingParams(max_tokens=8, structured_outputs={"regex": "[ab]{3,9}"})
-    outputs = llm.generate([f"prompt {n}" * (n + 1) for n in range(6)], sampling)
-rank = os.environ.get("RANK", "alone")
+    prompts = [f"prompt {n}" * (n + 1) for n in range(6)]
+    loras = [LoRARequest(name, number, f"{out}/{name}") for number, name in enumerate("abc", 1)]
+    outputs = [*llm.generate(prompts, sampling), *llm.generate(prompts, sampling, lora_request=loras + loras)]
+if ranks == "2":
+    dist.barrier()  # the script's own group, which the engine has left as it was
+    dist.destroy_process_group()
 with open(f"{out}/{rank}.json", "w") as file:
     json.dump([list(output.outputs[0].token_ids) for output in outputs], file)
 """
 
 
-def test_every_rank_gets_the_answers_of_one_process(tmp_path: Path) -> None:
+def test_every_rank_gets_the_answers_of_one_process_with_adapters_too(tmp_path: Path) -> None:
     model, script = write_tiny_model(tmp_path / "model"), tmp_path / "script.py"
     script.write_text(PROGRAM)
+    for number, name in enumerate("abc"):
+        generator = torch.Generator().manual_seed(number)
+        layer = f"{PREFIX}model.layers.0.self_attn.q_proj."
+        parts = {f"{layer}lora_{part}.weight": torch.randn(*size, generator=generator) for part, size in SIZES.items()}
+        write_adapter(
+            tmp_path / name, {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "q_proj"}, parts
+        )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     for command, ranks in (([sys.executable], "1"), (torchrun, "2")):

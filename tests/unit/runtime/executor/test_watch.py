@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
 from quire.config.parallel import ParallelConfig, RankPlace
+from quire.kernels.native.loader import why_not_native
 from quire.runtime.executor import watch as watch_module
 from quire.runtime.executor.channel import Channel
-from quire.runtime.executor.life import PAGE_BYTES, LifePage
+from quire.runtime.executor.life import _NATIVE, _NATIVE_AT, PAGE_BYTES, LifePage
 from quire.runtime.executor.links import Rank
 from quire.runtime.executor.rank import describe_error
 from quire.runtime.executor.watch import RankWatch
@@ -31,18 +37,22 @@ class FakeRank:
         self.page = LifePage(bytearray(PAGE_BYTES))
         self.how: str | None = None
         self.stopped = self.silent = self.killed = False
+        self.on_kill: Callable[[], object] = bool
+        self._num_beats = 0
 
     def ending(self) -> str | None:
         return self.how
 
+    def num_beats(self) -> int:
+        self._num_beats += not self.silent
+        return self._num_beats
+
     def is_stopped(self) -> bool:
-        if not self.silent:
-            self.page._beats += 1
-            self.page._write()
         return self.stopped
 
     def kill(self) -> None:
         self.killed = True
+        self.on_kill()
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -54,7 +64,7 @@ class FakeLauncher:
     def __init__(self) -> None:
         self.fakes = [FakeRank(number) for number in range(CONFIG.num_ranks)]
         for fake in self.fakes:
-            fake.page.idle()
+            fake.page.ready()
 
     def start(self) -> Sequence[Rank]:
         return self.fakes
@@ -118,9 +128,9 @@ def test_a_rank_without_a_heartbeat_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(watch_module, "_SILENT_SECONDS", 0.02)
     monkeypatch.setattr(watch_module.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     launcher = FakeLauncher()
-    launcher.fakes[3].silent = True
-    for fake in launcher.fakes[:3]:
-        fake.silent = False
+    for number in (2, 3):
+        launcher.fakes[number].silent = True
+    _NATIVE.pack_into(launcher.fakes[3].page._memory, _NATIVE_AT, 5)  # the other's heart may wait for the interpreter
     assert verdict(launcher).startswith("rank 3 of 4 (stage 1, shard 1, pid 103) gave no sign of life for ")
 
 
@@ -137,6 +147,79 @@ def test_the_rank_that_is_behind_is_named_among_those_that_wait() -> None:
     said = verdict(launcher, timeout=0.05)
     assert said.startswith("rank 2 of 4 (stage 1, shard 0, pid 102) made no progress for ")
     assert said.endswith("while step 9 ran, and others wait for it")
+
+
+def test_a_rank_is_named_for_which_another_waits_within_a_compiled_program() -> None:
+    launcher = FakeLauncher()
+    for number, meetings in ((0, 31), (1, 30), (2, 31), (3, 31)):
+        page = launcher.fakes[number].page
+        page.begin_step(9)
+        page.count_meetings(lambda meetings=meetings: meetings)
+        page._write()
+    said = verdict(launcher, timeout=0.05)
+    assert said.startswith("rank 1 of 4 (stage 0, shard 1, pid 101) made no progress for ")
+
+
+def test_the_rank_that_does_not_wait_is_named_though_it_has_come_further() -> None:
+    launcher = FakeLauncher()
+    for number in (0, 1, 2):
+        page = launcher.fakes[number].page
+        page.begin_step(9)
+        page.enter()
+    page = launcher.fakes[3].page
+    page.begin_step(9)
+    page.enter()
+    page.leave()
+    assert verdict(launcher, timeout=0.05).startswith("rank 3 of 4 (stage 1, shard 1, pid 103) made no progress for ")
+
+
+def test_all_ranks_are_ended_though_one_cannot_be() -> None:
+    def fail() -> None:
+        raise OSError("no such node")
+
+    launcher = FakeLauncher()
+    launcher.fakes[0].on_kill, launcher.fakes[2].stopped = fail, True
+    assert verdict(launcher).startswith("rank 2 of 4")
+
+
+def test_the_verdict_does_not_wait_for_the_ends_of_ranks() -> None:
+    goes_on = threading.Event()
+    launcher = FakeLauncher()
+    launcher.fakes[0].on_kill, launcher.fakes[2].stopped = lambda: goes_on.wait(60), True
+    watch = RankWatch(launcher, 1_000.0)
+    assert watch.verdict().reason.startswith("rank 2 of 4")
+    assert not launcher.fakes[3].killed
+    goes_on.set()
+    watch.stop()
+
+
+def test_ranks_that_cannot_be_watched_are_ended() -> None:
+    def fail() -> bool:
+        raise PermissionError("/proc")
+
+    launcher = FakeLauncher()
+    launcher.fakes[1].is_stopped = fail  # type: ignore[method-assign]
+    assert verdict(launcher) == "the ranks could not be watched any more: PermissionError('/proc')"
+
+
+@pytest.mark.skipif(
+    why_not_native(torch.float32, torch.device("cpu")) is not None, reason="the native CPU kernels were not built"
+)
+def test_the_heart_beats_while_a_thread_holds_the_interpreters_lock() -> None:
+    program = """
+import ctypes
+from quire.runtime.executor.channel import channel_pair
+from quire.runtime.executor.life import PAGE_BYTES, LifePage
+page, (ours, theirs) = LifePage(bytearray(PAGE_BYTES)), channel_pair()
+page.start_native_beats(theirs.fileno(), 0.001)
+ctypes.PyDLL(None).sleep(1)  # a call that keeps the lock
+print(page.read().native, ours.discard())
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run([sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE).stdout
+    counted, sent = map(int, said.split())
+    assert counted > 3
+    assert sent > 3
 
 
 def test_a_long_step_in_which_nobody_waits_is_left_alone() -> None:
