@@ -21,7 +21,8 @@ class PackedLinear(Structure):
 class PackedExperts(Structure):
     _fields_ = (
         ("num", c_int64), ("used", c_int64), ("first", c_int64), ("held", c_int64),
-        ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64), ("scale", c_double), ("groups", c_int64), ("groups_used", c_int64), ("score_bias", c_void_p),
+        ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64), ("scale", c_double),
+        ("groups", c_int64), ("groups_used", c_int64), ("score_bias", c_void_p),
         ("gate_up", c_void_p), ("down", c_void_p), ("clamp", c_void_p), ("factors", c_void_p), ("activation", c_int64),
     )  # fmt: skip
 

@@ -3,7 +3,8 @@
 A token and one of its experts make a pair, numbered token * used + rank. Pairs are put in the order of their experts,
 each expert's from a new tile on, by the device alone: shapes are those of the worst case, so that a step can be
 captured, and tiles that are left over end at once. Only experts that were chosen are read; pairs of experts whose
-weights are not here are not computed, and count as zeros. A pair's products lie at its own number, and a token's are added in the order of rank, so that the result never depends on timing.
+weights are not here are not computed, and count as zeros. A pair's products lie at its own number, and a token's are
+added in the order of rank, so that the result never depends on timing.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class ExpertSum:
             return Senders(held, None)
         copied = torch.empty(held.shape, dtype=torch.bool, pin_memory=True)
         copied.copy_(held, non_blocking=True)
-        ready = torch.cuda.Event()
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
         return Senders(copied, ready)
 
@@ -104,7 +104,7 @@ def _sum_rows(group: RankGroup, x: Tensor, held: Tensor) -> Tensor:
     flags += [each[mine.start : mine.stop] for each in held]  # of the rows from each rank
     flags[index] = flags[group.size + index] = held[0, :0]  # what this rank has of its own rows stays here
     places = [each.nonzero().flatten() for each in flags]
-    on_device = to_device(torch.cat(places), x.device).split([len(each) for each in places])
+    on_device = torch.split(to_device(torch.cat(places), x.device), [len(each) for each in places])
     targets, sources = on_device[: group.size], on_device[group.size :]
     given = [x[share.start : share.stop].index_select(0, at) for share, at in zip(shares, targets, strict=True)]
     found = group.all_to_all(given, [(len(at), x.shape[1]) for at in sources])

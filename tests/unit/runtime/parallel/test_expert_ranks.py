@@ -38,7 +38,8 @@ from tiny_models import MemoryCheckpoint, engine_config, tiny_config
 from worker_executor import TinyEngine
 
 SIZES: dict[str, Any] = {  # whose parts fill the panels that compiled kernels pack weights into
-    "vocab_size": 1536, "hidden_size": 192, "heads": Heads(num_query=8, num_kv=4, dim=48), "rope": Rope(max_position=64),
+    "vocab_size": 1536, "hidden_size": 192, "heads": Heads(num_query=8, num_kv=4, dim=48),
+    "rope": Rope(max_position=64),
 }  # fmt: skip
 MIXTURE = Experts(7, 2, 384)
 
