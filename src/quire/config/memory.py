@@ -383,7 +383,7 @@ def _widest_mixture(hidden: int, experts: Experts) -> int:
 def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
     """Bytes of captured graphs. They share one memory pool of the size that the largest needs, counted twice because
     the order of capture wastes some."""
-    captured = config.device.device != "cpu" and not config.device.enforce_eager and config.parallel.num_ranks == 1
+    captured = config.device.device != "cpu" and not config.device.enforce_eager
     if not captured or _attention(config, facts) != "triton":
         return 0
     rows, value_bytes = min(config.scheduler.num_rows, GRAPH_ROWS), DTYPE_BYTES[config.device.dtype]

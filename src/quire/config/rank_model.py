@@ -131,8 +131,9 @@ def _heads(heads: Heads, index: int, size: int) -> Heads:
 def _experts(experts: Experts, index: int, size: int, *, whole: bool) -> Experts:
     """`whole`: a rank has whole experts. It still chooses among all, and any of a token's may be its own."""
     shared = len(share_size(experts.shared_size, index, size)) if experts.shared_size else 0
-    own = experts.size if whole else len(share_size(experts.size, index, size))
-    return replace(experts, size=own, shared_size=shared)
+    if whole:
+        return replace(experts, shared_size=shared, held=len(share_of(experts.num, index, size)))
+    return replace(experts, size=len(share_size(experts.size, index, size)), shared_size=shared)
 
 
 def _recurrent(recurrent: Recurrent, index: int, size: int) -> Recurrent:

@@ -61,7 +61,7 @@ def test_ranks_without_a_head_are_refused_with_the_most_that_can_be() -> None:
 def test_a_rank_with_whole_experts_has_their_whole_size() -> None:
     model = replace(tiny_config(), experts=Experts(5, 2, 256, shared_size=64))
     parallel = ParallelConfig(tensor=2, expert=True)
-    assert rank_model(model, parallel.place(0)).experts == Experts(5, 2, 256, shared_size=32)
+    assert rank_model(model, parallel.place(0)).experts == Experts(5, 2, 256, shared_size=32, held=3)
     check_shares(replace(model, experts=Experts(5, 2, 1)), parallel, "float32")  # which ranks could not cut
 
 
@@ -79,6 +79,8 @@ def test_memory_is_planned_for_the_rank_with_most_experts() -> None:
     assert counted.parameters == pytest.approx(model.weights.parameters * 2 / 3, rel=0.05)  # two of three experts
     bound = largest_rank(model, parallel).weights
     assert all(getattr(bound, name) >= getattr(counted, name) for name in ("parameters", "in_blocks"))
+    rank = largest_rank(count_rank_weights(model, parallel), parallel)
+    assert rank.num_active == pytest.approx(model.num_active * 2 / 3, rel=0.05)
     stored = replace(model, levels=StoredLevels(parameters=900, num_bytes=600))
     assert largest_rank(count_rank_weights(stored, parallel), parallel).levels.num_bytes == pytest.approx(400, rel=0.05)
 

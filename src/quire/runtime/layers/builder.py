@@ -138,7 +138,9 @@ class LayerBuilder:
     def _row_linear(
         self, name: str, inputs: Split, outputs: int, *, bias: bool, stored: Stored = AS_IT_IS, reduces: bool = True
     ) -> Linear:
-        group = None if inputs.is_whole else self._splits.group
+        group = self._splits.group
+        if group is not None and group.size > 1 and inputs.is_whole:  # of an expert that no other rank has
+            group = None
         layer = Linear(inputs, {name: outputs}, bias, self._product, self._placement, stored, group=group)
         layer.reduces = reduces and layer.reduces
         return layer

@@ -60,12 +60,14 @@ class ExpertSum:
         before the experts compute, so that the host need not wait for them."""
         if self.group is None or self._owners is None or len(chosen) < LEAST_ROWS:
             return None
+        if chosen.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph knows no number of rows
+            return None
         if self._owners.device != chosen.device:
             self._owners = self._owners.to(chosen.device)
         ranks = torch.arange(self.group.size, device=chosen.device)[:, None, None]
         owners = self._owners[chosen.clamp(min=0).long()].masked_fill(chosen < 0, -1)  # [tokens, used]
         held = (owners == ranks).any(dim=-1)  # [ranks, tokens]
-        if held.device.type != "cuda":
+        if not held.is_cuda:
             return Senders(held, None)
         copied = torch.empty(held.shape, dtype=torch.bool, pin_memory=True)
         copied.copy_(held, non_blocking=True)
