@@ -42,7 +42,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
     total, done, expanded = sum(len(parts) for _, parts in layers), 0, 0
     for layer, parts in layers:
         for name, part in parts.items():
-            quantized = checkpoint.read_quantized(name)
+            quantized = checkpoint.read_quantized(name, layer.region(part))
             if quantized is None:
                 layer.load(part, checkpoint.read(name, partial(layer.checked, part)))
             else:
