@@ -13,12 +13,14 @@ import torch
 from adapter_files import make_adapter
 from family_models import FamilyCase
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from tests.families.test_expert_parallel import CHANGES as UNEVEN
 from tests.families.test_stages import CHANGES
 
 pytest.importorskip("transformers")
 WHOLE = "QUIRE_TEST_WHOLE" in os.environ  # make families
 SHAPES = {"tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2)}
 NAMES = ("qwen3", "gemma3_text", "mixtral", "deepseek_v3", "qwen3_next", "llama")
+MIXTURES = ("mixtral", "deepseek_v3", "gpt_oss", "qwen3_moe", "qwen3_next")
 QUANTIZED = Path(__file__).parents[1] / "fixtures" / "quantized" / "gptq-4bit"
 USUAL: dict[str, Any] = {
     "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "threads": 2, "max_num_seqs": 4,
@@ -79,6 +81,18 @@ def test_so_does_one_rank_whose_sums_are_captured(tmp_path: Path) -> None:
     prompts, settings = [case.prompt(length, length) for length in (30, 7, 22)], {"device": "cuda", "block_size": 16}
     alone, process = (answers(tmp_path, prompts, executor=name, **settings) for name in ("single", "processes"))
     assert process == alone
+
+
+@pytest.mark.parametrize("shape", ["tp2", "tp2-pp2"])
+@pytest.mark.parametrize("name", MIXTURES if WHOLE else MIXTURES[:1])
+def test_so_do_ranks_with_whole_experts(name: str, shape: str, tmp_path: Path) -> None:
+    """Their number does not divide by the ranks."""
+    case = FamilyCase(name, tmp_path, CHANGES.get(name, {}) | UNEVEN[name])
+    assert case.model is not None
+    prompts = [case.prompt(length, length) for length in (30, 7, 22)]
+    alone, (tensor, pipeline) = answers(tmp_path, prompts), SHAPES[shape]
+    ranks = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "enable_expert_parallel": True}
+    assert answers(tmp_path, prompts, **ranks) == alone
 
 
 @pytest.mark.skipif(not WHOLE, reason="make families runs it")

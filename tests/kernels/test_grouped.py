@@ -40,14 +40,14 @@ def weights(num: int, hidden: int, size: int, dtype: torch.dtype) -> tuple[Tenso
 
 
 def check_places(routing: Routing, block_m: int) -> None:
-    """Every pair is in one tile of its expert, in the order of pairs; tiles are in the order of experts."""
-    chosen = routing.chosen.flatten().tolist()
+    """Every pair of an own expert is in one tile of it, in the order of pairs; tiles are in the order of experts."""
+    chosen, own = routing.chosen.flatten().tolist(), routing.own
     tiles = routing.places.view(-1, block_m).tolist()
     found = []
     for expert, places in zip(routing.tile_experts.tolist(), tiles, strict=True):
         if expert >= 0:
-            found += [(expert, pair) for pair in places if pair >= 0]
-    assert found == sorted((expert, pair) for pair, expert in enumerate(chosen) if expert >= 0)
+            found += [(own[expert], pair) for pair in places if pair >= 0]
+    assert found == sorted((expert, pair) for pair, expert in enumerate(chosen) if expert in own)
 
 
 @pytest.mark.parametrize("normalized", [False, True])
@@ -120,6 +120,22 @@ def test_a_mixture_is_that_of_torch(
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert torch.equal(mix(x, stacks, route(logits, used, tiling, is_normalized=True), tiling), found)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_some_of_the_experts_give_their_part_of_the_mixture(tokens: int) -> None:
+    x, logits, shared = rand(tokens, 32), rand(tokens, 7, seed=3), rand(tokens, 32, seed=4)
+    gate_up, down = weights(7, 32, 24, torch.float32)
+    parts = []
+    for own in (range(4), range(4, 6), range(6, 7)):
+        routing = route(logits, 3, SMALL, is_normalized=True, own=own)
+        check_places(routing, SMALL.block_m)
+        held = slice(own.start, own.stop)
+        parts.append(mix(x, (Stack(gate_up[held], None), Stack(down[held], None)), routing, SMALL))
+        assert bool((combine(rand(tokens * 3, 32).fill_(float("nan")), routing, shared=shared).isnan().any(dim=1)
+                     == ((routing.chosen >= own.start) & (routing.chosen < own.stop)).any(dim=1)).all())  # fmt: skip
+    wanted = mix_experts(x, gate_up, down, routing.chosen, routing.weights, "silu")
+    torch.testing.assert_close(sum(parts), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -211,3 +227,7 @@ def test_what_is_laid_out_otherwise_is_refused() -> None:
         grouped_product(rand(4, 32), Stack(rand(4, 16, 32), None), routing, SMALL, num_used=2)
     with pytest.raises(ValueError, match="at least one expert"):
         route(rand(3, 4), 5, SMALL, is_normalized=True)
+    with pytest.raises(ValueError, match="consecutive experts"):
+        route(rand(3, 4), 2, SMALL, is_normalized=True, own=range(3, 5))
+    with pytest.raises(ValueError, match="own experts"):
+        grouped_product(rand(3, 32), Stack(rand(3, 16, 32), None), routing, SMALL, num_used=2)

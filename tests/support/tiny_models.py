@@ -62,7 +62,7 @@ class MemoryCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
-    def read_quantized(self, name: str) -> None:
+    def read_quantized(self, name: str, region: Any = None) -> None:
         return None
 
     def read(self, name: str, own: Any = None) -> Tensor:

@@ -83,7 +83,8 @@ class WorkerExecutor:
 class RanksExecutor(WorkerExecutor):
     """The same over one worker per tensor parallel rank, each in a thread of its own."""
 
-    def __init__(self, size: int, make: Callable[[Ranks], Worker], depth: int) -> None:
+    def __init__(self, config: ParallelConfig, make: Callable[[Ranks], Worker], depth: int) -> None:
+        self._config, size = config, config.tensor
         self.groups = local_groups(size)
         self._threads = [ThreadPoolExecutor(1) for _ in range(size)]
         self._make = make
@@ -91,7 +92,7 @@ class RanksExecutor(WorkerExecutor):
         super().__init__(self.workers[0], depth)
 
     def _start(self, group: LocalGroup) -> Worker:
-        return self._make(Ranks(ParallelConfig(tensor=group.size).place(group.index), group, ONE_RANK))
+        return self._make(Ranks(self._config.place(group.index), group, ONE_RANK))
 
     def _on_all(self, work: Callable[[Any], Any], ranks: Sequence[Any]) -> list[Any]:
         """What every rank returns. The first exception is raised; the others do not wait for that rank."""
@@ -143,7 +144,8 @@ def _result(output: StepOutput) -> StepResult:
 
 
 class TinyEngine:
-    """Answers requests of token ids by a random model, with or without speculation. `tensor`: ranks that share it."""
+    """Answers requests of token ids by a random model, with or without speculation. `tensor`: ranks that share it;
+    `expert`: they have whole experts."""
 
     def __init__(
         self,
@@ -154,6 +156,7 @@ class TinyEngine:
         depth: int = 1,
         attention: str = "auto",
         tensor: int = 1,
+        expert: bool = False,
         stages: int = 1,  # of a pipeline, each of them a worker in a thread
         **settings: Any,
     ) -> None:
@@ -173,7 +176,8 @@ class TinyEngine:
             self.executor = make_staged(checkpoint, config, stages, depth)
             self.config = config = self.executor.config
         else:
-            self.executor = WorkerExecutor(make(ALONE), depth) if tensor == 1 else RanksExecutor(tensor, make, depth)
+            parallel = ParallelConfig(tensor=tensor, expert=expert)
+            self.executor = WorkerExecutor(make(ALONE), depth) if tensor == 1 else RanksExecutor(parallel, make, depth)
         self.proposers = make_proposers(speculation, depth)
         self.core = EngineCore(
             self.executor,
@@ -240,21 +244,3 @@ def similar_checkpoint(checkpoint: MemoryCheckpoint, noise: float, seed: int = 1
         for name, tensor in checkpoint.tensors.items()
     }
     return MemoryCheckpoint(checkpoint.config, tensors)
-
-
-def _make_worker(checkpoint: MemoryCheckpoint, config: EngineConfig, draft: MemoryCheckpoint | None) -> Worker:
-    builder = LayerBuilder(
-        config.device, checkpoint.config.heads, config.cache.block_size, checkpoint.config.local_heads
-    )
-    decoder = load_model(checkpoint, builder)
-    sampler = sampler_of(config, checkpoint.config, builder)
-    adapters = make_adapters(decoder, checkpoint.config, config, builder.backend.kernels)
-    worker = Worker(decoder, builder.backend, sampler, checkpoint.config, config, adapters=adapters)
-
-    def load(_: ModelConfig, drafting: LayerBuilder) -> BaseModel:
-        assert draft is not None
-        return load_model(draft, drafting)
-
-    worker.drafter = make_drafter(worker, decoder, checkpoint.config, config, load)
-    worker.tiers = make_tiers(worker.cache, config.cache, triton=builder.backend.kernels == "triton")
-    return worker

@@ -99,6 +99,7 @@ class Experts:
     beside_mlp: bool = False  # layers have a plain MLP too
     has_bias: bool = False  # the router and the experts' matrices
     clamp: tuple[float, float, float] | None = None  # of the gate: limit, alpha and shift, see `kernels/clamp.py`
+    held: int | None = None  # by a rank that has whole experts; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +306,13 @@ class ModelConfig:
 
     @property
     def num_active(self) -> int:
-        """The number of weights that a token meets: all but those of experts it does not go to."""
+        """The number of weights that a token meets: all but those of experts it does not go to. On a rank that has
+        whole experts, as many as a token meets on average."""
         if self.experts is None:
             return self.num_parameters
-        others = self.experts.num - self.experts.num_used
+        num, held = self.experts.num, self.experts.num if self.experts.held is None else self.experts.held
+        others = (num - self.experts.num_used) * held
         mixtures = self.num_layers - len(self.experts.dense_layers)
         hidden, size = self.hidden_size, self.experts.size
         biases = 2 * size + hidden if self.experts.has_bias else 0
-        return self.num_parameters - mixtures * others * (3 * hidden * size + biases)
+        return self.num_parameters - mixtures * others * (3 * hidden * size + biases) // num

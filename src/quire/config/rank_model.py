@@ -8,7 +8,7 @@ from math import ceil
 
 from quire.config.kv_cache import lay_out, stored_specs
 from quire.config.model import Experts, Heads, ModelConfig, Recurrent, StoredLevels, WeightCounts
-from quire.config.parallel import ParallelConfig, RankPlace, share_heads, share_size
+from quire.config.parallel import ParallelConfig, RankPlace, share_heads, share_of, share_size
 from quire.types.errors import ConfigError
 
 _SETTING = "tensor_parallel_size"
@@ -18,7 +18,7 @@ def rank_model(model: ModelConfig, place: RankPlace) -> ModelConfig:
     """Return the model with the heads, intermediate sizes and recurrent heads of a rank: what its cache and its
     activations are made of. The vocabulary stays whole, as ranks sample from all of it. Raises ValueError if there are
     fewer heads than ranks."""
-    index, size = place.shard, place.config.tensor
+    index, size, whole = place.shard, place.config.tensor, place.config.expert
     if size == 1:
         return model
     local = model.local_heads
@@ -27,7 +27,7 @@ def rank_model(model: ModelConfig, place: RankPlace) -> ModelConfig:
         heads=_heads(model.heads, index, size),
         local_heads=None if local is None else _heads(local, index, size),
         intermediate_size=len(share_size(model.intermediate_size, index, size)),
-        experts=None if model.experts is None else _experts(model.experts, index, size),
+        experts=None if model.experts is None else _experts(model.experts, index, size, whole=whole),
         recurrent=None if model.recurrent is None else _recurrent(model.recurrent, index, size),
     )
 
@@ -36,18 +36,19 @@ def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) ->
     """Raise ConfigError if ranks cannot share the layers: one would have nothing, or its blocks another layout."""
     if parallel.tensor == 1:
         return
-    if parallel.expert:
-        reason = "ranks have a part of every expert, and whole experts are not supported"
-        raise ConfigError("enable_expert_parallel", reason, "leave it out")
+    num = None if model.experts is None or not parallel.expert else model.experts.num
+    if num is not None and num < parallel.tensor:
+        reason = f"{parallel.tensor} ranks cannot share {num} experts, of which each has whole ones"
+        raise ConfigError(_SETTING, reason, f"set it to {num} or less, or leave enable_expert_parallel out")
     if model.encoder is not None:
         raise ConfigError(_SETTING, "encoders are not shared by ranks", "leave it out")
     try:
         ranks = _rank_models(model, parallel)
     except ValueError:
         raise ConfigError(_SETTING, *_too_many(model, parallel.tensor)) from None
-    sizes = [len(share_size(size, parallel.tensor - 1, parallel.tensor)) for size in _sizes(model)]
-    if 0 in sizes:
-        reason = f"{parallel.tensor} ranks cannot share {min(_sizes(model))} numbers of a layer"
+    sizes = _sizes(model, whole_experts=parallel.expert)
+    if 0 in [len(share_size(size, parallel.tensor - 1, parallel.tensor)) for size in sizes]:
+        reason = f"{parallel.tensor} ranks cannot share {min(sizes)} numbers of a layer"
         raise ConfigError(_SETTING, reason, "lower it")
     layouts = [lay_out(stored_specs(rank.kv_specs, kv_dtype), split=split) for rank in ranks for split in (False, True)]
     if len({(layout.places, layout.num_planes, layout.sources) for layout in layouts[::2]}) > 1 or (
@@ -70,14 +71,14 @@ def largest_rank(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     if parallel.tensor == 1:
         return model
     ranks = _rank_models(model, parallel)
-    first = ranks[0]
+    first, weights = ranks[0], model.rank_weights or _most_weights(model, ranks, parallel)
     return replace(
         first,
         heads=_most_heads([rank.heads for rank in ranks]),
         local_heads=None if first.local_heads is None else _most_heads([rank.all_heads[1] for rank in ranks]),
         recurrent=max((rank.recurrent for rank in ranks), key=lambda each: 0 if each is None else each.state_numbers),
-        weights=model.rank_weights or _most_weights(model, ranks),
-        levels=_levels(model.levels, parallel.tensor),
+        weights=weights,
+        levels=_levels(model.levels, weights.in_blocks / max(model.weights.in_blocks, 1)),
     )
 
 
@@ -92,12 +93,13 @@ def _too_many(model: ModelConfig, size: int) -> tuple[str, str]:
     return f"{size} ranks cannot share {min(counts)} query heads", f"set it to {min(counts)} or less"
 
 
-def _sizes(model: ModelConfig) -> list[int]:
-    """Of what ranks share besides heads."""
+def _sizes(model: ModelConfig, *, whole_experts: bool) -> list[int]:
+    """Of what ranks share besides heads and whole experts."""
     experts = model.experts
     if experts is None:
         return [model.intermediate_size, model.vocab_size]
-    return [experts.size, model.vocab_size, *([experts.shared_size] if experts.shared_size else [])]
+    shared = [experts.shared_size] if experts.shared_size else []
+    return [model.vocab_size, *shared, *([] if whole_experts else [experts.size])]
 
 
 def _most_heads(ranks: Sequence[Heads]) -> Heads:
@@ -105,20 +107,20 @@ def _most_heads(ranks: Sequence[Heads]) -> Heads:
     return replace(ranks[0], num_query=num_query, num_kv=num_kv)
 
 
-def _most_weights(model: ModelConfig, ranks: Sequence[ModelConfig]) -> WeightCounts:
+def _most_weights(model: ModelConfig, ranks: Sequence[ModelConfig], parallel: ParallelConfig) -> WeightCounts:
     """An upper bound: as if all weights were divided like what is divided worst."""
     shares = [max(rank.heads.num_query for rank in ranks) / model.heads.num_query]
     shares += [max(rank.heads.num_kv for rank in ranks) / model.heads.num_kv] if model.latent is None else []
-    shares += [len(share_size(size, 0, len(ranks))) / size for size in _sizes(model)]
+    shares += [len(share_size(size, 0, len(ranks))) / size for size in _sizes(model, whole_experts=parallel.expert)]
+    if model.experts is not None and parallel.expert:
+        shares.append(len(share_of(model.experts.num, 0, len(ranks))) / model.experts.num)
     divided = ("parameters", "in_blocks", "int4_parameters", "int4_bytes")
     return replace(model.weights, **{name: ceil(getattr(model.weights, name) * max(shares)) for name in divided})
 
 
-def _levels(levels: StoredLevels, size: int) -> StoredLevels:
-    parts = {
-        name: -(-getattr(levels, name) // size) for name in ("parameters", "num_bytes", "gpu_parameters", "gpu_bytes")
-    }
-    return replace(levels, **parts)
+def _levels(levels: StoredLevels, share: float) -> StoredLevels:
+    names = ("parameters", "num_bytes", "gpu_parameters", "gpu_bytes")
+    return replace(levels, **{name: ceil(getattr(levels, name) * share) for name in names})
 
 
 def _heads(heads: Heads, index: int, size: int) -> Heads:
@@ -126,8 +128,11 @@ def _heads(heads: Heads, index: int, size: int) -> Heads:
     return replace(heads, num_query=len(share.query), num_kv=len(share.kv))
 
 
-def _experts(experts: Experts, index: int, size: int) -> Experts:
+def _experts(experts: Experts, index: int, size: int, *, whole: bool) -> Experts:
+    """`whole`: a rank has whole experts. It still chooses among all, and any of a token's may be its own."""
     shared = len(share_size(experts.shared_size, index, size)) if experts.shared_size else 0
+    if whole:
+        return replace(experts, shared_size=shared, held=len(share_of(experts.num, index, size)))
     return replace(experts, size=len(share_size(experts.size, index, size)), shared_size=shared)
 
 

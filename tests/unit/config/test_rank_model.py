@@ -8,7 +8,7 @@ import pytest
 
 from quire.config.engine import DeviceConfig
 from quire.config.memory import kv_block_bytes
-from quire.config.model import Experts, Heads, Recurrent
+from quire.config.model import Experts, Heads, Recurrent, StoredLevels
 from quire.config.parallel import NO_PARALLEL, ParallelConfig, share_size
 from quire.config.rank_model import check_shares, largest_rank, rank_model
 from quire.runtime.models.build import count_rank_weights
@@ -58,9 +58,31 @@ def test_ranks_without_a_head_are_refused_with_the_most_that_can_be() -> None:
     check_shares(tiny_config(), ParallelConfig(tensor=6), "float32")
 
 
-def test_whole_experts_on_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="enable_expert_parallel"):
-        check_shares(tiny_config(), ParallelConfig(tensor=2, expert=True), "float32")
+def test_a_rank_with_whole_experts_has_their_whole_size() -> None:
+    model = replace(tiny_config(), experts=Experts(5, 2, 256, shared_size=64))
+    parallel = ParallelConfig(tensor=2, expert=True)
+    assert rank_model(model, parallel.place(0)).experts == Experts(5, 2, 256, shared_size=32, held=3)
+    check_shares(replace(model, experts=Experts(5, 2, 1)), parallel, "float32")  # which ranks could not cut
+
+
+def test_more_ranks_than_experts_are_refused() -> None:
+    model = tiny_config("mixtral", experts=Experts(3, 2, 64))
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 6 ranks cannot share 3 experts.*3 or less"):
+        check_shares(model, ParallelConfig(tensor=6, expert=True), "float32")
+    check_shares(model, ParallelConfig(tensor=3, expert=True), "float32")
+    check_shares(model, ParallelConfig(tensor=6), "float32")
+
+
+def test_memory_is_planned_for_the_rank_with_most_experts() -> None:
+    model, parallel = tiny_config("mixtral", experts=Experts(3, 2, 640)), ParallelConfig(tensor=2, expert=True)
+    counted = largest_rank(count_rank_weights(model, parallel), parallel).weights
+    assert counted.parameters == pytest.approx(model.weights.parameters * 2 / 3, rel=0.05)  # two of three experts
+    bound = largest_rank(model, parallel).weights
+    assert all(getattr(bound, name) >= getattr(counted, name) for name in ("parameters", "in_blocks"))
+    rank = largest_rank(count_rank_weights(model, parallel), parallel)
+    assert rank.num_active == pytest.approx(model.num_active * 2 / 3, rel=0.05)
+    stored = replace(model, levels=StoredLevels(parameters=900, num_bytes=600))
+    assert largest_rank(count_rank_weights(stored, parallel), parallel).levels.num_bytes == pytest.approx(400, rel=0.05)
 
 
 def test_heads_of_two_kinds_must_be_divided_alike() -> None:

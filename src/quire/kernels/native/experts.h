@@ -15,12 +15,13 @@ struct PackedLinear {
 // The experts of one layer: gate and up in one product, then down.
 struct PackedExperts {
     int64_t num, used;
+    int64_t first, held;          // those whose weights are here: held of them, from the first; others give nothing
     int64_t is_normalized;        // a row's weights are divided by their sum
     int64_t shared, shared_gate;  // buffers: what the expert of all rows gave, its gate's logits; -1: there is none
     double scale;                 // of a row's weights
     int64_t groups, groups_used;  // of experts, side by side; those of a row are of the groups that rank first
     const float* score_bias;      // [num]: experts rank by sigmoids plus this, groups by their best two; null: softmax
-    const PackedLinear *gate_up, *down;  // [num]
+    const PackedLinear *gate_up, *down;  // [held]
     const Clamp* clamp;                  // of the gate, or null
     const float* factors;                // [num]: of the weights of each, or null
     int64_t activation;                  // of the gate
@@ -136,9 +137,9 @@ struct Pairs {
         }
     }
 
-    int64_t most() const {  // of one expert
+    int64_t most(int64_t first, int64_t held) const {  // of one of these experts
         int64_t found = 0;
-        for (size_t i = 1; i < begins.size(); ++i) found = std::max(found, begins[i] - begins[i - 1]);
+        for (int64_t i = first; i < first + held; ++i) found = std::max(found, begins[i + 1] - begins[i]);
         return found;
     }
 };
@@ -160,12 +161,13 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
                  int64_t rows, T* out) {
     const int64_t size = experts.down->inputs, hidden = experts.down->outputs;
     const Pairs pairs(logits, experts, rows);
-    const int64_t most = pairs.most();
+    const int64_t most = pairs.most(experts.first, experts.held);
     const std::unique_ptr<float[]> sums(new float[rows * hidden]);
     const std::unique_ptr<T[]> taken(new T[most * hidden]), both(new T[most * 2 * size]), inner(new T[most * size]);
     begin_sums(shared, gate, rows, hidden, sums.get());
-    for (int64_t expert = 0; expert < experts.num; ++expert) {
-        const int64_t begin = pairs.begins[expert], count = pairs.begins[expert + 1] - begin;
+    for (int64_t expert = 0; expert < experts.held; ++expert) {
+        const int64_t* at = &pairs.begins[experts.first + expert];
+        const int64_t begin = at[0], count = at[1] - begin;
         if (count == 0) continue;
         for (int64_t i = 0; i < count; ++i)
             std::memcpy(&taken[i * hidden], x + pairs.rows[begin + i] * hidden, hidden * sizeof(T));

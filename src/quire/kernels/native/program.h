@@ -281,7 +281,7 @@ template <typename T> bool can_multiply(const Operation* operations, int64_t cou
     return std::all_of(operations, operations + count, [](const Operation& op) {
         if (op.kind == MIX) {
             const PackedExperts& experts = *static_cast<const PackedExperts*>(op.weight);
-            return has_kernels<T>(experts.gate_up, experts.num) && has_kernels<T>(experts.down, experts.num);
+            return has_kernels<T>(experts.gate_up, experts.held) && has_kernels<T>(experts.down, experts.held);
         }
         if (op.kind == MULTIPLY_HEADS) return has_kernels<T>(static_cast<const PackedLinear*>(op.weight), op.groups);
         return op.kind != MULTIPLY || has_kernels<T>(static_cast<const PackedLinear*>(op.weight), 1);

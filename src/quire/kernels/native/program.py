@@ -108,12 +108,13 @@ class ProgramWriter:
     def mix(self, x: Symbol, logits: Symbol, experts: ExpertWeights, shared: Sequence[Symbol] = ()) -> Symbol:
         """The weighted sum of what the experts of each row make of it. shared: what is added, and the logits [rows, 1]
         of the sigmoid that it is multiplied by; or less."""
-        num, out = len(experts.gate_up), self._new(x.width)
-        assert logits.width == num
-        gate_up, down = ((PackedLinear * num)(*map(self._pack, each)) for each in (experts.gate_up, experts.down))
+        num, held, out = logits.width, len(experts.gate_up), self._new(x.width)
+        assert 0 <= experts.first <= num - held
+        gate_up, down = ((PackedLinear * held)(*map(self._pack, each)) for each in (experts.gate_up, experts.down))
         others = [each.buffer for each in shared]
         packed = PackedExperts(
-            num, experts.num_used, experts.is_normalized, *(*others, -1, -1)[:2], experts.scale, *experts.groups,
+            num, experts.num_used, experts.first, held, experts.is_normalized, *(*others, -1, -1)[:2], experts.scale,
+            *experts.groups,
             self._keep_each(experts.score_bias, num), self._keep(gate_up), self._keep(down),
             self._keep(doubles(experts.clamp)), self._keep_each(experts.factors, num), ACTIVATIONS[experts.activation],
         )  # fmt: skip

@@ -20,8 +20,9 @@ class PackedLinear(Structure):
 
 class PackedExperts(Structure):
     _fields_ = (
-        ("num", c_int64), ("used", c_int64), ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64),
-        ("scale", c_double), ("groups", c_int64), ("groups_used", c_int64), ("score_bias", c_void_p),
+        ("num", c_int64), ("used", c_int64), ("first", c_int64), ("held", c_int64),
+        ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64), ("scale", c_double),
+        ("groups", c_int64), ("groups_used", c_int64), ("score_bias", c_void_p),
         ("gate_up", c_void_p), ("down", c_void_p), ("clamp", c_void_p), ("factors", c_void_p), ("activation", c_int64),
     )  # fmt: skip
 
@@ -36,7 +37,7 @@ class LinearWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The experts of a layer: gate and up in one product, then down."""
+    """The experts of a layer, or some of them: gate and up in one product, then down."""
 
     gate_up: Sequence[LinearWeights]
     down: Sequence[LinearWeights]
@@ -48,3 +49,4 @@ class ExpertWeights:
     factors: Tensor | None = None  # [experts] float32: of each expert's weight
     groups: tuple[int, int] = (1, 1)  # and how many of them a row's experts are of
     score_bias: Tensor | None = None  # [experts] float32: experts rank by sigmoids plus this, which are their weights
+    first: int = 0  # the number of the first of these experts; what a row's other experts make of it is not added

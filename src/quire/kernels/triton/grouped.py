@@ -2,8 +2,9 @@
 
 A token and one of its experts make a pair, numbered token * used + rank. Pairs are put in the order of their experts,
 each expert's from a new tile on, by the device alone: shapes are those of the worst case, so that a step can be
-captured, and tiles that are left over end at once. Only experts that were chosen are read. A pair's products lie at its
-own number, and a token's are added in the order of rank, so that the result never depends on timing.
+captured, and tiles that are left over end at once. Only experts that were chosen are read; pairs of experts whose
+weights are not here are not computed, and count as zeros. A pair's products lie at its own number, and a token's are
+added in the order of rank, so that the result never depends on timing.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ class Routing(NamedTuple):
     """Which experts a step's tokens go to."""
 
     chosen: Tensor  # [tokens, used] int32; -1 for a token of padding
+    own: range  # the experts whose weights are here
     weights: Tensor  # [tokens, used] float32
     places: Tensor  # [tiles * block_m] int32: the pairs of each tile, -1 where it has none
-    tile_experts: Tensor  # [tiles] int32; -1: the tile is left over
+    tile_experts: Tensor  # [tiles] int32: counted from the first of `own`; -1: the tile is left over
 
 
 @triton.jit
@@ -125,17 +127,18 @@ def _choose_kernel(
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _place_kernel(
-    chosen_ptr, places_ptr, tile_experts_ptr, pairs, num, tiles,
+    chosen_ptr, places_ptr, tile_experts_ptr, pairs, first, num, tiles,
     BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program for each expert, and one for the tiles that are left over."""
+    """A program for each of `num` experts from the first on, and one for the tiles that are left over."""
     mine = tl.program_id(0)
     bins, pair = tl.arange(0, BINS), tl.arange(0, BLOCK)
     await_inputs(DEPENDENT)
     counts = tl.zeros((BINS,), tl.int32)
     for start in range(0, pairs, BLOCK):
         chosen = tl.load(chosen_ptr + start + pair, mask=start + pair < pairs, other=-1)
-        counts += tl.histogram(tl.where(chosen < 0, num, chosen), BINS)
+        chosen -= first
+        counts += tl.histogram(tl.where((chosen < 0) | (chosen >= num), num, chosen), BINS)
     needed = tl.where(bins < num, (counts + BLOCK_M - 1) // BLOCK_M, 0)
     begin = tl.sum(tl.where(bins < mine, needed, 0), 0)
     end = tl.where(mine == num, tiles, begin + tl.sum(tl.where(bins == mine, needed, 0), 0))
@@ -147,7 +150,7 @@ def _place_kernel(
         place = begin * BLOCK_M
         for start in range(0, pairs, BLOCK):
             chosen = tl.load(chosen_ptr + start + pair, mask=start + pair < pairs, other=-1)
-            is_mine = (chosen == mine).to(tl.int32)
+            is_mine = (chosen - first == mine).to(tl.int32)
             at = place + tl.cumsum(is_mine, 0) - 1
             tl.store(places_ptr + at, start + pair, mask=is_mine > 0)
             place += tl.sum(is_mine, 0)
@@ -204,7 +207,7 @@ def _grouped_kernel(
 
 @triton.jit
 def _combine_kernel(
-    y_ptr, chosen_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, size, shared_stride, gate_stride,
+    y_ptr, chosen_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, size, first, end, shared_stride, gate_stride,
     USED: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -214,8 +217,9 @@ def _combine_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(USED):
         pair = token * USED + rank
-        is_real = tl.load(chosen_ptr + pair) >= 0  # of padding, y is whatever was there before
-        y = tl.load(y_ptr + pair * size + column, mask=inside & is_real, other=0.0).to(tl.float32)
+        chosen = tl.load(chosen_ptr + pair)
+        is_own = (chosen >= first) & (chosen < end)  # of all others, y is whatever was there before
+        y = tl.load(y_ptr + pair * size + column, mask=inside & is_own, other=0.0).to(tl.float32)
         total += y * tl.load(weights_ptr + pair)
     if HAS_SHARED:
         shared = tl.load(shared_ptr + token * shared_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -269,6 +273,7 @@ def route(
     rows: Tensor | None = None,  # [tokens] int: below 0 for a token of padding, which goes nowhere
     groups: tuple[int, int] = (1, 1),  # of experts, side by side, and those of them that a token's experts are of
     score_bias: Tensor | None = None,  # [experts] float32: experts rank by sigmoids plus this, groups by their best two
+    own: range | None = None,  # the experts whose pairs are computed; None: all
     dependent: bool = False,
 ) -> Routing:
     """The experts that each token ranks first, weighted by the softmax over all or, with a bias, by the sigmoids
@@ -282,11 +287,13 @@ def route(
     check(pairs + num * tiling.block_m < 1 << 31, "at most 2**31 pairs")
     check(score_bias is None or (score_bias.shape == (num,) and score_bias.is_contiguous()), "bias: one per expert")
     check(num % groups[0] == 0, "groups are of equal size")
-    tiles = most_tiles(pairs, num, tiling.block_m)
+    own = range(num) if own is None else own
+    check(0 <= own.start < own.stop <= num and own.step == 1, "own: consecutive experts")
+    tiles = most_tiles(pairs, len(own), tiling.block_m)
     chosen = torch.empty(tokens, num_used, dtype=torch.int32, device=device)
     weights = torch.empty(tokens, num_used, dtype=torch.float32, device=device)
     places = torch.empty(tiles * tiling.block_m, dtype=torch.int32, device=device)
-    routing = Routing(chosen, weights, places, torch.empty(tiles, dtype=torch.int32, device=device))
+    routing = Routing(chosen, own, weights, places, torch.empty(tiles, dtype=torch.int32, device=device))
     if tokens == 0:
         return routing
     block = power_of_two(num)
@@ -299,10 +306,10 @@ def route(
     )  # fmt: skip
     block, bins = (
         max(_FEWEST_AT_ONCE, min(power_of_two(pairs), _MOST_AT_ONCE)),
-        max(_FEWEST_BINS, power_of_two(num + 1)),
+        max(_FEWEST_BINS, power_of_two(len(own) + 1)),
     )
-    _place_kernel[(num + 1,)](
-        chosen, places, routing.tile_experts, pairs, num, tiles,
+    _place_kernel[(len(own) + 1,)](
+        chosen, places, routing.tile_experts, pairs, own.start, len(own), tiles,
         BLOCK=block, BINS=bins, BLOCK_M=tiling.block_m, TILES=_TILES_AT_ONCE, DEPENDENT=dependent,
         num_warps=4 if block < _MOST_AT_ONCE else 8, num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
@@ -320,9 +327,11 @@ def grouped_product(
     clamp: Clamp | None = None,  # of the gate
     dependent: bool = False,
 ) -> Tensor:  # [pairs, outputs]
-    """Each pair's row by the weight of its expert, summed in float32. What pairs of padding get is not written."""
+    """Each pair's row by the weight of its expert, summed in float32. What pairs of padding and of experts that are not
+    `routing.own` get is not written."""
     weight, scale, bias = stack
     num, rows, inputs = weight.shape
+    check(num == len(routing.own), "a matrix of each of the routing's own experts")
     outputs, pairs = rows // (1 if activation is None else 2), routing.chosen.numel()
     check_rows(x, "x")
     check(x.shape == (pairs // num_used, inputs), "x is [pairs / num_used, inputs]")
@@ -356,7 +365,7 @@ def combine(
     gate: Tensor | None = None,  # [tokens, 1]: `shared` is multiplied by its sigmoid
     dependent: bool = False,
 ) -> Tensor:  # [tokens, size], of y's dtype
-    """The weighted sum of each token's pairs, in the order of rank, in float32."""
+    """The weighted sum of each token's pairs with `routing.own` experts, in the order of rank, in float32."""
     (tokens, num_used), size = routing.chosen.shape, y.shape[1]
     check(y.is_contiguous() and len(y) == tokens * num_used, "y is [pairs, size]")
     check(shared is None or (shared.shape == (tokens, size) and shared.stride(1) == 1), "shared is [tokens, size]")
@@ -366,7 +375,7 @@ def combine(
         return out
     block = min(power_of_two(size), _COLUMNS)
     _combine_kernel[(tokens, triton.cdiv(size, block))](
-        y, routing.chosen, routing.weights, shared, gate, out, size,
+        y, routing.chosen, routing.weights, shared, gate, out, size, routing.own.start, routing.own.stop,
         0 if shared is None else shared.stride(0), 0 if gate is None else gate.stride(0),
         USED=num_used, HAS_SHARED=shared is not None, HAS_GATE=gate is not None, BLOCK=block, DEPENDENT=dependent,
         num_warps=warps_for(block), num_stages=1, launch_pdl=dependent,

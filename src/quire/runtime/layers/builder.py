@@ -53,6 +53,7 @@ from quire.runtime.layers.split import RankSplits, Split, behind
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.texts import TextAttention
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored
+from quire.runtime.parallel.expert_sum import expert_sum
 from quire.runtime.parallel.ranks import ALONE, Ranks
 
 TORCH_DTYPES = {
@@ -82,7 +83,7 @@ class LayerBuilder:
     ) -> None:
         """local_heads: of layers with a window, where they have others; many_rows: no step has few tokens, as with
         encoders; ranks: those that share every layer."""
-        self.ranks, self._splits = ranks, RankSplits(ranks.tensor)
+        self.ranks, self._splits = ranks, RankSplits(ranks.tensor, whole_experts=ranks.place.config.expert)
         heads, local_heads = self._splits.heads(heads), None if local_heads is None else self._splits.heads(local_heads)
         self._placement = Placement(TORCH_DTYPES[config.dtype], torch.device(config.device))
         dtype, device = self._placement.dtype, self._placement.device
@@ -137,9 +138,10 @@ class LayerBuilder:
     def _row_linear(
         self, name: str, inputs: Split, outputs: int, *, bias: bool, stored: Stored = AS_IT_IS, reduces: bool = True
     ) -> Linear:
-        layer = Linear(
-            inputs, {name: outputs}, bias, self._product, self._placement, stored, group=self._splits.group
-        )  # fmt: skip
+        group = self._splits.group
+        if group is not None and group.size > 1 and inputs.is_whole:  # of an expert that no other rank has
+            group = None
+        layer = Linear(inputs, {name: outputs}, bias, self._product, self._placement, stored, group=group)
         layer.reduces = reduces and layer.reduces
         return layer
 
@@ -215,7 +217,7 @@ class LayerBuilder:
     def gated_mlp(
         self,
         hidden: int,
-        intermediate: int,
+        intermediate: int | Split,
         activation: str,
         *,
         bias: bool,
@@ -223,13 +225,14 @@ class LayerBuilder:
         clamp: Clamp | None = None,
         reduces: bool = True,
     ) -> GatedMLP:
-        """`names`: of the matrices for gate, up and down; one may hold gate and up. `clamp`: the gate's limits. Unless
-        it `reduces`, the caller sums over ranks."""
+        """`names`: of the matrices for gate, up and down; one may hold gate and up. `clamp`: the gate's limits. Ranks
+        share an intermediate size; a split says what this one has of it. Unless it `reduces`, the caller sums over
+        ranks."""
         gate, up, down = names
-        size = self._splits.size(intermediate)
+        size = intermediate if isinstance(intermediate, Split) else self._splits.size(intermediate)
         both = {gate: behind(size, size)} if gate == up else {gate: size, up: size}
         gate_up = Linear(hidden, both, bias, self._product, self._placement)
-        turned = self.row_linear(down, intermediate, hidden, bias=bias, reduces=reduces)
+        turned = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
         return GatedMLP(gate_up, turned, activation, self._ops, clamp)
 
     def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED, router: str = "gate") -> MoEMLP:
@@ -260,17 +263,18 @@ class LayerBuilder:
 
     def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
         """Those of an outline are stacked too: thousands of layers would take seconds to make."""
-        num, size, bias, device = settings.num, settings.size, settings.has_bias, self._placement.device
-        triton, clamp, group = self.backend.kernels == "triton", clamp_of(settings), self._splits.group
+        device, splits, triton = self._placement.device, self._splits, self.backend.kernels == "triton"
+        own, total = splits.experts(settings.num), expert_sum(splits.group, settings, whole=splits.whole_experts)
+        size, bias, clamp = splits.expert_size(settings.size), settings.has_bias, clamp_of(settings)
         if not triton and device.type != "meta":
             mlp = partial(self.gated_mlp, hidden, size, activation, bias=bias, names=names, clamp=clamp, reduces=False)
-            return EachExpert((mlp() for _ in range(num)), group)
+            return EachExpert({number: mlp() for number in own}, total)
         gate, up, down = names
-        own = self._splits.size(size)
-        gate_up = ExpertLinear(num, hidden, {gate: own, up: own}, self._placement, bias=bias, float8=self._float8)
-        turned = ExpertLinear(num, own, {down: hidden}, self._placement, bias=bias, float8=self._float8, group=group)
+        make = partial(ExpertLinear, own, placement=self._placement, bias=bias, float8=self._float8)
+        group = None if size.is_whole else splits.group
+        gate_up, turned = make(hidden, {gate: size, up: size}), make(size, {down: hidden}, group=group)
         rows = dependent_rows(device) if triton else 0
-        return StackedExperts(gate_up, turned, activation, dependent_rows=rows, group=group)
+        return StackedExperts(gate_up, turned, activation, dependent_rows=rows, total=total)
 
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
         return MLP(up, down, activation, self._ops)

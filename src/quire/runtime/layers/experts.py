@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from functools import partial
 from typing import Protocol, cast
 
@@ -19,7 +19,7 @@ from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.stream import Normed, Projected, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
-from quire.runtime.parallel.group import RankGroup
+from quire.runtime.parallel.expert_sum import NO_SUM, ExpertSum
 
 _OfEach = tuple[Tensor | None, Tensor | None]  # the factors and the score bias of experts
 
@@ -68,7 +68,7 @@ class NormedRouter(nn.Module):
 
 
 class ExpertSet(Protocol):
-    """A module that holds all experts of a layer."""
+    """A module that holds the experts of a layer: where ranks share them, those of this rank, or its part of each."""
 
     def mix(
         self, x: Value, logits: Value, experts: Experts, shared: tuple[Value, ...] = (),
@@ -84,17 +84,14 @@ class ExpertSet(Protocol):
         """
 
 
-class EachExpert(nn.ModuleList):
+class EachExpert(nn.ModuleDict):
     """Experts with weights of their own: rows that go to the same one are multiplied together, one expert after the
-    other. A token's sum is in the order of its experts' numbers, whatever else is in the batch. Ranks of `group` have a
-    part of every expert."""
+    other. A token's sum is in the order of its experts' numbers, whatever else is in the batch."""
 
-    def __init__(self, experts: Iterable[GatedMLP], group: RankGroup | None = None) -> None:
-        super().__init__(experts)
-        self._group = group
-
-    def _reduced(self, mixed: Value) -> Value:
-        return mixed if self._group is None else all_reduce(self._group, mixed)
+    def __init__(self, experts: Mapping[int, GatedMLP], total: ExpertSum = NO_SUM) -> None:
+        """`experts`: those of this rank, by their numbers, which are consecutive; `total`: the sum over ranks."""
+        super().__init__({str(number): expert for number, expert in experts.items()})
+        self._own, self._total = range(min(experts), max(experts) + 1), total
 
     def mix(
         self,
@@ -114,24 +111,25 @@ class EachExpert(nn.ModuleList):
             score_bias=score_bias,
         )  # fmt: skip
         out = _shared_part(shared) if shared else torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        senders = self._total.senders(chosen)
         order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=len(self)).tolist()
+        counts = torch.bincount(chosen.flatten(), minlength=experts.num).tolist()
         shares = weights.flatten()[order].unsqueeze(1)
-        begin = 0
-        for expert, count in zip(self, counts, strict=True):
+        begin = sum(counts[: self._own.start])
+        for expert, count in zip(self.values(), counts[self._own.start : self._own.stop], strict=True):
             if count == 0:
                 continue
             mine = slice(begin, begin + count)
             begin += count
             tokens = order[mine] // used
             out.index_add_(0, tokens, expert(x.index_select(0, tokens)).value().float().mul_(shares[mine]))
-        return self._reduced(out.to(x.dtype))
+        return self._total.of(out.to(x.dtype), senders)
 
     def _write_down(
         self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...], each: _OfEach
     ) -> Symbol:
         """The operation of a program."""
-        mlps = cast("list[GatedMLP]", list(self))
+        mlps = cast("list[GatedMLP]", list(self.values()))
         linears = [pair for mlp in mlps if (pair := mlp.as_native()) is not None]
         if len(linears) < len(self):
             return x.writer.call(partial(_mix, self, experts, each), (x, logits, *shared), x.width)
@@ -139,9 +137,10 @@ class EachExpert(nn.ModuleList):
         factors, score_bias = each
         weights = ExpertWeights(
             gate_up, down, experts.num_used, experts.is_normalized, experts.scale, clamp_of(experts),
-            mlps[0].activation, factors, (experts.num_groups, experts.groups_used), score_bias,
+            mlps[0].activation, factors, (experts.num_groups, experts.groups_used), score_bias, self._own.start,
         )  # fmt: skip
-        return cast("Symbol", self._reduced(x.writer.mix(x, logits, weights, shared)))
+        mixed, group = x.writer.mix(x, logits, weights, shared), self._total.group
+        return mixed if group is None else cast("Symbol", all_reduce(group, mixed))
 
 
 class MoEMLP(nn.Module):

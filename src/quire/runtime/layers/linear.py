@@ -19,6 +19,7 @@ from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored, WeightLayer
 from quire.runtime.parallel.group import RankGroup
+from quire.runtime.quantization.region import Region
 from quire.runtime.quantization.weight import QuantizedWeight, stack
 
 _KEY, _VALUE = "k_proj", "v_proj"
@@ -103,8 +104,23 @@ class Linear(WeightLayer):
         """Whether this rank adds it: where products are summed, the first one does."""
         return self.group is None or self.group.index == 0
 
+    def region(self, part: str) -> Region | None:
+        name, _, kind = part.rpartition(".")
+        outputs, inputs = self.outputs[name], self.inputs
+        if kind != "weight" or (outputs.is_whole and inputs.is_whole) or self.stored[name] != AS_IT_IS:
+            return None
+        return Region(outputs.own[0], inputs.own[0]) if len(outputs.own) == len(inputs.own) == 1 else None
+
     def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
-        name = part.removesuffix(".weight")
+        name, region = part.removesuffix(".weight"), self.region(part)
+        if region is not None and weight.shape == region.shape:  # the checkpoint has cut it
+            keeps = self._product.keeps(weight)
+            if keeps or weight.activations:
+                self._quantized[name] = weight
+            else:
+                self._hold(part)
+                self._part(part).copy_(weight.values().to(self._dtype))
+            return keeps
         stored, cut = self.stored[name], weight if self.inputs.is_whole else weight.inputs(self.inputs.own[0])
         keeps = cut is not None and self._product.keeps(cut)
         if cut is None or stored.turned or not (keeps or weight.activations):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import Heads, Recurrent
-from quire.config.parallel import HeadShare, share_heads, share_size
+from quire.config.parallel import HeadShare, share_heads, share_of, share_size
 from quire.runtime.parallel.group import ONE_RANK, RankGroup
 
 
@@ -73,15 +73,25 @@ class RecurrentSplits:
 
 
 class RankSplits:
-    """How one rank of a tensor parallel group splits layers. With one rank everything is whole."""
+    """How one rank of a tensor parallel group splits layers. With one rank everything is whole. `whole_experts`: a rank
+    has some experts, and not a part of every expert."""
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, *, whole_experts: bool = False) -> None:
         self.group = None if group is ONE_RANK else group  # None: nothing is summed
+        self.whole_experts = whole_experts
         self._place = (group.index, group.size)
 
     def size(self, count: int) -> Split:
         """Of an intermediate size, or of a vocabulary."""
         return Split(count, (share_size(count, *self._place),))
+
+    def experts(self, num: int) -> range:
+        """Those that this rank holds, or has a part of."""
+        return share_of(num, *self._place) if self.whole_experts else range(num)
+
+    def expert_size(self, size: int) -> Split:
+        """Of the intermediate size of an expert that this rank holds."""
+        return Split.whole(size) if self.whole_experts else self.size(size)
 
     def heads(self, heads: Heads) -> Heads:
         """The heads of this rank."""

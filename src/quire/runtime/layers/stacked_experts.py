@@ -1,4 +1,4 @@
-"""All experts of a layer as stacked weights, multiplied on a GPU in one launch for all. Without Triton they can be
+"""The experts of a layer as stacked weights, multiplied on a GPU in one launch for all. Without Triton they can be
 outlined, not run."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from quire.config.model import Experts
 from quire.runtime.layers.experts import clamp_of
 from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.weights import Placement, WeightLayer
+from quire.runtime.parallel.expert_sum import NO_SUM, ExpertSum
 from quire.runtime.parallel.group import RankGroup
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ExpertLinear(WeightLayer):
-    """The named checkpoint matrices of every expert, stacked by rows. Usable after `finish`.
+    """The named checkpoint matrices of each expert, stacked by rows. Usable after `finish`.
 
     Takes no memory before its first part comes.
     """
@@ -28,18 +29,19 @@ class ExpertLinear(WeightLayer):
     shrinks = True
 
     def __init__(
-        self, num: int, inputs: int | Split, outputs: Mapping[str, int | Split], placement: Placement,
+        self, experts: range, inputs: int | Split, outputs: Mapping[str, int | Split], placement: Placement,
         *, bias: bool, float8: bool, group: RankGroup | None = None,
     ) -> None:  # fmt: skip
-        """`group`: of ranks that share the inputs; the first of them has the bias."""
+        """`experts`: those of this rank; `group`: of ranks that share the inputs; the first of them has the bias."""
         super().__init__()
         self._inputs, self._outputs = as_split(inputs), {name: as_split(each) for name, each in outputs.items()}
         self._has_bias = group is None or group.index == 0
+        self.experts, num = experts, len(experts)
         rows = sum(each.count for each in self._outputs.values())
         kinds = ("weight", "bias") if bias else ("weight",)
         self.weight = placement.promise(num, rows, self._inputs.count, dtype=placement.dtype)
         self.bias = placement.promise(num, rows, dtype=placement.dtype) if bias else None
-        self.parts = tuple(f"{expert}.{name}.{kind}" for expert in range(num) for name in outputs for kind in kinds)
+        self.parts = tuple(f"{expert}.{name}.{kind}" for expert in experts for name in outputs for kind in kinds)
         self._placement, self._float8 = placement, float8
         self._spans: dict[str, slice] = {}
         begin = 0
@@ -96,7 +98,7 @@ class ExpertLinear(WeightLayer):
         whole = self.weight if kind == "weight" else self.bias
         if whole is None:
             raise KeyError(part)
-        return whole.data[int(expert), self._spans[name]]
+        return whole.data[int(expert) - self.experts.start, self._spans[name]]
 
 
 class StackedExperts(nn.Module):
@@ -107,10 +109,10 @@ class StackedExperts(nn.Module):
 
     def __init__(
         self, gate_up_proj: ExpertLinear, down_proj: ExpertLinear, activation: str,
-        *, dependent_rows: int, group: RankGroup | None = None,
+        *, dependent_rows: int, total: ExpertSum = NO_SUM,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._group = group  # of ranks that have a part of every expert
+        self._total = total  # over ranks
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
         self._activation, self._dependent_rows = activation, dependent_rows
 
@@ -127,7 +129,9 @@ class StackedExperts(nn.Module):
             logits, used, first,
             is_normalized=experts.is_normalized, scale=experts.scale, factors=factors, rows=rows,
             groups=(experts.num_groups, experts.groups_used), score_bias=score_bias, dependent=dependent,
+            own=self.gate_up_proj.experts,
         )  # fmt: skip
+        senders = self._total.senders(routing.chosen)
         inner = grouped_product(
             x, gate_up, routing, first,
             num_used=used, activation=self._activation, clamp=clamp_of(experts), dependent=dependent,
@@ -135,4 +139,5 @@ class StackedExperts(nn.Module):
         y = grouped_product(inner, down, routing, second, num_used=1, dependent=dependent)
         output, gate = (*shared, None, None)[:2]
         mixed = combine(y, routing, shared=output, gate=gate, dependent=dependent)
-        return mixed if self._group is None else self._group.all_reduce(mixed)
+        del inner, y  # the sum needs their memory
+        return self._total.of(mixed, senders)

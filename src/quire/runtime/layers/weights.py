@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from quire.config.model import Heads
 from quire.runtime.layers.split import Split
+from quire.runtime.quantization.region import Region
 from quire.runtime.quantization.weight import QuantizedWeight
 
 RANDOM_STD = 0.02  # the spread most published models are initialized with
@@ -132,9 +133,13 @@ class WeightLayer(nn.Module):
     def load(self, part: str, tensor: Tensor) -> None:
         self._part(part).copy_(tensor)
 
+    def region(self, part: str) -> Region | None:  # noqa: ARG002
+        """What `load_quantized` needs of a matrix, where that is one region of it and not all."""
+        return None
+
     def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
-        """Like `load`, for a matrix that the checkpoint stores quantized. Returns whether the layer holds it so; else
-        it is expanded to numbers."""
+        """Like `load`, for a matrix that the checkpoint stores quantized: the whole, or its `region`. Returns whether
+        the layer holds it so; else it is expanded to numbers."""
         self.load(part, weight.values())
         return False
 

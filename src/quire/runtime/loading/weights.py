@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -27,8 +28,8 @@ _HEAD = "lm_head.weight"
 
 @torch.inference_mode()
 def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress | None = None) -> None:
-    """Fill and finish every layer. Raises ModelLoadError for a tensor that is missing, unknown or of a wrong shape. Of
-    a pipeline stage, tensors of other stages must be there, and are not read.
+    """Fill and finish every layer. Raises ModelLoadError for a tensor that is missing, unknown or of a wrong shape.
+    Tensors that only other ranks hold, of their stage or their experts, must be there, and are not read.
 
     All names and shapes are checked before the first weight is read.
     """
@@ -41,7 +42,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
     total, done, expanded = sum(len(parts) for _, parts in layers), 0, 0
     for layer, parts in layers:
         for name, part in parts.items():
-            quantized = checkpoint.read_quantized(name)
+            quantized = checkpoint.read_quantized(name, layer.region(part))
             if quantized is None:
                 layer.load(part, checkpoint.read(name, partial(layer.checked, part)))
             else:
@@ -57,12 +58,13 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
 
 @torch.inference_mode()
 def randomize_weights(model: nn.Module, seed: int) -> None:
-    """Noise of a sane scale in every layer, made on the model's own device; the same for the same seed and device."""
+    """Noise of a sane scale in every layer, made on the model's own device; the same for the same seed and device. Each
+    tensor has a seed of its own, so that a rank draws the same numbers whatever other ranks hold."""
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device)
     for layer, parts in weight_layers(model):
-        for part in parts.values():
-            layer.randomize(part, generator)
+        for name, part in parts.items():
+            layer.randomize(part, generator.manual_seed(crc32(f"{seed} {name}".encode())))
         layer.finish()
 
 

@@ -27,7 +27,7 @@ class BaseModel(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.elsewhere: frozenset[str] = frozenset()  # the checkpoint's tensors that other pipeline stages load
+        self.elsewhere: frozenset[str] = frozenset()  # the checkpoint's tensors that only other ranks load
         self._embedding_scale, self._logit_scale = config.embedding_scale, config.logit_scale
         self._logit_softcap = config.logit_softcap
 

@@ -76,7 +76,7 @@ def build_model(config: ModelConfig, builder: LayerBuilder) -> BaseModel:
     """Layers without weights yet: fill them with load_weights or randomize_weights."""
     model = _build(config, builder)
     assert isinstance(model, BaseModel), config.architecture
-    if config.stage is not None:
+    if config.stage is not None or builder.ranks.place.config.expert:
         own = {name for _, parts in weight_layers(model) for name in parts}
         model.elsewhere = frozenset(describe_weights(config)) - own
     return model

@@ -99,7 +99,7 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 ENGINE_SWITCHES = {
     "--enforce-eager": "capture no step as a CUDA graph: slower, for finding faults",
-    "--enable-expert-parallel": "refused: ranks have a part of every expert, not whole experts",
+    "--enable-expert-parallel": "the ranks of --tensor-parallel-size have whole experts, not a part of every expert",
 }
 SHORT_FLAGS = {"--tensor-parallel-size": "-tp", "--pipeline-parallel-size": "-pp"}  # as vLLM has them
 ENGINE_CHOICES = {"--enable-prefix-caching": "keep computed prompts and answers for prompts that begin alike (on)"}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
 from torch import Tensor
 
 from interpreter import HAS_TRITON
+from local_ranks import LocalGroup, run_ranks
 from quire.config.engine import DeviceConfig
 from quire.config.model import Experts
+from quire.config.parallel import ParallelConfig
 from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.ops import has_tile_units
@@ -21,6 +24,9 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.stream import Stream
 from quire.runtime.layers.weights import WeightLayer, weight_layers
+from quire.runtime.parallel import expert_sum
+from quire.runtime.parallel.group import ONE_RANK
+from quire.runtime.parallel.ranks import ALONE, Ranks
 from quire.runtime.quantization.fp8 import rounded
 from quire.runtime.quantization.levels import LevelWeight
 from tiny_models import DEVICE, tiny_config
@@ -46,22 +52,23 @@ class Layer:
     """A norm of ones and a mixture of random weights, in one of its forms."""
 
     def __init__(
-        self, settings: Experts, attention: str, dtype: Any = "float32", quantization: Any = None, levels: bool = False
-    ) -> None:
+        self, settings: Experts, attention: str, dtype: Any = "float32", quantization: Any = None, levels: bool = False,
+        ranks: Ranks = ALONE,
+    ) -> None:  # fmt: skip
         config = tiny_config(hidden_size=HIDDEN, experts=settings)
         self.is_program = attention == "program"
         backend = "native" if self.is_program else attention
         device = DeviceConfig(DEVICE, dtype, dtype, attention_backend=backend, quantization=quantization)
-        builder = LayerBuilder(device, config.heads)
+        builder = LayerBuilder(device, config.heads, ranks=ranks)
         self.settings, self.norm = settings, builder.rms_norm("norm", HIDDEN, 1e-6)
         self.norm.weight.data.fill_(1.0)
         self.moe: MoEMLP = builder.moe_mlp(config)
         self.tensors: dict[str, Tensor] = {}
         layers = list(weight_layers(self.moe))
-        shapes = {name: layer.part_shape(part) for layer, parts in layers for name, part in parts.items()}
-        generator = torch.Generator().manual_seed(1)
-        for name in sorted(shapes):
-            self.tensors[name] = torch.randn(shapes[name], generator=generator) * 0.2
+        for layer, parts in layers:
+            for name, part in parts.items():
+                generator = torch.Generator().manual_seed(crc32(name.encode()))
+                self.tensors[name] = torch.randn(layer.part_shape(part), generator=generator) * 0.2
         for layer, parts in layers:
             for name, part in parts.items():
                 self.load(layer, name, part, levels=levels)
@@ -194,3 +201,47 @@ def test_a_program_mixes_bfloat16(settings: str) -> None:
     assert layer.program(x).num_calls == 0 or not has_tile_units()
     found = layer(x).float()
     torch.testing.assert_close(found, layer.wanted(x.float()), rtol=0.05, atol=0.1)
+
+
+def on_ranks(size: int, settings: Experts, attention: str, x: Tensor, **given: Any) -> list[Tensor]:
+    """What the layer gives on each of so many ranks that have whole experts."""
+
+    def work(group: LocalGroup) -> Tensor:
+        ranks = Ranks(ParallelConfig(tensor=size, expert=True).place(group.index), group, ONE_RANK)
+        return Layer(settings, attention, ranks=ranks, **given)(x)
+
+    return run_ranks(size, work)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("attention", FORMS)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_ranks_with_whole_experts_add_up_to_the_mixture(settings: str, attention: str, size: int) -> None:
+    layer = Layer(SETTINGS[settings], attention)
+    for tokens in (1, 9):
+        x = numbers(tokens)
+        for found in on_ranks(size, SETTINGS[settings], attention, x):
+            torch.testing.assert_close(found, layer.wanted(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", [form for form in FORMS if form in ("auto", "triton")])
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_an_all_to_all_gives_what_an_all_reduce_does(
+    tokens: int, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, called = numbers(tokens), []
+    wanted = on_ranks(3, PLAIN, attention, x)
+    monkeypatch.setattr(expert_sum, "LEAST_ROWS", 2)
+    sum_rows = expert_sum._sum_rows
+    monkeypatch.setattr(expert_sum, "_sum_rows", lambda *given: called.append(given) or sum_rows(*given))
+    found = on_ranks(3, PLAIN, attention, x)
+    assert len(called) == 3
+    assert all(torch.equal(each, wanted[0]) for each in (*wanted, *found))
+
+
+@pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+def test_ranks_hold_the_levels_of_their_experts() -> None:
+    settings, x = replace(PLAIN, num_used=3), numbers(5)
+    wanted = Layer(settings, "program", levels=True)(x)
+    for found in on_ranks(2, settings, "program", x, levels=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ class LevelCheckpoint:
         levels = self.read_quantized(name)
         return self._plain.read(name) if levels is None else levels.values()
 
-    def read_quantized(self, name: str) -> LevelWeight | None:
+    def read_quantized(self, name: str, region: Any = None) -> LevelWeight | None:
         weight = self._plain.read(name).float()
         if weight.dim() != 2:
             return None

@@ -15,6 +15,10 @@ from gguf_files import tiny_weights, write_tiny_gguf
 from make_quantized import FIXTURES
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
+from quire.runtime.loading.gguf import checkpoint as gguf_checkpoint
+from quire.runtime.loading.gguf.types import TYPE_BY_NAME
+from quire.runtime.loading.hf.checkpoint import HfCheckpoint
+from quire.runtime.quantization.region import Region
 from worker_executor import TinyEngine
 
 PROMPTS = ([3, 17, 42, 5, 60, 11, 29, 8], [4, 4, 17])
@@ -96,3 +100,57 @@ def test_some_inputs_of_a_quantized_matrix_are_the_same_numbers(name: str, own: 
     if cut is not None:  # else it is expanded
         torch.testing.assert_close(cut.values(), weight.values()[:, own.start : own.stop], rtol=0, atol=0)
     assert cut is not None or own.start % 32 or "act-order" in name
+
+
+REGIONS = [Region(range(32, 64), range(64)), Region(range(64), range(32, 64)), Region(range(32), range(32))]
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("name", STORED)
+def test_a_region_of_a_quantized_matrix_is_read_without_the_rest(
+    name: str, region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, matrix = open_checkpoint(files_at(FIXTURES / name)), "model.layers.0.self_attn.o_proj.weight"
+    assert isinstance(checkpoint, HfCheckpoint)
+    assert checkpoint._method is not None
+    read, given = checkpoint._method.read, []
+    monkeypatch.setattr(
+        checkpoint._method, "read", lambda layer, tensors: given.append(tensors) or read(layer, tensors)
+    )
+    whole, found = checkpoint.read_quantized(matrix), checkpoint.read_quantized(matrix, region)
+    assert whole is not None
+    assert found is not None
+    if found.shape == whole.shape:  # it cuts what is stored as one
+        is_one = name.startswith("bnb") or "3bit" in name or ("act-order" in name and len(region.inputs) < 64)
+        assert is_one or found.group > 32
+        return
+    (outputs, inputs), values = (region.outputs, region.inputs), whole.values()
+    wanted = values[outputs.start : outputs.stop, inputs.start : inputs.stop]
+    assert torch.equal(found.values(), wanted)
+    levels = [max(tensor.nbytes for tensor in tensors.values()) for tensors in given]
+    assert levels[1] * values.numel() == levels[0] * wanted.numel()
+
+
+def test_so_is_one_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query and key rows in their order too."""
+    weights, size = {name: item * 0.2 for name, item in tiny_weights().items()}, TYPE_BY_NAME["Q8_0"].block_values
+    kinds = {name: "Q8_0" for name, item in weights.items() if item.ndim == 2}
+    checkpoint = open_checkpoint(files_at(write_tiny_gguf(tmp_path / "tiny.gguf", weights, kinds)))
+    counts: list[int] = []
+    read = gguf_checkpoint.read_levels
+    monkeypatch.setattr(gguf_checkpoint, "read_levels", lambda raw, *rest: counts.append(len(raw)) or read(raw, *rest))
+    for name in sorted(checkpoint.names):
+        whole = checkpoint.read_quantized(name) if len(checkpoint.shape(name)) == 2 else None
+        if whole is None:
+            continue
+        outputs, inputs = whole.shape
+        for region in (Region(range(outputs // 2, outputs), range(inputs)), Region(range(outputs), range(size))):
+            if region.shape == whole.shape:
+                continue
+            counts.clear()
+            part = checkpoint.read_quantized(name, region)
+            assert part is not None
+            assert counts == [part.levels.numel() // size * TYPE_BY_NAME["Q8_0"].block_bytes]
+            rows, columns = region.outputs, region.inputs
+            wanted = whole.values()[rows.start : rows.stop, columns.start : columns.stop]
+            assert torch.equal(part.values(), wanted)

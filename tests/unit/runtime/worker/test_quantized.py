@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ class GgufMix(MemoryCheckpoint):
 
     levels: dict[str, LevelWeight] = field(default_factory=dict)
 
-    def read_quantized(self, name: str) -> LevelWeight | None:
+    def read_quantized(self, name: str, region: Any = None) -> LevelWeight | None:
         return self.levels.get(name)
 
 

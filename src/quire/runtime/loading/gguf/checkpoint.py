@@ -22,6 +22,7 @@ from quire.runtime.loading.values import Own, all_of_it, refuse_blank, refuse_no
 from quire.runtime.models.family import Stacked
 from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.levels import LevelWeight
+from quire.runtime.quantization.region import Region, blocks_of
 from quire.types.errors import ModelLoadError
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -64,22 +65,37 @@ class GgufCheckpoint:
         offset = self._family.norm_offset
         return values.float() - offset if offset and name.endswith("norm.weight") else values
 
-    def read_quantized(self, name: str) -> LevelWeight | None:
-        return read_levels(torch.from_numpy(self._raw(name)), self._tensor(name).ggml_type, self.shape(name))
+    def read_quantized(self, name: str, region: Region | None = None) -> LevelWeight | None:
+        kind, shape = self._tensor(name).ggml_type, self.shape(name)
+        blocks = None if region is None else blocks_of(region.inputs, shape[1], kind.block_values)
+        if region is None or blocks is None or not self._has_heads(name, region.outputs):
+            return read_levels(torch.from_numpy(self._raw(name)), kind, shape)
+        return read_levels(torch.from_numpy(self._raw(name, (region.outputs, blocks))), kind, region.shape)
 
     def close(self) -> None:
         """Unmap the files. Idempotent."""
         self._model.close()
 
-    def _raw(self, name: str) -> Bytes:
-        """The stored bytes, rows in the order the layers want them."""
+    def _has_heads(self, name: str, outputs: range) -> bool:
+        """Whether rows that the layers want in another order are those of whole heads."""
+        num_heads, rows = rotary_heads(self._family, name, self.config.heads), self.shape(name)[0]
+        return num_heads is None or blocks_of(outputs, rows, rows // num_heads) is not None
+
+    def _raw(self, name: str, own: tuple[range, range] | None = None) -> Bytes:
+        """The stored bytes, rows in the order the layers want them. `own`: only of these rows, and of these blocks of
+        each."""
         piece, shape = self._pieces[name], self.shape(name)
         raw = self._model.owners[piece.tensor].raw(piece.tensor)
         if piece.expert is not None:
             raw = raw.reshape(self._tensor(name).shape[0], piece.count, -1)[piece.expert, piece.number]
         refuse_blank(raw, len(shape), self.source(name), piece.tensor)
-        num_heads = rotary_heads(self._family, name, self.config.heads)
-        return raw if num_heads is None else split_halves(raw, num_heads, shape[0])
+        num_heads, rows = rotary_heads(self._family, name, self.config.heads), shape[0]
+        if own is not None:
+            (outputs, blocks), size = own, self._tensor(name).ggml_type.block_bytes
+            whole = raw.reshape(rows, -1, size)
+            raw = whole[outputs.start : outputs.stop, blocks.start : blocks.stop].reshape(-1)
+            num_heads, rows = None if num_heads is None else num_heads * len(outputs) // rows, len(outputs)
+        return raw if num_heads is None else split_halves(raw, num_heads, rows)
 
     def _tensor(self, name: str) -> GgufTensor:
         stored = self._pieces[name].tensor

@@ -22,6 +22,7 @@ from quire.runtime.loading.pieces import Piece, pieces_of
 from quire.runtime.loading.values import Own, all_of_it, refuse_blank, refuse_non_finite
 from quire.runtime.models.build import describe_weights
 from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
+from quire.runtime.quantization.region import Region
 from quire.runtime.quantization.weight import QuantizedWeight
 from quire.types.errors import ModelLoadError
 
@@ -77,8 +78,9 @@ class HfCheckpoint:
     def source(self, name: str) -> str:
         return self._quantized[name].file if name in self._quantized else self._owners[self._pieces[name].tensor].name
 
-    def read_quantized(self, name: str) -> QuantizedWeight | None:
-        """The matrix on the CPU; None where it is no quantized one. Raises ModelLoadError when it is damaged."""
+    def read_quantized(self, name: str, region: Region | None = None) -> QuantizedWeight | None:
+        """The matrix on the CPU, or a region of it; None where it is no quantized one. Raises ModelLoadError when it is
+        damaged."""
         if name not in self._quantized:
             return None
         quantized = self._quantized[name]
@@ -88,6 +90,8 @@ class HfCheckpoint:
             for word, stored in quantized.tensors.items()
         }
         tensors |= {word: tensors[word].view(torch.uint8) for word in self._method.byte_words if word in tensors}
+        if region is not None:
+            tensors = dict(self._method.cut(quantized.layer, quantized.layout, tensors, region) or tensors)
         for word, tensor in tensors.items():
             if tensor.is_floating_point():
                 refuse_non_finite(tensor.float(), quantized.file, f"{quantized.layer}.{word}")

@@ -13,6 +13,7 @@ from quire.runtime.loading.hf.quantized.method import BadTensors, Layout, Method
 from quire.runtime.loading.hf.safetensors import StoredTensor
 from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.packing import unpack
+from quire.runtime.quantization.region import Region, blocks_of, narrow
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight neighbouring outputs lies in its word
 _IN_A_WORD = len(ORDER)
@@ -44,6 +45,23 @@ class Awq(Method):
         if need(tensors, "qzeros", 2, ("I32",)) != (groups, words):
             raise BadTensors("qzeros", f"has shape {tensors['qzeros'].shape}, expected {(groups, words)}")
         return Layout(outputs, inputs, 4, groups)
+
+    def cut(
+        self,
+        layer: str,
+        layout: Layout,
+        tensors: Mapping[str, Tensor],
+        region: Region,  # noqa: ARG002
+    ) -> Mapping[str, Tensor] | None:
+        words = blocks_of(region.outputs, layout.outputs, _IN_A_WORD)
+        groups = blocks_of(region.inputs, layout.inputs, layout.inputs // layout.groups)
+        if words is None or groups is None:
+            return None
+        return {
+            "qweight": narrow(tensors["qweight"], region.inputs, words),
+            "qzeros": narrow(tensors["qzeros"], groups, words),
+            "scales": narrow(tensors["scales"], groups, region.outputs),
+        }
 
     def read(self, layer: str, tensors: Mapping[str, Tensor]) -> LevelWeight:  # noqa: ARG002
         scales = tensors["scales"]

@@ -20,6 +20,7 @@ from quire.runtime.quantization.activations import ActivationScheme
 from quire.runtime.quantization.float8_weight import Float8Weight
 from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.packing import unpack, unpack_whole, words_of
+from quire.runtime.quantization.region import Region, blocks_of, narrow, narrow_scales, words_of_region
 from quire.runtime.quantization.weight import QuantizedWeight
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -96,6 +97,29 @@ class CompressedTensors(Method):
             check_scale(tensors, "input_scale", (1, 1), (1, 1))
         return Layout(outputs, inputs, 0 if scheme.is_float else scheme.bits, -(-inputs // block[1]))
 
+    def cut(
+        self, layer: str, layout: Layout, tensors: Mapping[str, Tensor], region: Region
+    ) -> Mapping[str, Tensor] | None:
+        scheme, shape = self._scheme(layer), (layout.outputs, layout.inputs)
+        if "weight_g_idx" in tensors or (scheme.group is not None and layout.inputs % scheme.group):
+            return None
+        scales = narrow_scales(tensors["weight_scale"], shape, scheme.block(shape), region)
+        cut = None if scales is None else {**tensors, "weight_scale": scales}
+        words = words_of_region(region.inputs, layout.inputs, scheme.bits)
+        if cut is None or words is None:
+            return None
+        if "weight_packed" in tensors:
+            cut["weight_packed"] = narrow(tensors["weight_packed"], region.outputs, words)
+            cut["weight_shape"] = torch.tensor(region.shape)
+        else:
+            cut["weight"] = narrow(tensors["weight"], region.outputs, region.inputs).contiguous()
+        if not scheme.is_symmetric:
+            zeros = _cut_zeros(tensors["weight_zero_point"], scheme, shape, region)
+            if zeros is None:
+                return None
+            cut["weight_zero_point"] = zeros
+        return cut
+
     def read(self, layer: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         scheme = self._scheme(layer)
         activations = _activations(scheme, tensors)
@@ -160,6 +184,15 @@ def _read_zeros(stored: Tensor, bits: int, shape: Shape, *, across: bool) -> Ten
     if tuple(stored.shape) != (words_of(shape[0], bits, across=across), shape[1]):
         raise BadTensors("weight_zero_point", f"has shape {list(stored.shape)}, not that of packed zero points")
     return _unpack(stored.t(), bits, shape[0], across=across).t().to(torch.int16)
+
+
+def _cut_zeros(stored: Tensor, scheme: Scheme, shape: tuple[int, int], region: Region) -> Tensor | None:
+    """Those of a region, as `_read_zeros` takes them."""
+    groups = range(1) if scheme.group is None else blocks_of(region.inputs, shape[1], scheme.group)
+    rows: range | None = region.outputs
+    if stored.dtype != torch.int8:
+        rows = words_of_region(region.outputs, shape[0], scheme.bits)
+    return None if groups is None or rows is None else narrow(stored, rows, groups)
 
 
 def _activations(scheme: Scheme, tensors: Mapping[str, Tensor]) -> ActivationScheme | None:

@@ -12,6 +12,7 @@ from quire.runtime.loading.hf.quantized.method import BadTensors, Layout, Method
 from quire.runtime.loading.hf.safetensors import StoredTensor
 from quire.runtime.quantization.activations import ActivationScheme
 from quire.runtime.quantization.float8_weight import Float8Weight
+from quire.runtime.quantization.region import Region, narrow, narrow_scales
 
 FLOAT8 = "F8_E4M3"
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -49,6 +50,20 @@ class Float8(Method):
         if self._is_static:
             check_scale(tensors, "input_scale", (1, 1), (1, 1))
         return Layout(outputs, inputs, 0, -(-inputs // block[1]))
+
+    def cut(
+        self,
+        layer: str,
+        layout: Layout,
+        tensors: Mapping[str, Tensor],
+        region: Region,  # noqa: ARG002
+    ) -> Mapping[str, Tensor] | None:
+        word, shape = next(word for word in SCALES if word in tensors), (layout.outputs, layout.inputs)
+        scales = narrow_scales(tensors[word], shape, self._block or shape, region)
+        if scales is None:
+            return None
+        weight = narrow(tensors["weight"], region.outputs, region.inputs)
+        return {**tensors, "weight": weight.contiguous(), word: scales}
 
     def read(self, layer: str, tensors: Mapping[str, Tensor]) -> Float8Weight:  # noqa: ARG002
         weight = tensors["weight"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from quire.config.fields import Fields
@@ -12,6 +13,7 @@ from quire.runtime.loading.hf.quantized.method import BadTensors, Layout, Method
 from quire.runtime.loading.hf.safetensors import StoredTensor
 from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.packing import unpack
+from quire.runtime.quantization.region import Region, blocks_of, narrow, words_of_region
 
 BITS = (2, 3, 4, 8)
 ZERO_SHIFT = {"gptq": 1, "gptq_v2": 0}  # what is added to stored zero points, by `checkpoint_format`
@@ -57,6 +59,33 @@ class Gptq(Method):
             raise BadTensors("g_idx", f"has shape {tensors['g_idx'].shape}, there are {inputs} inputs")
         return Layout(outputs, inputs, bits, groups)
 
+    def cut(
+        self,
+        layer: str,
+        layout: Layout,
+        tensors: Mapping[str, Tensor],
+        region: Region,  # noqa: ARG002
+    ) -> Mapping[str, Tensor] | None:
+        outputs, inputs = region.outputs, region.inputs
+        words, zeros = (
+            words_of_region(inputs, layout.inputs, layout.bits),
+            words_of_region(outputs, layout.outputs, layout.bits),
+        )
+        groups, index = range(layout.groups), tensors.get("g_idx")
+        if len(inputs) < layout.inputs:
+            found = blocks_of(inputs, layout.inputs, -(-layout.inputs // layout.groups))
+            if found is None or layout.inputs % layout.groups or not _in_order(index, layout):
+                return None
+            groups = found
+        if words is None or zeros is None:
+            return None
+        cut = {
+            "qweight": narrow(tensors["qweight"], words, outputs),
+            "qzeros": narrow(tensors["qzeros"], groups, zeros),
+            "scales": narrow(tensors["scales"], groups, outputs),
+        }
+        return cut if index is None else {**cut, "g_idx": narrow(index, inputs) - groups.start}
+
     def read(self, layer: str, tensors: Mapping[str, Tensor]) -> LevelWeight:  # noqa: ARG002
         scales = tensors["scales"]
         groups, outputs = scales.shape
@@ -70,3 +99,9 @@ class Gptq(Method):
         if index is not None and (int(index.min()) < 0 or int(index.max()) >= groups):
             raise BadTensors("g_idx", f"names groups outside [0, {groups})")
         return Integers(levels, scales.t(), zeros.t(), bits, index, size).weight()
+
+
+def _in_order(index: Tensor | None, layout: Layout) -> bool:
+    """Whether groups hold neighbouring inputs, equally many each."""
+    size = layout.inputs // layout.groups
+    return index is None or torch.equal(index.long(), torch.arange(layout.inputs) // size)

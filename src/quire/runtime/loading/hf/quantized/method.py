@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.runtime.loading.hf.safetensors import StoredTensor
+from quire.runtime.quantization.region import Region
 from quire.runtime.quantization.weight import QuantizedWeight
 
 Shape = tuple[int, ...]
@@ -57,9 +58,21 @@ class Method(ABC):
     def layout(self, layer: str, tensors: Mapping[str, StoredTensor]) -> Layout:
         """What the tensors hold. Raises BadTensors for those that make no matrix."""
 
+    def cut(
+        self,
+        layer: str,
+        layout: Layout,
+        tensors: Mapping[str, Tensor],
+        region: Region,  # noqa: ARG002
+    ) -> Mapping[str, Tensor] | None:
+        """What of the tensors holds this region of the matrix: tensors, views mostly, that `read` takes; None: it has
+        a part of what is stored as one."""
+        return None
+
     @abstractmethod
     def read(self, layer: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """The matrix. Its tensors were checked by `layout`. Raises BadTensors for numbers that make none."""
+        """The matrix, of tensors that `layout` has checked, or a region of it, of what `cut` gave. Raises BadTensors
+        for numbers that make none."""
 
 
 class BadTensors(ValueError):
