@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -14,8 +15,13 @@ from statistics import median
 from threading import Thread
 
 from benchmarks.report import ROOT
+from quire.config.router import BalanceConfig, ReplicaAddress
+from quire.serving.router.choice import Chooser
+from quire.serving.router.prompt_keys import read_prompt
+from quire.serving.router.replica import Replica
 
 _WARM = 200  # requests before those that count
+_CHOICES = 6_000  # of which the quickest counts
 _ANSWER = (
     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 120\r\n\r\n" + b'{"id": "cmpl-1"}'.ljust(120)
 )
@@ -50,7 +56,21 @@ def measure_cost(prompt_bytes: int, requests: int) -> dict[str, float]:
         "through_us": median(through) * 1e6,
         "direct_us": median(direct) * 1e6,
         "added_us": (median(through) - median(direct)) * 1e6,
+        "choice_us": _choice_seconds(bodies) * 1e6,
     }
+
+
+def _choice_seconds(requests: list[bytes]) -> float:
+    """The least time in which this process reads a prompt and chooses one of two replicas for it."""
+    config = BalanceConfig()
+    chooser = Chooser(config)
+    replicas = [Replica(ReplicaAddress(name=name, port=1), config) for name in ("a", "b")]
+    bodies, least = [request.partition(b"\r\n\r\n")[2] for request in requests], math.inf
+    for number in range(_CHOICES):
+        started = time.perf_counter()
+        chooser.choose(replicas, read_prompt(bodies[number % len(bodies)], {}, b"key"))
+        least = min(least, time.perf_counter() - started)
+    return least
 
 
 def _body(prompt_bytes: int, number: int) -> bytes:
