@@ -3,6 +3,7 @@
     python -m benchmarks.mixed                                                    # the default model, on this CPU
     python -m benchmarks.mixed --model tiny --requests 16 --tokens-out 32         # random weights, a minute
     python -m benchmarks.mixed --device cuda --model llama-3.1-8b                 # random weights on a GPU
+    python -m benchmarks.mixed --requests 16 --threads 1 --cpu-seconds            # where other work runs too
 
 The same requests, of random tokens, end-of-text ignored: plain; with a JSON schema on one of them; with a
 repetition penalty on one; with both, on two of them. The four cases take turns, with other tokens in each round. A
@@ -53,18 +54,19 @@ def open_model(options: argparse.Namespace) -> LLM:
     return LLM(options.model, verbose=False, **settings)
 
 
-def tokens_per_second(llm: LLM, case: str, prompts: list[list[int]], max_tokens: int, temperature: float) -> float:
+def tokens_per_second(llm: LLM, case: str, prompts: list[list[int]], options: argparse.Namespace) -> float:
     """Answer all prompts at once; raises if one of them is not answered in full."""
-    usual: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
+    max_tokens, clock = options.tokens_out, time.process_time if options.cpu_seconds else time.perf_counter
+    usual: dict[str, Any] = {"temperature": options.temperature, "max_tokens": max_tokens}
     usual |= {"ignore_eos": True, "detokenize": False}
     special = CASES[case]
     sampling = [
         SamplingParams(**usual, **(special[place] if place < len(special) else {})) for place in range(len(prompts))
     ]
     llm.reset_prefix_cache()  # the cases of a round have the same prompts
-    begin = time.perf_counter()
+    begin = clock()
     answers = llm.generate(prompts, sampling, use_tqdm=False)
-    seconds = time.perf_counter() - begin
+    seconds = clock() - begin
     found, wanted = sum(len(answer.outputs[0].token_ids) for answer in answers), len(prompts) * max_tokens
     if found != wanted:
         raise SystemExit(f"{case}: {found} tokens came back, {wanted} were asked for")
@@ -79,7 +81,7 @@ def measure(llm: LLM, options: argparse.Namespace) -> Rounds:
         rng = random.Random(options.seed + repeat)
         prompts = [[rng.randint(10, most) for _ in range(options.tokens_in)] for _ in range(options.requests)]
         for case, values in found.items():
-            values.append(tokens_per_second(llm, case, prompts, options.tokens_out, options.temperature))
+            values.append(tokens_per_second(llm, case, prompts, options))
             print("RESULT " + json.dumps({"work": case, "rep": repeat, "out_tok_s": round(values[-1], 1)}), flush=True)
     return found
 
@@ -105,6 +107,7 @@ def main() -> None:
     with open_model(options) as llm:
         rounds = measure(llm, options)
     shape = f"{options.requests} requests, {options.tokens_in} in, {options.tokens_out} out, {options.repeats} rounds"
+    shape += ", by CPU seconds" if options.cpu_seconds else ""
     title = f"Mixed batches: {options.model or 'the default model'} on {_device(options.device)}, {shape}"
     publish(title, ["case", "out tok/s", "of plain", "of plain, by round"], rows(rounds), where)
     save(options.out, title, where, {"rounds": rounds, "shares": shares(rounds)})
@@ -135,10 +138,15 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0, help="of all requests (0)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, help="cores for the model; default: as quire chooses")
+    parser.add_argument(
+        "--cpu-seconds", action="store_true", help="count the CPU time of this process, not the time that passes"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strict", action="store_true", help="exit 1 if a case keeps less than 95 %% of plain")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
+    if options.cpu_seconds and options.device != "cpu":
+        parser.error("--cpu-seconds needs --device cpu: a GPU's work is not in them")
     if options.requests < 2 or options.repeats < 1:
         parser.error("two requests and one round are the least")
     if options.model is None and options.device == "cuda":
