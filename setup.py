@@ -26,7 +26,6 @@ COMPILE = [
     "-fno-math-errno",
     "-fno-trapping-math",
     "-Wno-psabi",
-    "-Wno-maybe-uninitialized",  # of GCC's own headers
 ]
 
 
@@ -76,8 +75,11 @@ def _extension(name: str, source: Path, compile_args: list[str], link_args: list
     )
 
 
+IS_CLANG = _is_clang()
+if not IS_CLANG:
+    COMPILE.append("-Wno-maybe-uninitialized")  # of GCC's own headers
 # OpenMP: GCC's comes from torch's own library when it is loaded; of clang's, torch has none on most machines
-LINK = ["-Wl,-z,lazy", *(["-fopenmp=libomp"] if _is_clang() else [])]
+LINK = ["-Wl,-z,lazy", *(["-fopenmp=libomp"] if IS_CLANG else [])]
 
 setup(
     cmdclass={"build_ext": BuildPaths},
