@@ -34,7 +34,8 @@ from tiny_served import FLAGS, write_tiny_model
 
 _NAME = r"rank (\d) of 2 \(stage 0, shard \d, actor with pid (\d+) on ([\d.]+)\)"
 _LOADED = re.compile(rf"{_NAME} has loaded")
-_ENDED = re.compile(rf"engine (\d+) ended: {_NAME} ")
+_NAMED = re.compile(rf"the engine is down: .*?{_NAME} ")
+_ENDED = re.compile(rf"engine (\d+) ended: .*?{_NAME} ")
 _NUM_CLIENTS, _NUM_TOKENS = 4, 60
 
 
@@ -115,8 +116,9 @@ def run_drill(server: RealServer, num_kills: int) -> set[int]:
         victim, kind = number % 2, signal.SIGSTOP if number % 5 == 4 else signal.SIGKILL
         sent = time.monotonic()
         os.kill(actors[victim], kind)
-        server.wait(lambda: len(_ENDED.findall(server.output)) >= generation)  # noqa: B023
+        server.wait(lambda: (str(victim), str(actors[victim])) in {one[:2] for one in _NAMED.findall(server.output)})  # noqa: B023
         seconds = time.monotonic() - sent
+        server.wait(lambda: len(_ENDED.findall(server.output)) >= generation)  # noqa: B023
         ended = _ENDED.findall(server.output)[-1]
         assert ended[:3] == (str(generation), str(victim), str(actors[victim])), server.lines[-20:]
         server.wait(lambda: not any(map(is_alive, actors.values())))  # noqa: B023
