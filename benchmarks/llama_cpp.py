@@ -1,4 +1,4 @@
-"""Perplexity of a GGUF model by llama.cpp, through the C interface of a shared library that holds it."""
+"""llama.cpp, and the perplexity of a GGUF model by it, through the C interface of a shared library that holds it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Batch(ctypes.Structure):
 def llama_perplexity(library: Path, model: Path, tokens: Sequence[int], window: int, threads: int = 2) -> float:
     """Of all tokens but the first of each window, as benchmarks.perplexity counts them. `library`: exports llama.cpp's
     functions, as the one in the package xllamacpp does."""
-    llama = _open(library)
+    llama = open_llama(library)
     silence = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
     llama.llama_log_set(silence, None)
     llama.llama_backend_init()
@@ -74,7 +74,8 @@ def _run(llama: ctypes.CDLL, context: int, tokens: list[int], vocab: int) -> np.
     return found
 
 
-def _open(library: Path) -> ctypes.CDLL:
+def open_llama(library: Path) -> ctypes.CDLL:
+    """The library with the signatures of the functions that benchmarks call."""
     llama, address = ctypes.CDLL(str(library)), ctypes.c_void_p
     kinds: dict[str, tuple[object, list[object]]] = {
         "llama_backend_init": (None, []),
@@ -90,6 +91,9 @@ def _open(library: Path) -> ctypes.CDLL:
         "llama_batch_free": (None, [_Batch]),
         "llama_decode": (ctypes.c_int32, [address, _Batch]),
         "llama_get_logits": (ctypes.POINTER(ctypes.c_float), [address]),
+        "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [address, ctypes.c_int32]),
+        "llama_get_memory": (address, [address]),
+        "llama_memory_clear": (None, [address, ctypes.c_bool]),
         "llama_free": (None, [address]),
         "llama_model_free": (None, [address]),
     }

@@ -85,7 +85,8 @@ def reference(path: Path) -> torch.nn.Module:
 
 def test_greedy_tokens_are_those_of_transformers(file: Path) -> None:
     model, params = reference(file), SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    with LLM(file, device="cpu", dtype="float32", kv_cache_memory="300MiB", max_model_len=2_048) as llm:
+    exact = {"dtype": "float32", "cpu_weights": "float"}
+    with LLM(file, device="cpu", kv_cache_memory="300MiB", max_model_len=2_048, **exact) as llm:
         answers = llm.generate(list(PROMPTS), params)
     for answer in answers:
         ids = torch.tensor([answer.prompt_token_ids])

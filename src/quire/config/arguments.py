@@ -64,6 +64,7 @@ class EngineArguments:
     enable_prefix_caching: bool | None = None
     prefix_eviction: str | None = None
     quantization: str | None = None
+    cpu_weights: str = "integer"
     kv_cache_dtype: str = "auto"
     kv_layout: str = "paged"
     speculative_config: dict[str, Any] | None = None
@@ -120,6 +121,7 @@ class EngineSettings(TypedDict, total=False):
     enable_prefix_caching: bool | None
     prefix_eviction: str | None
     quantization: str | None
+    cpu_weights: str
     kv_cache_dtype: str
     kv_layout: str
     speculative_config: dict[str, Any] | None
@@ -280,6 +282,8 @@ def _check_names(args: EngineArguments) -> None:
     if args.quantization not in (None, *QUANTIZATIONS, *STORED_METHODS):
         names = ", ".join(f'"{name}"' for name in QUANTIZATIONS)
         raise ConfigError("quantization", f"{args.quantization!r} is unknown", f"use {names}, or leave it out")
+    if args.cpu_weights not in ("integer", "float"):
+        raise ConfigError("cpu_weights", f"{args.cpu_weights!r} is unknown", 'use "integer" or "float"')
     if args.kv_cache_dtype not in ("auto", *CACHE_DTYPES):
         names = ", ".join(f'"{name}"' for name in CACHE_DTYPES)
         raise ConfigError("kv_cache_dtype", f"{args.kv_cache_dtype!r} is unknown", f'use "auto" or one of {names}')

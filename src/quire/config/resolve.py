@@ -185,14 +185,9 @@ def resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConf
     if kind == "cuda" and not facts.computes(dtype, device):
         raise ConfigError("dtype", f"{dtype} needs compute capability 8.0 or newer", "use float16")
     return DeviceConfig(
-        device,
-        dtype,
-        _kv_dtype(args, facts, device, dtype),
-        args.threads,
-        args.attention_backend,
-        args.enforce_eager,
-        _quantization(args, facts, device, model),
-    )
+        device, dtype, _kv_dtype(args, facts, device, dtype), args.threads, args.attention_backend, args.enforce_eager,
+        _quantization(args, facts, device, model), integer_products=args.cpu_weights == "integer",
+    )  # fmt: skip
 
 
 def _quantization(args: EngineArguments, facts: HardwareFacts, device: str, model: ModelConfig) -> Quantization | None:

@@ -11,10 +11,10 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
     """Bytes of the weights. `has_triton`: the Triton backend runs the model.
 
     On a CPU, half-precision weights are repacked, so a tied output head has a copy besides the embedding table, and
-    bfloat16 weights of the layers stay bfloat16 for float32 rows. The
-    native kernels keep a quantized embedding table as it is stored, and with `level_panels` or `tile_units` all
-    quantized weights. On a GPU, the Triton backend holds quantized weights as such; elsewhere they are expanded to the
-    run dtype."""
+    bfloat16 weights of the layers stay bfloat16 for float32 rows. The native kernels keep a quantized embedding table as
+    it is stored, and with integer products, `level_panels` or `tile_units` all quantized weights; with integer products
+    a tied head is the table. On a GPU, the Triton backend holds quantized weights as such; elsewhere they are expanded
+    to the run dtype."""
     quantization, weight_bytes = (
         config.device.quantization,
         facts.weight_bytes(config.device.dtype, config.device.device),
@@ -32,10 +32,16 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
     head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
     copied = head if weight_bytes < DTYPE_BYTES["float32"] else 0
     levels, dtype, has_levels = model.levels, config.device.dtype, model.levels.parameters > 0 and quantization is None
+    is_native = facts.native_refusal is None
+    integer = config.device.integer_products and has_levels and model.quantization is None  # of GGUF files
     panels = facts.level_panels and facts.has_halves(dtype)
-    keeps_levels = {"float32": facts.level_panels, "bfloat16": facts.tile_units or panels}.get(dtype, False)
+    keeps_levels = {
+        "float32": is_native and (integer or facts.level_panels),
+        "bfloat16": facts.tile_units or panels,
+    }.get(dtype, False)
     if has_levels and keeps_levels:
-        table = _level_table(model) if levels.has_table else copied * weight_bytes
+        is_shared = integer and dtype == "float32" and model.tie_word_embeddings  # the head's panels are the table
+        table = 0 if is_shared else _level_table(model) if levels.has_table else copied * weight_bytes
         return (model.num_parameters - levels.parameters) * weight_bytes + levels.num_bytes + table
     if quantization in ("int8", "int4") and keeps_levels:
         small = model.layer_weights[0]

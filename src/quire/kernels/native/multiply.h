@@ -2,6 +2,7 @@
 #pragma once
 
 #include "amx.h"
+#include "int8_panels.h"
 #include "panels.h"
 
 namespace {
@@ -19,6 +20,19 @@ template <> inline Multiply<float> multiply_for<float>(int64_t format) {  // in 
         case NIBBLES: return multiply_panels<NIBBLES>;
         case BYTES: return multiply_panels<BYTES>;
         case HALVES: return multiply_panels<HALVES>;
+        case 4: return multiply_int8<4>;
+        case 5: return multiply_int8<5>;
+        case 6: return multiply_int8<6>;
+        case 8: return multiply_int8<8>;
+        case 4 | WITH_OFFSETS: return multiply_int8<4 | WITH_OFFSETS>;
+        case 5 | WITH_OFFSETS: return multiply_int8<5 | WITH_OFFSETS>;
+        case 6 | WITH_OFFSETS: return multiply_int8<6 | WITH_OFFSETS>;
+        case 8 | WITH_OFFSETS: return multiply_int8<8 | WITH_OFFSETS>;
+        case 4 | BY_HALVES: return multiply_int8<4 | BY_HALVES>;
+        case 6 | BY_HALVES: return multiply_int8<6 | BY_HALVES>;
+        case 8 | BY_HALVES: return multiply_int8<8 | BY_HALVES>;
+        case 4 | WITH_OFFSETS | BY_HALVES: return multiply_int8<4 | WITH_OFFSETS | BY_HALVES>;
+        case 8 | WITH_OFFSETS | BY_HALVES: return multiply_int8<8 | WITH_OFFSETS | BY_HALVES>;
         default: return nullptr;
     }
 }

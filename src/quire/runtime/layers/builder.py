@@ -93,12 +93,17 @@ class LayerBuilder:
             local_heads,
         )  # fmt: skip
         triton = self.backend.kernels == "triton"
-        self._table_product = choose_product(dtype, device, triton=triton, many_rows=many_rows)  # never quantized
+        integer = config.integer_products
+        self._table_product = choose_product(  # never quantizes
+            dtype, device, triton=triton, many_rows=many_rows, integer=integer
+        )
         self._product = self._table_product
         self._float8 = config.quantization == "fp8"
         if config.quantization is not None:
             self._product = choose_quantizing_product(config.quantization, dtype, device, triton=triton)
-        self._head_product = self._table_product if triton else choose_product(dtype, device, keeps_weight=True)
+        self._head_product = (
+            self._table_product if triton else choose_product(dtype, device, keeps_weight=True, integer=integer)
+        )
         self._ops = choose_ops(dtype, device, triton=triton)
         self._rotaries: dict[tuple[Rope, int], Rotary] = {}
 

@@ -23,12 +23,15 @@ def choose_product(
     keeps_weight: bool = False,
     triton: bool = False,
     many_rows: bool = False,
+    integer: bool = False,
 ) -> Product:
     """`keeps_weight`: the weight serves elsewhere too, so a copy in another order would be memory on top.
 
     `many_rows`: it is multiplied by hundreds of rows at a time, where torch's product is the faster one in float32.
 
     `triton`: the Triton kernels run this model.
+
+    `integer`: float32 rows are rounded to int8 where the weight comes from a GGUF file, see Int8Product.
     """
     if triton:
         from quire.runtime.layers.skinny import TritonProduct
@@ -43,8 +46,10 @@ def choose_product(
     if why_not_native(dtype, device) is not None or (many_rows and dtype == torch.float32):
         return DenseProduct(dtype) if dtype == torch.float32 and not many_rows else PackedProduct(dtype)
     from quire.kernels.native.ops import has_tile_units
-    from quire.runtime.layers.native import PanelProduct, TileProduct
+    from quire.runtime.layers.native import Int8Product, PanelProduct, TileProduct
 
+    if dtype == torch.float32 and integer:
+        return Int8Product(dtype, keeps_weight=keeps_weight)
     if dtype == torch.bfloat16 and has_tile_units():
         return TileProduct()
     if dtype == torch.bfloat16 and units:  # dot products of pairs, which the panels' kernel has not

@@ -9,8 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.config.model import Heads
+from quire.kernels.native.int8_panels import HALF_GROUP, is_int8_format, read_rows
+from quire.kernels.native.ops import PackedWeight
 from quire.kernels.native.program import Symbol
 from quire.kernels.norm import Norm
+from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.ops import LayerOps, normalize
 from quire.runtime.layers.product import Multiply, Product
 from quire.runtime.layers.split import Split, as_split
@@ -246,13 +249,14 @@ class Embedding(WeightLayer):
         self._vocab, self._group = as_split(vocab), group
         self.weight = placement.empty(self._vocab.count, size, dtype=product.held)
         self.levels: LevelWeight | None = None
+        self.panels: PackedWeight | None = None  # those of the output head, in place of levels
         self.parts = (f"{name}.weight",)
         self._product, self._placement = product, placement
 
     def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
         on_cpu = self._placement.device.type == "cpu"
         keeps = on_cpu and isinstance(weight, LevelWeight) and self._product.keeps(weight)
-        native = weight.as_native() if keeps and isinstance(weight, LevelWeight) else None
+        native = weight.as_native(HALF_GROUP) if keeps and isinstance(weight, LevelWeight) else None
         if native is None:
             return super().load_quantized(part, weight)
         self.levels = native if self._vocab.is_whole else native.rows(self._vocab.index)
@@ -285,6 +289,8 @@ class Embedding(WeightLayer):
         return self._placement.dtype
 
     def _lines(self, places: Tensor) -> Tensor:
+        if self.panels is not None:
+            return read_rows(self.panels, places).to(self._placement.dtype)
         if self.levels is not None:
             return self.levels.rows(places).values().to(self._placement.dtype)
         return F.embedding(places, self.weight).to(self._placement.dtype)
@@ -346,10 +352,14 @@ class TiedHead(WeightLayer):
 
     def finish(self) -> None:
         table, product = self._embedding[0], self._product
-        if table.levels is None:
+        if table.panels is not None:
+            self._multiply = NativeMultiply(table.panels, None)
+        elif table.levels is None:
             self._multiply = product.pack(table.weight.data, None)
         else:
             self._multiply = product.pack_quantized(table.levels, None)
+            if isinstance(self._multiply, NativeMultiply) and is_int8_format(self._multiply.weight):
+                table.levels, table.panels = None, self._multiply.weight
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, size] -> [tokens, vocab]
         assert self._multiply is not None, "finish() was not called"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.kernels.clamp import Clamp
 from quire.kernels.native import ops
+from quire.kernels.native.int8_panels import HALF_GROUP, cut_int8_panels
 from quire.kernels.native.ops import ROW_INPUTS, PackedWeight, multiply, multiply_rows
 from quire.kernels.native.panels import cut_level_panels, cut_panels, level_panels_pay
 from quire.kernels.native.program import Symbol
@@ -159,6 +160,21 @@ class PanelProduct(LevelProduct):
             return NativeMultiply(cut_panels(weight.values().to(self.held), self.held), bias)
         panels = cut_level_panels(weight.levels, weight.scales, weight.offsets, nibbles=weight.nibbles, rows=self.held)
         return NativeMultiply(panels, bias)
+
+
+class Int8Product(PanelProduct):
+    """Rounds float32 rows to int8, 32 numbers with a scale of their own, and multiplies them in whole numbers by the
+    quantized weights of GGUF files. These stay in the bits that their file has. All other weights are multiplied as
+    PanelProduct does it."""
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
+        takes = isinstance(weight, LevelWeight) and weight.takes_int8_rows
+        native = weight.as_native(HALF_GROUP) if takes and isinstance(weight, LevelWeight) else None
+        if native is None:
+            return super().pack_quantized(weight, bias)
+        panels = cut_int8_panels(native.levels, native.scales, native.offsets, nibbles=native.nibbles)
+        multiply = NativeMultiply(panels, bias)
+        return multiply if native.columns is None else GatheredMultiply(multiply, native.columns)
 
 
 def _as_halves(weight: Tensor) -> Tensor:

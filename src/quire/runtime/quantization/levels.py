@@ -32,6 +32,7 @@ class LevelWeight:
     nibbles: bool
     columns: Tensor | None = None  # [inputs], int64
     activations: ActivationScheme | None = None
+    takes_int8_rows: bool = False  # a CPU may round rows to int8, in groups of 32: what engines do with GGUF files
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -100,13 +101,14 @@ class LevelWeight:
         levels, scales, offsets = (torch.cat(each) for each in zip(*parts, strict=True))
         return replace(self, levels=levels, scales=scales, offsets=offsets, nibbles=False)
 
-    def as_native(self) -> LevelWeight | None:
-        """As the native CPU kernels take it: groups of 32 columns, factors in float16; None: they do not."""
+    def as_native(self, smallest: int = GROUP) -> LevelWeight | None:
+        """As the native CPU kernels take it: groups of 32 columns, or of `smallest` ones where it has such, factors in
+        float16; None: they do not."""
         if not self.is_in_native_groups:
             return None
-        wide = self.in_wider_groups(GROUP) if self.group < GROUP else self
+        wide = self.in_wider_groups(GROUP) if self.group < smallest else self
         halves = wide.as_halves()
-        return None if halves is None else halves.in_groups(GROUP)
+        return None if halves is None else halves.in_groups(min(GROUP, halves.group))
 
     def as_halves(self) -> LevelWeight | None:
         """The same with float16 scales and offsets, each off by a part in 2048 at most, of itself or, where it is

@@ -72,6 +72,10 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
         str,
         "fp8, int8 or int4: the layers' weights, quantized while they are loaded (as the checkpoint stores them)",
     ),
+    "--cpu-weights": (
+        str,
+        "integer: a CPU multiplies weights of GGUF files by rows rounded to int8; float: rows are not rounded",
+    ),
     "--kv-cache-dtype": (
         str,
         "auto: as --dtype; fp8, fp8_e4m3 or int8: about half the memory per token of bfloat16; int4: a third",

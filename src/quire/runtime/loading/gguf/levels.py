@@ -48,8 +48,9 @@ def read_levels(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> LevelWei
         return None
     groups = (shape[0], shape[1] // form.group)
     return LevelWeight(
-        levels.contiguous().view(shape), scales.reshape(groups), offsets.reshape(groups), nibbles=form.nibbles
-    )
+        levels.contiguous().view(shape), scales.reshape(groups), offsets.reshape(groups), nibbles=form.nibbles,
+        takes_int8_rows=True,
+    )  # fmt: skip
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:  # [n]

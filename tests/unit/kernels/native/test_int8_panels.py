@@ -1,0 +1,122 @@
+"""Integer products: rows rounded to int8 times weights of 4 to 8 bits, against the same in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.native.int8_panels import cut_int8_panels, read_rows
+from quire.kernels.native.loader import why_not_native
+from quire.kernels.native.ops import PackedWeight, multiply
+from quire.runtime.quantization.levels import LevelWeight
+
+REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
+pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+# Bits of a level, whether there are offsets, inputs that share a scale: the GGUF types that are so.
+FORMS = {
+    "Q4_0": (4, False, 32),
+    "Q4_K": (4, True, 32),
+    "Q5_0": (5, False, 32),
+    "Q5_K": (5, True, 32),
+    "Q6_K": (6, False, 16),
+    "Q8_0": (8, False, 32),
+    "Q3_K": (4, False, 16),
+    "Q2_K": (4, True, 16),
+    "Q6_K beside Q4_K": (8, True, 16),
+    "int8 with offsets": (8, True, 32),
+}
+
+
+def random_weight(form: str, outputs: int, inputs: int) -> LevelWeight:
+    bits, has_offsets, group = FORMS[form]
+    nibbles, middle = bits == 4, 0 if has_offsets and bits < 8 else 1 << (bits - 1)
+    levels = torch.randint(0, 1 << bits, (outputs, inputs))
+    levels[0, :2] = torch.tensor([0, (1 << bits) - 1])
+    scales = (torch.rand(outputs, inputs // group) * 0.01 + 1e-3).half()
+    offsets = (torch.randn(outputs, inputs // group) * 0.1).half() if has_offsets else torch.zeros_like(scales)
+    if nibbles:
+        return LevelWeight(levels.to(torch.uint8), scales, offsets if has_offsets else scales * -8, nibbles=True)
+    return LevelWeight((levels - middle).to(torch.int8), scales, offsets, nibbles=False)
+
+
+def packed(weight: LevelWeight) -> PackedWeight:
+    return cut_int8_panels(weight.levels, weight.scales, weight.offsets, nibbles=weight.nibbles)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Rows as the kernels round them: 32 numbers to 127 steps of the largest one."""
+    groups = x.double().unflatten(1, (-1, 32))
+    step = groups.abs().amax(dim=2, keepdim=True) / 127
+    return ((groups / step.clamp(min=1e-30)).round() * step).flatten(1)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 13, 300])
+@pytest.mark.parametrize("shape", [(1, 32), (50, 96), (100, 1536)])
+@pytest.mark.parametrize("form", FORMS)
+def test_products_are_those_of_the_rounded_rows(form: str, shape: tuple[int, int], rows: int) -> None:
+    weight, x, bias = random_weight(form, *shape), torch.randn(rows, shape[1]), torch.randn(shape[0])
+    panels = packed(weight)
+    found, numbers = multiply(x, panels, bias), weight.values().double()
+    size = (x.double().square().sum(1, keepdim=True) * numbers.square().sum(1)).sqrt() + 1.0
+    wanted = F.linear(rounded(x), numbers, bias.double())
+    # A number just between two steps may be rounded the other way in float32: few are, each off by one step.
+    assert bool(((found - wanted).abs() <= 2e-3 * size).all())
+    assert bool(((found - F.linear(x.double(), numbers, bias.double())).abs() <= 0.02 * size).all())
+    if rows >= 8 and shape[0] >= 50:
+        assert float(((found - wanted).abs() / size).mean()) < 2e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_gives_the_same_to_the_bit_alone_and_among_any_others(form: str) -> None:
+    panels, x = packed(random_weight(form, 83, 160)), torch.randn(300, 160)
+    together = multiply(x, panels)
+    assert torch.equal(together[:31], torch.cat([multiply(row[None], panels) for row in x[:31]]))
+    for first, count in ((3, 2), (3, 4), (3, 7), (3, 12), (250, 50)):
+        assert torch.equal(together[first : first + count], multiply(x[first : first + count].contiguous(), panels))
+
+
+def test_a_result_does_not_depend_on_the_threads() -> None:
+    panels, x, threads = packed(random_weight("Q4_K", 200, 576)), torch.randn(37, 576), torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(multiply(x, panels))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_format_takes_the_bits_of_its_levels(form: str) -> None:
+    bits, has_offsets, group = FORMS[form]
+    panels = packed(random_weight(form, 64, 320))
+    factors = (2 if has_offsets else 1) * 16 / group
+    assert panels.data.nbytes * 8 == 64 * 320 * (bits + factors)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_a_packed_table_are_its_numbers(form: str) -> None:
+    weight = random_weight(form, 83, 96)
+    places = torch.tensor([0, 82, 17, 16, 17])
+    assert torch.equal(read_rows(packed(weight), places), weight.values()[places])
+
+
+def test_rows_with_numbers_that_are_none_fail_alone() -> None:
+    panels, x = packed(random_weight("Q8_0", 40, 64)), torch.randn(5, 64)
+    wanted = multiply(x, panels)
+    x[1, 40], x[3, 5] = float("nan"), float("inf")
+    found = multiply(x, panels)
+    assert found[1].isnan().all()
+    assert not found[3].isfinite().any()
+    assert torch.equal(found[[0, 2, 4]], wanted[[0, 2, 4]])
+
+
+def test_zeros_and_tiny_numbers_give_zeros() -> None:
+    panels = packed(random_weight("Q5_0", 20, 64))
+    x = torch.zeros(2, 64)
+    x[1] = 1e-38
+    assert torch.equal(multiply(x, panels), torch.zeros(2, 20))
