@@ -48,10 +48,10 @@ class Awq(Method):
 
     def cut(
         self,
-        layer: str,
+        layer: str,  # noqa: ARG002
         layout: Layout,
         tensors: Mapping[str, Tensor],
-        region: Region,  # noqa: ARG002
+        region: Region,
     ) -> Mapping[str, Tensor] | None:
         words = blocks_of(region.outputs, layout.outputs, _IN_A_WORD)
         groups = blocks_of(region.inputs, layout.inputs, layout.inputs // layout.groups)

@@ -53,10 +53,10 @@ class Float8(Method):
 
     def cut(
         self,
-        layer: str,
+        layer: str,  # noqa: ARG002
         layout: Layout,
         tensors: Mapping[str, Tensor],
-        region: Region,  # noqa: ARG002
+        region: Region,
     ) -> Mapping[str, Tensor] | None:
         word, shape = next(word for word in SCALES if word in tensors), (layout.outputs, layout.inputs)
         scales = narrow_scales(tensors[word], shape, self._block or shape, region)

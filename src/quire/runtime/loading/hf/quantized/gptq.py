@@ -61,10 +61,10 @@ class Gptq(Method):
 
     def cut(
         self,
-        layer: str,
+        layer: str,  # noqa: ARG002
         layout: Layout,
         tensors: Mapping[str, Tensor],
-        region: Region,  # noqa: ARG002
+        region: Region,
     ) -> Mapping[str, Tensor] | None:
         outputs, inputs = region.outputs, region.inputs
         words, zeros = (

@@ -60,9 +60,9 @@ class Method(ABC):
 
     def cut(
         self,
-        layer: str,
-        layout: Layout,
-        tensors: Mapping[str, Tensor],
+        layer: str,  # noqa: ARG002
+        layout: Layout,  # noqa: ARG002
+        tensors: Mapping[str, Tensor],  # noqa: ARG002
         region: Region,  # noqa: ARG002
     ) -> Mapping[str, Tensor] | None:
         """What of the tensors holds this region of the matrix: tensors, views mostly, that `read` takes; None: it has
