@@ -13,7 +13,7 @@ from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
 from quire.engine.kvcache.tiers.base import Asked, SideSlot, TierHit, TierQuery
 from quire.engine.kvcache.tiers.disk import DiskTier
 from quire.engine.kvcache.tiers.host import HostTier, Slot
-from quire.engine.kvcache.tiers.remote import RemoteTier
+from quire.engine.kvcache.tiers.remote import RemoteTier, nodes_to
 from quire.engine.kvcache.tiers.side_keys import SideKeys
 from quire.engine.kvcache.tiers.transfer_time import TransferTime
 from quire.types.stats import TierStats
@@ -168,7 +168,7 @@ class TierManager:
 
     def _sent_keys(self, match: Match, query: TierQuery) -> Iterator[bytes]:
         """Return the keys of the device's match with its side blocks, and of what continues it in host memory."""
-        for node in _path(match.node):
+        for node in nodes_to(match.node):
             for index, block in enumerate(node.blocks):
                 key = self._tree.key_of(node, index)
                 yield key
@@ -228,7 +228,7 @@ class TierManager:
     def on_hit(self, match: Match) -> None:
         if self._remote is None or not self._remote.puts:
             return
-        for node in _path(match.node):
+        for node in nodes_to(match.node):
             if len(node.keys) < len(node.blocks) or not self._remote.has_all(node.keys) or self._sides is not None:
                 self.on_publish(node, 0)
 
@@ -394,12 +394,3 @@ class TierManager:
             self._remote.check()
             holds += self._remote.num_holds
         assert holds == self._host.num_holds
-
-
-def _path(node: Node | None) -> list[Node]:
-    """Return the nodes from below the root to `node`."""
-    nodes: list[Node] = []
-    while node is not None and node.parent is not None:
-        nodes.append(node)
-        node = node.parent
-    return nodes[::-1]

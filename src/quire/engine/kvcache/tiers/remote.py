@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.config.transport import TransportConfig
+from quire.engine.kvcache.prefix_tree import Node
 from quire.engine.kvcache.tiers.disk import DiskTier
 from quire.engine.kvcache.tiers.host import HostTier, Slot
 from quire.types.transfer import FileMove, Lookup, TransferReport
@@ -115,3 +116,12 @@ class RemoteTier(DiskTier):
     def check(self) -> None:
         super().check()
         assert {lookup.number for lookup in self._lookups} <= self._asked.keys()
+
+
+def nodes_to(node: Node | None) -> list[Node]:
+    """Return the nodes of the prefix tree from below the root to `node`."""
+    nodes: list[Node] = []
+    while node is not None and node.parent is not None:
+        nodes.append(node)
+        node = node.parent
+    return nodes[::-1]
