@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels.clamp import Clamp
 from quire.kernels.native import ops
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.ops import BYTES, NIBBLES, PLAIN, PackedWeight
+from quire.kernels.native.ops import BYTES, HALVES, NIBBLES, PLAIN, PackedWeight
 from quire.kernels.native.panels import cut_panels
 from quire.kernels.native.program import Program, ProgramWriter
 from quire.kernels.native.structures import ProgramStep
@@ -95,7 +95,9 @@ def test_memory_is_used_again() -> None:
     assert len(program._memory) == 2 * WIDTH
 
 
-@pytest.mark.parametrize(("kind", "is_known"), [(PLAIN, True), (NIBBLES, True), (BYTES, True), (3, False), (-1, False)])
+@pytest.mark.parametrize(
+    ("kind", "is_known"), [(PLAIN, True), (NIBBLES, True), (BYTES, True), (HALVES, True), (99, False), (-1, False)]
+)
 def test_a_weight_without_a_kernel_is_refused_when_the_program_is_made(kind: int, is_known: bool) -> None:
     writer = ProgramWriter(torch.float32, WIDTH)
     data = torch.zeros(8 * (WIDTH + 64) * WIDTH, dtype=torch.uint8)  # enough in any format
