@@ -11,10 +11,10 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
     """Bytes of the weights. `has_triton`: the Triton backend runs the model.
 
     On a CPU, half-precision weights are repacked, so a tied output head has a copy besides the embedding table, and
-    bfloat16 weights of the layers stay bfloat16 for float32 rows. The native kernels keep a quantized embedding table as
-    it is stored, and with integer products, `level_panels` or `tile_units` all quantized weights; with integer products
-    a tied head is the table. On a GPU, the Triton backend holds quantized weights as such; elsewhere they are expanded
-    to the run dtype."""
+    bfloat16 weights of the layers stay bfloat16 for float32 rows. The native kernels keep a quantized embedding table
+    as it is stored, and with integer products, `level_panels` or `tile_units` all quantized weights; with integer
+    products a tied head is the table. On a GPU, the Triton backend holds quantized weights as such; elsewhere they are
+    expanded to the run dtype."""
     quantization, weight_bytes = (
         config.device.quantization,
         facts.weight_bytes(config.device.dtype, config.device.device),

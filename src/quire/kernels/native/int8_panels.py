@@ -116,7 +116,7 @@ def _panels(matrix: Tensor) -> Tensor:  # [outputs, n] -> [panels, outputs of a 
 def _lines(levels: Tensor, bits: int) -> Tensor:
     """[outputs, inputs] uint8 -> [panels, groups, bytes of 32 inputs of a panel]."""
     split = _panels(levels).unflatten(2, (-1, _LINES, 4)).permute(0, 2, 3, 1, 4)  # [panels, groups, lines, outputs, 4]
-    lines = split.flatten(3)  # [panels, groups, lines, 64]
+    lines: Tensor = split.flatten(3)  # [panels, groups, lines, 64]
     if bits == 8:
         return lines.flatten(2)
     low = lines & 15
