@@ -174,8 +174,7 @@ class PrefixReuse:
         return self._tiers.find_files(match, self._query(group.leader, limit))
 
     def ask(self, group: Group) -> Asked | None:
-        """Ask other engines for the blocks that extend the leader's prefix hit, or whether they still have those of the
-        hit; None if nothing is asked."""
+        """Ask other engines for the blocks of the leader's prefix that they have; None if nothing is asked."""
         if self._tree is None or not self.reads_cache(group):
             return None
         query = self._query(group.leader, self._leader_limit(group))
