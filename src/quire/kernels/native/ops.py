@@ -19,6 +19,9 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 # How a cache holds numbers, see cache_quantize.h; 0: as the rows do. Bytes hold two numbers of int4.
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 ROW_INPUTS = 16  # `multiply_rows` takes a multiple of them
+INT8_GROUP = 32  # inputs of a row that share a scale, see int8_panels.h
+INT8_OUTPUTS, INT8_LINES = 16, 8  # of a panel; of 32 inputs, four inputs to a line
+_WITH_OFFSETS, _BY_HALVES = 16, 32  # of a format of such panels, besides its bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,57 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Ten
     if not done:
         raise ValueError(f"this CPU has no kernel for {x.dtype} rows and format {weight.format}")
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Format:
+    """How panels hold a weight."""
+
+    bits: int
+    has_offsets: bool
+    by_halves: bool  # 16 inputs share a scale, not 32
+
+    @property
+    def number(self) -> int:
+        return self.bits + _WITH_OFFSETS * self.has_offsets + _BY_HALVES * self.by_halves
+
+    @property
+    def middle(self) -> int:
+        """What is added to levels that are stored without a sign."""
+        return 0 if self.bits == 8 or self.has_offsets else 1 << (self.bits - 1)
+
+
+def panel_bytes(form: Int8Format, inputs: int) -> int:
+    """Bytes of 16 outputs."""
+    factors = (1 + form.has_offsets) * (1 + form.by_halves) * 2
+    return inputs // INT8_GROUP * INT8_OUTPUTS * (factors + 4 * form.bits)
+
+
+def read_rows(weight: PackedWeight, rows: Tensor) -> Tensor:  # [n] -> [n, inputs], float32
+    """The numbers of some outputs of a packed weight."""
+    form = Int8Format(weight.format & 15, bool(weight.format & _WITH_OFFSETS), bool(weight.format & _BY_HALVES))
+    panel, place, scaled = rows // INT8_OUTPUTS, rows % INT8_OUTPUTS, weight.inputs // INT8_GROUP * (1 + form.by_halves)
+    data = weight.data.view(-1, panel_bytes(form, weight.inputs))
+    num_factors = (1 + form.has_offsets) * scaled
+    halves = data[:, : num_factors * INT8_OUTPUTS * 2].view(torch.float16).unflatten(1, (num_factors, INT8_OUTPUTS))
+    factors = halves[panel, :, place].float()  # [n, scales, then offsets]
+    stored = data[:, num_factors * INT8_OUTPUTS * 2 :].unflatten(1, (-1, form.bits, INT8_OUTPUTS, 4))
+    lines = stored[panel, :, :, place]  # [n, groups, lines, 4]
+    levels = _levels(lines, form).view(len(rows), scaled, -1).float().mul_(factors[:, :scaled, None])
+    return (levels.add_(factors[:, scaled:, None]) if form.has_offsets else levels).flatten(1)
+
+
+def _levels(lines: Tensor, form: Int8Format) -> Tensor:
+    """Lines [..., bits, 4] uint8 -> [..., 8 lines, 4], signed where the format is."""
+    if form.bits == 8:
+        return lines.view(torch.int8)
+    low = lines[..., :4, :]
+    levels, each = torch.cat((low & 15, low >> 4), dim=-2), form.bits - 4
+    if each:
+        shifts = torch.arange(INT8_LINES // each, dtype=torch.uint8).mul_(each).view(-1, 1)
+        high = lines[..., 4:, None, :] >> shifts & ((1 << each) - 1)  # [..., each, lines of one, 4]
+        levels |= high.flatten(-3, -2) << 4
+    return levels.to(torch.int8) - form.middle
 
 
 def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:

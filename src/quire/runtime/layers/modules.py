@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.config.model import Heads
-from quire.kernels.native.int8_panels import HALF_GROUP, is_int8_format, read_rows
-from quire.kernels.native.ops import PackedWeight
+from quire.kernels.native.int8_panels import HALF_GROUP, is_int8_format
+from quire.kernels.native.ops import PackedWeight, read_rows
 from quire.kernels.native.program import Symbol
 from quire.kernels.norm import Norm
 from quire.runtime.layers.native import NativeMultiply

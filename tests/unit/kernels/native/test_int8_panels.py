@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.native.int8_panels import cut_int8_panels, read_rows
+from quire.kernels.native.int8_panels import cut_int8_panels
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.ops import PackedWeight, multiply
+from quire.kernels.native.ops import PackedWeight, multiply, read_rows
 from quire.runtime.quantization.levels import LevelWeight
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
