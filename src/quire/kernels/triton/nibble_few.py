@@ -1,0 +1,372 @@
+"""The product of up to eight rows by a weight of 4 bits. See `nibble_products` for how weights lie.
+
+A panel's words are those of the tensor cores' left operand as they lie: of a step, lane 4g + t of a warp reads 16 bytes
+of output g and of output g + 8, whose four quarters are four times two operands of 16 x 16 numbers; the rows are the
+right operand, one in each of its eight columns. Levels become numbers by a shift and one more instruction for two of
+them: the half 128 + level of bfloat16. What is too much, 136 times the sums of the inputs, is taken from the sums of a
+group before they are scaled; the tensor cores make those sums too.
+
+The instruction is written into the kernel, and finds its operands by the order in which threads hold a block: 4 words
+each, one thread after the other. Warps share the steps, so that few outputs make a program and all programs run at
+once. Weights are asked for before the kernel waits for the one before it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.norm import Norm
+from quire.kernels.triton.activation import ACTIVATIONS
+from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_rows, power_of_two
+from quire.kernels.triton.nibble_products import STEP, PackedNibbles
+from quire.kernels.triton.products import epilogue
+
+FEW_ROWS = 8
+TILE = 16  # outputs
+_ALIGNED = 16  # bytes that a thread reads at once
+_MOST_WARPS = 8
+
+
+class FewTiling(NamedTuple):
+    """How a product is cut into programs."""
+
+    steps: int  # that a program reads at once: a power of two, a multiple of the warps
+    warps: int
+    paired: bool = False  # two tiles of outputs for a program, without a gate
+
+
+_DECODE = """
+    shr.u32 a0, $4, {shift};
+    shr.u32 a1, $8, {shift};
+    shr.u32 a2, $5, {shift};
+    shr.u32 a3, $9, {shift};
+    lop3.b32 a0, a0, 0x000F000F, {magic}, 0xEA;
+    lop3.b32 a1, a1, 0x000F000F, {magic}, 0xEA;
+    lop3.b32 a2, a2, 0x000F000F, {magic}, 0xEA;
+    lop3.b32 a3, a3, 0x000F000F, {magic}, 0xEA;
+    {less}
+    shr.u32 a4, $6, {shift};
+    shr.u32 a5, $10, {shift};
+    shr.u32 a6, $7, {shift};
+    shr.u32 a7, $11, {shift};
+    lop3.b32 a4, a4, 0x000F000F, {magic}, 0xEA;
+    lop3.b32 a5, a5, 0x000F000F, {magic}, 0xEA;
+    lop3.b32 a6, a6, 0x000F000F, {magic}, 0xEA;
+    lop3.b32 a7, a7, 0x000F000F, {magic}, 0xEA;
+    {less_too}
+"""
+_LESS = "sub.f16x2 a{0}, a{0}, less;"  # float16 has no room for 128 times as much: 1032 is taken from each number
+_PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+
+
+def _quarter_code(quarter: int, kind: str) -> str:
+    """Of $4 .. $7 and $8 .. $11, words of outputs g and g + 8, by the inputs $12 .. $15, added to $16 .. $19."""
+    less = [_LESS.format(number) if kind == "f16" else "" for number in range(8)]
+    decode = _DECODE.format(
+        shift=4 * quarter, magic="0x64006400" if kind == "f16" else "0x43004300",
+        less=" ".join(less[:4]), less_too=" ".join(less[4:]),
+    )  # fmt: skip
+    product = _PRODUCT.format(kind=kind)
+    return f"""{{
+    .reg .b32 a<8>;
+    .reg .b32 less;
+    mov.b32 less, 0x64086408;
+    {decode}
+    {product} {{$0, $1, $2, $3}}, {{a0, a1, a2, a3}}, {{$12, $13}}, {{$16, $17, $18, $19}};
+    {product} {{$0, $1, $2, $3}}, {{a4, a5, a6, a7}}, {{$14, $15}}, {{$0, $1, $2, $3}};
+}}"""
+
+
+def _sum_code(kind: str) -> str:
+    """The inputs $4 .. $7, summed up and added to $8 .. $11."""
+    product, ones = _PRODUCT.format(kind=kind), "{one, one, one, one}"
+    return f"""{{
+    .reg .b32 one;
+    mov.b32 one, {"0x3C003C00" if kind == "f16" else "0x3F803F80"};
+    {product} {{$0, $1, $2, $3}}, {ones}, {{$4, $5}}, {{$8, $9, $10, $11}};
+    {product} {{$0, $1, $2, $3}}, {ones}, {{$6, $7}}, {{$0, $1, $2, $3}};
+}}"""
+
+
+_OUT, _IN, _SUMS = "=&f,=&f,=&f,=&f", "r,r,r,r", "f,f,f,f"
+_QUARTER_OPERANDS = tl.constexpr(f"{_OUT},{_IN},{_IN},{_IN},{_SUMS}")
+_SUM_OPERANDS = tl.constexpr(f"{_OUT},{_IN},{_SUMS}")
+_Q0_BF16, _Q1_BF16, _Q2_BF16, _Q3_BF16 = (tl.constexpr(_quarter_code(quarter, "bf16")) for quarter in range(4))
+_Q0_F16, _Q1_F16, _Q2_F16, _Q3_F16 = (tl.constexpr(_quarter_code(quarter, "f16")) for quarter in range(4))
+_SUM_BF16, _SUM_F16 = (tl.constexpr(_sum_code(kind)) for kind in ("bf16", "f16"))
+
+
+@triton.jit
+def _pair(words, dtype: tl.constexpr):
+    """Both halves of words as float32."""
+    first = (words & 65535).to(tl.uint16).to(dtype, bitcast=True)
+    return first.to(tl.float32), (words >> 16 & 65535).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _lanes_of(low, high, S: tl.constexpr):
+    """Sums of outputs g and g + 8 by rows [S, 8, 8] as the lanes of the instruction hold them [S * 32, 4]."""
+    both = tl.join(tl.reshape(low, (S, 8, 4, 2)), tl.reshape(high, (S, 8, 4, 2)))
+    return tl.reshape(tl.permute(both, (0, 1, 2, 4, 3)), (S * 32, 4))
+
+
+@triton.jit
+def _by_columns(first, second, x_first, x_second, S: tl.constexpr):
+    """Sums [S, 8, 8] of pairs of numbers [S * 32, 4], by those of the inputs."""
+    a, b = tl.reshape(first, (S, 8, 1, 16)), tl.reshape(second, (S, 8, 1, 16))
+    c, d = tl.reshape(x_first, (S, 1, 8, 16)), tl.reshape(x_second, (S, 1, 8, 16))
+    return tl.sum(a * c + b * d, 3)
+
+
+@triton.jit
+def _add_quarter(
+    low, high, x, sums, QUARTER: tl.constexpr, DTYPE: tl.constexpr, S: tl.constexpr, COMPILED: tl.constexpr
+):
+    """sums [S * 32, 4] plus the products of a quarter of words [S * 32, 4] by inputs [S * 32, 4]."""
+    if COMPILED:
+        if tl.bfloat16 == DTYPE:
+            code: tl.constexpr = (
+                _Q0_BF16 if QUARTER == 0 else _Q1_BF16 if QUARTER == 1 else _Q2_BF16 if QUARTER == 2 else _Q3_BF16
+            )
+        else:
+            code: tl.constexpr = (
+                _Q0_F16 if QUARTER == 0 else _Q1_F16 if QUARTER == 1 else _Q2_F16 if QUARTER == 2 else _Q3_F16
+            )
+        return tl.inline_asm_elementwise(
+            code, _QUARTER_OPERANDS, (low, high, x, sums), dtype=tl.float32, is_pure=True, pack=4
+        )
+    MORE: tl.constexpr = 128 if tl.bfloat16 == DTYPE else -8
+    x_first, x_second = _pair(x, DTYPE)
+    part_low = _by_columns(
+        ((low >> 4 * QUARTER & 15) + MORE).to(tl.float32), ((low >> 16 + 4 * QUARTER & 15) + MORE).to(tl.float32),
+        x_first, x_second, S,
+    )  # fmt: skip
+    part_high = _by_columns(
+        ((high >> 4 * QUARTER & 15) + MORE).to(tl.float32), ((high >> 16 + 4 * QUARTER & 15) + MORE).to(tl.float32),
+        x_first, x_second, S,
+    )  # fmt: skip
+    return sums + _lanes_of(part_low, part_high, S)
+
+
+@triton.jit
+def _add_inputs(x, sums, DTYPE: tl.constexpr, S: tl.constexpr, COMPILED: tl.constexpr):
+    """sums [S * 32, 4] plus those of the inputs [S * 32, 4] of each row."""
+    if COMPILED:
+        code: tl.constexpr = _SUM_BF16 if tl.bfloat16 == DTYPE else _SUM_F16
+        return tl.inline_asm_elementwise(code, _SUM_OPERANDS, (x, sums), dtype=tl.float32, is_pure=True, pack=4)
+    first, second = _pair(x, DTYPE)
+    one = tl.full(x.shape, 1.0, tl.float32)
+    part = _by_columns(one, one, first, second, S)
+    return sums + _lanes_of(part, part, S)
+
+
+@triton.jit
+def _times(x, factors, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
+    """Pairs of numbers, multiplied."""
+    if COMPILED:
+        if tl.bfloat16 == DTYPE:
+            return tl.inline_asm_elementwise(
+                "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", (x, factors), dtype=tl.int32, is_pure=True, pack=1
+            )
+        return tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", (x, factors), dtype=tl.int32, is_pure=True, pack=1
+        )
+    first, second = _pair(x, DTYPE)
+    by_first, by_second = _pair(factors, DTYPE)
+    low = (first * by_first).to(DTYPE).to(tl.uint16, bitcast=True).to(tl.int32)
+    return low | (second * by_second).to(DTYPE).to(tl.uint16, bitcast=True).to(tl.int32) << 16
+
+
+@triton.jit
+def _words(at, inside, EVEN: tl.constexpr):
+    """Words of outputs g, and of outputs g + 8, of a tile's steps."""
+    if EVEN:
+        return tl.load(at, eviction_policy="evict_first"), tl.load(at + 128, eviction_policy="evict_first")
+    low = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
+    return low, tl.load(at + 128, mask=inside, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _inputs(
+    x_at, norm_at, inside, DTYPE: tl.constexpr, HAS_NORM: tl.constexpr, EVEN: tl.constexpr, COMPILED: tl.constexpr
+):
+    """The inputs of a quarter, times the norm's weights."""
+    x = tl.load(x_at) if EVEN else tl.load(x_at, mask=inside, other=0)
+    if HAS_NORM:
+        x = _times(x, tl.load(norm_at) if EVEN else tl.load(norm_at, mask=inside, other=0), DTYPE, COMPILED)
+    return x
+
+
+@triton.jit
+def _add_squares(squares, x_at, k, K, DTYPE: tl.constexpr, EVEN: tl.constexpr):
+    x_at = x_at.to(tl.pointer_type(DTYPE)) + k
+    x = (tl.load(x_at) if EVEN else tl.load(x_at, mask=k < K, other=0.0)).to(tl.float32)
+    return squares + x * x
+
+
+@triton.jit
+def _scaled(sums, inputs, at, inside, scale_ptr, offset_ptr, EXCESS: tl.constexpr, HAS_OFFSET: tl.constexpr,
+            EVEN: tl.constexpr):  # fmt: skip
+    """Sums over the inputs of a group [S * 32, 4] as those of its numbers. inputs [S * 32, 4]: the sums of the inputs."""
+    S32: tl.constexpr = sums.shape[0]
+    scale = tl.load(scale_ptr + at) if EVEN else tl.load(scale_ptr + at, mask=inside, other=0.0)
+    sums = tl.reshape(sums - EXCESS * inputs, (S32, 2, 2)) * scale.to(tl.float32)[:, :, None]
+    if HAS_OFFSET:
+        offset = tl.load(offset_ptr + at) if EVEN else tl.load(offset_ptr + at, mask=inside, other=0.0)
+        sums += tl.reshape(inputs, (S32, 2, 2)) * offset.to(tl.float32)[:, :, None]
+    return sums
+
+
+@triton.jit
+def _tile_sums(acc, S: tl.constexpr):
+    """Sums [S * 32, 2, 2] of the lanes over all steps as [16 outputs, 8 rows]."""
+    lanes = tl.reshape(tl.sum(tl.reshape(acc, (S, 128)), 0), (8, 4, 2, 2))
+    return tl.reshape(tl.permute(lanes, (2, 0, 1, 3)), (16, 8))
+
+
+@triton.jit(do_not_specialize=["M", "K", "total_steps"])
+def _few_kernel(
+    x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, scale_ptr, offset_ptr, norm_ptr, M, N, K, total_steps, x_stride,
+    factor_stride, out_stride, residual_stride, eps,
+    S: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, GROUP_STEPS: tl.constexpr,
+    PER_STEP: tl.constexpr, ONE_ROW: tl.constexpr, PAIRED: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    TWO: tl.constexpr = PAIRED or GATED
+    EXCESS: tl.constexpr = 136.0 if tl.bfloat16 == DTYPE else 0.0
+    SUMS_INPUTS: tl.constexpr = HAS_OFFSET or EXCESS > 0.0
+    first = tl.program_id(0) * (32 if PAIRED else 16)
+    second = first + (N if GATED else 16)
+    place, word, half = tl.arange(0, S * 32), tl.arange(0, 4)[None, :], tl.arange(0, 2)[None, :]
+    lane, step = place % 32, place // 32
+    thread = (step * 1024 + lane * 4)[:, None] + word
+    w_at = w_ptr + (first // 64).to(tl.int64) * total_steps * 1024 + first % 64 * 16 + thread
+    up_at = w_ptr + (second // 64).to(tl.int64) * total_steps * 1024 + second % 64 * 16 + thread
+    norm_at = (step * 64 + lane % 4 * 4)[:, None] + word
+    x_at = norm_at if ONE_ROW else norm_at + (tl.minimum(lane // 4, M - 1) * x_stride)[:, None]
+    factor_at = first + (lane // 4)[:, None] + half * 8
+    low, high = _words(w_at, (step < total_steps)[:, None], EVEN)
+    if TWO:
+        up_low, up_high = _words(up_at, (step < total_steps)[:, None], EVEN)
+    await_inputs(DEPENDENT)
+    acc = tl.zeros((S * 32, 2, 2), tl.float32)
+    acc_up = tl.zeros((S * 32, 2, 2), tl.float32)
+    squares, K = tl.zeros((S * 128,), tl.float32), tl.multiple_of(K, 32)
+    for start in range(0, S if WHOLE else total_steps, S):
+        if not WHOLE:
+            ahead = (start + S + step < total_steps)[:, None]
+            next_low, next_high = _words(w_at + (start + S) * 1024, ahead, False)
+            if TWO:
+                next_up_low, next_up_high = _words(up_at + (start + S) * 1024, ahead, False)
+        if HAS_NORM:
+            squares = _add_squares(squares, x_ptr, start * 128 + tl.arange(0, S * 128), K, DTYPE, EVEN)
+        sums, sums_up = tl.zeros((S * 32, 4), tl.float32), tl.zeros((S * 32, 4), tl.float32)
+        inputs = tl.zeros((S * 32, 4), tl.float32)
+        for quarter in tl.static_range(4):
+            shift = start * 64 + quarter * 16
+            inside = ((start + step) * 128 + quarter * 32 < K)[:, None]
+            if quarter % (4 // PER_STEP) == 0:  # the first of a group, or of the step
+                begun = inside
+            factors_at = norm_ptr + norm_at + shift if HAS_NORM else norm_at
+            x = _inputs(x_ptr + x_at + shift, factors_at, inside, DTYPE, HAS_NORM, EVEN, COMPILED)
+            sums = _add_quarter(low, high, x, sums, quarter, DTYPE, S, COMPILED)
+            if TWO:
+                sums_up = _add_quarter(up_low, up_high, x, sums_up, quarter, DTYPE, S, COMPILED)
+            if SUMS_INPUTS:
+                inputs = _add_inputs(x, inputs, DTYPE, S, COMPILED)
+            if quarter % (4 // PER_STEP) == 4 // PER_STEP - 1:  # the last of a group, or of the step
+                group = (
+                    (start + step) // GROUP_STEPS
+                    if PER_STEP == 1
+                    else ((start + step) * PER_STEP + quarter * PER_STEP // 4)
+                )
+                at = factor_at + (group * factor_stride)[:, None]
+                acc += _scaled(sums, inputs, at, begun, scale_ptr, offset_ptr, EXCESS, HAS_OFFSET, EVEN)
+                if TWO:
+                    at += second - first
+                    acc_up += _scaled(sums_up, inputs, at, begun, scale_ptr, offset_ptr, EXCESS, HAS_OFFSET, EVEN)
+                sums, sums_up = tl.zeros((S * 32, 4), tl.float32), tl.zeros((S * 32, 4), tl.float32)
+                inputs = tl.zeros((S * 32, 4), tl.float32)
+        if not WHOLE:
+            low, high = next_low, next_high
+            if TWO:
+                up_low, up_high = next_up_low, next_up_high
+    total = _tile_sums(acc, S)
+    total_up = _tile_sums(acc_up, S) if TWO else total
+    if HAS_NORM:
+        inverse = tl.rsqrt(tl.sum(squares) / K + eps)
+        total *= inverse
+        total_up *= inverse
+    m, n = tl.arange(0, 8), first + tl.arange(0, 16)
+    epilogue(
+        total, total_up, m, n, M, N, out_ptr, bias_ptr, residual_ptr, scale_ptr, scale_ptr, out_stride,
+        residual_stride, GATED, KIND, HAS_BIAS, HAS_RESIDUAL, False, False,
+    )  # fmt: skip
+    if PAIRED:
+        epilogue(
+            total_up, total_up, m, n + 16, M, N, out_ptr, bias_ptr, residual_ptr, scale_ptr, scale_ptr, out_stride,
+            residual_stride, GATED, KIND, HAS_BIAS, HAS_RESIDUAL, False, False,
+        )  # fmt: skip
+
+
+def takes_few(x: Tensor, weight: PackedNibbles, activation: str | None) -> bool:
+    """Whether the kernel takes these rows: up to eight in half precision, where tiles of outputs are of one panel."""
+    return (
+        x.shape[0] <= FEW_ROWS
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.data_ptr() % _ALIGNED == x.stride(0) % (_ALIGNED // 2) == 0
+        and (activation is None or weight.outputs % (2 * TILE) == 0)
+    )
+
+
+def nibble_few(
+    x: Tensor,  # [M, K], see `takes_few`
+    weight: PackedNibbles,  # [N, K]; [2 * N, K], gate then up, with an activation
+    out: Tensor,  # [M, N]
+    *,
+    bias: Tensor | None = None,  # [weight rows]
+    residual: Tensor | None = None,  # [M, N]: added to the result; may be `out`
+    activation: str | None = None,  # of activation.ACTIVATIONS: the result is activation(gate) * up
+    norm: Norm | None = None,  # of one row, with a weight of its dtype
+    tiling: FewTiling | None = None,
+    dependent: bool = False,
+) -> Tensor:
+    """x @ weight.T with its epilogue; summed and finished in float32, rounded once. Inputs times the norm's weight are
+    rounded before that."""
+    rows, inputs = x.shape
+    check_rows(x, "x")
+    check(takes_few(x, weight, activation) and inputs == weight.inputs, "x is a few aligned rows in half precision")
+    check(norm is None or (rows == 1 and norm.weight.dtype == x.dtype), "a norm is of one row, with its dtype")
+    check(norm is None or norm.weight.data_ptr() % _ALIGNED == 0, "the norm's weight is aligned")
+    gated, steps = activation is not None, weight.data.shape[1]
+    outputs = weight.outputs // (2 if gated else 1)
+    check(out.shape == (rows, outputs) and out.stride(1) == 1, "out is [M, N]")
+    if rows == 0:
+        return out
+    tiling = tiling or choose_few_tiling(steps)
+    paired = tiling.paired and not gated
+    _few_kernel[(triton.cdiv(outputs, 2 * TILE if paired else TILE),)](
+        x.view(torch.int32), weight.data.view(torch.int32), out, bias, residual, weight.scales, weight.offsets,
+        None if norm is None else norm.weight.view(torch.int32), rows, outputs, inputs, steps, x.stride(0) // 2,
+        weight.scales.stride(0), out.stride(0), 0 if residual is None else residual.stride(0),
+        0.0 if norm is None else norm.eps,
+        S=tiling.steps, WHOLE=steps <= tiling.steps, EVEN=inputs % (tiling.steps * STEP) == 0,
+        DTYPE=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16, GROUP_STEPS=max(weight.group // STEP, 1),
+        PER_STEP=max(STEP // weight.group, 1), ONE_ROW=rows == 1, PAIRED=paired, GATED=gated,
+        KIND=ACTIVATIONS[activation or "silu"], HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
+        HAS_OFFSET=weight.offsets is not None, HAS_NORM=norm is not None, DEPENDENT=dependent,
+        COMPILED=not INTERPRETED, num_warps=tiling.warps, num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip
+    return out
+
+
+def choose_few_tiling(steps: int) -> FewTiling:
+    """Eight warps with two steps at a time, or fewer where there are fewer steps."""
+    warps = min(_MOST_WARPS, power_of_two(steps))
+    return FewTiling(min(2 * warps, power_of_two(steps)), warps)
