@@ -257,7 +257,7 @@ def _few_kernel(
     await_inputs(DEPENDENT)
     acc = tl.zeros((S * 32, 2, 2), tl.float32)
     acc_up = tl.zeros((S * 32, 2, 2), tl.float32)
-    squares, K = tl.zeros((S * 128,), tl.float32), tl.multiple_of(K, 32)
+    squares, K = tl.zeros((S * 128,), tl.float32), K // 32 * 32
     for start in range(0, S if WHOLE else total_steps, S):
         if not WHOLE:
             ahead = (start + S + step < total_steps)[:, None]

@@ -5,7 +5,7 @@ order: a panel of 64 outputs holds one step of 128 inputs after the other. A wor
 quarter of its step. To shift a word and to replace its upper bits makes numbers of the same quarter for both words of a
 register: the four quarters are four products, by rows as they lie.
 
-Scales are applied to the sums of a step, or folded into the numbers, which the run dtype then rounds. K is split over
+Scales are applied to the sums of a group, or folded into the numbers, which the run dtype then rounds. K is split over
 programs where there are few tiles, as in `products`.
 """
 
@@ -107,10 +107,56 @@ _TO_FLOAT16 = tl.constexpr(
 )
 
 
+# Codes of sign, two bits of exponent and one of mantissa (e2m1), moved to those places of a bfloat16, are their numbers
+# over 2**126: also those with the exponent 0, which are subnormal there too.
+_CODES_TO_BFLOAT16 = tl.constexpr("""{
+    .reg .b32 sign<4>, rest<4>, whole;
+    mov.b32 whole, 0x7E807E80;
+    shl.b32 sign0, $4, 12;
+    shl.b32 sign1, $4, 8;
+    shl.b32 sign2, $4, 4;
+    mov.b32 sign3, $4;
+    shl.b32 rest0, $4, 6;
+    shl.b32 rest1, $4, 2;
+    shr.u32 rest2, $4, 2;
+    shr.u32 rest3, $4, 6;
+    and.b32 rest0, rest0, 0x01C001C0;
+    and.b32 rest1, rest1, 0x01C001C0;
+    and.b32 rest2, rest2, 0x01C001C0;
+    and.b32 rest3, rest3, 0x01C001C0;
+    lop3.b32 $0, sign0, 0x80008000, rest0, 0xEA;
+    lop3.b32 $1, sign1, 0x80008000, rest1, 0xEA;
+    lop3.b32 $2, sign2, 0x80008000, rest2, 0xEA;
+    lop3.b32 $3, sign3, 0x80008000, rest3, 0xEA;
+    mul.rn.bf16x2 $0, $0, whole;
+    mul.rn.bf16x2 $1, $1, whole;
+    mul.rn.bf16x2 $2, $2, whole;
+    mul.rn.bf16x2 $3, $3, whole;
+}""")
+
+
 @triton.jit
-def _numbers(words, dtype: tl.constexpr, COMPILED: tl.constexpr):
-    """The levels of the four quarters, less 8."""
-    if COMPILED and dtype == tl.bfloat16:
+def _of_code(code, dtype: tl.constexpr):
+    exponent, half = code >> 1 & 3, (code & 1).to(tl.float32) * 0.5
+    size = tl.where(exponent == 0, half, (1.0 + half) * (1 << exponent).to(tl.float32) * 0.5)
+    return tl.where(code & 8 != 0, -size, size).to(dtype)
+
+
+@triton.jit
+def numbers_of(words, dtype: tl.constexpr, CODES: tl.constexpr, COMPILED: tl.constexpr):
+    """The numbers of the four quarters: levels less 8, or those of e2m1 codes."""
+    if CODES:
+        if COMPILED and dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                _CODES_TO_BFLOAT16, "=&r,=&r,=&r,=&r,r", (words,),
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            )  # fmt: skip
+        codes = words.to(tl.int32)
+        return (
+            _of_code(codes & 15, dtype), _of_code(codes >> 4 & 15, dtype), _of_code(codes >> 8 & 15, dtype),
+            _of_code(codes >> 12 & 15, dtype),
+        )  # fmt: skip
+    elif COMPILED and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _TO_BFLOAT16, "=&r,=&r,=&r,=&r,r", (words,),
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
@@ -129,51 +175,88 @@ def _numbers(words, dtype: tl.constexpr, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _factors(at, step, group_steps, stride, dtype: tl.constexpr, PER_STEP: tl.constexpr):
-    """The scales or offsets of the four quarters of a step [BLOCK_N, 1] each."""
+def factors_of(at, step, group_steps, stride, PER_STEP: tl.constexpr):
+    """The scales or offsets of the four quarters of a step [BLOCK_N] each."""
     if PER_STEP == 1:
-        first = tl.load(at + step // group_steps * stride).to(dtype)[:, None]
+        first = tl.load(at + step // group_steps * stride)
         return first, first, first, first
     elif PER_STEP == 2:
-        first = tl.load(at + step * 2 * stride).to(dtype)[:, None]
-        third = tl.load(at + (step * 2 + 1) * stride).to(dtype)[:, None]
+        first = tl.load(at + step * 2 * stride)
+        third = tl.load(at + (step * 2 + 1) * stride)
         return first, first, third, third
     else:
-        first = tl.load(at + step * 4 * stride).to(dtype)[:, None]
-        second = tl.load(at + (step * 4 + 1) * stride).to(dtype)[:, None]
-        third = tl.load(at + (step * 4 + 2) * stride).to(dtype)[:, None]
-        fourth = tl.load(at + (step * 4 + 3) * stride).to(dtype)[:, None]
+        first = tl.load(at + step * 4 * stride)
+        second = tl.load(at + (step * 4 + 1) * stride)
+        third = tl.load(at + (step * 4 + 2) * stride)
+        fourth = tl.load(at + (step * 4 + 3) * stride)
         return first, second, third, fourth
 
 
 @triton.jit
-def _add_step(
-    acc, w_at, x0, x1, x2, x3, scale_at, offset_at, step, group_steps, stride, PER_STEP: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, FOLDED: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    """Add the products of one step to `acc` [BLOCK_N, BLOCK_M]."""
-    n0, n1, n2, n3 = _numbers(tl.load(w_at), x0.dtype, COMPILED)
-    if FOLDED:
-        s0, s1, s2, s3 = _factors(scale_at, step, group_steps, stride, x0.dtype, PER_STEP)
-        n0, n1, n2, n3 = n0 * s0, n1 * s1, n2 * s2, n3 * s3
-        if HAS_OFFSET:
-            o0, o1, o2, o3 = _factors(offset_at, step, group_steps, stride, x0.dtype, PER_STEP)
-            n0, n1, n2, n3 = n0 + o0, n1 + o1, n2 + o2, n3 + o3
-        acc = tl.dot(n0, x0, acc, input_precision=PRECISION)
-        acc = tl.dot(n1, x1, acc, input_precision=PRECISION)
-        acc = tl.dot(n2, x2, acc, input_precision=PRECISION)
-        acc = tl.dot(n3, x3, acc, input_precision=PRECISION)
-    else:
-        part = tl.dot(n0, x0, input_precision=PRECISION)
-        part = tl.dot(n1, x1, part, input_precision=PRECISION)
-        part = tl.dot(n2, x2, part, input_precision=PRECISION)
-        part = tl.dot(n3, x3, part, input_precision=PRECISION)
-        acc += part * tl.load(scale_at + step // group_steps * stride).to(tl.float32)[:, None]
-    return acc
+def _scaled(numbers, scale, offset, HAS_OFFSET: tl.constexpr):
+    numbers = numbers * scale.to(numbers.dtype)[:, None]
+    return numbers + offset.to(numbers.dtype)[:, None] if HAS_OFFSET else numbers
 
 
 @triton.jit
-def _inputs(x_at, place, K, HAS_TAIL: tl.constexpr):
+def input_sums(x0, x1, x2, x3, BLOCK_N: tl.constexpr, PER_STEP: tl.constexpr, PRECISION: tl.constexpr):
+    """The sums of the inputs of each quarter's group, in every line of [BLOCK_N, BLOCK_M]."""
+    ones = tl.full((BLOCK_N, x0.shape[0]), 1.0, x0.dtype)
+    first = tl.dot(ones, x0, input_precision=PRECISION)
+    if PER_STEP == 4:
+        second, third = tl.dot(ones, x1, input_precision=PRECISION), tl.dot(ones, x2, input_precision=PRECISION)
+        return first, second, third, tl.dot(ones, x3, input_precision=PRECISION)
+    first = tl.dot(ones, x1, first, input_precision=PRECISION)
+    if PER_STEP == 2:
+        third = tl.dot(ones, x2, input_precision=PRECISION)
+        third = tl.dot(ones, x3, third, input_precision=PRECISION)
+        return first, first, third, third
+    first = tl.dot(ones, x2, first, input_precision=PRECISION)
+    first = tl.dot(ones, x3, first, input_precision=PRECISION)
+    return first, first, first, first
+
+
+@triton.jit
+def _add_scaled(acc, part, scale, sums, offset, HAS_OFFSET: tl.constexpr):
+    acc += part * scale.to(tl.float32)[:, None]
+    return acc + sums * offset.to(tl.float32)[:, None] if HAS_OFFSET else acc
+
+
+@triton.jit
+def add_step(
+    acc, words, x0, x1, x2, x3, s0, s1, s2, s3, o0, o1, o2, o3, e0, e1, e2, e3,
+    PER_STEP: tl.constexpr, HAS_OFFSET: tl.constexpr, FOLDED: tl.constexpr, PRECISION: tl.constexpr,
+    COMPILED: tl.constexpr, CODES: tl.constexpr = False,
+):  # fmt: skip
+    """Add the products of one step to `acc` [BLOCK_N, BLOCK_M]. s, o: the scales and offsets of the quarters; e: the
+    sums of their inputs, where factors are not folded into the numbers."""
+    n0, n1, n2, n3 = numbers_of(words, x0.dtype, CODES, COMPILED)
+    if FOLDED:
+        acc = tl.dot(_scaled(n0, s0, o0, HAS_OFFSET), x0, acc, input_precision=PRECISION)
+        acc = tl.dot(_scaled(n1, s1, o1, HAS_OFFSET), x1, acc, input_precision=PRECISION)
+        acc = tl.dot(_scaled(n2, s2, o2, HAS_OFFSET), x2, acc, input_precision=PRECISION)
+        return tl.dot(_scaled(n3, s3, o3, HAS_OFFSET), x3, acc, input_precision=PRECISION)
+    part = tl.dot(n0, x0, input_precision=PRECISION)
+    if PER_STEP == 4:
+        acc = _add_scaled(acc, part, s0, e0, o0, HAS_OFFSET)
+        part = tl.dot(n1, x1, input_precision=PRECISION)
+        acc = _add_scaled(acc, part, s1, e1, o1, HAS_OFFSET)
+        part = tl.dot(n2, x2, input_precision=PRECISION)
+        acc = _add_scaled(acc, part, s2, e2, o2, HAS_OFFSET)
+        part = tl.dot(n3, x3, input_precision=PRECISION)
+    else:
+        part = tl.dot(n1, x1, part, input_precision=PRECISION)
+        if PER_STEP == 2:
+            acc = _add_scaled(acc, part, s0, e0, o0, HAS_OFFSET)
+            part = tl.dot(n2, x2, input_precision=PRECISION)
+        else:
+            part = tl.dot(n2, x2, part, input_precision=PRECISION)
+        part = tl.dot(n3, x3, part, input_precision=PRECISION)
+    return _add_scaled(acc, part, s3, e3, o3, HAS_OFFSET)
+
+
+@triton.jit
+def quarter_inputs(x_at, place, K, HAS_TAIL: tl.constexpr):
     """A quarter of a step of all rows, zeros behind the last input."""
     if HAS_TAIL:
         return tl.load(x_at, mask=place[:, None] < K, other=0.0)
@@ -206,25 +289,50 @@ def _nibble_kernel(
     up_at = w_ptr + (up_row // PANEL_ROWS * panel_stride + up_row % PANEL_ROWS * WORDS)[:, None] + place[None, :]
     x_at = x_ptr + x_row[None, :] * x_stride + place[:, None]
     await_inputs(DEPENDENT)
+    K = K // 32 * 32  # says that it is a multiple: numbers are loaded side by side
+    scale_at, offset_at = scale_ptr + w_row, offset_ptr + w_row if HAS_OFFSET else scale_ptr + w_row
+    s0, s1, s2, s3 = factors_of(scale_at, first, group_steps, factor_stride, PER_STEP)
+    o0, o1, o2, o3 = s0, s1, s2, s3
+    if HAS_OFFSET:
+        o0, o1, o2, o3 = factors_of(offset_at, first, group_steps, factor_stride, PER_STEP)
+    t0, t1, t2, t3, p0, p1, p2, p3 = s0, s1, s2, s3, o0, o1, o2, o3
+    if GATED:
+        t0, t1, t2, t3 = factors_of(scale_at + N, first, group_steps, factor_stride, PER_STEP)
+        if HAS_OFFSET:
+            p0, p1, p2, p3 = factors_of(offset_at + N, first, group_steps, factor_stride, PER_STEP)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(first, last_step):
         k = step * (4 * WORDS)
-        x0 = _inputs(x_at + k, place + k, K, HAS_TAIL)
-        x1 = _inputs(x_at + k + WORDS, place + k + WORDS, K, HAS_TAIL)
-        x2 = _inputs(x_at + k + 2 * WORDS, place + k + 2 * WORDS, K, HAS_TAIL)
-        x3 = _inputs(x_at + k + 3 * WORDS, place + k + 3 * WORDS, K, HAS_TAIL)
+        x0 = quarter_inputs(x_at + k, place + k, K, HAS_TAIL)
+        x1 = quarter_inputs(x_at + k + WORDS, place + k + WORDS, K, HAS_TAIL)
+        x2 = quarter_inputs(x_at + k + 2 * WORDS, place + k + 2 * WORDS, K, HAS_TAIL)
+        x3 = quarter_inputs(x_at + k + 3 * WORDS, place + k + 3 * WORDS, K, HAS_TAIL)
         shift = step * (PANEL_ROWS * WORDS)
-        acc = _add_step(
-            acc, w_at + shift, x0, x1, x2, x3, scale_ptr + w_row, offset_ptr + w_row if HAS_OFFSET else w_row, step,
-            group_steps, factor_stride, PER_STEP, HAS_OFFSET, FOLDED, PRECISION, COMPILED,
+        # Factors are too narrow to be copied ahead by the loop's stages: those of the next step are asked for here.
+        later = tl.minimum(step + 1, last_step - 1)
+        a0, a1, a2, a3 = factors_of(scale_at, later, group_steps, factor_stride, PER_STEP)
+        b0, b1, b2, b3 = a0, a1, a2, a3
+        if HAS_OFFSET:
+            b0, b1, b2, b3 = factors_of(offset_at, later, group_steps, factor_stride, PER_STEP)
+        e0, e1, e2, e3 = acc, acc, acc, acc
+        if HAS_OFFSET and not FOLDED:
+            e0, e1, e2, e3 = input_sums(x0, x1, x2, x3, BLOCK_N, PER_STEP, PRECISION)
+        acc = add_step(
+            acc, tl.load(w_at + shift), x0, x1, x2, x3, s0, s1, s2, s3, o0, o1, o2, o3, e0, e1, e2, e3, PER_STEP,
+            HAS_OFFSET, FOLDED, PRECISION, COMPILED,
         )  # fmt: skip
+        s0, s1, s2, s3, o0, o1, o2, o3 = a0, a1, a2, a3, b0, b1, b2, b3
         if GATED:
-            acc_up = _add_step(
-                acc_up, up_at + shift, x0, x1, x2, x3, scale_ptr + up_row,
-                offset_ptr + up_row if HAS_OFFSET else up_row, step, group_steps, factor_stride, PER_STEP, HAS_OFFSET,
-                FOLDED, PRECISION, COMPILED,
+            a0, a1, a2, a3 = factors_of(scale_at + N, later, group_steps, factor_stride, PER_STEP)
+            b0, b1, b2, b3 = a0, a1, a2, a3
+            if HAS_OFFSET:
+                b0, b1, b2, b3 = factors_of(offset_at + N, later, group_steps, factor_stride, PER_STEP)
+            acc_up = add_step(
+                acc_up, tl.load(up_at + shift), x0, x1, x2, x3, t0, t1, t2, t3, p0, p1, p2, p3, e0, e1, e2, e3,
+                PER_STEP, HAS_OFFSET, FOLDED, PRECISION, COMPILED,
             )  # fmt: skip
+            t0, t1, t2, t3, p0, p1, p2, p3 = a0, a1, a2, a3, b0, b1, b2, b3
     acc, acc_up, last = join_splits(
         acc, acc_up, tile, split, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLITS, GATED
     )  # fmt: skip
@@ -246,7 +354,7 @@ def nibble_product(
     out: Tensor | None = None,  # [M, N]; by default of x's dtype, or of the residual's
     tiling: Tiling | None = None,  # by default chosen for the shape; its block_k does not count
     dependent: bool = False,
-    folded: bool | None = None,  # by default chosen by the rows; always where groups are smaller than a step
+    folded: bool | None = None,  # whether factors are folded into the numbers; by default chosen by the rows
 ) -> Tensor:
     """x @ weight.T with its epilogue, for any number of rows; summed and finished in float32, rounded once."""
     rows, inputs = x.shape
@@ -264,7 +372,7 @@ def nibble_product(
     tiling = tiling or choose_nibble_tiling(rows, outputs, steps, gated, x.device)
     tiles = triton.cdiv(outputs, tiling.block_n) * triton.cdiv(rows, tiling.block_m)
     check(tiling.splits == 1 or _fits(tiles, tiling, gated), "the workspace is too small")
-    folded = (rows > _FOLDED_ROWS if folded is None else folded) or has_offset or weight.group < STEP
+    folded = rows > _FOLDED_ROWS if folded is None else folded
     _nibble_kernel[(tiles, tiling.splits)](
         x, weight.data, out, bias, residual, weight.scales, weight.offsets, workspace.partials, workspace.counters,
         rows, outputs, inputs, steps, x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0),
@@ -292,12 +400,13 @@ def _expand_kernel(
         w_ptr + (panel * total_steps + step) * (PANEL_ROWS * WORDS) + line[:, None] * WORDS + place[None, :]
     )
     dtype = out_ptr.dtype.element_ty
-    n0, n1, n2, n3 = _numbers(words, dtype, COMPILED)
-    s0, s1, s2, s3 = _factors(scale_ptr + row, step, group_steps, factor_stride, dtype, PER_STEP)
-    n0, n1, n2, n3 = n0 * s0, n1 * s1, n2 * s2, n3 * s3
+    n0, n1, n2, n3 = numbers_of(words, dtype, False, COMPILED)
+    s0, s1, s2, s3 = factors_of(scale_ptr + row, step, group_steps, factor_stride, PER_STEP)
+    o0, o1, o2, o3 = s0, s1, s2, s3
     if HAS_OFFSET:
-        o0, o1, o2, o3 = _factors(offset_ptr + row, step, group_steps, factor_stride, dtype, PER_STEP)
-        n0, n1, n2, n3 = n0 + o0, n1 + o1, n2 + o2, n3 + o3
+        o0, o1, o2, o3 = factors_of(offset_ptr + row, step, group_steps, factor_stride, PER_STEP)
+    n0, n1 = _scaled(n0, s0, o0, HAS_OFFSET), _scaled(n1, s1, o1, HAS_OFFSET)
+    n2, n3 = _scaled(n2, s2, o2, HAS_OFFSET), _scaled(n3, s3, o3, HAS_OFFSET)
     out_at = out_ptr + row[:, None] * out_stride + step * (4 * WORDS) + place[None, :]
     here, k = (row < rows)[:, None], step * (4 * WORDS) + place[None, :]
     if HAS_TAIL:
