@@ -30,9 +30,9 @@ CUDA = torch.device("cuda")
 LAYERS = Sizes().layers()[:-1]
 KINDS = {"symmetric, groups of 128": (128, False), "offsets, groups of 64": (64, True)}
 TILINGS = [
-    FewTiling(steps, warps, paired)
-    for steps, warps in ((8, 4), (16, 4), (8, 8), (16, 8), (32, 8), (16, 16))
-    for paired in (False, True)
+    FewTiling(steps, warps, paired=False, ahead=ahead)
+    for steps, warps in ((2, 1), (4, 1), (2, 2), (4, 2), (8, 2), (4, 4), (8, 4))
+    for ahead in (False, True)
 ]
 COLD_BYTES = 160 << 20
 MODEL_LAYERS = 32
@@ -51,7 +51,7 @@ def all_cases(rows_of: list[int]) -> Iterator[Case]:
             for rows in rows_of:
                 if rows > 1:
                     yield Case(layer, kind, rows, None)
-                for tiling in TILINGS if rows == 1 else TILINGS[2:8]:
+                for tiling in TILINGS:
                     if not (tiling.paired and (layer.activation or KINDS[kind][1])):
                         yield Case(layer, kind, rows, tiling)
 
@@ -127,7 +127,7 @@ def measure_products(rows_of: list[int], workspace: Workspace) -> dict[tuple[str
         except Exception as failure:  # noqa: BLE001  one case must not hide the others
             print(f"  {case.tiling}: FAILED {type(failure).__name__} {str(failure)[:200]}", flush=True)
             continue
-        label = "nibble_product" if case.tiling is None else "S{} W{}{}".format(*case.tiling[:2], "p" * case.tiling[2])
+        label = "nibble_product" if case.tiling is None else "S{} W{}{}{}".format(*case.tiling[:2], "p" * case.tiling[2], "a" * case.tiling[3])
         wrong = "" if error < 0.02 else "  WRONG"
         share = 100 * weight_bytes(operands.weights[0]) / us * 1e6 / READ_CEILING
         print(f"  {label:16s} {us:7.2f} us  {share:5.1f} %  err {error:.1e}{wrong}", flush=True)
