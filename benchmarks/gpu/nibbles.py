@@ -127,7 +127,9 @@ def measure_products(rows_of: list[int], workspace: Workspace) -> dict[tuple[str
         except Exception as failure:  # noqa: BLE001  one case must not hide the others
             print(f"  {case.tiling}: FAILED {type(failure).__name__} {str(failure)[:200]}", flush=True)
             continue
-        label = "nibble_product" if case.tiling is None else "S{} W{}{}{}".format(*case.tiling[:2], "p" * case.tiling[2], "a" * case.tiling[3])
+        label = "nibble_product"
+        if case.tiling is not None:
+            label = "S{} W{}{}{}".format(*case.tiling[:2], "p" * case.tiling[2], "a" * case.tiling[3])
         wrong = "" if error < 0.02 else "  WRONG"
         share = 100 * weight_bytes(operands.weights[0]) / us * 1e6 / READ_CEILING
         print(f"  {label:16s} {us:7.2f} us  {share:5.1f} %  err {error:.1e}{wrong}", flush=True)

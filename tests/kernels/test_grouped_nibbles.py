@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.clamp import Clamp
+from quire.kernels.triton import grouped_nibbles
 from quire.kernels.triton.grouped import GroupedTiling, Stack, grouped_product, route
 from quire.kernels.triton.grouped_nibbles import NibbleStack, grouped_nibble_product
 from quire.kernels.triton.nibble_products import pack_nibbles
@@ -67,6 +68,9 @@ def test_gates_and_clamps_are_taken_along(clamp: Clamp | None) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_float16_rows_are_refused_where_codes_would_leave_their_range() -> None:
-    with pytest.raises(ValueError, match="float16"):
-        products(rand(6, 128, dtype=torch.float16), make_stack(64, 128, 32, "codes"), num_used=USED)
+def test_experts_of_many_pairs_are_expanded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_nibbles, "_MOST_ROWS", 8)
+    monkeypatch.setattr(grouped_nibbles, "_EXPANDED_BYTES", 2 * 88 * 128 * 4)  # two of five experts
+    stacks = make_stack(88, 128, 32, "codes")
+    found, wanted = products(rand(6, 128, scale=0.1), stacks, num_used=USED, activation="silu")
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

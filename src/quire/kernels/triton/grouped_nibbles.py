@@ -1,4 +1,4 @@
-"""Products of experts by weights of 4 bits as they are stored: levels with a scale for each group, or e2m1 codes (MXFP4).
+"""Products of experts by weights of 4 bits as they are stored: levels with a scale for each group, or codes (MXFP4).
 
 Pairs are placed by `grouped.route`, and weights lie as in `nibble_products`, one expert behind the other: decode steps
 read a quarter of the bytes of 16-bit numbers. Steps with many pairs for each expert are multiplied by numbers that some
@@ -17,9 +17,13 @@ from torch import Tensor
 
 from quire.kernels.clamp import Clamp
 from quire.kernels.triton.activation import ACTIVATIONS, activate, clamped
-from quire.kernels.triton.grouped import GroupedTiling, Routing
+from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, grouped_product
 from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_rows
-from quire.kernels.triton.nibble_products import PANEL, STEP, PackedNibbles, add_step, factors_of, input_sums, quarter_inputs
+from quire.kernels.triton.nibble_products import PANEL, STEP, PackedNibbles, expand_nibbles
+from quire.kernels.triton.nibble_steps import add_step, factors_of, input_sums, quarter_inputs
+
+_MOST_ROWS = 64  # of a tile
+_EXPANDED_BYTES = 256 << 20  # of numbers at a time
 
 
 class NibbleStack(NamedTuple):
@@ -97,7 +101,7 @@ def _grouped_nibble_kernel(
                 p0, p1, p2, p3 = factors_of(offset_at + N, 0, group_steps, factor_stride, PER_STEP)
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for step in range(0, total_steps):
+        for step in range(total_steps):
             k = step * (4 * WORDS)
             x0 = quarter_inputs(x_at + k, word + k, K, HAS_TAIL)
             x1 = quarter_inputs(x_at + k + WORDS, word + k + WORDS, K, HAS_TAIL)
@@ -145,7 +149,7 @@ def grouped_nibble_product(
     x: Tensor,  # [tokens, inputs], or [pairs, inputs] with num_used = 1
     stack: NibbleStack,
     routing: Routing,
-    tiling: GroupedTiling,  # its block_k does not count
+    tiling: GroupedTiling,  # by which pairs were placed: only its block_m and `together` count for small tiles
     *,
     num_used: int,  # pairs of each row of x
     activation: str | None = None,  # of ACTIVATIONS: weights are gate, then up, and the result activation(gate) * up
@@ -153,6 +157,10 @@ def grouped_nibble_product(
     dependent: bool = False,
 ) -> Tensor:  # [pairs, outputs]
     """Each pair's row by the weight of its expert, summed in float32. What pairs of padding get is not written."""
+    if tiling.block_m > _MOST_ROWS:
+        return _expanded_product(
+            x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
+        )
     inputs, gated, pairs = stack.inputs, activation is not None, routing.chosen.numel()
     outputs = stack.outputs // (2 if gated else 1)
     check_rows(x, "x")
@@ -160,28 +168,43 @@ def grouped_nibble_product(
     check(stack.data.is_contiguous() and stack.scales.is_contiguous(), "the weight is contiguous")
     check(stack.bias is None or stack.bias.is_contiguous(), "bias: a number per output")
     check(clamp is None or gated, "a clamp is of a gate")
-    check(not stack.has_codes or x.dtype != torch.float16, "float16 does not hold e2m1 numbers times their scales")
     limit, alpha, shift = clamp or Clamp(0.0)
     out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
     tiles, steps, has_offset = len(routing.tile_experts), stack.data.shape[2], stack.offsets is not None
-    _grouped_nibble_kernel[(tiles * triton.cdiv(outputs, tiling.block_n),)](
+    _grouped_nibble_kernel[(tiles * triton.cdiv(outputs, PANEL),)](
         x, stack.data, stack.scales, stack.offsets, stack.bias, out, routing.places, routing.tile_experts, tiles,
         len(x), outputs, inputs, steps, x.stride(0), stack.data.stride(0), stack.scales.stride(1),
         stack.scales.stride(0), outputs, max(stack.group // STEP, 1), limit, alpha, shift,
-        USED=num_used, TOGETHER=tiling.together, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+        USED=num_used, TOGETHER=tiling.together, BLOCK_M=tiling.block_m, BLOCK_N=PANEL,
         PER_STEP=max(STEP // stack.group, 1), GATED=gated, KIND=ACTIVATIONS[activation or "silu"],
         CLAMPED=clamp is not None, HAS_BIAS=stack.bias is not None, HAS_OFFSET=has_offset,
         HAS_TAIL=inputs % STEP != 0, CODES=stack.has_codes,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", DEPENDENT=dependent, COMPILED=not INTERPRETED,
-        num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=dependent,
+        num_warps=4, num_stages=3, launch_pdl=dependent,
     )  # fmt: skip
     return out
 
 
-def nibble_tilings(first: GroupedTiling, second: GroupedTiling) -> tuple[GroupedTiling, GroupedTiling]:
-    """How gate and up, and how down is cut, for pairs that were placed by the tilings of 16-bit weights."""
-    return tuple(  # type: ignore[return-value]
-        each._replace(block_n=PANEL, warps=4, stages=3 if each.block_m <= 64 else 2) for each in (first, second)
-    )
+def _expanded_product(
+    x: Tensor, stack: NibbleStack, routing: Routing, tiling: GroupedTiling, *, num_used: int,
+    activation: str | None, clamp: Clamp | None, dependent: bool,
+) -> Tensor:  # fmt: skip
+    """Some experts at a time are expanded to numbers of x's dtype."""
+    num, rows, inputs = len(stack.data), stack.outputs, stack.inputs
+    at_once = max(1, min(num, _EXPANDED_BYTES // (rows * inputs * x.element_size())))
+    numbers = torch.empty(at_once, rows, inputs, dtype=x.dtype, device=x.device)
+    outputs = rows // (1 if activation is None else 2)
+    out = torch.empty(routing.chosen.numel(), outputs, dtype=x.dtype, device=x.device)
+    experts = list(stack.experts())
+    for first in range(0, num, at_once):
+        here = experts[first : first + at_once]
+        for place, weight in enumerate(here):
+            expand_nibbles(weight, numbers[place], has_codes=stack.has_codes)
+        bias = None if stack.bias is None else stack.bias[first : first + len(here)]
+        grouped_product(
+            x, Stack(numbers[: len(here)], None, bias), routing, tiling, num_used=num_used, activation=activation,
+            clamp=clamp, first=first, out=out, dependent=dependent,
+        )  # fmt: skip
+    return out

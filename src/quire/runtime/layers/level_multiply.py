@@ -89,7 +89,8 @@ class LevelMultiply(FusedMultiply):
 @dataclass(frozen=True, slots=True)
 class NibbleMultiply(FusedMultiply):
     """Multiplies rows [tokens, in] by a weight [out, in] of 4 bits. A few rows have a kernel of their own, which takes
-    the norm of a single one along. For many rows, some outputs at a time are expanded to numbers, which the library multiplies by."""
+    the norm of a single one along. For many rows, some outputs at a time are expanded to numbers, which the library
+    multiplies by."""
 
     weight: PackedNibbles
     bias: Tensor | None

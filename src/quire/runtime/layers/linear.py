@@ -19,7 +19,8 @@ from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored, WeightLayer
 from quire.runtime.parallel.group import RankGroup
-from quire.runtime.quantization.weight import QuantizedWeight, stack
+from quire.runtime.quantization.mxfp4 import Mxfp4Weight
+from quire.runtime.quantization.weight import QuantizedWeight, StoredWeight, stack
 
 _KEY, _VALUE = "k_proj", "v_proj"
 
@@ -103,7 +104,9 @@ class Linear(WeightLayer):
         """Whether this rank adds it: where products are summed, the first one does."""
         return self.group is None or self.group.index == 0
 
-    def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
+    def load_quantized(self, part: str, weight: StoredWeight) -> bool:
+        if isinstance(weight, Mxfp4Weight):
+            return super().load_quantized(part, weight)
         name = part.removesuffix(".weight")
         stored, cut = self.stored[name], weight if self.inputs.is_whole else weight.inputs(self.inputs.own[0])
         keeps = cut is not None and self._product.keeps(cut)
@@ -254,7 +257,7 @@ class KeysAsValues(Linear):
         for each in self.held(part):
             super().load(each, tensor)
 
-    def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
+    def load_quantized(self, part: str, weight: StoredWeight) -> bool:
         keeps = [Linear.load_quantized(self, each, weight) for each in self.held(part)]
         return all(keeps)
 

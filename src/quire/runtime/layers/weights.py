@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quire.config.model import Heads
 from quire.runtime.layers.split import Split
-from quire.runtime.quantization.weight import QuantizedWeight
+from quire.runtime.quantization.weight import StoredWeight
 
 RANDOM_STD = 0.02  # the spread most published models are initialized with
 
@@ -132,7 +132,7 @@ class WeightLayer(nn.Module):
     def load(self, part: str, tensor: Tensor) -> None:
         self._part(part).copy_(tensor)
 
-    def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
+    def load_quantized(self, part: str, weight: StoredWeight) -> bool:
         """Like `load`, for a matrix that the checkpoint stores quantized. Returns whether the layer holds it so; else
         it is expanded to numbers."""
         self.load(part, weight.values())

@@ -11,7 +11,7 @@ from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.gguf.checkpoint import GgufCheckpoint
 from quire.runtime.loading.hf.checkpoint import HfCheckpoint
 from quire.runtime.loading.values import Own, all_of_it
-from quire.runtime.quantization.weight import QuantizedWeight
+from quire.runtime.quantization.weight import StoredWeight
 
 
 class Checkpoint(Protocol):
@@ -27,7 +27,7 @@ class Checkpoint(Protocol):
         """The tensor on the CPU: float32 where it was quantized, else as stored. It may be a view of the file. Only
         `own`, the part of it that is used, is looked at for damage: nothing else is read of a view."""
 
-    def read_quantized(self, name: str) -> QuantizedWeight | None:
+    def read_quantized(self, name: str) -> StoredWeight | None:
         """The matrix as it is stored; None where it is stored as numbers, or in a form that only `read` knows."""
 
     def source(self, name: str) -> str:
