@@ -90,22 +90,27 @@ def _by_columns(first, second, x_first, x_second, S: tl.constexpr):
 
 
 @triton.jit
+def _add_by(CODE: tl.constexpr, low, high, x, sums):
+    return tl.inline_asm_elementwise(
+        CODE, _QUARTER_OPERANDS, (low, high, x, sums), dtype=tl.float32, is_pure=True, pack=4
+    )
+
+
+@triton.jit
 def add_quarter(
     low, high, x, sums, QUARTER: tl.constexpr, DTYPE: tl.constexpr, S: tl.constexpr, COMPILED: tl.constexpr
 ):
     """sums [S * 32, 4] plus the products of a quarter of words [S * 32, 4] by inputs [S * 32, 4]."""
-    if COMPILED:
-        if tl.bfloat16 == DTYPE:
-            code: tl.constexpr = (
-                _Q0_BF16 if QUARTER == 0 else _Q1_BF16 if QUARTER == 1 else _Q2_BF16 if QUARTER == 2 else _Q3_BF16
-            )
-        else:
-            code: tl.constexpr = (
-                _Q0_F16 if QUARTER == 0 else _Q1_F16 if QUARTER == 1 else _Q2_F16 if QUARTER == 2 else _Q3_F16
-            )
-        return tl.inline_asm_elementwise(
-            code, _QUARTER_OPERANDS, (low, high, x, sums), dtype=tl.float32, is_pure=True, pack=4
-        )
+    if COMPILED and tl.bfloat16 == DTYPE:
+        return _add_by(
+            _Q0_BF16 if QUARTER == 0 else _Q1_BF16 if QUARTER == 1 else _Q2_BF16 if QUARTER == 2 else _Q3_BF16,
+            low, high, x, sums,
+        )  # fmt: skip
+    elif COMPILED:
+        return _add_by(
+            _Q0_F16 if QUARTER == 0 else _Q1_F16 if QUARTER == 1 else _Q2_F16 if QUARTER == 2 else _Q3_F16,
+            low, high, x, sums,
+        )  # fmt: skip
     MORE: tl.constexpr = 128 if tl.bfloat16 == DTYPE else -8
     x_first, x_second = _pair(x, DTYPE)
     part_low = _by_columns(
