@@ -15,7 +15,7 @@ from benchmarks.gpu.nibbles import CUDA, KINDS, LAYERS, make_weight, weight_byte
 from quire.kernels.clamp import Clamp
 from quire.kernels.triton.gauge import graph_us
 from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, grouped_product, route
-from quire.kernels.triton.grouped_nibbles import NibbleStack, grouped_nibble_product
+from quire.kernels.triton.grouped_nibbles import NibbleStack, choose_nibble_tilings, grouped_nibble_product
 from quire.kernels.triton.nibble_products import nibble_product, pack_nibbles, unpack_nibbles
 from quire.kernels.triton.products import Workspace
 
@@ -68,15 +68,18 @@ def experts() -> None:
     for tokens in (1, 8, 64, 192, 1024):
         x = torch.randn(tokens, SIZE, device=CUDA).bfloat16() * 0.1
         first, second = choose_grouped_tilings(tokens * USED, EXPERTS, 2, CUDA)
-        routing = route(torch.randn(tokens, EXPERTS, device=CUDA), USED, first, is_normalized=True)
+        logits = torch.randn(tokens, EXPERTS, device=CUDA)
+        routing = route(logits, USED, first, is_normalized=True)
+        small, small_second = choose_nibble_tilings(tokens * USED, EXPERTS, 2, CUDA)
+        stored = route(logits, USED, small, is_normalized=True)
         gated = {"num_used": USED, "activation": "silu", "clamp": clamp, "dependent": True}
         wanted = grouped_product(x, plain[0], routing, first, **gated)
-        error = relative_error(grouped_nibble_product(x, stacks[0], routing, first, **gated), wanted.float())
+        error = relative_error(grouped_nibble_product(x, stacks[0], stored, small, **gated), wanted.float())
         down = {"num_used": 1, "dependent": True}
         calls = {
             "as stored": (
-                partial(grouped_nibble_product, x, stacks[0], routing, first, **gated),
-                partial(grouped_nibble_product, wanted, stacks[1], routing, second, **down),
+                partial(grouped_nibble_product, x, stacks[0], stored, small, **gated),
+                partial(grouped_nibble_product, wanted, stacks[1], stored, small_second, **down),
             ),
             "bfloat16": (
                 partial(grouped_product, x, plain[0], routing, first, **gated),

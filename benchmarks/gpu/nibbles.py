@@ -30,10 +30,9 @@ CUDA = torch.device("cuda")
 LAYERS = Sizes().layers()[:-1]
 KINDS = {"symmetric, groups of 128": (128, False), "offsets, groups of 64": (64, True)}
 TILINGS = [
-    FewTiling(steps, warps, paired=False, ahead=ahead)
-    for steps, warps in ((2, 1), (4, 1), (2, 2), (4, 2), (8, 2), (4, 4), (8, 4))
-    for ahead in (False, True)
-]
+    FewTiling(steps, warps)
+    for steps, warps in ((4, 1), (2, 2), (4, 2), (8, 2), (4, 4), (8, 4), (16, 4), (16, 8), (16, 16))
+] + [FewTiling(8, 4, paired=True), FewTiling(16, 8, paired=True)]
 COLD_BYTES = 160 << 20
 MODEL_LAYERS = 32
 
@@ -129,7 +128,7 @@ def measure_products(rows_of: list[int], workspace: Workspace) -> dict[tuple[str
             continue
         label = "nibble_product"
         if case.tiling is not None:
-            label = "S{} W{}{}{}".format(*case.tiling[:2], "p" * case.tiling[2], "a" * case.tiling[3])
+            label = "S{} W{}{}".format(*case.tiling[:2], "p" * case.tiling[2])
         wrong = "" if error < 0.02 else "  WRONG"
         share = 100 * weight_bytes(operands.weights[0]) / us * 1e6 / READ_CEILING
         print(f"  {label:16s} {us:7.2f} us  {share:5.1f} %  err {error:.1e}{wrong}", flush=True)

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from quire.kernels.clamp import Clamp
 from quire.kernels.triton.activation import ACTIVATIONS, activate, clamped
-from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, grouped_product
+from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, choose_grouped_tilings, grouped_product
 from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_rows
 from quire.kernels.triton.nibble_products import PANEL, STEP, PackedNibbles, expand_nibbles
 from quire.kernels.triton.nibble_steps import add_step, factors_of, input_sums, quarter_inputs
 
-_MOST_ROWS = 64  # of a tile
+_MOST_ROWS = 64  # of a tile; larger ones are multiplied by expanded weights
+_EXPANDED_PAIRS = 192  # for each expert, from which weights are expanded
 _EXPANDED_BYTES = 256 << 20  # of numbers at a time
 
 
@@ -54,6 +55,15 @@ class NibbleStack(NamedTuple):
         for number, data in enumerate(self.data):
             offsets = None if self.offsets is None else self.offsets[number]
             yield PackedNibbles(data, self.scales[number], offsets, self.outputs, self.inputs, self.group)
+
+
+def choose_nibble_tilings(
+    pairs: int, num: int, x_bytes: int, device: torch.device
+) -> tuple[GroupedTiling, GroupedTiling]:
+    """As for 16-bit weights, in smaller tiles unless weights are expanded, which pays from many pairs on."""
+    first, second = choose_grouped_tilings(pairs, num, x_bytes, device)
+    most = first.block_m if pairs > num * _EXPANDED_PAIRS else min(first.block_m, _MOST_ROWS)
+    return first._replace(block_m=most), second._replace(block_m=most)
 
 
 @triton.jit(do_not_specialize=["tiles", "num_x", "K", "total_steps", "group_steps"])

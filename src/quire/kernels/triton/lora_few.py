@@ -22,11 +22,9 @@ RANKS = tl.constexpr(16)  # multiplied at a time
 
 
 @triton.jit
-def _load_a(a_at, rank, begin, r, k, K, EVEN_K: tl.constexpr):
-    inside = (begin + r < rank)[:, None]
-    if not EVEN_K:
-        inside &= (k < K)[None, :]
-    return tl.load(a_at + begin * K, mask=inside, other=0.0, eviction_policy="evict_first")
+def _load_a(a_at, is_used, k, K, EVEN_K: tl.constexpr):
+    inside = is_used if EVEN_K else is_used & (k < K)[None, :]
+    return tl.load(a_at, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -41,25 +39,28 @@ def _shrink_kernel(
     first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
     rank = tl.load(ranks_ptr + slot * ranks_stride + part)
     rank = tl.where(count > 0, rank, 0)
+    row = tl.load(order_ptr + first, mask=count > 0, other=0).to(tl.int64)
     r, k = tl.arange(0, RANKS), split * BLOCK_K + tl.arange(0, BLOCK_K)
     a_at = a_ptr + slot * a_stride + (part * MAX_RANK + r)[:, None].to(tl.int64) * K + k[None, :]
-    a = _load_a(a_at, rank, 0, r, k, K, EVEN_K)
+    a = _load_a(a_at, (r < RANKS)[:, None] & (count > 0), k, K, EVEN_K)  # does not wait for the rank
     await_inputs(DEPENDENT)
     low_at = low_ptr + split * split_stride + part * MAX_RANK + r
     for begin in range(0, rank, RANKS):
         if MAX_RANK > RANKS and begin > 0:
-            a = _load_a(a_at, rank, begin, r, k, K, EVEN_K)
+            a = _load_a(a_at + begin * K, (begin + r < rank)[:, None], k, K, EVEN_K)
+            row = tl.load(order_ptr + first).to(tl.int64)
         for number in range(count):
             place = (first + number).to(tl.int64)
-            x_at = x_ptr + tl.load(order_ptr + place).to(tl.int64) * x_stride + k
+            x_at = x_ptr + row * x_stride + k
+            row = tl.load(order_ptr + place + 1, mask=number + 1 < count, other=0).to(tl.int64)
             x = tl.load(x_at) if EVEN_K else tl.load(x_at, mask=k < K, other=0.0)
             low = tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
             tl.store(low_at + place * low_stride + begin, low, mask=begin + r < rank)
 
 
 @triton.jit
-def _load_b(b_at, rank, begin, r, inside):
-    return tl.load(b_at + begin, mask=inside & (begin + r < rank)[None, :], other=0.0, eviction_policy="evict_first")
+def _load_b(b_at, inside):
+    return tl.load(b_at, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -88,21 +89,23 @@ def _expand_kernel(
         begin_n, end_n = tl.multiple_of(begin_n, 16), tl.multiple_of(end_n, 16)
     rank = tl.multiple_of(tl.load(ranks_ptr + slot * ranks_stride + part), 16)
     rank = tl.where(count > 0, rank, 0)
+    row = tl.load(order_ptr + first, mask=count > 0, other=0).to(tl.int64)
     n, r = begin_n + tl.arange(0, BLOCK_N), tl.arange(0, RANKS)
     b_at = b_ptr + slot * b_stride + n[:, None].to(tl.int64) * MAX_RANK + r[None, :]
     is_output = n < end_n
-    b = _load_b(b_at, rank, 0, r, is_output[:, None])
+    b = _load_b(b_at, is_output[:, None] & (r < RANKS)[None, :] & (count > 0))  # does not wait for the rank
     await_inputs(DEPENDENT)
     if rank > 0:
         for number in range(count):
             place = (first + number).to(tl.int64)
-            at = out_ptr + tl.load(order_ptr + place).to(tl.int64) * out_stride + n
+            at = out_ptr + row * out_stride + n
+            row = tl.load(order_ptr + place + 1, mask=number + 1 < count, other=0).to(tl.int64)
             product = tl.load(at, mask=is_output, other=0.0).to(tl.float32)
             low_at = low_ptr + place * low_stride + part * MAX_RANK
             acc = _add_row(product, b, low_at, 0, r, rank, split_stride, SPLITS)
             if MAX_RANK > RANKS:
                 for begin in range(RANKS, rank, RANKS):
-                    more = _load_b(b_at, rank, begin, r, is_output[:, None])
+                    more = _load_b(b_at + begin, is_output[:, None] & (begin + r < rank)[None, :])
                     acc = _add_row(acc, more, low_at, begin, r, rank, split_stride, SPLITS)
             tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=is_output)
 

@@ -39,7 +39,6 @@ class FewTiling(NamedTuple):
     steps: int  # that a program reads at once: a power of two, a multiple of the warps
     warps: int
     paired: bool = False  # two tiles of outputs for a program, without a gate
-    ahead: bool = False  # whether the L2 cache is asked for all of a tile at once
 
 
 @triton.jit
@@ -70,30 +69,6 @@ def _add_squares(squares, x_at, k, K, DTYPE: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(at):
-    """Ask the L2 cache for the lines at some addresses."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _prefetch_tile(
-    tile_at, scale_at, offset_at, factor_stride, total_steps, groups, THREADS: tl.constexpr, HAS_OFFSET: tl.constexpr
-):
-    """All words and factors of a tile: more than registers have room for, before they are needed."""
-    thread = tl.arange(0, THREADS)
-    for start in range(0, total_steps * 8, THREADS):  # 8 lines of 128 bytes in a step
-        line = tl.minimum(start + thread, total_steps * 8 - 1)
-        _prefetch(tile_at + line // 8 * 1024 + line % 8 * 32)
-    for start in range(0, groups, THREADS):
-        group = tl.minimum(start + thread, groups - 1) * factor_stride
-        _prefetch(scale_at + group)
-        if HAS_OFFSET:
-            _prefetch(offset_at + group)
-
-
-@triton.jit
 def _scaled(sums, inputs, at, inside, scale_ptr, offset_ptr, EXCESS: tl.constexpr, HAS_OFFSET: tl.constexpr,
             EVEN: tl.constexpr):  # fmt: skip
     """Sums over the inputs of a group [S * 32, 4] as those of its numbers. inputs [S * 32, 4]: their sums."""
@@ -120,7 +95,7 @@ def _few_kernel(
     S: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, GROUP_STEPS: tl.constexpr,
     PER_STEP: tl.constexpr, ONE_ROW: tl.constexpr, PAIRED: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_NORM: tl.constexpr,
-    DEPENDENT: tl.constexpr, COMPILED: tl.constexpr, THREADS: tl.constexpr,
+    DEPENDENT: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     TWO: tl.constexpr = PAIRED or GATED
     EXCESS: tl.constexpr = 136.0 if tl.bfloat16 == DTYPE else 0.0
@@ -138,17 +113,6 @@ def _few_kernel(
     low, high = _words(w_at, (step < total_steps)[:, None], EVEN)
     if TWO:
         up_low, up_high = _words(up_at, (step < total_steps)[:, None], EVEN)
-    if COMPILED and THREADS > 0:
-        groups = total_steps // GROUP_STEPS if PER_STEP == 1 else total_steps * PER_STEP
-        offset_at = offset_ptr + first if HAS_OFFSET else scale_ptr + first
-        tile_at = w_ptr + (first // 64).to(tl.int64) * total_steps * 1024 + first % 64 * 16
-        _prefetch_tile(tile_at, scale_ptr + first, offset_at, factor_stride, total_steps, groups, THREADS, HAS_OFFSET)
-        if TWO:
-            apart = second - first
-            tile_at = w_ptr + (second // 64).to(tl.int64) * total_steps * 1024 + second % 64 * 16
-            _prefetch_tile(
-                tile_at, scale_ptr + second, offset_at + apart, factor_stride, total_steps, groups, THREADS, HAS_OFFSET
-            )
     await_inputs(DEPENDENT)
     acc = tl.zeros((S * 32, 2, 2), tl.float32)
     acc_up = tl.zeros((S * 32, 2, 2), tl.float32)
@@ -244,7 +208,7 @@ def nibble_few(
     check(out.shape == (rows, outputs) and out.stride(1) == 1, "out is [M, N]")
     if rows == 0:
         return out
-    tiling = tiling or choose_few_tiling(steps)
+    tiling = tiling or choose_few_tiling(steps, gated)
     paired = tiling.paired and not gated
     _few_kernel[(triton.cdiv(outputs, 2 * TILE if paired else TILE),)](
         x.view(torch.int32), weight.data.view(torch.int32), out, bias, residual, weight.scales, weight.offsets,
@@ -256,13 +220,13 @@ def nibble_few(
         PER_STEP=max(STEP // weight.group, 1), ONE_ROW=rows == 1, PAIRED=paired, GATED=gated,
         KIND=ACTIVATIONS[activation or "silu"], HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         HAS_OFFSET=weight.offsets is not None, HAS_NORM=norm is not None, DEPENDENT=dependent,
-        COMPILED=not INTERPRETED, THREADS=32 * tiling.warps if tiling.ahead else 0, num_warps=tiling.warps,
-        num_stages=1, launch_pdl=dependent,
+        COMPILED=not INTERPRETED, num_warps=tiling.warps, num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
     return out
 
 
-def choose_few_tiling(steps: int) -> FewTiling:
-    """Four warps with two steps each, eight where there are many steps: as measured on an H200."""
-    warps = min(8 if steps > _MANY_STEPS else 4, power_of_two(steps))
-    return FewTiling(min(2 * warps, power_of_two(steps)), warps)
+def choose_few_tiling(steps: int, gated: bool) -> FewTiling:
+    """As measured on an H200: small programs where there are many of them, large ones where K is long."""
+    warps, each = (2, 1) if gated else (8, 2) if steps > _MANY_STEPS else (4, 2)
+    warps = min(warps, power_of_two(steps))
+    return FewTiling(min(warps * each, power_of_two(steps)), warps)

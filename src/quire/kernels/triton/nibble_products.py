@@ -45,7 +45,7 @@ QUARTER = 32
 _MOST_TILE_ROWS = 128
 _MOST_SPLITS, _FEWEST_STEPS = 16, 2
 _PROGRAMS = {16: 3.5, 32: 3.5, 64: 2.5}  # for each multiprocessor, by the rows of a tile; else 2
-_FOLDED_ROWS = 64  # with more, scales are folded into the numbers
+_FOLDED_ROWS = 32  # with more, and with offsets, factors are folded into the numbers: sums of inputs would cost more
 
 
 class PackedNibbles(NamedTuple):
@@ -180,7 +180,7 @@ def nibble_product(
     out: Tensor | None = None,  # [M, N]; by default of x's dtype, or of the residual's
     tiling: Tiling | None = None,  # by default chosen for the shape; its block_k does not count
     dependent: bool = False,
-    folded: bool | None = None,  # whether factors are folded into the numbers; by default chosen by the rows
+    folded: bool | None = None,  # whether factors are folded into the numbers; by default chosen
 ) -> Tensor:
     """x @ weight.T with its epilogue, for any number of rows; summed and finished in float32, rounded once."""
     rows, inputs = x.shape
@@ -198,7 +198,7 @@ def nibble_product(
     tiling = tiling or choose_nibble_tiling(rows, outputs, steps, gated, x.device)
     tiles = triton.cdiv(outputs, tiling.block_n) * triton.cdiv(rows, tiling.block_m)
     check(tiling.splits == 1 or _fits(tiles, tiling, gated), "the workspace is too small")
-    folded = rows > _FOLDED_ROWS if folded is None else folded
+    folded = has_offset and rows > _FOLDED_ROWS if folded is None else folded
     _nibble_kernel[(tiles, tiling.splits)](
         x, weight.data, out, bias, residual, weight.scales, weight.offsets, workspace.partials, workspace.counters,
         rows, outputs, inputs, steps, x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0),

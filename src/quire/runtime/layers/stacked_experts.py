@@ -171,10 +171,12 @@ class StackedExperts(nn.Module):
         self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...] = (),
         rows: Tensor | None = None, factors: Tensor | None = None, score_bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        from quire.kernels.triton.grouped import choose_grouped_tilings, combine, route
+        from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, combine, route
+        from quire.kernels.triton.grouped_nibbles import choose_nibble_tilings
 
         gate_up, down, used = self.gate_up_proj.stack, self.down_proj.stack, experts.num_used
-        first, second = choose_grouped_tilings(len(x) * used, experts.num, x.element_size(), x.device)
+        choose = choose_grouped_tilings if isinstance(gate_up, Stack) else choose_nibble_tilings
+        first, second = choose(len(x) * used, experts.num, x.element_size(), x.device)
         dependent = len(x) >= self._dependent_rows
         routing = route(
             logits, used, first,
