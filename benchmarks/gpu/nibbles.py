@@ -30,9 +30,8 @@ CUDA = torch.device("cuda")
 LAYERS = Sizes().layers()[:-1]
 KINDS = {"symmetric, groups of 128": (128, False), "offsets, groups of 64": (64, True)}
 TILINGS = [
-    FewTiling(steps, warps)
-    for steps, warps in ((4, 1), (2, 2), (4, 2), (8, 2), (4, 4), (8, 4), (16, 4), (16, 8), (16, 16))
-] + [FewTiling(8, 4, paired=True), FewTiling(16, 8, paired=True)]
+    FewTiling(steps, warps) for steps, warps in ((4, 1), (2, 2), (8, 2), (4, 4), (8, 4), (16, 4), (16, 8), (16, 16))
+]
 COLD_BYTES = 160 << 20
 MODEL_LAYERS = 32
 
@@ -51,8 +50,7 @@ def all_cases(rows_of: list[int]) -> Iterator[Case]:
                 if rows > 1:
                     yield Case(layer, kind, rows, None)
                 for tiling in TILINGS:
-                    if not (tiling.paired and (layer.activation or KINDS[kind][1])):
-                        yield Case(layer, kind, rows, tiling)
+                    yield Case(layer, kind, rows, tiling)
 
 
 def make_weight(layer: Layer, kind: str, seed: int) -> PackedNibbles:
@@ -128,7 +126,7 @@ def measure_products(rows_of: list[int], workspace: Workspace) -> dict[tuple[str
             continue
         label = "nibble_product"
         if case.tiling is not None:
-            label = "S{} W{}{}".format(*case.tiling[:2], "p" * case.tiling[2])
+            label = "S{} W{}".format(*case.tiling)
         wrong = "" if error < 0.02 else "  WRONG"
         share = 100 * weight_bytes(operands.weights[0]) / us * 1e6 / READ_CEILING
         print(f"  {label:16s} {us:7.2f} us  {share:5.1f} %  err {error:.1e}{wrong}", flush=True)

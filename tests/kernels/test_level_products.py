@@ -161,7 +161,7 @@ def test_few_rows_take_gate_bias_and_residual_along(
     x, bias = rand(rows, inputs, dtype=dtype, scale=0.3), rand(96, seed=1)
     wanted = F.linear(x.float(), values, bias)
     stream = rand(rows, 96, seed=3)
-    for tiling in (None, FewTiling(2, 1, paired=True)):
+    for tiling in (None, FewTiling(2, 1)):
         added = nibble_few(x, packed, stream.clone(), bias=bias, residual=stream, tiling=tiling)
         torch.testing.assert_close(added, stream + wanted, rtol=1e-3, atol=1e-3)
     gate, up = wanted.chunk(2, dim=1)

@@ -38,7 +38,6 @@ class FewTiling(NamedTuple):
 
     steps: int  # that a program reads at once: a power of two, a multiple of the warps
     warps: int
-    paired: bool = False  # two tiles of outputs for a program, without a gate
 
 
 @triton.jit
@@ -69,16 +68,53 @@ def _add_squares(squares, x_at, k, K, DTYPE: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _scaled(sums, inputs, at, inside, scale_ptr, offset_ptr, EXCESS: tl.constexpr, HAS_OFFSET: tl.constexpr,
-            EVEN: tl.constexpr):  # fmt: skip
+def _scaled(
+    sums, inputs, scale_at, offset_at, inside, EXCESS: tl.constexpr, HAS_OFFSET: tl.constexpr, EVEN: tl.constexpr
+):
     """Sums over the inputs of a group [S * 32, 4] as those of its numbers. inputs [S * 32, 4]: their sums."""
     S32: tl.constexpr = sums.shape[0]
-    scale = tl.load(scale_ptr + at) if EVEN else tl.load(scale_ptr + at, mask=inside, other=0.0)
+    scale = tl.load(scale_at) if EVEN else tl.load(scale_at, mask=inside, other=0.0)
     sums = tl.reshape(sums - EXCESS * inputs, (S32, 2, 2)) * scale.to(tl.float32)[:, :, None]
     if HAS_OFFSET:
-        offset = tl.load(offset_ptr + at) if EVEN else tl.load(offset_ptr + at, mask=inside, other=0.0)
+        offset = tl.load(offset_at) if EVEN else tl.load(offset_at, mask=inside, other=0.0)
         sums += tl.reshape(inputs, (S32, 2, 2)) * offset.to(tl.float32)[:, :, None]
     return sums
+
+
+@triton.jit
+def _add_steps(
+    acc, acc_up, low, high, up_low, up_high, x_at, norm_at, scale_at, offset_at, apart, start, step, K, factor_stride,
+    S: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, GROUP_STEPS: tl.constexpr, PER_STEP: tl.constexpr,
+    GATED: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_NORM: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Add the products of the steps from `start` on to `acc` and, of the up weights, to `acc_up`."""
+    EXCESS: tl.constexpr = 0.0 if tl.float16 == DTYPE else 136.0
+    sums, sums_up = tl.zeros((S * 32, 4), tl.float32), tl.zeros((S * 32, 4), tl.float32)
+    inputs = tl.zeros((S * 32, 4), tl.float32)
+    for quarter in tl.static_range(4):
+        shift = start * 64 + quarter * 16
+        inside = ((start + step) * 128 + quarter * 32 < K)[:, None]
+        if quarter % (4 // PER_STEP) == 0:  # the first of a group, or of the step
+            begun = inside
+        x = _inputs(x_at + shift, norm_at + shift, inside, DTYPE, HAS_NORM, EVEN, COMPILED)
+        sums = add_quarter(low, high, x, sums, quarter, DTYPE, S, COMPILED)
+        if GATED:
+            sums_up = add_quarter(up_low, up_high, x, sums_up, quarter, DTYPE, S, COMPILED)
+        if HAS_OFFSET or EXCESS > 0.0:
+            inputs = add_inputs(x, inputs, DTYPE, S, COMPILED)
+        if quarter % (4 // PER_STEP) == 4 // PER_STEP - 1:  # the last of a group, or of the step
+            if PER_STEP == 1:
+                group = (start + step) // GROUP_STEPS
+            else:
+                group = (start + step) * PER_STEP + quarter * PER_STEP // 4
+            at = (group * factor_stride)[:, None]
+            acc += _scaled(sums, inputs, scale_at + at, offset_at + at, begun, EXCESS, HAS_OFFSET, EVEN)
+            if GATED:
+                at += apart
+                acc_up += _scaled(sums_up, inputs, scale_at + at, offset_at + at, begun, EXCESS, HAS_OFFSET, EVEN)
+            sums, sums_up = tl.zeros((S * 32, 4), tl.float32), tl.zeros((S * 32, 4), tl.float32)
+            inputs = tl.zeros((S * 32, 4), tl.float32)
+    return acc, acc_up
 
 
 @triton.jit
@@ -93,15 +129,12 @@ def _few_kernel(
     x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, scale_ptr, offset_ptr, norm_ptr, M, N, K, total_steps, x_stride,
     factor_stride, out_stride, residual_stride, eps,
     S: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, GROUP_STEPS: tl.constexpr,
-    PER_STEP: tl.constexpr, ONE_ROW: tl.constexpr, PAIRED: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
+    PER_STEP: tl.constexpr, ONE_ROW: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_NORM: tl.constexpr,
     DEPENDENT: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    TWO: tl.constexpr = PAIRED or GATED
-    EXCESS: tl.constexpr = 136.0 if tl.bfloat16 == DTYPE else 0.0
-    SUMS_INPUTS: tl.constexpr = HAS_OFFSET or EXCESS > 0.0
-    first = tl.program_id(0) * (32 if PAIRED else 16)
-    second = first + (N if GATED else 16)
+    first = tl.program_id(0) * 16
+    second = first + N if GATED else first
     place, word, half = tl.arange(0, S * 32), tl.arange(0, 4)[None, :], tl.arange(0, 2)[None, :]
     lane, step = place % 32, place // 32
     thread = (step * 1024 + lane * 4)[:, None] + word
@@ -111,7 +144,8 @@ def _few_kernel(
     x_at = norm_at if ONE_ROW else norm_at + (tl.minimum(lane // 4, M - 1) * x_stride)[:, None]
     factor_at = first + (lane // 4)[:, None] + half * 8
     low, high = _words(w_at, (step < total_steps)[:, None], EVEN)
-    if TWO:
+    up_low, up_high = low, high
+    if GATED:
         up_low, up_high = _words(up_at, (step < total_steps)[:, None], EVEN)
     await_inputs(DEPENDENT)
     acc = tl.zeros((S * 32, 2, 2), tl.float32)
@@ -121,43 +155,21 @@ def _few_kernel(
         if not WHOLE:
             ahead = (start + S + step < total_steps)[:, None]
             next_low, next_high = _words(w_at + (start + S) * 1024, ahead, False)
-            if TWO:
+            if GATED:
                 next_up_low, next_up_high = _words(up_at + (start + S) * 1024, ahead, False)
         if HAS_NORM:
             squares = _add_squares(squares, x_ptr, start * 128 + tl.arange(0, S * 128), K, DTYPE, EVEN)
-        sums, sums_up = tl.zeros((S * 32, 4), tl.float32), tl.zeros((S * 32, 4), tl.float32)
-        inputs = tl.zeros((S * 32, 4), tl.float32)
-        for quarter in tl.static_range(4):
-            shift = start * 64 + quarter * 16
-            inside = ((start + step) * 128 + quarter * 32 < K)[:, None]
-            if quarter % (4 // PER_STEP) == 0:  # the first of a group, or of the step
-                begun = inside
-            factors_at = norm_ptr + norm_at + shift if HAS_NORM else norm_at
-            x = _inputs(x_ptr + x_at + shift, factors_at, inside, DTYPE, HAS_NORM, EVEN, COMPILED)
-            sums = add_quarter(low, high, x, sums, quarter, DTYPE, S, COMPILED)
-            if TWO:
-                sums_up = add_quarter(up_low, up_high, x, sums_up, quarter, DTYPE, S, COMPILED)
-            if SUMS_INPUTS:
-                inputs = add_inputs(x, inputs, DTYPE, S, COMPILED)
-            if quarter % (4 // PER_STEP) == 4 // PER_STEP - 1:  # the last of a group, or of the step
-                group = (
-                    (start + step) // GROUP_STEPS
-                    if PER_STEP == 1
-                    else ((start + step) * PER_STEP + quarter * PER_STEP // 4)
-                )
-                at = factor_at + (group * factor_stride)[:, None]
-                acc += _scaled(sums, inputs, at, begun, scale_ptr, offset_ptr, EXCESS, HAS_OFFSET, EVEN)
-                if TWO:
-                    at += second - first
-                    acc_up += _scaled(sums_up, inputs, at, begun, scale_ptr, offset_ptr, EXCESS, HAS_OFFSET, EVEN)
-                sums, sums_up = tl.zeros((S * 32, 4), tl.float32), tl.zeros((S * 32, 4), tl.float32)
-                inputs = tl.zeros((S * 32, 4), tl.float32)
+        acc, acc_up = _add_steps(
+            acc, acc_up, low, high, up_low, up_high, x_ptr + x_at, norm_ptr + norm_at if HAS_NORM else norm_at,
+            scale_ptr + factor_at, offset_ptr + factor_at if HAS_OFFSET else factor_at, second - first, start, step, K,
+            factor_stride, S, EVEN, DTYPE, GROUP_STEPS, PER_STEP, GATED, HAS_OFFSET, HAS_NORM, COMPILED,
+        )  # fmt: skip
         if not WHOLE:
             low, high = next_low, next_high
-            if TWO:
+            if GATED:
                 up_low, up_high = next_up_low, next_up_high
     total = _tile_sums(acc, S)
-    total_up = _tile_sums(acc_up, S) if TWO else total
+    total_up = _tile_sums(acc_up, S) if GATED else total
     if HAS_NORM:
         inverse = tl.rsqrt(tl.sum(squares) / K + eps)
         total *= inverse
@@ -167,11 +179,6 @@ def _few_kernel(
         total, total_up, m, n, M, N, out_ptr, bias_ptr, residual_ptr, scale_ptr, scale_ptr, out_stride,
         residual_stride, GATED, KIND, HAS_BIAS, HAS_RESIDUAL, False, False,
     )  # fmt: skip
-    if PAIRED:
-        epilogue(
-            total_up, total_up, m, n + 16, M, N, out_ptr, bias_ptr, residual_ptr, scale_ptr, scale_ptr, out_stride,
-            residual_stride, GATED, KIND, HAS_BIAS, HAS_RESIDUAL, False, False,
-        )  # fmt: skip
 
 
 def takes_few(x: Tensor, weight: PackedNibbles, activation: str | None) -> bool:
@@ -209,15 +216,14 @@ def nibble_few(
     if rows == 0:
         return out
     tiling = tiling or choose_few_tiling(steps, gated)
-    paired = tiling.paired and not gated
-    _few_kernel[(triton.cdiv(outputs, 2 * TILE if paired else TILE),)](
+    _few_kernel[(triton.cdiv(outputs, TILE),)](
         x.view(torch.int32), weight.data.view(torch.int32), out, bias, residual, weight.scales, weight.offsets,
         None if norm is None else norm.weight.view(torch.int32), rows, outputs, inputs, steps, x.stride(0) // 2,
         weight.scales.stride(0), out.stride(0), 0 if residual is None else residual.stride(0),
         0.0 if norm is None else norm.eps,
         S=tiling.steps, WHOLE=steps <= tiling.steps, EVEN=inputs % (tiling.steps * STEP) == 0,
         DTYPE=tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16, GROUP_STEPS=max(weight.group // STEP, 1),
-        PER_STEP=max(STEP // weight.group, 1), ONE_ROW=rows == 1, PAIRED=paired, GATED=gated,
+        PER_STEP=max(STEP // weight.group, 1), ONE_ROW=rows == 1, GATED=gated,
         KIND=ACTIVATIONS[activation or "silu"], HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
         HAS_OFFSET=weight.offsets is not None, HAS_NORM=norm is not None, DEPENDENT=dependent,
         COMPILED=not INTERPRETED, num_warps=tiling.warps, num_stages=1, launch_pdl=dependent,
