@@ -15,6 +15,7 @@ from family_bench import SIZES, change_config, check_parity, hf_checkpoint, hf_m
 from gguf_files import Stored, stored, write_gguf
 from interpreter import HAS_TRITON
 from quire.kernels.native.ops import has_tile_units
+from quire.runtime.layers.stacked_experts import ExpertLinear
 from quire.runtime.loading.hf.config import hf_model_config
 from quire.runtime.models.gpt_oss import GPT_OSS, SHIFT
 from quire.runtime.quantization.mxfp4 import Mxfp4Weight
@@ -64,6 +65,20 @@ def packed_checkpoint(folder: Path) -> torch.nn.Module:
 def test_a_checkpoint_of_mxfp4_gives_what_transformers_makes_of_it(attention: str, tmp_path: Path) -> None:
     model = packed_checkpoint(tmp_path)
     check_parity(tmp_path, attention=attention, model=model)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_kernels_of_a_gpu_hold_mxfp4_as_it_is_stored(tmp_path: Path) -> None:
+    from quire.kernels.triton.grouped_nibbles import NibbleStack
+
+    packed_checkpoint(tmp_path)
+    model: Any = load_bench(tmp_path, attention="triton").worker._runner._model
+    stacks = [layer.stack for layer in model.modules() if isinstance(layer, ExpertLinear)]
+    assert len(stacks) == 2 * hf_model_config(tmp_path).num_layers
+    assert all(isinstance(stack, NibbleStack) and stack.has_codes for stack in stacks)
+    levels, held = hf_model_config(tmp_path).levels, sum(each.data.nbytes + each.scales.nbytes for each in stacks)
+    assert levels.gpu_parameters == sum(5 * each.outputs * each.inputs for each in stacks)
+    assert held <= levels.gpu_bytes < held * 1.1
 
 
 def test_mxfp4_runs_as_a_program_and_in_bfloat16_where_the_config_is_silent(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from quire.kernels.reference.elementwise import rms_norm
 from quire.kernels.reference.quantize import quantize_rows as reference_rows
 from quire.kernels.triton.launch import FLOAT8
 from quire.kernels.triton.level_products import PackedLevels, choose_level_tiling, level_product, pack_levels
+from quire.kernels.triton.nibble_few import FewTiling, nibble_few, takes_few
 from quire.kernels.triton.nibble_products import (
     PackedNibbles,
     choose_nibble_tiling,
@@ -23,7 +24,6 @@ from quire.kernels.triton.nibble_products import (
     pack_nibbles,
     unpack_nibbles,
 )
-from quire.kernels.triton.nibble_row import nibble_row
 from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.products_plan import Tiling
 from triton_cases import DEVICE, rand
@@ -152,19 +152,40 @@ def test_inputs_need_not_fill_the_last_step(inputs: int, group: int, symmetric: 
         (512, 256, True, torch.float16), (4224, 4224, False, torch.bfloat16),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("has_norm", [False, True])
-def test_one_row_takes_norm_gate_bias_and_residual_along(
-    inputs: int, group: int, symmetric: bool, dtype: torch.dtype, has_norm: bool
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_few_rows_take_gate_bias_and_residual_along(
+    inputs: int, group: int, symmetric: bool, dtype: torch.dtype, rows: int
 ) -> None:
-    packed, values = weight(70, inputs, group, "nibbles", symmetric=symmetric)
+    packed, values = weight(96, inputs, group, "nibbles", symmetric=symmetric)
     assert isinstance(packed, PackedNibbles)
-    x, bias = rand(1, inputs, dtype=dtype, scale=0.3), rand(70, seed=1)
-    norm = Norm(rand(inputs, dtype=dtype, seed=2), 1e-5) if has_norm else None
-    rows = x.float() if norm is None else rms_norm(x.float(), norm.weight.float(), norm.eps)
-    wanted = F.linear(rows, values, bias)
-    stream = rand(1, 70, seed=3)
-    added = nibble_row(x, packed, stream.clone(), bias=bias, residual=stream, norm=norm)
-    torch.testing.assert_close(added, stream + wanted, rtol=1e-3, atol=1e-3)
+    x, bias = rand(rows, inputs, dtype=dtype, scale=0.3), rand(96, seed=1)
+    wanted = F.linear(x.float(), values, bias)
+    stream = rand(rows, 96, seed=3)
+    for tiling in (None, FewTiling(2, 1)):
+        added = nibble_few(x, packed, stream.clone(), bias=bias, residual=stream, tiling=tiling)
+        torch.testing.assert_close(added, stream + wanted, rtol=1e-3, atol=1e-3)
     gate, up = wanted.chunk(2, dim=1)
-    gated = nibble_row(x, packed, torch.empty(1, 35, device=DEVICE), bias=bias, activation="silu", norm=norm)
+    gated = nibble_few(x, packed, torch.empty(rows, 48, device=DEVICE), bias=bias, activation="silu")
     torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("inputs", "dtype"), [(256, torch.bfloat16), (1376, torch.float16)])
+def test_one_row_takes_its_norm_along(inputs: int, dtype: torch.dtype) -> None:
+    packed, values = weight(70, inputs, 32, "nibbles")
+    assert isinstance(packed, PackedNibbles)
+    x, norm = rand(1, inputs, dtype=dtype, scale=0.3), Norm(rand(inputs, dtype=dtype, seed=2), 1e-5)
+    wanted = F.linear(rms_norm(x.float(), norm.weight.float(), norm.eps), values)
+    found = nibble_few(x, packed, torch.empty(1, 70, device=DEVICE), norm=norm)
+    bound = 0.01 if dtype == torch.bfloat16 else 1e-3  # inputs times the norm's weight are rounded
+    assert float((found - wanted).norm()) < bound * float(wanted.norm())
+
+
+def test_rows_that_the_kernel_of_few_cannot_take() -> None:
+    packed, _ = weight(70, 128, 128, "nibbles")
+    assert isinstance(packed, PackedNibbles)
+    x = rand(8, 128, dtype=torch.bfloat16)
+    assert takes_few(x, packed, None)
+    assert not takes_few(x, packed, "silu")  # gate and up would share a tile
+    assert not takes_few(rand(9, 128, dtype=torch.bfloat16), packed, None)
+    assert not takes_few(x.float(), packed, None)
+    assert not takes_few(rand(8, 132, dtype=torch.bfloat16)[:, 4:], packed, None)  # not aligned

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.reference.lora import add_low_rank
-from quire.kernels.triton import lora
+from quire.kernels.triton import lora, lora_few
 from quire.runtime.worker.adapters import tile_tokens
 from triton_cases import DEVICE, DTYPES, TOLERANCE, rand
 
@@ -71,15 +71,19 @@ def test_long_runs_of_one_adapter_take_larger_tiles() -> None:
     check([0] * 70 + [1] * 5, 32, torch.float32, most=64)
 
 
-def test_inputs_that_are_split_over_programs_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "_SPLIT_INPUTS", 128)
-    check([0, 1, -1, 0], 3 * 128 + 8, torch.float32)
+@pytest.mark.parametrize("most", [16, 64])
+def test_inputs_that_are_split_over_programs_add_up(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_few, "_SPLIT_INPUTS", 128)
+    check([0, 1, -1, 0], 2 * 128 + 8, torch.float32, most=most)
+    check([0] * 5 + [1, -1, 0], 2 * 128, torch.float32, most=most)
 
 
-def test_outputs_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [16, 64])
+def test_outputs_are_cut_into_blocks(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "OUTPUT_BLOCK", 16)
-    check([0, 1, -1, 3], 32, torch.float32)
-    check([0, 1, -1, 3], 32, torch.float32, parts=ALIGNED)
+    monkeypatch.setattr(lora, "WIDE_BLOCK", 16)
+    check([0, 1, -1, 3], 32, torch.float32, most=most)
+    check([0, 1, -1, 3], 32, torch.float32, parts=ALIGNED, most=most)
 
 
 def test_a_step_without_adapters_changes_nothing() -> None:

@@ -158,10 +158,10 @@ def _place_kernel(
         tl.store(places_ptr + rest, tl.zeros((BLOCK_M,), tl.int32) - 1, mask=rest < end * BLOCK_M)
 
 
-@triton.jit(do_not_specialize=["tiles", "num_x"])
+@triton.jit(do_not_specialize=["tiles", "num_x", "first_expert", "num_experts"])
 def _grouped_kernel(
-    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, places_ptr, tile_experts_ptr, tiles, num_x, N, K,
-    x_stride, w_stride, out_stride, limit, alpha, shift,
+    x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, places_ptr, tile_experts_ptr, tiles, first_expert, num_experts,
+    num_x, N, K, x_stride, w_stride, out_stride, limit, alpha, shift,
     USED: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
@@ -174,8 +174,8 @@ def _grouped_kernel(
     tile = begin + number % num_tiles
     n, k = number // num_tiles * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     await_inputs(DEPENDENT)
-    expert = tl.load(tile_experts_ptr + tile)
-    if expert >= 0:
+    expert = tl.load(tile_experts_ptr + tile) - first_expert
+    if (expert >= 0) & (expert < num_experts):
         place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         pair = tl.load(places_ptr + place)
         # What fills the tile up is spread over the rows: one line read by all is slow.
@@ -325,6 +325,8 @@ def grouped_product(
     num_used: int,  # pairs of each row of x
     activation: str | None = None,  # of ACTIVATIONS: weights are gate, then up, and the result activation(gate) * up
     clamp: Clamp | None = None,  # of the gate
+    first: int = 0,  # the number of the stack's first expert: pairs of experts that it does not hold are left alone
+    out: Tensor | None = None,  # [pairs, outputs]
     dependent: bool = False,
 ) -> Tensor:  # [pairs, outputs]
     """Each pair's row by the weight of its expert, summed in float32. What pairs of padding and of experts that are not
@@ -341,12 +343,14 @@ def grouped_product(
     check(bias is None or (bias.shape == (num, rows) and bias.is_contiguous()), "bias: a number per output")
     check(clamp is None or activation is not None, "a clamp is of a gate")
     limit, alpha, shift = clamp or Clamp(0.0)
-    out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
+    check(out.shape == (pairs, outputs) and out.is_contiguous(), "out is [pairs, outputs]")
     if pairs == 0:
         return out
     tiles = len(routing.tile_experts)
     _grouped_kernel[(tiles * triton.cdiv(outputs, tiling.block_n),)](
-        x, weight, scale, bias, out, routing.places, routing.tile_experts, tiles, len(x), outputs, inputs,
+        x, weight, scale, bias, out, routing.places, routing.tile_experts, tiles, first, num, len(x), outputs, inputs,
         x.stride(0), inputs, outputs, limit, alpha, shift,
         USED=num_used, TOGETHER=tiling.together, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
         GATED=activation is not None, KIND=ACTIVATIONS[activation or "silu"], CLAMPED=clamp is not None,

@@ -1,4 +1,4 @@
-"""LoRA: low-rank changes of a product, of many adapters in one batch, in two launches.
+"""LoRA: low-rank changes of a product, of many adapters in one batch, in two launches. Tiles of few rows: `lora_few`.
 
 Rows are sorted by the slot of their adapter and cut into tiles of one slot. The first kernel multiplies the rows of a
 tile by the slot's A, the second what came out by its B and adds it to the product. Both read a matrix once for the rows
@@ -18,40 +18,36 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import await_inputs, check, check_rows, power_of_two
+from quire.kernels.triton.lora_few import WIDE_BLOCK, add_few_tiles
 
 RANK_STEP = 16  # ranks are multiples of it
+FEW_ROWS = 16  # of a tile: so many or fewer are multiplied one after the other
 OUTPUT_BLOCK = 256  # outputs of a program, at most
 _MOST_SPLITS = 8
-_SPLIT_INPUTS = 512  # of a program, where few rows are multiplied
+_BLOCK_K = 64
 _PROGRAMS = 264  # that occupy a large GPU
-_LINE, _MOST_LINES = 64, 16  # numbers of two bytes in a line of the cache; lines of a row asked for ahead
 
 
 class OutputBlocks(NamedTuple):
-    """The outputs of a layer's parts, cut into blocks."""
+    """The outputs of a layer's parts, cut into blocks: part, begin, end of each."""
 
-    table: Tensor  # [blocks, 3] int32: part, begin, end
+    table: Tensor  # [blocks, 3] int32, of OUTPUT_BLOCK outputs
+    wide: Tensor  # likewise, of WIDE_BLOCK outputs, for tiles of few rows
     are_aligned: bool  # all begin and end at multiples of 16
 
     @classmethod
     def of(cls, parts: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> OutputBlocks:
         """parts: for each the runs of its outputs, from the first to before the second."""
-        blocks = [
-            (part, start, min(start + OUTPUT_BLOCK, end))
-            for part, runs in enumerate(parts)
-            for begin, end in runs
-            for start in range(begin, end, OUTPUT_BLOCK)
-        ]
-        are_aligned = all(begin % 16 == end % 16 == 0 for _, begin, end in blocks)
-        return cls(torch.tensor(blocks, dtype=torch.int32, device=device), are_aligned)
-
-
-@triton.jit
-def _prefetch(at):
-    """Ask the L2 cache for the lines at some addresses."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+        tables = []
+        for size in (OUTPUT_BLOCK, WIDE_BLOCK):
+            blocks = [
+                (part, start, min(start + size, end))
+                for part, runs in enumerate(parts)
+                for begin, end in runs
+                for start in range(begin, end, size)
+            ]
+            tables.append(torch.tensor(blocks, dtype=torch.int32, device=device))
+        return cls(tables[0], tables[1], all(begin % 16 == end % 16 == 0 for runs in parts for begin, end in runs))
 
 
 @triton.jit
@@ -59,7 +55,7 @@ def _shrink_kernel(
     x_ptr, a_ptr, low_ptr, ranks_ptr, order_ptr, tiles_ptr, K, x_stride, a_stride, ranks_stride, low_stride,
     split_stride, steps,
     MAX_RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64)
@@ -69,10 +65,6 @@ def _shrink_kernel(
     row = tl.load(order_ptr + first + m, mask=m < count, other=0).to(tl.int64)
     k = split * steps * BLOCK_K + tl.arange(0, BLOCK_K)
     mine = tl.minimum(steps, tl.cdiv(K, BLOCK_K) - split * steps)
-    if DEPENDENT and LINES > 0:  # A is not written by the kernel before: it may come while that one ends
-        line = tl.minimum(split * steps * BLOCK_K + tl.arange(0, LINES) * LINE, K - 1)
-        line_at = a_ptr + slot * a_stride + (part * MAX_RANK + r)[:, None].to(tl.int64) * K + line[None, :]
-        _prefetch(tl.where((r < rank)[:, None] & (count > 0), line_at, a_ptr))
     await_inputs(DEPENDENT)
     if count > 0:
         x_at = x_ptr + row[:, None] * x_stride + k[None, :]
@@ -152,6 +144,11 @@ def add_tiles(
     dependent: bool = False,
 ) -> None:
     """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no tile stay as they are."""
+    if most <= FEW_ROWS:
+        add_few_tiles(
+            out, x, a, b, ranks, order, tiles, blocks.wide, are_aligned=blocks.are_aligned, dependent=dependent
+        )
+        return
     (slots, outputs, max_rank), inputs, num_tiles = b.shape, x.shape[1], len(tiles)
     parts = a.shape[1] // max_rank
     check_rows(out, "out")
@@ -161,15 +158,14 @@ def add_tiles(
     check(ranks.shape == (slots, parts) and max_rank % RANK_STEP == 0, "ranks")
     if num_tiles == 0:
         return
-    splits, block_k = _splits(num_tiles * parts, inputs, most)
+    splits, block_k = _splits(num_tiles * parts, inputs)
     steps = triton.cdiv(triton.cdiv(inputs, block_k), splits)
-    lines = min(power_of_two(triton.cdiv(steps * block_k, _LINE)), _MOST_LINES) if most <= 16 else 0
     low = torch.empty(splits, len(order), parts * max_rank, dtype=torch.float32, device=x.device)
     block_r, precision = min(power_of_two(max_rank), 64), "ieee" if x.dtype == torch.float32 else "tf32"
     _shrink_kernel[(num_tiles, parts, splits)](
         x, a, low, ranks, order, tiles, inputs, x.stride(0), a.stride(0), ranks.stride(0), low.stride(1), low.stride(0),
         steps, MAX_RANK=max_rank, BLOCK_M=most, BLOCK_R=block_r, BLOCK_K=block_k, EVEN_K=inputs % block_k == 0,
-        PRECISION=precision, DEPENDENT=dependent, LINES=lines, LINE=_LINE, num_warps=4, num_stages=3,
+        PRECISION=precision, DEPENDENT=dependent, num_warps=4, num_stages=3,
         launch_pdl=dependent,
     )  # fmt: skip
     aligned = blocks.are_aligned and out.stride(0) % 16 == 0
@@ -180,13 +176,9 @@ def add_tiles(
     )  # fmt: skip
 
 
-def _splits(programs: int, inputs: int, most: int) -> tuple[int, int]:
+def _splits(programs: int, inputs: int) -> tuple[int, int]:
     """Over how many programs the inputs are split, and how many of them are multiplied at a time."""
-    block = min(max(16, power_of_two(inputs)), 128 if most <= 16 else 64)
+    block = min(max(16, power_of_two(inputs)), _BLOCK_K)
     steps = triton.cdiv(inputs, block)
-    if most <= 16:  # bound by reading A: short programs, many of them
-        splits = min(_MOST_SPLITS, triton.cdiv(inputs, _SPLIT_INPUTS))
-    else:
-        splits = min(_MOST_SPLITS, triton.cdiv(_PROGRAMS, programs))
-    splits = max(1, min(splits, steps))
+    splits = max(1, min(_MOST_SPLITS, triton.cdiv(_PROGRAMS, programs), steps))
     return triton.cdiv(steps, triton.cdiv(steps, splits)), block  # no program without inputs

@@ -5,7 +5,7 @@ order: a panel of 64 outputs holds one step of 128 inputs after the other. A wor
 quarter of its step. To shift a word and to replace its upper bits makes numbers of the same quarter for both words of a
 register: the four quarters are four products, by rows as they lie.
 
-Scales are applied to the sums of a step, or folded into the numbers, which the run dtype then rounds. K is split over
+Scales are applied to the sums of a group, or folded into the numbers, which the run dtype then rounds. K is split over
 programs where there are few tiles, as in `products`.
 """
 
@@ -28,6 +28,14 @@ from quire.kernels.triton.launch import (
     num_processors,
     power_of_two,
 )
+from quire.kernels.triton.nibble_steps import (
+    add_step,
+    factors_of,
+    input_sums,
+    numbers_of,
+    quarter_inputs,
+    scaled_numbers,
+)
 from quire.kernels.triton.products import Workspace, epilogue, join_splits
 from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling
 
@@ -37,7 +45,7 @@ QUARTER = 32
 _MOST_TILE_ROWS = 128
 _MOST_SPLITS, _FEWEST_STEPS = 16, 2
 _PROGRAMS = {16: 3.5, 32: 3.5, 64: 2.5}  # for each multiprocessor, by the rows of a tile; else 2
-_FOLDED_ROWS = 64  # with more, scales are folded into the numbers
+_FOLDED_ROWS = 32  # with more, and with offsets, factors are folded into the numbers: sums of inputs would cost more
 
 
 class PackedNibbles(NamedTuple):
@@ -81,105 +89,6 @@ def unpack_nibbles(weight: PackedNibbles) -> Tensor:
     return (rows * scales + offsets)[: weight.outputs, : weight.inputs]
 
 
-# Of two words in a register: a half whose upper bits are those of 128 (of 1024 in float16) and whose lower bits are a
-# level is the number 128 + level. 136 is then taken from it.
-_TO_HALVES = """{{
-    .reg .b32 second, third, fourth, one, less;
-    mov.b32 one, {one};
-    mov.b32 less, {less};
-    shr.u32 second, $4, 4;
-    shr.u32 third, $4, 8;
-    shr.u32 fourth, $4, 12;
-    lop3.b32 $0, $4, 0x000F000F, {magic}, 0xEA;
-    lop3.b32 $1, second, 0x000F000F, {magic}, 0xEA;
-    lop3.b32 $2, third, 0x000F000F, {magic}, 0xEA;
-    lop3.b32 $3, fourth, 0x000F000F, {magic}, 0xEA;
-    {fma} $0, $0, one, less;
-    {fma} $1, $1, one, less;
-    {fma} $2, $2, one, less;
-    {fma} $3, $3, one, less;
-}}"""
-_TO_BFLOAT16 = tl.constexpr(
-    _TO_HALVES.format(magic="0x43004300", fma="fma.rn.bf16x2", one="0x3F803F80", less="0xC308C308")
-)
-_TO_FLOAT16 = tl.constexpr(
-    _TO_HALVES.format(magic="0x64006400", fma="fma.rn.f16x2", one="0x3C003C00", less="0xE408E408")
-)
-
-
-@triton.jit
-def _numbers(words, dtype: tl.constexpr, COMPILED: tl.constexpr):
-    """The levels of the four quarters, less 8."""
-    if COMPILED and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            _TO_BFLOAT16, "=&r,=&r,=&r,=&r,r", (words,),
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif COMPILED and dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            _TO_FLOAT16, "=&r,=&r,=&r,=&r,r", (words,),
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        levels = words.to(tl.int32)
-        return (
-            ((levels & 15) - 8).to(dtype), ((levels >> 4 & 15) - 8).to(dtype), ((levels >> 8 & 15) - 8).to(dtype),
-            ((levels >> 12 & 15) - 8).to(dtype),
-        )  # fmt: skip
-
-
-@triton.jit
-def _factors(at, step, group_steps, stride, dtype: tl.constexpr, PER_STEP: tl.constexpr):
-    """The scales or offsets of the four quarters of a step [BLOCK_N, 1] each."""
-    if PER_STEP == 1:
-        first = tl.load(at + step // group_steps * stride).to(dtype)[:, None]
-        return first, first, first, first
-    elif PER_STEP == 2:
-        first = tl.load(at + step * 2 * stride).to(dtype)[:, None]
-        third = tl.load(at + (step * 2 + 1) * stride).to(dtype)[:, None]
-        return first, first, third, third
-    else:
-        first = tl.load(at + step * 4 * stride).to(dtype)[:, None]
-        second = tl.load(at + (step * 4 + 1) * stride).to(dtype)[:, None]
-        third = tl.load(at + (step * 4 + 2) * stride).to(dtype)[:, None]
-        fourth = tl.load(at + (step * 4 + 3) * stride).to(dtype)[:, None]
-        return first, second, third, fourth
-
-
-@triton.jit
-def _add_step(
-    acc, w_at, x0, x1, x2, x3, scale_at, offset_at, step, group_steps, stride, PER_STEP: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, FOLDED: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    """Add the products of one step to `acc` [BLOCK_N, BLOCK_M]."""
-    n0, n1, n2, n3 = _numbers(tl.load(w_at), x0.dtype, COMPILED)
-    if FOLDED:
-        s0, s1, s2, s3 = _factors(scale_at, step, group_steps, stride, x0.dtype, PER_STEP)
-        n0, n1, n2, n3 = n0 * s0, n1 * s1, n2 * s2, n3 * s3
-        if HAS_OFFSET:
-            o0, o1, o2, o3 = _factors(offset_at, step, group_steps, stride, x0.dtype, PER_STEP)
-            n0, n1, n2, n3 = n0 + o0, n1 + o1, n2 + o2, n3 + o3
-        acc = tl.dot(n0, x0, acc, input_precision=PRECISION)
-        acc = tl.dot(n1, x1, acc, input_precision=PRECISION)
-        acc = tl.dot(n2, x2, acc, input_precision=PRECISION)
-        acc = tl.dot(n3, x3, acc, input_precision=PRECISION)
-    else:
-        part = tl.dot(n0, x0, input_precision=PRECISION)
-        part = tl.dot(n1, x1, part, input_precision=PRECISION)
-        part = tl.dot(n2, x2, part, input_precision=PRECISION)
-        part = tl.dot(n3, x3, part, input_precision=PRECISION)
-        acc += part * tl.load(scale_at + step // group_steps * stride).to(tl.float32)[:, None]
-    return acc
-
-
-@triton.jit
-def _inputs(x_at, place, K, HAS_TAIL: tl.constexpr):
-    """A quarter of a step of all rows, zeros behind the last input."""
-    if HAS_TAIL:
-        return tl.load(x_at, mask=place[:, None] < K, other=0.0)
-    return tl.load(x_at)
-
-
 @triton.jit(do_not_specialize=["M", "K", "total_steps", "group_steps", "steps"])
 def _nibble_kernel(
     x_ptr, w_ptr, out_ptr, bias_ptr, residual_ptr, scale_ptr, offset_ptr, partial_ptr, counter_ptr,
@@ -206,25 +115,50 @@ def _nibble_kernel(
     up_at = w_ptr + (up_row // PANEL_ROWS * panel_stride + up_row % PANEL_ROWS * WORDS)[:, None] + place[None, :]
     x_at = x_ptr + x_row[None, :] * x_stride + place[:, None]
     await_inputs(DEPENDENT)
+    K = K // 32 * 32  # says that it is a multiple: numbers are loaded side by side
+    scale_at, offset_at = scale_ptr + w_row, offset_ptr + w_row if HAS_OFFSET else scale_ptr + w_row
+    s0, s1, s2, s3 = factors_of(scale_at, first, group_steps, factor_stride, PER_STEP)
+    o0, o1, o2, o3 = s0, s1, s2, s3
+    if HAS_OFFSET:
+        o0, o1, o2, o3 = factors_of(offset_at, first, group_steps, factor_stride, PER_STEP)
+    t0, t1, t2, t3, p0, p1, p2, p3 = s0, s1, s2, s3, o0, o1, o2, o3
+    if GATED:
+        t0, t1, t2, t3 = factors_of(scale_at + N, first, group_steps, factor_stride, PER_STEP)
+        if HAS_OFFSET:
+            p0, p1, p2, p3 = factors_of(offset_at + N, first, group_steps, factor_stride, PER_STEP)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(first, last_step):
         k = step * (4 * WORDS)
-        x0 = _inputs(x_at + k, place + k, K, HAS_TAIL)
-        x1 = _inputs(x_at + k + WORDS, place + k + WORDS, K, HAS_TAIL)
-        x2 = _inputs(x_at + k + 2 * WORDS, place + k + 2 * WORDS, K, HAS_TAIL)
-        x3 = _inputs(x_at + k + 3 * WORDS, place + k + 3 * WORDS, K, HAS_TAIL)
+        x0 = quarter_inputs(x_at + k, place + k, K, HAS_TAIL)
+        x1 = quarter_inputs(x_at + k + WORDS, place + k + WORDS, K, HAS_TAIL)
+        x2 = quarter_inputs(x_at + k + 2 * WORDS, place + k + 2 * WORDS, K, HAS_TAIL)
+        x3 = quarter_inputs(x_at + k + 3 * WORDS, place + k + 3 * WORDS, K, HAS_TAIL)
         shift = step * (PANEL_ROWS * WORDS)
-        acc = _add_step(
-            acc, w_at + shift, x0, x1, x2, x3, scale_ptr + w_row, offset_ptr + w_row if HAS_OFFSET else w_row, step,
-            group_steps, factor_stride, PER_STEP, HAS_OFFSET, FOLDED, PRECISION, COMPILED,
+        # Factors are too narrow to be copied ahead by the loop's stages: those of the next step are asked for here.
+        later = tl.minimum(step + 1, last_step - 1)
+        a0, a1, a2, a3 = factors_of(scale_at, later, group_steps, factor_stride, PER_STEP)
+        b0, b1, b2, b3 = a0, a1, a2, a3
+        if HAS_OFFSET:
+            b0, b1, b2, b3 = factors_of(offset_at, later, group_steps, factor_stride, PER_STEP)
+        e0, e1, e2, e3 = acc, acc, acc, acc
+        if HAS_OFFSET and not FOLDED:
+            e0, e1, e2, e3 = input_sums(x0, x1, x2, x3, BLOCK_N, PER_STEP, PRECISION)
+        acc = add_step(
+            acc, tl.load(w_at + shift), x0, x1, x2, x3, s0, s1, s2, s3, o0, o1, o2, o3, e0, e1, e2, e3, PER_STEP,
+            HAS_OFFSET, FOLDED, PRECISION, COMPILED,
         )  # fmt: skip
+        s0, s1, s2, s3, o0, o1, o2, o3 = a0, a1, a2, a3, b0, b1, b2, b3
         if GATED:
-            acc_up = _add_step(
-                acc_up, up_at + shift, x0, x1, x2, x3, scale_ptr + up_row,
-                offset_ptr + up_row if HAS_OFFSET else up_row, step, group_steps, factor_stride, PER_STEP, HAS_OFFSET,
-                FOLDED, PRECISION, COMPILED,
+            a0, a1, a2, a3 = factors_of(scale_at + N, later, group_steps, factor_stride, PER_STEP)
+            b0, b1, b2, b3 = a0, a1, a2, a3
+            if HAS_OFFSET:
+                b0, b1, b2, b3 = factors_of(offset_at + N, later, group_steps, factor_stride, PER_STEP)
+            acc_up = add_step(
+                acc_up, tl.load(up_at + shift), x0, x1, x2, x3, t0, t1, t2, t3, p0, p1, p2, p3, e0, e1, e2, e3,
+                PER_STEP, HAS_OFFSET, FOLDED, PRECISION, COMPILED,
             )  # fmt: skip
+            t0, t1, t2, t3, p0, p1, p2, p3 = a0, a1, a2, a3, b0, b1, b2, b3
     acc, acc_up, last = join_splits(
         acc, acc_up, tile, split, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLITS, GATED
     )  # fmt: skip
@@ -246,7 +180,7 @@ def nibble_product(
     out: Tensor | None = None,  # [M, N]; by default of x's dtype, or of the residual's
     tiling: Tiling | None = None,  # by default chosen for the shape; its block_k does not count
     dependent: bool = False,
-    folded: bool | None = None,  # by default chosen by the rows; always where groups are smaller than a step
+    folded: bool | None = None,  # whether factors are folded into the numbers; by default chosen
 ) -> Tensor:
     """x @ weight.T with its epilogue, for any number of rows; summed and finished in float32, rounded once."""
     rows, inputs = x.shape
@@ -264,7 +198,7 @@ def nibble_product(
     tiling = tiling or choose_nibble_tiling(rows, outputs, steps, gated, x.device)
     tiles = triton.cdiv(outputs, tiling.block_n) * triton.cdiv(rows, tiling.block_m)
     check(tiling.splits == 1 or _fits(tiles, tiling, gated), "the workspace is too small")
-    folded = (rows > _FOLDED_ROWS if folded is None else folded) or has_offset or weight.group < STEP
+    folded = has_offset and rows > _FOLDED_ROWS if folded is None else folded
     _nibble_kernel[(tiles, tiling.splits)](
         x, weight.data, out, bias, residual, weight.scales, weight.offsets, workspace.partials, workspace.counters,
         rows, outputs, inputs, steps, x.stride(0), out.stride(0), 0 if residual is None else residual.stride(0),
@@ -281,7 +215,8 @@ def nibble_product(
 @triton.jit
 def _expand_kernel(
     w_ptr, scale_ptr, offset_ptr, out_ptr, rows, K, total_steps, out_stride, factor_stride, group_steps,
-    PER_STEP: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_TAIL: tl.constexpr, COMPILED: tl.constexpr,
+    PER_STEP: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_TAIL: tl.constexpr, CODES: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     PANEL_ROWS: tl.constexpr = 64
     WORDS: tl.constexpr = 32
@@ -292,12 +227,13 @@ def _expand_kernel(
         w_ptr + (panel * total_steps + step) * (PANEL_ROWS * WORDS) + line[:, None] * WORDS + place[None, :]
     )
     dtype = out_ptr.dtype.element_ty
-    n0, n1, n2, n3 = _numbers(words, dtype, COMPILED)
-    s0, s1, s2, s3 = _factors(scale_ptr + row, step, group_steps, factor_stride, dtype, PER_STEP)
-    n0, n1, n2, n3 = n0 * s0, n1 * s1, n2 * s2, n3 * s3
+    n0, n1, n2, n3 = numbers_of(words, dtype, CODES, COMPILED)
+    s0, s1, s2, s3 = factors_of(scale_ptr + row, step, group_steps, factor_stride, PER_STEP)
+    o0, o1, o2, o3 = s0, s1, s2, s3
     if HAS_OFFSET:
-        o0, o1, o2, o3 = _factors(offset_ptr + row, step, group_steps, factor_stride, dtype, PER_STEP)
-        n0, n1, n2, n3 = n0 + o0, n1 + o1, n2 + o2, n3 + o3
+        o0, o1, o2, o3 = factors_of(offset_ptr + row, step, group_steps, factor_stride, PER_STEP)
+    n0, n1 = scaled_numbers(n0, s0, o0, HAS_OFFSET), scaled_numbers(n1, s1, o1, HAS_OFFSET)
+    n2, n3 = scaled_numbers(n2, s2, o2, HAS_OFFSET), scaled_numbers(n3, s3, o3, HAS_OFFSET)
     out_at = out_ptr + row[:, None] * out_stride + step * (4 * WORDS) + place[None, :]
     here, k = (row < rows)[:, None], step * (4 * WORDS) + place[None, :]
     if HAS_TAIL:
@@ -312,8 +248,9 @@ def _expand_kernel(
         tl.store(out_at + 3 * WORDS, n3, mask=here)
 
 
-def expand_nibbles(weight: PackedNibbles, out: Tensor, first: int = 0) -> Tensor:
-    """Write the numbers of outputs from `first`, the first of a panel, to `out` [outputs, inputs], in its dtype."""
+def expand_nibbles(weight: PackedNibbles, out: Tensor, first: int = 0, *, has_codes: bool = False) -> Tensor:
+    """Write the numbers of outputs from `first`, the first of a panel, to `out` [outputs, inputs], in its dtype.
+    `has_codes`: of e2m1, not levels."""
     panel, rows = first // PANEL, len(out)
     check(first % PANEL == 0 and first + rows <= weight.outputs, "outputs begin with a panel's, and are the weight's")
     check_rows(out, "out")
@@ -322,7 +259,8 @@ def expand_nibbles(weight: PackedNibbles, out: Tensor, first: int = 0) -> Tensor
     _expand_kernel[(steps, triton.cdiv(rows, PANEL))](
         weight.data[panel:], weight.scales[:, first:], offsets, out, rows, weight.inputs, steps, out.stride(0),
         weight.scales.stride(0), max(weight.group // STEP, 1), PER_STEP=max(STEP // weight.group, 1),
-        HAS_OFFSET=has_offset, HAS_TAIL=weight.inputs % STEP != 0, COMPILED=not INTERPRETED, num_warps=4,
+        HAS_OFFSET=has_offset, HAS_TAIL=weight.inputs % STEP != 0, CODES=has_codes, COMPILED=not INTERPRETED,
+        num_warps=4,
     )  # fmt: skip
     return out
 

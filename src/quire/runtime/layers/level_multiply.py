@@ -16,6 +16,7 @@ from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.level_products import PackedLevels, level_product, level_step, pack_levels, step_of
+from quire.kernels.triton.nibble_few import nibble_few, takes_few
 from quire.kernels.triton.nibble_products import (
     PANEL,
     QUARTER,
@@ -24,7 +25,6 @@ from quire.kernels.triton.nibble_products import (
     nibble_product,
     pack_nibbles,
 )
-from quire.kernels.triton.nibble_row import nibble_row, takes_row
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.products_plan import own_rows
@@ -88,8 +88,9 @@ class LevelMultiply(FusedMultiply):
 
 @dataclass(frozen=True, slots=True)
 class NibbleMultiply(FusedMultiply):
-    """Multiplies rows [tokens, in] by a weight [out, in] of 4 bits. One row has a kernel of its own, which takes the
-    norm along. For many rows, some outputs at a time are expanded to numbers, which the library multiplies by."""
+    """Multiplies rows [tokens, in] by a weight [out, in] of 4 bits. A few rows have a kernel of their own, which takes
+    the norm of a single one along. For many rows, some outputs at a time are expanded to numbers, which the library
+    multiplies by."""
 
     weight: PackedNibbles
     bias: Tensor | None
@@ -110,7 +111,8 @@ class NibbleMultiply(FusedMultiply):
         self._product(x, residual=target)
 
     def _after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None, activation: str | None = None) -> Tensor:
-        if pending is None and self.columns is None and takes_row(x) and norm.weight.dtype == x.dtype:
+        is_one = len(x) == 1 and pending is None and self.columns is None and norm.weight.dtype == x.dtype
+        if is_one and takes_few(x, self.weight, activation):
             return self._product(x, activation=activation, norm=norm)
         normed = _normed(x, norm, pending, dependent=len(x) >= self.dependent_rows)
         return self._product(normed, activation=activation)
@@ -124,8 +126,8 @@ class NibbleMultiply(FusedMultiply):
             return self._expanded(x, activation, residual)
         outputs, dependent = self.weight.outputs // (1 if activation is None else 2), len(x) >= self.dependent_rows
         out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device) if residual is None else residual
-        if takes_row(x):
-            return nibble_row(
+        if takes_few(x, self.weight, activation):
+            return nibble_few(
                 x, self.weight, out, bias=self.bias, residual=residual, activation=activation, norm=norm,
                 dependent=dependent,
             )  # fmt: skip

@@ -19,8 +19,9 @@ from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored, WeightLayer
 from quire.runtime.parallel.group import RankGroup
+from quire.runtime.quantization.mxfp4 import Mxfp4Weight
 from quire.runtime.quantization.region import Region
-from quire.runtime.quantization.weight import QuantizedWeight, stack
+from quire.runtime.quantization.weight import QuantizedWeight, StoredWeight, stack
 
 _KEY, _VALUE = "k_proj", "v_proj"
 
@@ -111,7 +112,9 @@ class Linear(WeightLayer):
             return None
         return Region(outputs.own[0], inputs.own[0]) if len(outputs.own) == len(inputs.own) == 1 else None
 
-    def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
+    def load_quantized(self, part: str, weight: StoredWeight) -> bool:
+        if isinstance(weight, Mxfp4Weight):
+            return super().load_quantized(part, weight)
         name, region = part.removesuffix(".weight"), self.region(part)
         if region is not None and weight.shape == region.shape:  # the checkpoint has cut it
             keeps = self._product.keeps(weight)
@@ -270,7 +273,7 @@ class KeysAsValues(Linear):
         for each in self.held(part):
             super().load(each, tensor)
 
-    def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
+    def load_quantized(self, part: str, weight: StoredWeight) -> bool:
         keeps = [Linear.load_quantized(self, each, weight) for each in self.held(part)]
         return all(keeps)
 

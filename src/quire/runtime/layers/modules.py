@@ -21,7 +21,7 @@ from quire.runtime.layers.stream import Normed, PostNormed, Projected, Stream, V
 from quire.runtime.layers.weights import Placement, WeightLayer
 from quire.runtime.parallel.group import RankGroup
 from quire.runtime.quantization.levels import LevelWeight
-from quire.runtime.quantization.weight import QuantizedWeight
+from quire.runtime.quantization.weight import StoredWeight
 
 
 class RMSNorm(WeightLayer):
@@ -253,7 +253,7 @@ class Embedding(WeightLayer):
         self.parts = (f"{name}.weight",)
         self._product, self._placement = product, placement
 
-    def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
+    def load_quantized(self, part: str, weight: StoredWeight) -> bool:
         on_cpu = self._placement.device.type == "cpu"
         keeps = on_cpu and isinstance(weight, LevelWeight) and self._product.keeps(weight)
         native = weight.as_native(HALF_GROUP) if keeps and isinstance(weight, LevelWeight) else None

@@ -10,14 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from quire.config.model import Experts
+from quire.kernels.clamp import Clamp
 from quire.runtime.layers.experts import clamp_of
 from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.weights import Placement, WeightLayer
 from quire.runtime.parallel.expert_sum import NO_SUM, ExpertSum
 from quire.runtime.parallel.group import RankGroup
+from quire.runtime.quantization.mxfp4 import GROUP, SCALES, Mxfp4Weight
+from quire.runtime.quantization.weight import StoredWeight
 
 if TYPE_CHECKING:
-    from quire.kernels.triton.grouped import Stack
+    from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack
+    from quire.kernels.triton.grouped_nibbles import NibbleStack
+    from quire.kernels.triton.nibble_products import PackedNibbles
 
 
 class ExpertLinear(WeightLayer):
@@ -48,10 +53,12 @@ class ExpertLinear(WeightLayer):
         for name, each in self._outputs.items():
             self._spans[name] = slice(begin, begin + each.count)
             begin += each.count
-        self._stack: Stack | None = None
+        self._stack: Stack | NibbleStack | None = None
+        self._coming: dict[str, Mxfp4Weight] = {}  # matrices of the expert that is being loaded, by name
+        self._packed: list[PackedNibbles] = []  # of the experts before it
 
     @property
-    def stack(self) -> Stack:
+    def stack(self) -> Stack | NibbleStack:
         assert self._stack is not None, "finish() was not called"
         return self._stack
 
@@ -70,27 +77,47 @@ class ExpertLinear(WeightLayer):
         return self.own(part, tensor)
 
     def load(self, part: str, tensor: Tensor) -> None:
-        self._hold()
+        self._hold(part)
         super().load(part, self.own(part, tensor))
 
+    def load_quantized(self, part: str, weight: StoredWeight) -> bool:
+        """MXFP4 stays as it is, where this rank's inputs are whole groups: experts come one after the other."""
+        runs = self._inputs.own
+        fits = all(run.start % GROUP == len(run) % GROUP == 0 for run in runs)
+        if not isinstance(weight, Mxfp4Weight) or self._float8 or not fits:
+            return super().load_quantized(part, weight)
+        name = part.split(".")[1]
+        groups = Split(self._inputs.total // GROUP, tuple(range(r.start // GROUP, r.stop // GROUP) for r in runs))
+        parts = (groups.of(self._outputs[name].of(each), 1) for each in (weight.blocks, weight.exponents))
+        self._coming[name] = Mxfp4Weight(*(each.to(self._placement.device) for each in parts))
+        if len(self._coming) == len(self._outputs):
+            self._packed.append(_packed([self._coming[each] for each in self._outputs]))
+            self._coming.clear()
+        return True
+
     def randomize(self, part: str, generator: torch.Generator) -> None:
-        self._hold()
+        self._hold(part)
         super().randomize(part, generator)
 
     def finish(self) -> None:
         from quire.kernels.triton.grouped import Stack
+        from quire.kernels.triton.grouped_nibbles import NibbleStack
         from quire.kernels.triton.quantize import quantize_rows
 
         weight, bias = self.weight.data, None if self.bias is None else self.bias.data
         self._stack = Stack(weight, None, bias)
-        if self._float8:
+        if self._packed:
+            self._stack = NibbleStack.of(self._packed, bias, has_codes=True)
+            self._packed.clear()
+        elif self._float8:
             numbers, scale = quantize_rows(weight.flatten(0, 1))
             self._stack = Stack(numbers.view(weight.shape), scale.view(weight.shape[:2]), bias)
         del self.weight, self.bias
 
-    def _hold(self) -> None:
-        self.weight = self._placement.keep(self.weight)
-        if self.bias is not None:
+    def _hold(self, part: str) -> None:
+        if part.endswith(".weight"):
+            self.weight = self._placement.keep(self.weight)
+        elif self.bias is not None:
             self.bias = self._placement.keep(self.bias)
 
     def _part(self, part: str) -> Tensor:
@@ -99,6 +126,32 @@ class ExpertLinear(WeightLayer):
         if whole is None:
             raise KeyError(part)
         return whole.data[int(expert) - self.experts.start, self._spans[name]]
+
+
+def _packed(parts: list[Mxfp4Weight]) -> PackedNibbles:
+    """One expert's matrices, outputs one behind the other."""
+    from quire.kernels.triton.nibble_products import pack_nibbles
+
+    blocks, exponents = torch.cat([each.blocks for each in parts]), torch.cat([each.exponents for each in parts])
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+    scales = SCALES.to(exponents.device).bfloat16()[exponents.int()]  # powers of two: exact
+    return pack_nibbles(codes, scales, None)
+
+
+def _product(
+    x: Tensor, stack: Stack | NibbleStack, routing: Routing, tiling: GroupedTiling, *, num_used: int,
+    activation: str | None = None, clamp: Clamp | None = None, dependent: bool,
+) -> Tensor:  # fmt: skip
+    from quire.kernels.triton.grouped import Stack, grouped_product
+    from quire.kernels.triton.grouped_nibbles import grouped_nibble_product
+
+    if isinstance(stack, Stack):
+        return grouped_product(
+            x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
+        )
+    return grouped_nibble_product(
+        x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
+    )
 
 
 class StackedExperts(nn.Module):
@@ -120,10 +173,12 @@ class StackedExperts(nn.Module):
         self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...] = (),
         rows: Tensor | None = None, factors: Tensor | None = None, score_bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        from quire.kernels.triton.grouped import choose_grouped_tilings, combine, grouped_product, route
+        from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, combine, route
+        from quire.kernels.triton.grouped_nibbles import choose_nibble_tilings
 
         gate_up, down, used = self.gate_up_proj.stack, self.down_proj.stack, experts.num_used
-        first, second = choose_grouped_tilings(len(x) * used, experts.num, x.element_size(), x.device)
+        choose = choose_grouped_tilings if isinstance(gate_up, Stack) else choose_nibble_tilings
+        first, second = choose(len(x) * used, experts.num, x.element_size(), x.device)
         dependent = len(x) >= self._dependent_rows
         routing = route(
             logits, used, first,
@@ -132,11 +187,11 @@ class StackedExperts(nn.Module):
             own=self.gate_up_proj.experts,
         )  # fmt: skip
         senders = self._total.senders(routing.chosen)
-        inner = grouped_product(
+        inner = _product(
             x, gate_up, routing, first,
             num_used=used, activation=self._activation, clamp=clamp_of(experts), dependent=dependent,
         )  # fmt: skip
-        y = grouped_product(inner, down, routing, second, num_used=1, dependent=dependent)
+        y = _product(inner, down, routing, second, num_used=1, dependent=dependent)
         output, gate = (*shared, None, None)[:2]
         mixed = combine(y, routing, shared=output, gate=gate, dependent=dependent)
         del inner, y  # the sum needs their memory

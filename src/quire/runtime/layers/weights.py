@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quire.config.model import Heads
 from quire.runtime.layers.split import Split
 from quire.runtime.quantization.region import Region
-from quire.runtime.quantization.weight import QuantizedWeight
+from quire.runtime.quantization.weight import StoredWeight
 
 RANDOM_STD = 0.02  # the spread most published models are initialized with
 
@@ -137,7 +137,7 @@ class WeightLayer(nn.Module):
         """What `load_quantized` needs of a matrix, where that is one region of it and not all."""
         return None
 
-    def load_quantized(self, part: str, weight: QuantizedWeight) -> bool:
+    def load_quantized(self, part: str, weight: StoredWeight) -> bool:
         """Like `load`, for a matrix that the checkpoint stores quantized: the whole, or its `region`. Returns whether
         the layer holds it so; else it is expanded to numbers."""
         self.load(part, weight.values())

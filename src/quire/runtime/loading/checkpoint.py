@@ -12,7 +12,7 @@ from quire.runtime.loading.gguf.checkpoint import GgufCheckpoint
 from quire.runtime.loading.hf.checkpoint import HfCheckpoint
 from quire.runtime.loading.values import Own, all_of_it
 from quire.runtime.quantization.region import Region
-from quire.runtime.quantization.weight import QuantizedWeight
+from quire.runtime.quantization.weight import StoredWeight
 
 
 class Checkpoint(Protocol):
@@ -28,7 +28,7 @@ class Checkpoint(Protocol):
         """The tensor on the CPU: float32 where it was quantized, else as stored. It may be a view of the file. Only
         `own`, the part of it that is used, is looked at for damage: nothing else is read of a view."""
 
-    def read_quantized(self, name: str, region: Region | None = None) -> QuantizedWeight | None:
+    def read_quantized(self, name: str, region: Region | None = None) -> StoredWeight | None:
         """The matrix as it is stored, or only a region of it where nothing that is stored as one is cut by that; None
         where it is stored as numbers, or in a form that only `read` knows."""
 

@@ -8,8 +8,10 @@ from typing import cast
 from quire.runtime.quantization import float8_weight, levels
 from quire.runtime.quantization.float8_weight import Float8Weight
 from quire.runtime.quantization.levels import LevelWeight
+from quire.runtime.quantization.mxfp4 import Mxfp4Weight
 
 QuantizedWeight = LevelWeight | Float8Weight
+StoredWeight = QuantizedWeight | Mxfp4Weight  # experts may be stored in the last form too
 
 
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:

@@ -25,7 +25,7 @@ from quire.types.adapters import NO_ADAPTER, AdapterPlacement
 from quire.types.errors import InvalidRequest
 from quire.types.step import NewRow
 
-FEW_ROWS, MANY_ROWS = 16, 64  # rows of a tile
+FEW_ROWS, MANY_ROWS = 4, 64  # rows of a tile
 _MANY_TOKENS = 512  # of a step, from which tiles have many rows
 
 

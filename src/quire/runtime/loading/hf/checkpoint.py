@@ -21,9 +21,9 @@ from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
 from quire.runtime.loading.pieces import Piece, pieces_of
 from quire.runtime.loading.values import Own, all_of_it, refuse_blank, refuse_non_finite
 from quire.runtime.models.build import describe_weights
-from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, Mxfp4Weight
+from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, SCALES, Mxfp4Weight
 from quire.runtime.quantization.region import Region
-from quire.runtime.quantization.weight import QuantizedWeight
+from quire.runtime.quantization.weight import StoredWeight
 from quire.types.errors import ModelLoadError
 
 logger = logging.getLogger("quire.runtime")
@@ -78,11 +78,11 @@ class HfCheckpoint:
     def source(self, name: str) -> str:
         return self._quantized[name].file if name in self._quantized else self._owners[self._pieces[name].tensor].name
 
-    def read_quantized(self, name: str, region: Region | None = None) -> QuantizedWeight | None:
+    def read_quantized(self, name: str, region: Region | None = None) -> StoredWeight | None:
         """The matrix on the CPU, or a region of it; None where it is no quantized one. Raises ModelLoadError when it is
         damaged."""
         if name not in self._quantized:
-            return None
+            return self._read_mxfp4(name)
         quantized = self._quantized[name]
         assert self._method is not None
         tensors = {
@@ -104,16 +104,17 @@ class HfCheckpoint:
         """The tensor on the CPU. Raises ModelLoadError when numbers of its `own` part are damaged beyond doubt."""
         if (quantized := self.read_quantized(name)) is not None:
             return quantized.values()
-        piece = self._pieces[name]
-        if piece.exponents is None:
-            values = self._read_whole(piece, WEIGHT_DTYPES)
-        else:
-            blocks, exponents = (
-                self._read_whole(each, BYTES) for each in (piece, replace(piece, tensor=piece.exponents))
-            )
-            values = Mxfp4Weight(blocks, exponents).values()
+        values = self._read_whole(self._pieces[name], WEIGHT_DTYPES)
         refuse_non_finite(own(values), self.source(name), name)
         return values.float() if values.dtype == torch.float64 else values
+
+    def _read_mxfp4(self, name: str) -> Mxfp4Weight | None:
+        piece = self._pieces[name]
+        if piece.exponents is None:
+            return None
+        blocks, exponents = (self._read_whole(each, BYTES) for each in (piece, replace(piece, tensor=piece.exponents)))
+        refuse_non_finite(SCALES[exponents.max().int()], self.source(name), name)
+        return Mxfp4Weight(blocks, exponents)
 
     def close(self) -> None:
         """Unmap the files. Idempotent."""

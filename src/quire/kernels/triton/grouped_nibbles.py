@@ -1,0 +1,220 @@
+"""Products of experts by weights of 4 bits as they are stored: levels with a scale for each group, or codes (MXFP4).
+
+Pairs are placed by `grouped.route`, and weights lie as in `nibble_products`, one expert behind the other: decode steps
+read a quarter of the bytes of 16-bit numbers. Steps with many pairs for each expert are multiplied by numbers that some
+experts at a time are expanded to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.clamp import Clamp
+from quire.kernels.triton.activation import ACTIVATIONS, activate, clamped
+from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, choose_grouped_tilings, grouped_product
+from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_rows
+from quire.kernels.triton.nibble_products import PANEL, STEP, PackedNibbles, expand_nibbles
+from quire.kernels.triton.nibble_steps import add_step, factors_of, input_sums, quarter_inputs
+
+_MOST_ROWS = 64  # of a tile; larger ones are multiplied by expanded weights
+_EXPANDED_PAIRS = 192  # for each expert, from which weights are expanded
+_EXPANDED_BYTES = 256 << 20  # of numbers at a time
+
+
+class NibbleStack(NamedTuple):
+    """One matrix of each expert: what is multiplied by is (level - 8) * scale + offset, or the number of a code times
+    the scale."""
+
+    data: Tensor  # [experts, panels, steps, 64, 32] int16, see PackedNibbles
+    scales: Tensor  # [experts, groups, outputs padded to whole panels]
+    offsets: Tensor | None  # likewise
+    outputs: int
+    inputs: int
+    group: int  # inputs: 32, 64 or whole steps
+    has_codes: bool  # e2m1
+    bias: Tensor | None = None  # [experts, outputs]
+
+    @classmethod
+    def of(cls, experts: Sequence[PackedNibbles], bias: Tensor | None, *, has_codes: bool) -> NibbleStack:
+        first = experts[0]
+        offsets = None
+        if first.offsets is not None:
+            offsets = torch.stack([each.offsets for each in experts if each.offsets is not None])
+        return cls(
+            torch.stack([each.data for each in experts]), torch.stack([each.scales for each in experts]), offsets,
+            first.outputs, first.inputs, first.group, has_codes, bias,
+        )  # fmt: skip
+
+    def experts(self) -> Iterator[PackedNibbles]:
+        for number, data in enumerate(self.data):
+            offsets = None if self.offsets is None else self.offsets[number]
+            yield PackedNibbles(data, self.scales[number], offsets, self.outputs, self.inputs, self.group)
+
+
+def choose_nibble_tilings(
+    pairs: int, num: int, x_bytes: int, device: torch.device
+) -> tuple[GroupedTiling, GroupedTiling]:
+    """As for 16-bit weights, in smaller tiles unless weights are expanded, which pays from many pairs on."""
+    first, second = choose_grouped_tilings(pairs, num, x_bytes, device)
+    most = first.block_m if pairs > num * _EXPANDED_PAIRS else min(first.block_m, _MOST_ROWS)
+    return first._replace(block_m=most), second._replace(block_m=most)
+
+
+@triton.jit(do_not_specialize=["tiles", "num_x", "K", "total_steps", "group_steps"])
+def _grouped_nibble_kernel(
+    x_ptr, w_ptr, scale_ptr, offset_ptr, bias_ptr, out_ptr, places_ptr, tile_experts_ptr, tiles, num_x, N, K,
+    total_steps, x_stride, w_stride, factor_stride, factors_stride, out_stride, group_steps, limit, alpha, shift,
+    USED: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_STEP: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    HAS_TAIL: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    PANEL_ROWS: tl.constexpr = 64
+    WORDS: tl.constexpr = 32  # of an output in a step
+    program, columns = tl.program_id(0), tl.cdiv(N, BLOCK_N)
+    begin = program // (TOGETHER * columns) * TOGETHER  # of the tiles side by side
+    num_tiles = tl.minimum(tiles - begin, TOGETHER)
+    number = program - begin * columns
+    tile = begin + number % num_tiles
+    n, word = number // num_tiles * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, WORDS)
+    await_inputs(DEPENDENT)
+    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
+    if expert >= 0:
+        place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        pair = tl.load(places_ptr + place)
+        x_row = tl.where(pair >= 0, pair // USED, place % num_x).to(tl.int64)
+        x_at = x_ptr + x_row[None, :] * x_stride + word[:, None]
+        w_row = tl.minimum(n, N - 1)
+        up_row = w_row + N
+        panel_stride = total_steps * (PANEL_ROWS * WORDS)
+        w_line = w_row // PANEL_ROWS * panel_stride + w_row % PANEL_ROWS * WORDS
+        up_line = up_row // PANEL_ROWS * panel_stride + up_row % PANEL_ROWS * WORDS
+        w_at = w_ptr + expert * w_stride + w_line[:, None] + word[None, :]
+        up_at = w_ptr + expert * w_stride + up_line[:, None] + word[None, :]
+        scale_at = scale_ptr + expert * factors_stride + w_row
+        offset_at = offset_ptr + expert * factors_stride + w_row if HAS_OFFSET else scale_at
+        K = K // 32 * 32  # says that it is a multiple: numbers are loaded side by side
+        s0, s1, s2, s3 = factors_of(scale_at, 0, group_steps, factor_stride, PER_STEP)
+        o0, o1, o2, o3 = s0, s1, s2, s3
+        if HAS_OFFSET:
+            o0, o1, o2, o3 = factors_of(offset_at, 0, group_steps, factor_stride, PER_STEP)
+        t0, t1, t2, t3, p0, p1, p2, p3 = s0, s1, s2, s3, o0, o1, o2, o3
+        if GATED:
+            t0, t1, t2, t3 = factors_of(scale_at + N, 0, group_steps, factor_stride, PER_STEP)
+            if HAS_OFFSET:
+                p0, p1, p2, p3 = factors_of(offset_at + N, 0, group_steps, factor_stride, PER_STEP)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for step in range(total_steps):
+            k = step * (4 * WORDS)
+            x0 = quarter_inputs(x_at + k, word + k, K, HAS_TAIL)
+            x1 = quarter_inputs(x_at + k + WORDS, word + k + WORDS, K, HAS_TAIL)
+            x2 = quarter_inputs(x_at + k + 2 * WORDS, word + k + 2 * WORDS, K, HAS_TAIL)
+            x3 = quarter_inputs(x_at + k + 3 * WORDS, word + k + 3 * WORDS, K, HAS_TAIL)
+            ahead = step * (PANEL_ROWS * WORDS)
+            # Factors are too narrow to be copied ahead by the loop's stages: those of the next step are asked for here.
+            later = tl.minimum(step + 1, total_steps - 1)
+            a0, a1, a2, a3 = factors_of(scale_at, later, group_steps, factor_stride, PER_STEP)
+            b0, b1, b2, b3 = a0, a1, a2, a3
+            e0, e1, e2, e3 = acc, acc, acc, acc
+            if HAS_OFFSET:
+                b0, b1, b2, b3 = factors_of(offset_at, later, group_steps, factor_stride, PER_STEP)
+                e0, e1, e2, e3 = input_sums(x0, x1, x2, x3, BLOCK_N, PER_STEP, PRECISION)
+            acc = add_step(
+                acc, tl.load(w_at + ahead), x0, x1, x2, x3, s0, s1, s2, s3, o0, o1, o2, o3, e0, e1, e2, e3, PER_STEP,
+                HAS_OFFSET, False, PRECISION, COMPILED, CODES,
+            )  # fmt: skip
+            s0, s1, s2, s3, o0, o1, o2, o3 = a0, a1, a2, a3, b0, b1, b2, b3
+            if GATED:
+                a0, a1, a2, a3 = factors_of(scale_at + N, later, group_steps, factor_stride, PER_STEP)
+                b0, b1, b2, b3 = a0, a1, a2, a3
+                if HAS_OFFSET:
+                    b0, b1, b2, b3 = factors_of(offset_at + N, later, group_steps, factor_stride, PER_STEP)
+                acc_up = add_step(
+                    acc_up, tl.load(up_at + ahead), x0, x1, x2, x3, t0, t1, t2, t3, p0, p1, p2, p3, e0, e1, e2, e3,
+                    PER_STEP, HAS_OFFSET, False, PRECISION, COMPILED, CODES,
+                )  # fmt: skip
+                t0, t1, t2, t3, p0, p1, p2, p3 = a0, a1, a2, a3, b0, b1, b2, b3
+        first = expert * (2 * N if GATED else N)
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + first + w_row).to(tl.float32)[:, None]
+        if GATED:
+            if HAS_BIAS:
+                acc_up += tl.load(bias_ptr + first + up_row).to(tl.float32)[:, None]
+            if CLAMPED:
+                acc = clamped(acc, acc_up, limit, alpha, shift)
+            else:
+                acc = activate(acc, KIND) * acc_up
+        at = out_ptr + pair[None, :].to(tl.int64) * out_stride + n[:, None]
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (pair >= 0)[None, :])
+
+
+def grouped_nibble_product(
+    x: Tensor,  # [tokens, inputs], or [pairs, inputs] with num_used = 1
+    stack: NibbleStack,
+    routing: Routing,
+    tiling: GroupedTiling,  # by which pairs were placed: only its block_m and `together` count for small tiles
+    *,
+    num_used: int,  # pairs of each row of x
+    activation: str | None = None,  # of ACTIVATIONS: weights are gate, then up, and the result activation(gate) * up
+    clamp: Clamp | None = None,  # of the gate
+    dependent: bool = False,
+) -> Tensor:  # [pairs, outputs]
+    """Each pair's row by the weight of its expert, summed in float32. What pairs of padding get is not written."""
+    if tiling.block_m > _MOST_ROWS:
+        return _expanded_product(
+            x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
+        )
+    inputs, gated, pairs = stack.inputs, activation is not None, routing.chosen.numel()
+    outputs = stack.outputs // (2 if gated else 1)
+    check_rows(x, "x")
+    check(x.shape == (pairs // num_used, inputs), "x is [pairs / num_used, inputs]")
+    check(stack.data.is_contiguous() and stack.scales.is_contiguous(), "the weight is contiguous")
+    check(stack.bias is None or stack.bias.is_contiguous(), "bias: a number per output")
+    check(clamp is None or gated, "a clamp is of a gate")
+    limit, alpha, shift = clamp or Clamp(0.0)
+    out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
+    if pairs == 0:
+        return out
+    tiles, steps, has_offset = len(routing.tile_experts), stack.data.shape[2], stack.offsets is not None
+    _grouped_nibble_kernel[(tiles * triton.cdiv(outputs, PANEL),)](
+        x, stack.data, stack.scales, stack.offsets, stack.bias, out, routing.places, routing.tile_experts, tiles,
+        len(x), outputs, inputs, steps, x.stride(0), stack.data.stride(0), stack.scales.stride(1),
+        stack.scales.stride(0), outputs, max(stack.group // STEP, 1), limit, alpha, shift,
+        USED=num_used, TOGETHER=tiling.together, BLOCK_M=tiling.block_m, BLOCK_N=PANEL,
+        PER_STEP=max(STEP // stack.group, 1), GATED=gated, KIND=ACTIVATIONS[activation or "silu"],
+        CLAMPED=clamp is not None, HAS_BIAS=stack.bias is not None, HAS_OFFSET=has_offset,
+        HAS_TAIL=inputs % STEP != 0, CODES=stack.has_codes,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", DEPENDENT=dependent, COMPILED=not INTERPRETED,
+        num_warps=4, num_stages=3, launch_pdl=dependent,
+    )  # fmt: skip
+    return out
+
+
+def _expanded_product(
+    x: Tensor, stack: NibbleStack, routing: Routing, tiling: GroupedTiling, *, num_used: int,
+    activation: str | None, clamp: Clamp | None, dependent: bool,
+) -> Tensor:  # fmt: skip
+    """Some experts at a time are expanded to numbers of x's dtype."""
+    num, rows, inputs = len(stack.data), stack.outputs, stack.inputs
+    at_once = max(1, min(num, _EXPANDED_BYTES // (rows * inputs * x.element_size())))
+    numbers = torch.empty(at_once, rows, inputs, dtype=x.dtype, device=x.device)
+    outputs = rows // (1 if activation is None else 2)
+    out = torch.empty(routing.chosen.numel(), outputs, dtype=x.dtype, device=x.device)
+    experts = list(stack.experts())
+    for first in range(0, num, at_once):
+        here = experts[first : first + at_once]
+        for place, weight in enumerate(here):
+            expand_nibbles(weight, numbers[place], has_codes=stack.has_codes)
+        bias = None if stack.bias is None else stack.bias[first : first + len(here)]
+        grouped_product(
+            x, Stack(numbers[: len(here)], None, bias), routing, tiling, num_used=num_used, activation=activation,
+            clamp=clamp, first=first, out=out, dependent=dependent,
+        )  # fmt: skip
+    return out
