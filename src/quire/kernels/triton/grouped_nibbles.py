@@ -20,7 +20,7 @@ from quire.kernels.triton.activation import ACTIVATIONS, activate, clamped
 from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, choose_grouped_tilings, grouped_product
 from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_rows
 from quire.kernels.triton.nibble_products import PANEL, STEP, PackedNibbles, expand_nibbles
-from quire.kernels.triton.nibble_steps import add_step, factors_of, input_sums, quarter_inputs
+from quire.kernels.triton.nibble_steps import sum_steps
 
 _MOST_ROWS = 64  # of a tile; larger ones are multiplied by expanded weights
 _EXPANDED_PAIRS = 192  # for each expert, from which weights are expanded
@@ -99,48 +99,10 @@ def _grouped_nibble_kernel(
         up_at = w_ptr + expert * w_stride + up_line[:, None] + word[None, :]
         scale_at = scale_ptr + expert * factors_stride + w_row
         offset_at = offset_ptr + expert * factors_stride + w_row if HAS_OFFSET else scale_at
-        K = K // 32 * 32  # says that it is a multiple: numbers are loaded side by side
-        s0, s1, s2, s3 = factors_of(scale_at, 0, group_steps, factor_stride, PER_STEP)
-        o0, o1, o2, o3 = s0, s1, s2, s3
-        if HAS_OFFSET:
-            o0, o1, o2, o3 = factors_of(offset_at, 0, group_steps, factor_stride, PER_STEP)
-        t0, t1, t2, t3, p0, p1, p2, p3 = s0, s1, s2, s3, o0, o1, o2, o3
-        if GATED:
-            t0, t1, t2, t3 = factors_of(scale_at + N, 0, group_steps, factor_stride, PER_STEP)
-            if HAS_OFFSET:
-                p0, p1, p2, p3 = factors_of(offset_at + N, 0, group_steps, factor_stride, PER_STEP)
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for step in range(total_steps):
-            k = step * (4 * WORDS)
-            x0 = quarter_inputs(x_at + k, word + k, K, HAS_TAIL)
-            x1 = quarter_inputs(x_at + k + WORDS, word + k + WORDS, K, HAS_TAIL)
-            x2 = quarter_inputs(x_at + k + 2 * WORDS, word + k + 2 * WORDS, K, HAS_TAIL)
-            x3 = quarter_inputs(x_at + k + 3 * WORDS, word + k + 3 * WORDS, K, HAS_TAIL)
-            ahead = step * (PANEL_ROWS * WORDS)
-            # Factors are too narrow to be copied ahead by the loop's stages: those of the next step are asked for here.
-            later = tl.minimum(step + 1, total_steps - 1)
-            a0, a1, a2, a3 = factors_of(scale_at, later, group_steps, factor_stride, PER_STEP)
-            b0, b1, b2, b3 = a0, a1, a2, a3
-            e0, e1, e2, e3 = acc, acc, acc, acc
-            if HAS_OFFSET:
-                b0, b1, b2, b3 = factors_of(offset_at, later, group_steps, factor_stride, PER_STEP)
-                e0, e1, e2, e3 = input_sums(x0, x1, x2, x3, BLOCK_N, PER_STEP, PRECISION)
-            acc = add_step(
-                acc, tl.load(w_at + ahead), x0, x1, x2, x3, s0, s1, s2, s3, o0, o1, o2, o3, e0, e1, e2, e3, PER_STEP,
-                HAS_OFFSET, False, PRECISION, COMPILED, CODES,
-            )  # fmt: skip
-            s0, s1, s2, s3, o0, o1, o2, o3 = a0, a1, a2, a3, b0, b1, b2, b3
-            if GATED:
-                a0, a1, a2, a3 = factors_of(scale_at + N, later, group_steps, factor_stride, PER_STEP)
-                b0, b1, b2, b3 = a0, a1, a2, a3
-                if HAS_OFFSET:
-                    b0, b1, b2, b3 = factors_of(offset_at + N, later, group_steps, factor_stride, PER_STEP)
-                acc_up = add_step(
-                    acc_up, tl.load(up_at + ahead), x0, x1, x2, x3, t0, t1, t2, t3, p0, p1, p2, p3, e0, e1, e2, e3,
-                    PER_STEP, HAS_OFFSET, False, PRECISION, COMPILED, CODES,
-                )  # fmt: skip
-                t0, t1, t2, t3, p0, p1, p2, p3 = a0, a1, a2, a3, b0, b1, b2, b3
+        acc, acc_up = sum_steps(
+            x_at, w_at, up_at, scale_at, offset_at, word, 0, total_steps, N, K, group_steps, factor_stride, BLOCK_M,
+            BLOCK_N, PER_STEP, GATED, HAS_OFFSET, HAS_TAIL, False, CODES, PRECISION, COMPILED,
+        )  # fmt: skip
         first = expert * (2 * N if GATED else N)
         if HAS_BIAS:
             acc += tl.load(bias_ptr + first + w_row).to(tl.float32)[:, None]

@@ -28,14 +28,7 @@ from quire.kernels.triton.launch import (
     num_processors,
     power_of_two,
 )
-from quire.kernels.triton.nibble_steps import (
-    add_step,
-    factors_of,
-    input_sums,
-    numbers_of,
-    quarter_inputs,
-    scaled_numbers,
-)
+from quire.kernels.triton.nibble_steps import factors_of, numbers_of, scaled_numbers, sum_steps
 from quire.kernels.triton.products import Workspace, epilogue, join_splits
 from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling
 
@@ -115,50 +108,11 @@ def _nibble_kernel(
     up_at = w_ptr + (up_row // PANEL_ROWS * panel_stride + up_row % PANEL_ROWS * WORDS)[:, None] + place[None, :]
     x_at = x_ptr + x_row[None, :] * x_stride + place[:, None]
     await_inputs(DEPENDENT)
-    K = K // 32 * 32  # says that it is a multiple: numbers are loaded side by side
     scale_at, offset_at = scale_ptr + w_row, offset_ptr + w_row if HAS_OFFSET else scale_ptr + w_row
-    s0, s1, s2, s3 = factors_of(scale_at, first, group_steps, factor_stride, PER_STEP)
-    o0, o1, o2, o3 = s0, s1, s2, s3
-    if HAS_OFFSET:
-        o0, o1, o2, o3 = factors_of(offset_at, first, group_steps, factor_stride, PER_STEP)
-    t0, t1, t2, t3, p0, p1, p2, p3 = s0, s1, s2, s3, o0, o1, o2, o3
-    if GATED:
-        t0, t1, t2, t3 = factors_of(scale_at + N, first, group_steps, factor_stride, PER_STEP)
-        if HAS_OFFSET:
-            p0, p1, p2, p3 = factors_of(offset_at + N, first, group_steps, factor_stride, PER_STEP)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in range(first, last_step):
-        k = step * (4 * WORDS)
-        x0 = quarter_inputs(x_at + k, place + k, K, HAS_TAIL)
-        x1 = quarter_inputs(x_at + k + WORDS, place + k + WORDS, K, HAS_TAIL)
-        x2 = quarter_inputs(x_at + k + 2 * WORDS, place + k + 2 * WORDS, K, HAS_TAIL)
-        x3 = quarter_inputs(x_at + k + 3 * WORDS, place + k + 3 * WORDS, K, HAS_TAIL)
-        shift = step * (PANEL_ROWS * WORDS)
-        # Factors are too narrow to be copied ahead by the loop's stages: those of the next step are asked for here.
-        later = tl.minimum(step + 1, last_step - 1)
-        a0, a1, a2, a3 = factors_of(scale_at, later, group_steps, factor_stride, PER_STEP)
-        b0, b1, b2, b3 = a0, a1, a2, a3
-        if HAS_OFFSET:
-            b0, b1, b2, b3 = factors_of(offset_at, later, group_steps, factor_stride, PER_STEP)
-        e0, e1, e2, e3 = acc, acc, acc, acc
-        if HAS_OFFSET and not FOLDED:
-            e0, e1, e2, e3 = input_sums(x0, x1, x2, x3, BLOCK_N, PER_STEP, PRECISION)
-        acc = add_step(
-            acc, tl.load(w_at + shift), x0, x1, x2, x3, s0, s1, s2, s3, o0, o1, o2, o3, e0, e1, e2, e3, PER_STEP,
-            HAS_OFFSET, FOLDED, PRECISION, COMPILED,
-        )  # fmt: skip
-        s0, s1, s2, s3, o0, o1, o2, o3 = a0, a1, a2, a3, b0, b1, b2, b3
-        if GATED:
-            a0, a1, a2, a3 = factors_of(scale_at + N, later, group_steps, factor_stride, PER_STEP)
-            b0, b1, b2, b3 = a0, a1, a2, a3
-            if HAS_OFFSET:
-                b0, b1, b2, b3 = factors_of(offset_at + N, later, group_steps, factor_stride, PER_STEP)
-            acc_up = add_step(
-                acc_up, tl.load(up_at + shift), x0, x1, x2, x3, t0, t1, t2, t3, p0, p1, p2, p3, e0, e1, e2, e3,
-                PER_STEP, HAS_OFFSET, FOLDED, PRECISION, COMPILED,
-            )  # fmt: skip
-            t0, t1, t2, t3, p0, p1, p2, p3 = a0, a1, a2, a3, b0, b1, b2, b3
+    acc, acc_up = sum_steps(
+        x_at, w_at, up_at, scale_at, offset_at, place, first, last_step, N, K, group_steps, factor_stride, BLOCK_M,
+        BLOCK_N, PER_STEP, GATED, HAS_OFFSET, HAS_TAIL, FOLDED, False, PRECISION, COMPILED,
+    )  # fmt: skip
     acc, acc_up, last = join_splits(
         acc, acc_up, tile, split, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLITS, GATED
     )  # fmt: skip

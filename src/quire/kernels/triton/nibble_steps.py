@@ -151,7 +151,7 @@ def _add_scaled(acc, part, scale, sums, offset, HAS_OFFSET: tl.constexpr):
 def add_step(
     acc, words, x0, x1, x2, x3, s0, s1, s2, s3, o0, o1, o2, o3, e0, e1, e2, e3,
     PER_STEP: tl.constexpr, HAS_OFFSET: tl.constexpr, FOLDED: tl.constexpr, PRECISION: tl.constexpr,
-    COMPILED: tl.constexpr, CODES: tl.constexpr = False,
+    COMPILED: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Add the products of one step to `acc` [BLOCK_N, BLOCK_M]. s, o: the scales and offsets of the quarters; e: the
     sums of their inputs, where factors are not folded into the numbers."""
@@ -188,3 +188,62 @@ def quarter_inputs(x_at, place, K, HAS_TAIL: tl.constexpr):
     if HAS_TAIL:
         return tl.load(x_at, mask=place[:, None] < K, other=0.0)
     return tl.load(x_at)
+
+
+@triton.jit
+def _all_factors(scale_at, offset_at, step, group_steps, stride, PER_STEP: tl.constexpr, HAS_OFFSET: tl.constexpr):
+    s0, s1, s2, s3 = factors_of(scale_at, step, group_steps, stride, PER_STEP)
+    o0, o1, o2, o3 = s0, s1, s2, s3
+    if HAS_OFFSET:
+        o0, o1, o2, o3 = factors_of(offset_at, step, group_steps, stride, PER_STEP)
+    return s0, s1, s2, s3, o0, o1, o2, o3
+
+
+@triton.jit
+def sum_steps(
+    x_at, w_at, up_at, scale_at, offset_at, place, first, last, N, K, group_steps, stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_STEP: tl.constexpr, GATED: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_TAIL: tl.constexpr, FOLDED: tl.constexpr, CODES: tl.constexpr,
+    PRECISION: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """Sums [BLOCK_N, BLOCK_M] over the steps from `first` to before `last`; the second: of the up weights, or zero."""
+    WORDS: tl.constexpr = 32  # of an output in a step
+    PANEL_WORDS: tl.constexpr = 64 * 32
+    K = K // 32 * 32  # says that it is a multiple: numbers are loaded side by side
+    s0, s1, s2, s3, o0, o1, o2, o3 = _all_factors(scale_at, offset_at, first, group_steps, stride, PER_STEP, HAS_OFFSET)
+    t0, t1, t2, t3, p0, p1, p2, p3 = s0, s1, s2, s3, o0, o1, o2, o3
+    if GATED:
+        t0, t1, t2, t3, p0, p1, p2, p3 = _all_factors(
+            scale_at + N, offset_at + N, first, group_steps, stride, PER_STEP, HAS_OFFSET
+        )
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(first, last):
+        k = step * (4 * WORDS)
+        x0 = quarter_inputs(x_at + k, place + k, K, HAS_TAIL)
+        x1 = quarter_inputs(x_at + k + WORDS, place + k + WORDS, K, HAS_TAIL)
+        x2 = quarter_inputs(x_at + k + 2 * WORDS, place + k + 2 * WORDS, K, HAS_TAIL)
+        x3 = quarter_inputs(x_at + k + 3 * WORDS, place + k + 3 * WORDS, K, HAS_TAIL)
+        # Factors are too narrow to be copied ahead by the loop's stages: those of the next step are asked for here.
+        later = tl.minimum(step + 1, last - 1)
+        a0, a1, a2, a3, b0, b1, b2, b3 = _all_factors(
+            scale_at, offset_at, later, group_steps, stride, PER_STEP, HAS_OFFSET
+        )
+        e0, e1, e2, e3 = acc, acc, acc, acc
+        if HAS_OFFSET and not FOLDED:
+            e0, e1, e2, e3 = input_sums(x0, x1, x2, x3, BLOCK_N, PER_STEP, PRECISION)
+        acc = add_step(
+            acc, tl.load(w_at + step * PANEL_WORDS), x0, x1, x2, x3, s0, s1, s2, s3, o0, o1, o2, o3, e0, e1, e2, e3,
+            PER_STEP, HAS_OFFSET, FOLDED, PRECISION, COMPILED, CODES,
+        )  # fmt: skip
+        s0, s1, s2, s3, o0, o1, o2, o3 = a0, a1, a2, a3, b0, b1, b2, b3
+        if GATED:
+            a0, a1, a2, a3, b0, b1, b2, b3 = _all_factors(
+                scale_at + N, offset_at + N, later, group_steps, stride, PER_STEP, HAS_OFFSET
+            )
+            acc_up = add_step(
+                acc_up, tl.load(up_at + step * PANEL_WORDS), x0, x1, x2, x3, t0, t1, t2, t3, p0, p1, p2, p3,
+                e0, e1, e2, e3, PER_STEP, HAS_OFFSET, FOLDED, PRECISION, COMPILED, CODES,
+            )  # fmt: skip
+            t0, t1, t2, t3, p0, p1, p2, p3 = a0, a1, a2, a3, b0, b1, b2, b3
+    return acc, acc_up
