@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def use(llm: LLM) -> None:
     llm.generate(PROMPTS, SamplingParams(max_tokens=24, seed=1))
-    llm.generate(PROMPTS[:2], SamplingParams(max_tokens=12, n=2, best_of=3, seed=2, stop=["a", "e", "i"]))
+    llm.generate(PROMPTS[:2], SamplingParams(max_tokens=12, n=2, best_of=3, seed=3, stop=["a", "e", "i"]))
     llm.beam_search(PROMPTS[2:], BeamSearchParams(beam_width=3, max_tokens=10))
     llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=20, temperature=0.0, stop=["\n", "o"]))
     llm.generate(PROMPTS[0], SamplingParams(max_tokens=30, structured_outputs={"regex": "(ab|cd){3,5}"}))

@@ -139,6 +139,9 @@ class _Reader:
                 longest = max(map(len, outputs), default=0)
                 most = self._most_tokens(submitted.request) if "length" in end.reasons else longest + 1
                 recording.outputs.grammars[ordinal].over |= {path_digest(ids) for ids in outputs if len(ids) < most}
+                if ("stop", most) in zip(end.reasons, end.lengths, strict=True):
+                    reason = "a stop string ended a sample at its last token, and the recording does not say which"
+                    recording.inexact.append(f"request {submitted.request.request_id}: {reason}")
         return recording
 
     def _most_tokens(self, request: Submit) -> int:
