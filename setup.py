@@ -66,7 +66,7 @@ def _extension(name: str, source: Path, compile_args: list[str], link_args: list
     return Extension(
         f"quire.kernels.native.{name}",
         [str(source)],
-        depends=[str(header) for header in HEADERS] if source is SOURCE else [],
+        depends=[str(file) for file in (*HEADERS, FOLDER / "paths.py")] if source is SOURCE else [],
         language="c++",
         optional=True,
         define_macros=[("QUIRE_SOURCE", f'"{DIGEST}"')],

@@ -57,6 +57,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
 GPU_BENCHMARKS: dict[str, str] = {
     "embeddings": "texts embedded in a second, beside sentence-transformers where it is installed",
     "lm_eval_parity": "the scores of an lm-eval task over the server and by transformers",
+    "llama_speed": "a GGUF file on a CPU beside llama.cpp",
     "quantized_models": "writes checkpoints of other tools' formats, for the perplexity table",
     "perplexity": "what every kind of quantization costs in perplexity and saves in memory",
     "gpu": "tokens/s of every kind of load, a burst of 1,500 requests among them; --full-cache: in a full cache too",
@@ -67,6 +68,9 @@ GPU_BENCHMARKS: dict[str, str] = {
     "gpu.accuracy": "what bf16, fp8, int8 and int4 cost in perplexity and logprobs",
     "gpu.kernels_attention": "every attention kernel: right, and how fast",
     "gpu.kernels_rest": "every other kernel: right, and how fast",
+    "gpu.nibbles": "products of few rows by 4-bit weights, by tiling",
+    "gpu.nibble_tiles": "products of many rows by 4-bit weights, and of experts in MXFP4",
+    "gpu.low_rank": "the products of LoRA adapters in a decode step",
     "gpu.profile_step": "where the time of a decode step goes",
 }
 

@@ -148,6 +148,7 @@ def main() -> None:
     address, shared = ray.get_runtime_context().gcs_address, shared_files()
     flags = [*FLAGS, "--max-num-seqs", "4", "--num-kv-blocks", "512", "--max-restart-delay", "0.2", "-tp", "2"]
     flags += ["--executor", "ray", "--ray-address", address, "--log-level", "info", "--step-timeout", "30"]
+    flags += ["--limit", "quarantine_seconds=1"]  # else the same requests are refused after two kills
     with tempfile.TemporaryDirectory() as folder:
         server = RealServer(write_tiny_model(Path(folder)), flags)
         try:

@@ -204,7 +204,8 @@ def plan_encoder_memory(
 ) -> EncoderMemory:
     """Compute what an encoder takes. Allocates nothing; `EncoderMemory.check` raises if it does not fit."""
     device, kind = config.device.device, config.device.device.partition(":")[0]
-    value_bytes = facts.weight_bytes(config.device.dtype, device)
+    has_units = facts.computes(config.device.dtype, device)
+    value_bytes = DTYPE_BYTES[config.device.dtype if has_units else "float32"]
     return EncoderMemory(
         device=device,
         capacity=device_capacity(args, facts, device),

@@ -377,7 +377,8 @@ def _with_states(
     if args.max_num_seqs is None and room < _least_states(rows):
         rows = max(1, (room - 1) * 2 // 3)
         scheduler = replace(scheduler, max_num_seqs=rows)
-    count = max(_least_states(rows), min(STATES_PER_ROW * rows + SPARE_STATES, room))
+    least = _least_states(rows) + (unsized.speculation is not None)  # one is kept while a draft is verified
+    count = max(least, min(STATES_PER_ROW * rows + SPARE_STATES, room))
     groups = state_groups(own, device.kv_dtype, cache.block_size, count)
     return replace(unsized, cache=replace(cache, groups=groups), scheduler=scheduler)
 

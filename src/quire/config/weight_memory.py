@@ -47,7 +47,7 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
         small = model.layer_weights[0]
         held = packed_bytes(small, nibbles=quantization == "int4")
         return (model.num_parameters - small + copied) * weight_bytes + held
-    is_plain = quantization is None and levels.parameters == 0 and model.dtype == "bfloat16"
+    is_plain = quantization is model.quantization is None and levels.parameters == 0 and model.dtype == "bfloat16"
     if dtype == "float32" and is_plain and facts.has_halves(dtype):
         return model.num_parameters * weight_bytes - model.layer_weights[0] * (weight_bytes - DTYPE_BYTES["bfloat16"])
     if weight_bytes == DTYPE_BYTES["float32"]:

@@ -47,11 +47,17 @@ def compiling_only(*, wait: bool = True) -> Iterator[None]:
     so again when its kernel is launched, and says why there. Changes nothing under the interpreter, which compiles
     nothing, nor inside another one in the same thread, which waits or not for both.
     """
-    if INTERPRETED or getattr(_here, "inside", False):
+    if INTERPRETED or is_compiling_only():
         yield
         return
     with _launches_skipped(), _Mode(wait=wait):
         yield
+
+
+def is_compiling_only() -> bool:
+    """Whether this thread is inside `compiling_only`: kernels write nothing, and numbers that they should have written
+    are whatever was in memory."""
+    return getattr(_here, "inside", False)
 
 
 def report_compilations(report: Callable[[], None]) -> None:

@@ -333,7 +333,7 @@ def grouped_product(
     `routing.own` get is not written."""
     weight, scale, bias = stack
     num, rows, inputs = weight.shape
-    check(num == len(routing.own), "a matrix of each of the routing's own experts")
+    check(first >= 0 and first + num <= len(routing.own), "matrices of the routing's own experts")
     outputs, pairs = rows // (1 if activation is None else 2), routing.chosen.numel()
     check_rows(x, "x")
     check(x.shape == (pairs // num_used, inputs), "x is [pairs / num_used, inputs]")

@@ -60,8 +60,8 @@ class ExpertSum:
         before the experts compute, so that the host need not wait for them."""
         if self.group is None or self._owners is None or len(chosen) < LEAST_ROWS:
             return None
-        if chosen.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph knows no number of rows
-            return None
+        if chosen.is_cuda and (torch.cuda.is_current_stream_capturing() or _are_unwritten()):
+            return None  # a graph knows no number of rows
         if self._owners.device != chosen.device:
             self._owners = self._owners.to(chosen.device)
         ranks = torch.arange(self.group.size, device=chosen.device)[:, None, None]
@@ -80,6 +80,13 @@ class ExpertSum:
         if self.group is None or len(x) == 0:
             return x
         return self.group.all_reduce(x) if senders is None else _sum_rows(self.group, x, senders.wait())
+
+
+def _are_unwritten() -> bool:
+    """Whether kernels are compiled and not run: experts of tokens are not known then."""
+    from quire.kernels.triton.compiling import is_compiling_only
+
+    return is_compiling_only()
 
 
 NO_SUM = ExpertSum(None)

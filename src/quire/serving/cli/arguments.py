@@ -74,7 +74,7 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "--cpu-weights": (
         str,
-        "integer: a CPU multiplies weights of GGUF files by rows rounded to int8; float: rows are not rounded",
+        "integer: a CPU multiplies weights of GGUF files by rows rounded to int8, faster; float: rows are not rounded",
     ),
     "--kv-cache-dtype": (
         str,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+logger = logging.getLogger("quire.edge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,20 @@ class PinnedPrefixFile:
             return self._entries
         with os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            rows = json.loads(file.read() or b"[]")
-            old = tuple(PinnedPrefixEntry(row["name"], row["owner"], tuple(row["token_ids"])) for row in rows)
+            old = _read(file.read())
             new = change(old)
             if new != old:
                 file.seek(0)
                 file.write(json.dumps([asdict(entry) for entry in new]).encode())
                 file.truncate()
             return new
+
+
+def _read(data: bytes) -> Entries:
+    """The entries of a file; none if an edge that was killed while it wrote left half of it."""
+    try:
+        rows = json.loads(data or b"[]")
+        return tuple(PinnedPrefixEntry(row["name"], row["owner"], tuple(row["token_ids"])) for row in rows)
+    except (ValueError, KeyError, TypeError):
+        logger.warning("the file of pinned prefixes is damaged; its prefixes are no longer pinned")
+        return ()
