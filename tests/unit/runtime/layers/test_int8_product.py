@@ -39,7 +39,7 @@ def gguf_weight(name: str, outputs: int, inputs: int) -> LevelWeight:
 def test_weights_of_gguf_files_are_multiplied_in_whole_numbers(name: str) -> None:
     weight, x = gguf_weight(name, 48, 512), torch.randn(5, 512)
     integer = Int8Product(torch.float32, keeps_weight=False).pack_quantized(weight, None)
-    exact = PanelProduct(keeps_weight=False).pack_quantized(weight, None)
+    exact = PanelProduct(torch.float32, keeps_weight=False).pack_quantized(weight, None)
     assert isinstance(integer, NativeMultiply)
     assert is_int8_format(integer.weight)
     kind = TYPE_BY_NAME[name]
