@@ -14,7 +14,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("src/quire/kernels/native")
-SOURCE, PROBE, HEADERS = FOLDER / "quire_cpu.cpp", FOLDER / "probe.cpp", sorted(FOLDER.glob("*.h"))
+SOURCE, FEATURES, HEADERS = FOLDER / "quire_cpu.cpp", FOLDER / "cpu_features.cpp", sorted(FOLDER.glob("*.h"))
 DIGEST = hashlib.sha256(b"".join(file.read_bytes() for file in (SOURCE, *HEADERS))).hexdigest()
 LIBRARIES = {path.library: path.flags for path in runpy.run_path(str(FOLDER / "paths.py"))["PATHS"]}
 COMPILE = [
@@ -53,7 +53,7 @@ class BuildPaths(build_ext):
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
         if self.paths is not None:
-            chosen = {"_probe", *(f"_cpu_{name}" for name in self.paths.split(","))}
+            chosen = {"_features", *(f"_cpu_{name}" for name in self.paths.split(","))}
             self.extensions = [each for each in self.extensions if each.name.rpartition(".")[2] in chosen]
 
     def build_extension(self, ext: Extension) -> None:
@@ -84,7 +84,7 @@ LINK = ["-Wl,-z,lazy", *(["-fopenmp=libomp"] if IS_CLANG else [])]
 setup(
     cmdclass={"build_ext": BuildPaths},
     ext_modules=[
-        _extension("_probe", PROBE, ["-O1", "-g0", "-std=c++17"], []),
+        _extension("_features", FEATURES, ["-O1", "-g0", "-std=c++17"], []),
         *(_extension(f"_cpu_{name}", SOURCE, [*COMPILE, *flags], LINK) for name, flags in LIBRARIES.items()),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+_SILENCE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)  # logs nothing
 _Params = ctypes.c_uint64 * 128  # more than any version's structure of settings; its own defaults fill it
 
 
@@ -28,16 +29,21 @@ class _Batch(ctypes.Structure):
     ]
 
 
-def llama_perplexity(library: Path, model: Path, tokens: Sequence[int], window: int, threads: int = 2) -> float:
-    """Of all tokens but the first of each window, as benchmarks.perplexity counts them. `library`: exports llama.cpp's
-    functions, as the one in the package xllamacpp does."""
-    llama = open_llama(library)
-    silence = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
-    llama.llama_log_set(silence, None)
+def load_model(llama: ctypes.CDLL, model: Path) -> int:
+    """Load a GGUF file, silently. Raises ValueError if llama.cpp cannot read it."""
+    llama.llama_log_set(_SILENCE, None)
     llama.llama_backend_init()
     handle = llama.llama_model_load_from_file(str(model).encode(), llama.llama_model_default_params())
     if not handle:
         raise ValueError(f"llama.cpp cannot read {model}")
+    return int(handle)
+
+
+def llama_perplexity(library: Path, model: Path, tokens: Sequence[int], window: int, threads: int = 2) -> float:
+    """Of all tokens but the first of each window, as benchmarks.perplexity counts them. `library`: exports llama.cpp's
+    functions, as the one in the package xllamacpp does."""
+    llama = open_llama(library)
+    handle = load_model(llama, model)
     settings = llama.llama_context_default_params()
     sizes = ctypes.cast(ctypes.pointer(settings), ctypes.POINTER(ctypes.c_uint32))
     sizes[0] = sizes[1] = sizes[2] = window  # n_ctx, n_batch, n_ubatch

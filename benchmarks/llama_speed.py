@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.llama_cpp import open_llama
+from benchmarks.llama_cpp import load_model, open_llama
 from benchmarks.report import facts, publish, save
 
 PROMPT, SHORT, STREAMS, SINGLE_TOKENS, STREAM_TOKENS = 512, 16, 16, 32, 16
@@ -50,12 +50,7 @@ class QuireEngine:
 class LlamaEngine:
     def __init__(self, library: Path, model: Path, threads: int) -> None:
         self._llama = llama = open_llama(library)
-        self._silence = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
-        llama.llama_log_set(self._silence, None)
-        llama.llama_backend_init()
-        handle = llama.llama_model_load_from_file(str(model).encode(), llama.llama_model_default_params())
-        if not handle:
-            raise SystemExit(f"--model: llama.cpp cannot read {model}")
+        handle = load_model(llama, model)
         settings = llama.llama_context_default_params()
         sizes = ctypes.cast(ctypes.pointer(settings), ctypes.POINTER(ctypes.c_uint32))
         sizes[0], sizes[1], sizes[2] = 1_024 * STREAMS, PROMPT, PROMPT  # n_ctx, which streams share; n_batch, n_ubatch

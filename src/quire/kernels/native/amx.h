@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t ROW_BLOCK = 32;
 constexpr int64_t CACHED_BYTES = 3 << 18;  // packed rows kept in the second-level cache while the weight passes by
 
-// Whether this process may use the tile registers: the loader says so after it has asked the kernel (probe.cpp).
+// Whether this process may use the tile registers: the loader says so after it has asked the kernel (cpu_features.cpp).
 bool has_tiles = false;
 
 // The intrinsics that read tiles do not tell the compiler what memory they read: what was stored must be there before.

@@ -35,6 +35,7 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_give_and_meet": [None, c_void_p, c_void_p, c_int64],
     "quire_all_reduce": [None, c_int64, c_void_p, c_void_p, c_int64],
     "quire_start_beating": [c_int64, c_void_p, c_int64, c_double],
+    "quire_stop_beating": [None],
     "quire_has_tile_units": [c_int64],
     "quire_multiply": [c_int64, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 3],
     "quire_can_run": [c_int64, c_int64, c_void_p, c_int64],
@@ -102,7 +103,7 @@ def open_library() -> ctypes.CDLL:
     """The compiled kernels with their signatures set. Raises Unavailable with the reason, or LacksPath."""
     path = choose_path()
     mode = ctypes.DEFAULT_MODE
-    if _probe().quire_brings_openmp():
+    if _features().quire_brings_openmp():
         mode |= getattr(os, "RTLD_DEEPBIND", 0)  # its own runtime, not functions of torch's that have the same names
     else:
         _share_openmp()
@@ -126,17 +127,17 @@ def set_threads(count: int) -> None:
 
 
 @cache
-def _probe() -> ctypes.CDLL:
+def _features() -> ctypes.CDLL:
     try:
-        probe = ctypes.CDLL(str(_file_of("_probe")))
+        library = ctypes.CDLL(str(_file_of("_features")))
     except OSError:
         raise Unavailable(_NOT_BUILT) from None
-    probe.quire_cpu_features.restype, probe.quire_brings_openmp.restype = c_char_p, c_int64
-    return probe
+    library.quire_cpu_features.restype, library.quire_brings_openmp.restype = c_char_p, c_int64
+    return library
 
 
 def _cpu_features() -> frozenset[str]:
-    return frozenset(_probe().quire_cpu_features().decode().split())
+    return frozenset(_features().quire_cpu_features().decode().split())
 
 
 def _file_of(name: str) -> Path:

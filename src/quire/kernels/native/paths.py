@@ -11,7 +11,7 @@ class CpuPath(NamedTuple):
 
     name: str
     library: str  # several paths may share one: it then asks at run time
-    needs: frozenset[str]  # what the CPU and the operating system must offer, in the words of probe.cpp
+    needs: frozenset[str]  # what the CPU and the operating system must offer, in the words of cpu_features.cpp
     flags: tuple[str, ...]  # of the compiler
 
 

@@ -158,6 +158,25 @@ def _place_kernel(
         tl.store(places_ptr + rest, tl.zeros((BLOCK_M,), tl.int32) - 1, mask=rest < end * BLOCK_M)
 
 
+@triton.jit
+def store_pairs(
+    acc, acc_up, bias_ptr, row, out_ptr, out_stride, pair, n, N, limit, alpha, shift,
+    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of products [outputs, pairs], with bias and gate. row: of an output's bias; its gate's is N later."""
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+    if GATED:
+        if HAS_BIAS:
+            acc_up += tl.load(bias_ptr + row + N).to(tl.float32)[:, None]
+        if CLAMPED:
+            acc = clamped(acc, acc_up, limit, alpha, shift)
+        else:
+            acc = activate(acc, KIND) * acc_up
+    at = out_ptr + pair[None, :].to(tl.int64) * out_stride + n[:, None]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (pair >= 0)[None, :])
+
+
 @triton.jit(do_not_specialize=["tiles", "num_x", "first_expert", "num_experts"])
 def _grouped_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, places_ptr, tile_experts_ptr, tiles, first_expert, num_experts,
@@ -190,19 +209,12 @@ def _grouped_kernel(
         )  # fmt: skip
         if HAS_SCALE:
             acc *= tl.load(scale_ptr + w_row)[:, None]
-        if HAS_BIAS:
-            acc += tl.load(bias_ptr + w_row).to(tl.float32)[:, None]
-        if GATED:
-            if HAS_SCALE:
+            if GATED:
                 acc_up *= tl.load(scale_ptr + w_row + N)[:, None]
-            if HAS_BIAS:
-                acc_up += tl.load(bias_ptr + w_row + N).to(tl.float32)[:, None]
-            if CLAMPED:
-                acc = clamped(acc, acc_up, limit, alpha, shift)
-            else:
-                acc = activate(acc, KIND) * acc_up
-        at = out_ptr + pair[None, :].to(tl.int64) * out_stride + n[:, None]
-        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (pair >= 0)[None, :])
+        store_pairs(
+            acc, acc_up, bias_ptr, w_row, out_ptr, out_stride, pair, n, N, limit, alpha, shift, GATED, HAS_BIAS,
+            CLAMPED, KIND,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -333,7 +345,8 @@ def grouped_product(
     `routing.own` get is not written."""
     weight, scale, bias = stack
     num, rows, inputs = weight.shape
-    check(first >= 0 and first + num <= len(routing.own), "matrices of the routing's own experts")
+    own = len(routing.own)  # without `out`, pairs of experts that are not in the stack would be left unwritten
+    check(num == own if out is None else first + num <= own, "a matrix of each of the routing's own experts")
     outputs, pairs = rows // (1 if activation is None else 2), routing.chosen.numel()
     check_rows(x, "x")
     check(x.shape == (pairs // num_used, inputs), "x is [pairs / num_used, inputs]")

@@ -16,8 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.clamp import Clamp
-from quire.kernels.triton.activation import ACTIVATIONS, activate, clamped
-from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack, choose_grouped_tilings, grouped_product
+from quire.kernels.triton.activation import ACTIVATIONS
+from quire.kernels.triton.grouped import (
+    GroupedTiling,
+    Routing,
+    Stack,
+    choose_grouped_tilings,
+    grouped_product,
+    store_pairs,
+)
 from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_rows
 from quire.kernels.triton.nibble_products import PANEL, STEP, PackedNibbles, expand_nibbles
 from quire.kernels.triton.nibble_steps import sum_steps
@@ -104,17 +111,10 @@ def _grouped_nibble_kernel(
             BLOCK_N, PER_STEP, GATED, HAS_OFFSET, HAS_TAIL, False, CODES, PRECISION, COMPILED,
         )  # fmt: skip
         first = expert * (2 * N if GATED else N)
-        if HAS_BIAS:
-            acc += tl.load(bias_ptr + first + w_row).to(tl.float32)[:, None]
-        if GATED:
-            if HAS_BIAS:
-                acc_up += tl.load(bias_ptr + first + up_row).to(tl.float32)[:, None]
-            if CLAMPED:
-                acc = clamped(acc, acc_up, limit, alpha, shift)
-            else:
-                acc = activate(acc, KIND) * acc_up
-        at = out_ptr + pair[None, :].to(tl.int64) * out_stride + n[:, None]
-        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (pair >= 0)[None, :])
+        store_pairs(
+            acc, acc_up, bias_ptr, first + w_row, out_ptr, out_stride, pair, n, N, limit, alpha, shift, GATED,
+            HAS_BIAS, CLAMPED, KIND,
+        )  # fmt: skip
 
 
 def grouped_nibble_product(
