@@ -18,26 +18,49 @@ struct Heartbeat {
     std::atomic<uint64_t>* beats;  // counted here
     int socket;                    // a byte goes there for every beat; -1: there is none
     timespec pause;
+    bool is_over = false;
 };
 
+inline pthread_mutex_t beating = PTHREAD_MUTEX_INITIALIZER;  // held while a heartbeat is used
+inline Heartbeat* last_heartbeat = nullptr;
+
 inline void* beat(void* given) {
-    const Heartbeat heart = *static_cast<Heartbeat*>(given);
-    delete static_cast<Heartbeat*>(given);
-    for (int socket = heart.socket;;) {
-        heart.beats->fetch_add(1, std::memory_order_relaxed);
-        const char byte = 1;
-        if (socket >= 0 && send(socket, &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno != EAGAIN && errno != EINTR) {
-            socket = -1;  // the other end is gone
+    auto* heart = static_cast<Heartbeat*>(given);
+    const timespec pause = heart->pause;
+    for (bool is_over = false; !is_over; nanosleep(&pause, nullptr)) {
+        pthread_mutex_lock(&beating);
+        is_over = heart->is_over;
+        if (is_over) {
+            delete heart;
+        } else {
+            heart->beats->fetch_add(1, std::memory_order_relaxed);
+            const char byte = 1;
+            if (heart->socket >= 0 && send(heart->socket, &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno != EAGAIN &&
+                errno != EINTR) {
+                heart->socket = -1;  // the other end is gone
+            }
         }
-        nanosleep(&heart.pause, nullptr);
+        pthread_mutex_unlock(&beating);
     }
+    return nullptr;
 }
 
-// Returns 0, or the error of pthread_create. The thread ends with the process.
+// From now on the last heartbeat writes nothing and sends nothing: its counter and its socket may go.
+inline void stop_beating() {
+    pthread_mutex_lock(&beating);
+    if (last_heartbeat != nullptr) {
+        last_heartbeat->is_over = true;  // its thread deletes it
+        last_heartbeat = nullptr;
+    }
+    pthread_mutex_unlock(&beating);
+}
+
+// Returns 0, or the error of pthread_create. Stops the heartbeat before, if there was one.
 inline int start_beating(uint64_t* beats, int64_t socket, double seconds) {
     const double whole = std::floor(seconds);
     const timespec pause{static_cast<time_t>(whole), static_cast<long>((seconds - whole) * 1e9)};
     auto* heart = new Heartbeat{reinterpret_cast<std::atomic<uint64_t>*>(beats), static_cast<int>(socket), pause};
+    stop_beating();
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
@@ -48,6 +71,9 @@ inline int start_beating(uint64_t* beats, int64_t socket, double seconds) {
         delete heart;
     } else {
         pthread_detach(thread);
+        pthread_mutex_lock(&beating);
+        last_heartbeat = heart;
+        pthread_mutex_unlock(&beating);
     }
     return error;
 }

@@ -203,4 +203,6 @@ void quire_all_reduce(int64_t type, RankPages* pages, void* x, int64_t count) {
 int64_t quire_start_beating(uint64_t* beats, int64_t socket, double seconds) {
     return start_beating(beats, socket, seconds);
 }
+
+void quire_stop_beating() { stop_beating(); }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import struct
@@ -77,6 +78,7 @@ class LifePage:
         counter = ctypes.c_uint64.from_buffer(self._memory, self._offset + _NATIVE_AT)
         self._native_counter = counter  # which the thread writes to
         library.quire_start_beating(ctypes.addressof(counter), socket, seconds)
+        atexit.register(library.quire_stop_beating)  # before the interpreter frees the page
 
     def count_meetings(self, meetings: Callable[[], int]) -> None:
         """From now on write also what this function returns: sums in shared memory that the rank has come to."""

@@ -248,11 +248,11 @@ class Dispatcher:
         self._capacity.reset()
         self._queue.order.by_tenant, self._queue.order.ageing = ready.policy == "fair", ready.ageing
         self._observer.engine_up(ready.generation)
-        self._loop.call_soon(self._submit_next)  # after the callback has queued its own requests
         try:
             self.on_engine_up()
         except Exception:
             logger.exception("what the edge does with a new engine failed; requests go on")
+        self._loop.call_soon(self._submit_next)  # after the callback has queued its own requests
 
     def _on_engine_down(self, lost: list[InFlightRequest], reason: str) -> None:
         logger.error("the engine is down: %s; %d requests were in it, %d wait", reason, len(lost), len(self._queue))

@@ -213,7 +213,8 @@ from quire.runtime.executor.life import PAGE_BYTES, LifePage
 page, (ours, theirs) = LifePage(bytearray(PAGE_BYTES)), channel_pair()
 page.start_native_beats(theirs.fileno(), 0.001)
 ctypes.PyDLL(None).sleep(1)  # a call that keeps the lock
-print(page.read().native, ours.discard())
+print(page.read().native, ours.discard(), flush=True)
+del page, theirs  # which the interpreter may do at its end
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run([sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE).stdout
