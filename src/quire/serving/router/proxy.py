@@ -185,7 +185,7 @@ class Proxy:
         for name, value in request.pairs:
             if name in _DROPPED or name in dropped or (key is not None and name in _OF_KEY):
                 continue
-            parts.append(b"%b: %b\r\n" % (name, value))
+            parts += (name, b": ", value, b"\r\n")
         if key is not None:
             parts.append(b"authorization: Bearer %b\r\n" % key.encode())
             if request.owner:
