@@ -11,6 +11,9 @@ the plan is encoded, and the clock is the one that all processes share:
 - delivered: the last rank has its bytes. It had to be woken: that takes a core for each rank, and a machine without
   other work.
 - decoded: the last rank knows the plan.
+- engine's CPU, rank's CPU: the processor time of the engine's thread until the message is handed over, waking ranks
+  included, and of the slowest rank from waiting for the message to knowing the plan. Other work on the machine hardly
+  changes these.
 
 `--together`: all rows get their blocks in the same step, which is then measured.
 """
@@ -33,8 +36,8 @@ from quire.runtime.executor.plan_codec import PlanDecoder, PlanEncoder
 from quire.types.step import StepPlan
 
 BLOCK_SIZE = 16
-COLUMNS = ("encode", "handed over", "delivered", "decoded")
-TIMES = struct.Struct("<QQ")  # nanoseconds: received, decoded
+COLUMNS = ("encode", "handed over", "delivered", "decoded", "engine's CPU", "rank's CPU")
+TIMES = struct.Struct("<QQQ")  # nanoseconds: received, decoded, and of CPU
 
 
 def make_plans(num_rows: int, num_steps: int, *, together: bool) -> list[StepPlan]:
@@ -53,14 +56,16 @@ def make_plans(num_rows: int, num_steps: int, *, together: bool) -> list[StepPla
 def serve_rank(descriptor: int) -> None:
     """What a rank does with plans here: it answers with the times at which it had the bytes and the plan."""
     channel, decoder = Channel(socket.socket(fileno=descriptor)), PlanDecoder()
+    used = time.thread_time_ns()
     while (message := channel.receive()) is not None and message.kind is Kind.PLAN:
         received = time.monotonic_ns()
         decoder.decode(message.data)
-        channel.send(Kind.RESULT, TIMES.pack(received, time.monotonic_ns()))
+        channel.send(Kind.RESULT, TIMES.pack(received, time.monotonic_ns(), time.thread_time_ns() - used))
+        used = time.thread_time_ns()
 
 
 def measure(num_ranks: int, plans: list[StepPlan], pause: float) -> list[tuple[float, ...]]:
-    """Of every plan: bytes, and microseconds until it is encoded, handed over, delivered and decoded."""
+    """Of every plan: bytes, and the microseconds of COLUMNS."""
     pairs = [channel_pair() for _ in range(num_ranks)]
     command = [sys.executable, "-m", "benchmarks.control_message", "--serve"]
     processes = [subprocess.Popen([*command, str(theirs.fileno())], pass_fds=(theirs.fileno(),)) for _, theirs in pairs]
@@ -69,17 +74,18 @@ def measure(num_ranks: int, plans: list[StepPlan], pause: float) -> list[tuple[f
         theirs.close()
     for plan in plans:
         time.sleep(pause)  # ranks wait, as between two steps
-        begin = time.monotonic_ns()
+        used, begin = time.thread_time_ns(), time.monotonic_ns()
         payload = encoder.encode(plan)
         encoded = time.monotonic_ns()
         data = frame(Kind.PLAN, payload)
         for channel in channels:
             rest = channel.try_send(data)
             assert not rest
-        handed = time.monotonic_ns()
+        handed, used = time.monotonic_ns(), time.thread_time_ns() - used
         times = [TIMES.unpack(message.data) for channel in channels if (message := channel.receive()) is not None]
-        received, known = (max(column) for column in zip(*times, strict=True))
-        found.append((len(payload), *((at - begin) / 1e3 for at in (encoded, handed, received, known))))
+        received, known, theirs_used = (max(column) for column in zip(*times, strict=True))
+        walls = (at - begin for at in (encoded, handed, received, known))
+        found.append((len(payload), *(each / 1e3 for each in (*walls, used, theirs_used))))
     for channel, process in zip(channels, processes, strict=True):
         channel.send(Kind.STOP)
         process.wait()

@@ -132,8 +132,17 @@ def test_counters_and_cache_are_at_hand(operated: TestServer) -> None:
     operated.wait(operated.is_idle)
     stats = operated.get("/admin/stats", headers=HEADERS).json()
     assert (stats["finished"], stats["output_tokens"]) == (1, 3)
-    assert stats["edge"] == {"waiting": 0, "in_engine": 0, "draining": False}
+    assert stats["edge"] == {"waiting": 0, "preparing": 0, "in_engine": 0, "draining": False}
     assert [edge["waiting"] for edge in stats["edges"]] == [0]
+
+
+def test_what_is_prepared_is_told_apart_from_what_waits(operated: TestServer) -> None:
+    preparing = operated.call(operated.dispatcher.preparing)
+    operated.call(preparing.__enter__)
+    stats = operated.get("/admin/stats", headers=HEADERS).json()
+    assert (stats["edge"]["waiting"], stats["edge"]["preparing"]) == (0, 1)
+    assert operated.get("/load").json() == {"server_load": 1}
+    operated.call(lambda: preparing.__exit__(None, None, None))
 
 
 def test_a_reset_frees_what_is_cached_and_the_map_shows_what_is(operated: TestServer) -> None:

@@ -16,6 +16,8 @@ import pytest
 
 from http_server import PATIENCE, TestServer, read_events
 from quire.config.engine import SchedulerConfig
+from quire.types.errors import EngineDead
+from quire.types.request import Submit
 from tests.http.conftest import Serve
 from tests.unit.serving.scripted import ids
 
@@ -81,6 +83,31 @@ def test_a_client_that_hangs_up_in_the_queue_is_forgotten(serve: Serve, stream: 
     server.link.settle()
     server.wait(server.is_idle)
     assert len(server.link.submitted) == 1
+
+
+def test_a_request_that_the_link_cannot_take_stays_queued_and_is_counted_once(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(endless)
+    submit, is_full, tries = server.link.submit, threading.Event(), [0]
+
+    def refuse(request: Submit) -> None:
+        tries[0] += 1
+        if is_full.is_set():
+            raise EngineDead("65536 messages to the engine are unsent")
+        submit(request)
+
+    monkeypatch.setattr(server.link, "submit", refuse)
+    is_full.set()
+    asked = [Ask(server, max_tokens=4, ignore_eos=True) for _ in range(3)]
+    server.wait(lambda: tries[0] > 3 and server.call(lambda: len(server.dispatcher.requests())) == 3)
+    assert server.call(lambda: (server.dispatcher.num_in_engine, server.dispatcher.num_waiting)) == (0, 3)
+    server.link.kill()  # nothing was in it: nothing is blamed, and nothing is queued twice
+    server.link.revive()
+    is_full.clear()
+    assert [one.result().json()["usage"]["completion_tokens"] for one in asked] == [4, 4, 4]
+    assert len(server.link.submitted) == 3
+    server.wait(server.is_idle)
 
 
 def test_requests_cut_at_random_moments_leave_nothing_behind(serve: Serve) -> None:

@@ -281,3 +281,38 @@ def test_only_admins_see_or_change_what_is_resident(serve: Serve) -> None:
     assert server.get("/admin/prefixes", headers={"Authorization": "Bearer k1"}).status_code == 401
     assert server.post("/admin/prefixes", {}, headers={"Authorization": "Bearer k1"}).status_code == 401
     assert serve().get("/admin/prefixes").status_code == 404
+
+
+def found_behind(server: TestServer, prompt: str, client: str | None) -> int:
+    """Prompt tokens in the cache of a request that a router sends for the client with this key; None: for nobody."""
+    headers = {"Authorization": "Bearer router"} | ({} if client is None else {"X-Quire-Client": digests(client)[0]})
+    answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    details = answer.json()["usage"].get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens", 0))
+
+
+def test_a_prompt_is_pinned_for_clients_and_for_no_router(serve: Serve) -> None:
+    access = AccessConfig(
+        key_digests=digests("k1", "k2", "router"),
+        router_digests=digests("router"),
+        admin_digests=digests("admin"),
+    )
+    server = serve(access=access)
+    assert register(server).json()["keys"] == 2
+    assert [row["key"] for row in listed(server)] == [digest[:8] for digest in digests("k1", "k2")]
+    assert found_behind(server, SYSTEM + " Who?", None) == 0
+
+
+def test_a_prompt_is_pinned_for_a_client_that_only_a_router_knows(serve: Serve) -> None:
+    access = AccessConfig(
+        key_digests=digests("router"), router_digests=digests("router"), admin_digests=digests("admin")
+    )
+    server = serve(access=access)
+    nobody = register(server)
+    assert (nobody.status_code, nobody.json()["error"]["param"]) == (400, "api_key")
+    assert register(server, api_key="ann").json()["keys"] == 1
+    assert found_behind(server, SYSTEM + " Who?", "ann") == len(ids(SYSTEM))
+    assert found_behind(server, SYSTEM + " Who?", "bob") == 0
+    assert register(server, name="all", api_key="router").json()["keys"] == 1  # of a router that names nobody
+    assert found_behind(server, SYSTEM + " Who else?", None) == len(ids(SYSTEM))

@@ -7,13 +7,14 @@ import contextlib
 import json
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import httpx
 import pytest
 
 from http_server import TestServer, digests
 from quire.config.server import AccessConfig
-from stub_replica import Asked, Bench, Script, StubReplica, bench, whole
+from stub_replica import QUICK, Asked, Bench, Script, StubReplica, bench, whole
 
 CLIENTS = AccessConfig(key_digests=digests("ann", "bob"), admin_digests=digests("admin"))
 
@@ -86,7 +87,50 @@ def test_a_fork_is_sent_to_the_replica_that_has_its_request_and_a_name_that_a_cl
     run(test)
 
 
+def test_an_error_says_nothing_about_who_has_what() -> None:
+    async def test() -> None:
+        error = whole(500, b'{"error": {"message": "no memory"}, "id": "resp_1"}')
+        async with bench(StubReplica("a", has()), StubReplica("b", error)) as one:
+            answer = await one.client.post("/v1/responses", json={"input": "x"}, headers={"x-replica": "b"})
+            assert answer.status_code == 500
+            while not one.replicas[0].asked:  # then b was the second that was asked
+                assert (await one.client.get("/v1/responses/resp_2")).status_code == 500
+            one.replicas[0].script, one.replicas[1].script = has("resp_1", "resp_2"), has()
+            for name in ("resp_1", "resp_2"):
+                answer = await one.client.get(f"/v1/responses/{name}")
+                assert (answer.status_code, answer.headers["x-routed-to"]) == (200, "a")
+
+    run(test)
+
+
+def test_ids_in_the_contents_of_a_file_say_nothing_about_who_has_what() -> None:
+    async def test() -> None:
+        async with bench(StubReplica("a", whole(200, b'{"id": "resp_9", "text": "a line"}')), StubReplica("b")) as one:
+            headers = {"x-replica": "a"}
+            assert (await one.client.get("/v1/files/file-1/content", headers=headers)).status_code == 200
+            one.replicas[0].script, one.replicas[1].script = has(), has("resp_9")
+            answer = await one.client.get("/v1/responses/resp_9")
+            assert (answer.status_code, answer.headers["x-routed-to"]) == (200, "b")
+
+    run(test)
+
+
 # --------------------------------------------------------------------------------------------- owners and the keys
+def test_a_request_for_stored_files_waits_until_replicas_have_said_whether_they_keep_owners() -> None:
+    async def test() -> None:
+        stub = StubReplica("a", keeps_owners=True)
+        stub.is_silent = True
+        async with bench(stub, access=CLIENTS, replica_key="shared", waits=replace(QUICK, connect=20.0)) as one:
+            asking = asyncio.ensure_future(one.client.get("/v1/files", headers=bearer("ann")))
+            await one.until(lambda: one.router.proxy.counts.requests == 1)
+            stub.is_silent = False
+            answer = await asking
+            assert answer.status_code == 200
+            assert [asked.header("x-quire-client") for asked in stub.asked] == [*digests("ann")]
+
+    run(test)
+
+
 def test_with_a_key_of_its_own_the_router_says_which_client_a_request_is_for() -> None:
     async def test() -> None:
         stub = StubReplica("a", keeps_owners=True)

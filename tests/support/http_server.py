@@ -21,13 +21,13 @@ from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.server import ModelSource, ServerConfig
 from quire.engine.core import EngineCore
 from quire.serving.dispatch.dispatcher import Dispatcher
-from quire.serving.dispatch.edge_loads import EdgeLoadTable, OtherLoads
 from quire.serving.dispatch.observer import NullObserver, Observer
 from quire.serving.edge_main import EdgeServer, http_config
 from quire.serving.http.endpoints.app import build_app
 from quire.serving.http.limits import Limits
 from quire.serving.http.service import ModelText, Service
 from quire.serving.process.control import ControlMessage
+from quire.serving.process.edge_loads import EdgeLoadTable, OtherLoads
 from quire.serving.process.link import EngineReady
 from quire.serving.process.peers import Peers
 from quire.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults

@@ -31,13 +31,14 @@ class KeySources:
     api_key_file: str | None = None
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_key_file: str | None = None
+    router_keys: tuple[str, ...] = field(default=(), repr=False)
     router_key_file: str | None = None
     made_admin_key: str | None = field(default=None, repr=False)  # one of admin_keys that nobody was told yet
 
     def digests(self) -> KeyDigests:
         """Return the digests of all keys. Raises ConfigError for a file or key at fault."""
         clients = _from("api_key", self.api_keys, "api_key_file", self.api_key_file)
-        routers = _from("router_key", (), "router_key_file", self.router_key_file)
+        routers = _from("router_key", self.router_keys, "router_key_file", self.router_key_file)
         admin = _from("admin_key", self.admin_keys, "admin_key_file", self.admin_key_file)
         if set(routers) & set(clients):
             raise ConfigError("router_key_file", "holds an API key of clients", "give routers a key of their own")

@@ -174,6 +174,10 @@ class StoredLevels:
     has_table: bool = True
 
 
+MXFP4 = "mxfp4"  # the quantization of gpt-oss
+MXFP4_GROUP = 32  # weights of neighbouring inputs that have one scale
+
+
 def packed_bytes(num_weights: int, *, nibbles: bool) -> int:
     """Return the bytes of quantized weights: a group of 32 takes 16 bytes (nibbles) or 32, a scale and an offset."""
     return num_weights // 32 * (20 if nibbles else 36)
@@ -316,3 +320,19 @@ class ModelConfig:
         hidden, size = self.hidden_size, self.experts.size
         biases = 2 * size + hidden if self.experts.has_bias else 0
         return self.num_parameters - mixtures * others * (3 * hidden * size + biases) // num
+
+
+def mxfp4_experts(model: ModelConfig) -> StoredLevels:
+    """Experts that a GPU holds as they are stored: 4 bits in steps of 128 inputs and panels of 64 outputs, and a scale
+    of two bytes for 32 inputs. Of a rank that has no whole groups of inputs, the matrices behind the gate are
+    expanded."""
+    experts = model.experts
+    if experts is None:
+        return StoredLevels(has_table=False)
+    hidden, size = model.hidden_size, experts.size
+    count = len(model.layers) * (experts.num if experts.held is None else experts.held)
+    shapes = ((2 * size, hidden), (hidden, size))
+    kept = [shape for shape in shapes if shape[1] % MXFP4_GROUP == 0]
+    numbers = sum(outputs * inputs for outputs, inputs in kept)
+    held = sum(-(-outputs // 64) * 64 * (-(-inputs // 128) * 72) for outputs, inputs in kept)
+    return StoredLevels(gpu_parameters=count * numbers, gpu_bytes=count * held, has_table=False)

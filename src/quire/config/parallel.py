@@ -79,12 +79,16 @@ def share_of(count: int, index: int, size: int, multiple: int = 1) -> range:
 
 _MULTIPLES = (128, 64, 32, 16, 8, 4, 2)  # at which shares begin: of tiles, and of groups of quantized weights
 _EVEN = 16  # shares of at least so many multiples differ by little
+_GROUP = 32  # of quantized weights, the smallest: a rank that has a part of one must expand the whole matrix
+_MOST = 1.1  # times the mean, that the largest share may be for whole groups
 
 
 def share_size(count: int, index: int, size: int) -> range:
     """Return the share of an intermediate size or of a vocabulary. Shares begin at a multiple that suits kernels, where
     they stay nearly equal."""
     multiple = next((each for each in _MULTIPLES if count % (each * size) == 0 or count >= _EVEN * each * size), 1)
+    if multiple < _GROUP and count % _GROUP == 0 and len(share_of(count, 0, size, _GROUP)) * size <= _MOST * count:
+        multiple = _GROUP
     return share_of(count, index, size, multiple)
 
 

@@ -7,7 +7,16 @@ from dataclasses import replace
 from math import ceil
 
 from quire.config.kv_cache import lay_out, stored_specs
-from quire.config.model import Experts, Heads, ModelConfig, Recurrent, StoredLevels, WeightCounts
+from quire.config.model import (
+    MXFP4,
+    Experts,
+    Heads,
+    ModelConfig,
+    Recurrent,
+    StoredLevels,
+    WeightCounts,
+    mxfp4_experts,
+)
 from quire.config.parallel import ParallelConfig, RankPlace, share_heads, share_of, share_size
 from quire.types.errors import ConfigError
 
@@ -72,13 +81,14 @@ def largest_rank(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
         return model
     ranks = _rank_models(model, parallel)
     first, weights = ranks[0], model.rank_weights or _most_weights(model, ranks, parallel)
+    levels = _levels(model.levels, weights.in_blocks / max(model.weights.in_blocks, 1))
     return replace(
         first,
         heads=_most_heads([rank.heads for rank in ranks]),
         local_heads=None if first.local_heads is None else _most_heads([rank.all_heads[1] for rank in ranks]),
         recurrent=max((rank.recurrent for rank in ranks), key=lambda each: 0 if each is None else each.state_numbers),
         weights=weights,
-        levels=_levels(model.levels, weights.in_blocks / max(model.weights.in_blocks, 1)),
+        levels=mxfp4_experts(first) if model.quantization == MXFP4 else levels,
     )
 
 

@@ -23,7 +23,6 @@ from quire.observability.metrics import ServerMetrics, server_metrics
 from quire.runtime.loading.generation import read_sampling_defaults
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.dispatch.dispatcher import Dispatcher
-from quire.serving.dispatch.edge_loads import EdgeLoadTable
 from quire.serving.dispatch.quarantine import Quarantine
 from quire.serving.http.endpoints.admin import live_requests
 from quire.serving.http.endpoints.app import build_app
@@ -48,6 +47,7 @@ from quire.serving.process.control import (
     Pong,
     Reload,
 )
+from quire.serving.process.edge_loads import EDGE_LOADS, EdgeLoadTable
 from quire.serving.process.peers import Peers
 from quire.serving.process.remote_link import RemoteLink
 from quire.serving.process.tls import make_context, reload_context
@@ -115,7 +115,7 @@ class Edge:
         self._channel, self._listen_fd = channel, start.listen_fd
         self._link = RemoteLink(channel, start.edge, on_control=self._on_control)
         edge_loads = EdgeLoadTable(
-            Path(start.directory) / "edge_loads", num_seats=config.api_workers, seat=start.seat, edge=start.edge
+            Path(start.directory) / EDGE_LOADS, num_seats=config.api_workers, seat=start.seat, edge=start.edge
         )
         quarantine = Quarantine(limits["quarantine_seconds"], Path(start.directory) / "quarantine")
         self._dispatcher = Dispatcher(

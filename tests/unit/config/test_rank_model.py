@@ -8,7 +8,7 @@ import pytest
 
 from quire.config.engine import DeviceConfig
 from quire.config.memory import kv_block_bytes
-from quire.config.model import Experts, Heads, Recurrent, StoredLevels
+from quire.config.model import MXFP4, Experts, Heads, Recurrent, StoredLevels, mxfp4_experts
 from quire.config.parallel import NO_PARALLEL, ParallelConfig, share_size
 from quire.config.rank_model import check_shares, largest_rank, rank_model
 from quire.runtime.models.build import count_rank_weights
@@ -40,6 +40,25 @@ def test_shares_of_a_size_are_all_of_it_and_nearly_equal(count: int, size: int) 
     assert len(shares[0]) - len(shares[-1]) <= max(1, count // (8 * size))
     if count >= 5_120:
         assert all(share.start % 64 == 0 for share in shares)
+
+
+@pytest.mark.parametrize(("count", "size"), [(2_880, 8), (2_880, 16), (352, 2)])
+def test_shares_are_of_whole_groups_of_quantized_weights_though_some_are_larger(count: int, size: int) -> None:
+    shares = [share_size(count, index, size) for index in range(size)]
+    assert [number for share in shares for number in share] == list(range(count))
+    assert all(share.start % 32 == len(share) % 32 == 0 for share in shares)
+    assert len(shares[0]) <= 1.1 * count / size
+
+
+@pytest.mark.parametrize(("size", "kept"), [(352, 3), (96, 2)])
+def test_memory_is_planned_for_experts_that_a_rank_must_expand(size: int, kept: int) -> None:
+    """Shares of 48 are no whole groups of MXFP4: of three matrices the one behind the gate is expanded."""
+    model = replace(tiny_config(), hidden_size=64, experts=Experts(4, 2, size), quantization=MXFP4)
+    model = replace(model, levels=mxfp4_experts(model))
+    rank = largest_rank(model, ParallelConfig(tensor=2))
+    assert model.levels.gpu_parameters == 3 * model.num_layers * 4 * model.hidden_size * size
+    assert rank.experts is not None
+    assert rank.levels.gpu_parameters == kept * model.num_layers * 4 * model.hidden_size * rank.experts.size
 
 
 def test_memory_is_planned_for_the_rank_that_holds_most() -> None:

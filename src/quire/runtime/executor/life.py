@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import ctypes
 import mmap
+import os
 import struct
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
 PAGE_BYTES = 4096
-_COUNTERS = struct.Struct("<QQQQqQB")
+_COUNTERS = struct.Struct("<QQQQqQBxxxf")
 _NATIVE = struct.Struct("<Q")
 _NATIVE_AT = 56
 _WORDS = struct.Struct("<I")
@@ -31,6 +32,7 @@ class Life(NamedTuple):
     step: int = -1  # the number of the last step
     meetings: int = 0  # sums in shared memory that it has come to, those of compiled programs among them
     state: int = LOADING
+    crowding: float = 0.0  # of its machine, at its last beat
     native: int = 0  # beats of a thread that needs nothing of the interpreter; 0: there is none
 
     @property
@@ -44,13 +46,18 @@ class Life(NamedTuple):
         return self.entered > self.left
 
 
+def crowding() -> float:
+    """How many processes and threads want each processor of this machine, averaged over a minute."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
 class LifePage:
     """A rank writes to it, without a system call; the engine's process reads it. `memory` is at least one page."""
 
     def __init__(self, memory: mmap.mmap | bytearray, offset: int = 0) -> None:
         self._memory, self._offset = memory, offset
         self._beats = self._steps = self._entered = self._left = 0
-        self._step, self._state = -1, LOADING
+        self._step, self._state, self._crowding = -1, LOADING, 0.0
         self._running = 0  # steps that were begun and have not ended
         self._meetings: Callable[[], int] = int
         self._writing = threading.Lock()
@@ -62,7 +69,7 @@ class LifePage:
     def _beat(self) -> None:
         pause = threading.Event()
         while not pause.wait(_BEAT_SECONDS):
-            self._beats += 1
+            self._beats, self._crowding = self._beats + 1, crowding()
             self._write()
 
     def start_native_beats(self, socket: int = -1, seconds: float = _BEAT_SECONDS) -> None:
@@ -123,7 +130,7 @@ class LifePage:
 
     def _write_all(self) -> None:
         numbers = self._beats, self._steps, self._entered, self._left, self._step, self._meetings(), self._state
-        _COUNTERS.pack_into(self._memory, self._offset, *numbers)
+        _COUNTERS.pack_into(self._memory, self._offset, *numbers, self._crowding)
 
     # ----------------------------------------------------------------------------------------------------- the engine
     def read(self) -> Life:

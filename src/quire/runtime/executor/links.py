@@ -48,6 +48,10 @@ class Rank(Protocol):
     def device_index(self) -> int | None:
         """Of its GPU on its machine; None: what the configuration says."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs on this machine, whose load holds it up too."""
+
     def num_beats(self) -> int:
         """Of its heart, so far."""
 
@@ -84,6 +88,7 @@ class ProcessRank:
     calls: Channel
     page: LifePage
     device_index: int | None
+    is_here: bool = True
 
     @property
     def name(self) -> str:

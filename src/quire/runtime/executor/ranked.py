@@ -280,3 +280,6 @@ class RankedExecutor:
             deadline = time.monotonic() + _EXIT_SECONDS
             while time.monotonic() < deadline and any(rank.ending() is None for rank in self._ranks):
                 time.sleep(0.005)
+            for rank in self._ranks:  # all of them, before one is waited for
+                with contextlib.suppress(Exception):
+                    rank.kill()

@@ -31,14 +31,14 @@ _PLACING_SECONDS = 60.0  # for Ray to reserve room for all ranks
 _STARTING_SECONDS = 180.0  # for actors to start and connect
 _GREETING_SECONDS = 5.0  # for one connection to show that it knows the token
 _NO_CLUSTER = "start one by `ray start --head`, or set RAY_AUTH_MODE=token here if it needs a token"
-_END_SECONDS = 5.0  # from the end of an actor to the end of its process
+_END_SECONDS = 5.0  # from killing an actor to the end of its process
 
 
 class RayRank:
     """Implements Rank by an actor. A thread takes in its signs of life."""
 
     def __init__(self, place: RankPlace, actor: Any, pid: int, node: str, is_here: bool) -> None:
-        self.place, self._actor, self._pid, self._is_here = place, actor, pid, is_here
+        self.place, self._actor, self._pid, self.is_here = place, actor, pid, is_here
         self.name = f"actor with pid {pid} on {node}"
         self.page = LifePage(bytearray(PAGE_BYTES))
         self.device_index: int | None = None
@@ -48,6 +48,7 @@ class RayRank:
         self._beats: Channel
         self._num_beats = 0
         self._gone = threading.Event()
+        self._end_by: float | None = None  # when it must have ended; None: it was not killed
 
     def connect(self, channels: dict[str, Channel]) -> None:
         self.control, self.calls, self._life, self._beats = (channels[purpose] for purpose in PURPOSES)
@@ -73,7 +74,7 @@ class RayRank:
 
     def _state(self) -> bytes:
         """Of its process, where that is on this machine; empty: there is none."""
-        if not self._is_here:
+        if not self.is_here:
             return b""
         try:
             return Path(f"/proc/{self._pid}/stat").read_bytes().rpartition(b") ")[2][:1]
@@ -82,12 +83,14 @@ class RayRank:
 
     def kill(self) -> None:
         """Its signs of life are still taken in: they end when its process has ended."""
+        if self._end_by is None:
+            self._end_by = time.monotonic() + _END_SECONDS
         for name in ("control", "calls"):  # a node that is lost says nothing, not even that a connection is closed
             if hasattr(self, name):
                 getattr(self, name).shut()
         if self._gone.is_set():
             return
-        if self._is_here:  # one that is halted does not hear Ray
+        if self.is_here:  # one that is halted does not hear Ray
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._pid, signal.SIGKILL)
         with contextlib.suppress(Exception):
@@ -96,10 +99,12 @@ class RayRank:
             ray.kill(self._actor, no_restart=True)
 
     def close(self) -> None:
+        """Several ranks that were killed first end at once, and are waited for no longer than one of them."""
         self.kill()
-        deadline = time.monotonic() + _END_SECONDS
-        self._gone.wait(_END_SECONDS)
-        while self._state() not in (b"", b"Z", b"X") and time.monotonic() < deadline:
+        assert self._end_by is not None
+        if hasattr(self, "_life"):  # else nothing tells of its end
+            self._gone.wait(max(0.0, self._end_by - time.monotonic()))
+        while self._state() not in (b"", b"Z", b"X") and time.monotonic() < self._end_by:
             time.sleep(0.01)  # its connections are closed a moment before it is gone
         for name in ("control", "calls", "_life", "_beats"):
             if hasattr(self, name):
@@ -130,6 +135,8 @@ class RayLauncher:
                 ranks = self._make_actors(server.getsockname()[1])
                 self._accept(server, ranks)
         except BaseException:
+            for rank in ranks:
+                rank.kill()
             for rank in ranks:
                 rank.close()
             self.close()
@@ -214,32 +221,51 @@ class RayLauncher:
         """Wait for all connections of all ranks. Whoever does not know the token is turned away."""
         found: list[dict[str, Channel]] = [{} for _ in ranks]
         deadline = time.monotonic() + _STARTING_SECONDS
-        while any(len(channels) < len(PURPOSES) for channels in found):
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                missing = [rank for rank, channels in enumerate(found) if len(channels) < len(PURPOSES)]
-                names = f"rank {missing[0]} of {len(ranks)} ({ranks[missing[0]].name})"
-                raise EngineDead(f"{names} did not connect within {_STARTING_SECONDS:g} s") from None
-            greeted = greet(connection, self._token)
-            if greeted is None or greeted[0] >= len(ranks):
-                connection.close()
-                continue
-            rank, purpose = greeted
-            found[rank][purpose] = Channel(connection)
+        try:
+            while any(len(channels) < len(PURPOSES) for channels in found):
+                connection = _accept_until(server, deadline)
+                if connection is None:
+                    missing = next(rank for rank, channels in enumerate(found) if len(channels) < len(PURPOSES))
+                    name = f"rank {missing} of {len(ranks)} ({ranks[missing].name})"
+                    raise EngineDead(f"{name} did not connect within {_STARTING_SECONDS:g} s")
+                greeted = greet(connection, self._token)
+                if greeted is None or greeted[0] >= len(ranks) or greeted[1] in found[greeted[0]]:
+                    connection.close()
+                    continue
+                rank, purpose = greeted
+                found[rank][purpose] = Channel(connection)
+        except BaseException:
+            for channels in found:
+                for channel in channels.values():
+                    channel.close()
+            raise
         for one, channels in zip(ranks, found, strict=True):
             one.connect(channels)
 
 
+def _accept_until(server: socket.socket, deadline: float) -> socket.socket | None:
+    """Accept a connection; None: there was none in time."""
+    if (left := deadline - time.monotonic()) <= 0:
+        return None
+    server.settimeout(left)
+    try:
+        return server.accept()[0]
+    except TimeoutError:
+        return None
+
+
 def greet(connection: socket.socket, token: bytes) -> tuple[int, str] | None:
-    """Challenge a new connection. Returns the rank and the purpose that it has proved to speak for, or None."""
-    nonce = secrets.token_bytes(TOKEN_BYTES)
+    """Challenge a new connection. Returns the rank and the purpose that it has proved to speak for, or None: it has not
+    in time, however slowly it sends."""
+    nonce, deadline = secrets.token_bytes(TOKEN_BYTES), time.monotonic() + _GREETING_SECONDS
     connection.settimeout(_GREETING_SECONDS)
     try:
         connection.sendall(nonce)
         answer = b""
         while len(answer) < HELLO.size:
+            if (left := deadline - time.monotonic()) <= 0:
+                return None
+            connection.settimeout(left)
             data = connection.recv(HELLO.size - len(answer))
             if not data:
                 return None

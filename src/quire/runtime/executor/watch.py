@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.runtime.executor.life import BUSY, IDLE, LOADING, Life
+from quire.runtime.executor.life import BUSY, IDLE, LOADING, Life, crowding
 from quire.runtime.executor.links import Rank, RankLauncher
 from quire.runtime.executor.rank import read_error
 from quire.types.errors import ConfigError, EngineDead, ModelLoadError
@@ -155,7 +154,7 @@ class RankWatch:
         return Fault(f"{describe(rank)} {how}", error)
 
     def _halted(self, now: float) -> Fault | None:
-        crowding = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        here = crowding()
         for number, rank in enumerate(self._ranks):
             life = self._lives[number]
             if now - self._running[number] > _STOPPED_SECONDS:
@@ -163,7 +162,8 @@ class RankWatch:
             limit = _SILENT_SECONDS if life.native else _LOCKED_SECONDS
             if life.state == LOADING:
                 limit = _LOADING_SILENT_SECONDS
-            if (silent := now - self._beaten[number]) > limit * crowding:
+            crowded = max(1.0, life.crowding, here if rank.is_here else 0.0)  # a rank of another machine: as it says
+            if (silent := now - self._beaten[number]) > limit * crowded:
                 return Fault(f"{describe(rank)} gave no sign of life for {silent:.1f} s {_when(life)}")
         return None
 

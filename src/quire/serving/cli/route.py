@@ -189,7 +189,7 @@ def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:
         admin_key_file=args.admin_key_file,
     )
     digests = keys.digests()
-    _check(args, has_keys=bool(digests.key_digests))
+    _check(args, has_keys=bool(digests.key_digests), has_admin=bool(digests.admin_digests))
     check_range("port", args.port, 0, 65_535)
     if args.uds is None:
         check_host("host", args.host, has_keys=bool(digests.key_digests) or args.replicas_check_keys)
@@ -214,13 +214,14 @@ def router_config(args: argparse.Namespace) -> tuple[RouterConfig, KeySources]:
     return config, keys
 
 
-def _check(args: argparse.Namespace, *, has_keys: bool) -> None:
+def _check(args: argparse.Namespace, *, has_keys: bool, has_admin: bool) -> None:
     for flag in _WAIT_FLAGS:
         seconds: float = getattr(args, flag)
         if not 0 <= seconds < math.inf or (seconds == 0 and flag != "drain_seconds"):
             raise ConfigError(flag, f"must be above 0 s, got {seconds:g}", "give a number like 30")
-    if not args.replica and not args.admin_key and args.admin_key_file is None:
-        raise ConfigError("replica", "is not given", "add --replica http://HOST:PORT")
+    if not args.replica and not has_admin:
+        reason = "is not given, and without an admin key none can be added later"
+        raise ConfigError("replica", reason, "add --replica http://HOST:PORT")
     if not 1 <= args.max_attempts <= MAX_REPLICAS:
         raise ConfigError("max_attempts", f"must be in [1, {MAX_REPLICAS}], got {args.max_attempts}", "3 is usual")
     if not 1 <= args.load_factor < math.inf:

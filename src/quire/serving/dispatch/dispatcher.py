@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from quire.serving.dispatch.edge_loads import EdgeLoadTable
 from quire.serving.dispatch.engine_capacity import EngineCapacity
 from quire.serving.dispatch.in_flight_request import InFlightRequest
 from quire.serving.dispatch.mailbox import Failure, StreamThrottle
@@ -20,9 +19,10 @@ from quire.serving.dispatch.request_queue import RequestQueue
 from quire.serving.dispatch.retries import RetryQueue
 from quire.serving.dispatch.token_router import BatchUpdate, TokenRouter
 from quire.serving.outputs import own_fault
+from quire.serving.process.edge_loads import EdgeLoadTable
 from quire.serving.process.link import EngineLink, EngineReady
 from quire.serving.text.tokenizer import Tokenizer
-from quire.types.errors import InvalidRequest, QuireError
+from quire.types.errors import EngineDead, InvalidRequest, QuireError
 from quire.types.request import Abort
 
 logger = logging.getLogger("quire.edge")
@@ -185,6 +185,7 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
+        """Requests that are queued or prepared."""
         return len(self._queue) + len(self._retries) + self._num_preparing
 
     @property
@@ -255,6 +256,7 @@ class Dispatcher:
         self._loop.call_soon(self._submit_next)  # after the callback has queued its own requests
 
     def _on_engine_down(self, lost: list[InFlightRequest], reason: str) -> None:
+        lost = [request for request in lost if request.state != "queued"]  # else it could not be submitted
         logger.error("the engine is down: %s; %d requests were in it, %d wait", reason, len(lost), len(self._queue))
         crashed, self.engine = self.engine, None
         self._observer.engine_down()
@@ -298,14 +300,20 @@ class Dispatcher:
                 continue
             if not self._has_capacity(request.num_sequences):
                 break
+            request.record.submitted_at = time.monotonic()
+            self._router.expect(request)
+            try:
+                self._link.submit(request.submit)
+            except EngineDead:  # it stays queued, and is tried again
+                self._router.forget(request)
+                request.record.submitted_at = None
+                break
             if request in self._retries:
                 self._retries.start(request)
             self._queue.remove(request)
-            request.state, request.record.submitted_at = "submitted", time.monotonic()
+            request.state = "submitted"
             self._in_engine[request.submit.request_id] = request
             self._capacity.add(request)
-            self._router.expect(request)
-            self._link.submit(request.submit)
             self._observer.submitted(request.record)
         self._publish()
         if self.engine is not None and self.has_queue and self._poll is None:
@@ -331,10 +339,11 @@ class Dispatcher:
 
     def _publish(self) -> None:
         self.edge_loads.put(
-            self.num_waiting,
+            len(self._queue) + len(self._retries),
             self._queue.num_tokens + self._retries.num_tokens,
             len(self._in_engine),
             self._capacity.num_sequences,
+            preparing=self._num_preparing,
             retrying=self._retries.tried is not None,
             draining=self.is_draining,
         )

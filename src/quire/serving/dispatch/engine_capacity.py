@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quire.serving.dispatch.edge_loads import EdgeLoadTable
 from quire.serving.dispatch.in_flight_request import InFlightRequest
+from quire.serving.process.edge_loads import EdgeLoadTable
 from quire.serving.process.link import EngineLink, EngineReady
 
 EDGE_ORDERED = frozenset({"fcfs", "priority", "fair"})  # policies whose order the queues of the edges keep

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quire.serving.dispatch.edge_loads import EdgeLoadTable
 from quire.serving.dispatch.in_flight_request import InFlightRequest
+from quire.serving.process.edge_loads import EdgeLoadTable
 
 
 class RetryQueue:

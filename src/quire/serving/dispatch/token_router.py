@@ -71,6 +71,11 @@ class TokenRouter:
         with self._lock:
             self._expected[request.submit.request_id] = request
 
+    def forget(self, request: InFlightRequest) -> None:
+        """Undo `expect`: the request could not be submitted."""
+        with self._lock:
+            self._expected.pop(request.submit.request_id, None)
+
     # --------------------------------------------------------------------------------------------- EngineListener
     def engine_up(self, ready: EngineReady) -> None:
         self._loop.post_engine_up(ready)

@@ -23,7 +23,8 @@ class KeyRing:
         self._api = [bytes.fromhex(digest) for digest in access.key_digests]
         self._routers = [bytes.fromhex(digest) for digest in access.router_digests]
         self._admin = [bytes.fromhex(digest) for digest in access.admin_digests]
-        self.key_digests, self.shares_cache = access.key_digests, access.shares_cache
+        self.client_digests = tuple(digest for digest in access.key_digests if digest not in access.router_digests)
+        self.shares_cache = access.shares_cache
 
     @property
     def asks_for_key(self) -> bool:
@@ -46,14 +47,27 @@ class KeyRing:
         if not _is_among(digest, keys):
             return None
         if not is_admin and (client := headers.get(CLIENT_HEADER)) and _is_among(digest, self._routers):
-            digest = hashlib.blake2b(digest + client, digest_size=32, person=_PERSON).digest()
+            return _behind_router(digest, client)
         return digest.hex()
+
+    def owners_of(self, key: str) -> tuple[str, ...]:
+        """Return what `owner` returns for requests of a client with this key: its digest if it is an API key of this
+        server, else one digest for each router, which may have such a client. () if nobody can come with it."""
+        digest = hashlib.sha256(key.encode()).digest()
+        if _is_among(digest, self._api):
+            return (digest.hex(),)
+        return tuple(_behind_router(router, digest.hex().encode()) for router in self._routers)
 
     def is_router(self, headers: dict[bytes, bytes]) -> bool:
         """Whether a request names its client and brings the key of a router, so that the name counts."""
         if not self._routers or CLIENT_HEADER not in headers:
             return False
         return _is_among(hashlib.sha256(_key(headers)).digest(), self._routers)
+
+
+def _behind_router(router: bytes, client: bytes) -> str:
+    """The owner of what a client stores through a router: of the digest of the router's key, and its name for it."""
+    return hashlib.blake2b(router + client, digest_size=32, person=_PERSON).hexdigest()
 
 
 def _is_among(digest: bytes, known: list[bytes]) -> bool:

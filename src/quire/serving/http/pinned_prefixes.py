@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 import time
@@ -57,14 +56,20 @@ class PinnedPrefixes:
         self._recalling: asyncio.Task[None] | None = None
 
     def owners(self, api_key: str | None) -> tuple[str, ...]:
-        """The owners to pin a prompt for: one key, or all. Raises InvalidRequest for a key that the server does not
-        have."""
+        """The owners to pin a prompt for: one key, or all clients' keys that the server has. Raises InvalidRequest for
+        a key that nobody can bring, and where only routers know the clients' keys."""
+        access = self._access
         if api_key is None:
-            return self._access.key_digests if self._access.key_digests and not self._access.shares_cache else ("",)
-        digest = hashlib.sha256(api_key.encode()).hexdigest()
-        if digest not in self._access.key_digests:
+            if access.shares_cache or not access.asks_for_key:
+                return ("",)
+            if not access.client_digests:
+                reason = "is needed: this server has keys of routers alone, which name their clients"
+                raise InvalidRequest("api_key", reason, "send the key of a client, or set --shared-prefix-cache")
+            return access.client_digests
+        owners = access.owners_of(api_key)
+        if not owners:
             raise InvalidRequest("api_key", "is no key of this server", "send one of its keys, or none for all")
-        return ("",) if self._access.shares_cache else (digest,)
+        return ("",) if access.shares_cache else owners
 
     async def register(self, name: str, token_ids: tuple[int, ...], owners: Sequence[str]) -> list[PinnedPrefix]:
         """Compute and pin a prompt for each of the owners, or change nothing. Raises ApiError or InvalidRequest."""

@@ -23,6 +23,7 @@ from quire.serving.process.control import (
     Pong,
     Reload,
 )
+from quire.serving.process.edge_loads import EDGE_LOADS, clear_seat
 from quire.serving.process.listeners import Listeners
 
 logger = logging.getLogger("quire.supervisor")
@@ -188,6 +189,7 @@ class EdgeKeeper:
             self.obey(seat.child, message)
         ending = seat.child.reap()
         seat.child, was_ready, seat.is_ready = None, seat.is_ready, False
+        clear_seat(self._directory / EDGE_LOADS, seat.place)
         self._on_gone(seat.edge)
         if self.draining:
             return

@@ -76,7 +76,8 @@ class EngineLink(Protocol):
     def start(self, listener: EngineListener) -> None: ...
 
     def submit(self, request: Submit) -> None:
-        """Send a request; the answer is `accepted` or `refused`. While no engine is up it is lost: see engine_down."""
+        """Send a request; the answer is `accepted` or `refused`. While no engine is up it is lost: see engine_down.
+        Raises EngineDead, and sends nothing, if the engine has too much to read already."""
 
     def abort(self, abort: Abort) -> None: ...
 

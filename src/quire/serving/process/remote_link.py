@@ -75,7 +75,7 @@ class RemoteLink:
     process is of no more use: `on_lost` is called last.
 
     Nothing is sent to a later engine than the one it was meant for: a submit that finds no engine is answered with
-    `engine_down` again.
+    `engine_down` again. What an engine does not read in time waits, and goes when it reads again.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class RemoteLink:
         self._on_control, self._on_lost = on_control, on_lost
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
-        self._engine: EdgeSocket | None = None  # the thread's own
+        self._engine: EdgeSocket | None = None  # the thread's own, as is the next
+        self._is_blocked = False  # the engine reads nothing: what is in the outbox waits until it does
         self._progress: ProgressReader | None = None  # of the engine that is up
         self._reason = "the engine is loading"
         self._lock = threading.Lock()
@@ -118,7 +119,7 @@ class RemoteLink:
             self._post(_Outgoing(refused=refused))
 
     def abort(self, abort: Abort) -> None:
-        self._post(_Outgoing(encode(abort)))
+        self._post(_Outgoing(encode(abort)), is_bounded=False)  # no more of them than of submits
 
     def backlog(self) -> Backlog | None:
         progress = self._progress
@@ -155,22 +156,22 @@ class RemoteLink:
         """Take leave of the engine, which ends whatever it still has of this edge, and stop reading. Idempotent."""
         if self._closing:
             return
-        self._post(_Outgoing(encode(Goodbye())), last=True)
+        self._post(_Outgoing(encode(Goodbye())), is_bounded=False, last=True)
         if self._thread is not None:
             self._thread.join()
         os.close(self._wake)
         self._context.term()
 
-    def _post(self, outgoing: _Outgoing, *, last: bool = False) -> None:
+    def _post(self, outgoing: _Outgoing, *, is_bounded: bool = True, last: bool = False) -> None:
         """Hand a message to the thread. After the last one nothing is sent: the engine was told goodbye."""
         with self._lock:
             if self._closing:
                 return
+            if is_bounded and len(self._outbox) >= _MAX_OUTBOX:
+                raise EngineDead(f"{_MAX_OUTBOX} messages to the engine are unsent: it reads nothing")
             self._closing = last
-            if len(self._outbox) >= _MAX_OUTBOX:
-                raise EngineDead(f"{_MAX_OUTBOX} messages to the engine are unsent: the edge does not keep up")
             self._outbox.append(outgoing)
-            if self._woken:
+            if self._woken and not last:
                 return
             self._woken = True
         os.eventfd_write(self._wake, 1)
@@ -230,13 +231,30 @@ class RemoteLink:
                 self._woken = False
         for refused in [item.refused for item in outgoing if item.refused is not None]:
             self._dispatch(listener, refused)
-        frames = [item.frame for item in outgoing if item.refused is None]
-        if not frames or (self._engine is not None and self._engine.send(frames)):
+        unsent = [item for item in outgoing if item.refused is None]
+        if not unsent:
             return
-        for item in outgoing:
+        if self._engine is not None:
+            self._set_blocked(not self._engine.send([item.frame for item in unsent]))
+            if self._is_blocked:
+                with self._lock:
+                    self._outbox.extendleft(reversed(unsent))
+                    self._woken = True  # the socket wakes the thread
+            return
+        for item in unsent:
             self._fail_question(item.question)
-        if any(item.is_submit for item in outgoing):
-            listener.engine_down(self._reason if self._engine is None else "the engine reads nothing")
+        if any(item.is_submit for item in unsent):
+            listener.engine_down(self._reason)
+
+    def _set_blocked(self, is_blocked: bool) -> None:
+        """Wait, or no longer wait, until the engine reads again."""
+        if is_blocked != self._is_blocked and self._engine is not None:
+            self._is_blocked = is_blocked
+            self._poller.register(self._engine.pollable, zmq.POLLIN | (zmq.POLLOUT if is_blocked else 0))
+            if is_blocked:
+                logger.warning("the engine reads nothing: what is sent to it waits")
+            else:
+                logger.info("the engine reads again")
 
     def _read_control(self, listener: EngineListener) -> bool:
         """Read what the supervisor said; False when it is gone."""
@@ -245,8 +263,8 @@ class RemoteLink:
             if message is None:
                 return False
             if isinstance(message, EngineUp):
-                self._send_outbox(listener)
                 self._hang_up(flush=False)
+                self._send_outbox(listener)  # what was meant for an earlier engine
                 self._engine = EdgeSocket(self._context, self._edge, message.address)
                 self._poller.register(self._engine.pollable, zmq.POLLIN)
                 self._progress = _open_progress(message.progress)
@@ -294,7 +312,10 @@ class RemoteLink:
         if self._engine is not None:
             self._poller.unregister(self._engine.pollable)
             self._engine.close(flush=flush)
-            self._engine = self._progress = None
+            self._engine, self._progress, self._is_blocked = None, None, False
+            with self._lock:
+                self._woken = True
+            os.eventfd_write(self._wake, 1)  # what it has not read is for no later engine
 
     def _answer(self, number: int, answer: object) -> None:
         with self._lock:

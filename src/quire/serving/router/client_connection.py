@@ -223,7 +223,7 @@ class ClientConnection(asyncio.Protocol):
             if name in HOP_BY_HOP:
                 continue
             is_framed |= name == b"content-length"
-            parts.append(b"%b: %b\r\n" % (name, value))
+            parts += (name, b": ", value, b"\r\n")
         self._is_chunked = not is_framed and self._is_http_1_1
         if self._is_chunked:
             parts.append(b"transfer-encoding: chunked\r\n")

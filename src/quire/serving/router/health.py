@@ -57,6 +57,7 @@ class HealthChecks:
                 if loop.time() - learnt_at > LEARN_SECONDS:
                     learnt_at = loop.time()
                     await self.learn(replica)
+                    self._replicas.note_up()  # some requests need to know whether it keeps owners
             else:
                 failures += 1
                 replica.counts.health_failures += 1
@@ -80,7 +81,8 @@ class HealthChecks:
             status, headers, body = await self._replicas.ask(
                 replica, "GET", "/v1/models", [], seconds=self._waits.health
             )
-            replica.keeps_owners = any(name == CLIENT_HEADER for name, _ in headers)
+            if status < 500:  # else it is still loading
+                replica.keeps_owners = any(name == CLIENT_HEADER for name, _ in headers)
             replica.models = model_names(body) if status == 200 else None
             status, _, body = await self._replicas.ask(replica, "GET", "/metrics", [], seconds=self._waits.health)
             replica.learn_cache(cache_tokens(body) if status == 200 else None)

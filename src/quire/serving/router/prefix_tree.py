@@ -49,13 +49,12 @@ class PrefixTree:
         """Hold these chunks, as those used last. Evicts what does not fit, and of a prompt larger than the tree its
         end."""
         used, touch = self._used, self._used.move_to_end
-        for place in range(min(len(keys), num_chunks(self.capacity)) - 1, -1, -1):
-            key = keys[place]
-            if key in used:
-                touch(key)
-            else:
-                used[key] = size = _SIZES[place]
-                self.num_bytes += size
+        count = min(len(keys), num_chunks(self.capacity))
+        held = min(self.match(keys), count)
+        used.update(zip(reversed(keys[held:count]), reversed(_SIZES[held:count]), strict=True))
+        self.num_bytes += CHUNK_ENDS[count] - CHUNK_ENDS[held]
+        for key in reversed(keys[:held]):
+            touch(key)
         self._evict()
 
     def resize(self, capacity: int) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 CHUNK_BYTES = 512  # of a prompt: the least that one key names, after all before it
 MAX_PROMPT_BYTES = 2 * 2**20  # of one prompt; what lies behind them is not looked at
-_GROWTH = 16  # a chunk is so small a part of what stands before it, or CHUNK_BYTES: long prompts need few keys
+_GROWTH = 8  # a chunk is so small a part of what stands before it, or CHUNK_BYTES: long prompts need few keys
 _SESSION_FIELDS = ("session_id", "prompt_cache_key", "user", "cache_salt")
 _ANSWER_FIELDS = ("previous_response_id", "input_file_id")
 _PROMPT_FIELDS = ("prompt", "input", "text", "texts", "query", "documents", "content", "input_prefix")

@@ -19,7 +19,7 @@ from quire.serving.router.client_connection import HOP_BY_HOP, ClientConnection,
 from quire.serving.router.connections import ReplicaFailed
 from quire.serving.router.errors import error_body
 from quire.serving.router.prompt_keys import Prompt, read_prompt
-from quire.serving.router.relay import Outcome, Relay
+from quire.serving.router.relay import Outcome, Relay, is_success
 from quire.serving.router.replica import Replica
 from quire.serving.router.replica_set import ReplicaSet
 
@@ -80,7 +80,7 @@ class Proxy:
             self.counts.retries += len(tried) > 1
             outcome = await self._attempt(choice, request, prompt, client, is_search=search.is_open)
             if outcome.kind in ("done", "broken"):
-                if search.is_open and len(tried) > 1:
+                if search.is_open and is_success(outcome.status):
                     self._replicas.note_home(search.name, choice.replica)
                 return
             refusals[outcome.kind] = outcome
@@ -168,7 +168,7 @@ class Proxy:
             self._config.waits,
             has_body=request.method != "HEAD",
             is_search=is_search,
-            on_id=self._replicas.note_home,
+            on_id=self._replicas.note_home if request.method == "POST" else None,
         )
         relay.start(connection, (self._head(request, replica), request.body))
         return await relay.outcome
@@ -185,7 +185,7 @@ class Proxy:
         for name, value in request.pairs:
             if name in _DROPPED or name in dropped or (key is not None and name in _OF_KEY):
                 continue
-            parts.append(b"%b: %b\r\n" % (name, value))
+            parts += (name, b": ", value, b"\r\n")
         if key is not None:
             parts.append(b"authorization: Bearer %b\r\n" % key.encode())
             if request.owner:
@@ -239,9 +239,9 @@ class Proxy:
 
     def _keeping_owners(self, usable: Sequence[Replica]) -> list[Replica]:
         """The replicas that keep what they store apart by client, though all requests bring the router's key. Raises
-        ApiError where none of those that could be asked does."""
+        ApiError where all of those that could be asked have said that they do not."""
         keeping = [replica for replica in usable if replica.keeps_owners]
-        if usable and not keeping:
+        if usable and all(replica.keeps_owners is False for replica in usable):
             message = (
                 "no replica keeps stored responses, files and batches of the router's clients apart; start Quire "
                 "replicas with --router-key-file, or the router with --replicas-check-keys"

@@ -54,9 +54,10 @@ class Relay:
         *,
         has_body: bool,
         is_search: bool = False,
-        on_id: Callable[[str, Replica], None],
+        on_id: Callable[[str, Replica], None] | None,
     ) -> None:
-        """`is_search`: another replica may have what the request names, so 404 is an outcome and no answer yet."""
+        """`is_search`: another replica may have what the request names, so 404 is an outcome and no answer yet.
+        `on_id`: told the id of what the request made; None: it makes nothing, and ids in its response mean nothing."""
         self._client, self._replica, self._path, self._waits = client, replica, path, waits
         self._has_body, self._on_id = has_body, on_id
         self._refusals = (*_BUSY, 404) if is_search else _BUSY
@@ -123,7 +124,7 @@ class Relay:
             self._client.finish()
         else:
             self._client.cut()
-        self._end(Outcome("broken", reason))
+        self._end(Outcome("broken", reason, self._status))
 
     def give_up(self, reason: str) -> None:
         """The replica was found to be down before it answered."""
@@ -137,6 +138,8 @@ class Relay:
         self._client.release_body()
         headers = [*self._headers, (b"x-routed-to", self._replica.name.encode())]
         self._client.begin(self._status, headers, first, has_body=self._has_body and self._status not in (204, 304))
+        if self._on_id is None or not is_success(self._status):
+            return
         if found := _ID.search(first[:_ID_WITHIN]):
             self._on_id(found[1].decode("latin-1"), self._replica)
 
@@ -199,3 +202,7 @@ class Relay:
             self.failed(reason)
         else:
             self._end(Outcome("late", reason))
+
+
+def is_success(status: int) -> bool:
+    return 200 <= status < 300

@@ -46,7 +46,7 @@ class Replica:
         self.checked_at: float | None = None  # when a health check last succeeded
         self.models: frozenset[str] | None = None  # None: it has not said
         self.cache_tokens: int | None = None  # None: it has not said
-        self.keeps_owners = False  # it keeps what it stores apart by the router's clients, as it says
+        self.keeps_owners: bool | None = None  # what it stores, apart by the router's clients; None: it has not said
         self.counts = ReplicaCounts()
         self.waiting: set[Waiting] = set()
         self.busy_until = 0.0  # it asked not to be tried before

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.config.environment import child_environment
+from quire.config.keys import KeySources
 from quire.config.server import ListenConfig, ServerConfig
 from quire.types.errors import ConfigError
 
@@ -35,6 +36,15 @@ def replica_config(config: ServerConfig, place: int, directory: Path) -> ServerC
         files_dir=files,
         replicas=1,
     )
+
+
+def with_router_key(
+    keys: KeySources, configs: Sequence[ServerConfig], key: str
+) -> tuple[KeySources, list[ServerConfig]]:
+    """Let replicas take the key of the router's own questions. It is no client's: no prompt is pinned for it."""
+    keys = replace(keys, router_keys=(key,))
+    digests = keys.digests()._asdict()
+    return keys, [replace(config, access=replace(config.access, **digests)) for config in configs]
 
 
 def _folder(path: Path) -> str:

@@ -26,7 +26,7 @@ from quire.serving.process.model_files import check_model, find_local_files, wit
 from quire.serving.process.private_directory import private_directory
 from quire.serving.process.supervisor import ServerFailed
 from quire.serving.process.tls import reload_context
-from quire.serving.router.replica_configs import gpu_shares, replica_config, visible_gpus
+from quire.serving.router.replica_configs import gpu_shares, replica_config, visible_gpus, with_router_key
 from quire.serving.router.replica_keeper import KeptReplica, ReplicaKeeper
 from quire.serving.router.server import Router
 from quire.types.errors import ConfigError
@@ -69,11 +69,9 @@ class ReplicatedServer:
     async def _serve(self, listeners: Listeners, directory: Path, shares: list[dict[str, str]]) -> int:
         configs = [replica_config(self._config, place, directory) for place in range(self._config.replicas)]
         own_key = secrets.token_urlsafe(24) if self._config.access.key_digests else None
-        keys = self._keys if own_key is None else replace(self._keys, api_keys=(*self._keys.api_keys, own_key))
-        keys = replace(keys, made_admin_key=None)
+        keys = replace(self._keys, made_admin_key=None)
         if own_key is not None:
-            digests = keys.digests().key_digests
-            configs = [replace(one, access=replace(one.access, key_digests=digests)) for one in configs]
+            keys, configs = with_router_key(keys, configs, own_key)
         router = Router(self._router_config(configs, own_key))
         kept = []
         for replica, config, share in zip(router.replicas, configs, shares, strict=True):

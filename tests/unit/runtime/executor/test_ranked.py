@@ -205,7 +205,7 @@ def test_a_rank_that_fails_is_named_and_all_are_ended(
 class ThreadRank:
     """Implements Rank by a thread that sends a large result before it takes a large plan, as a CPU's rank may."""
 
-    device_index, name = None, "a thread"
+    device_index, name, is_here = None, "a thread", True
 
     def __init__(self, number: int) -> None:
         self.place = config_of(tensor=2).parallel.place(number)

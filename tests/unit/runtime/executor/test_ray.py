@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from quire.config.parallel import ParallelConfig
+from quire.runtime.executor import ray_ranks
 from quire.runtime.executor.channel import Kind, channel_pair
 from quire.runtime.executor.ray_actor import HELLO, PURPOSES, TOKEN_BYTES, connect, interface_of, sign
 from quire.runtime.executor.ray_ranks import RayLauncher, RayRank, greet
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, EngineDead
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the package ray is not installed")
 
@@ -56,6 +57,53 @@ def test_a_connection_that_hangs_up_is_turned_away(pair: tuple[socket.socket, so
     ours, theirs = pair
     theirs.close()
     assert greet(ours, b"token") is None
+
+
+def test_a_connection_that_sends_a_byte_now_and_then_is_turned_away_at_one_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+
+    class Trickle:
+        """A connection of which a byte comes every second of the clock."""
+
+        num_bytes = 0
+
+        def recv(self, _size: int) -> bytes:
+            now[0] += 1.0
+            self.num_bytes += 1
+            return b"x"
+
+        def sendall(self, data: bytes) -> None: ...
+
+        def settimeout(self, seconds: float | None) -> None: ...
+
+    monkeypatch.setattr(ray_ranks.time, "monotonic", lambda: now[0])
+    slow = Trickle()
+    assert greet(slow, b"token") is None  # type: ignore[arg-type]
+    assert slow.num_bytes == ray_ranks._GREETING_SECONDS
+
+
+def test_actors_that_do_not_connect_are_killed_before_one_of_them_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, config = [0.0], ParallelConfig(4, executor="ray")
+    ranks = [RayRank(config.place(number), None, 10**9 + number, "a node", True) for number in range(4)]
+    launcher = object.__new__(RayLauncher)
+    launcher._config, launcher._token, launcher._group, launcher._owns_cluster = config, b"token", None, False
+    monkeypatch.setattr(launcher, "_join_cluster", lambda: None)
+    monkeypatch.setattr(launcher, "_reserve", lambda: None)
+    monkeypatch.setattr(launcher, "_make_actors", lambda _port: ranks)
+    monkeypatch.setattr(ray_ranks, "_STARTING_SECONDS", 0.0)
+    monkeypatch.setattr(ray_ranks.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ray_ranks.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(RayRank, "_state", lambda _rank: b"R")  # they do not end
+    killed: list[int] = []
+    monkeypatch.setattr(ray_ranks.os, "kill", lambda pid, _number: killed.append(pid - 10**9))
+    with pytest.raises(EngineDead, match="rank 0 of 4 .* did not connect"):
+        launcher.start()
+    assert killed[:4] == [0, 1, 2, 3]
+    assert now[0] < 2 * ray_ranks._END_SECONDS
 
 
 def test_whoever_waits_for_an_actor_is_told_when_it_is_killed_though_its_node_says_nothing() -> None:

@@ -37,6 +37,7 @@ class FakeRank:
         self.page = LifePage(bytearray(PAGE_BYTES))
         self.how: str | None = None
         self.stopped = self.silent = self.killed = False
+        self.is_here = True
         self.on_kill: Callable[[], object] = bool
         self._num_beats = 0
 
@@ -126,12 +127,51 @@ def test_a_halted_rank_is_named() -> None:
 
 def test_a_rank_without_a_heartbeat_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_SILENT_SECONDS", 0.02)
-    monkeypatch.setattr(watch_module.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     launcher = FakeLauncher()
     for number in (2, 3):
         launcher.fakes[number].silent = True
     _NATIVE.pack_into(launcher.fakes[3].page._memory, _NATIVE_AT, 5)  # the other's heart may wait for the interpreter
     assert verdict(launcher).startswith("rank 3 of 4 (stage 1, shard 1, pid 103) gave no sign of life for ")
+
+
+def crowd(page: LifePage, load: float) -> None:
+    """Have a page say how crowded its machine is."""
+    page._crowding = load
+    page._write()
+
+
+def test_a_rank_of_another_machine_is_not_excused_by_the_load_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_LOCKED_SECONDS", 0.02)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
+    launcher = FakeLauncher()
+    for number in (1, 2):
+        launcher.fakes[number].silent = True
+    launcher.fakes[2].is_here = False
+    crowd(launcher.fakes[2].page, 0.5)
+    assert verdict(launcher).startswith("rank 2 of 4 (stage 1, shard 0, pid 102) gave no sign of life for ")
+
+
+def test_a_rank_is_excused_by_the_load_of_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_LOCKED_SECONDS", 0.02)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    launcher = FakeLauncher()
+    for number in (1, 2):
+        launcher.fakes[number].silent, launcher.fakes[number].is_here = True, False
+    crowd(launcher.fakes[1].page, 1e6)
+    assert verdict(launcher).startswith("rank 2 of 4")
+
+
+def test_a_heartbeat_tells_how_crowded_its_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0 * (os.cpu_count() or 1), 0.0, 0.0))
+    page, pause = LifePage(bytearray(PAGE_BYTES)), threading.Event()
+    page.start_beating()
+    while not page.read().beats:
+        pause.wait(0.01)
+    assert page.read().crowding == 3.0
+    copy = LifePage(bytearray(PAGE_BYTES))
+    copy.put_bytes(page.copy_bytes())
+    assert copy.read().crowding == 3.0
 
 
 def test_the_rank_that_is_behind_is_named_among_those_that_wait() -> None:

@@ -18,11 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gloo_sum_main
+from interpreter import HAS_TRITON
 from local_ranks import LocalGroup, run_ranks
 from quire.config.model import Experts, Heads, ModelConfig, Rope
 from quire.config.parallel import ParallelConfig, share_of
+from quire.config.rank_model import largest_rank
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.experts import EachExpert
+from quire.runtime.layers.stacked_experts import ExpertLinear
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.hf.checkpoint import HfCheckpoint
@@ -144,9 +147,9 @@ GPT_OSS = {
 }  # fmt: skip
 
 
-def write_gpt_oss(folder: Path) -> None:
-    """With MXFP4 experts."""
-    (folder / "config.json").write_text(json.dumps(GPT_OSS))
+def write_gpt_oss(folder: Path, size: int = 32) -> None:
+    """With MXFP4 experts of this intermediate size."""
+    (folder / "config.json").write_text(json.dumps(GPT_OSS | {"intermediate_size": size}))
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
@@ -160,7 +163,7 @@ def write_gpt_oss(folder: Path) -> None:
     tensors |= {"model.embed_tokens.weight": noise(64, 64), "lm_head.weight": noise(64, 64)}
     tensors |= {"model.norm.weight": noise(64), f"{path}self_attn.sinks": noise(4)}
     tensors |= {f"{path}mlp.router.weight": noise(5, 64), f"{path}mlp.router.bias": noise(5)}
-    for name, (outputs, inputs) in {"gate_up_proj": (64, 64), "down_proj": (64, 32)}.items():
+    for name, (outputs, inputs) in {"gate_up_proj": (2 * size, 64), "down_proj": (64, size)}.items():
         blocks = torch.randint(0, 256, (5, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
         tensors[f"{experts}{name}_blocks"] = blocks
         tensors[f"{experts}{name}_scales"] = torch.full((5, outputs, inputs // 32), 120, dtype=torch.uint8)
@@ -196,6 +199,23 @@ def test_ranks_with_mxfp4_experts_answer_as_one(attention: str, tmp_path: Path) 
         found.append(engine.answers(prompts, max_tokens=8))
         engine.executor.close()
     assert found[1] == found[0]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_ranks_with_parts_of_mxfp4_experts_hold_them_as_they_are_stored_and_as_planned(tmp_path: Path) -> None:
+    from quire.kernels.triton.grouped_nibbles import NibbleStack
+
+    write_gpt_oss(tmp_path, size=352)
+    parallel, held = ParallelConfig(tensor=2), []
+    for rank in range(2):
+        checkpoint = open_checkpoint(files_at(tmp_path))
+        model = build(checkpoint.config, Ranks(parallel.place(rank), Silent(rank, 2), ONE_RANK), "triton")
+        load_weights(model, checkpoint)
+        stacks = [layer.stack for layer in model.modules() if isinstance(layer, ExpertLinear)]
+        assert len(stacks) == 2
+        assert all(isinstance(stack, NibbleStack) for stack in stacks)
+        held.append(sum(each.data.nbytes + each.scales.nbytes for each in stacks if isinstance(each, NibbleStack)))
+    assert max(held) <= largest_rank(open_checkpoint(files_at(tmp_path)).config, parallel).levels.gpu_bytes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -8,9 +8,9 @@ from typing import cast
 import pytest
 
 from quire.engine.progress import Backlog
-from quire.serving.dispatch.edge_loads import EdgeLoadTable
 from quire.serving.dispatch.engine_capacity import EngineCapacity
 from quire.serving.dispatch.in_flight_request import InFlightRequest
+from quire.serving.process.edge_loads import EdgeLoadTable
 from quire.serving.process.link import EngineLink, EngineReady
 
 

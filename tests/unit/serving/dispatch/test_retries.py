@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from quire.serving.dispatch.edge_loads import EdgeLoadTable
 from quire.serving.dispatch.in_flight_request import InFlightRequest
 from quire.serving.dispatch.retries import RetryQueue
+from quire.serving.process.edge_loads import EdgeLoadTable
 
 
 class Request:

@@ -6,13 +6,14 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from engine_thread import PATIENCE, EngineThread
 from fake_executor import continuation
+from quire.engine.transport import EdgeSocket
 from quire.serving.process import remote_link
 from quire.serving.process.control import ControlChannel, ControlMessage, Drain, EngineDown, EngineUp, pack
 from quire.serving.process.link import EngineReady
@@ -276,6 +277,71 @@ def test_a_submit_that_finds_no_engine_is_told_so_and_never_reaches_the_next(edg
     edge.submit("new", [2])
     edge.wait(lambda: "new" in edge.listener.ends)
     assert "lost" not in edge.listener.handles
+
+
+class SlowSocket(EdgeSocket):
+    """A socket whose engine reads nothing at first."""
+
+    num_refusals = 3
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            return False
+        return super().send(frames)
+
+
+class StuckSocket(EdgeSocket):
+    """A socket whose engine never reads."""
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        return False
+
+
+def test_what_an_engine_does_not_read_at_once_goes_when_it_reads_again(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_link, "EdgeSocket", SlowSocket)
+    edge.start_engine()
+    edge.wait(lambda: edge.listener.ups == [1])
+    for name in "abc":
+        edge.submit(name, [1, 2])
+    edge.wait(lambda: len(edge.listener.ends) == 3)
+    assert edge.listener.downs == []
+    assert list(edge.listener.handles) == ["a", "b", "c"]
+
+
+def test_what_an_engine_never_read_is_lost_with_it_and_the_next_one_serves(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(remote_link, "EdgeSocket", StuckSocket)
+        edge.start_engine()
+        edge.wait(lambda: edge.listener.ups == [1])
+        edge.submit("a", [1])
+        edge.tell(EngineDown("it hung"))
+        edge.wait(lambda: edge.listener.downs)
+    edge.start_engine()
+    edge.wait(lambda: edge.listener.ups == [1, 2])
+    edge.submit("b", [1])
+    edge.wait(lambda: "b" in edge.listener.ends)
+    assert list(edge.listener.handles) == ["b"]
+
+
+def test_an_abort_and_the_goodbye_are_taken_when_too_much_is_unsent(
+    edge: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_link, "EdgeSocket", StuckSocket)
+    monkeypatch.setattr(remote_link, "_MAX_OUTBOX", 2)
+    edge.start_engine()
+    edge.wait(lambda: edge.listener.ups == [1])
+    edge.submit("a", [1])
+    edge.submit("b", [1])
+    with pytest.raises(EngineDead, match="reads nothing"):
+        while True:  # the thread may have the first ones in its hands
+            edge.submit("c", [1])
+    edge.link.abort(Abort("a"))
+    edge.link.close()
 
 
 def test_news_read_together_with_the_start_order_are_not_missed(tmp_path: Path) -> None:

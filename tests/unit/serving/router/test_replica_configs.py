@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import pytest
 
 from quire.config.arguments import EngineArguments
 from quire.config.keys import KeySources
-from quire.config.server import ListenConfig, ModelSource, ServerConfig
-from quire.serving.router.replica_configs import gpu_shares, replica_config, visible_gpus
+from quire.config.server import AccessConfig, ListenConfig, ModelSource, ServerConfig
+from quire.serving.http.key_ring import KeyRing
+from quire.serving.router.replica_configs import gpu_shares, replica_config, visible_gpus, with_router_key
 from quire.serving.router.replicated import ReplicatedServer
 from quire.types.errors import ConfigError
 
@@ -63,3 +64,13 @@ def test_an_admin_listener_of_its_own_is_refused() -> None:
     given = replace(config(), listen=ListenConfig(admin_port=9000))
     with pytest.raises(ConfigError, match="admin_port: cannot be given together with replicas"):
         ReplicatedServer(given, keys=KeySources())
+
+
+def test_the_routers_own_key_opens_a_replica_and_is_no_clients() -> None:
+    sources = KeySources(api_keys=("ann", "bob"), admin_keys=("admin",))
+    given = replace(config(), access=AccessConfig(**sources.digests()._asdict()))
+    keys, (replica,) = with_router_key(sources, [given], "own")
+    assert keys.digests()._asdict().items() <= asdict(replica.access).items()
+    ring = KeyRing(replica.access)
+    assert ring.owner({b"authorization": b"Bearer own"}, is_admin=False) is not None
+    assert ring.client_digests == sources.digests().key_digests

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config.fields import Fields
-from quire.config.model import Dtype, ModelConfig, StoredLevels
+from quire.config.model import MXFP4, Dtype, ModelConfig, mxfp4_experts
 from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.hf.json_file import read_json
 from quire.runtime.loading.hf.quantized.registry import METHODS, method_name, read_method
@@ -23,9 +23,6 @@ _DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 def hf_family(directory: Path) -> str:
     """The name of the model's family. Needs no torch. Raises ModelLoadError for one that is not supported."""
     return _read_family(Fields(str(directory / CONFIG), read_json(directory / CONFIG)))
-
-
-_MXFP4 = "mxfp4"
 
 
 def hf_model_config(directory: Path) -> ModelConfig:
@@ -50,20 +47,9 @@ def hf_model_config(directory: Path) -> ModelConfig:
         from quire.runtime.loading.hf.quantized.layers import count_stored
 
         result = replace(result, levels=count_stored(directory, method, result))
-    elif result.quantization == _MXFP4:
-        result = replace(result, levels=_mxfp4_experts(result))
+    elif result.quantization == MXFP4:
+        result = replace(result, levels=mxfp4_experts(result))
     return count_weights(result)
-
-
-def _mxfp4_experts(model: ModelConfig) -> StoredLevels:
-    """Experts that a GPU holds as they are stored: 4 bits in steps of 128 inputs and panels of 64 outputs, and a scale
-    of two bytes for 32 inputs."""
-    if model.experts is None:
-        return StoredLevels(has_table=False)
-    hidden, size, count = model.hidden_size, model.experts.size, model.num_layers * model.experts.num
-    shapes = ((2 * size, hidden), (hidden, size))
-    held = sum(-(-outputs // 64) * 64 * (-(-inputs // 128) * 72) for outputs, inputs in shapes)
-    return StoredLevels(gpu_parameters=count * 3 * hidden * size, gpu_bytes=count * held, has_table=False)
 
 
 def hf_method(directory: Path) -> Method | None:

@@ -114,6 +114,7 @@ class Admin:
         loads = self._service.dispatcher.edge_loads.loads()
         total = {
             "waiting": sum(load.waiting for load in loads),
+            "preparing": sum(load.preparing for load in loads),
             "in_engine": sum(load.in_engine for load in loads),
             "draining": self._service.dispatcher.is_draining,
         }

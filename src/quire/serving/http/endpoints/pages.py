@@ -82,7 +82,8 @@ class Pages:
     async def load(self, exchange: Exchange) -> None:
         """Reply with the number of requests that all edges are working on, queued ones too."""
         loads = self._service.dispatcher.edge_loads.loads()
-        await exchange.reply_json({"server_load": sum(load.waiting + load.in_engine for load in loads)})
+        total = sum(load.preparing + load.waiting + load.in_engine for load in loads)
+        await exchange.reply_json({"server_load": total})
 
     async def tokenizer_info(self, exchange: Exchange) -> None:
         """Reply with what the files of Hugging Face say about a tokenizer, as far as it is known here."""

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-_COLUMNS = 7  # edge, waiting, waiting tokens, in engine, sequences in engine, retrying, draining
+EDGE_LOADS = "edge_loads"  # the file's name, in the directory of the server's processes
+_COLUMNS = 8  # edge, queued, preparing, queued tokens, in engine, sequences in engine, retrying, draining
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeLoad:
-    """One edge: the requests that are queued or prepared there, their prompt tokens, and its requests in the engine."""
+    """One edge: the requests that are queued there, their prompt tokens, the requests that are read and tokenized, and
+    those in the engine."""
 
     edge: int
     waiting: int
+    preparing: int
     waiting_tokens: int
     in_engine: int
     draining: bool
 
 
 class OtherLoads(NamedTuple):
-    """What the other edges have together. `retrying`: edges with a request in the engine that was in a crash before and
-    has produced no token since."""
+    """What the other edges have together. `waiting`: requests that are queued or prepared. `retrying`: edges with a
+    request in the engine that was in a crash before and has produced no token since."""
 
     waiting: int = 0
     waiting_tokens: int = 0
@@ -63,28 +67,38 @@ class EdgeLoadTable:
         in_engine: int,
         sequences: int = 0,
         *,
+        preparing: int = 0,
         retrying: bool = False,
         draining: bool = False,
     ) -> None:
         """Write the counts of this edge."""
-        self._rows[self._seat] = (self._edge, waiting, waiting_tokens, in_engine, sequences, retrying, draining)
+        self._rows[self._seat] = (
+            self._edge, waiting, preparing, waiting_tokens, in_engine, sequences, retrying, draining
+        )  # fmt: skip
 
     def others(self) -> OtherLoads:
         """The sums over the other edges."""
         if len(self._rows) == 1:
             return OtherLoads()
-        _, waiting, tokens, _, sequences, retrying, _ = (self._rows.sum(axis=0) - self._rows[self._seat]).tolist()
-        return OtherLoads(waiting, tokens, sequences, retrying)
+        sums = (self._rows.sum(axis=0) - self._rows[self._seat]).tolist()
+        _, waiting, preparing, tokens, _, sequences, retrying, _ = sums
+        return OtherLoads(waiting + preparing, tokens, sequences, retrying)
 
     def elsewhere(self) -> tuple[int, int]:
-        """The requests and prompt tokens that are queued at the other edges."""
+        """The requests that are queued or prepared at the other edges, and the prompt tokens of queued ones."""
         others = self.others()
         return others.waiting, others.waiting_tokens
 
     def loads(self) -> list[EdgeLoad]:
         """The rows of all edges that have started."""
         loads = [
-            EdgeLoad(edge, waiting, tokens, in_engine, bool(draining))
-            for edge, waiting, tokens, in_engine, _, _, draining in self._rows.tolist()
+            EdgeLoad(edge, waiting, preparing, tokens, in_engine, bool(draining))
+            for edge, waiting, preparing, tokens, in_engine, _, _, draining in self._rows.tolist()
         ]
         return [load for seat, load in enumerate(loads) if load.edge or seat == self._seat]
+
+
+def clear_seat(path: Path, seat: int) -> None:
+    """Clear the row of an edge process that has ended: its requests ended with it, and hold up no other edge."""
+    with suppress(FileNotFoundError), path.open("r+b") as file:  # no edge has got as far as making it
+        os.pwrite(file.fileno(), bytes(8 * _COLUMNS), seat * 8 * _COLUMNS)
