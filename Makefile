@@ -20,7 +20,8 @@ CLIENT_FAULTS := -W ignore::pytest.PytestUnraisableExceptionWarning# clients tha
 CODE := setup.py tools src tests benchmarks examples
 LONG := $(addprefix tests/,browser clients families parity http/test_guides.py http/test_hostile_grammars.py http/test_schemathesis.py \
   http/test_disaggregation.py http/test_ranks.py http/test_ray_serve.py http/test_replicas.py unit/runtime/executor/test_torchrun.py)
-BUILT_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)
+BUILT_FROM := pyproject.toml setup.py constraints.txt src/quire/kernels/native/paths.py \
+  $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

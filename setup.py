@@ -1,7 +1,7 @@
 """Builds the CPU kernels, a library for each instruction set. Without a C++ compiler Quire installs too, on torch."""
 
 import copy
-import hashlib
+import ctypes
 import os
 import runpy
 import shlex
@@ -12,21 +12,12 @@ from typing import ClassVar
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import OptionError
 
 FOLDER = Path("src/quire/kernels/native")
-SOURCE, FEATURES, HEADERS = FOLDER / "quire_cpu.cpp", FOLDER / "cpu_features.cpp", sorted(FOLDER.glob("*.h"))
-DIGEST = hashlib.sha256(b"".join(file.read_bytes() for file in (SOURCE, *HEADERS))).hexdigest()
-LIBRARIES = {path.library: path.flags for path in runpy.run_path(str(FOLDER / "paths.py"))["PATHS"]}
-COMPILE = [
-    "-O3",
-    "-g0",
-    "-std=c++17",
-    "-fopenmp",
-    "-ffp-contract=off",  # a sum has the same bits wherever it is written: see add_product in simd.h
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-Wno-psabi",
-]
+SOURCE, FEATURES = FOLDER / "quire_cpu.cpp", FOLDER / "cpu_features.cpp"
+MODULE = runpy.run_path(str(FOLDER / "paths.py"))
+PATHS, COMPILE, DIGEST = MODULE["PATHS"], list(MODULE["COMPILE"]), MODULE["digest_of_sources"](FOLDER)
 
 
 def _is_clang() -> bool:
@@ -38,11 +29,12 @@ def _is_clang() -> bool:
 
 
 class BuildPaths(build_ext):
-    """Builds the libraries side by side. `--paths avx2,portable` builds those alone, for a quick try of a change."""
+    """Builds the libraries of the paths that `--paths` names, side by side. By default a checkout gets `here`, a wheel
+    `all`. A library that holds the digest of the present sources is not built again, except with `--force`."""
 
     user_options: ClassVar = [
         *build_ext.user_options,
-        ("paths=", None, "libraries to build, by commas; all when left out"),
+        ("paths=", None, "names by commas; all; or here: the best one for this CPU and the portable one"),
     ]
 
     def initialize_options(self) -> None:
@@ -52,21 +44,67 @@ class BuildPaths(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
-        if self.paths is not None:
-            chosen = {"_features", *(f"_cpu_{name}" for name in self.paths.split(","))}
-            self.extensions = [each for each in self.extensions if each.name.rpartition(".")[2] in chosen]
+        self.paths = self.paths or ("here" if self.inplace else "all")
+        self._is_in_place = bool(self.inplace)  # `run` builds elsewhere, and copies
+        known = {"here", "all", *(path.library for path in PATHS)}
+        if unknown := sorted(set(self.paths.split(",")) - known):
+            raise OptionError(f"--paths: {', '.join(unknown)} is none of {', '.join(sorted(known))}")
+
+    def build_extensions(self) -> None:
+        features, *libraries = self.extensions
+        self.extensions = [features]
+        super().build_extensions()
+        chosen = self._choose(Path(self.get_ext_fullpath(features.name)))
+        needed = [each for each in libraries if _library(each) in chosen]
+        self.extensions = [each for each in needed if self.force or not self._is_built(each)]
+        super().build_extensions()
+        if not self._is_in_place:  # in place, only what is new is copied
+            self.extensions = needed
+        self.extensions.append(features)
 
     def build_extension(self, ext: Extension) -> None:
         own = copy.copy(self)  # all are made of one source: each needs a folder of its own for its object
         own.build_temp = str(Path(self.build_temp) / ext.name)
+        own.force = True
         build_ext.build_extension(own, ext)
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        for file in FOLDER.glob("_cpu_*.so"):
+            if not _holds_digest(file):
+                file.unlink()  # the loader would refuse it
+
+    def _choose(self, features: Path) -> set[str]:
+        """The libraries to build. `features`: the library that asks the CPU; without it the loader opens no other."""
+        libraries = [path.library for path in PATHS]
+        if not features.is_file():
+            return set()
+        if self.paths == "all":
+            return set(libraries)
+        if self.paths != "here":
+            return set(self.paths.split(","))
+        ask = ctypes.CDLL(str(features.resolve())).quire_cpu_features
+        ask.restype = ctypes.c_char_p
+        has = set(ask().decode().split())
+        return {next(path.library for path in PATHS if path.needs <= has), libraries[-1]}
+
+    def _is_built(self, ext: Extension) -> bool:
+        file = Path(self.get_ext_fullpath(ext.name))
+        return _holds_digest(FOLDER / file.name if self._is_in_place else file)
+
+
+def _library(ext: Extension) -> str:
+    return ext.name.rpartition("._cpu_")[2]
+
+
+def _holds_digest(library: Path) -> bool:
+    return library.is_file() and DIGEST.encode() in library.read_bytes()
 
 
 def _extension(name: str, source: Path, compile_args: list[str], link_args: list[str]) -> Extension:
     return Extension(
         f"quire.kernels.native.{name}",
         [str(source)],
-        depends=[str(file) for file in (*HEADERS, FOLDER / "paths.py")] if source is SOURCE else [],
         language="c++",
         optional=True,
         define_macros=[("QUIRE_SOURCE", f'"{DIGEST}"')],
@@ -80,6 +118,7 @@ if not IS_CLANG:
     COMPILE.append("-Wno-maybe-uninitialized")  # of GCC's own headers
 # OpenMP: GCC's comes from torch's own library when it is loaded; of clang's, torch has none on most machines
 LINK = ["-Wl,-z,lazy", *(["-fopenmp=libomp"] if IS_CLANG else [])]
+LIBRARIES = {path.library: path.flags for path in PATHS}
 
 setup(
     cmdclass={"build_ext": BuildPaths},

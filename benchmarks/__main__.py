@@ -51,6 +51,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "time to first token and between tokens, with prompts computed by the same server and by another",
         ("--requests", "3", "--prompt", "400"),
     ),
+    "start": ("the server's seconds from process start to the first token, and its memory then", ("--repeats", "3")),
     "serving": ("the server's throughput, latency, memory and boot, beside another server", ("--requests", "8")),
 }
 # what needs a GPU, a model or packages of others: only listed here

@@ -150,7 +150,8 @@ def install(extras: Sequence[str], pip_arguments: Sequence[str], screen: Screen)
     with tempfile.TemporaryDirectory() as tools:  # of the build, which other packages may not replace meanwhile
         screen.begin("preparing")
         Task([*pip, "--target", tools, *described["build-system"]["requires"]]).wait()
-        build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        paths = "all" if "dev" in extras else "here"  # tests run every path of the CPU kernels
+        build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--paths", paths]
         kernels = Task(build, python_path=tools)
         screen.begin("installing packages")
         Task([*pip, *dict.fromkeys(requirements(described["project"], extras))], screen).wait()

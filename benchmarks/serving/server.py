@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
 SETTLE_SECONDS = 3.0  # from ready to weighing
 STOP_SECONDS = 60.0
 _KIB = 1_024
@@ -37,6 +37,16 @@ class Contestant:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """A server that is ready: where it is, its first process, and when (monotonic) that was started."""
+
+    url: str
+    pid: int
+    started_at: float
+    boot_seconds: float  # from then until it was ready
+
+
+@dataclass(frozen=True, slots=True)
 class Running:
     """A server that is ready: where it is, how long it took from the start of its process, and what it holds idle."""
 
@@ -48,11 +58,20 @@ class Running:
 
 @contextmanager
 def running(contestant: Contestant, time_limit: float) -> Iterator[Running]:
+    """Start it on a free port and weigh it. Raises ServerFailed; whatever it started is gone at the end."""
+    with started(contestant, time_limit) as server:
+        time.sleep(SETTLE_SECONDS)
+        pids = tree(server.pid)
+        yield Running(server.url, server.boot_seconds, sum(map(rss_bytes, pids)), sum(map(pss_bytes, pids)))
+
+
+@contextmanager
+def started(contestant: Contestant, time_limit: float) -> Iterator[Started]:
     """Start it on a free port. Raises ServerFailed; whatever it started is gone at the end."""
     port = _free_port()
     command = shlex.split(contestant.command.replace("{port}", str(port)))
     with tempfile.TemporaryFile() as log:
-        started = time.monotonic()
+        started_at = time.monotonic()
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -66,13 +85,10 @@ def running(contestant: Contestant, time_limit: float) -> Iterator[Running]:
             while not _answers(url + contestant.ready_path):
                 if process.poll() is not None:
                     raise ServerFailed(f"it ended with code {process.returncode}: {_last_line(log)}")
-                if time.monotonic() - started > time_limit:
+                if time.monotonic() - started_at > time_limit:
                     raise ServerFailed(f"it was not ready after {time_limit:.0f} s: {_last_line(log)}")
                 time.sleep(POLL_SECONDS)
-            boot_seconds = time.monotonic() - started
-            time.sleep(SETTLE_SECONDS)
-            pids = tree(process.pid)
-            yield Running(url, boot_seconds, sum(map(_rss, pids)), sum(map(_pss, pids)))
+            yield Started(url, process.pid, started_at, time.monotonic() - started_at)
         finally:
             _stop(process)
 
@@ -93,11 +109,11 @@ def tree(root: int) -> list[int]:
     return found
 
 
-def _rss(pid: int) -> int:
+def rss_bytes(pid: int) -> int:
     return _memory(Path(f"/proc/{pid}/status"), "VmRSS:")
 
 
-def _pss(pid: int) -> int:
+def pss_bytes(pid: int) -> int:
     return _memory(Path(f"/proc/{pid}/smaps_rollup"), "Pss:")
 
 

@@ -12,7 +12,7 @@ import pytest
 from cut_drill import cut_wave
 from cut_streams import make_bodies, run_cut_streams
 from kill_drill import Drills
-from real_server import RealServer, is_alive, tiny_server
+from real_server import RealServer, children_of, command_of, is_alive, tiny_server
 
 SIZES = ("--max-num-seqs", "4", "--num-kv-blocks", "1024", "--max-model-len", "2048")
 
@@ -21,6 +21,17 @@ SIZES = ("--max-num-seqs", "4", "--num-kv-blocks", "1024", "--max-model-len", "2
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     with tiny_server(tmp_path_factory.mktemp("model"), *SIZES) as one:
         yield one
+
+
+def test_the_checker_of_structured_outputs_starts_with_the_first_of_them(server: RealServer) -> None:
+    (edge,) = server.processes("quire.serving.edge_main")
+    body: dict[str, object] = {"prompt": "x", "max_tokens": 4}
+    assert server.post("/v1/completions", body).status_code == 200
+    assert children_of(edge) == []
+    body["structured_outputs"] = {"choice": ["a", "b"]}
+    assert server.post("/v1/completions", body).json()["choices"][0]["text"] in ("a", "b")
+    (child,) = children_of(edge)
+    assert "grammar_child" in command_of(child)
 
 
 def test_a_killed_engine_breaks_off_streams_that_had_begun_and_every_other_request_is_answered(

@@ -44,6 +44,7 @@ class HardwareFacts:
     page_size: int = 4096  # bytes of a page of the CPU's virtual memory
     level_panels: bool = False  # the native kernels multiply float32 rows by quantized weights as stored in the file
     cpu_path: str | None = None  # the instruction set that the native CPU kernels in use are compiled for
+    unbuilt_path: str | None = None  # a better one that this CPU could run, if its kernels had been built
     tile_units: bool = False  # the CPU has AMX for bfloat16, and the native kernels use it
 
     @property

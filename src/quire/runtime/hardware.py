@@ -13,7 +13,7 @@ import torch
 
 from quire.config.environment import CPU_PATH, read_environment
 from quire.config.facts import CudaDevice, HardwareFacts
-from quire.kernels.native.loader import LacksPath, ask_for_path, choose_path, why_not_native
+from quire.kernels.native.loader import LacksPath, ask_for_path, choose_path, find_unbuilt_path, why_not_native
 from quire.kernels.native.ops import has_tile_units
 from quire.kernels.native.panels import level_panels_pay
 from quire.types.errors import ConfigError
@@ -33,6 +33,7 @@ def _machine() -> HardwareFacts:
     """All but memory and devices."""
     use_cpu_path()
     cpuinfo, refusal = read_cpuinfo(_read(Path("/proc/cpuinfo"))), why_not_native(torch.float32, torch.device("cpu"))
+    unbuilt = find_unbuilt_path() if refusal is None else None
     return HardwareFacts(
         machine=platform.machine(),
         cpu_name=cpuinfo[0] or platform.processor() or "unknown",
@@ -49,6 +50,7 @@ def _machine() -> HardwareFacts:
         level_panels=refusal is None and level_panels_pay(),
         tile_units=refusal is None and has_tile_units(),
         cpu_path=choose_path().name if refusal is None else None,
+        unbuilt_path=None if unbuilt is None else unbuilt.name,
     )
 
 

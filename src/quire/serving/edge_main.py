@@ -18,6 +18,7 @@ import uvloop
 
 from quire import __version__
 from quire.config.server import ModelSource
+from quire.engine.decoding.native_memory import give_back
 from quire.observability.logging import set_up_logging
 from quire.observability.metrics import ServerMetrics, server_metrics
 from quire.runtime.loading.generation import read_sampling_defaults
@@ -155,9 +156,9 @@ class Edge:
         """Serve until drained."""
         self._dispatcher.start()
         self._service.batches.resume()
-        self._service.texts.checker.warm()
         gc.collect()
         gc.freeze()
+        give_back()  # what building the tokenizer took and freed
         await self._server.serve(sockets=[socket.socket(fileno=self._listen_fd)])
         self._channel.send(Drained())
         self._link.close()

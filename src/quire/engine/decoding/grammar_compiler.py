@@ -111,6 +111,7 @@ class GrammarCompiler:
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the vocabulary, the requests must get an error
             self._fail_all(f"the vocabulary cannot be used for structured outputs: {error}")
             return
+        give_back()  # what building it took and freed
         later: deque[Callable[[], None]] = deque()
         while (job := self._waiting.get()) is not None:
             if isinstance(job, _Compiling):

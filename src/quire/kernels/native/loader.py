@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import sysconfig
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels.native.paths import PATHS, CpuPath
+from quire.kernels.native.paths import PATHS, CpuPath, digest_of_sources
 
 _HERE = Path(__file__).parent
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -76,13 +75,18 @@ def ask_for_path(name: str | None) -> None:
 def choose_path() -> CpuPath:
     """The best path that was built and that this CPU can run, or the one asked for. Raises Unavailable or LacksPath."""
     features = _cpu_features()
-    runs = [path for path in PATHS if path.needs <= features]
-    built = [path for path in runs if _file_of(f"_cpu_{path.library}").is_file()]
+    built = [path for path in PATHS if path.needs <= features and _is_built(path)]
     if _Choice.asked is not None:
         return _path_asked_for(_Choice.asked, built, features)
     if not built:
         raise Unavailable(_NOT_BUILT)
     return built[0]
+
+
+def find_unbuilt_path() -> CpuPath | None:
+    """The best path that this CPU can run, if it was not built: then a slower one is used. Raises Unavailable."""
+    best = next(path for path in PATHS if path.needs <= _cpu_features())
+    return None if _is_built(best) else best
 
 
 def _path_asked_for(name: str, built: Sequence[CpuPath], features: frozenset[str]) -> CpuPath:
@@ -144,14 +148,16 @@ def _file_of(name: str) -> Path:
     return _HERE / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
+def _is_built(path: CpuPath) -> bool:
+    return _file_of(f"_cpu_{path.library}").is_file()
+
+
 def _check_origin(library: ctypes.CDLL) -> None:
     """Refuse a library of other sources than those beside it."""
-    sources = (_HERE / "quire_cpu.cpp", *sorted(_HERE.glob("*.h")))
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
     if not hasattr(library, "quire_source"):
         raise Unavailable(_OTHER_SOURCES)
     library.quire_source.restype = c_char_p
-    if library.quire_source().decode() != digest:
+    if library.quire_source().decode() != digest_of_sources(_HERE):
         raise Unavailable(_OTHER_SOURCES)
 
 

@@ -109,6 +109,13 @@ def find_slow(facts: HardwareFacts, *, has_nvidia_driver: bool) -> list[Finding]
         )
     if facts.native_refusal is not None and not facts.cuda:
         findings.append(Finding(facts.native_refusal, REBUILD))
+    if facts.unbuilt_path is not None and not facts.cuda:
+        findings.append(
+            Finding(
+                f"this CPU can run the {facts.unbuilt_path} kernels, which were not built; {facts.cpu_path} is used",
+                "in the checkout, on this machine: pip install --force-reinstall --no-deps -e .",
+            )
+        )
     if not facts.supports_bf16 and not facts.cuda:
         findings.append(
             Finding(

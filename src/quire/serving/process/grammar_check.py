@@ -45,8 +45,9 @@ class GrammarChecker:
     The child builds the whole grammar and tries it. What it tried is what comes back, as a CheckedGrammar; nothing
     else makes one.
 
-    Its one child process starts with the first check, or at `warm`, and again when it was lost. Answers are kept, but
-    for refusals by the clock, which another time might not refuse.
+    Its one child process starts with the first check, which costs that one some tenths of a second and servers without
+    structured outputs no memory, and again when it was lost. Answers are kept, but for refusals by the clock, which
+    another time might not refuse.
     """
 
     def __init__(self, source: VocabularySource) -> None:
@@ -55,15 +56,6 @@ class GrammarChecker:
         self._child: _Child | None = None
         self._kept: OrderedDict[AnswerPlan, _Outcome] = OrderedDict()
         self._kept_characters = 0
-
-    def warm(self) -> None:
-        """Start the child in the background. Why it cannot be started, the first check will say."""
-
-        def start() -> None:
-            with contextlib.suppress(QuireError):
-                self._living_child()
-
-        threading.Thread(target=start, name="grammar-check-start", daemon=True).start()
 
     def check(self, plan: AnswerPlan) -> CheckedGrammar:
         """Wait for the grammar of `plan`. Raises InvalidRequest naming the field at fault, or ChecksBusy."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from quire.config.keys import KeySources
 from quire.config.server import ServerConfig
+from quire.engine.decoding.native_memory import give_back
 from quire.observability.logging import set_up_logging
 from quire.serving.process.announcing import Announcer
 from quire.serving.process.child_process import ChildProcess
@@ -107,6 +108,7 @@ class Supervisor:
                 if found is None:
                     return 0  # a signal came before the files
                 self._config = found
+                give_back()  # what reading the model's files took and freed
                 self._key_file = self._write_key(directory)
                 self._make_keepers(directory, listeners)
                 children.callback(self._engine.kill)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from quire.kernels.native import loader
-from quire.kernels.native.loader import LacksPath, Unavailable, choose_path, why_not_native
+from quire.kernels.native.loader import LacksPath, Unavailable, choose_path, find_unbuilt_path, why_not_native
 from quire.kernels.native.paths import PATHS, CpuPath, paths_of
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
@@ -34,12 +34,13 @@ ABOVE = {
 }
 
 
-def built_paths() -> list[CpuPath]:
-    return [path for path in PATHS if _runs(path)]
+def paths_here() -> list[CpuPath]:
+    return [path for path in PATHS if path.needs <= loader._cpu_features()]
 
 
-def _runs(path: CpuPath) -> bool:
-    return path.needs <= loader._cpu_features() and loader._file_of(f"_cpu_{path.library}").is_file()
+def skip_unbuilt(path: CpuPath) -> None:
+    if not loader._is_built(path):
+        pytest.skip(f"{path.name} was not built: python setup.py build_ext --inplace --paths all")
 
 
 def run_python(code: list[str], path: str) -> subprocess.CompletedProcess[str]:
@@ -49,19 +50,33 @@ def run_python(code: list[str], path: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("path", [path.name for path in built_paths()] if REFUSAL is None else [])
-def test_every_path_that_runs_here_passes_the_tests_of_the_kernels(path: str) -> None:
+@pytest.mark.parametrize("path", paths_here() if REFUSAL is None else [], ids=lambda path: path.name)
+def test_every_path_that_runs_here_passes_the_tests_of_the_kernels(path: CpuPath) -> None:
+    skip_unbuilt(path)
     if os.environ.get("QUIRE_CPU_PATH"):
         pytest.skip("runs in each of the processes that this test starts")
     files = [str(HERE / name) for name in TESTS]
-    result = run_python(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files], path)
+    result = run_python(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files], path.name)
     assert result.returncode == 0, result.stdout[-3000:]
 
 
 def test_the_best_path_of_this_cpu_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_path() == (built_paths()[0] if not os.environ.get("QUIRE_CPU_PATH") else choose_path())
+    if not os.environ.get("QUIRE_CPU_PATH"):
+        assert choose_path() == next(path for path in paths_here() if loader._is_built(path))
     monkeypatch.setattr(loader, "_cpu_features", frozenset)
     assert choose_path.__wrapped__().name in ("portable", os.environ.get("QUIRE_CPU_PATH"))
+
+
+def test_the_best_path_of_this_cpu_is_named_where_it_was_not_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    features = loader._cpu_features()
+    monkeypatch.setattr(loader, "_cpu_features", lambda: features)
+    monkeypatch.setattr(loader, "_HERE", tmp_path)
+    best = next(path for path in PATHS if path.needs <= features)
+    assert find_unbuilt_path() == best
+    loader._file_of(f"_cpu_{best.library}").touch()
+    assert find_unbuilt_path() is None
 
 
 @pytest.mark.parametrize(
@@ -117,9 +132,8 @@ def test_the_environment_names_the_path_and_a_wrong_name_is_an_error() -> None:
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 @pytest.mark.parametrize("path", [path for path in PATHS if path.name in ABOVE.get(os.uname().machine, {})])
 def test_a_library_holds_no_instruction_that_its_cpus_lack(path: CpuPath) -> None:
+    skip_unbuilt(path)
     file = loader._file_of(f"_cpu_{path.library}")
-    if not file.is_file():
-        pytest.skip(f"{path.name} was not built")
     text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", file], capture_output=True, text=True, check=True)
     above = re.compile(ABOVE[os.uname().machine][path.name])
     found = [line for line in text.stdout.splitlines() if "\t" in line and above.search(line.split("\t", 1)[1])]

@@ -36,6 +36,13 @@ def test_missing_native_kernels_are_named_with_the_reason() -> None:
     assert "pip install --force-reinstall --no-deps -e ." in finding.fix
 
 
+def test_a_better_path_that_was_not_built_is_named_beside_the_one_in_use() -> None:
+    moved = replace(LAPTOP, cpu_path="portable", unbuilt_path="avx2")
+    (finding, *_) = find_slow(moved, has_nvidia_driver=False)
+    assert finding.cause == "this CPU can run the avx2 kernels, which were not built; portable is used"
+    assert "pip install --force-reinstall --no-deps -e ." in finding.fix
+
+
 def test_each_kind_of_weight_is_named_with_what_multiplies_by_it() -> None:
     native = replace(LAPTOP, native_refusal=None, cpu_path="avx2", level_panels=True, supports_bf16=False)
     assert dict(describe_products(native)) == {
