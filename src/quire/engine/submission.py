@@ -179,6 +179,8 @@ def most_blocks(request: Submit, limit: int, cache: CacheConfig, max_chunk: int)
     total = blocks_at_most(len(request.prompt_token_ids), limit, count, size)
     if groups.window is None:
         return total
+    if groups.all_windows:
+        return min(total, count * groups.blocks_needed(total, size, max_chunk))
     if count == 1:
         return groups.blocks_needed(total, size, max_chunk)
     shared = len(request.prompt_token_ids) // size
