@@ -149,7 +149,8 @@ def test_a_model_of_windows_alone_holds_what_its_last_tokens_see() -> None:
         nonlocal most
         stats = engine.core.stats().blocks
         most = max(most, stats.used)
-        assert stats.total == 14
+        assert stats.total == 14 == stats.used + stats.free
+        assert stats.cached + stats.shared <= 14
         assert stats.slots_allocated - 4 < stats.slots_used <= stats.slots_allocated or not stats.used
         seen = engine.core.block_map()
         blocks = [block for request in seen.requests for block in request.block_ids]

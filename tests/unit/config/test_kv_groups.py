@@ -50,7 +50,10 @@ def test_a_model_of_windows_alone_takes_no_more_than_these() -> None:
     assert groups == KVGroups(512)
     assert plan.blocks_per_sequence == -(-(512 + plan.max_chunk) // 16) + 1
     assert plan.max_model_len == 8_192  # of which 100 blocks hold 1,600
-    assert f"each takes up to {plan.blocks_per_sequence} blocks, for all layers that see 512" in str(plan)
+    lines = str(resolved(mistral, num_kv_blocks=130, max_num_batched_tokens=512)[1]).splitlines()
+    assert lines[-1] == "  each takes up to 65 blocks, for all layers that see 512"
+    guide = (Path(__file__).parents[3] / "docs/guides/memory.md").read_text()
+    assert all(f"    {line.strip()}\n" in guide for line in lines[-2:])
     assert kv_block_bytes(mistral, "float32", 16, groups) == kv_block_bytes(mistral, "float32", 16)
     with pytest.raises(DoesNotFit, match=r"8192 tokens need 65 KV blocks of 16, the cache has 64.*to 1024 or less"):
         resolved(mistral, num_kv_blocks=64, max_model_len=8_192)

@@ -56,6 +56,11 @@ class BlockPool:
         return self.num_free
 
     @property
+    def num_reusable(self) -> int:
+        """Blocks of memory that hold cached tokens and that no table holds."""
+        return self.num_evictable
+
+    @property
     def num_shared(self) -> int:
         """Private blocks with more than one holder."""
         return self._num_shared

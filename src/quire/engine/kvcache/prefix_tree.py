@@ -319,9 +319,9 @@ class PrefixTree:
         return 0 if lost is None else lost.num_blocks
 
     def clear(self) -> int:
-        """Empty the tree. Returns how many blocks became free. Runs that tables hold are detached: no lookup finds
-        them."""
-        freed = 0
+        """Empty the tree. Returns how many blocks of memory became free. Runs that tables hold are detached: no lookup
+        finds them."""
+        freed, before = 0, self.pool.num_reusable
         for node in self.nodes():
             if node.locks == 0:
                 freed += len(node.blocks)
@@ -333,7 +333,7 @@ class PrefixTree:
         self._evicted_salts.clear()
         self._policy.clear()
         self._num_blocks -= freed
-        return freed
+        return before - self.pool.num_reusable
 
     # ---------------------------------------------------------------------------------------------- content hashes
     def key_of(self, node: Node, index: int) -> bytes:

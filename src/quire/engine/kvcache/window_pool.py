@@ -37,6 +37,15 @@ class WindowPool(GroupedPool):
     def num_used(self) -> int:
         return len(self._readers)
 
+    @property
+    def num_reusable(self) -> int:
+        return len(self._idle) + len(self._ends)
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks in the window of more than one table, cached or not."""
+        return sum(count > 1 for count in self._readers.values())
+
     def memory_of(self, block: int) -> int | None:
         memory = self._windows.get(block)
         return None if memory is None else memory[0]
