@@ -76,7 +76,7 @@ class WindowPool(GroupedPool):
 
     def _take_ids(self, count: int) -> list[int]:
         free, total = self._free_ids, self.num_ids
-        if len(free) < count and total > _IDS_PER_BLOCK * self.num_blocks:
+        if len(free) < count and self.num_evictable and total > _IDS_PER_BLOCK * self.num_blocks:
             free.extend(self._evict_cached(count))
         if (missing := count - len(free)) > 0:
             self._holders += [0] * missing
