@@ -35,7 +35,7 @@ LENGTHS = (61, 64, 65, 30, 3)  # within a block, at its end, one token more; les
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FamilyCase]:
-    names = ("llama", "gemma3_text", "qwen3_next")
+    names = ("llama", "gemma3_text", "mistral", "qwen3_next")
     made = {name: FamilyCase(name, tmp_path_factory.mktemp(name)) for name in names}
     assert all(case.model is not None for case in made.values())  # they are written
     return made
@@ -99,6 +99,8 @@ def bytes_of(llm: LLM, prompt: list[int]) -> torch.Tensor:
         ("llama", {"max_num_batched_tokens": 16}),  # prompts in several chunks
         ("gemma3_text", {}),  # layers with a window
         ("gemma3_text", {"max_num_batched_tokens": 16}),
+        ("mistral", {}),  # no other layers
+        ("mistral", {"max_num_batched_tokens": 16}),
         ("qwen3_next", {}),  # recurrent layers
     ],
 )

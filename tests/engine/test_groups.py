@@ -21,7 +21,8 @@ from toy_model import continuation
 WINDOWS = KVGroups(window=20, num_window_blocks=3)
 STATES = KVGroups(num_states=40, blocks_per_state=2)
 BOTH = KVGroups(20, 3, 40, 2)
-KINDS = {"windows": WINDOWS, "states": STATES, "both": BOTH}
+ALL_WINDOWS = KVGroups(window=20)
+KINDS = {"windows": WINDOWS, "states": STATES, "both": BOTH, "all windows": ALL_WINDOWS}
 
 
 def pool_of(engine: Harness) -> GroupedPool:
@@ -139,13 +140,79 @@ def test_window_blocks_are_free_when_their_tokens_have_left_the_window() -> None
     assert 900 // 4 * (1 + 3) > 600  # with all of their window blocks, these tokens would not have fit
 
 
+def test_a_model_of_windows_alone_holds_what_its_last_tokens_see() -> None:
+    engine = Harness(num_blocks=14, groups=ALL_WINDOWS, max_num_batched_tokens=16, max_model_len=2_000)
+    pool, most = pool_of(engine), 0
+    engine.submit("long", prompt_of(700), max_tokens=900)  # 400 blocks of tokens
+
+    def watch(_: int) -> None:
+        nonlocal most
+        stats = engine.core.stats().blocks
+        most = max(most, stats.used)
+        assert stats.total == 14 == stats.used + stats.free
+        assert stats.cached + stats.shared <= 14
+        assert stats.slots_allocated - 4 < stats.slots_used <= stats.slots_allocated or not stats.used
+        seen = engine.core.block_map()
+        blocks = [block for request in seen.requests for block in request.block_ids]
+        assert len(set(blocks)) == len(blocks) == stats.used
+        assert [block for block, count in enumerate(seen.holders) if count] == sorted(blocks)
+        assert len(seen.holders) == 14
+
+    engine.run(each=watch)
+    assert len(engine.answer("long")) == 900
+    assert 5 < most <= -(-(20 + 16) // 4) + 1
+    assert pool.num_used == 0
+    assert engine.core.stats().preemptions == 0
+
+
+def test_what_does_not_fit_into_a_window_is_refused() -> None:
+    engine = Harness(num_blocks=10, groups=ALL_WINDOWS, max_num_batched_tokens=32, max_model_len=2_000)
+    with pytest.raises(InvalidRequest, match=r"need 14 kv blocks of 4, the cache has 10"):
+        engine.submit("long", prompt_of(700))
+    ask(engine, "short", prompt_of(20))
+
+
+def test_a_prompt_is_found_after_the_windows_of_its_reader_have_moved_on() -> None:
+    engine = Harness(num_blocks=400, groups=ALL_WINDOWS, max_model_len=2_000)
+    system = prompt_of(200)
+    ask(engine, "first", [*system, *prompt_of(40, 1)], max_tokens=300)
+    pool = pool_of(engine)
+    assert pool.num_evicted == 0
+    answer, found = ask(engine, "second", [*system, *prompt_of(30, 2)])
+    assert found == 200  # its window blocks are idle, and not evicted yet
+    alone = Harness(num_blocks=400, groups=ALL_WINDOWS, caching=False)
+    assert ask(alone, "alone", [*system, *prompt_of(30, 2)]) == (answer, 0)
+
+
+def test_ids_of_tokens_are_used_again() -> None:
+    engine = Harness(num_blocks=40, groups=ALL_WINDOWS, max_model_len=2_000)
+    for number in range(60):
+        ask(engine, f"r{number}", prompt_of(500, number), max_tokens=2)
+    assert pool_of(engine).num_ids <= 10 * 40 + 126
+
+
+def test_many_run_at_once_where_only_windows_are_held() -> None:
+    engine = Harness(num_blocks=120, groups=ALL_WINDOWS, max_num_batched_tokens=16, max_model_len=2_000)
+    most = 0
+
+    def watch(_: int) -> None:
+        nonlocal most
+        most = max(most, engine.core.stats().running)
+
+    for number in range(8):
+        engine.submit(f"r{number}", prompt_of(300, number), max_tokens=300, seed=number)
+    engine.run(each=watch, limit=20_000)
+    assert most == 8  # of 150 blocks of tokens each
+    assert engine.core.stats().preemptions == 0
+
+
 def test_what_never_fits_is_refused_with_its_window_blocks_counted() -> None:
     engine = Harness(num_blocks=60, groups=WINDOWS, max_num_batched_tokens=16)
     with pytest.raises(InvalidRequest, match="max_tokens") as refused:
         engine.submit("long", prompt_of(200))
     reason = str(refused.value)
     assert "60" in reason
-    assert f"need {52 + 36} kv blocks of 4, {3 * (10 + 2)} of them window blocks" in reason
+    assert f"need {52 + 30} kv blocks of 4, {3 * 10} of them window blocks" in reason
     ask(engine, "short", prompt_of(60))
 
 
@@ -231,11 +298,12 @@ def test_pins_leave_room_for_what_is_accepted(kind: str) -> None:
         assert ask(engine, "again", [*prompt_of(62), 5, 6, 7])[1] == 60
 
 
-@pytest.mark.parametrize("kind", ["windows", "states"])
+@pytest.mark.parametrize("kind", ["windows", "states", "all windows"])
 @pytest.mark.parametrize("write", ["back", "through"])
 def test_a_conversation_is_a_hit_after_eviction_to_host_memory(kind: str, write: str) -> None:
     tiers = TierConfig(host_blocks=2_000, write=write)  # type: ignore[arg-type]
-    engine = Harness(num_blocks=400, groups=KINDS[kind], tiers=tiers, max_num_batched_tokens=64)
+    num_blocks = 40 if kind == "all windows" else 400
+    engine = Harness(num_blocks=num_blocks, groups=KINDS[kind], tiers=tiers, max_num_batched_tokens=64)
     prompt = prompt_of(300)
     answer, _ = ask(engine, "first", prompt, max_tokens=30)
     for number in range(12):
@@ -248,7 +316,7 @@ def test_a_conversation_is_a_hit_after_eviction_to_host_memory(kind: str, write:
     assert ask(alone, "alone", following)[0] == second
 
 
-@pytest.mark.parametrize("kind", ["windows", "states"])
+@pytest.mark.parametrize("kind", ["windows", "states", "all windows"])
 def test_a_conversation_is_a_hit_after_a_restart_from_disk(kind: str) -> None:
     tiers = TierConfig(host_blocks=500, disk_path="folder", disk_blocks=5_000, write="through")
     before = Harness(num_blocks=800, groups=KINDS[kind], tiers=tiers)
@@ -265,17 +333,19 @@ def test_a_conversation_is_a_hit_after_a_restart_from_disk(kind: str) -> None:
     assert ask(alone, "alone", following)[0] == second
 
 
-@pytest.mark.parametrize(("kind", "num_blocks"), [("windows", 330), ("states", 140)])
-def test_preempted_requests_are_swapped_with_their_windows_and_states(kind: str, num_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_blocks", "length"), [("windows", 330, 60), ("states", 140, 60), ("all windows", 28, 9)]
+)
+def test_preempted_requests_are_swapped_with_their_windows_and_states(kind: str, num_blocks: int, length: int) -> None:
     tiers = TierConfig(host_blocks=3_000)
     engine = Harness(
         num_blocks=num_blocks, groups=KINDS[kind], tiers=tiers, preemption="swap", max_num_batched_tokens=64
     )
     for number in range(6):
-        engine.submit(f"r{number}", prompt_of(60, number), max_tokens=150, seed=1)
+        engine.submit(f"r{number}", prompt_of(length, number), max_tokens=150, seed=1)
     engine.run()
     stats = engine.core.stats()
     assert stats.tiers.loaded > 0
     for number in range(6):
         alone = Harness(num_blocks=2_000, groups=KINDS[kind], caching=False)
-        assert ask(alone, "alone", prompt_of(60, number), max_tokens=150)[0] == engine.answer(f"r{number}")
+        assert ask(alone, "alone", prompt_of(length, number), max_tokens=150)[0] == engine.answer(f"r{number}")

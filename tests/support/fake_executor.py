@@ -135,7 +135,7 @@ class FakeSides:
             self._slots.pop(new.row, None)
 
     def compute(self, plan: StepPlan, spans: list[FakeSpan]) -> None:
-        if self._groups.window is not None:
+        if self._groups.num_window_blocks:
             for span in spans:
                 self._write_windows(span)
             for span in spans:
@@ -361,7 +361,9 @@ class FakeExecutor:
             assert row.fails or self.expected.get(number, adapter) == adapter, "a row ran with another's adapter"
         for chunk in plan.chunks:
             row = self.rows[chunk.row]
-            assert self._read(row, chunk.start) == row.tokens[: chunk.start], "a chunk begins before what it builds on"
+            seen = self._first_seen(chunk.start)
+            found = self._read(row, seen, chunk.start)
+            assert found == row.tokens[seen : chunk.start], "a chunk begins before what it builds on"
         spans = [(number, len(self.rows[number].tokens) - 1, 1) for number in plan.decode_rows.tolist()]
         spans += [(chunk.row, chunk.start, chunk.num_tokens) for chunk in plan.chunks]
         for span in spans:
@@ -383,9 +385,10 @@ class FakeExecutor:
     def _history(self, sample: Sample) -> list[int]:
         row = self.rows[sample.row]
         assert sample.verifies or sample.length == len(row.tokens), "a row samples before all its tokens are computed"
-        history = self._read(row, sample.length)
-        assert history == row.tokens[: sample.length], f"row {sample.row} read another sequence's memory"
-        return history
+        seen = self._first_seen(sample.length - 1)
+        found = self._read(row, seen, sample.length)
+        assert found == row.tokens[seen : sample.length], f"row {sample.row} read another sequence's memory"
+        return row.tokens[: sample.length]
 
     def _candidates(self, samples: list[Sample], allowed: dict[int, npt.NDArray[np.bool_]]) -> Candidates | None:
         found = [(place, self.rows[each.row].new.num_candidates) for place, each in enumerate(samples)]
@@ -428,9 +431,14 @@ class FakeExecutor:
             place = row.blocks[position // self.block_size], position % self.block_size
             self.memory[place] = row.tokens[position] + row.mark
 
-    def _read(self, row: FakeRow, length: int) -> list[int]:
+    def _first_seen(self, position: int) -> int:
+        """The first token that the one at `position` sees in any layer."""
+        window = self.groups.window
+        return max(position - window + 1, 0) if self.groups.all_windows and window is not None else 0
+
+    def _read(self, row: FakeRow, start: int, end: int) -> list[int]:
         whole = self.memory[row.blocks].reshape(-1)
-        return (whole[:length] - row.mark).tolist()
+        return (whole[start:end] - row.mark).tolist()
 
 
 def _entry(history: list[int], token: int) -> TokenLogprobs:

@@ -80,10 +80,12 @@ def proposers_of(rng: random.Random, depth: int, period: int) -> DraftProposers:
 
 
 def groups_of(seed: int, num_rows: int) -> KVGroups:
-    """Windows, states or both."""
+    """Windows of some layers or all, states, or both."""
     rng = random.Random(seed + 4)
     kind = rng.random()
     windows = (rng.choice([1, 2, 5, 12, 40]), rng.choice([1, 1, 2, 5])) if kind < 0.7 else (None, 0)
+    if windows[0] is not None and random.Random(seed + 6).random() < 0.4:
+        windows = windows[0], 0  # all layers have a window
     states = (num_rows + rng.choice([1, 3, 30]), rng.choice([1, 3])) if kind > 0.4 else (0, 0)
     return KVGroups(*windows, *states)
 
@@ -121,6 +123,8 @@ class Mix:
         if is_grouped and policy not in RESERVING:
             groups = groups_of(seed, max_num_seqs)
             num_blocks *= 1 + groups.num_window_blocks
+            if groups.all_windows:  # sequences are longer than memory
+                num_blocks = max(num_blocks // random.Random(seed + 7).choice([1, 2, 3, 5]), 4)
             tiers = replace(tiers, host_blocks=tiers.host_blocks * 3)
             behind.__init__(tiers.host_blocks, *list(vars(behind).values())[1:7])  # type: ignore[misc]
         self.crowd = Crowd(longest, grows, is_guided, policy in RESERVING, period)

@@ -1,5 +1,5 @@
 """A hand-driven worker of a model with a window group: blocks get window blocks, which are taken back when their tokens
-have left the window. Whatever nobody holds is filled with NaN before every step."""
+have left the window; where all layers have a window, the blocks are. Whatever nobody holds is NaN before every step."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class WindowBench(Bench):
         self.window, self.width = window, config.cache.groups.num_window_blocks
         self.windows: dict[int, list[int]] = {}  # block -> its window blocks
         self.num_taken_back = 0
+        self.all_windows = config.cache.groups.all_windows  # its blocks themselves are taken back
+        self.nothing = self.free.pop(0) if self.all_windows else -1  # stands in tables where a block was
         self._next: dict[int, int] = {}  # row -> the first position that it computes in its next step
         self._assigned: dict[int, list[int]] = {}  # since the last plan
 
@@ -52,7 +54,7 @@ class WindowBench(Bench):
         slot = len(self.tables[row]) - 1
         source = self.tables[row][slot]
         super().unshare_tail(row)
-        pairs = zip(self.windows[source], self.windows[self.tables[row][slot]], strict=True)
+        pairs = zip(self.windows.get(source, []), self.windows.get(self.tables[row][slot], []), strict=True)
         self._copies += [BlockCopy(*pair) for pair in pairs]
 
     def plan(self, decode: Sequence[int], chunks: Sequence[Chunk], masks: Masks | None) -> StepPlan:
@@ -73,12 +75,21 @@ class WindowBench(Bench):
 
     def _grant(self, row: int, slot: int) -> None:
         super()._grant(row, slot)
+        if self.all_windows:
+            return
         block = self.tables[row][slot]
         self._assigned[block] = self.windows[block] = [self.free.pop() for _ in range(self.width)]
 
     def _take_back(self) -> None:
         """The window blocks of which no row will see a token again. They are the first that are given to others."""
         seen = {block for row in self.tables for block in self.tables[row][self._first_block(row) :]}
+        if self.all_windows:
+            for row, table in self.tables.items():
+                left, count = table[: self._first_block(row)], min(self._first_block(row), len(table))
+                table[:count] = [self.nothing] * count
+                taken = set(left) - seen - {self.nothing, *self.free}
+                self.free += taken
+                self.num_taken_back += len(taken)
         for block in [block for block in self.windows if block not in seen]:
             self.free += self.windows.pop(block)
             self.num_taken_back += 1
@@ -87,12 +98,13 @@ class WindowBench(Bench):
         return max(self._next[row] + 1 - self.window, 0) // self.size
 
     def _free(self, blocks: Sequence[int]) -> None:
-        held = {block for table in self.tables.values() for block in table}
+        held = {self.nothing, *(block for table in self.tables.values() for block in table)}
         for block in blocks:
             if block not in held:
                 self.free += [block, *self.windows.pop(block, [])]
                 self._assigned.pop(block, None)
 
     def _poison(self) -> None:
-        where = torch.tensor(self.free, device=self.worker.cache.blocks.device)
+        free = [*self.free, self.nothing] if self.all_windows else self.free
+        where = torch.tensor(free, device=self.worker.cache.blocks.device)
         self.worker.cache.blocks.index_fill_(1, where, float("nan"))

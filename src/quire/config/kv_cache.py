@@ -2,8 +2,8 @@
 
 Layers with equal specs form a group. All groups take blocks of one pool: a block holds `block_size` tokens of the
 layers of the first group, each in a plane. The layers with a window keep the same tokens in window blocks of their own,
-which are free again when their tokens have left the window. All planes are of one size: where layers keep unequally
-much of a token, several of those that keep less share a plane.
+which are free again when their tokens have left the window. Where all layers have a window, there are only these. All
+planes are of one size: where layers keep unequally much of a token, several of those that keep less share a plane.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 STATE_ALIGNMENT = 64  # bytes; of the state of each layer
 SCALED_DTYPES = ("float8", "int8", "int4")  # of caches whose keys and values have scales
 SCALE_BYTES = 4  # float8, int8: the scale of a head in float32; int4: scale and offset of a group in float16
+ANY_NUMBER = 1 << 32  # blocks: more than any sequence has
 INT4_GROUP = 32  # numbers of a head that share a scale and an offset in an int4 cache; fewer where heads need it
 
 
@@ -76,7 +77,7 @@ class KVLayout:
 
     @property
     def num_window_blocks(self) -> int:
-        """That belong to each block."""
+        """That belong to each block; none, if all layers have a window and the blocks are theirs."""
         return max(self.sources)
 
     def blocks_per_state(self, side_bytes: int) -> int:
@@ -90,7 +91,7 @@ class KVGroups:
     """What the engine must know of groups. By default there is one group, which keeps all tokens."""
 
     window: int | None = None  # tokens that layers of the window group see; None: there is no such group
-    num_window_blocks: int = 0  # blocks that this group takes for the tokens of one block
+    num_window_blocks: int = 0  # blocks that this group takes beside each block of the layers that keep all tokens
     num_states: int = 0  # states of whole sequences that memory has room for; 0: no layer keeps a state
     blocks_per_state: int = 0  # a state takes so many blocks, which follow all others
 
@@ -98,14 +99,24 @@ class KVGroups:
     def is_plain(self) -> bool:
         return self.window is None and not self.num_states
 
+    @property
+    def all_windows(self) -> bool:
+        """Whether all layers have a window: a block of tokens has memory only while some sequence sees it."""
+        return self.window is not None and not self.num_window_blocks
+
     def blocks_needed(self, num_blocks: int, block_size: int, max_chunk: int) -> int:
         """How many blocks a sequence of `num_blocks` blocks of tokens takes at most, window blocks included. Steps
         compute up to `max_chunk` of its tokens."""
+        if self.all_windows:
+            return min(num_blocks, self._most_seen(block_size, max_chunk))
         return num_blocks + self.num_window_blocks * min(num_blocks, self._most_seen(block_size, max_chunk))
 
     def blocks_held(self, num_blocks: int, block_size: int, max_chunk: int) -> int:
-        """The reverse of `blocks_needed`: how many blocks of tokens a sequence may have that takes `num_blocks`."""
+        """The reverse of `blocks_needed`: how many blocks of tokens a sequence may have that takes `num_blocks`. Where
+        all layers have a window, any number goes into as many as one chunk sees."""
         most_seen = self._most_seen(block_size, max_chunk)
+        if self.all_windows:
+            return num_blocks if num_blocks < most_seen else ANY_NUMBER
         return max(
             num_blocks - self.num_window_blocks * most_seen, min(num_blocks // (1 + self.num_window_blocks), most_seen)
         )
@@ -130,7 +141,14 @@ def lay_out(specs: Sequence[KVCacheSpec], *, split: bool) -> KVLayout:
     assert kept, "a model without attention"
     state_bytes = max((-(-spec.state_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT for spec in states), default=0)
     layout = _split(kept) if split and can_split(specs) else _one_group(kept)
+    if split and is_windowed(specs):
+        layout = replace(layout, window=_longest_window(kept))
     return replace(layout, num_states=len(states), state_bytes=state_bytes)
+
+
+def is_windowed(specs: Sequence[KVCacheSpec]) -> bool:
+    """Whether all layers have a window."""
+    return all(spec.kind == "window" for spec in specs)
 
 
 def can_split(specs: Sequence[KVCacheSpec]) -> bool:
@@ -189,6 +207,9 @@ def _split(kept: Sequence[KVCacheSpec]) -> KVLayout:
         else:
             places.append(Place(num_full // of_full, 0, num_full % of_full))
             num_full += 1
-    window = max(spec.window for spec in kept if spec.window is not None)
     num_tables = 1 + max(place.table for place in places)
-    return KVLayout(tuple(places), num_planes, numbers, tuple(range(num_tables)), window)
+    return KVLayout(tuple(places), num_planes, numbers, tuple(range(num_tables)), _longest_window(kept))
+
+
+def _longest_window(kept: Sequence[KVCacheSpec]) -> int:
+    return max(spec.window for spec in kept if spec.window is not None)

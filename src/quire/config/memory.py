@@ -106,8 +106,8 @@ class MemoryPlan:
 
     @property
     def window_blocks_per_sequence(self) -> int:
-        """Those of `blocks_per_sequence` that are window blocks."""
-        return self.blocks_per_sequence - -(-self.max_model_len // self.block_size)
+        """Those of `blocks_per_sequence` that are beside others."""
+        return max(self.blocks_per_sequence - -(-self.max_model_len // self.block_size), 0)
 
     def longest_in(self, num_blocks: int) -> int:
         """The number of tokens of the longest sequence that fits into so many blocks."""
@@ -122,7 +122,7 @@ class MemoryPlan:
         """Raise DoesNotFit if the plan exceeds the capacity. The error names the setting to change."""
         if self.blocks_per_sequence > self.num_blocks:
             longest = self.longest_in(self.num_blocks)
-            windows = f", {self.window_blocks_per_sequence} of them window blocks" if self.groups.window else ""
+            windows = f", {more} of them window blocks" if (more := self.window_blocks_per_sequence) else ""
             beside = f", beside {format_size(self.states)} for states" if self.states else ""
             raise DoesNotFit(
                 "max_model_len",
@@ -206,19 +206,18 @@ class MemoryPlan:
             ("total", self.total, f"of {format_size(self.capacity)} on {self.device}"),
         ]
         held = f"  holds {self.num_sequences:.1f} sequences of {self.max_model_len:,} tokens"
-        return "\n".join(
-            ["memory plan", *format_table(lines), held, *([] if self._windows is None else [self._windows])]
-        )
+        return "\n".join(["memory plan", *format_table(lines), held, *self._windows])
 
     @property
-    def _windows(self) -> str | None:
-        """How many blocks of a sequence serve which group; None if there is one."""
+    def _windows(self) -> list[str]:
+        """How many blocks of a sequence serve which group, if layers have a window."""
         if self.groups.window is None:
-            return None
-        more = self.window_blocks_per_sequence
-        tokens = self.blocks_per_sequence - more
-        window = f"the layers that see {self.groups.window:,}"
-        return f"  each takes {tokens:,} blocks for the layers that see all tokens and up to {more:,} for {window}"
+            return []
+        more, window = self.window_blocks_per_sequence, f"layers that see {self.groups.window:,}"
+        if self.groups.all_windows:
+            return [f"  each takes up to {self.blocks_per_sequence:,} blocks, for all {window}"]
+        full = f"{self.blocks_per_sequence - more:,} blocks for the layers that see all tokens"
+        return [f"  each takes {full} and up to {more:,} for the {window}"]
 
 
 def kv_block_bytes(model: ModelConfig, kv_dtype: str, block_size: int, groups: KVGroups = PLAIN) -> int:

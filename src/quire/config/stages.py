@@ -102,6 +102,8 @@ def join_groups(stages: Sequence[ModelConfig], kv_dtype: str, block_size: int, g
     if groups.num_states:
         own = [state_groups(stage, kv_dtype, block_size, groups.num_states) for stage in stages]
         return max(own, key=lambda each: each.blocks_per_state)
+    if groups.all_windows:
+        return groups
     specs = [stored_specs(stage.kv_specs, kv_dtype) for stage in stages]
     if not all(map(can_split, specs)):
         return PLAIN

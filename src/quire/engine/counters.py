@@ -39,11 +39,11 @@ class Counters:
         blocks = BlockStats(
             total=pool.num_blocks,
             used=pool.num_used,
-            shared=pool.num_shared + scheduler.tree.num_shared,
+            shared=pool.num_shared + (0 if pool.names_memory else scheduler.tree.num_shared),
             free=pool.num_free,
             slots_used=scheduler.slots_used(),
             slots_allocated=pool.num_used * cache.block_size,
-            cached=pool.num_evictable,
+            cached=pool.num_reusable,
             pinned=pins.num_blocks,
             block_size=cache.block_size,
         )

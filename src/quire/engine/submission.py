@@ -179,6 +179,10 @@ def most_blocks(request: Submit, limit: int, cache: CacheConfig, max_chunk: int)
     total = blocks_at_most(len(request.prompt_token_ids), limit, count, size)
     if groups.window is None:
         return total
+    if groups.all_windows:
+        return min(total, count * groups.blocks_needed(total, size, max_chunk))
+    if count == 1:
+        return groups.blocks_needed(total, size, max_chunk)
     shared = len(request.prompt_token_ids) // size
     own = (total - shared) // count
     return groups.blocks_needed(shared, size, max_chunk) + count * groups.blocks_needed(own, size, max_chunk)
@@ -189,7 +193,7 @@ def _check_fits(request: Submit, limit: int, cache: CacheConfig, num_pinned: int
     if needed > cache.num_blocks - num_pinned:
         count = num_sequences(request)
         more = needed - blocks_at_most(len(request.prompt_token_ids), limit, count, cache.block_size)
-        windows = f", {more} of them window blocks" if more else ""
+        windows = f", {more} of them window blocks" if more > 0 else ""
         held = f", {num_pinned} of them for resident prefixes" if num_pinned else ""
         raise InvalidRequest(
             "max_tokens",

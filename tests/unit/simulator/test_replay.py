@@ -105,6 +105,13 @@ def test_windows_and_states_are_given_again(tmp_path: Path) -> None:
     assert replayed(load).cache == cache
 
 
+def test_the_memory_of_windows_alone_is_given_again(tmp_path: Path) -> None:
+    cache = CacheConfig(4, 16, groups=KVGroups(window=6))
+    load = RecordedLoad(tmp_path / "run.jsonl", cache, SchedulerConfig(8, 32, 80))
+    play_crowd(load)
+    assert replayed(load).cache == cache
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_drafts_are_verified_again(depth: int, tmp_path: Path) -> None:
     speculation = SpeculationConfig(method="ngram", num_tokens=4)

@@ -85,16 +85,20 @@ class GroupedPool(BlockPool):
         while len(free) < count and self._idle:
             self._evict_windows(self._idle)
         while len(free) < count and self.num_evictable:
-            assert self.evict is not None
-            some = min(self.num_evictable, max((count - len(free)) // (1 + self._width), 1))
-            evicted = self.evict(some)
-            self.num_evictable -= some
-            self.num_evicted += some
-            free.extend(evicted)
-            for block in evicted:
-                self._drop_sides(block)
+            free.extend(self._evict_cached(max((count - len(free)) // (1 + self._width), 1)))
         while len(free) < count:
             self._evict_windows(self._ends)
+
+    def _evict_cached(self, count: int) -> list[int]:
+        """Evict up to `count` cached blocks, and free their side blocks. Returns the blocks."""
+        assert self.evict is not None
+        count = min(count, self.num_evictable)
+        evicted = self.evict(count)
+        self.num_evictable -= count
+        self.num_evicted += count
+        for block in evicted:
+            self._drop_sides(block)
+        return evicted
 
     def _evict_windows(self, blocks: OrderedDict[int, None]) -> None:
         block, _ = blocks.popitem(last=False)
@@ -127,7 +131,7 @@ class GroupedPool(BlockPool):
         if self.states is not None:
             self.states.forget(block)
 
-    def with_windows(self, num_blocks: int) -> int:
+    def with_windows(self, num_blocks: int, num_sequences: int = 1) -> int:  # noqa: ARG002 - for WindowPool
         return self.groups.blocks_needed(num_blocks, self._block_size, self._max_chunk)
 
     def at_rest(self, num_blocks: int) -> int:
@@ -187,6 +191,10 @@ class GroupedPool(BlockPool):
                     del readers[block]
                     (self._ends if at_end else self._idle)[block] = None
                     self.num_free += self._width
+
+    def num_taken(self, *, in_window: bool) -> int:
+        """Return how many blocks of memory a block takes that is in the window, or `take_bare`."""
+        return 1 + self._width if in_window else 1
 
     def take_bare(self) -> int:
         """Hand out one block without window blocks: its tokens are out of the window. Raises OutOfBlocks."""
@@ -264,8 +272,9 @@ class GroupedPool(BlockPool):
         """Whether a block has all window blocks that its model needs."""
         return not self._width or block in self._windows
 
-    def windows_of(self, block: int) -> tuple[int, ...]:
-        return self._windows.get(block, ())
+    def memory_blocks(self, block: int) -> tuple[int, ...]:
+        """Return the blocks of memory that hold the tokens of a block: itself, and its window blocks."""
+        return block, *self._windows.get(block, ())
 
     def is_read(self, block: int) -> bool:
         """Whether a block is in the window of some table; always, if there is no window."""

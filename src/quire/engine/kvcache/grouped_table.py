@@ -55,6 +55,15 @@ class GroupedTable(BlockTable):
     def num_window_blocks(self) -> int:
         return self._sides.groups.num_window_blocks * (len(self.blocks) - self._first_read)
 
+    @property
+    def num_left(self) -> int:
+        return self._first_read if self._sides.groups.all_windows else 0
+
+    def still_takes(self, num_blocks: int) -> int:
+        if self._sides.groups.all_windows:
+            return self._sides.with_windows(num_blocks) - (len(self.blocks) - self._first_read)
+        return self._sides.with_windows(num_blocks - len(self.blocks))
+
     def rest(self) -> None:
         """Hold no state: that of a pinned prompt is evicted late, but must not be missing where sequences run."""
         self._set_state(NO_STATE)
@@ -128,7 +137,8 @@ class GroupedTable(BlockTable):
         if copies:
             assert last is not None
             pool, own = self._sides, copies[0].target
-            copies += [BlockCopy(*pair) for pair in zip(pool.windows_of(last), pool.windows_of(own), strict=True)]
+            pairs = list(zip(pool.memory_blocks(last), pool.memory_blocks(own), strict=True))
+            copies = [BlockCopy(*pair) for pair in pairs]
             pool.unread([last])
         return copies
 

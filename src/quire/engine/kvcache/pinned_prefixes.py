@@ -63,22 +63,18 @@ class PinnedPrefixes:
     def tables(self) -> list[BlockTable]:
         return [pin.table for pin in self._held.values()]
 
-    def num_alone(self) -> int:
-        """Return how many pinned blocks no sequence holds."""
-        return sum(len(node.blocks) for node, count in self._nodes().items() if node.locks == count)
-
-    def _nodes(self) -> dict[Node, int]:
-        """Return the pinned runs, and by how many pins each is held."""
-        found: dict[Node, int] = {}
+    def _nodes(self) -> set[Node]:
+        """Return the pinned runs."""
+        found: set[Node] = set()
         for pin in self._held.values():
             node = pin.table.node
-            while node is not None and node.parent is not None:
-                found[node] = found.get(node, 0) + 1
+            while node is not None and node.parent is not None and node not in found:
+                found.add(node)
                 node = node.parent
         return found
 
     def _count(self) -> None:
-        self.num_blocks = sum(len(node.blocks) for node in self._nodes())
+        self.num_blocks = len({block for table in self.tables for block in table.blocks[table.num_left :]})
         windows = sum(pin.table.num_window_blocks for pin in self._held.values())
         reserved = sum(reservation.num_blocks for reservation in self._reservations.values())
         self.num_reserved = self.num_blocks + windows + reserved
@@ -134,7 +130,7 @@ class PinnedPrefixes:
         while above is not None and above.parent is not None:
             num_new += 0 if above in held else len(above.blocks)
             above = above.parent
-        if num_new > reservation.num_blocks:
+        if self._pool.at_rest(num_new) > reservation.num_blocks:
             return  # another pin that shared some of its blocks was removed meanwhile
         table = table_type(self._pool)(self._pool, self._block_size, tree)
         table.start_with(node)

@@ -16,18 +16,29 @@ class BlockPool:
     handed out first: their memory is warm, and memory that was never needed stays untouched.
     """
 
+    names_memory = False  # blocks are ids, and `memory_of` them is what plans must name
+
     def __init__(self, num_blocks: int) -> None:
         self._holders = [0] * num_blocks  # tables that hold a private block
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_shared = 0  # private blocks with several holders
         self.evict: Callable[[int], list[int]] | None = None  # the prefix tree sets it: evicts this number of blocks
         self.num_free = num_blocks
-        self.num_evictable = 0  # cached blocks without a holder; the prefix tree keeps this count and `num_free`
+        self.num_evictable = 0  # cached blocks without a holder
         self.num_evicted = 0  # since the start
 
     @property
     def num_blocks(self) -> int:
         return len(self._holders)
+
+    @property
+    def num_ids(self) -> int:
+        """Tables list ids below this number."""
+        return len(self._holders)
+
+    def memory_of(self, block: int) -> int | None:
+        """Return the block of memory that holds the tokens of a block; None: there is none any more."""
+        return block
 
     @property
     def num_used(self) -> int:
@@ -43,6 +54,11 @@ class BlockPool:
     def num_takeable(self) -> int:
         """How many blocks `take` can hand out."""
         return self.num_free
+
+    @property
+    def num_reusable(self) -> int:
+        """Blocks of memory that hold cached tokens and that no table holds."""
+        return self.num_evictable
 
     @property
     def num_shared(self) -> int:
@@ -107,8 +123,14 @@ class BlockPool:
             self._num_shared -= count == 2
             holders[block] = count - 1
 
+    def note_evictable(self, count: int) -> None:
+        """Note that so many more cached blocks have no holder; if negative, fewer."""
+        self.num_evictable += count
+        self.num_free += count
+
     def add_free(self, blocks: Sequence[int]) -> None:
-        """Take back cached blocks without holders that the prefix tree has removed. `num_free` counts them already."""
+        """Take back cached blocks without holders that the prefix tree has removed."""
+        self.num_evictable -= len(blocks)
         self._free.extend(reversed(blocks))
 
     def num_unshared(self, blocks: Sequence[int]) -> int:
@@ -123,12 +145,12 @@ class BlockPool:
         """Return how many tables hold a private block; 0 for a free or cached block."""
         return self._holders[block]
 
-    def with_windows(self, num_blocks: int) -> int:
-        """Return how many blocks a sequence of `num_blocks` blocks takes, its window blocks included."""
+    def with_windows(self, num_blocks: int, num_sequences: int = 1) -> int:  # noqa: ARG002 - for groups of layers
+        """Return how many blocks of memory some sequences take at most that have `num_blocks` blocks of tokens."""
         return num_blocks
 
     def at_rest(self, num_blocks: int) -> int:
-        """`with_windows`, of a sequence that computes nothing."""
+        """`with_windows`, of one sequence that computes nothing."""
         return num_blocks
 
     @property

@@ -198,8 +198,7 @@ class PrefixTree:
         while node.parent is not None:
             node.locks += 1
             if node.locks == 1:
-                self.pool.num_free -= len(node.blocks)
-                self.pool.num_evictable -= len(node.blocks)
+                self.pool.note_evictable(-len(node.blocks))
                 self._policy.remove(node)
             elif node.locks == 2:
                 self._num_shared += len(node.blocks)
@@ -221,12 +220,11 @@ class PrefixTree:
 
     def _make_evictable(self, node: Node) -> None:
         """Let the eviction policy have a run without holders. The blocks of a detached run are free at once."""
-        self.pool.num_free += len(node.blocks)
+        self.pool.note_evictable(len(node.blocks))
         if node.is_detached:
             self._num_blocks -= len(node.blocks)
             self.pool.add_free(node.blocks)
         else:
-            self.pool.num_evictable += len(node.blocks)
             self._policy.add(node)
 
     def _drop_root(self, root: Node) -> None:
@@ -321,9 +319,9 @@ class PrefixTree:
         return 0 if lost is None else lost.num_blocks
 
     def clear(self) -> int:
-        """Empty the tree. Returns how many blocks became free. Runs that tables hold are detached: no lookup finds
-        them."""
-        freed = 0
+        """Empty the tree. Returns how many blocks of memory became free. Runs that tables hold are detached: no lookup
+        finds them."""
+        freed, before = 0, self.pool.num_reusable
         for node in self.nodes():
             if node.locks == 0:
                 freed += len(node.blocks)
@@ -335,8 +333,7 @@ class PrefixTree:
         self._evicted_salts.clear()
         self._policy.clear()
         self._num_blocks -= freed
-        self.pool.num_evictable = 0
-        return freed
+        return before - self.pool.num_reusable
 
     # ---------------------------------------------------------------------------------------------- content hashes
     def key_of(self, node: Node, index: int) -> bytes:

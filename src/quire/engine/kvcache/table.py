@@ -55,6 +55,15 @@ class BlockTable:
         """Window blocks that it reads."""
         return 0
 
+    @property
+    def num_left(self) -> int:
+        """How many of the first blocks it holds no memory of, as their tokens have left the window of all layers."""
+        return 0
+
+    def still_takes(self, num_blocks: int) -> int:
+        """Return how many more blocks of memory the table takes until it has `num_blocks` blocks, if that is more."""
+        return num_blocks - len(self.blocks)
+
     def rest(self) -> None:
         """Note that the table computes nothing: a prompt is pinned."""
 

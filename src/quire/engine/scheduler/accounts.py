@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from quire.engine.decoding.group import Group, Sequence, SequenceState
@@ -20,41 +20,48 @@ def num_computed(group: Group) -> int:
     return sum(each) - shared
 
 
-def slots_used(groups: Iterable[Group], pool: BlockPool, num_blocks: int, num_pinned: int, block_size: int) -> int:
-    """Return how many token slots hold a computed token. Shared slots count once.
-
-    `num_blocks` blocks are held. `num_pinned` of them are full and held by pins alone.
-    """
-    used, num_held = 0, 0
+def slots_used(groups: Iterable[Group], pool: BlockPool, num_blocks: int, block_size: int) -> int:
+    """Return how many token slots of the `num_blocks` blocks that are held hold a computed token: all but those at the
+    end of tables. Shared slots count once."""
+    num_empty = 0
     tails: defaultdict[int, list[int]] = defaultdict(list)  # partial tails that are shared -> tokens of each holder
     for group in groups:
         for sequence in group.live:
             computed, blocks = sequence.num_planned, sequence.table.blocks
-            used += computed
-            num_held += len(blocks)
+            num_empty += len(blocks) * block_size - computed
             if (filled := computed % block_size) and pool.holders(blocks[-1]) > 1:
                 tails[blocks[-1]].append(filled)
-    counted_again = (num_held + num_pinned - num_blocks) * block_size
-    for each in tails.values():
-        counted_again -= (len(each) - 1) * block_size - (sum(each) - max(each))
-    return used + num_pinned * block_size - counted_again
+    for each in tails.values():  # its last slots are empty once
+        num_empty -= (len(each) - 1) * block_size - (sum(each) - max(each))
+    return num_blocks * block_size - num_empty
 
 
-def request_blocks(groups: Iterable[Group]) -> tuple[RequestBlocks, ...]:
-    """Return the blocks that each live request holds."""
+def in_memory(blocks: Iterable[int], pool: BlockPool) -> tuple[int, ...]:
+    """Return the memory of these blocks, of those that have some."""
+    return tuple(memory for block in blocks if (memory := pool.memory_of(block)) is not None)
+
+
+def request_blocks(groups: Iterable[Group], pool: BlockPool) -> tuple[RequestBlocks, ...]:
+    """Return the blocks of memory that each live request holds."""
     found = []
     for group in groups:
         state = "running" if group.is_running else "preempted" if group.num_preemptions else "waiting"
-        blocks = tuple(dict.fromkeys(block for sequence in group.live for block in sequence.table.blocks))
-        found.append(RequestBlocks(group.request.request_id, state, num_computed(group), blocks))
+        tables = [sequence.table for sequence in group.live]
+        blocks = dict.fromkeys(block for table in tables for block in table.blocks[table.num_left :])
+        held = in_memory(blocks, pool)
+        found.append(RequestBlocks(group.request.request_id, state, num_computed(group), held))
     return tuple(found)
 
 
 def block_holders(groups: Iterable[Group], pool: BlockPool, pins: PinnedPrefixes) -> tuple[int, ...]:
-    """Return the number of tables that hold each block, by block id."""
+    """Return the number of tables that hold each block of memory, by its id."""
+    tables = [*(sequence.table for group in groups for sequence in group.live), *pins.tables]
+    if pool.names_memory:
+        held = Counter(block for table in tables for block in in_memory(table.blocks[table.num_left :], pool))
+        return tuple(held[block] for block in range(pool.num_blocks))
     holders = [pool.holders(block) for block in range(pool.num_blocks)]
     counted: set[Node] = set()
-    for table in [*(sequence.table for group in groups for sequence in group.live), *pins.tables]:
+    for table in tables:
         node = table.node
         while node is not None and node.parent is not None and node not in counted:
             counted.add(node)
@@ -86,7 +93,7 @@ def check_blocks(
         while node is not None:
             locks[node] += 1
             node = node.parent
-    assert all(pool.holders(block) == held[block] for block in range(pool.num_blocks))
+    assert all(pool.holders(block) == held[block] for block in range(pool.num_ids))
     assert all(node.locks == count for node, count in locks.items())
     assert all(node.locks == locks[node] for node in tree.nodes())
 

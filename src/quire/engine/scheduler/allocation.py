@@ -12,6 +12,8 @@ from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import PrefixTree
 from quire.engine.kvcache.reserve import ReservedTable, RunAllocator, RunPool
 from quire.engine.kvcache.table import BlockTable
+from quire.engine.kvcache.window_pool import WindowPool
+from quire.engine.scheduler.kept_hits import num_read
 from quire.engine.scheduler.policies.base import Policy
 from quire.engine.scheduler.prefix_reuse import PrefixReuse
 from quire.engine.scheduler.queue import GroupQueue
@@ -74,8 +76,10 @@ class OnDemandAllocation:
         for sequence in group.live:
             own += -(-(group.num_prompt + len(sequence.outputs)) // size) - shareable
         with_windows = self._pool.with_windows
-        left = self._pool.num_free - self._num_owed - with_windows(own)  # if it shared its whole prompt
-        missing = with_windows(shareable) + with_windows(self._headroom(group, running, left)) - left
+        own = with_windows(own, len(group.live))
+        left = self._pool.num_free - self._num_owed - own  # if it shared its whole prompt
+        growth = self._headroom(group, running, left)
+        missing = with_windows(shareable) + with_windows(growth, growth) - left
         if 0 < missing <= shareable:  # blocks that running sequences hold cost nothing
             missing -= self._num_shared(group)
         return missing <= 0
@@ -84,6 +88,8 @@ class OnDemandAllocation:
         """Return how many whole blocks of the group's prefix hit are held now: sharing them takes no free block."""
         match = self._reuse.lookup(group)
         node = match.node
+        if isinstance(self._pool, WindowPool):
+            return 0 if node is None else num_read(self._pool, match)
         while node is not None and node.parent is not None and (node.locks == 0 or node.start >= match.num_blocks):
             node = node.parent
         return 0 if node is None else min(node.end, match.num_blocks)
@@ -120,15 +126,19 @@ class OnDemandAllocation:
     def _growth(self, group: Group, num_tokens: int) -> int:
         """Return how many more blocks a group needs until its sequences have `num_tokens` tokens. A waiting group
         counts as if it held the blocks of its known tokens."""
+        count = len(group.live) + group.num_beams_to_come  # samples that have ended grow no more
+        most = blocks_at_most(group.num_prompt, num_tokens, count, self._block_size)
         if group.is_running and len(group.live) == 1:
-            held = len(group.leader.table.blocks)
+            held = len(group.leader.table.blocks) - group.leader.table.num_left
         elif group.is_running:
-            held = len({block for sequence in group.live for block in sequence.table.blocks})
+            tables = [sequence.table for sequence in group.live]
+            held = len({block for table in tables for block in table.blocks[table.num_left :]})
         else:
             size, shared = self._block_size, group.num_prompt // self._block_size
             held = shared + sum(-(-sequence.num_tokens // size) - shared for sequence in group.live)
-        count = len(group.live) + group.num_beams_to_come  # samples that have ended grow no more
-        return max(blocks_at_most(group.num_prompt, num_tokens, count, self._block_size) - held, 0)
+        if self._pool.names_memory:
+            most, held = (self._pool.with_windows(blocks, count) for blocks in (most, held))
+        return max(most - held, 0)
 
     def admitted(self, group: Group) -> None:
         if group.num_preemptions >= PATIENCE:
@@ -138,10 +148,9 @@ class OnDemandAllocation:
         before = self._owed.pop(group, 0)
         self._num_owed -= before
         if group.is_running and group.live and not group.is_forked:
-            leader = group.leader
-            owed = -(-leader.num_tokens // self._block_size) - len(leader.table.blocks)
+            table, num_blocks = group.leader.table, -(-group.leader.num_tokens // self._block_size)
+            owed = table.still_takes(num_blocks) if num_blocks > len(table.blocks) else 0
             if owed > 0:
-                owed = self._pool.with_windows(owed)
                 self._owed[group] = owed
                 self._num_owed += owed
 

@@ -4,17 +4,21 @@ tier. PrefixReuse calls it on admission."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import islice
 
 from quire.engine.decoding.group import Sequence
 from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.grouped_table import GroupedTable
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import Match, PrefixTree
-from quire.engine.kvcache.tiers.base import SideSlot, TierHit
+from quire.engine.kvcache.tiers.base import TierHit
+from quire.engine.kvcache.tiers.host import Slot
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.types.step import BlockCopy
 from quire.types.transfer import SlotMove
+
+_OWN = b""  # the name of a block itself among its side blocks
 
 
 class BlockFiller:
@@ -59,7 +63,7 @@ class BlockFiller:
             if (block := builder.load_target(slot.key)) is not None:
                 self._pool.share([block])
             elif (block := self._fresh_block(builder)) is not None:
-                builder.load(slot.key, SlotMove(block, slot.number))
+                builder.load(slot.key, block, SlotMove(block, slot.number))
                 loaded[slot.take_source()] += length
             else:
                 break
@@ -91,20 +95,23 @@ class GroupedFiller(BlockFiller):
     def load(self, sequence: Sequence, hit: TierHit, builder: PlanBuilder) -> Counter[str]:
         pool, table, loaded = self._pool, sequence.table, Counter[str]()
         assert isinstance(table, GroupedTable)
-        first, sides = len(table.blocks), defaultdict[int, list[SideSlot]](list)
-        for side in hit.sides:
-            sides[side.place].append(side)
-        if not self._can_load(first, hit, builder):
-            return loaded
-        blocks, first_seen = [], pool.first_seen(hit.num_tokens)
+        first, wanted = len(table.blocks), defaultdict[int, dict[bytes, Slot]](dict)
         for index, slot in enumerate(hit.slots, first):
-            assert slot.key is not None
-            block = builder.load_target(slot.key)
+            wanted[index][_OWN] = slot
+        for side in hit.sides:
+            wanted[side.place][side.name] = side.slot
+        if not self._can_load(first, hit, wanted, builder):
+            return loaded
+        blocks, first_seen, num_new = list[int](), pool.first_seen(hit.num_tokens), 0
+        for index in range(first, hit.num_tokens // self._block_size):
+            block = _load_target(wanted[index], builder)
             if block is None:
                 block = self._fresh(builder, in_window=index >= first_seen)
-                builder.load(slot.key, SlotMove(block, slot.number))
-                loaded[slot.take_source()] += self._block_size
-                self._load_sides(block, sides[index], builder)
+                num_new += self._block_size  # a block without memory counts to the tier of the next that has some
+                for slot in islice(wanted[index].values(), 1):
+                    loaded[slot.take_source()] += num_new
+                    num_new = 0
+                self._load(block, wanted[index], builder)
             else:
                 pool.share([block])
                 if index >= first_seen:
@@ -114,47 +121,54 @@ class GroupedFiller(BlockFiller):
         sequence.num_computed = hit.num_tokens
         return loaded
 
-    def _can_load(self, first: int, hit: TierHit, builder: PlanBuilder) -> bool:
+    def _can_load(
+        self, first: int, hit: TierHit, wanted: Mapping[int, Mapping[bytes, Slot]], builder: PlanBuilder
+    ) -> bool:
         """Whether there are blocks and slots for a whole hit, behind `first` blocks. Blocks that the plan loads for
         another sequence must have the side blocks that this one needs."""
         pool, states, first_seen = self._pool, self._pool.states, self._pool.first_seen(hit.num_tokens)
-        num_blocks = 0
-        for index, slot in enumerate(hit.slots, first):
-            assert slot.key is not None
-            block, is_last = builder.load_target(slot.key), index == first + len(hit.slots) - 1
+        num_blocks, end = 0, hit.num_tokens // self._block_size
+        for index in range(first, end):
+            block, is_last = _load_target(wanted[index], builder), index == end - 1
             if block is None:
-                num_blocks += 1 + (pool.groups.num_window_blocks if index >= first_seen else 0)
+                num_blocks += pool.num_taken(in_window=index >= first_seen)
                 if is_last and states is not None and not states.num_free:
                     return False
             else:
                 has_all = index < first_seen or pool.has_windows(block)
                 if not has_all or (is_last and states is not None and block not in states):
                     return False
-        passed_over = builder.num_copied * (1 + pool.groups.num_window_blocks)
+        passed_over = builder.num_copied * pool.num_taken(in_window=True)
         return num_blocks + passed_over <= pool.num_free
 
     def _fresh(self, builder: PlanBuilder, *, in_window: bool) -> int:
-        """Take a block that the current plan does not copy from, nor from its window blocks."""
+        """Take a block from whose memory the current plan does not copy."""
         pool, passed = self._pool, list[int]()
         while True:
             block = pool.take(1)[0] if in_window else pool.take_bare()
-            if not any(builder.copies_from(each) for each in (block, *pool.windows_of(block))):
+            if not any(builder.copies_from(each) for each in pool.memory_blocks(block)):
                 pool.release(passed)
                 return block
             passed.append(block)
 
-    def _load_sides(self, block: int, sides: Iterable[SideSlot], builder: PlanBuilder) -> None:
-        """Load the side blocks of a block that was just taken."""
-        pool, states, wanted = self._pool, self._pool.states, {side.name: side.slot for side in sides}
-        targets = dict(pool.sides(block))
+    def _load(self, block: int, wanted: Mapping[bytes, Slot], builder: PlanBuilder) -> None:
+        """Load a block that was just taken, and its side blocks, from slots by their names."""
+        pool, states = self._pool, self._pool.states
+        targets = {_OWN: block} | dict(pool.sides(block))
         if states is not None and wanted.keys() - targets.keys():
-            slot = states.take()
-            targets |= dict(pool.state_blocks(slot))
-            states.keep(block, slot)
-            states.release(slot)
-        for name, from_slot in wanted.items():
-            assert from_slot.key is not None
-            builder.load(from_slot.key, SlotMove(targets[name], from_slot.number))
+            number = states.take()
+            targets |= dict(pool.state_blocks(number))
+            states.keep(block, number)
+            states.release(number)
+        for name, slot in wanted.items():
+            assert slot.key is not None
+            builder.load(slot.key, block, SlotMove(targets[name], slot.number))
+
+
+def _load_target(wanted: Mapping[bytes, Slot], builder: PlanBuilder) -> int | None:
+    """Return the block for which the current plan loads these slots already, or None."""
+    key = next((slot.key for slot in wanted.values()), None)
+    return None if key is None else builder.load_target(key)
 
 
 def make_filler(pool: BlockPool, tree: PrefixTree | None, block_size: int) -> BlockFiller:

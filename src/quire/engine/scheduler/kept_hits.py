@@ -33,6 +33,13 @@ def cut_back(tree: PrefixTree, match: Match) -> Match:
     return Match(node, count, count * tree.block_size)
 
 
+def num_read(pool: GroupedPool, match: Match) -> int:
+    """Return how many window blocks that a request needs to continue after a match are in the window of a table."""
+    assert match.node is not None
+    path, first = _Path(match.node), pool.first_seen(match.num_tokens)
+    return sum(pool.is_read(path[index]) for index in range(match.num_blocks - 1, first - 1, -1))
+
+
 def cut_again(tree: PrefixTree, hit: Hit) -> Match:
     """`cut_back` for a hit that the tree still holds, after blocks lost side blocks or were given some.
 

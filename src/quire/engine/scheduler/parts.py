@@ -15,6 +15,7 @@ from quire.engine.kvcache.prefix_tree import PrefixTree
 from quire.engine.kvcache.reserve import RunPool
 from quire.engine.kvcache.tiers.base import NoTiers, Tiers
 from quire.engine.kvcache.tiers.manager import TierManager
+from quire.engine.kvcache.window_pool import WindowPool
 from quire.engine.scheduler.allocation import Allocation, OnDemandAllocation, ReservedAllocation
 from quire.engine.scheduler.policies.base import Policy
 from quire.engine.scheduler.preemption import Preemption, make_preemption
@@ -70,4 +71,5 @@ def make_parts(cache: CacheConfig, config: SchedulerConfig, policy: Policy, rows
 def _make_pool(cache: CacheConfig, config: SchedulerConfig) -> BlockPool:
     if cache.groups.is_plain:
         return BlockPool(cache.num_blocks)
-    return GroupedPool(cache.num_blocks, cache.groups, cache.block_size, config.max_num_batched_tokens)
+    make = WindowPool if cache.groups.all_windows else GroupedPool
+    return make(cache.num_blocks, cache.groups, cache.block_size, config.max_num_batched_tokens)

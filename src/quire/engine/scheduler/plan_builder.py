@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
 
 import numpy as np
@@ -45,12 +45,12 @@ class PlanBuilder:
         self._states: list[StateMove] = []
         self._masks: dict[int, tuple[Bits, ...]] = {}  # by row, one mask for each of its samples
         self._orders: list[DraftOrder] = []
-        self._loads: dict[bytes, SlotMove] = {}  # by the block's content hash
+        self._loads: dict[bytes, tuple[int, SlotMove]] = {}  # block that tables list, move; by content hash
         self._undone: dict[int, int] = {}  # targets of copies that were dropped -> their sources
 
     @property
     def loads(self) -> tuple[SlotMove, ...]:
-        return tuple(self._loads.values())
+        return tuple(move for _, move in self._loads.values())
 
     @property
     def computes_only_ahead(self) -> bool:
@@ -117,7 +117,7 @@ class PlanBuilder:
         copies = table.append(num_tokens)
         if copies:  # the shared last block was replaced by a copy
             self._copies += [(row, copy) for copy in copies]
-            self._grants.append((row, before - 1, copies[0].target))
+            self._grants.append((row, before - 1, table.blocks[before - 1]))
         for slot in range(before, len(table.blocks)):
             self._grants.append((row, slot, table.blocks[slot]))
 
@@ -177,14 +177,14 @@ class PlanBuilder:
         """Have the runtime draft tokens for a row after the step."""
         self._orders.append(DraftOrder(row, num_tokens))
 
-    def load(self, key: bytes, move: SlotMove) -> None:
-        """Load a block from host memory. Only the next step may read it."""
-        self._loads[key] = move
+    def load(self, key: bytes, block: int, move: SlotMove) -> None:
+        """Load a block that tables list, or a side block of it, from host memory. Only the next step may read it."""
+        self._loads[key] = block, move
 
     def load_target(self, key: bytes) -> int | None:
-        """Return the block into which this plan loads the content with this hash, or None."""
-        move = self._loads.get(key)
-        return None if move is None else move.block
+        """Return the block for which this plan loads the content with this hash, or None."""
+        load = self._loads.get(key)
+        return None if load is None else load[0]
 
     def copies_from(self, block: int) -> bool:
         """Whether this step copies from a block. Its holder may have released it since."""
@@ -198,8 +198,8 @@ class PlanBuilder:
     def drop_loads(self, pool: BlockPool) -> None:
         """Remove the loads into blocks that no table holds any more."""
         if self._loads:
-            held = pool.held_among(move.block for move in self._loads.values())
-            self._loads = {key: move for key, move in self._loads.items() if move.block in held}
+            held = pool.held_among(move.block for move in self.loads)
+            self._loads = {key: load for key, load in self._loads.items() if load[1].block in held}
 
     def source_of(self, block: int) -> int:
         """Return the block that holds the content of `block`: another one if the copy into `block` was dropped."""
@@ -238,13 +238,16 @@ class PlanBuilder:
         ahead_rows: Ints,
         released: tuple[int, ...],
         transfers: Transfers,
-        windows: Mapping[int, tuple[int, ...]],
         adapters: tuple[AdapterPlacement, ...],
+        pool: BlockPool,
         *,
         is_guided: bool,
     ) -> tuple[StepPlan, Masks | None]:
         """Return the plan, and the masks that are known already. A guided plan gets all its masks later, these
-        included. `windows`: the window blocks of blocks that the workers do not know yet."""
+        included. Blocks are those of `pool`."""
+        windows = pool.take_assigned()
+        if pool.names_memory:
+            self._name_memory(pool)
         rows = slots = blocks = decode_rows = NO_ROWS
         if self._grants:
             flat = np.fromiter(chain.from_iterable(self._grants), dtype=np.int32, count=3 * len(self._grants))
@@ -275,6 +278,13 @@ class PlanBuilder:
             guided=is_guided,
         )
         return plan, masks
+
+    def _name_memory(self, pool: BlockPool) -> None:
+        """Name the memory of blocks in place of the blocks that tables list. What has none is never read again."""
+        self._grants = [(row, slot, pool.memory_of(block) or 0) for row, slot, block in self._grants]
+        for place, new in enumerate(self._new_rows):
+            memory = tuple([pool.memory_of(block) or 0 for block in new.block_ids])
+            self._new_rows[place] = new._replace(block_ids=memory)
 
     def _row_tokens(self) -> tuple[RowTokens, ...]:
         """Join the writes of each row to one. All are parts of one array."""

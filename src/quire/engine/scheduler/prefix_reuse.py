@@ -198,11 +198,11 @@ class PrefixReuse:
         for sequence, (match, hit) in found.items():
             self._fill_table(sequence, match, hit, builder)
         loaded, waits = Counter[str](), False
-        partials = {sequence: match for sequence, (match, hit) in found.items() if not hit.slots}
+        partials = {sequence: match for sequence, (match, hit) in found.items() if not hit.has_loads}
         self._filler.copy_partials(partials, builder)
         for sequence, (_, hit) in found.items():  # after all blocks are held: a load must not evict another's hit
             before = sequence.num_computed
-            if hit.slots and before < hit.num_tokens:  # otherwise it borrowed more from its branch origin
+            if hit.has_loads and before < hit.num_tokens:  # otherwise it borrowed more from its branch origin
                 loaded += self._filler.load(sequence, hit, builder)
                 waits |= sequence.num_computed > before  # its own loads, or loads of another group in this plan
         for sequence, (match, _) in found.items():
@@ -380,8 +380,7 @@ class PrefixReuse:
         for sequence, limit in self._limits(group).items():
             length = self._pool.resumable_tokens(sequence.table.blocks, min(sequence.num_computed, limit))
             keys = self._tiers.keys(self._tier_salt(group), sequence.tokens(), length)
-            blocks = dict(zip(keys, sequence.table.blocks, strict=False))
-            blocks |= self._tiers.sides_to_save(blocks)
+            blocks = self._tiers.to_save(dict(zip(keys, sequence.table.blocks, strict=False)))
             found[sequence] = SwapBlocks(length, {key: builder.source_of(block) for key, block in blocks.items()})
         return found
 

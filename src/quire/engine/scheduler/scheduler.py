@@ -169,14 +169,13 @@ class Scheduler:
         """Make the plan from what the builder has collected, and advance the tick."""
         transfers, released = self.tiers.take_transfers(builder.loads), tuple(self._released)
         is_guided = self.rows.num_guided > 0 and self._samples_guided(builder)
-        windows = self.pool.take_assigned()
         plan, self.masks = builder.finish(
             self.num_plans,
             self.ahead_rows,
             released,
             transfers,
-            windows,
             self.adapters.take_placements() if self.adapters.placements else (),
+            self.pool,
             is_guided=is_guided,
         )
         self._released.clear()
@@ -372,14 +371,15 @@ class Scheduler:
 
     def slots_used(self) -> int:
         """Return how many token slots hold a computed token. Shared slots count once."""
-        num_held, num_pinned = self.pool.num_used - len(self.allocation.kept), self.pins.num_alone()
-        return accounts.slots_used(self.running, self.pool, num_held, num_pinned, self.block_size)
+        num_held = self.pool.num_used - len(self.allocation.kept)
+        return accounts.slots_used(self.running, self.pool, num_held, self.block_size)
 
     def block_map(self, step: int) -> BlockMap:
         """Return the holders of all blocks, and the blocks of each live request, running requests first."""
-        holders = accounts.block_holders(self.running, self.pool, self.pins)
-        requests = accounts.request_blocks((*self.running, *self.waiting))
-        return BlockMap(step, self.block_size, holders, requests, tuple(self.tree.evictable_blocks()))
+        pool, groups = self.pool, (*self.running, *self.waiting)
+        evictable = accounts.in_memory(self.tree.evictable_blocks(), pool)
+        holders, requests = accounts.block_holders(groups, pool, self.pins), accounts.request_blocks(groups, pool)
+        return BlockMap(step, self.block_size, holders, requests, evictable)
 
     def check_idle(self) -> None:
         """Raise RuntimeError if blocks or rows are held though no request is live: a leak. Costs nothing."""

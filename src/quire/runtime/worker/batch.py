@@ -81,7 +81,7 @@ class BatchBuilder:
     ) -> None:
         self._rows, self._cache, self._backend, self._states, self._images = rows, cache, backend, states, images
         self._adapters = adapters
-        self._window = cache.window
+        self._window, self._all_windows = cache.window, not any(cache.sources)
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
         self._tables = tuple(zip(tables_of(rows, cache), cache.of_tables, cache.sources, strict=True))
 
@@ -148,7 +148,7 @@ class BatchBuilder:
         needed = -(-lengths // size)  # blocks
         seen = _Seen(lengths, needed, *rows.upload(np.stack((decodes, needed))))
         batches = [
-            self._attention(plan, seen, tables, layer, self._window if source else None)
+            self._attention(plan, seen, tables, layer, self._window if source or self._all_windows else None)
             for tables, layer, source in self._tables
         ]
         return [self._backend.prepare(batch) for batch in batches]

@@ -32,8 +32,9 @@ PATTERNS: dict[str, tuple[int | None, ...]] = {
         WINDOW,
         None,
     ),  # two planes, three window blocks of which one is half full
+    "all": (WINDOW, 5),
 }
-FEW: dict[str, tuple[int | None, ...]] = {"1:1": (4, None), "2:1": (4, 3, None)}
+FEW: dict[str, tuple[int | None, ...]] = {"1:1": (4, None), "2:1": (4, 3, None), "2:0": (4, 3)}
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="for CPUs")
 BACKENDS = ["reference", "gather", pytest.param("native", marks=on_cpu)]
 DYNAMIC = Rope(kind="dynamic", scaling=(("factor", 2.0),), max_position=8)
@@ -116,7 +117,7 @@ def test_blocks_that_left_the_window_reach_no_result(backend: str, pattern: str,
 
 
 @needs_triton
-@pytest.mark.parametrize(("pattern", "block_size"), [("1:1", 1), ("2:1", 4), ("1:1", 16)])
+@pytest.mark.parametrize(("pattern", "block_size"), [("1:1", 1), ("2:1", 4), ("1:1", 16), ("2:0", 4)])
 def test_nor_do_they_on_a_gpu(pattern: str, block_size: int) -> None:
     check_equal(pattern, "triton", atol=1e-5, drive=drive_shortly, block_size=block_size, num_blocks=512)
 
@@ -147,8 +148,9 @@ def test_nor_where_layers_run_one_by_one() -> None:
 
 
 @needs_triton
-def test_nor_in_captured_steps() -> None:
-    made, tokens = checkpoint("1:1"), []
+@pytest.mark.parametrize("pattern", ["1:1", "2:0"])
+def test_nor_in_captured_steps(pattern: str) -> None:
+    made, tokens = checkpoint(pattern), []
     for groups in (PLAIN, groups_of(made.config)):
         sampler = make_sampler(8, VOCAB, torch.device(DEVICE), "triton")
         config, kind = engine_config(num_blocks=64, groups=groups), Bench if groups is PLAIN else WindowBench

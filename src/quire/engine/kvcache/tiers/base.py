@@ -22,11 +22,16 @@ class SideSlot(NamedTuple):
 
 class TierHit(NamedTuple):
     """The cached prefix of a sequence, in tokens: whole blocks on the device, then host slots. Only the last slot may
-    hold a partial block. `sides` are the side blocks that a sequence needs to continue there."""
+    hold a partial block. `sides` are the side blocks that a sequence needs to continue there. If all layers have a
+    window, blocks have no memory but that, and there are no `slots`."""
 
     num_tokens: int
     slots: tuple[Slot, ...] = ()
     sides: tuple[SideSlot, ...] = ()
+
+    @property
+    def has_loads(self) -> bool:
+        return bool(self.slots or self.sides)
 
 
 class TierQuery(NamedTuple):
@@ -86,8 +91,9 @@ class Tiers(Protocol):
     def on_hit(self, match: Match) -> None:
         """Send the blocks of the device's match again that other engines are to have and do not have any more."""
 
-    def sides_to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:
-        """Return the side blocks, by key, that a sequence needs to continue after these first blocks of it."""
+    def to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:
+        """Return the memory, by key, that a sequence needs to continue after these first blocks of it: the blocks and
+        some of their side blocks."""
 
     def num_to_save(self, blocks: Mapping[bytes, int]) -> int | None:
         """Return how many of these blocks `swap_out` would have to save. None: host memory has no room for them."""
@@ -171,7 +177,7 @@ class NoTiers:
 
     def on_hit(self, match: Match) -> None: ...
 
-    def sides_to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:  # noqa: ARG002 - Tiers' signature
+    def to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:  # noqa: ARG002 - Tiers' signature
         return {}
 
     def num_to_save(self, blocks: Mapping[bytes, int]) -> int | None:  # noqa: ARG002 - Tiers' signature

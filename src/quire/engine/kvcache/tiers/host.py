@@ -112,6 +112,12 @@ class HostTier:
         if slot in self._idle:
             self._idle.move_to_end(slot)
 
+    def use(self, key: bytes) -> Slot:
+        """Return the slot with this key, which must be there, and mark it as used."""
+        slot = self._by_key[key]
+        self.touch(slot)
+        return slot
+
     def forget(self, slot: Slot) -> None:
         """Remove a slot's key, so that its block is not found again. The slot is free once it has no holds."""
         was_idle = slot in self._idle

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 
 from quire.config.tiers import TierConfig
@@ -14,7 +14,7 @@ from quire.engine.kvcache.tiers.base import Asked, SideSlot, TierHit, TierQuery
 from quire.engine.kvcache.tiers.disk import DiskTier
 from quire.engine.kvcache.tiers.host import HostTier, Slot
 from quire.engine.kvcache.tiers.remote import RemoteTier, nodes_to
-from quire.engine.kvcache.tiers.side_keys import SideKeys
+from quire.engine.kvcache.tiers.side_keys import Needed, SideKeys
 from quire.engine.kvcache.tiers.transfer_time import TransferTime
 from quire.types.stats import TierStats
 from quire.types.transfer import NO_TRANSFERS, SlotMove, TransferReport, Transfers
@@ -34,6 +34,7 @@ class TierManager:
     def __init__(self, config: TierConfig, tree: PrefixTree, block_size: int) -> None:
         self._tree, self._block_size, self._config = tree, block_size, config
         self._sides = SideKeys(tree.pool, block_size) if isinstance(tree.pool, GroupedPool) else None
+        self._only_sides = tree.pool.names_memory  # blocks have no memory but their side blocks
         self._host = HostTier(config.host_blocks)
         self._disk = DiskTier(self._host, config.disk_blocks)
         self._remote = None if config.transport is None else RemoteTier(self._host, config.transport)
@@ -49,6 +50,8 @@ class TierManager:
     def find(self, match: Match, query: TierQuery) -> TierHit:
         if match.num_tokens >= query.limit or not self._host.num_used:
             return TierHit(match.num_tokens)
+        if self._sides is not None:
+            return self._find_with_sides(match, query)
         num_matched, slots = match.num_blocks, list[Slot]()
         key = self._key_before(match, query.salt)
         for following in self._chain(key, query.tokens, num_matched, query.limit // self._block_size):
@@ -56,8 +59,6 @@ class TierManager:
                 break
             slots.append(slot)
             key = following
-        if self._sides is not None:
-            return self._with_sides(match, slots)
         num_tokens = (num_matched + len(slots)) * self._block_size
         if num_tokens < query.swapped <= min(query.limit, num_tokens + self._block_size - 1):
             tail = query.tokens[num_tokens * TOKEN_BYTES : query.swapped * TOKEN_BYTES]
@@ -70,36 +71,32 @@ class TierManager:
             self._host.touch(slot)
         return TierHit(num_tokens, tuple(slots))
 
-    def _with_sides(self, match: Match, slots: list[Slot]) -> TierHit:
-        """Cut a hit back to where its side blocks are in host memory too."""
-        assert self._sides is not None
-        keys = [slot.key for slot in slots if slot.key is not None]
-        needed = self._sides.needed(match.num_blocks, keys, lambda key: key in self._host)
-        count = 0 if needed is None else needed.num_blocks
-        if needed is None or not count:
+    def _find_with_sides(self, match: Match, query: TierQuery) -> TierHit:
+        """`find` for a model with groups of layers: up to where the side blocks are in host memory too."""
+        keys, needed = self._needed(match, query, self._host.__contains__)
+        if needed is None:
             return TierHit(match.num_tokens)
-        sides = []
-        for place, name, key in needed.sides:
-            slot = self._host.find(key)
-            assert slot is not None
-            self._host.touch(slot)
-            sides.append(SideSlot(place, name, slot))
-        for slot in reversed(slots[:count]):
-            self._host.touch(slot)
-        return TierHit((match.num_blocks + count) * self._block_size, tuple(slots[:count]), tuple(sides))
+        sides = [SideSlot(place, name, self._host.use(key)) for place, name, key in needed.sides]
+        slots = [self._host.use(key) for key in reversed(keys)]
+        return TierHit((match.num_blocks + needed.num_blocks) * self._block_size, tuple(slots[::-1]), tuple(sides))
+
+    def _needed(
+        self, match: Match, query: TierQuery, has: Callable[[bytes], bool]
+    ) -> tuple[list[bytes], Needed | None]:
+        """Return up to where a sequence can continue the device's match with what is at hand, by `has`, and the keys of
+        the blocks up to there that have memory of their own."""
+        assert self._sides is not None
+        following = self._behind(match, query)
+        keys = list(following if self._only_sides else takewhile(has, following))
+        needed = self._sides.needed(match.num_blocks, keys, has)
+        return [] if needed is None or self._only_sides else keys[: needed.num_blocks], needed
 
     def _files_with_sides(self, match: Match, query: TierQuery) -> list[bytes]:
         """`find_files` for a model with groups of layers."""
-        assert self._sides is not None
-        keys, first = [], self._key_before(match, query.salt)
-        for key in self._chain(first, query.tokens, match.num_blocks, query.limit // self._block_size):
-            if not self._has(key):
-                break
-            keys.append(key)
-        needed = self._sides.needed(match.num_blocks, keys, self._has)
+        keys, needed = self._needed(match, query, self._has)
         if needed is None:
             return []
-        wanted = [*keys[: needed.num_blocks], *(side.key for side in needed.sides)]
+        wanted = [*keys, *(side.key for side in needed.sides)]
         present = [slot for key in wanted if (slot := self._host.find(key)) is not None]
         files = [key for key in wanted if key not in self._host]
         for slot in reversed(present):
@@ -112,8 +109,7 @@ class TierManager:
         if self._sides is not None:
             return self._files_with_sides(match, query)
         files, slots = list[bytes](), list[Slot]()
-        key = self._key_before(match, query.salt)
-        for following in self._chain(key, query.tokens, match.num_blocks, query.limit // self._block_size):
+        for following in self._behind(match, query):
             if (slot := self._host.find(following)) is not None:
                 slots.append(slot)
             elif self._has(following) and self._can_fetch_another(len(files), len(slots)):
@@ -157,12 +153,11 @@ class TierManager:
     def _to_get(self, match: Match, query: TierQuery) -> tuple[list[bytes], list[bytes]]:
         """Return the blocks that continue the device's match and that no tier of this engine has, and the side blocks
         that may be of use with them. Empty if there are none of the first."""
-        num_blocks = query.limit // self._block_size
-        keys = list(self._chain(self._key_before(match, query.salt), query.tokens, match.num_blocks, num_blocks))
+        keys = list(self._behind(match, query))
         needed, others = list(keys), list[bytes]()
         if self._sides is not None:
             ends = self._sides.to_ask(match.num_blocks, keys)
-            needed, others = needed + ends.needed, ends.others
+            needed, others = ends.needed if self._only_sides else needed + ends.needed, ends.others
         awaited = [key for key in needed if key not in self._host and key not in self._disk]
         return awaited, [key for key in others if key not in self._host] if awaited else []
 
@@ -174,9 +169,7 @@ class TierManager:
                 yield key
                 if self._sides is not None:
                     yield from (side for side, _ in self._sides.of(key, block))
-        behind = self._chain(self._key_before(match, query.salt), query.tokens, match.num_blocks,
-                             query.limit // self._block_size)  # fmt: skip
-        yield from takewhile(self._host.__contains__, behind)
+        yield from takewhile(self._host.__contains__, self._behind(match, query))
 
     def put_counts(self) -> tuple[int, int]:
         return (0, 0) if self._remote is None else self._remote.put_counts
@@ -200,6 +193,11 @@ class TierManager:
             node = node.parent
         return self._tree.key_of(node, count - 1 - node.start)
 
+    def _behind(self, match: Match, query: TierQuery) -> Iterator[bytes]:
+        """Return the keys of the full blocks that continue the device's match."""
+        key, stop = self._key_before(match, query.salt), query.limit // self._block_size
+        return self._chain(key, query.tokens, match.num_blocks, stop)
+
     def _chain(self, key: bytes, tokens: bytes, start: int, stop: int) -> Iterator[bytes]:
         """Return the keys of the full blocks `start` to `stop`. `key` is the key of the block before them."""
         width = self._block_size * TOKEN_BYTES
@@ -211,13 +209,14 @@ class TierManager:
         if self._sides is not None:
             for side, block in self._sides.of(key, node.blocks[index]):
                 self._offload(side, block)
-        self._offload(key, node.blocks[index])
-        self._touch(key)
+        if not self._only_sides:
+            self._offload(key, node.blocks[index])
+            self._touch(key)
 
     def on_publish(self, node: Node, first: int) -> None:
         if self._config.write == "through":
             before, keys = len(self._plan_slots), [self._tree.key_of(node, i) for i in range(first, len(node.blocks))]
-            for key, block in zip(keys, node.blocks[first:], strict=True):
+            for key, block in zip(keys, () if self._only_sides else node.blocks[first:], strict=False):
                 self._offload(key, block)
             if self._sides is not None:
                 self._save_sides(node, first, keys)
@@ -241,8 +240,9 @@ class TierManager:
             for side, block in self._sides.of(key, node.blocks[place], windows=is_seen):
                 self._offload(side, block)
 
-    def sides_to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:
-        return {} if self._sides is None else self._sides.to_save(blocks)
+    def to_save(self, blocks: Mapping[bytes, int]) -> dict[bytes, int]:
+        sides = {} if self._sides is None else self._sides.to_save(blocks)
+        return sides if self._only_sides else dict(blocks) | sides
 
     def _offload(self, key: bytes, block: int) -> None:
         """Save a block to host memory, and from there to a file, unless the tiers have it."""

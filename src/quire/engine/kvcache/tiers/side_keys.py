@@ -41,7 +41,8 @@ class SideKeys:
     def __init__(self, pool: GroupedPool, block_size: int) -> None:
         self._pool, self._block_size, groups = pool, block_size, pool.groups
         self._kept = -(-KEPT_TOKENS // block_size) * block_size
-        self._windows = [b"window %d" % place for place in range(groups.num_window_blocks)]
+        num_windows = 1 if groups.all_windows else groups.num_window_blocks
+        self._windows = [b"window %d" % place for place in range(num_windows)]
         self._states = [b"state %d" % place for place in range(groups.blocks_per_state)] if groups.num_states else []
 
     def of(self, key: bytes, block: int, *, windows: bool = True) -> Iterator[tuple[bytes, int]]:
