@@ -70,7 +70,7 @@ def test_all_linear_modules_are_read_with_the_scale_of_their_rank(
     reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
 ) -> None:
     adapter = reader.read(str(make_adapter(tmp_path, model, rank=4, alpha=6.0)))
-    assert len(adapter.pairs) == 7 * CONFIG.num_layers
+    assert len(adapter.pairs) == 7 * CONFIG.num_layers + 1  # and the head
     assert adapter.rank == 4
     assert all(scale == pytest.approx(1.5) for scale in scales(adapter, reader, tmp_path).values())
 
@@ -171,7 +171,6 @@ def test_a_setting_that_is_not_computed_is_refused_by_name(
 
 TENSORS = {
     "model.layers.0.mlp.experts.3.down_proj.lora_A.weight": "routed experts are not supported",
-    "lm_head.lora_A.weight": "output head are not supported",
     "model.embed_tokens.lora_embedding_A": "embeddings are not supported",
     "model.layers.0.self_attn.q_proj.lora_magnitude_vector": "DoRA is not supported",
     "model.visual.blocks.0.attn.qkv.lora_A.weight": "vision towers are not supported",
@@ -204,7 +203,7 @@ def test_ranks_and_shapes_are_checked(reader: AdapterReader, model: torch.nn.Mod
     large = make_adapter(tmp_path / "large", model, rank=SMALL.max_rank + 1)
     assert "has rank 17, the limit is 16" in refusal(reader, large)
     other = change_adapter(make_adapter(tmp_path / "other", model, rank=4), r=8)
-    assert "has shape [4, 80], the model and adapter_config.json say [8, 80]" in refusal(reader, other)
+    assert "has shape [4, 48], the model and adapter_config.json say [8, 48]" in refusal(reader, other)  # the head is first
     side = f"{PREFIX}{QUERY}.lora_B.weight"
     lone = change_tensors(make_adapter(tmp_path / "lone", model), lambda tensors: tensors.pop(side))
     assert "is there without its B" in refusal(reader, lone)
