@@ -125,17 +125,21 @@ UnitRows<N> take_rows(const T* x, int64_t stride, const int64_t* rows, int64_t c
 template <typename W> struct VectorLines {
     static constexpr int64_t LINE_BYTES = LOW_RANK_OUTPUTS * sizeof(W);
     static constexpr int64_t PIECES = LOW_RANK_OUTPUTS / LANES;
+    static constexpr int64_t AHEAD = 64;  // lines
     static constexpr int MOST_ROWS = LANES == 8 ? 2 : 4, MOST_PANELS = LANES / 4;  // their sums fit in the registers
 
     // ROWS rows x PANELS panels of `lines` lines, one behind the other: give(row, panel, sums [16]).
     template <int ROWS, int PANELS, typename Give>
     static void add_up(const float* x, int64_t stride, const uint8_t* panel, int64_t lines, Give give) {
         const W* weights = reinterpret_cast<const W*>(panel);
+        // Lines are asked for before they are needed: CPUs do not see by themselves what follows short panels.
+        const int64_t ahead = std::min(lines * PANELS, AHEAD) * LOW_RANK_OUTPUTS;
         Floats sums[ROWS][PANELS * PIECES] = {};
         for (int64_t k = 0; k < lines; ++k) {
             Floats entries[PANELS * PIECES];
             unroll<PANELS * static_cast<int>(PIECES)>([&](auto i) {
                 const W* line = weights + (i / PIECES * lines + k) * LOW_RANK_OUTPUTS;
+                if (i % PIECES == 0) __builtin_prefetch(line + ahead);
                 entries[i] = load(line + i % PIECES * LANES);
             });
             unroll<ROWS>([&](auto r) {
