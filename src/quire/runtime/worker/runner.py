@@ -253,7 +253,7 @@ class Runner:
             some = kept[start : start + at_once]
             index = self._rows.upload(some)
             positions = index if batch.spread is None else batch.spread.index_select(0, index)
-            adapted = None if self._adapters is None else self._adapters.of_tokens(samples.rows[some])
+            adapted = None if self._adapters is None else self._adapters.of_tokens(samples.rows[some].astype(np.int64))
             logits = self._model.logits(hidden.index_select(0, positions), adapted)
             logits = logits if self._vocabulary is None else self._vocabulary.of_rows(logits)
             tokens, report = self._sample(logits, samples.select(some, index))
