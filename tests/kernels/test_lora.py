@@ -39,6 +39,7 @@ def check(
     most: int = 16,
     room: tuple[int, int] | None = None,
     parts: Parts = PARTS,
+    is_seldom: bool = False,
 ) -> None:
     x, out = (rand(len(slots), size, dtype=dtype, seed=3 + size) for size in (inputs, OUTPUTS))
     a, b = matrices(inputs, dtype, parts)
@@ -50,7 +51,8 @@ def check(
     add_low_rank(wanted, x.float(), a.float(), b.float(), groups, RANKS, parts)
     order, tiles = (torch.from_numpy(each).to(DEVICE) for each in tile_tokens(np.array(slots), most, room))
     ranks = torch.tensor(RANKS, dtype=torch.int32, device=DEVICE)
-    lora.add_tiles(out, x, a, b, ranks, order, tiles, most, lora.OutputBlocks.of(parts, DEVICE))
+    blocks = lora.OutputBlocks.of(parts, DEVICE)
+    lora.add_tiles(out, x, a, b, ranks, order, tiles, most, blocks, is_seldom=is_seldom)
     torch.testing.assert_close(out.float(), wanted, rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
 
 
@@ -84,6 +86,11 @@ def test_outputs_are_cut_into_blocks(most: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(lora, "WIDE_BLOCK", 16)
     check([0, 1, -1, 3], 32, torch.float32, most=most)
     check([0, 1, -1, 3], 32, torch.float32, parts=ALIGNED, most=most)
+
+
+@pytest.mark.parametrize("most", [16, 64])
+def test_a_layer_that_few_adapters_change_is_changed_by_those(most: int) -> None:
+    check([3, -1, 0, 1, 0, 2, -1, 1], 48, torch.float32, most=most, is_seldom=True)
 
 
 def test_a_step_without_adapters_changes_nothing() -> None:

@@ -18,7 +18,7 @@ from quire.config.adapters import AdapterConfig
 PREFIX = "base_model.model."
 SMALL = AdapterConfig(slots=3, max_rank=16, host_adapters=4)
 # Modules of transformers' models that are linear, and that no adapter of ours changes.
-LEFT_OUT = ("lm_head", "embed_out", "experts", "kv_b_proj", "per_layer_model_projection", "visual")
+LEFT_OUT = ("experts", "kv_b_proj", "per_layer_model_projection", "visual")
 
 
 def linear_modules(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -92,6 +92,8 @@ def merged(model: nn.Module, folder: Path) -> nn.Module:
         alpha = config.get("alpha_pattern", {}).get(path, config["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         module = result.get_submodule(path)
+        if path == "lm_head":  # it may be the embedding, which stays as it is
+            module.weight = nn.Parameter(module.weight.data.clone())  # type: ignore[operator,union-attr]
         change = scale * b.float() @ a.float()
         weight: Tensor = module.weight  # type: ignore[assignment]
         weight.data += change.T if type(module).__name__ == "Conv1D" else change

@@ -7,6 +7,7 @@ from quire.config.model import ModelConfig
 
 RANK_STEP, TILE_RANKS = 16, 32  # kernels read ranks in steps of so many: slots have room for a multiple;
 # tile units read ranks above a tile's in whole tiles
+OUTPUT_STEP = 16  # compiled kernels hold the outputs of a layer in panels of so many
 _SPLITS = 8  # partial sums that Triton kernels may hold of each row
 
 

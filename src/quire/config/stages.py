@@ -57,6 +57,8 @@ def _stage_of(model: ModelConfig, layers: range) -> ModelConfig:
     inside = max(weights.parameters - table * (1 if model.tie_word_embeddings else 2), 0)
     scaled = _share(weights, len(layers), model.num_layers)
     scaled = replace(scaled, parameters=own + -(-inside * len(layers) // model.num_layers) if weights.parameters else 0)
+    if stage.is_last_stage and weights.adapter_width:  # its share of the head that adapters change is all of it
+        scaled = replace(scaled, adapter_width=scaled.adapter_width + model.hidden_size + model.vocab_size)
     return replace(stage, weights=scaled, rank_weights=None, levels=_share(model.levels, len(layers), model.num_layers))
 
 

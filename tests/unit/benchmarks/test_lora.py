@@ -15,7 +15,7 @@ from quire import LoRARequest
 def test_both_cases_run_on_adapters_that_the_benchmark_wrote(tmp_path: Path) -> None:
     options = argparse.Namespace(
         device="cpu", dtype="float32", threads=1, tokens_in=4, tokens_out=2, adapters=2, rank=3, model="tiny",
-        repeats=1, seed=0,
+        repeats=1, seed=0, cpu_seconds=True,
     )  # fmt: skip
     with open_model(options) as llm:
         shapes, layers = target_shapes(llm), llm.model_config.num_layers

@@ -3,9 +3,10 @@
 // A layer stacks `parts` matrices by its outputs (q, k and v), and an adapter has a pair (A, B) of its own for each: A
 // [rank, inputs], B [outputs of the part, rank]. In a slot the A of all parts lie one behind the other as one matrix,
 // then B, one matrix for each span of outputs. A matrix is cut into panels of 16 outputs, padded with zeros; a panel is a
-// run of lines of numbers of the rows' type, one line for each input or, for tile units, for each pair of inputs, which
-// stand side by side. An adapter of low rank leaves the end of its slot unused. Every sum runs over the inputs in order:
-// a row's result does not depend on the rows beside it.
+// run of lines of numbers, one line for each input or, for tile units, for each pair of inputs, which stand side by side.
+// Numbers are of the rows' type, or bfloat16 for float32 rows where that is exact: a step whose rows have an adapter each
+// is bound by reading them. An adapter of low rank leaves the end of its slot unused. Every sum runs over the inputs in
+// order: a row's result does not depend on the rows beside it.
 #pragma once
 
 #include <omp.h>
@@ -25,7 +26,8 @@ struct OutputSpan {
 struct LowRankLayer {
     int64_t inputs, parts, num_spans, tiled, slot_bytes;
     const OutputSpan* spans;
-    const int64_t* ranks;  // [slots, parts], padded as tiles need it; 0: the adapter leaves the part as it is
+    const int64_t* ranks;   // [slots, parts], padded as tiles need it; 0: the adapter leaves the part as it is
+    const int64_t* halved;  // [slots, 2]: whether the numbers of A and of B are bfloat16 beside float32 rows
     const uint8_t* slots;
 };
 
@@ -48,10 +50,12 @@ struct Adapter {
     const int64_t* ranks;  // of each part
     const uint8_t* memory;
     int64_t rank, lines;  // of all parts together; in a panel of A
+    bool a_halved, b_halved;
 
     Adapter(const LowRankLayer& of, int64_t slot)
         : layer(of), ranks(of.ranks + slot * of.parts), memory(of.slots + slot * of.slot_bytes), rank(0),
-          lines(of.tiled ? (of.inputs + TILE_INPUTS - 1) / TILE_INPUTS * LINES : of.inputs) {
+          lines(of.tiled ? (of.inputs + TILE_INPUTS - 1) / TILE_INPUTS * LINES : of.inputs),
+          a_halved(of.halved[2 * slot] != 0), b_halved(of.halved[2 * slot + 1] != 0) {
         for (int64_t part = 0; part < of.parts; ++part) rank += ranks[part];
     }
     int64_t lines_for(int64_t inputs) const { return layer.tiled ? inputs / 2 : inputs; }
@@ -117,24 +121,25 @@ UnitRows<N> take_rows(const T* x, int64_t stride, const int64_t* rows, int64_t c
     return {room.data(), padded, count};
 }
 
-// Lines of W, rows of float32: any CPU.
-template <typename W> struct VectorUnits {
-    typedef float Number;
+// Lines of W, rows of float32.
+template <typename W> struct VectorLines {
     static constexpr int64_t LINE_BYTES = LOW_RANK_OUTPUTS * sizeof(W);
     static constexpr int64_t PIECES = LOW_RANK_OUTPUTS / LANES;
+    static constexpr int64_t AHEAD = 64;  // lines
     static constexpr int MOST_ROWS = LANES == 8 ? 2 : 4, MOST_PANELS = LANES / 4;  // their sums fit in the registers
-
-    static int64_t padded(int64_t inputs) { return inputs; }
 
     // ROWS rows x PANELS panels of `lines` lines, one behind the other: give(row, panel, sums [16]).
     template <int ROWS, int PANELS, typename Give>
     static void add_up(const float* x, int64_t stride, const uint8_t* panel, int64_t lines, Give give) {
         const W* weights = reinterpret_cast<const W*>(panel);
+        // Lines are asked for before they are needed: CPUs do not see by themselves what follows short panels.
+        const int64_t ahead = std::min(lines * PANELS, AHEAD) * LOW_RANK_OUTPUTS;
         Floats sums[ROWS][PANELS * PIECES] = {};
         for (int64_t k = 0; k < lines; ++k) {
             Floats entries[PANELS * PIECES];
             unroll<PANELS * static_cast<int>(PIECES)>([&](auto i) {
                 const W* line = weights + (i / PIECES * lines + k) * LOW_RANK_OUTPUTS;
+                if (i % PIECES == 0) __builtin_prefetch(line + ahead);
                 entries[i] = load(line + i % PIECES * LANES);
             });
             unroll<ROWS>([&](auto r) {
@@ -151,9 +156,8 @@ template <typename W> struct VectorUnits {
             }
     }
 
-    // Rows x `panels` panels of `lines` lines: give(row, panel, sums [16]).
     template <typename Give>
-    void multiply(const UnitRows<float>& rows, const uint8_t* memory, int64_t lines, int64_t panels, Give give) {
+    static void multiply(const UnitRows<float>& rows, const uint8_t* memory, int64_t lines, int64_t panels, Give give) {
         by_rows<MOST_PANELS>(0, panels, [&](auto num, int64_t panel) {
             by_rows<MOST_ROWS>(0, rows.count, [&](auto n, int64_t row) {
                 add_up<n, num>(rows.first + row * rows.stride, rows.stride, memory + panel * lines * LINE_BYTES, lines,
@@ -163,10 +167,27 @@ template <typename W> struct VectorUnits {
     }
 };
 
+// Rows of T on any CPU, as float32; lines of T, or of bfloat16.
+template <typename T> struct VectorUnits {
+    typedef float Number;
+
+    static int64_t padded(int64_t inputs) { return inputs; }
+    static int64_t line_bytes(bool halved) { return halved ? VectorLines<bf16>::LINE_BYTES : VectorLines<T>::LINE_BYTES; }
+
+    // Rows x `panels` panels of `lines` lines: give(row, panel, sums [16]).
+    template <typename Give>
+    void multiply(const UnitRows<float>& rows, const uint8_t* memory, bool halved, int64_t lines, int64_t panels,
+                  Give give) {
+        if (halved) VectorLines<bf16>::multiply(rows, memory, lines, panels, give);
+        else VectorLines<T>::multiply(rows, memory, lines, panels, give);
+    }
+};
+
 #ifdef __AMX_BF16__
 // bfloat16 lines and rows, on tile units: tiles 0-3 hold sums, 4 rows, 6 lines. A panel has at most a tile of lines, or
 // a multiple of it. Each thread has its own.
 class TileUnits {
+    static constexpr int64_t LINE_BYTES = 64;
     static constexpr int64_t AHEAD = 2048;  // bytes that are asked for before the tiles need them
     int64_t rows_ = 0, lines_ = 0;          // that the tiles are laid out for
 
@@ -217,15 +238,15 @@ class TileUnits {
 
    public:
     typedef bf16 Number;
-    static constexpr int64_t LINE_BYTES = 64;
 
     ~TileUnits() { _tile_release(); }
 
     static int64_t padded(int64_t inputs) { return (inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS; }
+    static int64_t line_bytes(bool) { return LINE_BYTES; }
 
     // The same as VectorUnits does.
     template <typename Give>
-    void multiply(const UnitRows<bf16>& rows, const uint8_t* memory, int64_t lines, int64_t panels, Give give) {
+    void multiply(const UnitRows<bf16>& rows, const uint8_t* memory, bool, int64_t lines, int64_t panels, Give give) {
         lay_out(rows.count, std::min(lines, LINES));
         by_rows<4>(0, panels, [&](auto num, int64_t panel) {
             add_up<num>(rows, memory + panel * lines * LINE_BYTES, lines,
@@ -252,21 +273,23 @@ template <typename T, typename Units> struct LowRankAdd {
         static thread_local std::vector<Number> room;
         const auto rows = take_rows<T, Number>(x, x_stride, &groups.rows[unit.begin], unit.count, layer.inputs,
                                                Units::padded(layer.inputs), room);
-        const uint8_t* memory = adapter.memory + begin * adapter.lines * Units::LINE_BYTES;
-        by.multiply(rows, memory, adapter.lines, end - begin, [&](int64_t row, int64_t panel, const float* sums) {
+        const uint8_t* memory = adapter.memory + begin * adapter.lines * Units::line_bytes(adapter.a_halved);
+        const auto give = [&](int64_t row, int64_t panel, const float* sums) {
             Number* to = inner + row * inner_stride + (begin + panel) * LOW_RANK_OUTPUTS;
             for (int64_t i = 0; i < LOW_RANK_OUTPUTS; i += LANES) store(to + i, load(sums + i));
-        });
+        };
+        by.multiply(rows, memory, adapter.a_halved, adapter.lines, end - begin, give);
     }
 
     // What B makes of that, the panels [begin, end) of all spans, is added to y.
     void expand(Units& by, const RowUnit& unit, const Adapter& adapter, int64_t begin, int64_t end,
                 const Number* inner, int64_t inner_stride) const {
-        const uint8_t* memory = adapter.memory + adapter.inner_panels() * adapter.lines * Units::LINE_BYTES;
+        const uint8_t* memory =
+            adapter.memory + adapter.inner_panels() * adapter.lines * Units::line_bytes(adapter.a_halved);
         for (int64_t i = 0; i < layer.num_spans && end > 0; ++i) {
             const OutputSpan& span = layer.spans[i];
             const int64_t rank = adapter.ranks[span.part], panels = rank > 0 ? panels_of(span.count) : 0;
-            const int64_t bytes = adapter.lines_for(rank) * Units::LINE_BYTES;  // of a panel
+            const int64_t bytes = adapter.lines_for(rank) * Units::line_bytes(adapter.b_halved);  // of a panel
             const int64_t low = std::max<int64_t>(0, begin), high = std::min(panels, end);
             if (low < high) {
                 const UnitRows<Number> rows{inner + adapter.column(span.part), inner_stride, unit.count};
@@ -277,7 +300,7 @@ template <typename T, typename Units> struct LowRankAdd {
                         put(to + j, fetch(to + j, n) + load(sums + j), n);
                     });
                 };
-                by.multiply(rows, memory + low * bytes, adapter.lines_for(rank), high - low, give);
+                by.multiply(rows, memory + low * bytes, adapter.b_halved, adapter.lines_for(rank), high - low, give);
             }
             begin -= panels;
             end -= panels;

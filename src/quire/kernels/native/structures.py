@@ -41,7 +41,7 @@ class CDelta(Structure):
 class CLowRankLayer(Structure):
     _fields_ = (
         ("inputs", c_int64), ("parts", c_int64), ("num_spans", c_int64), ("tiled", c_int64), ("slot_bytes", c_int64),
-        ("spans", c_void_p), ("ranks", c_void_p), ("slots", c_void_p),
+        ("spans", c_void_p), ("ranks", c_void_p), ("halved", c_void_p), ("slots", c_void_p),
     )  # fmt: skip
 
 

@@ -141,13 +141,17 @@ def add_tiles(
     tiles: Tensor,  # [tiles, 3] int32: a slot, where its rows begin in `order`, how many there are
     most: int,  # rows of a tile
     blocks: OutputBlocks,
+    *,
     dependent: bool = False,
+    is_seldom: bool = False,
 ) -> None:
-    """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no tile stay as they are."""
+    """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no tile stay as they are. `is_seldom`: few slots
+    change the layer, so a slot's B is read only after its rank."""
     if most <= FEW_ROWS:
         add_few_tiles(
-            out, x, a, b, ranks, order, tiles, blocks.wide, are_aligned=blocks.are_aligned, dependent=dependent
-        )
+            out, x, a, b, ranks, order, tiles, blocks.wide, are_aligned=blocks.are_aligned, dependent=dependent,
+            is_seldom=is_seldom,
+        )  # fmt: skip
         return
     (slots, outputs, max_rank), inputs, num_tiles = b.shape, x.shape[1], len(tiles)
     parts = a.shape[1] // max_rank

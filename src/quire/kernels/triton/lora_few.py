@@ -77,7 +77,8 @@ def _add_row(acc, b, low_at, begin, r, rank, split_stride, SPLITS: tl.constexpr)
 def _expand_kernel(
     low_ptr, b_ptr, out_ptr, ranks_ptr, order_ptr, tiles_ptr, blocks_ptr, ranks_stride, low_stride, split_stride,
     b_stride, out_stride,
-    MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, DEPENDENT: tl.constexpr,
+    MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, SELDOM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out += low B^T, for the outputs of a block."""
     tile, block = tl.program_id(0), tl.program_id(1)
@@ -93,7 +94,8 @@ def _expand_kernel(
     n, r = begin_n + tl.arange(0, BLOCK_N), tl.arange(0, RANKS)
     b_at = b_ptr + slot * b_stride + n[:, None].to(tl.int64) * MAX_RANK + r[None, :]
     is_output = n < end_n
-    b = _load_b(b_at, is_output[:, None] & (r < RANKS)[None, :] & (count > 0))  # does not wait for the rank
+    is_used = rank > 0 if SELDOM else count > 0  # unless few slots change the layer, B does not wait for the rank
+    b = _load_b(b_at, is_output[:, None] & (r < RANKS)[None, :] & is_used)
     await_inputs(DEPENDENT)
     if rank > 0:
         for number in range(count):
@@ -123,8 +125,10 @@ def add_few_tiles(
     are_aligned: bool,  # all blocks begin and end at multiples of 16
     split_inputs: int | None = None,
     dependent: bool = False,
+    is_seldom: bool = False,
 ) -> None:
-    """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no tile stay as they are."""
+    """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no tile stay as they are. `is_seldom`: see
+    `add_tiles`."""
     (slots, outputs, max_rank), inputs, num_tiles = b.shape, x.shape[1], len(tiles)
     parts = a.shape[1] // max_rank
     check_rows(out, "out")
@@ -148,6 +152,6 @@ def add_few_tiles(
     _expand_kernel[(num_tiles, len(blocks))](
         low, b, out, ranks, order, tiles, blocks, ranks.stride(0), low.stride(1), low.stride(0), b.stride(0),
         out.stride(0), MAX_RANK=max_rank, SPLITS=padded, BLOCK_N=block_n,
-        ALIGNED=are_aligned and out.stride(0) % 16 == 0, DEPENDENT=dependent,
+        ALIGNED=are_aligned and out.stride(0) % 16 == 0, SELDOM=is_seldom, DEPENDENT=dependent,
         num_warps=max(1, min(_WARPS, block_n // 128)), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip

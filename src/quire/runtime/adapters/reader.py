@@ -31,6 +31,7 @@ WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _MAX_CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 16 << 20  # of a file of weights beside its numbers
 _PREFIX = "base_model.model."
+_HEAD = "lm_head"  # as the layers call it
 _MOST_CHARACTERS = 512  # of the name of a tensor
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 _OTHERS = {  # tensors of PEFT that are no A or B of a linear module
@@ -61,8 +62,9 @@ class AdapterReader:
         self._prefixes = ("", f"{family.embedding.partition('.')[0]}.")
         self._names = [PartNames(config, family, prefix) for prefix in self._prefixes]
         self._layers = {name: type(layer).__name__ for layer, parts in weight_layers(model) for name in parts}
-        self._elsewhere = model.elsewhere
+        self._elsewhere = model.elsewhere | (frozenset() if config.is_last_stage else {f"{_HEAD}.weight"})
         width = -(-self._width() * config.num_layers // len(config.layers))  # of all stages
+        width += config.hidden_size + config.vocab_size  # the head may be on another
         self._max_bytes = _HEADER_BYTES + slots.config.max_rank * width * max(
             dtype.itemsize for dtype in WEIGHT_DTYPES.values()
         )
@@ -105,7 +107,7 @@ class AdapterReader:
             raise InvalidRequest("lora_path", f"{WEIGHTS} changes no module of the model", fix)
         _refuse_duplicates({sides.a: self._slots.targets.get(name, ()) for name, sides in modules.values()})
         digest, pairs, rank = hashlib.sha256(b"quire adapter 1"), list[Pair](), 0
-        for module, (name, sides) in sorted(modules.items()):
+        for module, (name, sides) in sorted(modules.items(), key=lambda each: each[1]):  # however modules are spelled
             is_own = name in self._slots.targets
             if is_own:
                 self._check(file, module, name, sides, config)
@@ -145,7 +147,7 @@ class AdapterReader:
             if (found := file.tensors[side].shape) != wanted:
                 reason = f"{side} has shape {list(found)}, the model and {CONFIG} say {list(wanted)}"
                 raise InvalidRequest("lora_path", reason, "the adapter was trained for another model")
-        if part.turned != config.by_inputs:
+        if part.turned != config.by_inputs and name != _HEAD:  # PEFT takes the head as it is stored
             refuse("fan_in_fan_out", f"is {config.by_inputs}, and the model's {module} is stored otherwise",
                    f"set it to {part.turned}")  # fmt: skip
 
@@ -162,12 +164,15 @@ class AdapterReader:
 
     def _hold(self, name: str, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """A copy with zeros behind, in memory that is copied to the device without waiting. Raises InvalidRequest if
-        a value is too large for the dtype."""
-        held = torch.zeros(shape, dtype=self._slots.dtype, pin_memory=self._slots.device.type == "cuda")
+        a value is too large for the dtype. Compiled kernels multiply float32 rows by bfloat16: what that holds exactly
+        takes half the memory."""
+        is_exact = self._slots.kernels == "native" and torch.equal(values.bfloat16().to(values.dtype), values)
+        dtype = torch.bfloat16 if is_exact else self._slots.dtype
+        held = torch.zeros(shape, dtype=dtype, pin_memory=self._slots.device.type == "cuda")
         held[: values.shape[0], : values.shape[1]].copy_(values)
         if not torch.isfinite(held).all():
-            dtype = str(held.dtype).removeprefix("torch.")
-            reason = f"{WEIGHTS}: {name}: values are not finite in {dtype}, B's times the scale of the adapter"
+            kind = str(dtype).removeprefix("torch.")
+            reason = f"{WEIGHTS}: {name}: values are not finite in {kind}, B's times the scale of the adapter"
             raise InvalidRequest("lora_path", reason, "train with a smaller lora_alpha, or run the model in bfloat16")
         return held
 
@@ -210,8 +215,6 @@ def _refused_module(module: str, tensor: str, layers: list[str]) -> InvalidReque
     """`layers`: what the model calls the module, if it has it."""
     if ".experts." in module or module.endswith(".experts"):
         reason = "adapters of routed experts are not supported"
-    elif module.endswith(("lm_head", "embed_out")):
-        reason = "adapters of the output head are not supported"
     elif module.endswith(("embed_tokens", "wte", "embed_in", "word_embeddings")):
         reason = "adapters of embeddings are not supported"
     elif any(word in module for word in ("visual", "vision", "multi_modal_projector")):

@@ -22,6 +22,8 @@ from quire.runtime.layers.adapted import (
     StackedAdapters,
 )
 from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.modules import TiedHead
+from quire.runtime.layers.split import as_split
 from quire.runtime.layers.weights import Placement
 from quire.runtime.models.base import BaseModel
 from quire.runtime.transfer import to_device
@@ -35,7 +37,8 @@ class Target(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A and B of one target, in the dtype that they are multiplied in, B times the adapter's scale."""
+    """A and B of one target, B times the adapter's scale, in the dtype of the rows that they are multiplied by, or in
+    bfloat16."""
 
     target: Target
     a: Tensor  # [rank, inputs]
@@ -65,25 +68,30 @@ class AdapterSlots:
     ) -> None:
         self.config, self.device, self.dtype, self.kernels = config, placement.device, placement.dtype, kernels
         self.rank_step = RANK_STEP if kernels == "triton" else 1
-        linears = model.adapted_linears()
+        layers, head = model.adapted_layers(), model.parts[3]
         self.targets: dict[str, tuple[Target, ...]] = {}  # by the checkpoint name of the matrix, without `.weight`
         active = ActiveAdapters()
-        parts = [parts_of(linear) for linear in linears.values()]
+        parts = [parts_of(path, layer) for path, layer in layers.items()]
         ends = np.cumsum([len(each) for each in parts]).tolist()
         self._host_ranks = np.zeros((config.slots, ends[-1] if ends else 0), dtype=np.int32)
         self._ranks = torch.zeros(self._host_ranks.shape, dtype=torch.int32, device=placement.device)
         self.layers: list[LinearAdapters] = []
-        for number, ((path, linear), each, end) in enumerate(zip(linears.items(), parts, ends, strict=True)):
-            shape = (config.slots, padded_rank(config.max_rank), linear.num_inputs, linear.num_outputs)
+        for number, ((path, layer), each, end) in enumerate(zip(layers.items(), parts, ends, strict=True)):
+            shape = (config.slots, padded_rank(config.max_rank), layer.num_inputs, layer.num_outputs)
             mine = slice(end - len(each), end)
             ranks = (self._ranks[:, mine], self._host_ranks[:, mine])
-            linear.adapters = (
+            made = (
                 NativeAdapters(each, shape, placement, active)
                 if kernels == "native"
-                else StackedAdapters(each, shape, placement, active, ranks, dependent_rows)
+                else StackedAdapters(each, shape, placement, active, ranks, dependent_rows, is_seldom=layer is head)
             )
-            self.layers.append(linear.adapters)
-            self.targets |= _targets(path, linear, each, number)
+            if layer is head:
+                model.head_adapters = made
+            else:
+                assert isinstance(layer, Linear)
+                layer.adapters = made
+            self.layers.append(made)
+            self.targets |= _targets(path, layer, each, number)
         model.blocks.adapters = active
 
     def put(self, slot: int, adapter: HostAdapter) -> None:
@@ -103,8 +111,12 @@ class AdapterSlots:
         self._ranks[slot].copy_(to_device(torch.from_numpy(self._host_ranks[slot].copy()), self.device))
 
 
-def parts_of(linear: Linear) -> list[AdaptedPart]:
+def parts_of(path: str, linear: Linear | TiedHead) -> list[AdaptedPart]:
     """The matrices that a layer stacks, with the outputs of the layer that each of them gives."""
+    if isinstance(linear, TiedHead):
+        vocab, inputs = linear.table.vocab, as_split(linear.num_inputs)
+        index = None if vocab.is_whole else vocab.index
+        return [AdaptedPart(path, [(0, vocab.count)], index, False, (vocab.total, inputs.total), inputs)]
     order = torch.arange(linear.num_outputs) if linear.order is None else linear.order.cpu()
     parts = []
     for name, span in linear.spans.items():
@@ -129,11 +141,15 @@ def _runs(numbers: Sequence[int]) -> Runs:
     ]
 
 
-def _targets(path: str, linear: Linear, parts: Sequence[AdaptedPart], number: int) -> dict[str, tuple[Target, ...]]:
-    parent, places = path.rpartition(".")[0], {part.name: place for place, part in enumerate(parts)}
+def _targets(
+    path: str, linear: Linear | TiedHead, parts: Sequence[AdaptedPart], number: int
+) -> dict[str, tuple[Target, ...]]:
+    if isinstance(linear, TiedHead):
+        return {path: (Target(number, 0),)}
+    parent, places = path[: path.rfind(".") + 1], {part.name: place for place, part in enumerate(parts)}
     weights = [part for part in linear.parts if part.endswith(".weight")]
     return {
-        f"{parent}.{weight.removesuffix('.weight')}": tuple(
+        parent + weight.removesuffix(".weight"): tuple(
             Target(number, places[held.removesuffix(".weight")]) for held in linear.held(weight)
         )
         for weight in weights

@@ -84,10 +84,15 @@ class LinearAdapters(ABC):
     def clear(self, slot: int) -> None:
         """The slot changes nothing."""
 
-    @abstractmethod
     def add(self, out: Value, x: Value) -> Value:
-        """Add to `out` [rows, outputs] what the adapters of the rows make of x [rows, inputs], in place. A program may
-        get a symbol of its own."""
+        """Add to `out` [rows, outputs] what the adapters of the step's rows make of x [rows, inputs], in place. A
+        program may get a symbol of its own."""
+        self.add_rows(out, x, self.active.rows)
+        return out
+
+    @abstractmethod
+    def add_rows(self, out: Tensor, x: Tensor, rows: AdaptedRows) -> None:
+        """The same for rows that use these adapters."""
 
 
 class NativeAdapters(LinearAdapters):
@@ -118,10 +123,11 @@ class NativeAdapters(LinearAdapters):
         if isinstance(x, Symbol):
             x.writer.low_rank_add(x, out, self._slots)
             return out
-        slots = self.active.rows.slots
-        assert slots is not None, "the rows' slots are not on the host"
-        self._slots.add_to(out, x, torch.from_numpy(slots))
-        return out
+        return super().add(out, x)
+
+    def add_rows(self, out: Tensor, x: Tensor, rows: AdaptedRows) -> None:
+        assert rows.slots is not None, "the rows' slots are not on the host"
+        self._slots.add_to(out, x, torch.from_numpy(rows.slots))
 
 
 class StackedAdapters(LinearAdapters):
@@ -129,7 +135,8 @@ class StackedAdapters(LinearAdapters):
 
     `ranks` [slots, parts] are those of the slots, on the device and mirrored on the host: 0 where an adapter does not
     change a part. The owner of the slots sends them to the device. What lies beyond a rank is never read.
-    `dependent_rows`: rows from which Triton kernels are launched while the one before still runs.
+    `dependent_rows`: rows from which Triton kernels are launched while the one before still runs. `is_seldom`: few
+    adapters change the layer, so that Triton kernels read a slot's rank before its B.
     """
 
     def __init__(
@@ -140,6 +147,8 @@ class StackedAdapters(LinearAdapters):
         active: ActiveAdapters,
         ranks: tuple[Tensor, npt.NDArray[np.int32]],
         dependent_rows: int = 0,
+        *,
+        is_seldom: bool = False,
     ) -> None:
         slots, max_rank, inputs, outputs = shape
         super().__init__(parts, inputs, active)
@@ -148,6 +157,7 @@ class StackedAdapters(LinearAdapters):
         self.b = torch.zeros(slots, outputs, max_rank, dtype=dtype, device=device)
         self.ranks, self.host_ranks = ranks
         self._outputs, self._dependent_rows = [part.outputs for part in parts], dependent_rows
+        self._is_seldom = is_seldom
         self._blocks: OutputBlocks | None = None  # for the Triton kernels
         if device.type == "cuda":
             self._blocks = _blocks_of(self._outputs, device)  # not while a graph is captured
@@ -164,19 +174,19 @@ class StackedAdapters(LinearAdapters):
     def clear(self, slot: int) -> None:
         self.host_ranks[slot] = 0
 
-    def add(self, out: Value, x: Value) -> Value:
-        rows = self.active.rows
+    def add_rows(self, out: Tensor, x: Tensor, rows: AdaptedRows) -> None:
         if rows.tiles is None:
             add_low_rank(out, x, self.a, self.b, rows.groups, self.host_ranks.tolist(), self._outputs)
-            return out
+            return
         from quire.kernels.triton.lora import add_tiles
 
         if self._blocks is None:
             self._blocks = _blocks_of(self._outputs, out.device)
         tiles = (rows.tiles.order, rows.tiles.tiles, rows.tiles.most)
         dependent = 0 < self._dependent_rows <= len(x)
-        add_tiles(out, x, self.a, self.b, self.ranks, *tiles, self._blocks, dependent=dependent)
-        return out
+        add_tiles(
+            out, x, self.a, self.b, self.ranks, *tiles, self._blocks, dependent=dependent, is_seldom=self._is_seldom
+        )
 
 
 def _blocks_of(outputs: list[Runs], device: torch.device) -> OutputBlocks:

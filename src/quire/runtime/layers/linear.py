@@ -66,7 +66,7 @@ class Linear(WeightLayer):
             begin += each.count
         self.order = order
         self._quantized: dict[str, QuantizedWeight] = {}  # parts loaded as such, by name
-        self.num_inputs, self.num_outputs = inputs, rows
+        self.num_parts, self.num_inputs, self.num_outputs = len(self.spans), inputs, rows
         self.multiply: Multiply | None = None  # how the finished weight is multiplied by
         self.fused: FusedMultiply | None = None  # the same, where it takes norms and additions along
         self.adapters: LinearAdapters | None = None  # LoRA adapters that rows may use

@@ -246,8 +246,8 @@ class Embedding(WeightLayer):
         group: RankGroup | None = None,
     ) -> None:
         super().__init__()
-        self._vocab, self._group = as_split(vocab), group
-        self.weight = placement.empty(self._vocab.count, size, dtype=product.held)
+        self.vocab, self.size, self._group = as_split(vocab), size, group
+        self.weight = placement.empty(self.vocab.count, size, dtype=product.held)
         self.levels: LevelWeight | None = None
         self.panels: PackedWeight | None = None  # those of the output head, in place of levels
         self.parts = (f"{name}.weight",)
@@ -259,15 +259,15 @@ class Embedding(WeightLayer):
         native = weight.as_native(HALF_GROUP) if keeps and isinstance(weight, LevelWeight) else None
         if native is None:
             return super().load_quantized(part, weight)
-        self.levels = native if self._vocab.is_whole else native.rows(self._vocab.index)
+        self.levels = native if self.vocab.is_whole else native.rows(self.vocab.index)
         self.weight = nn.Parameter(self.weight.data[:0].clone(), requires_grad=False)
         return True
 
     def whole_shape(self, part: str) -> tuple[int, ...]:
-        return (self._vocab.total, *self.held_shape(part)[1:])
+        return (self.vocab.total, *self.held_shape(part)[1:])
 
     def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
-        return self._vocab.of(whole)
+        return self.vocab.of(whole)
 
     def checked(self, part: str, tensor: Tensor) -> Tensor:
         return self.own(part, tensor)
@@ -278,7 +278,7 @@ class Embedding(WeightLayer):
     def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, size]
         if self._group is None:
             return self._lines(token_ids)
-        own = self._vocab.own[0]
+        own = self.vocab.own[0]
         is_own = (token_ids >= own.start) & (token_ids < own.stop)
         vectors = self._lines(torch.where(is_own, token_ids - own.start, 0)) * is_own.unsqueeze(1)
         return self._group.all_reduce(vectors) if len(vectors) else vectors
@@ -301,7 +301,7 @@ class Embedding(WeightLayer):
         from quire.kernels.triton.embedding import embed_newest
 
         x = torch.empty(len(rows), self.weight.shape[1], dtype=self._placement.dtype, device=rows.device)
-        embed_newest(rows, tokens, lengths, self.weight.data, x, positions, first=self._vocab.own[0].start)
+        embed_newest(rows, tokens, lengths, self.weight.data, x, positions, first=self.vocab.own[0].start)
         return x if self._group is None else self._group.all_reduce(x)
 
 
@@ -345,6 +345,7 @@ class TiedHead(WeightLayer):
         super().__init__()
         self._embedding, self._product = (embedding,), product  # in a tuple: not a child of this module
         self._multiply: Multiply | None = None
+        self.num_parts, self.num_inputs, self.num_outputs = 1, embedding.size, embedding.vocab.count
 
     @property
     def table(self) -> Embedding:

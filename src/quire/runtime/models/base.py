@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from quire.config.model import ModelConfig
 from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import LayerCache
+from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.experts import EachExpert
 from quire.runtime.layers.latent import LatentAttention
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.modules import TokenTable
+from quire.runtime.layers.modules import TiedHead, TokenTable
 from quire.runtime.layers.rotary import Rotary
-from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.step import AdaptedRows, ForwardStep
 from quire.runtime.layers.vision import VisionTower
 
 
@@ -30,6 +31,7 @@ class BaseModel(nn.Module):
         self.elsewhere: frozenset[str] = frozenset()  # the checkpoint's tensors that only other ranks load
         self._embedding_scale, self._logit_scale = config.embedding_scale, config.logit_scale
         self._logit_softcap = config.logit_softcap
+        self.head_adapters: LinearAdapters | None = None  # LoRA adapters of the output head
 
     def assemble(
         self, embedding: TokenTable, blocks: Blocks, norm: nn.Module, head: nn.Module, labels: nn.Module | None = None
@@ -89,11 +91,13 @@ class BaseModel(nn.Module):
         logits: Tensor = self._labels[0](states)
         return logits
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head_logits(self._parts[2](hidden))
+    def logits(self, hidden: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
+        return self.head_logits(self._parts[2](hidden), adapted)
 
-    def head_logits(self, states: Tensor) -> Tensor:
+    def head_logits(self, states: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
         logits: Tensor = self._parts[3](states)
+        if adapted is not None and self.head_adapters is not None:
+            self.head_adapters.add_rows(logits, states, adapted)
         if self._logit_scale != 1.0:
             logits = logits.mul_(self._logit_scale)
         cap = self._logit_softcap
@@ -115,11 +119,13 @@ class BaseModel(nn.Module):
     def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
         self._parts[1].trace(caches, self.embedding.dtype, num_layers)
 
-    def adapted_linears(self) -> dict[str, Linear]:
-        """The linear layers that LoRA adapters may change, by their paths: those of blocks, but not of routed
-        experts."""
-        path = next(path for path, module in self.named_modules() if module is self.blocks)
-        return dict(_linears(self.blocks, path))
+    def adapted_layers(self) -> dict[str, Linear | TiedHead]:
+        """The layers that LoRA adapters may change, by their paths: the linear ones of blocks, but not of routed
+        experts, and the output head, the last one, where this pipeline stage has it."""
+        paths = {id(module): path for path, module in self.named_modules()}
+        _, blocks, _, head = self._parts
+        found: dict[str, Linear | TiedHead] = dict(_linears(blocks, paths[id(blocks)]))
+        return found | ({paths[id(head)]: head} if isinstance(head, Linear | TiedHead) else {})
 
     @property
     def rules(self) -> list[AttentionRule]:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.config.adapter_memory import OUTPUT_STEP
 from quire.config.engine import DeviceConfig
 from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig, WeightCounts
 from quire.config.parallel import ParallelConfig
@@ -16,7 +17,7 @@ from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import TokenTable
-from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.step import AdaptedRows, ForwardStep
 from quire.runtime.layers.vision import VisionTower
 from quire.runtime.layers.weights import weight_layers
 from quire.runtime.models.base import BaseEncoder, BaseModel
@@ -43,10 +44,10 @@ class Model(Protocol):
     def normed(self, hidden: Tensor) -> Tensor:
         """Hidden states after the last norm: [n, hidden] -> [n, hidden]."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] -> [n, vocab]."""
+    def logits(self, hidden: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
+        """[n, hidden] -> [n, vocab], where rows use these LoRA adapters."""
 
-    def head_logits(self, states: Tensor) -> Tensor:
+    def head_logits(self, states: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
         """[n, hidden] after the last norm -> [n, vocab]."""
 
     @property
@@ -153,12 +154,14 @@ def _count_int4(size: int, num_inputs: int) -> tuple[int, int]:
 
 
 def _count_adapted(model: BaseModel | BaseEncoder) -> tuple[int, int]:
-    """What `WeightCounts` says of linear layers that adapters may change."""
+    """What `WeightCounts` says of the layers that adapters may change. Compiled kernels cut outputs into panels."""
     if not isinstance(model, BaseModel):
         return 0, 0
-    linears = model.adapted_linears().values()
-    width = sum(len(linear.spans) * linear.num_inputs + linear.num_outputs for linear in linears)
-    return width, max((len(linear.spans) for linear in linears), default=0)
+    layers = model.adapted_layers().values()
+    width = sum(
+        layer.num_parts * layer.num_inputs + -(-layer.num_outputs // OUTPUT_STEP) * OUTPUT_STEP for layer in layers
+    )
+    return width, max((layer.num_parts for layer in layers), default=0)
 
 
 def _build(config: ModelConfig, builder: LayerBuilder) -> BaseModel | BaseEncoder:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.modules import TokenTable
-from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.step import AdaptedRows, ForwardStep
 from quire.runtime.layers.vision import VisionTower
 from quire.runtime.models.build import Model
 
@@ -47,11 +47,11 @@ class ShallowDecoder:
     def normed(self, hidden: Tensor) -> Tensor:
         return self._model.normed(hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden)
+    def logits(self, hidden: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
+        return self._model.logits(hidden, adapted)
 
-    def head_logits(self, states: Tensor) -> Tensor:
-        return self._model.head_logits(states)
+    def head_logits(self, states: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
+        return self._model.head_logits(states, adapted)
 
     @property
     def classifies(self) -> bool:

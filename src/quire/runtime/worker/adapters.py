@@ -16,7 +16,7 @@ from quire.runtime.adapters.reader import AdapterReader
 from quire.runtime.adapters.slots import AdapterSlots
 from quire.runtime.adapters.store import AdapterStore
 from quire.runtime.layers.builder import TORCH_DTYPES
-from quire.runtime.layers.step import AdaptedRows, AdapterStep
+from quire.runtime.layers.step import AdaptedRows, AdapterStep, AdapterTiles
 from quire.runtime.layers.weights import Placement
 from quire.runtime.models.base import BaseModel
 from quire.runtime.sampling.samples import Longs
@@ -79,6 +79,17 @@ class RowAdapters:
         if (slots < 0).all():
             return None
         return AdapterStep(self._grouped(slots), self._grouped(slots[wanted]))
+
+    def of_tokens(self, token_rows: Longs) -> AdaptedRows | None:
+        """The adapters of tokens of these rows, on the device; None: they use none."""
+        slots = self._of_rows[token_rows]
+        if (slots < 0).all():
+            return None
+        if self.slots.kernels != "triton":
+            return self._grouped(slots)
+        arrays, most = self.tiles(token_rows)
+        on_device = (to_device(torch.from_numpy(numbers), self.slots.device) for numbers in arrays)
+        return AdaptedRows(tiles=AdapterTiles(most, *on_device))
 
     def tiles(self, token_rows: Longs, room: int | None = None) -> tuple[TileArrays, int]:
         """For Triton: the tokens of these rows as tiles, and how many rows a tile has. `room`: tokens to make room

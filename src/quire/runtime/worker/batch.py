@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.runtime.attention.backend import AttentionBatch, BatchBackend, ChunkSpan, LayerCache
-from quire.runtime.layers.step import ForwardStep, StateStep, WindowStep
+from quire.runtime.layers.step import AdaptedRows, ForwardStep, StateStep, WindowStep
 from quire.runtime.sampling.samples import Longs, Samples
 from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.cache import KVCache
@@ -45,6 +45,11 @@ class Batch:
     spread: Tensor | None  # [samples] into `wanted`, when several rows sample from one position
     grown: tuple[Longs, Tensor] | None  # samples [grown] that their rows grow by, twice; None: all of them
     shape: StepShape | None = None  # of a padded step
+
+    @property
+    def adapted(self) -> AdaptedRows | None:
+        """The LoRA adapters of `wanted`."""
+        return None if self.step.adapters is None else self.step.adapters.wanted
 
 
 class Places(NamedTuple):

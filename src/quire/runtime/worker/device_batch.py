@@ -77,8 +77,8 @@ class DeviceBatchBuilder:
             decoded = _pad(decoded, self._looked_at(shape), 0)
             segments = None if segments is None else self._pad_segments(segments, shape.tokens)
         step = self._step(token_rows, positions, spans, decoded, tiles, segments, shape, cascade=cascade)
-        if adapted and shape is None:
-            step = replace(step, adapters=self._adapter_step(token_rows, found.wanted))
+        if adapted:
+            step = replace(step, adapters=self._adapter_step(step, token_rows, found.wanted))
         return make_batch(step, found, chosen, shape)
 
     def usual_shapes(self) -> list[StepShape]:
@@ -201,10 +201,15 @@ class DeviceBatchBuilder:
             return (), 0
         return self._adapters.tiles(token_rows, shape.tokens)
 
-    def _adapter_step(self, token_rows: Longs, wanted: Longs) -> AdapterStep:
-        """The adapters of a step that is not padded: its layers may go on with the wanted tokens alone."""
+    def _adapter_step(self, step: ForwardStep, token_rows: Longs, wanted: Longs) -> AdapterStep:
+        """The adapters of a step's tokens, in their place where it is padded, and of the wanted ones, with which the
+        last layers of other steps go on, and the head of all."""
         assert self._adapters is not None
-        (all_tokens, most), (some, fewer) = (self._adapters.tiles(rows) for rows in (token_rows, token_rows[wanted]))
+        some, fewer = self._adapters.tiles(token_rows[wanted])
+        if step.adapters is not None:
+            held = self._rows.courier.send(*some)
+            return replace(step.adapters, wanted=AdaptedRows(tiles=AdapterTiles(fewer, *held)))
+        all_tokens, most = self._adapters.tiles(token_rows)
         on_device = self._rows.courier.send(*all_tokens, *some)
         first, second = AdapterTiles(most, *on_device[:2]), AdapterTiles(fewer, *on_device[2:])
         return AdapterStep(AdaptedRows(tiles=first), AdaptedRows(tiles=second))

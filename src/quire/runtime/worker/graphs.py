@@ -291,7 +291,8 @@ class DecodeGraphs:
             axes=self._axes(bucket, positions),
             adapters=self._adapters.step(bucket) if self._adapters is not None and kind.adapters else None,
         )
-        logits = self._model.logits(self._model(step, vectors))
+        adapted = None if step.adapters is None else step.adapters.wanted
+        logits = self._model.logits(self._model(step, vectors), adapted)
         return logits if self._vocabulary is None else self._vocabulary.of_rows(logits)
 
     def _axes(self, bucket: int, positions: Tensor) -> Tensor | None:  # [1, bucket]

@@ -15,6 +15,7 @@ from quire.runtime.models.build import Model
 from quire.runtime.parallel.vocabulary import Vocabulary
 from quire.runtime.sampling.logprobs import Listing, list_logprobs
 from quire.runtime.transfer import Pending, gathered
+from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.rows import Rows
 from quire.types.step import Ints, LogprobTable, NewRow, PromptLogprobs, StepPlan
 
@@ -41,8 +42,10 @@ class _Span(NamedTuple):
 class PromptLogprobRows:
     """The live rows that want prompt logprobs. Positions of all rows in a step share slices."""
 
-    def __init__(self, model: Model, rows: Rows, vocabulary: Vocabulary | None = None) -> None:
-        self._model, self._rows, self._vocabulary = model, rows, vocabulary
+    def __init__(
+        self, model: Model, rows: Rows, vocabulary: Vocabulary | None = None, adapters: RowAdapters | None = None
+    ) -> None:
+        self._model, self._rows, self._vocabulary, self._adapters = model, rows, vocabulary, adapters
         self.asked: dict[int, Asked] = {}  # by row; most steps have none
 
     def add(self, news: Iterable[NewRow]) -> None:
@@ -88,11 +91,13 @@ class PromptLogprobRows:
         states = self._rows.upload(np.repeat([span.place for span in spans], lengths) + offsets)
         firsts = [span.row * tokens.shape[1] + span.start for span in spans]
         next_ids = tokens.view(-1).index_select(0, self._rows.upload(np.repeat(firsts, lengths) + offsets)).long()
+        token_rows = np.repeat([span.row for span in spans], lengths)
         is_long = count == -1 or count > MOST_ON_DEVICE
         listings = []
         for start in range(0, len(offsets), AT_ONCE):
             some = slice(start, start + AT_ONCE)
-            logits = self._model.logits(hidden.index_select(0, states[some]))  # [positions, vocab]
+            adapted = None if self._adapters is None else self._adapters.of_tokens(token_rows[some])
+            logits = self._model.logits(hidden.index_select(0, states[some]), adapted)  # [positions, vocab]
             logits = logits if self._vocabulary is None else self._vocabulary.whole(logits)
             most, chosen = logits.shape[1] if count == -1 else min(count, logits.shape[1]), next_ids[some]
             listing = list_logprobs(logits, chosen, most, chosen.new_empty(len(chosen), 0))

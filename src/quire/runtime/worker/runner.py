@@ -20,6 +20,7 @@ from quire.runtime.sampling.reports import NO_REPORT, Report, merged
 from quire.runtime.sampling.samples import Samples
 from quire.runtime.speculation.drafter import NO_DRAFTS
 from quire.runtime.transfer import Pending
+from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.batch import Batch
 from quire.runtime.worker.images import ImageRows
 from quire.runtime.worker.pooled_rows import PooledRows
@@ -178,11 +179,13 @@ class Runner:
         vocabulary: Vocabulary | None,  # None: this rank has all of it
         num_samples: int,  # that are chosen at once
         images: ImageRows | None = None,
+        adapters: RowAdapters | None = None,
     ) -> None:
-        self._images, self._vocabulary = images, vocabulary
+        self._images, self._vocabulary, self._adapters = images, vocabulary, adapters
         self._model, self._rows, self._batches, self._forward = model, rows, batches, forward
         self._sampler, self._num_samples = sampler, num_samples
-        self.pooled, self.scored = PooledRows(model, rows, vocabulary), PromptLogprobRows(model, rows, vocabulary)
+        self.pooled = PooledRows(model, rows, vocabulary)
+        self.scored = PromptLogprobRows(model, rows, vocabulary, adapters)
 
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """`failed` rows are computed but never handed to the sampler; their token is 0."""
@@ -209,7 +212,7 @@ class Runner:
         sampled = batch.samples.rows
         is_sampled = pooled is None or not pooled.are_all(sampled)
         if is_sampled and 0 < len(sampled) <= self._num_samples and failed.isdisjoint(sampled.tolist()):
-            logits = self._model.logits(hidden)  # [positions, vocab]
+            logits = self._model.logits(hidden, batch.adapted)  # [positions, vocab]
             logits = logits if batch.spread is None else logits.index_select(0, batch.spread)
             logits = logits if self._vocabulary is None else self._vocabulary.of_rows(logits)
         return partial(self._finish, _Computed(plan, batch, hidden, logits, failed, prompt_logprobs))
@@ -250,7 +253,8 @@ class Runner:
             some = kept[start : start + at_once]
             index = self._rows.upload(some)
             positions = index if batch.spread is None else batch.spread.index_select(0, index)
-            logits = self._model.logits(hidden.index_select(0, positions))
+            adapted = None if self._adapters is None else self._adapters.of_tokens(samples.rows[some].astype(np.int64))
+            logits = self._model.logits(hidden.index_select(0, positions), adapted)
             logits = logits if self._vocabulary is None else self._vocabulary.of_rows(logits)
             tokens, report = self._sample(logits, samples.select(some, index))
             token_ids.index_copy_(0, index, tokens)

@@ -110,6 +110,21 @@ def test_a_row_gets_the_same_bits_whatever_shares_its_batch(dtype: torch.dtype, 
     assert torch.equal(together[slots < 0], y[slots < 0])
 
 
+def test_matrices_held_in_bfloat16_give_float32_rows_the_same_bits(threads: int) -> None:
+    torch.manual_seed(threads)
+    whole, halved = (LowRankSlots(3, 48, 50, INTERLEAVED, torch.float32) for _ in range(2))
+    for slot, sides in enumerate(((True, True), (True, False), (False, True))):  # which of A and B
+        pairs = [pair for pair in random_pairs([16, 3, 33], 50, INTERLEAVED, torch.bfloat16) if pair is not None]
+        whole.place(slot, [(a.float(), b.float()) for a, b in pairs])
+        halved.place(slot, [(a if sides[0] else a.float(), b if sides[1] else b.float()) for a, b in pairs])
+    slots = torch.tensor([2, 0, -1, 1, 1, 0, 2] + [0] * 18)
+    x, first = torch.randn(len(slots), 50), torch.randn(len(slots), 59)
+    second = first.clone()
+    whole.add_to(first, x, slots)
+    halved.add_to(second, x, slots)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("units")
 def test_what_a_slot_held_before_is_forgotten(dtype: torch.dtype) -> None:

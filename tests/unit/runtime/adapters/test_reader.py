@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from adapter_files import PREFIX, SMALL, change_adapter, make_adapter, write_adapter
 from quire.config.engine import DeviceConfig
+from quire.kernels.native.loader import why_not_native
 from quire.runtime.adapters.peft import read_peft_config
 from quire.runtime.adapters.reader import AdapterReader
 from quire.runtime.adapters.slots import AdapterSlots, HostAdapter
@@ -33,10 +34,14 @@ def model() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def reader() -> AdapterReader:
+    return make_reader("torch")
+
+
+def make_reader(kernels: str) -> AdapterReader:
     device = DeviceConfig("cpu", "float32", "float32", attention_backend="reference")
     built = build_model(CONFIG, LayerBuilder(device, CONFIG.heads))
     placement = Placement(torch.float32, torch.device("cpu"))
-    return AdapterReader(built, CONFIG, AdapterSlots(built, SMALL, placement, "torch"))
+    return AdapterReader(built, CONFIG, AdapterSlots(built, SMALL, placement, kernels))
 
 
 def refusal(reader: AdapterReader, folder: Path) -> str:
@@ -70,9 +75,22 @@ def test_all_linear_modules_are_read_with_the_scale_of_their_rank(
     reader: AdapterReader, model: torch.nn.Module, tmp_path: Path
 ) -> None:
     adapter = reader.read(str(make_adapter(tmp_path, model, rank=4, alpha=6.0)))
-    assert len(adapter.pairs) == 7 * CONFIG.num_layers
+    assert len(adapter.pairs) == 7 * CONFIG.num_layers + 1  # and the head
     assert adapter.rank == 4
     assert all(scale == pytest.approx(1.5) for scale in scales(adapter, reader, tmp_path).values())
+
+
+@pytest.mark.skipif(why_not_native(torch.float32, torch.device("cpu")) is not None, reason="no compiled kernels")
+def test_compiled_kernels_get_bfloat16_where_that_is_exact(model: torch.nn.Module, tmp_path: Path) -> None:
+    native = make_reader("native")
+    for alpha, of_b in ((8.0, torch.bfloat16), (6.5, torch.float32)):  # B by 2, and by 1.625
+        folder = make_adapter(tmp_path / str(alpha), model, alpha=alpha, dtype=torch.bfloat16)
+        pairs = native.read(str(folder)).pairs
+        assert {(pair.a.dtype, pair.b.dtype) for pair in pairs} == {(torch.bfloat16, of_b)}
+        plain = make_reader("torch").read(str(folder)).pairs
+        assert all(torch.equal(one.b.float(), two.b) for one, two in zip(pairs, plain, strict=True))
+    folder = make_adapter(tmp_path / "float32", model)
+    assert {pair.a.dtype for pair in native.read(str(folder)).pairs} == {torch.float32}
 
 
 def test_rslora_and_patterns_change_scales(reader: AdapterReader, model: torch.nn.Module, tmp_path: Path) -> None:
@@ -171,7 +189,6 @@ def test_a_setting_that_is_not_computed_is_refused_by_name(
 
 TENSORS = {
     "model.layers.0.mlp.experts.3.down_proj.lora_A.weight": "routed experts are not supported",
-    "lm_head.lora_A.weight": "output head are not supported",
     "model.embed_tokens.lora_embedding_A": "embeddings are not supported",
     "model.layers.0.self_attn.q_proj.lora_magnitude_vector": "DoRA is not supported",
     "model.visual.blocks.0.attn.qkv.lora_A.weight": "vision towers are not supported",
@@ -204,7 +221,7 @@ def test_ranks_and_shapes_are_checked(reader: AdapterReader, model: torch.nn.Mod
     large = make_adapter(tmp_path / "large", model, rank=SMALL.max_rank + 1)
     assert "has rank 17, the limit is 16" in refusal(reader, large)
     other = change_adapter(make_adapter(tmp_path / "other", model, rank=4), r=8)
-    assert "has shape [4, 80], the model and adapter_config.json say [8, 80]" in refusal(reader, other)
+    assert "has shape [4, 48], the model and adapter_config.json say [8, 48]" in refusal(reader, other)
     side = f"{PREFIX}{QUERY}.lora_B.weight"
     lone = change_tensors(make_adapter(tmp_path / "lone", model), lambda tensors: tensors.pop(side))
     assert "is there without its B" in refusal(reader, lone)

@@ -46,7 +46,7 @@ TINY = ModelConfig(
         20_640,
         in_blocks=18_432,
         block_outputs=512,
-        adapter_width=1_024,
+        adapter_width=1_024 + 96,  # and the head
         adapter_parts=3,
         int4_parameters=18_432,
         int4_bytes=11_264,

@@ -58,7 +58,7 @@ def test_a_llama_config_is_read_whole(tmp_path: Path) -> None:
             21_920,
             in_blocks=15_360,
             block_outputs=448,
-            adapter_width=928,
+            adapter_width=928 + 32 + 112,  # and the head, whose 100 outputs are padded
             adapter_parts=3,
             int4_parameters=15_360,
             int4_bytes=11_520,

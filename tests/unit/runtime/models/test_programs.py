@@ -17,6 +17,7 @@ from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.program import Program, Symbol
 from quire.runtime.layers.adapted import NativeAdapters
 from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.native import NativeOps
 from quire.runtime.layers.ops import TorchOps
 from quire.runtime.layers.step import ForwardStep
@@ -149,7 +150,8 @@ def test_a_program_with_adapters_has_nothing_in_python_and_samples_what_its_bloc
     assert written.num_slots == SMALL.slots
     if dtype == "float32":  # products of bfloat16 are compiled for tile units only
         assert written.num_calls == 0
-    adapters = [linear.adapters for linear in model.adapted_linears().values()]
+    adapters = [layer.adapters for layer in model.adapted_layers().values() if isinstance(layer, Linear)]
+    adapters = [*(each for each in adapters if each is not None), model.head_adapters]
     held = sum(each.num_bytes for each in adapters if isinstance(each, NativeAdapters))
     planned = adapter_memory(tiny_config("llama", **SIZES), SMALL, getattr(torch, dtype).itemsize, max_tokens=0)
     assert 0 < held <= planned
