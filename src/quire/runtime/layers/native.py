@@ -162,8 +162,8 @@ class PanelProduct(LevelProduct):
         return NativeMultiply(panels, bias)
 
 
-class Int8Product(PanelProduct):
-    """Rounds float32 rows to int8, 32 numbers with a scale of their own, and multiplies them in whole numbers by the
+class IntegerProduct(PanelProduct):
+    """Rounds float32 rows to 16 bits, 32 numbers with a scale of their own, and multiplies them in whole numbers by the
     quantized weights of GGUF files. These stay in the bits that their file has. All other weights are multiplied as
     PanelProduct does it."""
 
