@@ -26,7 +26,8 @@ constexpr int64_t scales_of(int64_t format) { return format & BY_HALVES ? 2 : 1;
 constexpr int64_t INT8_OUTPUTS = 16, INT8_GROUP = 32, LINE_BYTES = 64, INT8_LINES = 8;
 constexpr int64_t PARTS = INT8_OUTPUTS / LANES;  // registers of a line
 constexpr int INT8_ROWS = LANES == 16 ? 8 : 4;   // rows whose sums fit in the registers
-constexpr int64_t INT8_ROWS_AT_ONCE = 256;       // of a product: quantized, they stay in the second cache
+constexpr int INT8_TURN = 4;                     // rows that a line is multiplied by before the next line is
+constexpr int64_t INT8_ROWS_AT_ONCE = 128;       // of a product: quantized, they stay in the second cache
 
 constexpr int64_t int8_group_bytes(int64_t format) { return bits_of(format) * LINE_BYTES; }
 constexpr int64_t int8_factor_bytes(int64_t format) {  // of 32 inputs
@@ -156,21 +157,25 @@ inline Ints add_fours(Ints sums, Bytes line, Bytes x) {
 #endif
 }
 
-// `sums` and, of each output, its levels of N lines from FIRST on times a row's numbers of the same inputs.
-template <int N, int FIRST>
-inline __attribute__((always_inline)) Ints dots(Ints sums, const Bytes (&lines)[INT8_LINES], const uint8_t* numbers) {
-    Ints high{};
-    unroll<N>([&](auto k) __attribute__((always_inline)) {
-        constexpr int line = FIRST + k;
+// To `sums` of M rows from ROW on, of each output: its levels of N lines from FIRST on times the numbers of the same
+// inputs. A line for all rows, then the next one: an instruction need not wait for the one before it.
+template <int N, int FIRST, int ROW, int M, typename Record>
+inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Bytes (&lines)[INT8_LINES],
+                                                     const Record& rows) {
+    Ints high[M] = {};
+    unroll<N * M>([&](auto i) __attribute__((always_inline)) {
+        constexpr int line = FIRST + i / M, r = i % M;
+        const uint8_t* numbers = rows.numbers(ROW + r);
         if constexpr (BY_PAIRS) {
-            sums = add_pairs(sums, (Shorts)lines[line] & static_cast<uint16_t>(255), all_fours(numbers + 8 * line));
-            sums = add_pairs(sums, (Shorts)lines[line] >> 8, all_fours(numbers + 8 * line + 4));
+            const Shorts both = (Shorts)lines[line];
+            sums[r] = add_pairs(sums[r], both & static_cast<uint16_t>(255), all_fours(numbers + 8 * line));
+            sums[r] = add_pairs(sums[r], both >> 8, all_fours(numbers + 8 * line + 4));
         } else {
-            high = add_fours(high, lines[line], all_fours(numbers + 4 * line));
-            sums = add_fours(sums, lines[line], all_fours(numbers + INT8_GROUP + 4 * line));
+            high[r] = add_fours(high[r], lines[line], all_fours(numbers + 4 * line));
+            sums[r] = add_fours(sums[r], lines[line], all_fours(numbers + INT8_GROUP + 4 * line));
         }
     });
-    return BY_PAIRS ? sums : sums + high * 256;
+    if constexpr (!BY_PAIRS) unroll<M>([&](auto r) __attribute__((always_inline)) { sums[r] += high[r] * 256; });
 }
 
 // Rows as they are multiplied: a row is number * scale. Of n rows that are multiplied together, what belongs to 32 inputs
@@ -258,13 +263,21 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
                 const Floats scale = load_float16(scales + place);
                 Floats offset{};
                 if constexpr (has_offsets(FORMAT)) offset = load_float16(offsets + place);
-                unroll<N>([&](auto r) __attribute__((always_inline)) {
-                    Ints begin{};
-                    if constexpr (zero_of(FORMAT) != 0) begin = all_ints(record.begin(r, half));
-                    const Ints whole = dots<LINES_EACH, half * LINES_EACH>(begin, own, record.numbers(r));
-                    Floats& sum = sums[r][part];
-                    sum = add_product(sum, __builtin_convertvector(whole, Floats), scale * record.scale(r));
-                    if constexpr (has_offsets(FORMAT)) sum = add_product(sum, offset, all(record.sum(r, half)));
+                constexpr int M = N % INT8_TURN == 0 ? INT8_TURN : N;
+                unroll<N / M>([&](auto some) __attribute__((always_inline)) {
+                    constexpr int ROW = some * M;
+                    Ints whole[M] = {};
+                    if constexpr (zero_of(FORMAT) != 0)
+                        unroll<M>([&](auto r) __attribute__((always_inline)) {
+                            whole[r] = all_ints(record.begin(ROW + r, half));
+                        });
+                    add_lines<LINES_EACH, half * LINES_EACH, ROW>(whole, own, record);
+                    unroll<M>([&](auto i) __attribute__((always_inline)) {
+                        constexpr int r = ROW + i;
+                        Floats& sum = sums[r][part];
+                        sum = add_product(sum, __builtin_convertvector(whole[i], Floats), scale * record.scale(r));
+                        if constexpr (has_offsets(FORMAT)) sum = add_product(sum, offset, all(record.sum(r, half)));
+                    });
                 });
             });
         });

@@ -47,7 +47,7 @@ def test_weights_of_gguf_files_are_multiplied_in_whole_numbers(name: str) -> Non
     assert isinstance(exact, NativeMultiply)
     assert not is_int8_format(exact.weight)
     wanted = x @ weight.values().t()
-    assert 0 < float((integer(x) - wanted).norm() / wanted.norm()) < 0.02
+    assert float((integer(x) - wanted).norm() / wanted.norm()) < 5e-4  # of Q4_K and Q6_K, float16 rounds the scales
 
 
 def test_other_quantized_weights_are_multiplied_by_rows_that_are_not_rounded() -> None:
