@@ -168,7 +168,7 @@ class IntegerProduct(PanelProduct):
     PanelProduct does it."""
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
-        takes = isinstance(weight, LevelWeight) and weight.takes_int8_rows
+        takes = isinstance(weight, LevelWeight) and weight.takes_rounded_rows
         native = weight.as_native(HALF_GROUP) if takes and isinstance(weight, LevelWeight) else None
         if native is None:
             return super().pack_quantized(weight, bias)

@@ -51,7 +51,7 @@ def test_weights_of_gguf_files_are_multiplied_in_whole_numbers(name: str) -> Non
 
 
 def test_other_quantized_weights_are_multiplied_by_rows_that_are_not_rounded() -> None:
-    weight, x = replace(gguf_weight("Q8_0", 40, 64), takes_int8_rows=False), torch.randn(5, 64)
+    weight, x = replace(gguf_weight("Q8_0", 40, 64), takes_rounded_rows=False), torch.randn(5, 64)
     integer, exact = (
         each(torch.float32, keeps_weight=False).pack_quantized(weight, None) for each in (IntegerProduct, PanelProduct)
     )
