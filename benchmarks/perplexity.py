@@ -1,6 +1,6 @@
 """What quantization costs: python -m benchmarks.perplexity --model MODEL [--model MODEL ...] --text FILE
     [--quantization none,int8,fp8,int4] [--kv-cache-dtype auto,fp8,int8,int4] [--tokens 4096] [--window 512]
-    [--device cpu] [--llama-library PATH] [--json PATH]
+    [--device cpu] [--cpu-weights integer] [--llama-library PATH] [--json PATH]
 
 Perplexity of a text under every model with every kind of quantization of weights and of the KV cache, the memory of the
 weights and the bytes that a token takes in the cache. A checkpoint that is stored quantized (GPTQ, AWQ,
@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Figure]:
     parser.add_argument("--window", type=int, default=512, help="tokens that are read as one prompt")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--cpu-weights", choices=("integer", "float"), default="integer", help="as in LLM")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--llama-library", type=Path, help="a shared library with llama.cpp, for GGUF models")
     parser.add_argument("--json", type=Path, help="write all figures here")
@@ -100,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Figure]:
     documents = [options.text] if options.text else sorted((ROOT / "docs").rglob("*.md"))
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in documents)
     settings = {"device": options.device, "dtype": options.dtype, "load_format": options.load_format}
+    settings["cpu_weights"] = options.cpu_weights
     settings |= {"tokenizer": options.tokenizer} if options.tokenizer else {}
     found = []
     for model in options.model:

@@ -110,6 +110,13 @@ def test_the_same_model_as_a_hugging_face_directory_gives_the_same_tokens(
     assert tokens == [wanted for _, wanted, _ in expected]
 
 
+def test_the_first_question_is_answered_right_with_integer_products(make_llm: Any) -> None:
+    """Its two likeliest first words are nearly equally likely: rows rounded to 8 bits chose the wrong one."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = make_llm(cpu_weights="integer").chat(question, SamplingParams(temperature=0.0, max_tokens=16))[0]
+    assert answer.outputs[0].text == "The capital of France is Paris."
+
+
 def test_the_plain_reference_attention_gives_the_same_tokens(
     expected: list[tuple[list[int], list[int], torch.Tensor]], make_llm: Any
 ) -> None:

@@ -64,7 +64,7 @@ class EngineArguments:
     enable_prefix_caching: bool | None = None
     prefix_eviction: str | None = None
     quantization: str | None = None
-    cpu_weights: str = "float"
+    cpu_weights: str = "integer"
     kv_cache_dtype: str = "auto"
     kv_layout: str = "paged"
     speculative_config: dict[str, Any] | None = None

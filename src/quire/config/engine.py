@@ -111,7 +111,7 @@ class DeviceConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False  # never capture steps as CUDA graphs
     quantization: Quantization | None = None  # of the layers' weights, quantized while loading
-    integer_products: bool = False  # on a CPU in float32: weights of GGUF files are multiplied by rows rounded to int8
+    integer_products: bool = True  # on a CPU in float32: weights of GGUF files are multiplied in whole numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
-// Products of float32 rows with quantized weights in whole numbers. A row is rounded to int8, 32 inputs with a scale of
-// their own; int8 times weight levels is summed exactly in int32, and only the sums of 32 or 16 inputs become floats.
+// Products of float32 rows with quantized weights in whole numbers. A row is rounded to 16 bits, 32 inputs with a scale of
+// their own; its numbers times weight levels are summed exactly in int32, and only the sums of 32 or 16 inputs become
+// floats.
 //
 // A weight is level * scale + offset. The weight [outputs, inputs] is cut into panels of 16 outputs, padded with zeros,
 // so that its bytes are those of the file. The layout is the same for every instruction set. A panel is
@@ -25,7 +26,8 @@ constexpr int64_t scales_of(int64_t format) { return format & BY_HALVES ? 2 : 1;
 constexpr int64_t INT8_OUTPUTS = 16, INT8_GROUP = 32, LINE_BYTES = 64, INT8_LINES = 8;
 constexpr int64_t PARTS = INT8_OUTPUTS / LANES;  // registers of a line
 constexpr int INT8_ROWS = LANES == 16 ? 8 : 4;   // rows whose sums fit in the registers
-constexpr int64_t INT8_ROWS_AT_ONCE = 256;       // of a product: quantized, they stay in the second cache
+constexpr int INT8_TURN = 4;                     // rows that a line is multiplied by before the next line is
+constexpr int64_t INT8_ROWS_AT_ONCE = 128;       // of a product: quantized, they stay in the second cache
 
 constexpr int64_t int8_group_bytes(int64_t format) { return bits_of(format) * LINE_BYTES; }
 constexpr int64_t int8_factor_bytes(int64_t format) {  // of 32 inputs
@@ -40,8 +42,13 @@ typedef uint16_t Shorts __attribute__((vector_size(4 * LANES)));
 typedef Bytes LooseBytes __attribute__((aligned(1), may_alias));
 inline Bytes load_line(const uint8_t* from) { return *reinterpret_cast<const LooseBytes*>(from); }
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-constexpr bool UNSIGNED_LEVELS = true;  // the instruction takes unsigned levels: signed ones are moved up by 128
+#if defined(__x86_64__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+constexpr bool BY_PAIRS = true;  // x86 without dot products of bytes: those of pairs of 16-bit numbers
+#else
+constexpr bool BY_PAIRS = false;
+#endif
+#ifdef __x86_64__
+constexpr bool UNSIGNED_LEVELS = true;  // the instructions take unsigned levels: signed ones are moved up by 128
 #else
 constexpr bool UNSIGNED_LEVELS = false;
 #endif
@@ -89,67 +96,105 @@ template <int64_t FORMAT> inline void load_lines(const uint8_t* from, Bytes (&li
 
 inline Ints all_ints(int32_t x) { return x - Ints{}; }
 
-// Four of a row's numbers in each four bytes.
-inline Bytes all_fours(const int8_t* x) {
+// A row's number has two digits, 256 high + low, each in int8; where products are of pairs, it is one of 16 bits.
+// Sums: 32 numbers times levels below 256, and what they begin with, at most 128 times the same numbers.
+constexpr int32_t LARGEST_NUMBER = 127 * 256 + 127;
+static_assert(INT8_GROUP * (255 + 128) * (LARGEST_NUMBER + 256) <= INT32_MAX);
+constexpr int64_t NUMBERS_BYTES = 2 * INT8_GROUP;  // [32] high digits, [32] low ones; or pairs
+
+// The same four bytes everywhere.
+inline Bytes all_fours(const uint8_t* from) {
     int32_t four;
-    std::memcpy(&four, x, sizeof four);
+    std::memcpy(&four, from, sizeof four);
     return (Bytes)all_ints(four);
 }
 
-// Sums of four neighbouring bytes of `line` times those of x. SIGNED: of the line; else its bytes are below 64 or the
-// instruction takes unsigned ones.
-template <bool SIGNED> inline Ints add_dots(Ints sums, Bytes line, const int8_t* x) {
+// BY_PAIRS: inputs 0 and 2 of four, then 1 and 3, as they come out of a line.
+inline void store_numbers(const int16_t (&numbers)[INT8_GROUP], uint8_t* to) {
+    if constexpr (BY_PAIRS) {
+        int16_t pairs[INT8_GROUP];
+        for (int64_t i = 0; i < INT8_GROUP; i += 4) {
+            pairs[i] = numbers[i], pairs[i + 1] = numbers[i + 2];
+            pairs[i + 2] = numbers[i + 1], pairs[i + 3] = numbers[i + 3];
+        }
+        std::memcpy(to, pairs, sizeof pairs);
+    } else {
+        for (int64_t i = 0; i < INT8_GROUP; ++i) to[i] = static_cast<uint8_t>((numbers[i] + 128) >> 8);
+        for (int64_t i = 0; i < INT8_GROUP; ++i) to[INT8_GROUP + i] = static_cast<uint8_t>(numbers[i]);
+    }
+}
+
+// Sums of two neighbouring 16-bit numbers of `line` times the two of x.
+inline Ints add_pairs(Ints sums, Shorts line, Bytes x) {
+#if defined(__AVX512BW__)
+    return sums + (Ints)_mm512_madd_epi16((__m512i)line, (__m512i)x);
+#elif defined(__AVX2__)
+    return sums + (Ints)_mm256_madd_epi16((__m256i)line, (__m256i)x);
+#elif defined(__x86_64__)
+    return sums + (Ints)_mm_madd_epi16((__m128i)line, (__m128i)x);
+#else
+    return sums;  // not used
+#endif
+}
+
+// Sums of four neighbouring bytes of `line` times the four of x, which are signed.
+inline Ints add_fours(Ints sums, Bytes line, Bytes x) {
 #if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)line, (__m512i)all_fours(x));
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)line, (__m512i)x);
 #elif defined(__AVXVNNI__)
-    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)line, (__m256i)all_fours(x));
-#elif defined(__AVX512BW__)
-    const __m512i four = (__m512i)all_fours(x), own = (__m512i)line;
-    if constexpr (SIGNED) {  // by 16-bit numbers: 8-bit pairs would not fit their sums
-        const auto even = [](__m512i bytes) { return _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8); };
-        const auto odd = [](__m512i bytes) { return _mm512_srai_epi16(bytes, 8); };
-        return sums + (Ints)_mm512_madd_epi16(even(own), even(four)) + (Ints)_mm512_madd_epi16(odd(own), odd(four));
-    }
-    return sums + (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(own, four), _mm512_set1_epi16(1));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    const __m256i four = (__m256i)all_fours(x), own = (__m256i)line;
-    if constexpr (SIGNED) {
-        const auto even = [](__m256i bytes) { return _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8); };
-        const auto odd = [](__m256i bytes) { return _mm256_srai_epi16(bytes, 8); };
-        return sums + (Ints)_mm256_madd_epi16(even(own), even(four)) + (Ints)_mm256_madd_epi16(odd(own), odd(four));
-    }
-    return sums + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(own, four), _mm256_set1_epi16(1));
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)line, (__m256i)x);
 #elif defined(__ARM_FEATURE_DOTPROD)
-    return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)line, (int8x16_t)all_fours(x));
+    return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)line, (int8x16_t)x);
 #elif defined(__aarch64__)
-    const int8x16_t four = (int8x16_t)all_fours(x), own = (int8x16_t)line;
+    const int8x16_t four = (int8x16_t)x, own = (int8x16_t)line;
     const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(own), vget_low_s8(four)));
     const int32x4_t high = vpaddlq_s16(vmull_high_s8(own, four));
     return sums + (Ints)vpaddq_s32(low, high);
 #else
     for (int64_t i = 0; i < LANES; ++i)
-        for (int64_t j = 0; j < 4; ++j) sums[i] += static_cast<int8_t>(line[4 * i + j]) * x[j];
+        for (int64_t j = 4 * i; j < 4 * i + 4; ++j) sums[i] += static_cast<int8_t>(line[j]) * static_cast<int8_t>(x[j]);
     return sums;
 #endif
+}
+
+// To `sums` of M rows from ROW on, of each output: its levels of N lines from FIRST on times the numbers of the same
+// inputs. A line for all rows, then the next one: an instruction need not wait for the one before it.
+template <int N, int FIRST, int ROW, int M, typename Record>
+inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Bytes (&lines)[INT8_LINES],
+                                                     const Record& rows) {
+    Ints high[M] = {};
+    unroll<N * M>([&](auto i) __attribute__((always_inline)) {
+        constexpr int line = FIRST + i / M, r = i % M;
+        const uint8_t* numbers = rows.numbers(ROW + r);
+        if constexpr (BY_PAIRS) {
+            const Shorts both = (Shorts)lines[line];
+            sums[r] = add_pairs(sums[r], both & static_cast<uint16_t>(255), all_fours(numbers + 8 * line));
+            sums[r] = add_pairs(sums[r], both >> 8, all_fours(numbers + 8 * line + 4));
+        } else {
+            high[r] = add_fours(high[r], lines[line], all_fours(numbers + 4 * line));
+            sums[r] = add_fours(sums[r], lines[line], all_fours(numbers + INT8_GROUP + 4 * line));
+        }
+    });
+    if constexpr (!BY_PAIRS) unroll<M>([&](auto r) __attribute__((always_inline)) { sums[r] += high[r] * 256; });
 }
 
 // Rows as they are multiplied: a row is number * scale. Of n rows that are multiplied together, what belongs to 32 inputs
 // lies in one record, one record behind the other: [n][32] numbers, [n] scales, then for each weight scale of these inputs
 // [n] sums of the numbers times -ZERO, and [n] sums of the numbers times their scale.
-template <int64_t SCALES, int32_t ZERO> struct Int8Rows {
-    static constexpr int64_t ROW_BYTES = INT8_GROUP + 4 + 8 * SCALES;  // of a record
+template <int64_t SCALES, int32_t ZERO> struct IntegerRows {
+    static constexpr int64_t ROW_BYTES = NUMBERS_BYTES + 4 + 8 * SCALES;  // of a record
 
     static int64_t bytes(int64_t rows, int64_t inputs) { return rows * (inputs / INT8_GROUP) * ROW_BYTES; }
 
     template <int N> struct Record {
         uint8_t* at;
-        int8_t* numbers(int64_t row) const { return reinterpret_cast<int8_t*>(at) + row * INT8_GROUP; }
-        float& scale(int64_t row) const { return reinterpret_cast<float*>(at + N * INT8_GROUP)[row]; }
+        uint8_t* numbers(int64_t row) const { return at + row * NUMBERS_BYTES; }
+        float& scale(int64_t row) const { return reinterpret_cast<float*>(at + N * NUMBERS_BYTES)[row]; }
         int32_t& begin(int64_t row, int64_t part) const {
-            return reinterpret_cast<int32_t*>(at + N * (INT8_GROUP + 4))[part * N + row];
+            return reinterpret_cast<int32_t*>(at + N * (NUMBERS_BYTES + 4))[part * N + row];
         }
         float& sum(int64_t row, int64_t part) const {
-            return reinterpret_cast<float*>(at + N * (INT8_GROUP + 4 + 4 * SCALES))[part * N + row];
+            return reinterpret_cast<float*>(at + N * (NUMBERS_BYTES + 4 + 4 * SCALES))[part * N + row];
         }
         Record next() const { return {at + N * ROW_BYTES}; }
     };
@@ -160,8 +205,9 @@ template <int64_t SCALES, int32_t ZERO> struct Int8Rows {
         Record<N> record{room + bytes(row, inputs)};
         for (int64_t from = 0; from < inputs; from += INT8_GROUP, record = record.next())
             for (int64_t r = 0; r < N; ++r) {
-                int8_t* numbers = record.numbers(r);
+                int16_t numbers[INT8_GROUP];
                 const float scale = quantize_group(x + (row + r) * inputs + from, numbers);
+                store_numbers(numbers, record.numbers(r));
                 record.scale(r) = scale;
                 constexpr int64_t EACH = INT8_GROUP / SCALES;
                 for (int64_t part = 0; part < SCALES; ++part) {
@@ -173,8 +219,8 @@ template <int64_t SCALES, int32_t ZERO> struct Int8Rows {
             }
     }
 
-    static float quantize_group(const float* x, int8_t* to) {
-        typedef int8_t Numbers __attribute__((vector_size(LANES), aligned(1), may_alias));
+    static float quantize_group(const float* x, int16_t (&to)[INT8_GROUP]) {
+        typedef int16_t Numbers __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
         constexpr int64_t PIECES = INT8_GROUP / LANES;
         const float smallest = 1e-30f;  // of what lies closer to 0, the inverse has no room in a float
         const Floats magic = all(12582912.0f);  // see `exponentials`
@@ -190,21 +236,20 @@ template <int64_t SCALES, int32_t ZERO> struct Int8Rows {
         float largest;
         std::memcpy(&largest, &bits, sizeof largest);
         const bool vanishes = largest < smallest;
-        const Floats inverse = all(vanishes ? 0.0f : 127.0f / largest);
+        const Floats inverse = all(vanishes ? 0.0f : LARGEST_NUMBER / largest);
         for (int64_t p = 0; p < PIECES; ++p) {
             const Ints whole = (Ints)(values[p] * inverse + magic) - (Ints)magic;
             *reinterpret_cast<Numbers*>(to + p * LANES) = __builtin_convertvector(whole, Numbers);
         }
-        return vanishes ? 0.0f : largest / 127.0f;
+        return vanishes ? 0.0f : largest / LARGEST_NUMBER;
     }
 };
-template <int64_t FORMAT> using RowsFor = Int8Rows<scales_of(FORMAT), zero_of(FORMAT)>;
+template <int64_t FORMAT> using RowsFor = IntegerRows<scales_of(FORMAT), zero_of(FORMAT)>;
 
 // N rows from `row` on times one panel -> sums. A row's sums run over its groups in order, however many rows there are.
 template <int64_t FORMAT, int N>
 inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
     constexpr int64_t SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
-    constexpr bool SIGNED = bits_of(FORMAT) == 8 && !UNSIGNED_LEVELS;
     const int64_t groups = inputs / INT8_GROUP;
     const uint8_t *scales = panel, *offsets = panel + groups * SCALES * INT8_OUTPUTS * 2;
     const uint8_t* lines = panel + groups * int8_factor_bytes(FORMAT);
@@ -218,15 +263,21 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
                 const Floats scale = load_float16(scales + place);
                 Floats offset{};
                 if constexpr (has_offsets(FORMAT)) offset = load_float16(offsets + place);
-                unroll<N>([&](auto r) {
-                    const int8_t* numbers = record.numbers(r) + half * LINES_EACH * 4;
-                    Ints whole = all_ints(record.begin(r, half));
-                    unroll<LINES_EACH>([&](auto k) {
-                        whole = add_dots<SIGNED>(whole, own[half * LINES_EACH + k], numbers + 4 * k);
+                constexpr int M = N % INT8_TURN == 0 ? INT8_TURN : N;
+                unroll<N / M>([&](auto some) __attribute__((always_inline)) {
+                    constexpr int ROW = some * M;
+                    Ints whole[M] = {};
+                    if constexpr (zero_of(FORMAT) != 0)
+                        unroll<M>([&](auto r) __attribute__((always_inline)) {
+                            whole[r] = all_ints(record.begin(ROW + r, half));
+                        });
+                    add_lines<LINES_EACH, half * LINES_EACH, ROW>(whole, own, record);
+                    unroll<M>([&](auto i) __attribute__((always_inline)) {
+                        constexpr int r = ROW + i;
+                        Floats& sum = sums[r][part];
+                        sum = add_product(sum, __builtin_convertvector(whole[i], Floats), scale * record.scale(r));
+                        if constexpr (has_offsets(FORMAT)) sum = add_product(sum, offset, all(record.sum(r, half)));
                     });
-                    Floats& sum = sums[r][part];
-                    sum = add_product(sum, __builtin_convertvector(whole, Floats), scale * record.scale(r));
-                    if constexpr (has_offsets(FORMAT)) sum = add_product(sum, offset, all(record.sum(r, half)));
                 });
             });
         });

@@ -18,7 +18,7 @@ inline Floats load_float16(const uint8_t* from) {
 #ifdef __aarch64__
     return (Floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
 #elif defined(__AVX512F__)
-    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return (Floats)_mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__F16C__)
     return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__AVX__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>

@@ -31,7 +31,7 @@ def choose_product(
 
     `triton`: the Triton kernels run this model.
 
-    `integer`: float32 rows are rounded to int8 where the weight comes from a GGUF file, see Int8Product.
+    `integer`: float32 rows are rounded to 16 bits where the weight comes from a GGUF file, see IntegerProduct.
     """
     if triton:
         from quire.runtime.layers.skinny import TritonProduct
@@ -46,10 +46,10 @@ def choose_product(
     if why_not_native(dtype, device) is not None or (many_rows and dtype == torch.float32):
         return DenseProduct(dtype) if dtype == torch.float32 and not many_rows else PackedProduct(dtype)
     from quire.kernels.native.ops import has_tile_units
-    from quire.runtime.layers.native import Int8Product, PanelProduct, TileProduct
+    from quire.runtime.layers.native import IntegerProduct, PanelProduct, TileProduct
 
     if dtype == torch.float32 and integer:
-        return Int8Product(dtype, keeps_weight=keeps_weight)
+        return IntegerProduct(dtype, keeps_weight=keeps_weight)
     if dtype == torch.bfloat16 and has_tile_units():
         return TileProduct()
     if dtype == torch.bfloat16 and units:  # dot products of pairs, which the panels' kernel has not

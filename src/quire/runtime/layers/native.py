@@ -162,13 +162,13 @@ class PanelProduct(LevelProduct):
         return NativeMultiply(panels, bias)
 
 
-class Int8Product(PanelProduct):
-    """Rounds float32 rows to int8, 32 numbers with a scale of their own, and multiplies them in whole numbers by the
+class IntegerProduct(PanelProduct):
+    """Rounds float32 rows to 16 bits, 32 numbers with a scale of their own, and multiplies them in whole numbers by the
     quantized weights of GGUF files. These stay in the bits that their file has. All other weights are multiplied as
     PanelProduct does it."""
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
-        takes = isinstance(weight, LevelWeight) and weight.takes_int8_rows
+        takes = isinstance(weight, LevelWeight) and weight.takes_rounded_rows
         native = weight.as_native(HALF_GROUP) if takes and isinstance(weight, LevelWeight) else None
         if native is None:
             return super().pack_quantized(weight, bias)

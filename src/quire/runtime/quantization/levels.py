@@ -32,7 +32,7 @@ class LevelWeight:
     nibbles: bool
     columns: Tensor | None = None  # [inputs], int64
     activations: ActivationScheme | None = None
-    takes_int8_rows: bool = False  # a CPU may round rows to int8, in groups of 32: what engines do with GGUF files
+    takes_rounded_rows: bool = False  # a CPU may multiply it in whole numbers, by rows rounded to 16 bits: of GGUF files
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from quire.config.arguments import EngineArguments, read_arguments
 from quire.kernels.native.int8_panels import is_int8_format
 from quire.kernels.native.loader import why_not_native
 from quire.runtime.layers.modules import Embedding, TiedHead
-from quire.runtime.layers.native import Int8Product, NativeMultiply, PanelProduct
+from quire.runtime.layers.native import IntegerProduct, NativeMultiply, PanelProduct
 from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.gguf.levels import read_levels
 from quire.runtime.loading.gguf.types import TYPE_BY_NAME
@@ -38,7 +38,7 @@ def gguf_weight(name: str, outputs: int, inputs: int) -> LevelWeight:
 @pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q4_K", "Q6_K"])
 def test_weights_of_gguf_files_are_multiplied_in_whole_numbers(name: str) -> None:
     weight, x = gguf_weight(name, 48, 512), torch.randn(5, 512)
-    integer = Int8Product(torch.float32, keeps_weight=False).pack_quantized(weight, None)
+    integer = IntegerProduct(torch.float32, keeps_weight=False).pack_quantized(weight, None)
     exact = PanelProduct(torch.float32, keeps_weight=False).pack_quantized(weight, None)
     assert isinstance(integer, NativeMultiply)
     assert is_int8_format(integer.weight)
@@ -47,20 +47,20 @@ def test_weights_of_gguf_files_are_multiplied_in_whole_numbers(name: str) -> Non
     assert isinstance(exact, NativeMultiply)
     assert not is_int8_format(exact.weight)
     wanted = x @ weight.values().t()
-    assert 0 < float((integer(x) - wanted).norm() / wanted.norm()) < 0.02
+    assert float((integer(x) - wanted).norm() / wanted.norm()) < 5e-4  # of Q4_K and Q6_K, float16 rounds the scales
 
 
 def test_other_quantized_weights_are_multiplied_by_rows_that_are_not_rounded() -> None:
-    weight, x = replace(gguf_weight("Q8_0", 40, 64), takes_int8_rows=False), torch.randn(5, 64)
+    weight, x = replace(gguf_weight("Q8_0", 40, 64), takes_rounded_rows=False), torch.randn(5, 64)
     integer, exact = (
-        each(torch.float32, keeps_weight=False).pack_quantized(weight, None) for each in (Int8Product, PanelProduct)
+        each(torch.float32, keeps_weight=False).pack_quantized(weight, None) for each in (IntegerProduct, PanelProduct)
     )
     assert torch.equal(integer(x), exact(x))
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q6_K"])
 def test_a_tied_head_and_its_table_share_memory(name: str) -> None:
-    weight, product = gguf_weight(name, 70, 256), Int8Product(torch.float32, keeps_weight=True)
+    weight, product = gguf_weight(name, 70, 256), IntegerProduct(torch.float32, keeps_weight=True)
     table = Embedding("embed", 70, 256, product, Placement(torch.float32, CPU))
     assert table.load_quantized("embed.weight", weight)
     first, second = TiedHead(table, product), TiedHead(table, product)

@@ -120,18 +120,20 @@ def gguf_mix() -> tuple[GgufMix, MemoryCheckpoint]:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
-@pytest.mark.parametrize(("attention", "near"), [("triton", 2e-3), ("auto", 0.05), ("auto", 0.01)])
+@pytest.mark.parametrize(
+    ("attention", "integer", "near"), [("triton", False, 2e-3), ("auto", True, 2e-3), ("auto", False, 0.01)]
+)
 def test_the_types_of_a_q4_k_m_file_are_multiplied_as_they_are(
-    attention: str, near: float, caplog: pytest.LogCaptureFixture
+    attention: str, integer: bool, near: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The native kernels round rows to int8, or hold groups of 16 with one scale for 32."""
+    """Without integer products, the native kernels hold groups of 16 with one scale for 32."""
     if attention == "triton":
         pytest.importorskip("triton")
     quantized, numbers = gguf_mix()
     wanted = logits(Bench(numbers, engine_config(), attention="reference"))
     with caplog.at_level("INFO", logger="quire.runtime"):
         config = engine_config()
-        device = replace(config.device, integer_products=near > 0.01)
+        device = replace(config.device, integer_products=integer)
         found = logits(Bench(quantized, replace(config, device=device), attention=attention))
     assert error(found, wanted) < near
     is_expanded = attention == "auto" and DEVICE == "cpu" and why_not_native(torch.float32, CPU) is not None

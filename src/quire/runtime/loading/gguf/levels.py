@@ -49,7 +49,7 @@ def read_levels(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> LevelWei
     groups = (shape[0], shape[1] // form.group)
     return LevelWeight(
         levels.contiguous().view(shape), scales.reshape(groups), offsets.reshape(groups), nibbles=form.nibbles,
-        takes_int8_rows=True,
+        takes_rounded_rows=True,
     )  # fmt: skip
 
 
