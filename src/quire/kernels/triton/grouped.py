@@ -163,7 +163,7 @@ def store_pairs(
     acc, acc_up, bias_ptr, row, out_ptr, out_stride, pair, n, N, limit, alpha, shift,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of products [outputs, pairs], with bias and gate. row: of an output's bias; its gate's is N later."""
+    """Store a tile of products [outputs, pairs], with bias and gate. row: of an output's bias; its gate's is N on."""
     if HAS_BIAS:
         acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
     if GATED:
