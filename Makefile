@@ -18,8 +18,10 @@ MODEL_STAMP := $(VENV)/.model
 CLIENTS := .venv-clients# one environment for each extra with clients, on top of $(VENV)
 CLIENT_FAULTS := -W ignore::pytest.PytestUnraisableExceptionWarning# clients that leave their event loops open
 CODE := setup.py tools src tests benchmarks examples
-LONG := $(addprefix tests/,browser clients families parity http/test_guides.py http/test_hostile_grammars.py http/test_schemathesis.py \
-  http/test_disaggregation.py http/test_ranks.py http/test_ray_serve.py http/test_replicas.py unit/runtime/executor/test_torchrun.py)
+LONG := $(addprefix tests/,browser clients families parity \
+  $(addprefix http/test_,deaths.py disaggregation.py guides.py hostile_grammars.py processes.py ranks.py ray_serve.py replicas.py schemathesis.py) \
+  $(addprefix unit/,kernels/native/test_paths.py kernels/triton/test_compiling.py runtime/executor runtime/parallel \
+  runtime/worker/test_prepare.py runtime/worker/test_windows.py serving/process/test_supervisor.py serving/test_coming_from.py))
 BUILT_FROM := pyproject.toml setup.py constraints.txt src/quire/kernels/native/paths.py \
   $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)
 
@@ -41,7 +43,7 @@ demo: $(MODEL_STAMP) ## set up and answer one question (QUESTION="...")
 test: $(DEV_STAMP) $(MODEL_STAMP) ## run the tests, all but those of `make test-long`
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(LONG))
 
-test-long: $(DEV_STAMP) $(MODEL_STAMP) ## run the rest: model families, parity, browser, clients, guides, attacks, several servers and ranks
+test-long: $(DEV_STAMP) $(MODEL_STAMP) ## run the rest: model families, parity, browser, clients, guides, attacks, several processes and ranks
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(LONG)
 
 test-clients: $(CLIENTS)/clients/.installed $(CLIENTS)/clients-openai2/.installed $(MODEL_STAMP) ## run other projects' clients against the server, npm's too where npm is

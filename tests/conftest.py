@@ -7,10 +7,16 @@ import os
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+# how long an example takes says how busy the machine is
+settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("quire")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -138,7 +138,7 @@ def test_blocks_move_through_the_tiers_of_all_ranks(tmp_path: Path) -> None:
     assert not any(error for error, _ in answers)
     assert stats.tiers.stored
     assert stats.tiers.fetched
-    assert stats.tiers.failures.keys() <= {"queue", "host_full"}  # copies that were not made
+    assert stats.tiers.failures.keys() <= {"queue", "host_full", "slow"}  # copies that were not made in time
     assert stats.disk_hits
     parts = [sorted(path.name for path in folder.iterdir()) for folder in sorted(tmp_path.iterdir())]
     assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["rank-0-of-2x1", "rank-1-of-2x1"]
