@@ -9,6 +9,7 @@ PIP_ARGS ?=# more arguments for pip, for example --index-url URL
 WORKERS ?= 2# test files that run side by side
 SECONDS ?= 600# that `make cuts` runs
 
+export PYTHONDONTWRITEBYTECODE :=# where it is set, every process that starts compiles torch again, for seconds
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python tools/install.py
 RUN_STAMP := $(VENV)/.installed

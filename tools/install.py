@@ -23,7 +23,9 @@ CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 _SELF = re.compile(r"quire-llm\[([\w,]+)\]")
 _STEP = re.compile(r"\s*(Collecting|Downloading|Processing|Using cached|Installing collected packages)[: ]+(\S+)")
 _TICK_SECONDS = 0.5
-WARM_UP = "import torch, tokenizers, jinja2"  # packages whose modules Python compiles at their first import, slowly
+# modules that Python compiles at their first import, slowly: of packages, and our own
+WARM_UP = "import torch, tokenizers, jinja2"
+WARM_UP_OWN = "import quire.serving.llm, quire.serving.edge_main, quire.serving.process.engine_main"
 
 
 class InstallFailed(Exception):
@@ -109,7 +111,7 @@ class Task:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": python_path},
+            env={**os.environ, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": ""},
         )
         self._screen, self._lines = screen, list[str]()
         self._packages, self._shown = set[str](), ""
@@ -160,6 +162,8 @@ def install(extras: Sequence[str], pip_arguments: Sequence[str], screen: Screen)
         kernels.wait()
         Task([*pip, "--no-build-isolation", "--no-deps", "-e", "."], python_path=tools).wait()
         warm_up.wait()
+        if not {"server", "dev"}.isdisjoint(extras):
+            Task([sys.executable, "-c", WARM_UP_OWN]).wait()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -85,7 +85,7 @@ class BatchBuilder:
         adapters: RowAdapters | None = None,
     ) -> None:
         self._rows, self._cache, self._backend, self._states, self._images = rows, cache, backend, states, images
-        self._adapters = adapters
+        self.adapters = adapters
         self._window, self._all_windows = cache.window, not any(cache.sources)
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
         self._tables = tuple(zip(tables_of(rows, cache), cache.of_tables, cache.sources, strict=True))
@@ -124,7 +124,7 @@ class BatchBuilder:
             windows=self._window_steps(blocks, position, others),
             states=self._state_step(plan, decodes, spans),
             axes=axes_tensor(self._images, rows, token_rows, positions, spans),
-            adapters=None if self._adapters is None else self._adapters.step(token_rows, places.wanted),
+            adapters=None if self.adapters is None else self.adapters.step(token_rows, places.wanted),
         )
         return make_batch(step, places, chosen)
 

@@ -49,14 +49,14 @@ class DeviceBatchBuilder:
     def __init__(self, state: DeviceState, buckets: Sequence[int], *, plain: bool) -> None:
         rows, cache = state.rows, state.cache
         self._rows, self._cache, self._attention, self._shared = rows, cache, state.attention, state.shared
-        self._plain, self._states, self._images, self._adapters = plain, state.states, state.images, state.adapters
+        self._plain, self._states, self._images, self.adapters = plain, state.states, state.images, state.adapters
         self._buckets = () if plain else tuple(buckets)
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
         self._tables = tables_of(rows, cache)
         most = self._buckets[-1] if self._buckets else 0
         num_bytes = most * _BYTES_PER_TOKEN + self._segment_room(most) * _BYTES_PER_SEGMENT + _BYTES_BESIDE
         num_bytes += self._attention.tiles(find_spans(StepPlan(step=0)), self._attention.tile_room(most)).nbytes
-        if self._adapters is not None:
+        if self.adapters is not None:
             num_bytes += most * _BYTES_PER_ADAPTED_TOKEN + _BYTES_BESIDE
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
         self._token_ids = torch.zeros(most, dtype=torch.int32, device=rows.device)
@@ -69,7 +69,7 @@ class DeviceBatchBuilder:
         chosen = rows.courier.send(found.rows.astype(np.int32), *found[1:5])
         segments = None if self._states is None else self._states.segments(plan, decodes, spans)
         room, decoded = self._room(len(positions), spans, segments), rows.lengths[decodes]
-        adapted = self._adapters is not None and self._adapters.are_used(token_rows)
+        adapted = self.adapters is not None and self.adapters.are_used(token_rows)
         shape = None if room is None else StepShape(room, len(decodes) > 0, len(spans) > 0, cascade, adapted)
         tiles = self._tiles(spans, shape) if len(spans) else None
         if shape is not None:
@@ -85,7 +85,7 @@ class DeviceBatchBuilder:
         """Those that most steps have: chunks alone, and chunks beside decodes."""
         return [
             StepShape(tokens, decodes, True, False, adapted)
-            for adapted in ((False,) if self._adapters is None else (False, True))
+            for adapted in ((False,) if self.adapters is None else (False, True))
             for tokens in self._buckets
             for decodes in (False, True)
         ]
@@ -197,19 +197,19 @@ class DeviceBatchBuilder:
 
     def _adapter_tiles(self, token_rows: Longs, shape: StepShape | None) -> tuple[TileArrays | tuple[()], int]:
         """The adapters of a padded step's tokens, and the rows of a tile; nothing where they use none."""
-        if self._adapters is None or shape is None or not shape.adapters:
+        if self.adapters is None or shape is None or not shape.adapters:
             return (), 0
-        return self._adapters.tiles(token_rows, shape.tokens)
+        return self.adapters.tiles(token_rows, shape.tokens)
 
     def _adapter_step(self, step: ForwardStep, token_rows: Longs, wanted: Longs) -> AdapterStep:
         """The adapters of a step's tokens, in their place where it is padded, and of the wanted ones, with which the
         last layers of other steps go on, and the head of all."""
-        assert self._adapters is not None
-        some, fewer = self._adapters.tiles(token_rows[wanted])
+        assert self.adapters is not None
+        some, fewer = self.adapters.tiles(token_rows[wanted])
         if step.adapters is not None:
             held = self._rows.courier.send(*some)
             return replace(step.adapters, wanted=AdaptedRows(tiles=AdapterTiles(fewer, *held)))
-        all_tokens, most = self._adapters.tiles(token_rows)
+        all_tokens, most = self.adapters.tiles(token_rows)
         on_device = self._rows.courier.send(*all_tokens, *some)
         first, second = AdapterTiles(most, *on_device[:2]), AdapterTiles(fewer, *on_device[2:])
         return AdapterStep(AdaptedRows(tiles=first), AdaptedRows(tiles=second))

@@ -109,6 +109,8 @@ class RowSampler(Protocol):
 
 
 class Batches(Protocol):
+    adapters: RowAdapters | None  # of the worker's rows
+
     def build(self, plan: StepPlan) -> Batch:
         """The tensors of the plan's forward pass."""
 
@@ -179,13 +181,12 @@ class Runner:
         vocabulary: Vocabulary | None,  # None: this rank has all of it
         num_samples: int,  # that are chosen at once
         images: ImageRows | None = None,
-        adapters: RowAdapters | None = None,
     ) -> None:
-        self._images, self._vocabulary, self._adapters = images, vocabulary, adapters
+        self._images, self._vocabulary = images, vocabulary
         self._model, self._rows, self._batches, self._forward = model, rows, batches, forward
         self._sampler, self._num_samples = sampler, num_samples
         self.pooled = PooledRows(model, rows, vocabulary)
-        self.scored = PromptLogprobRows(model, rows, vocabulary, adapters)
+        self.scored = PromptLogprobRows(model, rows, vocabulary, batches.adapters)
 
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
         """`failed` rows are computed but never handed to the sampler; their token is 0."""
@@ -253,7 +254,8 @@ class Runner:
             some = kept[start : start + at_once]
             index = self._rows.upload(some)
             positions = index if batch.spread is None else batch.spread.index_select(0, index)
-            adapted = None if self._adapters is None else self._adapters.of_tokens(samples.rows[some].astype(np.int64))
+            adapters = self._batches.adapters
+            adapted = None if adapters is None else adapters.of_tokens(samples.rows[some].astype(np.int64))
             logits = self._model.logits(hidden.index_select(0, positions), adapted)
             logits = logits if self._vocabulary is None else self._vocabulary.of_rows(logits)
             tokens, report = self._sample(logits, samples.select(some, index))

@@ -34,7 +34,7 @@ class VirtualBatchBuilder:
         images: ImageRows | None = None,
         adapters: RowAdapters | None = None,
     ) -> None:
-        self._images, self._adapters = images, adapters
+        self._images, self.adapters = images, adapters
         self._rows, self._cache, self._backend = rows, cache, backend
         self._kv_heads = torch.arange(cache.layers[0].key_tokens.shape[1], device=rows.device)
 
@@ -59,7 +59,7 @@ class VirtualBatchBuilder:
             attention=self._backend.prepare(self._spans(plan, decodes)),
             backend=self._backend,
             axes=axes_tensor(self._images, rows, token_rows, positions, spans),
-            adapters=None if self._adapters is None else self._adapters.step(token_rows, places.wanted),
+            adapters=None if self.adapters is None else self.adapters.step(token_rows, places.wanted),
         )
         return make_batch(step, places, chosen)
 

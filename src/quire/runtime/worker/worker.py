@@ -72,9 +72,7 @@ class Worker:
         num_samples = config.scheduler.num_samples
         kind = Runner if link is None or link.is_last else StageRunner
         forward = parts.forward if link is None else StageForward(model, link)
-        self._runner = kind(
-            model, self.rows, parts.batches, forward, sampler, vocabulary, num_samples, parts.images, adapters
-        )
+        self._runner = kind(model, self.rows, parts.batches, forward, sampler, vocabulary, num_samples, parts.images)
         self._awaited: AwaitedTokens | None = None  # tokens that another pipeline stage samples
         if link is not None and isinstance(self._runner, StageRunner):
             self._awaited = self._runner.awaited = AwaitedTokens(self.rows, link)
