@@ -150,6 +150,11 @@ def test_the_default_models_beams_are_those_of_transformers(smollm2: ModelFiles,
 
 def _core(files: ModelFiles, block_size: int, max_model_len: int) -> EngineCore:
     arguments = EngineArguments(
-        dtype="float32", device=DEVICE, block_size=block_size, max_model_len=max_model_len, max_num_seqs=32
+        cpu_weights="float",
+        dtype="float32",
+        device=DEVICE,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=32,
     )
     return plan_engine(files, arguments).build("auto", silent)
