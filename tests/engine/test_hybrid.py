@@ -16,7 +16,6 @@ import worker_executor
 from family_models import FamilyCase
 from quire import LLM, SamplingParams
 from quire.config.tiers import TierConfig
-from quire.engine.scheduler.prefetch import FilePrefetch
 from quire.engine.speculation.proposer import NoProposers
 from quire.types.request import Submit
 from worker_executor import TinyEngine
@@ -80,9 +79,8 @@ def test_so_they_are_after_eviction_to_host_memory(case: FamilyCase, turns: list
 
 
 def test_so_they_are_after_a_restart(
-    case: FamilyCase, turns: list[tuple[list[int], list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: FamilyCase, turns: list[tuple[list[int], list[int]]], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(FilePrefetch, "_patience", lambda *_: 60.0)  # a busy disk may be slower than computing again
     disk = {"host_cache_memory": "16MiB", "disk_cache_path": str(tmp_path / "kv"), "disk_cache_memory": "64MiB"}
     with open_llm(case, **disk, tier_write="through") as llm:
         check_hits(llm, turns[:1])

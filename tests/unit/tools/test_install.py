@@ -51,6 +51,13 @@ def test_a_command_that_fails_is_shown_with_its_output(install: ModuleType) -> N
         install.Task([sys.executable, "-c", "print('no such package'); raise SystemExit(1)"]).wait()
 
 
+def test_bytecode_is_written_whatever_the_environment_says(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    install.Task([sys.executable, "-c", "import sys; sys.exit(sys.dont_write_bytecode)"]).wait()
+
+
 def test_an_installation_that_fails_says_why_and_exits_with_1(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools/install.py"), "server", "--no-index", "--target", str(tmp_path)]
     ended = subprocess.run(

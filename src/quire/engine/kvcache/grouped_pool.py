@@ -106,11 +106,10 @@ class GroupedPool(BlockPool):
         self._assigned.pop(block, None)
         self._num_lost += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        super().release(blocks)
+    def _add_unheld(self, blocks: Sequence[int]) -> None:
+        super()._add_unheld(blocks)
         for block in blocks:
-            if self._holders[block] == 0:
-                self._drop_sides(block)
+            self._drop_sides(block)
 
     def add_free(self, blocks: Sequence[int]) -> None:
         super().add_free(blocks)

@@ -99,18 +99,22 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Count one holder less of each of these private blocks, the last one first; free those without a holder."""
-        holders, free, freed = self._holders, self._free, 0
+        holders, freed = self._holders, list[int]()
         for block in reversed(blocks):
             count = holders[block] - 1
             if count < 0:
                 raise ValueError(f"block {block} was released more often than it was held")
             holders[block] = count
             if count == 0:
-                free.append(block)
-                freed += 1
+                freed.append(block)
             elif count == 1:
                 self._num_shared -= 1
-        self.num_free += freed
+        self._add_unheld(freed)
+
+    def _add_unheld(self, blocks: Sequence[int]) -> None:
+        """Take back private blocks that have no holder any more."""
+        self._free.extend(blocks)
+        self.num_free += len(blocks)
 
     def hand_over(self, blocks: Sequence[int]) -> None:
         """Move these private blocks to the prefix tree, which counts their holders from now on. A block with several

@@ -105,18 +105,10 @@ class WindowPool(GroupedPool):
         for block in blocks:
             self._drop_sides(block)
 
-    def release(self, blocks: Sequence[int]) -> None:
-        holders = self._holders
-        for block in reversed(blocks):
-            count = holders[block] - 1
-            if count < 0:
-                raise ValueError(f"block {block} was released more often than it was held")
-            holders[block] = count
-            if count == 0:
-                self._free_ids.append(block)
-                self._drop_sides(block)
-            elif count == 1:
-                self._num_shared -= 1
+    def _add_unheld(self, blocks: Sequence[int]) -> None:
+        self._free_ids.extend(blocks)
+        for block in blocks:
+            self._drop_sides(block)
 
     def take_assigned(self) -> dict[int, tuple[int, ...]]:
         """Return nothing: workers know memory alone."""

@@ -44,6 +44,19 @@ def left(path: Path, ages: dict[int, float], num_bytes: int = HEADER_BYTES + SLO
         os.utime(file, (used_at, used_at))
 
 
+def test_a_store_waits_for_its_folder_so_that_the_first_report_names_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_store, "_SCAN_SECONDS", PATIENCE)
+    left(tmp_path / "cache", {1: 50.0})
+    folder = FaultyFolder(PrivateFolder(str(tmp_path / "cache")))
+    folder.listing.clear()
+    Timer(0.05, folder.listing.set).start()
+    store = DiskStore(folder, lambda _: memoryview(bytearray(SLOT_BYTES)))
+    assert store.take_report().found == (FoundFile(key(1), 50.0),)
+    store.close()
+
+
 def test_files_are_found_newest_first_however_many_reports_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
