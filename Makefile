@@ -28,7 +28,7 @@ BUILT_FROM := pyproject.toml setup.py constraints.txt src/quire/kernels/native/p
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve demo test test-long test-clients check format bench soak kills cuts parity lm-eval families clean
+.PHONY: help setup serve demo test test-long test-clients check format bench soak kills cuts parity lm-eval families sanitize clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ lm-eval: $(CLIENTS)/lm-eval/.installed $(MODEL_STAMP) ## score a task by lm-eval
 families: $(DEV_STAMP) ## print the table of model families and the engine's features, each against transformers, and run their tests on every backend
 	$(BIN)/python -m tests.families.matrix
 	QUIRE_TEST_WHOLE=1 $(BIN)/python -m pytest -q --ignore tests/families/test_matrix.py tests/families
+
+sanitize: $(DEV_STAMP) ## build the CPU kernels with GCC's sanitizers, apart, and run their tests (ARGS="--path portable")
+	$(BIN)/python tools/sanitize.py $(ARGS)
 
 clean: ## remove the virtual environment, caches and build outputs
 	rm -rf $(VENV) $(CLIENTS) tests/clients/javascript/node_modules build dist src/*.egg-info src/quire/kernels/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

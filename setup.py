@@ -30,16 +30,18 @@ def _is_clang() -> bool:
 
 class BuildPaths(build_ext):
     """Builds the libraries of the paths that `--paths` names, side by side. By default a checkout gets `here`, a wheel
-    `all`. A library that holds the digest of the present sources is not built again, except with `--force`."""
+    `all`. A library that holds the digest of the present sources is not built again, except with `--force`. With
+    `--sanitize` libraries report memory errors; they load only where the sanitizers' runtime is preloaded."""
 
     user_options: ClassVar = [
         *build_ext.user_options,
         ("paths=", None, "names by commas; all; or here: the best one for this CPU and the portable one"),
+        ("sanitize=", None, "build for this sanitizer of the compiler: address or undefined; not in place"),
     ]
 
     def initialize_options(self) -> None:
         super().initialize_options()
-        self.paths = None
+        self.paths = self.sanitize = None
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -49,6 +51,10 @@ class BuildPaths(build_ext):
         known = {"here", "all", *(path.library for path in PATHS)}
         if unknown := sorted(set(self.paths.split(",")) - known):
             raise OptionError(f"--paths: {', '.join(unknown)} is none of {', '.join(sorted(known))}")
+        if self.sanitize not in (None, *SANITIZE):
+            raise OptionError(f"--sanitize: {self.sanitize} is none of {', '.join(SANITIZE)}")
+        if self.sanitize and self.inplace:
+            raise OptionError("--sanitize: such a library needs a preloaded runtime; use --build-lib, not --inplace")
 
     def build_extensions(self) -> None:
         features, *libraries = self.extensions
@@ -66,6 +72,9 @@ class BuildPaths(build_ext):
         own = copy.copy(self)  # all are made of one source: each needs a folder of its own for its object
         own.build_temp = str(Path(self.build_temp) / ext.name)
         own.force = True
+        if self.sanitize and _library(ext) in LIBRARIES:
+            ext.extra_compile_args += SANITIZE[self.sanitize]
+            ext.extra_link_args.append(f"-fsanitize={self.sanitize}")
         build_ext.build_extension(own, ext)
 
     def copy_extensions_to_source(self) -> None:
@@ -118,6 +127,13 @@ if not IS_CLANG:
     COMPILE.append("-Wno-maybe-uninitialized")  # of GCC's own headers
 # OpenMP: GCC's comes from torch's own library when it is loaded; of clang's, torch has none on most machines
 LINK = ["-Wl,-z,lazy", *(["-fopenmp=libomp"] if IS_CLANG else [])]
+# without optimization: with it, GCC takes many minutes for a path
+_REPORTS = ["-O0", "-g1", "-fno-omit-frame-pointer"]
+SANITIZE = {
+    "address": [*_REPORTS, "-fsanitize=address"],
+    # checks of null and of sizes of objects double the code, and the other sanitizer finds what they find
+    "undefined": [*_REPORTS, "-fsanitize=undefined", "-fno-sanitize=null,vptr,object-size"],
+}
 LIBRARIES = {path.library: path.flags for path in PATHS}
 
 setup(

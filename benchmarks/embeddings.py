@@ -76,7 +76,7 @@ def run_apart(engine: str, dtype: str, args: argparse.Namespace) -> dict[str, fl
     command = [sys.executable, "-m", "benchmarks.embeddings", "--model", args.model, "--only", f"{engine}:{dtype}"]
     command += ["--texts", str(args.texts), "--threads", str(args.threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 

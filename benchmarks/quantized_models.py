@@ -2,9 +2,10 @@
     python -m benchmarks.quantized_models --model FILE.gguf --output FOLDER --text FILE --kind plain,gptq,awq,q4_k_m
     [--group-size 64] [--samples 16] [--window 256] [--skip-tokens 8192] [--llama-library PATH]
 
-`plain`: bfloat16 safetensors, which `gptq` and `awq` (both by the package gptqmodel, 4 bits) start from. `q4_k_m`: a
-GGUF file of a tied Llama whose matrices llama.cpp's own `ggml_quantize_chunk` rounds, with the types that its Q4_K_M
-gives to each; needs the package gguf and a library that exports the function, as the one of xllamacpp does.
+`plain`: bfloat16 safetensors, which `gptq` (by the package gptqmodel) and `awq` (by llmcompressor) start from, both of
+4 bits. `q4_k_m`: a GGUF file of a tied Llama whose matrices llama.cpp's own `ggml_quantize_chunk` rounds, with the
+types that its Q4_K_M gives to each; needs the package gguf and a library that exports the function, as the one of
+xllamacpp does.
 Calibration reads `--samples` windows of the text behind its first `--skip-tokens` tokens, which the perplexity is of.
 """
 
@@ -16,7 +17,6 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -55,17 +55,36 @@ def calibration(options: argparse.Namespace) -> list[dict[str, list[int]]]:
     return [{"input_ids": each, "attention_mask": [1] * len(each)} for each in windows]
 
 
-def write_gptqmodel(kind: str, plain: Path, folder: Path, options: argparse.Namespace) -> None:
-    """GPTQ, or AWQ with the layout of its `gemm` version."""
+def write_gptq(plain: Path, folder: Path, options: argparse.Namespace) -> None:
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    own: dict[str, Any] = {"desc_act": False, "sym": True}
-    if kind == "awq":
-        own = {"method": "awq", "format": "gemm", "sym": False}  # with zero points
-    config = QuantizeConfig(bits=4, group_size=options.group_size, device="cpu", **own)
+    config = QuantizeConfig(bits=4, group_size=options.group_size, device="cpu", desc_act=False, sym=True)
     made = GPTQModel.load(str(plain), config)
     made.quantize(calibration(options), batch_size=1)
     made.save(str(folder))
+
+
+def write_awq(plain: Path, folder: Path, options: argparse.Namespace) -> None:
+    """With zero points, in the files of compressed-tensors."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.awq import AWQModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not torch.cuda.is_available():
+        torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]  # it asks for a GPU
+    model = AutoModelForCausalLM.from_pretrained(str(plain), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(str(plain))
+    levels = QuantizationArgs(num_bits=4, type="int", symmetric=False, strategy="group", group_size=options.group_size)
+    groups = {"all": QuantizationScheme(targets=["Linear"], weights=levels)}
+    oneshot(
+        model=model, processor=tokenizer, dataset=Dataset.from_list(calibration(options)),
+        recipe=[AWQModifier(ignore=["lm_head"], config_groups=groups)], max_seq_length=options.window,
+        num_calibration_samples=options.samples,
+    )  # fmt: skip
+    model.save_pretrained(str(folder), save_compressed=True)
+    tokenizer.save_pretrained(str(folder))
 
 
 def write_q4_k_m(model: Path, file: Path, library: Path) -> None:
@@ -141,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif kind == "plain":
             write_plain(options.model, plain)
         else:
-            write_gptqmodel(kind, plain, options.output / kind, options)
+            {"gptq": write_gptq, "awq": write_awq}[kind](plain, options.output / kind, options)
         print(f"wrote {kind} to {options.output}", flush=True)
 
 

@@ -3,9 +3,11 @@
     python -m benchmarks.start
     python -m benchmarks.start --repeats 9 --model qwen3-0.6b --flags "--max-model-len 2048"
 
-Ready is the first 200 of /ready. The first token is that of a streamed chat, sent at once after it. Memory is measured
-when the whole answer has come: PSS, in which a page that several processes share counts once, and the sum of the
-processes' RSS. The first start does not count: after it, files of Python and of the model are in the page cache.
+Ready is the first 200 of /ready. The first token is that of a streamed chat, sent at once after it. CPU seconds of all
+processes are those up to the first token: a busy machine changes them less than the clock. Memory is measured when the
+whole answer has come: PSS, in which a page that several processes share counts once, the sum of the processes' RSS, and
+the sum of the highest RSS that each had. The first start does not count: after it, files of Python and of the model are
+in the page cache.
 Figures are medians; those of single processes are of the last start.
 """
 
@@ -24,7 +26,17 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from benchmarks.report import ROOT, facts, publish, save
-from benchmarks.serving.server import Contestant, ServerFailed, Started, pss_bytes, rss_bytes, started, tree
+from benchmarks.serving.server import (
+    Contestant,
+    ServerFailed,
+    Started,
+    cpu_seconds,
+    peak_rss_bytes,
+    pss_bytes,
+    rss_bytes,
+    started,
+    tree,
+)
 
 QUESTION = "What is the capital of France?"
 TIME_LIMIT = 600.0
@@ -36,8 +48,10 @@ class Start:
 
     ready_s: float
     first_token_s: float
+    cpu_s: float
     pss_bytes: int
     rss_bytes: int
+    peak_rss_bytes: int
     processes: dict[str, int]
 
 
@@ -78,30 +92,32 @@ def _server(arguments: argparse.Namespace) -> Contestant:
 def measure(server: Contestant) -> Start:
     """Start a server, ask it once, weigh it, stop it. Raises ServerFailed."""
     with started(server, TIME_LIMIT) as running:
-        first_token_s = ask(running)
+        first_token_s, cpu_s = ask(running)
         pids = tree(running.pid)
         processes: dict[str, int] = {}
         for pid in pids:
             name = _program(pid)
             processes[name] = processes.get(name, 0) + pss_bytes(pid)
-        return Start(running.boot_seconds, first_token_s, sum(processes.values()), sum(map(rss_bytes, pids)), processes)
+        pss, rss, peak = sum(processes.values()), sum(map(rss_bytes, pids)), sum(map(peak_rss_bytes, pids))
+        return Start(running.boot_seconds, first_token_s, cpu_s, pss, rss, peak, processes)
 
 
-def ask(server: Started) -> float:
-    """Stream one answer to its end. Returns the seconds from the start of the server to its first token."""
+def ask(server: Started) -> tuple[float, float]:
+    """Stream one answer to its end. Returns the seconds from the start of the server to its first token, and the CPU
+    seconds that its processes have taken by then."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=TIME_LIMIT)
     body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True, "max_tokens": 32, "temperature": 0}
-    first: float | None = None
+    first: tuple[float, float] | None = None
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         for line in connection.getresponse():
             if first is None and _content(line):
-                first = time.monotonic()
+                first = time.monotonic() - server.started_at, sum(map(cpu_seconds, tree(server.pid)))
     finally:
         connection.close()
     if first is None:
         raise ServerFailed("it streamed no token")
-    return first - server.started_at
+    return first
 
 
 def _content(line: bytes) -> str:
@@ -128,8 +144,10 @@ def table_of(starts: Sequence[Start]) -> list[list[str]]:
     return [
         ["process start to ready s", f"{median('ready_s'):.2f}"],
         ["process start to first token s", f"{median('first_token_s'):.2f}"],
+        ["CPU seconds to first token", f"{median('cpu_s'):.2f}"],
         ["PSS of all processes MB", f"{median('pss_bytes') / 1e6:.0f}"],
         ["RSS of all processes MB", f"{median('rss_bytes') / 1e6:.0f}"],
+        ["peak RSS of all processes MB", f"{median('peak_rss_bytes') / 1e6:.0f}"],
         *([f"PSS of {name} MB", f"{size / 1e6:.0f}"] for name, size in starts[-1].processes.items()),
     ]
 

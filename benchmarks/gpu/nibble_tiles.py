@@ -1,46 +1,54 @@
 """Times tiles of many rows by 4-bit weights, and experts by them: python -m benchmarks.gpu.nibble_tiles
 
-Products of an 8B model's layer with factors folded into the numbers and not, beside the library in bfloat16; then the
-experts of gpt-oss-20b in MXFP4 as stored, beside the same in bfloat16.
+Products of an 8B model's layer over cold weights: by the portable kernel with factors folded into the numbers and not,
+by the wgmma kernel on a Hopper GPU, and by the library in bfloat16; and the experts of gpt-oss-20b in MXFP4 as stored,
+beside the same in bfloat16.
 """
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.kernel_timing import READ_CEILING, relative_error
-from benchmarks.gpu.nibbles import CUDA, KINDS, LAYERS, make_weight, weight_bytes
+from benchmarks.gpu.nibbles import COLD_BYTES, CUDA, KINDS, LAYERS, make_weight, weight_bytes
 from quire.kernels.clamp import Clamp
 from quire.kernels.triton.gauge import graph_us
 from quire.kernels.triton.grouped import Stack, choose_grouped_tilings, grouped_product, route
 from quire.kernels.triton.grouped_nibbles import NibbleStack, choose_nibble_tilings, grouped_nibble_product
+from quire.kernels.triton.launch import has_gluon
 from quire.kernels.triton.nibble_products import nibble_product, pack_nibbles, unpack_nibbles
+from quire.kernels.triton.nibble_wgmma import nibble_wgmma
+from quire.kernels.triton.product_trials import Layer
 from quire.kernels.triton.products import Workspace
 
 ROWS = (16, 32, 64, 128, 256)
+WAYS = ("not folded", "folded", "wgmma")
 EXPERTS, USED, SIZE = 32, 4, 2880
 
 
-def dense(workspace: Workspace) -> None:
-    for kind in KINDS:
+def dense(workspace: Workspace, rows_of: list[int], kinds: list[str], ways: list[str]) -> None:
+    for kind in kinds:
         totals: dict[tuple[int, str], float] = {}
         for layer in LAYERS:
-            weights = [make_weight(layer, kind, seed) for seed in range(3)]
-            plain = [torch.randn(layer.weight_rows, layer.inputs, device=CUDA).bfloat16() for _ in range(2)]
-            values = unpack_nibbles(weights[0])
-            for rows in ROWS:
+            first = make_weight(layer, kind, 0)
+            weights = [first] + [
+                make_weight(layer, kind, seed) for seed in range(1, -(-COLD_BYTES // first.data.nbytes))
+            ]
+            plain = [torch.randn(layer.weight_rows, layer.inputs, device=CUDA).bfloat16() for _ in weights[::2]]
+            values = unpack_nibbles(first)
+            for rows in rows_of:
                 x = torch.randn(rows, layer.inputs, device=CUDA).bfloat16()
                 wanted = x.float() @ values.t()
                 if layer.activation is not None:
                     gate, up = wanted.chunk(2, dim=1)
                     wanted = torch.nn.functional.silu(gate) * up
-                for folded in (False, True):
-                    name = "folded" if folded else "not folded"
-                    call = partial(nibble_product, x, workspace=workspace, activation=layer.activation, folded=folded)
-                    error = relative_error(call(weight=weights[0], dependent=True), wanted)
-                    us = graph_us([partial(call, weight=each, dependent=True) for each in weights])
+                for name, call in _calls(x, layer, workspace, ways).items():
+                    error = relative_error(call(weight=first), wanted)
+                    us = graph_us([partial(call, weight=each) for each in weights])
                     totals[rows, name] = totals.get((rows, name), 0.0) + us
                     if not error < 0.02:
                         print(f"WRONG {layer.name} M={rows} {name} {error:.1e}")
@@ -48,9 +56,21 @@ def dense(workspace: Workspace) -> None:
                 totals[rows, "library"] = totals.get((rows, "library"), 0.0) + us
         size = sum(weight_bytes(make_weight(layer, kind, 0)) for layer in LAYERS)
         print(f"a layer of {kind}: {size / READ_CEILING * 1e6:.1f} us at the ceiling")
-        for rows in ROWS:
-            ways = ", ".join(f"{way} {totals[rows, way]:.1f} us" for way in ("not folded", "folded", "library"))
-            print(f"  M={rows}: {ways}", flush=True)
+        for rows in rows_of:
+            print(f"  M={rows}: " + ", ".join(f"{way} {us:.1f} us" for (at, way), us in totals.items() if at == rows))
+
+
+def _calls(x: Tensor, layer: Layer, workspace: Workspace, wanted: list[str]) -> dict[str, partial[Tensor]]:
+    """The wanted kernels, by these rows: each takes a `weight`."""
+    options = {"x": x, "workspace": workspace, "activation": layer.activation, "dependent": True}
+    ways = {
+        "not folded": partial(nibble_product, **options, folded=False),
+        "folded": partial(nibble_product, **options, folded=True),
+    }
+    if has_gluon(x.device):
+        out = torch.empty(len(x), layer.outputs, dtype=x.dtype, device=x.device)
+        ways["wgmma"] = partial(nibble_wgmma, **options, out=out)
+    return {name: call for name, call in ways.items() if name in wanted}
 
 
 def experts() -> None:
@@ -95,6 +115,18 @@ def experts() -> None:
         )
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=("dense", "experts"), help="what is measured; by default both")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="kernels beside the library")
+    options = parser.parse_args()
+    if options.part != "dense":
+        experts()
+    if options.part != "experts":
+        dense(Workspace.make(CUDA), options.rows, options.kinds, options.ways)
+
+
 if __name__ == "__main__":
-    experts()
-    dense(Workspace.make(CUDA))
+    main()

@@ -113,6 +113,19 @@ def rss_bytes(pid: int) -> int:
     return _memory(Path(f"/proc/{pid}/status"), "VmRSS:")
 
 
+def peak_rss_bytes(pid: int) -> int:
+    return _memory(Path(f"/proc/{pid}/status"), "VmHWM:")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process, in user and in kernel mode, without those of its children. 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 def pss_bytes(pid: int) -> int:
     return _memory(Path(f"/proc/{pid}/smaps_rollup"), "Pss:")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,6 +18,10 @@ class Module:
     path: Path
     tree: ast.Module
     num_lines: int
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.tree))
 
     @property
     def where(self) -> str:
@@ -35,7 +39,7 @@ class Module:
         A name taken from the top package counts as a module of it: it may be one, or lead to one.
         """
         found = [(name, line) for name, line in self.dynamic_imports() if name is not None]
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found += [(alias.name, node.lineno) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -61,7 +65,7 @@ class Module:
         """Every call of a name, spelt out in full: `np.load` is numpy.load, and `load` is what was imported as such."""
         known = self._imported_names()
         found = []
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Call):
                 head, dot, rest = dotted(node.func).partition(".")
                 found.append((known.get(head, head) + dot + rest, node))
@@ -70,7 +74,7 @@ class Module:
     def _imported_names(self) -> dict[str, str]:
         """What the names that imports bind stand for."""
         names = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 names.update({alias.asname: alias.name for alias in node.names if alias.asname})
             elif isinstance(node, ast.ImportFrom):

@@ -84,7 +84,7 @@ def test_forbidden_functions_are_not_imported_by_name() -> None:
     found = [
         f"{module.where}:{node.lineno} from {node.module} import {alias.name}"
         for module in modules()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if (node.module, alias.name) in hidden
@@ -97,7 +97,7 @@ def test_the_environment_is_read_in_one_file() -> None:
         f"{module.where}:{node.lineno}"
         for module in modules()
         if module.name != ENVIRONMENT_HOME
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Attribute) and dotted(node) in ENVIRONMENT
     ]
     assert not reads
@@ -108,7 +108,7 @@ def test_there_are_fewer_than_ten_environment_variables() -> None:
         node.value
         for module in modules()
         if module.name == ENVIRONMENT_HOME
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("QUIRE_")
     }
     assert len(names) <= MAX_ENVIRONMENT_VARIABLES

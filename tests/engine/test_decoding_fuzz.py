@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -16,15 +19,16 @@ from quire.engine.decoding import mask_table
 from quire.engine.decoding.mask_table import MaskTable
 
 pytest.importorskip("llguidance")
-SEEDS = int(os.environ.get("QUIRE_TEST_SEEDS", "200"))
+SEEDS = int(os.environ.get("QUIRE_TEST_SEEDS", "120"))
 SHARDS = 20
 
 
+@cache
 def play(seed: int, *, is_grouped: bool = False, micro_batches: int = 1) -> Counter[str]:
     """Run a mix; and if it leaves files, once more, after a restart."""
     try:
         mix = Mix(seed, is_grouped=is_grouped, micro_batches=micro_batches)
-        with mock.patch.object(mask_table, "FEW", mix.least_batch):
+        with mock.patch.object(mask_table, "FEW", mix.least_batch), counted_masks() as masks:
             mix.run()
             met = mix.exercised()
             if mix.engine.tiers.files:
@@ -32,10 +36,29 @@ def play(seed: int, *, is_grouped: bool = False, micro_batches: int = 1) -> Coun
                 again = Mix(seed, files, salts, is_grouped=is_grouped, micro_batches=micro_batches)
                 again.run()
                 met.update(again.exercised())
+            met.update(masks)
     except BaseException as error:
         error.add_note(f"seed {seed}")
         raise
     return met
+
+
+@contextmanager
+def counted_masks() -> Iterator[Counter[str]]:
+    """How often masks are computed alone, and in a batch."""
+    met: Counter[str] = Counter()
+    compute_all, compute_alone = MaskTable._compute_all, MaskTable._compute_alone
+
+    def count_all(self: MaskTable, *arguments: object) -> None:
+        met["masks in a batch"] += 1
+        compute_all(self, *arguments)  # type: ignore[arg-type]
+
+    def count_alone(self: MaskTable, *arguments: object) -> None:
+        met["masks alone"] += 1
+        compute_alone(self, *arguments)  # type: ignore[arg-type]
+
+    with mock.patch.multiple(MaskTable, _compute_all=count_all, _compute_alone=count_alone):
+        yield met
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
@@ -61,22 +84,8 @@ def test_so_it_is_with_micro_batches(shard: int, micro_batches: int) -> None:
     assert met["answers compared"] >= len(seeds) // 2
 
 
-def test_random_mixes_meet_every_way_to_decode_and_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    met: Counter[str] = Counter()
-    compute_all, compute_alone = MaskTable._compute_all, MaskTable._compute_alone
-
-    def count_all(self: MaskTable, *arguments: object) -> None:
-        met["masks in a batch"] += 1
-        compute_all(self, *arguments)  # type: ignore[arg-type]
-
-    def count_alone(self: MaskTable, *arguments: object) -> None:
-        met["masks alone"] += 1
-        compute_alone(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(MaskTable, "_compute_all", count_all)
-    monkeypatch.setattr(MaskTable, "_compute_alone", count_alone)
-    for seed in range(100):
-        met.update(play(seed))
+def test_random_mixes_meet_every_way_to_decode_and_to_make_room() -> None:
+    met = sum(map(play, range(100)), Counter())
     missed = [what for what in MEETS if not met[what]]
     assert not missed, met
     assert sum(met[site] > 0 for site in SITES) > 0.7 * len(SITES), met

@@ -11,6 +11,7 @@ from harness import VOCABULARY, Harness
 from quire.config.tiers import EVICTION_NAMES, TierConfig
 from quire.engine.decoding.tools import DecodingTools
 from quire.engine.kvcache.prefix_tree import PrefixTree
+from quire.engine.scheduler.prefix_reuse import PrefixReuse
 from quire.types.decoding import BeamRules
 from quire.types.errors import InvalidRequest
 from quire.types.request import Abort
@@ -380,3 +381,20 @@ def test_random_loads_over_common_beginnings_give_the_answers_of_an_engine_witho
     stats = engine.core.stats()
     assert (stats.blocks.used, stats.blocks.used + stats.blocks.free) == (stats.blocks.pinned, stats.blocks.total)
     assert stats.prefix_hits > 0
+
+
+def test_samples_whose_drafts_are_verified_publish_their_blocks_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each of them, which costs the square of their number."""
+    publish, steps = PrefixReuse.publish_group, list[int]()
+
+    def counted(self: PrefixReuse, *arguments: object, **named: object) -> None:
+        steps.append(self._plan)
+        publish(self, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PrefixReuse, "publish_group", counted)
+    proposers = ToyProposers(may_run_ahead=False)
+    engine = Harness(num_blocks=200, tools=DecodingTools(ToyGrammars(), proposers, lambda: VOCABULARY))
+    engine.submit("a", LONG, n=6, seed=100, max_tokens=20)
+    engine.run()
+    assert proposers.num_accepted > 0
+    assert len(steps) == len(set(steps)) > 3

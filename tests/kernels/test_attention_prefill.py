@@ -72,6 +72,16 @@ def test_blocks_may_have_those_of_other_layers_between_them() -> None:
     check([(0, 18), (37, 5)], heads, 4, DTYPES[0], rule_for(heads), is_apart=True)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="one of its kernels is for Hopper GPUs")
+@pytest.mark.parametrize("features", [{}, {"window": 100}, {"window": 1}, {"softcap": 2.0, "sinks": True}])
+@pytest.mark.parametrize(("dim", "block_size"), [(64, 16), (64, 8), (128, 16), (128, 256), (256, 16), (256, 64)])
+def test_many_long_chunks_match_the_reference(dim: int, block_size: int, features: dict[str, object]) -> None:
+    """More tiles than a GPU has processors, chunks that end inside blocks, rows that see several tiles of keys."""
+    heads = Heads(12, 2, dim)
+    chunks = [(0, 500), (37, 130), (1000, 77), (0, 1), (300, 256), *((7 * i, 60 + i) for i in range(24))]
+    check(chunks, heads, block_size, torch.bfloat16, rule_for(heads, **features))
+
+
 @pytest.mark.parametrize(
     "features", [{"window": 11}, {"window": 1}, {"softcap": 2.0, "sinks": True}, {"window": 40, "sinks": True}]
 )

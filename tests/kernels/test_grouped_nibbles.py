@@ -34,10 +34,8 @@ def make_stack(outputs: int, inputs: int, group: int, kind: str) -> tuple[Nibble
     if offsets is not None:
         values += offsets.float().repeat_interleave(group, 2)
     bias = rand(NUM, outputs, seed=7)
-    packed = [
-        pack_nibbles(levels[each].to(DEVICE), scales[each].to(DEVICE), None if offsets is None else offsets[each])
-        for each in range(NUM)
-    ]
+    parts = (levels, scales, offsets)
+    packed = [pack_nibbles(*(part if part is None else part[each].to(DEVICE) for part in parts)) for each in range(NUM)]
     return NibbleStack.of(packed, bias, has_codes=kind == "codes"), Stack(values.to(DEVICE), None, bias)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -145,17 +146,18 @@ def test_inputs_need_not_fill_the_last_step(inputs: int, group: int, symmetric: 
         torch.testing.assert_close(expanded, values[first : first + count], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "group", "symmetric", "dtype"),
-    [
-        (256, 128, True, torch.bfloat16), (576, 64, False, torch.bfloat16), (1280, 32, False, torch.float16),
-        (512, 256, True, torch.float16), (4224, 4224, False, torch.bfloat16),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_few_rows_take_gate_bias_and_residual_along(
-    inputs: int, group: int, symmetric: bool, dtype: torch.dtype, rows: int
-) -> None:
+FEW_WEIGHTS = [
+    (256, 128, True, torch.bfloat16), (576, 64, False, torch.bfloat16), (1280, 32, False, torch.float16),
+    (512, 256, True, torch.float16), (4224, 4224, False, torch.bfloat16),
+]  # fmt: skip
+FEW_ROWS = {1: FEW_WEIGHTS[:4], 3: FEW_WEIGHTS[1::2], 8: FEW_WEIGHTS[::2]}
+if os.environ.get("QUIRE_TEST_WHOLE") == "1":
+    FEW_ROWS = dict.fromkeys(FEW_ROWS, FEW_WEIGHTS)
+
+
+@pytest.mark.parametrize(("rows", "weights"), [(rows, each) for rows, some in FEW_ROWS.items() for each in some])
+def test_few_rows_take_gate_bias_and_residual_along(rows: int, weights: tuple[int, int, bool, torch.dtype]) -> None:
+    inputs, group, symmetric, dtype = weights
     packed, values = weight(96, inputs, group, "nibbles", symmetric=symmetric)
     assert isinstance(packed, PackedNibbles)
     x, bias = rand(rows, inputs, dtype=dtype, scale=0.3), rand(96, seed=1)

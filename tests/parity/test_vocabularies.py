@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.gguf.cursor import Texts
 from quire.runtime.loading.gguf.reader import GgufFile
 from quire.serving.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -71,7 +72,7 @@ def test_unigram_ids_are_those_of_transformers(folder: Path) -> None:
     tokens, scores = (file.metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores"))
     charsmap = file.metadata["tokenizer.ggml.precompiled_charsmap"]
     file.close()
-    assert isinstance(tokens, list)
+    assert isinstance(tokens, Texts)
     assert isinstance(scores, list)
     assert isinstance(charsmap, list)
     other = transformers.XLMRobertaTokenizer(

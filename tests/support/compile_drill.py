@@ -15,10 +15,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.kernels.triton import compiling
+from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.triton import compiling, products_hopper
 from quire.kernels.triton.activation import gate
+from quire.kernels.triton.attention_hopper import hopper_prefill
 from quire.kernels.triton.compiling import compiling_only, stop_background
 from quire.kernels.triton.norm import rms_norm
+from quire.kernels.triton.products import Workspace
+from quire.kernels.triton.products_hopper_plan import HopperTiling
 
 
 class H200:
@@ -39,6 +43,27 @@ def step(rows: int, columns: int = 64) -> None:
     rms_norm(x, x[0], 1e-6, out)
     gate(torch.ones(rows, 2 * columns, dtype=torch.bfloat16), "silu", out)
     assert not out.any(), "a kernel was launched"
+
+
+def prompts(dim: int) -> None:
+    """The attention of prompts that is written in Gluon, over a cache of 4 blocks."""
+    cache, query = torch.zeros(4, 2, 16, dim, dtype=torch.bfloat16), torch.zeros(8, 4, dim, dtype=torch.bfloat16)
+    tables, tiles = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int32)
+    hopper_prefill(query, cache, cache, tables, tiles, AttentionRule(0.125, window=9), query, dependent=True)
+
+
+def scaled_products() -> None:
+    """The products that are written in Gluon, with all that they take along."""
+    products_hopper.takes_weight = lambda weight: True  # it lies on no GPU
+    workspace, scale = Workspace.make(torch.device("cpu")), torch.ones(128)
+    for dtype, activation in ((torch.int8, "silu"), (torch.float8_e4m3fn, None)):
+        x = torch.zeros(128, 256, dtype=dtype)
+        outputs, parts = (128, 1) if activation is None else (64, 2)
+        out = torch.zeros(128, outputs, dtype=torch.bfloat16)
+        products_hopper.scaled_product(
+            x, x, workspace, x_scale=scale, weight_scale=scale, bias=scale, residual=out, activation=activation,
+            out=out, tiling=HopperTiling(64, 64, splits=2, stages=3, parts=parts), dependent=True,
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -66,6 +91,8 @@ def main() -> None:
     knobs.compilation.listener = lambda *, src, cache_hit, **_: later.append((src.name, cache_hit))
     with compiling_only(wait=False):
         step(1, columns=256)
+        prompts(64)
+        scaled_products()
     for future in list(compiling._begun.values()):
         future.result()
     stop_background()

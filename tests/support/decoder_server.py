@@ -14,7 +14,7 @@ from quire.config.arguments import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
 from quire.engine.core import EngineCore
 from quire.serving.process.control import EngineStart
-from quire.serving.process.engine_main import load_engine
+from quire.serving.process.engine_process import load_engine
 from quire.serving.process.link import EngineReady
 from tests.unit.serving.scripted import TOKENIZER, VOCAB
 

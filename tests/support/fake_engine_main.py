@@ -16,7 +16,7 @@ from fake_executor import VOCAB, FakeExecutor
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.serving.process.control import EngineStart
-from quire.serving.process.engine_main import Report, run_engine
+from quire.serving.process.engine_process import Report, run_engine
 from quire.serving.process.link import EngineReady
 from quire.types.errors import ModelLoadError
 from quire.types.step import StepPlan

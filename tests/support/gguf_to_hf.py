@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from benchmarks.cpu.export import hugging_face_config
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
+from quire.runtime.loading.gguf.cursor import Texts
 from quire.runtime.loading.gguf.reader import GgufFile
 
 
@@ -43,7 +44,7 @@ def tokenizer_config(source: Path) -> dict[str, object]:
     metadata = file.metadata
     file.close()
     tokens = metadata["tokenizer.ggml.tokens"]
-    assert isinstance(tokens, list)
+    assert isinstance(tokens, Texts)
     result: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for role in ("bos", "eos"):
         if (token := metadata.get(f"tokenizer.ggml.{role}_token_id")) is not None:

@@ -49,6 +49,7 @@ def _spare(interpreter: Any, tl: Any) -> None:
     @cache
     def patch_once() -> Any:
         patch_language(Everywhere)
+        tl.dtype.to_ir = cache(tl.dtype.to_ir)
         return interpreter._LangPatchScope()  # holds no change, so that nothing is restored
 
     def patch_for_good(kernel: Any) -> Any:
@@ -83,6 +84,89 @@ def _spare(interpreter: Any, tl: Any) -> None:
     interpreter._get_np_dtype = numpy_type
 
 
+def _spare_types(core: Any) -> None:
+    """The type of each value is made and compared anew at each operation: most of an operation's time."""
+    unwrap, are_equal = core._unwrap_if_constexpr, core.dtype.__eq__
+    plain = {int, float, bool, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
+    integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
+    shapes: dict[tuple[int, ...], tuple[Any, int, Any, Any]] = {}
+
+    def unwrap_soon(value: Any) -> Any:
+        kind = type(value)
+        return value.value if kind is core.constexpr else value if kind in plain else unwrap(value)
+
+    def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(size.value if type(size) is core.constexpr else size for size in shape)
+        if sizes not in shapes:
+            if not sizes:
+                raise TypeError("0d block_type is forbidden")
+            numel, wrapped = core.validate_block_shape(sizes), core.tuple([core.constexpr(size) for size in sizes])
+            shapes[sizes] = core.tuple(sizes), numel, wrapped, core.constexpr(numel)
+        self.element_ty = element_ty
+        self.shape, self.numel, *self.of_tensor = shapes[sizes]
+
+    def with_element_type(self: Any, scalar_ty: Any) -> Any:
+        made = object.__new__(core.block_type)
+        made.__dict__ = self.__dict__ | {"element_ty": scalar_ty}
+        return made
+
+    no_shape, one = core.tuple([]), core.constexpr(1)
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_tensor if type.is_block() else (no_shape, one)
+
+    core._unwrap_if_constexpr = unwrap_soon
+    core.block_type.__init__ = make_block_type
+    core.block_type.with_element_ty = with_element_type
+    core.block_type.to_ir = lambda self, _: self
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    core.tensor.__init__ = make_tensor
+    core.dtype.is_int = lambda self: self.name in integers
+    core.dtype.__eq__ = lambda self, other: self is other or are_equal(self, other)
+
+
+def _spare_operations(interpreter: Any, core: Any) -> None:
+    semantic = interpreter.TritonSemantic
+    to_tensor, cast, broadcast = semantic.to_tensor, semantic.cast, semantic.broadcast_impl_value
+    common_type = semantic.computation_type_impl
+    common: dict[tuple[Any, ...], Any] = {}
+
+    def patch_attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        """A builtin looks whether it has a builder. Here it has."""
+        known, function = semantic(builder), getattr(member, "__wrapped__", member)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = known
+            return function(*arguments, **named)
+
+        scope.set_attr(owner, name, call)
+
+    def make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        """Whether the array's numbers are as wide as their type is asked of each."""
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    def to_tensor_soon(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is core.tensor else to_tensor(self, x, check_type)
+
+    def cast_soon(self: Any, value: Any, dst_ty: Any, rounding: Any = None) -> Any:
+        return value if value.dtype is dst_ty.scalar else cast(self, value, dst_ty, rounding)
+
+    def broadcast_soon(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    def common_type_once(self: Any, a: Any, a_is_scalar: bool, b: Any, *others: bool) -> Any:
+        key = a.name, a_is_scalar, b.name, *others
+        if key not in common:
+            common[key] = common_type(self, a, a_is_scalar, b, *others)
+        return common[key]
+
+    interpreter._patch_attr = patch_attribute
+    interpreter.TensorHandle.__init__ = make_handle
+    semantic.to_tensor, semantic.cast, semantic.broadcast_impl_value = to_tensor_soon, cast_soon, broadcast_soon
+    semantic.computation_type_impl = common_type_once
+
+
 if HAS_TRITON and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language
@@ -90,3 +174,5 @@ if HAS_TRITON and not torch.cuda.is_available():
 
     _mend(interpreter)
     _spare(interpreter, triton.language)
+    _spare_types(triton.language.core)
+    _spare_operations(interpreter, triton.language.core)

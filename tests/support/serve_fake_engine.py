@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.config.server import ServerConfig
 from quire.serving.cli import main
-from quire.serving.process import supervisor
+from quire.serving.process import spawning, supervisor
 
 
 class FakeEngineSupervisor(supervisor.Supervisor):
@@ -17,4 +17,5 @@ class FakeEngineSupervisor(supervisor.Supervisor):
 
 if __name__ == "__main__":
     supervisor.Supervisor = FakeEngineSupervisor  # type: ignore[misc]
+    spawning.ENGINE = "fake_engine_main"
     sys.exit(main())

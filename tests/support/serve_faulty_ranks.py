@@ -10,8 +10,8 @@ from typing import Any
 from quire.config.server import ServerConfig
 from quire.runtime.executor import make
 from quire.serving.cli import main
-from quire.serving.process import supervisor
-from quire.serving.process.engine_main import load_engine, run_engine
+from quire.serving.process import spawning, supervisor
+from quire.serving.process.engine_process import load_engine, run_engine
 
 
 class FaultySupervisor(supervisor.Supervisor):
@@ -22,6 +22,7 @@ class FaultySupervisor(supervisor.Supervisor):
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         supervisor.Supervisor = FaultySupervisor  # type: ignore[misc]
+        spawning.ENGINE = "serve_faulty_ranks"
         sys.exit(main())
     make.ProcessLauncher = partial(make.ProcessLauncher, module="faulty_rank_main")  # type: ignore[misc, assignment]
     sys.exit(run_engine(sys.argv[1:], load_engine))

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 VOCAB = 97
 _PRIME = 2**61 - 1
+_KNOWN = 64  # tokens between the digests that are kept
 _FACTORS = 7 * np.arange(VOCAB) + 11
 
 
 def digest(history: Sequence[int], start: int = 0) -> int:
-    value = start
-    for token in history:
+    num_known = len(history) // _KNOWN * _KNOWN
+    value = _digest_known(tuple(history[:num_known]), start) if num_known else start
+    for token in history[num_known:]:
+        value = (value * 1_000_003 + token + 1) % _PRIME
+    return value
+
+
+@lru_cache(maxsize=10_000)
+def _digest_known(history: tuple[int, ...], start: int) -> int:
+    """Of a long history, which is asked for once for each token that follows."""
+    value = _digest_known(history[:-_KNOWN], start) if len(history) > _KNOWN else start
+    for token in history[-_KNOWN:]:
         value = (value * 1_000_003 + token + 1) % _PRIME
     return value
 

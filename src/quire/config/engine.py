@@ -30,9 +30,9 @@ _TOKEN_BUCKETS = ((64, 16), (512, 64), (2048, 128), (8192, 512))
 # Launching the kernels of a layer takes about 790 us on the host of an H200 (22 ms for a step of 28 layers), and the
 # same thread plans the next step: the device idles unless its kernels take longer than both, about 1.2 ms a layer. With
 # 1,500 short requests at once and no captured steps, it idled for half of the time with a 1.5B model and for 38 % with
-# a 3B model. Float8 layers have more kernels and faster gemms.
+# a 3B model. Layers that round their rows to 8 bits (fp8, int8) have more kernels and faster gemms.
 _LAUNCH_SECONDS, _FLOPS = 1.2e-3, 6e14
-_FLOAT8_LAUNCH_SECONDS, _FLOAT8_FLOPS = 1.8e-3, 1.2e15
+_W8A8_LAUNCH_SECONDS, _W8A8_FLOPS = 1.8e-3, 1.2e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class DeviceConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False  # never capture steps as CUDA graphs
     quantization: Quantization | None = None  # of the layers' weights, quantized while loading
-    integer_products: bool = True  # on a CPU in float32: weights of GGUF files are multiplied in whole numbers
+    integer_products: bool = True  # on a CPU in float32: quantized weights are multiplied in whole numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ def row_buckets(num_rows: int) -> tuple[int, ...]:
 def token_buckets(model: ModelConfig, config: EngineConfig) -> tuple[int, ...]:
     """Return the numbers of tokens to which all other steps are padded and for which they are captured. A larger step
     needs no graph: its kernels take longer to run than to launch."""
-    is_float8 = config.device.quantization == "fp8"
-    flops, seconds = (_FLOAT8_FLOPS, _FLOAT8_LAUNCH_SECONDS) if is_float8 else (_FLOPS, _LAUNCH_SECONDS)
+    is_w8a8 = config.device.quantization in ("fp8", "int8")
+    flops, seconds = (_W8A8_FLOPS, _W8A8_LAUNCH_SECONDS) if is_w8a8 else (_FLOPS, _LAUNCH_SECONDS)
     launch_bound = model.num_layers * seconds * flops / (2 * model.num_active)
     most = min(int(launch_bound), config.scheduler.max_num_batched_tokens)
     buckets, last = [], 0

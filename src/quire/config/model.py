@@ -163,11 +163,13 @@ class WeightCounts:
 @dataclass(frozen=True, slots=True)
 class StoredLevels:
     """The weights that the model's file stores quantized and that kernels can multiply as stored: their number, and
-    their bytes in memory, with the native CPU kernels and with the Triton kernels. `gpu_is_float8`: these need a GPU
-    that multiplies float8. `has_table`: the embedding table may be one of them."""
+    their bytes in memory, with the native CPU kernels, with their integer products (0: these do not multiply them), and
+    with the Triton kernels. `gpu_is_float8`: these need a GPU that multiplies float8. `has_table`: the embedding table
+    may be one of them."""
 
     parameters: int = 0
     num_bytes: int = 0
+    integer_bytes: int = 0
     gpu_parameters: int = 0
     gpu_bytes: int = 0
     gpu_is_float8: bool = False
@@ -181,6 +183,19 @@ MXFP4_GROUP = 32  # weights of neighbouring inputs that have one scale
 def packed_bytes(num_weights: int, *, nibbles: bool) -> int:
     """Return the bytes of quantized weights: a group of 32 takes 16 bytes (nibbles) or 32, a scale and an offset."""
     return num_weights // 32 * (20 if nibbles else 36)
+
+
+def integer_bytes(num_weights: int, least: int, most: int, *, has_offsets: bool, halves: bool) -> int:
+    """Return the bytes of quantized weights in the panels of integer products, the most that levels between `least` and
+    `most` can take. `halves`: 16 weights have a scale and, where there are such, an offset; not 32."""
+    widths = ((4,) if has_offsets else (4, 6)) if halves else (4, 5, 6)  # those that there are kernels for, below 8
+    fits = (bits for bits in widths if _fits(bits, least, most, has_offsets=has_offsets))
+    return num_weights // 32 * (4 * next(fits, 8) + 2 * (1 + has_offsets) * (1 + halves))
+
+
+def _fits(bits: int, least: int, most: int, *, has_offsets: bool) -> bool:
+    middle = 0 if has_offsets else 1 << (bits - 1)  # the level that is the number 0
+    return least + middle >= 0 and most + middle < 1 << bits
 
 
 @dataclass(frozen=True, slots=True)

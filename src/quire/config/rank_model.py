@@ -129,7 +129,7 @@ def _most_weights(model: ModelConfig, ranks: Sequence[ModelConfig], parallel: Pa
 
 
 def _levels(levels: StoredLevels, share: float) -> StoredLevels:
-    names = ("parameters", "num_bytes", "gpu_parameters", "gpu_bytes")
+    names = ("parameters", "num_bytes", "integer_bytes", "gpu_parameters", "gpu_bytes")
     return replace(levels, **{name: ceil(getattr(levels, name) * share) for name in names})
 
 

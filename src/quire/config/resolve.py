@@ -36,7 +36,8 @@ logger = logging.getLogger("quire")
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 CPU_BATCHED_TOKENS = 512  # on a CPU, longer steps are not faster per token and delay decodes
 GPU_BATCHED_TOKENS, SMALL_MODEL_TOKENS = 2_048, 4_096  # about ten milliseconds of work on a large GPU
-OFFLINE_TOKENS, OFFLINE_SMALL_TOKENS = 8_192, 16_384  # where nobody waits for single tokens: fewer, larger steps
+OFFLINE_TOKENS, OFFLINE_SMALL_TOKENS = 4_096, 16_384  # where nobody waits for single tokens: fewer, larger steps
+OFFLINE_EXPERT_TOKENS = 8_192  # an expert gets few of a step's tokens
 LARGE_GPU = 40 * GIB  # of memory; on smaller GPUs, large steps would leave too little for the cache
 SMALL_MODEL = 2_000_000_000  # models with fewer parameters get SMALL_MODEL_TOKENS
 DEFAULT_GPU_UTILIZATION = 0.9
@@ -171,7 +172,8 @@ def _batched_tokens(device: str, facts: HardwareFacts, model: ModelConfig, *, of
         return CPU_BATCHED_TOKENS
     is_small = model.num_parameters < SMALL_MODEL
     if offline and facts.cuda[cuda_index(device)].total_memory >= LARGE_GPU:
-        return OFFLINE_SMALL_TOKENS if is_small else OFFLINE_TOKENS
+        large = OFFLINE_TOKENS if model.experts is None else OFFLINE_EXPERT_TOKENS
+        return OFFLINE_SMALL_TOKENS if is_small else large
     return SMALL_MODEL_TOKENS if is_small else GPU_BATCHED_TOKENS
 
 

@@ -22,7 +22,7 @@ class Counters:
     def note_plan(self, plan: StepPlan) -> None:
         """Count the tokens of a plan."""
         num_tokens = plan.num_tokens
-        self._prompt_tokens += sum(chunk.num_known for chunk in plan.chunks) if plan.chunks else 0
+        self._prompt_tokens += sum([chunk.num_known for chunk in plan.chunks]) if plan.chunks else 0
         self._computed_tokens += num_tokens
         self._steps_by_size[min(max(num_tokens - 1, 0).bit_length(), len(STEP_SIZES))] += 1
 

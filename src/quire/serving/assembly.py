@@ -45,7 +45,6 @@ from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
 from quire.runtime.models.build import count_rank_weights
 from quire.runtime.models.registry import ENTRIES, check_generates
-from quire.serving.pooled_texts import check_work
 from quire.types.errors import ConfigError, InvalidRequest
 
 
@@ -107,7 +106,7 @@ class PlannedEngine:
         return make_executor(RankJob(self.files, self.model, config, load_format, self.draft_files), progress)
 
     def tools(self, vocabulary: VocabularySource | None, *, warm: bool = False) -> DecodingTools:
-        """What the engine decodes with. `vocabulary` is asked for when it is first needed, or now if `warm`."""
+        """What the engine decodes with. `vocabulary` is asked for with the first grammar, or now if `warm`."""
         if vocabulary is None:
             return DecodingTools()
         grammars = GrammarCompiler(vocabulary, self.model.vocab_size)
@@ -160,6 +159,8 @@ class PlannedEncoder:
 
     def build_core(self, load_format: Literal["auto", "dummy"], progress: Progress) -> EncoderCore:
         """The core of an engine process. Texts of all requests share batches; requests take turns."""
+        from quire.serving.pooled_texts import check_work  # needless where text is generated
+
         executor = EncoderExecutor(self.build(load_format, progress), self.settings)
         config, model = self.config, self.pooling
         limits = SchedulerConfig(

@@ -150,7 +150,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         decoded = len(self.decode_rows)
-        return decoded + sum(chunk.num_tokens for chunk in self.chunks) if self.chunks else decoded
+        return decoded + sum([chunk.num_tokens for chunk in self.chunks]) if self.chunks else decoded
 
     @property
     def sample_rows(self) -> Ints:

@@ -22,7 +22,8 @@ def test_a_start_is_timed_to_its_first_token_and_weighed_by_process() -> None:
     assert 0 < start.ready_s < start.first_token_s
     assert list(start.processes) == ["stub_openai"]
     assert start.processes["stub_openai"] == start.pss_bytes > 2**20
-    assert start.rss_bytes >= start.pss_bytes
+    assert start.peak_rss_bytes >= start.rss_bytes >= start.pss_bytes
+    assert start.cpu_s > 0
 
 
 def test_a_server_that_streams_no_token_has_no_figure() -> None:
@@ -32,13 +33,23 @@ def test_a_server_that_streams_no_token_has_no_figure() -> None:
 
 def test_the_table_has_medians_and_the_processes_of_the_last_start() -> None:
     starts = [
-        Start(float(second), second + 0.5, second * 10**8, second * 10**9, {"engine_main": second * 10**6})
+        Start(
+            float(second),
+            second + 0.5,
+            second * 1.5,
+            second * 10**8,
+            second * 10**9,
+            second * 10**9,
+            {"engine_main": second * 10**6},
+        )
         for second in (1, 9, 2)
     ]
     assert table_of(starts) == [
         ["process start to ready s", "2.00"],
         ["process start to first token s", "2.50"],
+        ["CPU seconds to first token", "3.00"],
         ["PSS of all processes MB", "200"],
         ["RSS of all processes MB", "2000"],
+        ["peak RSS of all processes MB", "2000"],
         ["PSS of engine_main MB", "2"],
     ]

@@ -17,8 +17,9 @@ def test_small_models_are_captured_up_to_the_token_budget_and_large_ones_for_sho
     sizes = {"hidden_size": 4096, "intermediate_size": 14_336, "num_layers": 32, "vocab_size": 128_256}
     large = token_buckets(tiny_config("llama", **sizes, heads=Heads(32, 8, 128)), config)
     assert 1024 < large[-1] < 2048
-    float8 = replace(config, device=replace(config.device, quantization="fp8"))
-    assert token_buckets(tiny_config("llama", **sizes, heads=Heads(32, 8, 128)), float8)[-1] == 2048  # runs faster
+    for quantization in ("fp8", "int8"):  # both run faster
+        small = replace(config, device=replace(config.device, quantization=quantization))
+        assert token_buckets(tiny_config("llama", **sizes, heads=Heads(32, 8, 128)), small)[-1] == 2048
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_bfloat16_weights_are_counted_as_such_for_float32_rows_of_the_native_ker
 
 
 def test_levels_are_counted_as_they_are_kept() -> None:
-    stored = replace(SMALL, levels=StoredLevels(parameters=1_000, num_bytes=600))
+    stored = replace(SMALL, levels=StoredLevels(parameters=1_000, num_bytes=600, integer_bytes=640))
 
     def weights(dtype: Dtype, facts: HardwareFacts, *, integer: bool = False) -> int:
         device = DeviceConfig("cpu", dtype, dtype, integer_products=integer)
@@ -182,7 +182,7 @@ def test_levels_are_counted_as_they_are_kept() -> None:
     numbers = SMALL.num_parameters - 1_000
     assert weights("float32", replace(LAPTOP, native_refusal=None, level_panels=True)) == 4 * numbers + 600 + table
     assert weights("float32", replace(LAPTOP, native_refusal=None)) == 4 * SMALL.num_parameters + table
-    assert weights("float32", replace(LAPTOP, native_refusal=None), integer=True) == 4 * numbers + 600
+    assert weights("float32", replace(LAPTOP, native_refusal=None), integer=True) == 4 * numbers + 640
     assert weights("float32", replace(LAPTOP, native_refusal="not built"), integer=True) == 4 * SMALL.num_parameters
     assert weights("float32", replace(LAPTOP, native_refusal="not built")) == 4 * SMALL.num_parameters
     on_tiles = weights("bfloat16", replace(SERVER, native_refusal=None, tile_units=True))

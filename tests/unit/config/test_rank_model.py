@@ -100,8 +100,10 @@ def test_memory_is_planned_for_the_rank_with_most_experts() -> None:
     assert all(getattr(bound, name) >= getattr(counted, name) for name in ("parameters", "in_blocks"))
     rank = largest_rank(count_rank_weights(model, parallel), parallel)
     assert rank.num_active == pytest.approx(model.num_active * 2 / 3, rel=0.05)
-    stored = replace(model, levels=StoredLevels(parameters=900, num_bytes=600))
-    assert largest_rank(count_rank_weights(stored, parallel), parallel).levels.num_bytes == pytest.approx(400, rel=0.05)
+    stored = replace(model, levels=StoredLevels(parameters=900, num_bytes=600, integer_bytes=660))
+    levels = largest_rank(count_rank_weights(stored, parallel), parallel).levels
+    assert levels.num_bytes == pytest.approx(400, rel=0.05)
+    assert levels.integer_bytes == pytest.approx(440, rel=0.05)
 
 
 def test_heads_of_two_kinds_must_be_divided_alike() -> None:

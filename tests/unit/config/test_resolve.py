@@ -6,7 +6,7 @@ import pytest
 
 from quire.config.arguments import EngineArguments, EngineSettings
 from quire.config.facts import HardwareFacts
-from quire.config.model import Heads, ModelConfig, Rope
+from quire.config.model import Experts, Heads, ModelConfig, Rope
 from quire.config.resolve import model_length, resolve_engine_config
 from quire.config.sizes import GIB, MIB
 from quire.runtime.models.build import count_weights
@@ -35,7 +35,8 @@ def test_a_step_is_given_as_many_tokens_as_keep_it_short_on_the_device() -> None
 
     assert (tokens(LAPTOP, SMALL), tokens(SERVER, SMALL), tokens(SERVER, LARGE)) == (512, 4_096, 2_048)
     offline = [tokens(LAPTOP, SMALL, offline=True), *(tokens(SERVER, model, offline=True) for model in (SMALL, LARGE))]
-    assert offline == [512, 16_384, 8_192]
+    assert offline == [512, 16_384, 4_096]
+    assert tokens(SERVER, replace(LARGE, experts=Experts(8, 2, 1_024)), offline=True) == 8_192
     small_gpu = replace(SERVER, cuda=(replace(SERVER.cuda[0], total_memory=24 * GIB, free_memory=23 * GIB),))
     assert tokens(small_gpu, SMALL, offline=True) == 4_096
 

@@ -108,3 +108,19 @@ def test_a_library_is_built_again_when_its_sources_or_flags_have_changed(checkou
 def test_a_path_that_does_not_exist_is_refused(checkout: Checkout) -> None:
     with pytest.raises(AssertionError, match="--paths: pentium is none of all, .*portable"):
         checkout.build("build_ext", "--inplace", "--paths", "portable,pentium")
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "undefined"])
+def test_libraries_for_a_sanitizer_stay_out_of_the_checkout(checkout: Checkout, sanitizer: str) -> None:
+    arguments = ("build_ext", "--sanitize", sanitizer, "--paths", "portable")
+    assert checkout.build(*arguments, "--build-lib", "apart") == {"portable"}
+    assert checkout.libraries() == set()
+    (library,) = (checkout.folder / "apart").glob("quire/kernels/native/_cpu_portable.*")
+    assert f"-fsanitize={sanitizer}" in library.read_text()
+    with pytest.raises(AssertionError, match="--sanitize: .* use --build-lib, not --inplace"):
+        checkout.build(*arguments, "--inplace")
+
+
+def test_a_sanitizer_that_is_not_known_is_refused(checkout: Checkout) -> None:
+    with pytest.raises(AssertionError, match="--sanitize: thread is none of address, undefined"):
+        checkout.build("build_ext", "--sanitize", "thread")

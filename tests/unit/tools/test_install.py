@@ -52,10 +52,13 @@ def test_a_command_that_fails_is_shown_with_its_output(install: ModuleType) -> N
 
 
 def test_bytecode_is_written_whatever_the_environment_says(
-    install: ModuleType, monkeypatch: pytest.MonkeyPatch
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    install.Task([sys.executable, "-c", "import sys; sys.exit(sys.dont_write_bytecode)"]).wait()
+    answer = tmp_path / "answer"
+    program = f"import sys; open({str(answer)!r}, 'w').write(str(sys.dont_write_bytecode))"
+    install.Task([sys.executable, "-c", program]).wait()
+    assert answer.read_text() == "False"
 
 
 def test_an_installation_that_fails_says_why_and_exits_with_1(tmp_path: Path) -> None:

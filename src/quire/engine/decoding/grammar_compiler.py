@@ -23,6 +23,7 @@ MAX_NATIVE_BYTES = 12 << 20  # that the kept grammars may have grown to; beyond,
 MAX_EXTRA_LEXERS = 32  # of all grammars together, besides the first lexer of each
 IDLE_SECONDS = 10.0  # a grammar in no batch for this long gives up its extra lexers for another
 COMPILE_SECONDS = 20.0  # from the request to the end of its compilation, including the wait for earlier ones
+VOCABULARY_SECONDS = 40.0  # more, while the tables of the vocabulary are made
 STACK_BYTES = 64 << 20  # far more than the check of a request has, so a grammar that passed it cannot overflow
 _FIELD = "structured_outputs: "
 
@@ -51,7 +52,7 @@ class GrammarCompiler:
         self._grown: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()  # with extra lexers; the thread's own
         self._thread: threading.Thread | None = None
         self._news = threading.Event()
-        self._native_bytes: int | None = None  # in use before the first grammar was compiled
+        self._native_bytes: int | None = None  # in use when the vocabulary was loaded, before the first grammar
 
     def warm(self) -> None:
         """Load the vocabulary now, in the background."""
@@ -61,7 +62,8 @@ class GrammarCompiler:
     def compile(self, text: str) -> Compilation:
         found = self._kept.get(text)
         if found is None or found.has_failed:
-            found = self._kept[text] = _Compiling(text, self._clock)
+            seconds = COMPILE_SECONDS if self._native_bytes is not None else COMPILE_SECONDS + VOCABULARY_SECONDS
+            found = self._kept[text] = _Compiling(text, self._clock, seconds)
             self.warm()
             self._waiting.put(found)
             self._drop_grown()
@@ -73,7 +75,7 @@ class GrammarCompiler:
     def _drop_grown(self) -> None:
         """Drop the least recently used grammars while all of them hold too much. Requests keep those they follow."""
         if self._native_bytes is None:
-            self._native_bytes = native_bytes()  # before the first grammar
+            return
         is_smaller = False
         while len(self._kept) > 1 and native_bytes() - self._native_bytes > MAX_NATIVE_BYTES:
             self._kept.popitem(last=False)
@@ -112,6 +114,7 @@ class GrammarCompiler:
             self._fail_all(f"the vocabulary cannot be used for structured outputs: {error}")
             return
         give_back()  # what building it took and freed
+        self._native_bytes = native_bytes()
         later: deque[Callable[[], None]] = deque()
         while (job := self._waiting.get()) is not None:
             if isinstance(job, _Compiling):
@@ -150,9 +153,9 @@ def _try(job: Callable[[], None]) -> None:
 class _Compiling:
     """The compilation of one grammar. The thread runs it; the engine reads it when it is ready."""
 
-    def __init__(self, text: str, clock: Callable[[], float]) -> None:
+    def __init__(self, text: str, clock: Callable[[], float], seconds: float) -> None:
         self._text, self._clock = text, clock
-        self._deadline = clock() + COMPILE_SECONDS
+        self._deadline = clock() + seconds
         self._compiled: CompiledGrammar | None = None
         self._error = ""
 

@@ -232,6 +232,7 @@ class Group:
     num_prompt: int = field(init=False)
     num_reusable: int = field(init=False)  # first tokens that may come from the cache
     reads_cache: bool = field(init=False)  # False: it wants something of every position
+    cache_root: str = field(init=False)  # of its request
     # Its tokens as int32 bytes, those of images replaced by their content: slices are keys, and comparing is a memcmp.
     prompt: bytes = field(init=False)
 
@@ -243,7 +244,7 @@ class Group:
             self.num_reusable = 0
         elif sampling.prompt_logprobs is not None:  # a token's logprob comes from the position before it
             self.num_reusable = max((sampling.prompt_logprobs_start or 0) - 1, 0)
-        self.reads_cache = self.num_reusable > 0
+        self.reads_cache, self.cache_root = self.num_reusable > 0, self.request.cache_root
         self.prompt = self.request.key_tokens
 
     @property

@@ -34,6 +34,8 @@ class Owners:
 
     def of(self, block: int) -> Owner:
         """Return the request that computed a block of the run."""
+        if len(self._parts) == 1:
+            return self._parts[0][1]
         return next((owner for start, owner in reversed(self._parts) if start <= block), self._parts[0][1])
 
     def extend(self, end: int, owner: Owner) -> None:

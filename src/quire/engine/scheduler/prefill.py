@@ -118,7 +118,9 @@ class Prefill:
         """Plan the next chunk of a sequence's known tokens, up to `target`. Returns False if its group was
         preempted."""
         scheduler, start, group = self._scheduler, sequence.num_computed, sequence.group
-        count = chunk_size(target - start, builder.budget, self._budget, alone=not scheduler.num_decoding)
+        count = target - start
+        if count > builder.budget:
+            count = chunk_size(count, builder.budget, self._budget, alone=not scheduler.num_decoding)
         if group.request.images:
             count = self._encode_images(builder, sequence, start, count)
             if not count:
@@ -243,8 +245,10 @@ class Prefill:
     def _takes_more(self) -> bool:
         """Whether waiting groups may join the current micro-batch."""
         scheduler, batches = self._scheduler, self._scheduler.micro_batches
+        if len(batches.sets) == 1:
+            return True
         num_waiting = min(scheduler.waiting.num_ready, scheduler.rows.num_free)
-        return len(batches) == 1 or batches.takes_more(scheduler.micro_batch, scheduler.running, num_waiting)
+        return batches.takes_more(scheduler.micro_batch, scheduler.running, num_waiting)
 
     def _awaits_adapter(self, group: Group) -> bool:
         """Whether the adapter of a group has a slot, and is still to be read into host memory."""

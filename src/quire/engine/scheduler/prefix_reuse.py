@@ -73,7 +73,7 @@ class PrefixReuse:
         tree, hit = self._tree, group.hit
         if tree is None or not group.reads_cache:
             return NO_MATCH
-        if hit is None or not hit.is_held(tree, group.request.cache_root):
+        if hit is None or not hit.is_held(tree, group.cache_root):
             return self._look(tree, group)
         if hit.version != self._pool.version:
             hit = group.hit = hit._replace(match=cut_again(tree, hit), version=self._pool.version)
@@ -137,7 +137,7 @@ class PrefixReuse:
         return {group.leader: self._leader_limit(group)}
 
     def _match(self, tree: PrefixTree, sequence: Sequence, limit: int) -> Match:
-        salt, tokens = sequence.group.request.cache_root, sequence.tokens()
+        salt, tokens = sequence.group.cache_root, sequence.tokens()
         match = tree.match(salt, tokens, limit)
         while match.num_tokens < limit and self._publish_at(match, tokens, limit):
             match = tree.match(salt, tokens, limit)
@@ -272,8 +272,8 @@ class PrefixReuse:
         """Fill an empty table with the whole blocks of a match in the prefix tree."""
         tree, table = self._tree, sequence.table
         if tree is not None:
-            salt = sequence.group.request.cache_root
-            node = tree.root(salt) if match.node is None else tree.node_at(match.node, match.num_blocks)
+            root = sequence.group.cache_root
+            node = tree.root(root) if match.node is None else tree.node_at(match.node, match.num_blocks)
             table.start_with(node)
             tree.used(node if match.partial is None or match.closest is None else match.closest)
         sequence.num_computed = sequence.num_readable = table.num_tokens
@@ -315,10 +315,12 @@ class PrefixReuse:
         """Note that the current plan is complete: later plans may read the blocks that it computes and loads.
         Publish the blocks that are not published lazily."""
         if self._tree is not None:
+            before = None  # the chunks of a group follow one another, and the first publishes for all
             for chunk in chunks:
                 sequence = self._rows.sequence_at(chunk.row)
                 if sequence.group.held_chunks is None:
-                    self.note_computed(sequence, chunk)
+                    self.note_computed(sequence, chunk, publishes=sequence.group is not before)
+                    before = sequence.group
                 else:
                     sequence.group.held_chunks.append((sequence, chunk))
         for group in self._loading:
@@ -331,13 +333,14 @@ class PrefixReuse:
         self._loading.clear()
         self._plan += 1
 
-    def note_computed(self, sequence: Sequence, chunk: Chunk) -> None:
+    def note_computed(self, sequence: Sequence, chunk: Chunk, *, publishes: bool = True) -> None:
         """Note that a plan computes a chunk of a sequence. Groups of several sequences, and engines with tiers, publish
-        its blocks at once. All others publish them when a lookup could use them (lazy publishing)."""
+        all their blocks at once (`publishes`). Others publish them when a lookup could use them (lazy publishing)."""
         group = sequence.group
         sequence.num_readable = min(sequence.num_computed, sequence.num_tokens)
         if self._has_tiers or len(group.live) > 1 or group.search is not None:
-            self.publish_group(group)
+            if publishes:
+                self.publish_group(group)
             self._unpublished.enter(sequence)
         if chunk.sample_rows and group.search is None:
             for row in chunk.sample_rows:
@@ -348,10 +351,8 @@ class PrefixReuse:
             self.ready += self._unpublished.wake(sequence, num_blocks)
 
     def publish(self, sequence: Sequence, *, leaving: bool = False) -> None:
-        """Publish the full blocks of a sequence whose tokens are known and computed by the plans so far.
-
-        With `leaving`, the sequence frees its table next: its copies of blocks that are cached already are released.
-        """
+        """Publish the full blocks of a sequence whose tokens are known and computed by the plans so far. With
+        `leaving`, it frees its table next: its copies of blocks that are cached already are released."""
         self._publisher.publish(sequence, leaving=leaving)
 
     def publish_group(self, group: Group, *, leaving: bool = False) -> None:

@@ -113,10 +113,10 @@ class RowTable:
         self.leases[row] = 0
         self.version += 1
         self.num_not_streamed -= sequence.handle < 0
-        if self.guided[row]:
+        if self.num_guided and self.guided[row]:
             self.guided[row] = False
             self.num_guided -= 1
-        if self.observed[row]:
+        if self.num_observed and self.observed[row]:
             self.observed[row] = False
             self.num_observed -= 1
         self._free.append(row)

@@ -215,8 +215,10 @@ class Scheduler:
             if is_member or sequence.num_computed >= sequence.group.limit - 1:
                 self._stop_running_ahead(sequence)
             elif self.grow_table(builder, sequence, sequence.num_computed + 1 - sequence.table.num_tokens):
-                if sequence.controller is not PLAIN:
-                    builder.write(sequence)
+                if sequence.controller is PLAIN:
+                    ahead_set.schedule(sequence, ahead_set.join(sequence), sequence.table.capacity)
+                    continue
+                builder.write(sequence)
                 with self.paced.guarded(sequence.group):
                     ahead_set.schedule(sequence, ahead_set.join(sequence), sequence.table.capacity)
         if others:
@@ -262,7 +264,10 @@ class Scheduler:
         assert sequence.row is not None
         while True:
             try:
-                self._append(builder, sequence, num_tokens)
+                if self._is_grouped:
+                    self._append(builder, sequence.row, sequence, num_tokens)
+                else:
+                    builder.append(sequence.row, sequence.table, num_tokens)
                 return True
             except OutOfBlocks:
                 victim = self._choose_victim(sequence)
@@ -270,14 +275,10 @@ class Scheduler:
                 if victim is sequence.group:
                     return False
 
-    def _append(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> None:
-        """Make room for more tokens in a sequence's block table, and for their state. Raises OutOfBlocks and changes
-        nothing."""
-        row, table = sequence.row, sequence.table
-        assert row is not None
-        if not isinstance(table, GroupedTable):
-            builder.append(row, table, num_tokens)
-            return
+    def _append(self, builder: PlanBuilder, row: int, sequence: Sequence, num_tokens: int) -> None:
+        """Make room for more tokens in a table of windows and states. Raises OutOfBlocks and changes nothing."""
+        table = sequence.table
+        assert isinstance(table, GroupedTable)
         is_prompt, end = sequence.state is SequenceState.PREFILL, table.num_tokens + num_tokens
         start = sequence.num_computed if sequence.ahead is None else end - 1
         table.check_slot()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from quire.kernels.native.ops import INT8_LINES, INT8_OUTPUTS, Int8Format, PackedWeight, panel_bytes
+from quire.kernels.native.loader import open_library
+from quire.kernels.native.ops import INT8_OUTPUTS, Int8Format, PackedWeight, panel_bytes
 
 HALF_GROUP = 16  # the fewest inputs of a weight that share a scale
 _FORMATS = frozenset({4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56})
-_LEVELS_AT_ONCE = 1 << 22  # levels repacked at once
 
 
 def cut_int8_panels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool) -> PackedWeight:
@@ -19,18 +18,19 @@ def cut_int8_panels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles:
     levels [outputs, inputs], uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs, groups], float16.
     """
     outputs, inputs = levels.shape
+    shape = (outputs, scales.shape[1])
+    if inputs % 32 or scales.shape != shape or offsets.shape != shape or inputs // shape[1] not in (16, 32):
+        raise ValueError(f"groups of 16 or 32 inputs, not {tuple(levels.shape)} and {tuple(scales.shape)}")
+    if scales.dtype != torch.float16 or offsets.dtype != torch.float16 or levels.element_size() != 1:
+        raise ValueError(f"levels of a byte, scales in float16, not {levels.dtype} and {scales.dtype}")
     form = _choose_format(levels, scales, offsets, nibbles=nibbles)
-    factors = [scales, offsets] if form.has_offsets else [scales]
-    shift = form.middle if not nibbles else 0
-    step = max(INT8_OUTPUTS, _LEVELS_AT_ONCE // inputs // INT8_OUTPUTS * INT8_OUTPUTS)
-    data = torch.empty(-(-outputs // INT8_OUTPUTS), panel_bytes(form, inputs), dtype=torch.uint8)
-    for begin in range(0, outputs, step):
-        part = slice(begin, begin + step)
-        lines = _lines((levels[part] + shift if shift else levels[part]).view(torch.uint8), form.bits)
-        sides = [_panels(each[part]).transpose(1, 2).contiguous().view(torch.uint8).flatten(1) for each in factors]
-        panels = slice(begin // INT8_OUTPUTS, begin // INT8_OUTPUTS + len(lines))
-        torch.cat((*sides, lines.flatten(1)), dim=1, out=data[panels])
-    return PackedWeight(torch.float32, form.number, outputs, inputs, data.view(-1))
+    data = torch.empty(-(-outputs // INT8_OUTPUTS) * panel_bytes(form, inputs), dtype=torch.uint8)
+    levels, scales, offsets = (each.contiguous() for each in (levels, scales, offsets))
+    open_library().quire_pack_int8(
+        form.number, levels.data_ptr(), 0 if nibbles else form.middle, scales.data_ptr(), offsets.data_ptr(), outputs,
+        inputs, data.data_ptr(),
+    )  # fmt: skip
+    return PackedWeight(torch.float32, form.number, outputs, inputs, data)
 
 
 def is_int8_format(weight: PackedWeight) -> bool:
@@ -51,26 +51,3 @@ def _choose_format(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: 
         if low + middle >= 0 and high + middle < 1 << bits and form.number in _FORMATS:
             return form
     return Int8Format(8, has_offsets, by_halves)
-
-
-def _panels(matrix: Tensor) -> Tensor:  # [outputs, n] -> [panels, outputs of a panel, n]
-    padded: Tensor = pad(matrix, (0, 0, 0, -len(matrix) % INT8_OUTPUTS))
-    return padded.view(-1, INT8_OUTPUTS, matrix.shape[1])
-
-
-def _lines(levels: Tensor, bits: int) -> Tensor:
-    """[outputs, inputs] uint8 -> [panels, groups, bytes of 32 inputs of a panel]."""
-    split = _panels(levels).unflatten(2, (-1, INT8_LINES, 4))  # [panels, outputs, groups, lines, 4]
-    lines: Tensor = split.permute(0, 2, 3, 1, 4).flatten(3)  # [panels, groups, lines, 64]
-    if bits == 8:
-        whole: Tensor = lines.flatten(2)
-        return whole
-    low = lines & 15
-    parts = [low[:, :, :4] | low[:, :, 4:] << 4]
-    high = lines >> 4
-    each = bits - 4  # high bits of a level; lines of them hold those of 8 or 4 lines
-    if each:
-        shared = high.unflatten(2, (each, INT8_LINES // each))
-        shifts = torch.arange(INT8_LINES // each, dtype=torch.uint8).mul_(each).view(-1, 1)
-        parts.append((shared << shifts).sum(dim=3, dtype=torch.uint8))
-    return torch.cat(parts, dim=2).flatten(2)

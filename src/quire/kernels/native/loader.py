@@ -29,6 +29,8 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_panel_outputs": [c_int64],
     "quire_level_panels_pay": [c_int64],
     "quire_multiply_rows": [None, *[c_void_p] * 3, *[c_int64] * 3],
+    "quire_read_blocks": [c_int64, c_int64, c_void_p, c_int64, c_void_p],
+    "quire_pack_int8": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
     "quire_pack_low_rank": [None, c_int64, c_int64, c_void_p, *[c_int64] * 5, c_void_p],
     "quire_low_rank_add": [None, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_int64, c_int64],
     "quire_give_and_meet": [None, c_void_p, c_void_p, c_int64],

@@ -11,6 +11,7 @@
 #include "multiply.h"
 #include "paged_attention.h"
 #include "program.h"
+#include "repack.h"
 #include "rowwise.h"
 #include "shared_ranks.h"
 
@@ -136,6 +137,20 @@ void quire_multiply_rows(const float* x, const float* weight, float* out, int64_
                          int64_t outputs) {
     follow_threads();
     multiply_rows(x, weight, Product{rows, inputs, outputs, outputs}, out);
+}
+
+// Blocks of a type of GGUF files -> levels [values], a byte each. Returns whether the type is known.
+int64_t quire_read_blocks(int64_t type, const uint8_t* blocks, int64_t count, uint8_t* levels) {
+    follow_threads();
+    return read_blocks(type, blocks, count, levels);
+}
+
+// levels [outputs, inputs] + middle, scales and offsets [outputs, groups], float16 -> panels of `format`; inputs: a
+// multiple of 32.
+void quire_pack_int8(int64_t format, const uint8_t* levels, int64_t middle, const uint16_t* scales,
+                     const uint16_t* offsets, int64_t outputs, int64_t inputs, uint8_t* panels) {
+    follow_threads();
+    pack_int8({levels, scales, offsets, outputs, inputs, static_cast<uint8_t>(middle)}, format, panels);
 }
 
 // See pack_panels; tiled: for tile units, two inputs to a line.

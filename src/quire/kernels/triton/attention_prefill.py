@@ -29,7 +29,7 @@ from quire.kernels.triton.attention_scaled import (
 )
 from quire.kernels.triton.attention_split import base_of
 from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, block_ids, fold, slots, squash, take_in
-from quire.kernels.triton.launch import await_inputs, power_of_two
+from quire.kernels.triton.launch import await_inputs, has_gluon, power_of_two
 
 TILE_NUMBERS = 8  # first token of the chunk in the batch, its position, its tokens, table row, first packed row, unused
 
@@ -87,6 +87,11 @@ def paged_prefill(
     _, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
     config = plan.config
+    if scales is None and fits_hopper(query, key_cache, value_cache, config.block_m):
+        from quire.kernels.triton.attention_hopper import hopper_prefill  # its language is not in every Triton
+
+        hopper_prefill(query, key_cache, value_cache, tables, plan.tiles, rule, out, dependent=dependent)
+        return out
     _prefill[(plan.tiles.shape[0] * kv_heads,)](
         query, out, key_cache, value_cache, key_scales, value_scales, tables, plan.tiles, rule.sinks,
         query.stride(0), out.stride(0), tables.stride(0), rule.factor, rule.softcap, rule.window, rule.value_scale,
@@ -98,6 +103,21 @@ def paged_prefill(
         num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers, launch_pdl=dependent,
     )  # fmt: skip
     return out
+
+
+def fits_hopper(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_m: int) -> bool:
+    """Whether the kernel for Hopper GPUs can take these; the portable one takes everything."""
+    block_size, dim = key_cache.shape[2:]
+    return (
+        block_m == 128
+        and dim in (64, 128, 256)  # whole slabs of 64, which are 128 bytes wide
+        and block_size >= 8  # shared memory is laid out in units of so many rows
+        and block_size & (block_size - 1) == 0
+        and query.dtype == key_cache.dtype
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and key_cache.data_ptr() % 16 == value_cache.data_ptr() % 16 == 0
+        and has_gluon(query.device)
+    )
 
 
 @triton.jit

@@ -164,7 +164,12 @@ def _compile(task: dict[str, Any]) -> None:
     signature = {name: _tuples(kind) for name, kind in task["signature"].items()}
     constants = {tuple(place): constant(value) for place, value in task["constants"]}
     attributes = {tuple(place): value for place, value in task["attributes"]}
-    source = ASTSource(function, signature, constants, attributes)
+    make_source: Any = ASTSource
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        make_source = GluonASTSource
+    source = make_source(function, signature, constants, attributes)
     options = {name: _tuples(value) for name, value in task["options"].items()}
     triton.compile(source, target=GPUTarget(*task["target"]), options=options)
 

@@ -15,6 +15,7 @@ FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest finite e4m3 number
 ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 that large has no fraction
 SMALL = (torch.float8_e4m3fn, torch.int8)  # dtypes of rows that have a scale
+_GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton, that compile them
 SMALLEST_AMAX = tl.constexpr(1e-12)  # keeps the scale of an all-zero row a normal number
 
 
@@ -73,6 +74,15 @@ def to_small(x, amax, dtype: tl.constexpr):
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device; a small number in the interpreter, where programs run in turn."""
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def has_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon can run: they name instructions of Hopper GPUs, and their language changes with each
+    version of Triton."""
+    if INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9 and triton.__version__.startswith(_GLUON_VERSIONS)
 
 
 def shared_memory(device: torch.device) -> int:

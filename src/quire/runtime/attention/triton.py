@@ -67,7 +67,7 @@ class TritonPlan:
 
 
 class TritonAttention:
-    """CUDA, or any device under Triton's interpreter. Reads no slot of the cache that was not written.
+    """CUDA, or any device under Triton's interpreter. Slots of the cache that were not written change nothing.
 
     `dependent_rows`: tokens of a step from which kernels are launched while the ones before them still run.
     """

@@ -13,7 +13,7 @@ from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
 from quire.kernels.native.loader import set_threads
 from quire.runtime.encoder.batches import batches_of, pack
-from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.builder import TORCH_DTYPES, LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.progress import Progress
@@ -51,7 +51,7 @@ class TextEncoder:
         builder = LayerBuilder(config.device, model_config.heads, many_rows=True)
         self._model: BaseEncoder | None = build_encoder(model_config, builder)
         if load_format == "dummy":
-            randomize_weights(self._model, config.seed)
+            randomize_weights(self._model, config.seed, TORCH_DTYPES[model_config.dtype])
             return
         checkpoint = open_checkpoint(files)
         try:

@@ -20,7 +20,7 @@ from quire.kernels.native.loader import set_threads
 from quire.runtime.adapters.store import AdapterStore
 from quire.runtime.executor.tensor_bytes import tensor_bytes
 from quire.runtime.executor.token_ring import Landing, TokenRing
-from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.builder import TORCH_DTYPES, LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.resolve import ModelFiles
 from quire.runtime.loading.weights import load_weights, randomize_weights
@@ -228,5 +228,5 @@ def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progres
 def _noise(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, seed: int) -> BaseModel:  # noqa: ARG001
     """The model with random weights."""
     model = build_model(config, builder)
-    randomize_weights(model, seed)
+    randomize_weights(model, seed, TORCH_DTYPES[config.dtype])
     return model

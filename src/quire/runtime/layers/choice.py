@@ -31,7 +31,7 @@ def choose_product(
 
     `triton`: the Triton kernels run this model.
 
-    `integer`: float32 rows are rounded to 16 bits where the weight comes from a GGUF file, see IntegerProduct.
+    `integer`: float32 rows are rounded to 16 bits where the weight is quantized, see IntegerProduct.
     """
     if triton:
         from quire.runtime.layers.skinny import TritonProduct

@@ -57,8 +57,8 @@ class DeltaRule(WeightLayer):
         """How ranks share a part; None: each has it whole."""
         return {"conv1d.weight": self._channels, "norm.weight": None}.get(part, self._heads)
 
-    def randomize(self, part: str, generator: torch.Generator) -> None:
-        super().randomize(part, generator)
+    def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
+        super().randomize(part, generator, dtype)
         if part == "norm.weight":
             self._part(part).add_(1.0)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
-from quire.kernels.triton.launch import INTERPRETED
+from quire.kernels.triton.launch import INTERPRETED, has_gluon
 from quire.kernels.triton.level_products import PackedLevels, level_product, level_step, pack_levels, step_of
 from quire.kernels.triton.nibble_few import nibble_few, takes_few
 from quire.kernels.triton.nibble_products import (
@@ -27,7 +27,6 @@ from quire.kernels.triton.nibble_products import (
 )
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.products import Workspace
-from quire.kernels.triton.products_plan import own_rows
 from quire.kernels.triton.quantize import quantize_rows
 from quire.runtime.layers.product import FusedMultiply, Multiply
 from quire.runtime.layers.skinny_fp8 import ScaledMultiply
@@ -89,8 +88,8 @@ class LevelMultiply(FusedMultiply):
 @dataclass(frozen=True, slots=True)
 class NibbleMultiply(FusedMultiply):
     """Multiplies rows [tokens, in] by a weight [out, in] of 4 bits. A few rows have a kernel of their own, which takes
-    the norm of a single one along. For many rows, some outputs at a time are expanded to numbers, which the library
-    multiplies by."""
+    the norm of a single one along; so have the rows of a larger step on a Hopper GPU. For many rows, some outputs at a
+    time are expanded to numbers, which the library multiplies by."""
 
     weight: PackedNibbles
     bias: Tensor | None
@@ -131,6 +130,14 @@ class NibbleMultiply(FusedMultiply):
                 x, self.weight, out, bias=self.bias, residual=residual, activation=activation, norm=norm,
                 dependent=dependent,
             )  # fmt: skip
+        if has_gluon(x.device):
+            from quire.kernels.triton.nibble_wgmma import nibble_wgmma, takes_wgmma  # not in every Triton
+
+            if takes_wgmma(x, self.weight, activation):
+                return nibble_wgmma(
+                    x, self.weight, out, self.workspace, bias=self.bias, residual=residual, activation=activation,
+                    dependent=dependent,
+                )  # fmt: skip
         return nibble_product(
             x, self.weight, self.workspace, bias=self.bias, residual=residual, activation=activation, out=out,
             dependent=dependent,
@@ -208,8 +215,7 @@ class QuantizedPacker:
         return multiply if in_blocks else rounding(multiply, scheme)
 
     def _scaled(self, rows: ScaledRows, bias: Tensor | None) -> ScaledMultiply:
-        few = own_rows(rows.numbers.shape[0], rows.numbers.shape[1], "fp8")
-        return ScaledMultiply(rows, bias, self.dtype, self.workspace, few, self.dependent_rows)
+        return ScaledMultiply.of(rows, bias, self.dtype, self.workspace, self.dependent_rows)
 
     def _levels(
         self,

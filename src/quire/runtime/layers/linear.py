@@ -134,9 +134,9 @@ class Linear(WeightLayer):
         self._quantized[name] = cut if order is None else cut.rows(order)
         return keeps
 
-    def randomize(self, part: str, generator: torch.Generator) -> None:
+    def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
         self._hold(part)
-        super().randomize(part, generator)
+        super().randomize(part, generator, dtype)
         if self.weight.dtype != self._dtype:
             self._part(part).copy_(self._part(part).to(self._dtype))
 
@@ -277,8 +277,8 @@ class KeysAsValues(Linear):
         keeps = [Linear.load_quantized(self, each, weight) for each in self.held(part)]
         return all(keeps)
 
-    def randomize(self, part: str, generator: torch.Generator) -> None:
-        super().randomize(part, generator)
+    def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
+        super().randomize(part, generator, dtype)
         for copy in self.held(part)[1:]:
             self._part(copy).copy_(self._part(part))
 

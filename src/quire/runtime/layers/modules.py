@@ -95,8 +95,8 @@ class LayerNorm(WeightLayer):
     def of(self, x: Value) -> Value:
         return self._ops.layer_norm(x, self.weight.data, self._eps)
 
-    def randomize(self, part: str, generator: torch.Generator) -> None:
-        super().randomize(part, generator)
+    def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
+        super().randomize(part, generator, dtype)
         if part == self.parts[0]:
             self._part(part).add_(1.0)
 

@@ -163,13 +163,14 @@ class PanelProduct(LevelProduct):
 
 
 class IntegerProduct(PanelProduct):
-    """Rounds float32 rows to 16 bits, 32 numbers with a scale of their own, and multiplies them in whole numbers by the
-    quantized weights of GGUF files. These stay in the bits that their file has. All other weights are multiplied as
-    PanelProduct does it."""
+    """Rounds float32 rows to 16 bits, 32 numbers with a scale of their own, and multiplies them in whole numbers by
+    quantized weights. These stay in the bits that their file has. Weights whose checkpoint says how rows are rounded,
+    and all others, are multiplied as PanelProduct does it."""
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
-        takes = isinstance(weight, LevelWeight) and weight.takes_rounded_rows
-        native = weight.as_native(HALF_GROUP) if takes and isinstance(weight, LevelWeight) else None
+        if not isinstance(weight, LevelWeight) or weight.activations is not None:
+            return super().pack_quantized(weight, bias)
+        native = weight.as_native(HALF_GROUP)
         if native is None:
             return super().pack_quantized(weight, bias)
         panels = cut_int8_panels(native.levels, native.scales, native.offsets, nibbles=native.nibbles)

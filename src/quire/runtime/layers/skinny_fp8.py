@@ -2,8 +2,9 @@
 alone.
 
 One row is bound by reading the weight, so it stays in the run dtype. More rows are quantized on the way: inside the
-norm or the gate before the product where there is one, else by a kernel of their own. What the library multiplies is
-added to the residual stream by the next norm.
+norm or the gate before the product where there is one, else by a kernel of their own. Few rows take the skinny kernel,
+more a kernel for Hopper GPUs on such a GPU, all others the library's product, which the next norm adds to the residual
+stream.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.products import Workspace, skinny_product
+from quire.kernels.triton.products_hopper_plan import takes_rows, takes_weight
 from quire.kernels.triton.products_plan import own_rows
 from quire.kernels.triton.quantize import quantize_rows
 from quire.runtime.layers.product import FusedMultiply, Multiply, NumbersProduct
@@ -33,8 +35,18 @@ class ScaledMultiply(FusedMultiply):
     bias: Tensor | None
     dtype: torch.dtype
     workspace: Workspace
-    few: int  # rows up to which our own kernel runs, at least one
+    few: int  # rows up to which the skinny kernel runs, at least one
     dependent_rows: int  # rows from which a kernel is launched while the one before still runs
+    hopper: bool = False  # the kernel for Hopper GPUs runs, for as many rows as `takes_rows` says
+
+    @classmethod
+    def of(
+        cls, weight: ScaledRows, bias: Tensor | None, dtype: torch.dtype, workspace: Workspace, dependent_rows: int
+    ) -> ScaledMultiply:
+        """The product by a weight on its device, with the kernels that are fastest there."""
+        outputs, inputs = weight.numbers.shape
+        few, hopper = own_rows(outputs, inputs, "fp8"), takes_weight(weight.numbers)
+        return cls(weight, bias, dtype, workspace, few, dependent_rows, hopper)
 
     def __call__(self, x: Rows) -> Tensor:  # [tokens, out]
         if isinstance(x, ScaledRows):
@@ -52,7 +64,7 @@ class ScaledMultiply(FusedMultiply):
         if len(x) == 1 and pending is None:
             return self._by_kernel(x, norm=norm, activation=activation)
         normed = self._normed(x, norm, pending)
-        if len(x) <= self.few:
+        if self._is_own(len(x)):
             return self._by_kernel(normed, activation=activation)
         out = self._small(len(x), len(self.weight.scale) // 2)
         gate(self._by_library(normed), activation, out.numbers, out.scale, dependent=self._is_dependent(len(x)))
@@ -64,13 +76,19 @@ class ScaledMultiply(FusedMultiply):
             self._by_kernel(x, residual=target)
             return None
         small = x if isinstance(x, ScaledRows) else self._quantized(x)
-        if len(target) > self.few:
+        if not self._is_own(len(target)):
             return self._by_library(small)
         self._by_kernel(small, residual=target)
         return None
 
     def _product(self, x: ScaledRows) -> Tensor:
-        return self._by_kernel(x) if len(x.numbers) <= self.few else self._by_library(x)
+        return self._by_kernel(x) if self._is_own(len(x.numbers)) else self._by_library(x)
+
+    def _is_own(self, rows: int) -> bool:
+        return rows <= self.few or self._is_wide(rows)
+
+    def _is_wide(self, rows: int) -> bool:
+        return self.hopper and takes_rows(rows, self.weight.numbers.dtype)
 
     def _by_kernel(
         self, x: Rows, *, norm: Norm | None = None, activation: str | None = None, residual: Tensor | None = None
@@ -80,6 +98,14 @@ class ScaledMultiply(FusedMultiply):
         out = residual
         if out is None:
             out = torch.empty(len(numbers), outputs, dtype=self.dtype, device=numbers.device)
+        if scale is not None and self._is_wide(len(numbers)):
+            from quire.kernels.triton.products_hopper import scaled_product  # its language is not in every Triton
+
+            return scaled_product(
+                numbers, self.weight.numbers, self.workspace,
+                x_scale=scale, weight_scale=self.weight.scale, bias=self.bias, residual=residual,
+                activation=activation, out=out, dependent=self._is_dependent(len(numbers)),
+            )  # fmt: skip
         return skinny_product(
             numbers, self.weight.numbers, self.workspace,
             bias=self.bias, residual=residual, x_scale=scale, weight_scale=self.weight.scale,
@@ -121,6 +147,4 @@ class Float8Product(NumbersProduct):
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
         small = ScaledRows(*quantize_rows(weight))
-        outputs, inputs = weight.shape
-        few = own_rows(outputs, inputs, "fp8")
-        return ScaledMultiply(small, bias, self.held, self._workspace, few, self._dependent_rows)
+        return ScaledMultiply.of(small, bias, self.held, self._workspace, self._dependent_rows)

@@ -95,9 +95,9 @@ class ExpertLinear(WeightLayer):
             self._coming.clear()
         return True
 
-    def randomize(self, part: str, generator: torch.Generator) -> None:
+    def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
         self._hold(part)
-        super().randomize(part, generator)
+        super().randomize(part, generator, dtype)
 
     def finish(self) -> None:
         from quire.kernels.triton.grouped import Stack

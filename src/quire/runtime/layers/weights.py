@@ -143,14 +143,17 @@ class WeightLayer(nn.Module):
         self.load(part, weight.values())
         return False
 
-    def randomize(self, part: str, generator: torch.Generator) -> None:
-        """Fill a part with noise of a sane scale around `random_mean`, made on the layer's own device."""
+    def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
+        """Fill a part with noise of a sane scale around `random_mean`, made on the layer's own device. `dtype`: that of
+        the checkpoint which it stands for; where it is smaller than the layer's, noise is rounded to it."""
         memory, shape = self._part(part), self.whole_shape(part)
         if memory.shape == shape:
             memory.normal_(self.random_mean, RANDOM_STD, generator=generator)
         else:  # all ranks draw the same numbers
             noise = memory.new_empty(shape).normal_(self.random_mean, RANDOM_STD, generator=generator)
             memory.copy_(self.own(part, noise))
+        if dtype is not None and dtype.itemsize < memory.dtype.itemsize:
+            memory.copy_(memory.to(dtype))
 
     def finish(self) -> None:
         """Called once, after every part is filled and before the first forward."""

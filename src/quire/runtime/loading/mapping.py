@@ -60,6 +60,12 @@ class MappedFile(_WholeFile):
         except (OSError, ValueError) as error:
             raise ModelLoadError(self.name, f"cannot be opened: {_reason(error)}") from None
 
+    def forget(self, offset: int, count: int) -> None:
+        """Let the pages of these bytes go from this process's memory. They are loaded again when they are read."""
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED, begin, offset + count - begin)
+
     def close(self) -> None:
         with suppress(BufferError):  # a view is still in use; the mapping ends with it
             self.data.close()

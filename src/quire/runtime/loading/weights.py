@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 
 from quire.runtime.layers.weights import weight_layers
+from quire.runtime.loading.threads import threads_for
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.registry import find_family
+from quire.runtime.torch_import import load_meta_kernels
 from quire.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -41,30 +44,33 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
             _check_shape(checkpoint, name, layer.part_shape(part))
     total, done, expanded = sum(len(parts) for _, parts in layers), 0, 0
     for layer, parts in layers:
-        for name, part in parts.items():
-            quantized = checkpoint.read_quantized(name, layer.region(part))
-            if quantized is None:
-                layer.load(part, checkpoint.read(name, partial(layer.checked, part)))
-            else:
-                expanded += not layer.load_quantized(part, quantized)
-            done += 1
-            if progress is not None:
-                progress("loading weights", done, total)
-        layer.finish()
+        with threads_for(sum(math.prod(layer.part_shape(part)) for part in parts.values())):
+            for name, part in parts.items():
+                quantized = checkpoint.read_quantized(name, layer.region(part))
+                if quantized is None:
+                    layer.load(part, checkpoint.read(name, partial(layer.checked, part)))
+                else:
+                    expanded += not layer.load_quantized(part, quantized)
+                done += 1
+                if progress is not None:
+                    progress("loading weights", done, total)
+            layer.finish()
     if expanded:
         reason = "no kernel here multiplies by their form"
         logger.info("%s: %d quantized matrices are expanded to plain numbers: %s", checkpoint.file, expanded, reason)
 
 
 @torch.inference_mode()
-def randomize_weights(model: nn.Module, seed: int) -> None:
+def randomize_weights(model: nn.Module, seed: int, dtype: torch.dtype | None = None) -> None:
     """Noise of a sane scale in every layer, made on the model's own device; the same for the same seed and device. Each
-    tensor has a seed of its own, so that a rank draws the same numbers whatever other ranks hold."""
+    tensor has a seed of its own, so that a rank draws the same numbers whatever other ranks hold. `dtype`: that of the
+    checkpoint, so that layers hold noise in as few bytes as its weights."""
+    load_meta_kernels()
     device = next(model.parameters()).device
     generator = torch.Generator(device)
     for layer, parts in weight_layers(model):
         for name, part in parts.items():
-            layer.randomize(part, generator.manual_seed(crc32(f"{seed} {name}".encode())))
+            layer.randomize(part, generator.manual_seed(crc32(f"{seed} {name}".encode())), dtype)
         layer.finish()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, replace
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -92,20 +93,39 @@ def build_encoder(config: ModelConfig, builder: LayerBuilder) -> BaseEncoder:
 
 def describe_weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors of a model, of all its stages, and their shapes, as its layers say; nothing is allocated."""
-    layers = weight_layers(_outline(replace(config, stage=None)))
-    return {name: layer.part_shape(part) for layer, parts in layers for name, part in parts.items()}
+    return dict(_describe(replace(config, stage=None)).shapes)
 
 
 def count_copies(config: ModelConfig) -> dict[str, int]:
     """How often the layers hold each tensor that they can hold quantized, as it is stored; nothing is allocated."""
-    layers = weight_layers(_outline(config))
-    return {name: layer.copies(part) for layer, parts in layers if not layer.expands for name, part in parts.items()}
+    return dict(_describe(config).copies)
 
 
 def count_weights(config: ModelConfig) -> ModelConfig:
     """Return the config with the number of weights that the model's layers hold, as they say; nothing is
     allocated."""
-    return replace(config, weights=_count(_outline(config)))
+    return replace(config, weights=_describe(config).weights)
+
+
+class _Description(NamedTuple):
+    """What the layers of a model say of its tensors."""
+
+    weights: WeightCounts
+    shapes: dict[str, tuple[int, ...]]
+    copies: dict[str, int]  # of tensors that layers can hold quantized
+
+
+def _describe(config: ModelConfig) -> _Description:
+    return _describe_uncounted(replace(config, weights=WeightCounts(), rank_weights=None))
+
+
+@lru_cache(maxsize=2)  # a model that is loaded is described several times
+def _describe_uncounted(config: ModelConfig) -> _Description:
+    model = _outline(config)
+    layers = [(layer, *item) for layer, parts in weight_layers(model) for item in parts.items()]
+    shapes = {name: layer.part_shape(part) for layer, name, part in layers}
+    copies = {name: layer.copies(part) for layer, name, part in layers if not layer.expands}
+    return _Description(_count(model), shapes, copies)
 
 
 def count_rank_weights(config: ModelConfig, parallel: ParallelConfig) -> ModelConfig:

@@ -32,7 +32,6 @@ class LevelWeight:
     nibbles: bool
     columns: Tensor | None = None  # [inputs], int64
     activations: ActivationScheme | None = None
-    takes_rounded_rows: bool = False  # a CPU may multiply in whole numbers, by rows rounded to 16 bits: of GGUF files
 
     @property
     def shape(self) -> tuple[int, ...]:

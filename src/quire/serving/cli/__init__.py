@@ -6,17 +6,11 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
-from quire import __version__
-from quire.serving.cli.arguments import OneLineParser, add_chat, add_complete, add_doctor, add_pull, examples
-from quire.serving.cli.bench_flags import add_bench
-from quire.serving.cli.quantize import add_quantize
-from quire.serving.cli.replay import add_replay
-from quire.serving.cli.route import add_route
-from quire.serving.cli.run_batch import add_run_batch
-from quire.serving.cli.serve_flags import add_serve
-from quire.serving.cli.tune import add_tune
+from quire.serving.process.spawning import Spawned, spawned_engine
 from quire.types.errors import ConfigError, DoesNotFit, InvalidRequest, QuireError
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
@@ -24,12 +18,31 @@ USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors become one line on stderr; `--debug` adds the traceback."""
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _command(args)(args)
+        with _engine_ahead(words) as engine:
+            args = _parser().parse_args(words)
+            return _run(args, engine)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
+
+
+@contextmanager
+def _engine_ahead(words: Sequence[str]) -> Iterator[Spawned | None]:
+    """Start the engine process of a server before the flags are read: importing torch is the longest part of a start.
+    It is killed with this context, also where a flag is wrong."""
+    is_server = words[:1] == ["serve"] and not {"-h", "--help"} & set(words)
+    if not is_server or any(word.startswith("--replicas") for word in words):  # which have supervisors of their own
+        yield None
+        return
+    with spawned_engine() as engine:
+        yield engine
+
+
+def _run(args: argparse.Namespace, engine: Spawned | None) -> int:
+    try:
+        return _command(args, engine)(args)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: nothing to flush to
         return FAILURE
@@ -49,6 +62,16 @@ def _one_line(error: Exception) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from quire import __version__
+    from quire.serving.cli.arguments import OneLineParser, add_chat, add_complete, add_doctor, add_pull, examples
+    from quire.serving.cli.bench_flags import add_bench
+    from quire.serving.cli.quantize import add_quantize
+    from quire.serving.cli.replay import add_replay
+    from quire.serving.cli.route import add_route
+    from quire.serving.cli.run_batch import add_run_batch
+    from quire.serving.cli.serve_flags import add_serve
+    from quire.serving.cli.tune import add_tune
+
     parser = OneLineParser(
         prog="quire",
         description="Language-model inference with a paged KV cache and continuous batching.",
@@ -76,11 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(args: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+def _command(args: argparse.Namespace, engine: Spawned | None) -> Callable[[argparse.Namespace], int]:
     name = f"bench {args.bench_command}" if args.command == "bench" else args.command
     if name == "serve":
-        from quire.serving.cli.serve import run_serve as run
-    elif name == "route":
+        from quire.serving.cli.serve import run_serve
+
+        return partial(run_serve, engine=engine)
+    if name == "route":
         from quire.serving.cli.route import run_route as run
     elif name == "complete":
         from quire.serving.cli.complete import run_complete as run

@@ -74,7 +74,7 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "--cpu-weights": (
         str,
-        "integer: a CPU multiplies weights of GGUF files in whole numbers, rows rounded to 16 bits; float: not rounded",
+        "integer: a CPU multiplies quantized weights in whole numbers, rows rounded to 16 bits; float: not rounded",
     ),
     "--kv-cache-dtype": (
         str,

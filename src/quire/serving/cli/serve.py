@@ -17,6 +17,7 @@ from quire.config.environment import ADMIN_KEY, API_KEY, read_environment
 from quire.config.keys import KeySources, digests, read_key_file
 from quire.config.server import AccessConfig, ListenConfig, ModelSource, PrefillConfig, ServerConfig, TimeoutConfig
 from quire.serving.cli.arguments import engine_settings
+from quire.serving.process.spawning import Spawned
 from quire.serving.process.tls import make_context
 from quire.types.errors import ConfigError, ModelLoadError
 from quire.types.install import install_extra
@@ -30,7 +31,8 @@ MAX_SOCKET_PATH = 100  # bytes; the system's limit is 107
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
-def run_serve(args: argparse.Namespace) -> int:
+def run_serve(args: argparse.Namespace, engine: Spawned | None = None) -> int:
+    """`engine`: the engine process, if it was started before."""
     check_installed()
     from quire.serving.process.supervisor import Supervisor
 
@@ -38,8 +40,10 @@ def run_serve(args: argparse.Namespace) -> int:
     if config.replicas > 1:
         from quire.serving.router.replicated import ReplicatedServer
 
+        if engine is not None:
+            engine.process.kill()  # each replica starts its own
         return ReplicatedServer(config, keys=keys, admin_key=_shown_key(args, keys)).run()
-    return Supervisor(config, keys=keys, admin_key=_shown_key(args, keys)).run()
+    return Supervisor(config, keys=keys, admin_key=_shown_key(args, keys), engine=engine).run()
 
 
 def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
-import sys
 import time
 from typing import NoReturn
 
 from quire.serving.process.control import ControlChannel, LoadProgress
+from quire.serving.process.spawning import die_with_parent
 from quire.types.errors import ConfigError
 
 EXIT_ORPHANED = 70  # the supervisor is gone
 EXIT_FAILED = 71  # it could not start; the cause was sent to the supervisor
 EXIT_ENGINE_DEAD = 72  # the executor failed while serving
 
-_PR_SET_PDEATHSIG = 1
 _STDERR = 2
 _REPORT_SECONDS = 0.1  # between two reports of the same phase
 
@@ -33,8 +31,7 @@ def enter_child(arguments: list[str]) -> ControlChannel:
     faulthandler.register(signal.SIGUSR1, file=_STDERR, all_threads=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     return ControlChannel.inherited(int(arguments[0]))
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
-from quire.config.environment import child_environment
 from quire.serving.process.control import BadControl, ControlMessage, Unpacker, pack
+from quire.serving.process.spawning import Spawned, spawn
 
 _READ = 2**16
 _MAX_UNSENT = 16 * 2**20  # bytes; a child that leaves more unread is stuck
@@ -26,20 +23,16 @@ class ChildProcess:
     """
 
     def __init__(
-        self, module: str, *, inherit: Sequence[int] = (), environment: Mapping[str, str] | None = None
+        self,
+        module: str,
+        *,
+        inherit: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+        spawned: Spawned | None = None,
     ) -> None:
-        """`environment`: variables that differ from those of this process."""
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *inherit),
-                env=child_environment(
-                    **(environment or {}), PYTHONPATH=os.pathsep.join(path for path in sys.path if path)
-                ),
-                process_group=0,  # Ctrl-C reaches the supervisor alone
-            )
+        """`environment`: variables that differ from those of this process. `spawned`: the process, if it was started
+        before."""
+        self._socket, self._process = spawned or spawn(module, inherit=inherit, environment=environment)
         self._socket.setblocking(False)
         self._unpacker = Unpacker()
         self._unsent = bytearray()

@@ -24,6 +24,7 @@ from quire.serving.process.control import (
     LoadProgress,
     Stop,
 )
+from quire.serving.process.spawning import Spawned
 
 logger = logging.getLogger("quire.supervisor")
 
@@ -39,7 +40,17 @@ class EngineKeeper:
     loading, makes no progress is killed: its threads' stacks are logged first.
     """
 
-    def __init__(self, config: ServerConfig, directory: Path, module: str, *, on_down: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        directory: Path,
+        module: str,
+        *,
+        on_down: Callable[[str], None],
+        spawned: Spawned | None = None,
+    ) -> None:
+        """`spawned`: the process of the first engine, if it was started before."""
+        self._spawned = spawned
         self._config, self._directory, self._module, self._on_down = config, directory, module, on_down
         self.child: ChildProcess | None = None
         self.up: EngineUp | None = None
@@ -106,7 +117,7 @@ class EngineKeeper:
         self.generation += 1
         self.started_at, self._start_at = now, None
         self._phase, self._progress_at = "start", now
-        self.child = ChildProcess(self._module)
+        self.child, self._spawned = ChildProcess(self._module, spawned=self._spawned), None
         address = f"ipc://{self._file('engine')}"
         config = self._config
         if self._adapters is not None:  # what clients have unloaded is not loaded again

@@ -1,244 +1,25 @@
-"""The engine process: `python -m quire.serving.process.engine_main FD`, started by the supervisor alone."""
+"""`python -m quire.serving.process.engine_main FD`, started by the supervisor or before it: the engine process.
+
+Nothing is imported above `main` that takes long, so that torch's libraries are opened from the first moment on."""
 
 from __future__ import annotations
 
 import gc
-import logging
-import os
 import sys
-import threading
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
-from quire.config.adapters import AdapterModule
-from quire.config.embedding import EncoderConfig, PoolingModel
-from quire.config.engine import DeviceConfig
-from quire.config.facts import HardwareFacts
-from quire.config.model import ModelConfig
-from quire.config.parallel import ParallelConfig
-from quire.engine.core import EngineCore
-from quire.engine.decoding.vocabulary import Vocabulary
-from quire.engine.encoder_core import EncoderCore
-from quire.engine.process import EngineLoop
-from quire.engine.progress import ProgressRecord
-from quire.engine.transport import EngineSocket
-from quire.observability.logging import set_up_logging
-from quire.serving.process.child import EXIT_ENGINE_DEAD, EXIT_FAILED, ProgressReports, enter_child, leave_orphaned
-from quire.serving.process.control import (
-    AdaptersNow,
-    ControlChannel,
-    EdgeGone,
-    EdgeStuck,
-    EngineStart,
-    EngineUp,
-    Fatal,
-    Stop,
-)
-from quire.serving.process.link import EngineReady, ModelSizes
-from quire.types.adapters import AdapterInfo
-from quire.types.errors import ConfigError, EngineDead, InvalidRequest, ModelLoadError
-
-logger = logging.getLogger("quire.engine")
-
-_RANK_SHARE = 0.8  # of the time for a step: that in which a rank may be behind
-_SLOW_CPU_FLOPS = 1e10  # operations a second of one thread of a slow CPU
-
-Report = Callable[[str, int, int], None]
-Load = Callable[[EngineStart, Report], tuple[EngineCore | EncoderCore, EngineReady]]
+from quire.runtime.torch_import import defer_meta_kernels, open_libraries
+from quire.serving.process.spawning import die_with_parent
 
 
-def run_engine(arguments: list[str], load: Load) -> int:
-    """Load, serve, and say over the control socket how it ended. Returns the exit code."""
-    channel = enter_child(arguments)
-    start = channel.receive()
-    if start is None:
-        leave_orphaned()
-    assert isinstance(start, EngineStart)
-    set_up_logging(start.config.log_level, start.config.log_format, "engine")
-    control = _Control(channel)
-    try:
-        core, ready = load(start, ProgressReports(channel))
-        socket = EngineSocket(start.address)
-        progress = Path(start.directory) / f"progress-{start.generation}"
-        record = ProgressRecord(progress)
-        loop = EngineLoop(core, socket, record, on_stuck=control.report_stuck)
-        load_adapters_again(core, start.adapters)
-        loop.on_adapters = control.report_adapters
-        if "torch" in sys.modules:  # not in tests, whose engines have no model
-            from quire.runtime.accelerator import report_compilations
+def main(arguments: list[str]) -> int:
+    gc.disable()  # until the engine is loaded: what is imported stays, and looking at it again and again takes long
+    open_libraries()
+    die_with_parent()  # also while it imports, which takes seconds
+    defer_meta_kernels()
+    from quire.serving.process.engine_process import import_ahead, load_engine, run_engine
 
-            report_compilations(record.extend_step)  # a step that compiles kernels takes long and makes progress
-    except (ConfigError, ModelLoadError) as error:
-        return _fail(channel, str(error), EXIT_FAILED, retry=start.generation > 1)
-    except Exception as error:
-        logger.debug("loading failed", exc_info=True)
-        return _fail(channel, f"loading failed: {error!r}", EXIT_FAILED, retry=True)
-    gc.collect()
-    gc.freeze()
-    control.watch(loop)
-    channel.send(EngineUp(ready, start.address, str(progress)))
-    return _serve(loop, channel)
-
-
-def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | EncoderCore, EngineReady]:
-    """The model in this process. Raises ConfigError, DoesNotFit or ModelLoadError."""
-    report("starting the engine", 0, 1)
-    from quire.runtime.hardware import detect_hardware
-    from quire.runtime.loading.files import files_at
-    from quire.runtime.loading.resolve import resolve_model
-    from quire.serving.assembly import PlannedEncoder, plan_model
-    from quire.serving.text.token_table import vocabulary_of
-    from quire.serving.text.tokenizer import load_tokenizer
-
-    report("starting the engine", 1, 1)
-    source = start.config.source
-    planned = plan_model(files_at(Path(source.model)), start.config.engine)
-    if planned.config.device.device == "cpu":
-        warn_of_refusal(detect_hardware())
-    if isinstance(planned, PlannedEncoder):
-        core = planned.build_core(source.load_format, report)
-        return core, _encoder_ready(start.generation, planned.model, planned.config, planned.pooling)
-    logger.info("%s", "; ".join(" ".join(line.split()) for line in str(planned.memory).splitlines()))
-
-    @cache
-    def vocabulary() -> Vocabulary:
-        return vocabulary_of(load_tokenizer(resolve_model(source.tokenizer or source.model, offline=True)))
-
-    tools = planned.tools(vocabulary, warm=True)  # beside the weights: later it would hold up what is being served
-    config = planned.config
-    step_seconds = longest_step(config.device, config.scheduler.max_num_batched_tokens, planned.model)
-    ready = EngineReady(
-        generation=start.generation,
-        max_model_len=config.scheduler.max_model_len,
-        vocab_size=planned.model.vocab_size,
-        max_num_seqs=config.scheduler.num_rows,
-        block_size=config.cache.block_size,
-        num_blocks=config.cache.num_blocks,
-        groups=config.cache.groups,
-        images=config.scheduler.images,
-        adapter_slots=config.scheduler.adapter_slots,
-        dtype=config.device.dtype,
-        device=config.device.device,
-        policy=config.scheduler.policy,
-        eos_ids=tuple(planned.model.eos_ids),
-        ageing=config.scheduler.policy_settings.ageing,
-        step_seconds=step_seconds,
-        model=_sizes(planned.model),
-        pooling=planned.pooling,
-    )
-    parallel = limit_rank_timeout(config.parallel, max(start.config.step_timeout, step_seconds))
-    planned = replace(planned, config=replace(config, parallel=parallel))
-    return planned.build(source.load_format, report, tools), ready
-
-
-def limit_rank_timeout(config: ParallelConfig, step_seconds: float) -> ParallelConfig:
-    """Let a rank that hangs be found, and named, before the supervisor ends the engine because its step takes too
-    long."""
-    return replace(config, rank_timeout=min(config.rank_timeout, max(1.0, _RANK_SHARE * step_seconds)))
-
-
-def load_adapters_again(core: EngineCore | EncoderCore, adapters: Iterable[AdapterModule]) -> None:
-    """Load the LoRA adapters of the engine before this one. One that cannot be read any more is left out."""
-    for name, folder in adapters:
-        assert isinstance(core, EngineCore)
-        try:
-            core.adapters.load(name, folder)
-        except InvalidRequest as error:
-            logger.error("the LoRA adapter %s is gone after the restart of the engine: %s", name, error)
-        except Exception:
-            logger.exception("the LoRA adapter %s is gone after the restart of the engine", name)
-
-
-def _encoder_ready(generation: int, model: ModelConfig, config: EncoderConfig, pooling: PoolingModel) -> EngineReady:
-    return EngineReady(
-        generation=generation,
-        max_model_len=config.max_model_len,
-        vocab_size=model.vocab_size,
-        max_num_seqs=config.max_num_seqs,
-        block_size=1,
-        num_blocks=0,
-        dtype=config.device.dtype,
-        device=config.device.device,
-        policy="fair",
-        eos_ids=(),
-        step_seconds=longest_step(config.device, config.max_num_batched_tokens, model),
-        model=_sizes(model),
-        pooling=pooling,
-    )
-
-
-def _sizes(model: ModelConfig) -> ModelSizes:
-    heads = model.heads
-    return ModelSizes(
-        model.architecture, model.num_parameters, model.hidden_size, model.intermediate_size, model.num_layers,
-        heads.num_query, heads.num_kv,
-    )  # fmt: skip
-
-
-def warn_of_refusal(facts: HardwareFacts) -> None:
-    """Log why the compiled CPU kernels cannot be used here, if they cannot: torch does their work, slower."""
-    if facts.native_refusal is not None:
-        logger.warning("slower than it could be: %s; `quire doctor` names the fix", facts.native_refusal)
-
-
-def longest_step(device: DeviceConfig, num_tokens: int, model: ModelConfig) -> float:
-    """Estimate the seconds that a step with so many tokens, the most, takes on a slow CPU. 0 on a GPU, where every
-    step is short."""
-    if device.device != "cpu":
-        return 0.0
-    operations = 2.0 * model.num_parameters * num_tokens
-    return operations / (_SLOW_CPU_FLOPS * (device.threads or len(os.sched_getaffinity(0))))
-
-
-class _Control:
-    """A thread that obeys the supervisor, also while the model loads, and ends the process when it is gone."""
-
-    def __init__(self, channel: ControlChannel) -> None:
-        self._channel = channel
-        self._loop: EngineLoop | None = None
-        threading.Thread(target=self._read, name="control", daemon=True).start()
-
-    def watch(self, loop: EngineLoop) -> None:
-        """From now on there is a loop to tell."""
-        self._loop = loop
-
-    def report_stuck(self, edge: int) -> None:
-        self._channel.send(EdgeStuck(edge))
-
-    def report_adapters(self, adapters: tuple[AdapterInfo, ...]) -> None:
-        self._channel.send(AdaptersNow(tuple(AdapterModule(info.name, info.folder) for info in adapters)))
-
-    def _read(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            if isinstance(message, EdgeGone) and self._loop is not None:
-                self._loop.forget_edge(message.edge)
-            elif isinstance(message, Stop):
-                if self._loop is None:
-                    os._exit(0)  # nothing was promised to anybody yet
-                self._loop.stop()
-        leave_orphaned()
-
-
-def _serve(loop: EngineLoop, channel: ControlChannel) -> int:
-    try:
-        loop.run()
-    except EngineDead as error:
-        loop.close()
-        return _fail(channel, str(error), EXIT_ENGINE_DEAD, retry=True)
-    except Exception as error:
-        logger.exception("the engine's loop failed")
-        return _fail(channel, f"the engine's loop failed: {error!r}", EXIT_ENGINE_DEAD, retry=True)
-    loop.close()
-    return 0
-
-
-def _fail(channel: ControlChannel, reason: str, code: int, *, retry: bool) -> int:
-    line = " ".join(reason.split())
-    channel.send(Fatal(line, retry))  # the supervisor says it, once for the whole server
-    return code
+    return run_engine(arguments, load_engine, import_ahead)
 
 
 if __name__ == "__main__":
-    sys.exit(run_engine(sys.argv[1:], load_engine))
+    sys.exit(main(sys.argv[1:]))

@@ -37,6 +37,7 @@ from quire.serving.process.fetch_keeper import FetchKeeper
 from quire.serving.process.listeners import Listeners, open_listeners
 from quire.serving.process.model_files import check_folders, check_model, find_local_files
 from quire.serving.process.private_directory import private_directory
+from quire.serving.process.spawning import ENGINE, Spawned
 from quire.serving.process.tls import make_context
 from quire.types.errors import ConfigError, QuireError
 
@@ -55,7 +56,7 @@ class ServerFailed(QuireError):
 class Programs:
     """The modules that the processes run, and the check of a model's files before any of them starts."""
 
-    engine: str = "quire.serving.process.engine_main"
+    engine: str = ENGINE
     edge: str = "quire.serving.edge_main"
     fetch: str = "quire.serving.process.fetch_main"
     check_model: Callable[[ServerConfig], None] = check_model
@@ -65,7 +66,8 @@ class Supervisor:
     """Runs the whole server until it is told to stop. Must be used in the main thread, which gets the signals.
 
     `admin_key` is only shown, in the line that says where the playground is; what is checked are digests in `config`.
-    `keys` says where the keys come from: SIGHUP reads them again.
+    `keys` says where the keys come from: SIGHUP reads them again. `engine`: the process of the first engine, if it was
+    started before.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class Supervisor:
         keys: KeySources | None = None,
         programs: Programs | None = None,
         announcer: Announcer | None = None,
+        engine: Spawned | None = None,
     ) -> None:
+        self._spawned = engine
         self._config, self._admin_key, self._keys = config, admin_key, keys or KeySources()
         self._programs = programs or Programs()
         self._announcer = announcer or Announcer()
@@ -140,7 +144,9 @@ class Supervisor:
 
     def _make_keepers(self, directory: Path, listeners: Listeners) -> None:
         programs = self._programs
-        self._engine = EngineKeeper(self._config, directory, programs.engine, on_down=self._engine_down)
+        self._engine = EngineKeeper(
+            self._config, directory, programs.engine, on_down=self._engine_down, spawned=self._spawned
+        )
         self._edges = EdgeKeeper(
             self._config,
             directory,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from quire.runtime.loading.gguf.cursor import Texts
 from quire.types.errors import ModelLoadError
 
 _PREFIX = "tokenizer.ggml."
@@ -95,8 +96,8 @@ def read_vocabulary(metadata: Mapping[str, object], file: str) -> GgufVocabulary
 
 def _texts(file: str, metadata: Mapping[str, object], key: str) -> list[str]:
     values = metadata.get(_PREFIX + key)
-    if not isinstance(values, list) or not set(map(type, values)) <= {str}:
+    if not isinstance(values, list | Texts) or not set(map(type, values)) <= {str}:
         raise ModelLoadError(
             file, f"{_PREFIX}{key} is missing or not an array of strings", fix="use a file converted with its tokenizer"
         )
-    return values
+    return list(values)

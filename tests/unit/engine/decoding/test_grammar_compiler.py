@@ -95,8 +95,9 @@ def test_a_compilation_that_takes_too_long_counts_as_failed() -> None:
 
     grammars = GrammarCompiler(source, SIZE, clock=lambda: now[0])
     found = grammars.compile('start: "a"')
-    assert not found.is_ready
     now[0] = grammar_compiler.COMPILE_SECONDS + 1
+    assert not found.is_ready  # the tables of the vocabulary are still to be made
+    now[0] += grammar_compiler.VOCABULARY_SECONDS
     assert found.is_ready
     with pytest.raises(GrammarError, match="too long"):
         found.matcher(RULES)
@@ -229,11 +230,29 @@ def test_grammars_that_have_grown_too_large_together_are_dropped_oldest_first(mo
     held = [0]
     monkeypatch.setattr(grammar_compiler, "native_bytes", lambda: held[0])
     grammars = GrammarCompiler(byte_vocabulary, SIZE)
-    first, second = grammars.compile('start: "a"'), grammars.compile('start: "b"')
+    first, second = compiled(grammars, 'start: "a"'), compiled(grammars, 'start: "b"')
     assert grammars.compile('start: "a"') is first
     held[0] = grammar_compiler.MAX_NATIVE_BYTES + 1
     grammars.compile('start: "c"')
     assert list(grammars._kept) == ['start: "c"']
     held[0] = 0
     assert grammars.compile('start: "b"') is not second
+    grammars.close()
+
+
+def test_the_tables_of_the_vocabulary_are_no_growth_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, may_load = [0], threading.Event()
+    monkeypatch.setattr(grammar_compiler, "native_bytes", lambda: held[0])
+
+    def load() -> Vocabulary:
+        assert may_load.wait(30)
+        held[0] = 2 * grammar_compiler.MAX_NATIVE_BYTES
+        return byte_vocabulary()
+
+    grammars = GrammarCompiler(load, SIZE)
+    grammars.compile('start: "a"')
+    may_load.set()
+    for text in ('start: "b"', 'start: "c"'):
+        compiled(grammars, text)
+    assert len(grammars._kept) == 3
     grammars.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 
@@ -87,8 +88,8 @@ def test_a_hash_asked_of_the_deepest_block_first_is_the_same() -> None:
 
 
 def test_a_hash_is_found_behind_more_runs_than_any_stack_is_deep() -> None:
-    tokens = [place % 7 for place in range(3_000)]
-    cache = CachedTables(6_100, 1, namespace=b"space")
+    tokens = [place % 7 for place in range(sys.getrecursionlimit() + 100)]
+    cache = CachedTables(2 * len(tokens) + 100, 1, namespace=b"space")
     held = cache.hold(tokens)
     for length in range(1, len(tokens)):  # a prompt that differs there splits the run
         cache.tree.node_at(cache.match(tokens, limit=length).node, length)  # type: ignore[arg-type]

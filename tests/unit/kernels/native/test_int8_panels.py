@@ -48,6 +48,52 @@ def packed(weight: LevelWeight) -> PackedWeight:
     return cut_int8_panels(weight.levels, weight.scales, weight.offsets, nibbles=weight.nibbles)
 
 
+def panels_by_torch(weight: LevelWeight, panels: PackedWeight) -> Tensor:
+    """The bytes of a weight in the format of `panels`, as int8_panels.h describes them."""
+    bits, has_offsets = panels.format & 15, bool(panels.format & 16)
+    middle = 0 if weight.nibbles or has_offsets or bits == 8 else 1 << (bits - 1)
+
+    def padded(matrix: Tensor) -> Tensor:  # [panels, 16 outputs, n]
+        return F.pad(matrix, (0, 0, 0, -len(matrix) % 16)).view(-1, 16, matrix.shape[1])
+
+    split = padded((weight.levels + middle).view(torch.uint8)).unflatten(2, (-1, 8, 4))
+    lines = split.permute(0, 2, 3, 1, 4).flatten(3)  # [panels, groups, 8 lines, 64]
+    parts = [lines] if bits == 8 else [lines[:, :, :4] & 15 | lines[:, :, 4:] << 4]
+    if bits in (5, 6):
+        high = (lines >> 4).unflatten(2, (bits - 4, -1))  # lines of high bits, and the lines that share each
+        shifts = torch.arange(high.shape[3], dtype=torch.uint8).mul_(bits - 4)[:, None]
+        parts.append((high << shifts).sum(dim=3, dtype=torch.uint8))
+    factors = [padded(each).transpose(1, 2).contiguous().view(torch.uint8).flatten(1)
+               for each in ((weight.scales, weight.offsets) if has_offsets else (weight.scales,))]  # fmt: skip
+    return torch.cat((*factors, torch.cat(parts, dim=2).flatten(1)), dim=1).flatten()
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (16, 64), (50, 96), (300, 512)])
+@pytest.mark.parametrize("form", FORMS)
+def test_panels_are_laid_out_as_described(form: str, shape: tuple[int, int]) -> None:
+    weight = random_weight(form, *shape)
+    panels = packed(weight)
+    assert panels.format & 15 == FORMS[form][0]
+    assert torch.equal(panels.data, panels_by_torch(weight, panels))
+
+
+HALF = torch.float16
+
+
+@pytest.mark.parametrize(("inputs", "groups", "dtype"), [(48, 3, HALF), (64, 1, HALF), (64, 2, torch.float32)])
+def test_what_the_packing_would_misread_is_refused(inputs: int, groups: int, dtype: torch.dtype) -> None:
+    factors = torch.ones(16, groups, dtype=dtype)
+    with pytest.raises(ValueError, match=r"groups of 16 or 32|in float16"):
+        cut_int8_panels(torch.zeros(16, inputs, dtype=torch.int8), factors, factors, nibbles=False)
+
+
+def test_a_weight_that_is_no_block_of_memory_is_packed_as_its_copy() -> None:
+    weight = random_weight("Q4_K", 64, 128)
+    half = replace(weight, levels=weight.levels[:, :64], scales=weight.scales[:, :2], offsets=weight.offsets[:, :2])
+    copy = replace(half, levels=half.levels.clone(), scales=half.scales.clone(), offsets=half.offsets.clone())
+    assert torch.equal(packed(half).data, packed(copy).data)
+
+
 def rounded(x: Tensor) -> Tensor:
     """Rows as the kernels round them: 32 numbers to 32639 steps of the largest one."""
     groups = x.double().unflatten(1, (-1, 32))

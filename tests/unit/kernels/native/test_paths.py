@@ -55,6 +55,8 @@ def test_every_path_that_runs_here_passes_the_tests_of_the_kernels(path: CpuPath
     skip_unbuilt(path)
     if os.environ.get("QUIRE_CPU_PATH"):
         pytest.skip("runs in each of the processes that this test starts")
+    if path == choose_path():
+        pytest.skip("make test runs them by this path")
     files = [str(HERE / name) for name in TESTS]
     result = run_python(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files], path.name)
     assert result.returncode == 0, result.stdout[-3000:]

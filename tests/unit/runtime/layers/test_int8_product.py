@@ -11,11 +11,13 @@ from quire.config.arguments import EngineArguments, read_arguments
 from quire.kernels.native.int8_panels import is_int8_format
 from quire.kernels.native.loader import why_not_native
 from quire.runtime.layers.modules import Embedding, TiedHead
-from quire.runtime.layers.native import IntegerProduct, NativeMultiply, PanelProduct
+from quire.runtime.layers.native import GatheredMultiply, IntegerProduct, NativeMultiply, PanelProduct
 from quire.runtime.layers.weights import Placement
+from quire.runtime.loading.gguf.config import _integer_bytes
 from quire.runtime.loading.gguf.levels import read_levels
-from quire.runtime.loading.gguf.types import TYPE_BY_NAME
-from quire.runtime.quantization.levels import LevelWeight
+from quire.runtime.loading.gguf.types import LEVEL_FORMS, TYPE_BY_NAME
+from quire.runtime.quantization.activations import ActivationScheme
+from quire.runtime.quantization.levels import LevelWeight, stack
 from quire.types.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -23,12 +25,21 @@ REFUSAL = why_not_native(torch.float32, CPU)
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 
 
+PLACES = {  # of float16 factors in a block, where there are not one or two at its beginning
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q8_K": (), "MXFP4": (),
+    "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
+
+
 def gguf_weight(name: str, outputs: int, inputs: int) -> LevelWeight:
     """Random levels; every factor that is a float16 is 0.01."""
     kind = TYPE_BY_NAME[name]
     blocks = torch.randint(0, 256, (outputs * inputs // kind.block_values, kind.block_bytes)).to(torch.uint8)
-    places = {"Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}[name]
-    for place in places:
+    if name == "Q8_K":
+        blocks[:, :4] = torch.full((len(blocks), 1), 0.01).view(torch.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = 120
+    for place in PLACES.get(name, (0, 2) if name.endswith("_1") else (0,)):
         blocks[:, place : place + 2] = torch.full((len(blocks), 1), 0.01).half().view(torch.uint8)
     found = read_levels(blocks.view(-1), kind, (outputs, inputs))
     assert found is not None
@@ -50,8 +61,31 @@ def test_weights_of_gguf_files_are_multiplied_in_whole_numbers(name: str) -> Non
     assert float((integer(x) - wanted).norm() / wanted.norm()) < 5e-4  # of Q4_K and Q6_K, float16 rounds the scales
 
 
-def test_other_quantized_weights_are_multiplied_by_rows_that_are_not_rounded() -> None:
-    weight, x = replace(gguf_weight("Q8_0", 40, 64), takes_rounded_rows=False), torch.randn(5, 64)
+@pytest.mark.parametrize("second", [*LEVEL_FORMS, None])
+@pytest.mark.parametrize("first", LEVEL_FORMS)
+def test_weights_take_the_memory_that_is_planned_for_them(first: str, second: str | None) -> None:
+    """Random levels have all values that there are; a layer stacks weights of one type or of two."""
+    names = [first] if second is None else [first, second]
+    whole = stack([gguf_weight(name, 32, 512) for name in names])
+    assert whole is not None
+    packed = IntegerProduct(torch.float32, keeps_weight=False).pack_quantized(whole, None)
+    assert isinstance(packed, NativeMultiply)
+    assert packed.weight.data.nbytes == _integer_bytes(32 * 512 * len(names), [LEVEL_FORMS[name] for name in names])
+
+
+def test_columns_in_another_order_are_multiplied_in_whole_numbers_too() -> None:
+    weight, x = gguf_weight("Q4_1", 40, 64), torch.randn(5, 64)
+    ordered = replace(weight, columns=torch.randperm(64))
+    integer = IntegerProduct(torch.float32, keeps_weight=False).pack_quantized(ordered, None)
+    wanted = x @ ordered.values().t()
+    assert float((integer(x) - wanted).norm() / wanted.norm()) < 1e-4
+    assert isinstance(integer, GatheredMultiply)
+    assert isinstance(integer.multiply, NativeMultiply)
+    assert is_int8_format(integer.multiply.weight)
+
+
+def test_weights_that_say_how_rows_are_rounded_are_multiplied_by_rows_rounded_so_alone() -> None:
+    weight, x = replace(gguf_weight("Q8_0", 40, 64), activations=ActivationScheme("int8")), torch.randn(5, 64)
     integer, exact = (
         each(torch.float32, keeps_weight=False).pack_quantized(weight, None) for each in (IntegerProduct, PanelProduct)
     )

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from quire.kernels.norm import Norm
 from quire.kernels.reference.elementwise import rms_norm
-from quire.runtime.layers import level_multiply
+from quire.runtime.layers import level_multiply, skinny_fp8
 from quire.runtime.layers.level_multiply import LevelMultiply, NibbleMultiply
 from quire.runtime.layers.product import FusedMultiply
 from quire.runtime.layers.skinny import TritonProduct
@@ -69,7 +69,7 @@ def near(found: torch.Tensor, wanted: torch.Tensor, weight: QuantizedWeight) -> 
 @pytest.mark.parametrize("rows", [1, 3, 5])
 @pytest.mark.parametrize("name", CASES)
 def test_every_way_is_the_plain_formula(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(level_multiply, "own_rows", lambda *_: 16)
+    monkeypatch.setattr(skinny_fp8, "own_rows", lambda *_: 16)
     monkeypatch.setattr(level_multiply, "EXPANDED_ROWS", 4)
     monkeypatch.setattr(level_multiply, "_EXPANDED_BYTES", 4 * INPUTS * 64)  # a panel at a time
     weight, kind = CASES[name]
@@ -118,7 +118,7 @@ def test_groups_of_no_kernel_are_expanded() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_bad_row_fails_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(level_multiply, "own_rows", lambda *_: 16)
+    monkeypatch.setattr(skinny_fp8, "own_rows", lambda *_: 16)
     multiply = packed(CASES[name][0])
     x = rand(3, INPUTS)
     wanted = multiply(x.clone())

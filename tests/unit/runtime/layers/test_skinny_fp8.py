@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ pytest.importorskip("triton")
 
 from quire.kernels.norm import Norm
 from quire.kernels.reference.elementwise import rms_norm
+from quire.kernels.reference.products import product as reference_product
+from quire.kernels.triton import products_hopper
 from quire.runtime.layers import skinny_fp8
 from quire.runtime.layers.skinny_fp8 import Float8Product, Rows, ScaledMultiply
 from quire.runtime.quantization.fp8 import ScaledRows, rounded
@@ -98,3 +103,44 @@ def test_what_is_pending_is_added_before_the_norm(rows: int, monkeypatch: pytest
     values = [rows.values(torch.float32) if isinstance(rows, ScaledRows) else rows for rows in gated]
     torch.testing.assert_close(*values, rtol=0.1, atol=0.1 if len(x) == 1 else 1e-5)
     torch.testing.assert_close(x, whole)
+
+
+def test_more_rows_take_the_kernel_for_hopper_gpus_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on no other device: here the reference stands in for it."""
+    taken: list[int] = []
+
+    def scaled_product(x: torch.Tensor, weight: torch.Tensor, _: object, **given: Any) -> torch.Tensor:
+        out, dependent = given.pop("out"), given.pop("dependent")
+        assert not dependent
+        taken.append(len(x))
+        return out.copy_(reference_product(x, weight, **given))
+
+    monkeypatch.setattr(products_hopper, "scaled_product", scaled_product)
+    monkeypatch.setattr(skinny_fp8, "takes_rows", lambda rows, _: 2 <= rows <= 5)
+    library = packed(monkeypatch, torch.float32, biased=True)
+    hopper = replace(library, hopper=True)
+    norm = Norm(rand(INPUTS, seed=3), 1e-5)
+    for rows, is_taken in ((1, False), (2, True), (5, True), (6, False)):
+        x = rand(rows, INPUTS, seed=2)
+        near = {"rtol": LIBRARY, "atol": LIBRARY}
+        torch.testing.assert_close(hopper(x), library(x), **near)
+        torch.testing.assert_close(hopper.after_norm(x, norm), library.after_norm(x, norm), **near)
+        gated = [each.gated(x, norm, "silu") for each in (hopper, library)]
+        values = [each.values(torch.float32) if isinstance(each, ScaledRows) else each for each in gated]
+        torch.testing.assert_close(*values, rtol=0.07, atol=LIBRARY)
+        stream = rand(rows, OUTPUTS, seed=4)
+        wanted = stream.clone()
+        pending, later = hopper.add_to(stream, x), library.add_to(wanted, x)
+        assert (pending is None) == (is_taken or rows == 1)
+        found, wanted = (a if b is None else a + b for a, b in ((stream, pending), (wanted, later)))
+        torch.testing.assert_close(found, wanted, **near)
+        assert taken == [rows] * 4 * is_taken
+        taken.clear()
+
+
+def test_without_gluon_its_kernel_is_not_even_imported() -> None:
+    """Its language is not in every version of Triton."""
+    child = (
+        "import sys, quire.runtime.layers.skinny_fp8; assert 'quire.kernels.triton.products_hopper' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", child], check=False, timeout=120).returncode == 0

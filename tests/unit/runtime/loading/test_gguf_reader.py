@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gguf_files import Stored, stored, text, value, write_gguf
+from quire.runtime.loading.gguf.cursor import Texts
 from quire.runtime.loading.gguf.reader import GgufFile
 from quire.types.errors import ModelLoadError
 
@@ -43,7 +44,8 @@ def test_every_kind_of_metadata_value_is_read_back(tmp_path: Path, version: int)
         "bool": True, "text": "héllo", "u64": 2**63, "i64": -(2**62), "f64": 0.1,
         "texts": ["", "a", "ü"], "floats": [0.25, -1.0], "bools": [True, False],
     }  # fmt: skip
-    assert file.metadata == expected
+    found = {key: list(value) if isinstance(value, Texts) else value for key, value in file.metadata.items()}
+    assert found == expected
     assert file.metadata["bool"] is True
 
 
@@ -52,6 +54,18 @@ def test_tensors_have_torch_order_and_their_own_bytes(tmp_path: Path) -> None:
     assert file.tensors["a"].shape == (3, 4)
     assert file.tensors["a"].ggml_type.name == "F32"
     assert file.raw("b").view(np.float32).tolist() == [0.0, 1.0]
+
+
+def test_a_tensor_that_was_forgotten_is_read_again(tmp_path: Path) -> None:
+    tensors = [matrix("a", 3, 4), matrix("b", 300, 64), matrix("c", 1, 2)]
+    file = GgufFile(write_gguf(tmp_path / "m.gguf", {}, tensors))
+    before = {name: file.raw(name).copy() for name in file.tensors}
+    views = {name: file.raw(name) for name in file.tensors}
+    for name in file.tensors:
+        file.forget(name)
+    for name, bytes_before in before.items():
+        assert np.array_equal(views[name], bytes_before)
+        assert np.array_equal(file.raw(name), bytes_before)
 
 
 def test_an_alignment_of_its_own_is_honoured(tmp_path: Path) -> None:
@@ -86,7 +100,9 @@ def test_the_reference_writer_and_reader_agree_with_ours(tmp_path: Path) -> None
 
     file = GgufFile(path)
     assert file.metadata["llama.context_length"] == 77
-    assert file.metadata["tokenizer.ggml.tokens"] == ["a", "b"]
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, Texts)
+    assert list(tokens) == ["a", "b"]
     assert file.tensors["q"].shape == (6, 64)
     for tensor in gguf.GGUFReader(path).tensors:
         assert file.tensors[tensor.name].offset == tensor.data_offset
@@ -132,7 +148,6 @@ WRONG_METADATA: dict[str, tuple[list[tuple[str, object]], str]] = {
     "nested": ([("a", struct.pack("<IIQ", 9, 9, 1))], "a: holds an array inside an array"),
     "truth": ([("a", struct.pack("<IB", 7, 2))], "a: holds a truth value that is neither 0 nor 1"),
     "not text": ([("a", struct.pack("<I", 8) + text(b"\xff\xfe"))], "a: is not UTF-8"),
-    "not texts": ([("a", struct.pack("<IIQ", 9, 8, 2) + text("ok") + text(b"\xff"))], "a: entry 1 is not UTF-8"),
     "endless array": ([("a", struct.pack("<IIQ", 9, 4, 1 << 60))], "a: the file ends"),
     "endless texts": ([("a", struct.pack("<IIQ", 9, 8, 1 << 60))], "a: the file ends"),
     "endless text in texts": ([("a", struct.pack("<IIQQ", 9, 8, 1, 2**64 - 1))], "a: the file ends"),
@@ -151,6 +166,19 @@ def test_wrong_metadata_is_refused_by_key_and_reason(tmp_path: Path, case: str) 
     path = write_gguf(tmp_path / "m.gguf", pairs, [matrix()])
     with pytest.raises(ModelLoadError, match=message):
         GgufFile(path)
+
+
+def test_texts_are_decoded_when_they_are_asked_for_also_after_the_file_is_closed(tmp_path: Path) -> None:
+    pairs = [("good", ["a", "ü"]), ("a", struct.pack("<IIQ", 9, 8, 2) + text("ok") + text(b"\xff"))]
+    file = GgufFile(write_gguf(tmp_path / "m.gguf", pairs, [matrix()]))
+    file.close()
+    good, bad = file.metadata["good"], file.metadata["a"]
+    assert isinstance(good, Texts)
+    assert isinstance(bad, Texts)
+    assert (len(good), good[1], good[:1]) == (2, "ü", ["a"])
+    assert len(bad) == 2
+    with pytest.raises(ModelLoadError, match="a: entry 1 is not UTF-8"):
+        bad[0]
 
 
 @pytest.mark.parametrize(

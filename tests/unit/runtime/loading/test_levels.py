@@ -44,9 +44,22 @@ def test_levels_stand_for_the_very_numbers_of_the_file(name: str) -> None:
     assert levels is not None
     assert torch.equal(levels.values(), dequantize(raw, TYPE_BY_NAME[name]).view(OUTPUTS, INPUTS))
     form = LEVEL_FORMS[name]
-    assert (levels.nibbles, levels.group, not levels.is_symmetric) == form
+    assert (levels.nibbles, levels.group, not levels.is_symmetric) == form[:3]
+    assert form.least <= int(levels.levels.min()) <= int(levels.levels.max()) <= form.most
     some = torch.tensor([4, 0, 4])
     assert torch.equal(levels.rows(some).values(), levels.values()[some])
+
+
+@pytest.mark.parametrize("name", LEVEL_FORMS)
+def test_without_the_compiled_kernels_torch_reads_the_same_levels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = stored(name)
+    compiled = read_levels(raw, TYPE_BY_NAME[name], (OUTPUTS, INPUTS))
+    monkeypatch.setattr("quire.runtime.loading.gguf.levels.read_blocks", lambda *_: None)
+    by_torch = read_levels(raw, TYPE_BY_NAME[name], (OUTPUTS, INPUTS))
+    assert compiled is not None
+    assert by_torch is not None
+    for part in ("levels", "scales", "offsets"):
+        assert torch.equal(getattr(compiled, part), getattr(by_torch, part))
 
 
 def test_other_types_and_vectors_are_left_to_be_read_as_numbers() -> None:
@@ -57,6 +70,17 @@ def test_other_types_and_vectors_are_left_to_be_read_as_numbers() -> None:
 def test_scales_beyond_float16_are_left_to_be_read_as_numbers() -> None:
     """Q4_0 has no offset of its own; -8 times a huge scale is none either."""
     assert read_levels(stored("Q4_0", scale=20_000.0), TYPE_BY_NAME["Q4_0"], (OUTPUTS, INPUTS)) is None
+
+
+@pytest.mark.parametrize("place", [0, 17, OUTPUTS * INPUTS // 32 - 1])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_scales_that_are_no_numbers_are_left_to_be_read_as_numbers(wrong: float, place: int) -> None:
+    """Reading them as numbers says which tensor is damaged."""
+    blocks = stored("Q4_1").view(-1, TYPE_BY_NAME["Q4_1"].block_bytes)
+    for start in (0, 2):
+        damaged = blocks.clone()
+        damaged[place, start : start + 2] = torch.tensor([wrong]).half().view(torch.uint8)
+        assert read_levels(damaged.view(-1), TYPE_BY_NAME["Q4_1"], (OUTPUTS, INPUTS)) is None
 
 
 def test_weights_of_one_kind_are_stacked_and_of_two_kinds_with_eight_bits() -> None:

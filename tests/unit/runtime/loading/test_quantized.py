@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from make_quantized import FIXTURES, QUERY, TOKENS, probe, sample
 from quire.config.engine import DeviceConfig
+from quire.kernels.native.int8_panels import is_int8_format
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.ops import BYTES, NIBBLES
+from quire.kernels.native.ops import BYTES
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.native import GatheredMultiply, LevelProduct, NativeMultiply
+from quire.runtime.layers.native import GatheredMultiply, IntegerProduct, LevelProduct, NativeMultiply
 from quire.runtime.layers.product import NumbersProduct
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
@@ -67,8 +69,10 @@ def test_matrices_are_those_that_the_tool_itself_makes_of_its_files(name: str) -
         torch.testing.assert_close(found.float(), wanted, rtol=0.0, atol=step)
 
 
-def last_logits(name: str, attention: str, dtype: str = "float32") -> Tensor:
-    bench = Bench(opened(name), engine_config(device="cpu", dtype=dtype), attention=attention)  # type: ignore[arg-type]
+def last_logits(name: str, attention: str, dtype: str = "float32", *, integer: bool = True) -> Tensor:
+    config = engine_config(device="cpu", dtype=dtype)  # type: ignore[arg-type]
+    config = replace(config, device=replace(config.device, integer_products=integer))
+    bench = Bench(opened(name), config, attention=attention)
     bench.add(0, TOKENS)
     bench.run((), (Chunk(0, 0, len(TOKENS), (0,)),))
     return bench.sampler.seen[0][0]
@@ -97,15 +101,21 @@ def test_activations_are_rounded_as_the_tool_rounds_them(name: str) -> None:
     assert not torch.equal(found, x)
 
 
+@pytest.mark.parametrize("integer", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_native_products_give_what_expanded_weights_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales and offsets in half precision: a part in 2048, which only zero points and float32 scales need."""
-    found = last_logits(name, "auto")
+def test_native_products_give_what_expanded_weights_give(
+    name: str, integer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales and offsets in half precision: a part in 2048, which only zero points and float32 scales need. Integer
+    products round rows to 16 bits."""
+    found = last_logits(name, "auto", integer=integer)
     monkeypatch.setattr(LevelProduct, "keeps", NumbersProduct.keeps)
-    monkeypatch.setattr(LevelProduct, "pack_quantized", NumbersProduct.pack_quantized)
+    for product in (LevelProduct, IntegerProduct):
+        monkeypatch.setattr(product, "pack_quantized", NumbersProduct.pack_quantized)
     wanted = last_logits(name, "auto")
     is_rounded = "asym" in name or name == "awq" or "bnb" in name
-    bound = 0.02 if "a8" in name or "fp8" in name else 5e-3 if is_rounded else 1e-4  # some activations round otherwise
+    exact = 1e-3 if integer else 1e-4
+    bound = 0.02 if "a8" in name or "fp8" in name else 5e-3 if is_rounded else exact  # some activations round otherwise
     assert float((found - wanted).abs().max() / wanted.std()) < bound
 
 
@@ -124,7 +134,11 @@ def test_layers_hold_the_quantized_form_where_the_cpu_multiplies_by_it(name: str
     while not isinstance(multiply, NativeMultiply):
         assert isinstance(multiply, GatheredMultiply | RoundedMultiply)
         multiply = multiply.multiply
-    assert multiply.weight.format == (BYTES if "w8" in name else NIBBLES)
+    if "w8a8" in name:
+        assert multiply.weight.format == BYTES
+    else:
+        assert is_int8_format(multiply.weight)
+        assert multiply.weight.format & 15 == 4  # bits
 
 
 @pytest.mark.parametrize(("name", "expanded"), [("ct-fp8", 7), ("gptq-4bit", 0)])

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from family_bench import hf_checkpoint
 from quire.config.model import Heads, Rope
 from quire.config.parallel import ParallelConfig
+from quire.config.weight_memory import weight_memory
+from quire.runtime.hardware import detect_hardware
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
@@ -94,6 +96,21 @@ def test_counted_weights_of_a_rank_are_those_that_it_holds() -> None:
     model = build_model(config, LayerBuilder(engine_config().device, config.heads, 4, ranks=ranks_of(2)[0]))
     load_weights(model, random_checkpoint(config))
     assert held_bytes(model) == pytest.approx(4 * counted.parameters, rel=0.02)
+
+
+def test_noise_takes_the_memory_that_is_planned_for_a_checkpoint_of_its_dtype() -> None:
+    """Weights of a bfloat16 checkpoint are held in two bytes where rows are float32, and noise in place of them too."""
+    config = tiny_config(**SIZES, dtype="bfloat16", tie_word_embeddings=True)
+    device = engine_config().device
+    planned = weight_memory(config, engine_config(), detect_hardware(), has_triton=False)
+    held = []
+    for dtype in (torch.bfloat16, None):
+        model = build_model(config, LayerBuilder(device, config.heads, 4))
+        randomize_weights(model, 3, dtype)
+        held.append(held_bytes(model))
+    assert held[0] == pytest.approx(planned, rel=0.05)
+    if planned < 4 * config.num_parameters:  # by the CPU
+        assert held[1] > 1.2 * planned
 
 
 def test_noise_in_place_of_weights_is_the_same_on_any_number_of_ranks() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from disk_bench import PATIENCE
 from quire.config.engine import CacheConfig, EngineConfig
 from quire.config.model import Heads
 from quire.config.tiers import TierConfig
+from quire.runtime.executor import single as single_executor
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.resolve import ModelFiles
 from quire.runtime.speculation.coverage import OwnCoverage
@@ -251,12 +252,14 @@ def test_a_folder_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_
 
 
 def test_an_executor_whose_device_has_failed_gives_back_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = Mock()
+    monkeypatch.setattr(single_executor, "gc", heap)
     single = make_executor(with_tiers(engine_config(block_size=16, rows=4)))
-    assert gc.get_freeze_count() > 0
+    assert heap.mock_calls == [call.collect(), call.freeze()]
     monkeypatch.setattr(CacheTiers, "close", mishap)
     with pytest.raises(Mishap):
         single.close()
-    assert gc.get_freeze_count() == 0
+    assert heap.mock_calls[2:] == [call.unfreeze()]
     assert single.transfers() is NOTHING_MOVED
     single.close()
 

@@ -47,8 +47,8 @@ def test_each_kind_of_weight_is_named_with_what_multiplies_by_it() -> None:
     native = replace(LAPTOP, native_refusal=None, cpu_path="avx2", level_panels=True, supports_bf16=False)
     assert dict(describe_products(native)) == {
         "float32 weights": "avx2",
-        "weights of GGUF files": "avx2, as stored in the file, float32 rows in whole numbers",
-        "4 and 8 bit weights": "avx2, as stored in the file",
+        "quantized weights": "avx2, as stored in the file, float32 rows in whole numbers",
+        "weights by 8 bit rows": "avx2, as stored in the file",
         "bfloat16 weights": "avx2",
     }
     on_tiles = replace(native, cpu_path="amx", supports_bf16=True, tile_units=True)

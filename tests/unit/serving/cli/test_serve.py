@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from quire.config.arguments import EngineArguments
 from quire.config.keys import KeySources
 from quire.config.server import ListenConfig, ServerConfig, TimeoutConfig
 from quire.runtime.loading.catalogue import DEFAULT
+from quire.serving import cli
 from quire.serving.cli import _parser, main
 from quire.serving.cli import serve as serve_module
 from quire.serving.cli.serve import server_config
+from quire.serving.process import spawning
+from quire.serving.process.spawning import Spawned
 from quire.serving.process.supervisor import warn_of_useless
 from quire.types.errors import ConfigError
 
@@ -257,11 +261,15 @@ def test_the_supervisor_gets_the_configuration_and_its_exit_code_is_the_commands
 ) -> None:
     from quire.serving.process import supervisor
 
-    seen = []
+    seen: list[tuple[ServerConfig, str | None]] = []
+    engines: list[Spawned | None] = []
 
     class Fake:
-        def __init__(self, config: ServerConfig, *, keys: KeySources, admin_key: str | None) -> None:
+        def __init__(
+            self, config: ServerConfig, *, keys: KeySources, admin_key: str | None, engine: Spawned | None
+        ) -> None:
             seen.append((config, admin_key))
+            engines.append(engine)
 
         def run(self) -> int:
             return 7
@@ -270,3 +278,69 @@ def test_the_supervisor_gets_the_configuration_and_its_exit_code_is_the_commands
     assert main(["serve", "--port", "9"]) == 7
     assert seen == [(config("--port", "9"), None)]
     assert serve_module.MAX_WORKERS >= 64
+    (engine,) = engines
+    assert engine is not None
+    assert engine.process.poll() == -signal.SIGKILL  # it was left to itself
+
+
+@pytest.mark.parametrize(
+    ("words", "starts"),
+    [
+        (["serve", "--no-such-flag"], True),
+        (["serve", "--help"], False),
+        (["serve", "--replicas=2", "--no-such-flag"], False),
+        (["doctor", "--no-such-flag"], False),
+    ],
+)
+def test_an_engine_process_started_ahead_ends_with_the_command(
+    words: list[str], starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Spawned] = []
+
+    real = spawning.spawn
+
+    def spawn(module: str) -> Spawned:
+        started.append(real(module))
+        return started[-1]
+
+    monkeypatch.setattr(spawning, "spawn", spawn)
+    with pytest.raises(SystemExit):
+        main(words)
+    assert len(started) == starts
+    assert all(engine.process.poll() is not None for engine in started)
+
+
+def test_ctrl_c_while_flags_are_read_ends_the_command_and_its_engine_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[Spawned] = []
+    real = spawning.spawn
+
+    def spawn(module: str) -> Spawned:
+        started.append(real(module))
+        return started[-1]
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spawning, "spawn", spawn)
+    monkeypatch.setattr(cli, "_parser", interrupt)
+    assert main(["serve"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "\n"
+    assert started[0].process.poll() == -signal.SIGKILL
+
+
+def test_a_server_of_replicas_keeps_no_engine_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.serving.router import replicated
+
+    class Fake:
+        def __init__(self, config: ServerConfig, **_: object) -> None:
+            assert config.replicas == 2
+
+        def run(self) -> int:
+            return engine.process.wait(30)
+
+    monkeypatch.setattr(replicated, "ReplicatedServer", Fake)
+    args = _parser().parse_args(["serve", "--replicas", "2"])
+    with spawning.spawned_engine() as engine:
+        assert serve_module.run_serve(args, engine) == -signal.SIGKILL

@@ -16,7 +16,7 @@ from quire.config.server import ModelSource, ServerConfig
 from quire.serving.process import engine_keeper
 from quire.serving.process.control import AdaptersNow, ControlMessage, EngineStart, Unpacker, pack
 from quire.serving.process.engine_keeper import EngineKeeper
-from quire.serving.process.engine_main import load_adapters_again
+from quire.serving.process.engine_process import load_adapters_again
 from quire.serving.process.model_files import with_local_files
 from quire.types.errors import ConfigError
 
@@ -32,7 +32,7 @@ class Child:
     started: ClassVar[list[EngineStart]] = []
     has_ended = False
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, spawned: object = None) -> None:
         self.module = module
 
     def send(self, message: ControlMessage) -> None:

@@ -13,6 +13,7 @@ import pytest
 from quire.config.arguments import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
 from quire.engine.progress import ProgressRecord
+from quire.serving.process import spawning
 from quire.serving.process.child_process import ChildProcess
 from quire.serving.process.control import EngineUp
 from quire.serving.process.engine_keeper import EngineKeeper
@@ -56,3 +57,14 @@ def test_a_step_on_processors_that_others_use_may_take_longer(
 def test_a_step_on_a_gpu_gets_no_more_time_on_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1_000.0, 0.0, 0.0))
     assert is_taken_for_hung(tmp_path, READY)
+
+
+def test_the_first_engine_is_the_process_that_was_started_before(tmp_path: Path) -> None:
+    config = ServerConfig(source=ModelSource(model="x"), engine=EngineArguments())
+    with spawning.spawned_engine() as engine:
+        keeper = EngineKeeper(config, tmp_path, "none", on_down=lambda _: None, spawned=engine)
+        keeper.poll(0.0)
+        assert keeper.child is not None
+        assert keeper.child.pid == engine.process.pid
+        keeper.kill()
+        assert engine.process.poll() is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import selectors
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +18,7 @@ from quire import LLM, SamplingParams
 from quire.config.arguments import EngineArguments
 from quire.config.server import ModelSource, ServerConfig
 from quire.runtime.hardware import detect_hardware
-from quire.serving.process import engine_main
+from quire.serving.process import engine_process
 from quire.serving.process.child_process import ChildProcess
 from quire.serving.process.control import ControlMessage, EngineStart, EngineUp, Fatal, LoadProgress, Stop
 
@@ -127,6 +129,26 @@ def test_kernels_that_this_cpu_refuses_are_named_in_the_log(
     refusal: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING", "quire.engine"):
-        engine_main.warn_of_refusal(replace(detect_hardware(), native_refusal=refusal))
+        engine_process.warn_of_refusal(replace(detect_hardware(), native_refusal=refusal))
     lines = [f"slower than it could be: {refusal}; `quire doctor` names the fix"] if refusal else []
     assert [record.getMessage() for record in caplog.records] == lines
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a process when its parent ends")
+def test_the_process_ends_with_its_parent_also_while_it_imports_torch() -> None:
+    program = """
+import ctypes, signal, sys, types
+from quire.serving.process import engine_main
+
+def run_engine(*_):
+    asked = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(asked))  # PR_GET_PDEATHSIG
+    return 0 if asked.value == signal.SIGKILL else 1
+
+late = types.ModuleType("quire.serving.process.engine_process")
+late.import_ahead = late.load_engine = None
+late.run_engine = run_engine
+sys.modules[late.__name__] = late
+sys.exit(engine_main.main(["9"]))
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE).returncode == 0

@@ -69,8 +69,13 @@ class GgufCheckpoint:
         kind, shape = self._tensor(name).ggml_type, self.shape(name)
         blocks = None if region is None else blocks_of(region.inputs, shape[1], kind.block_values)
         if region is None or blocks is None or not self._has_heads(name, region.outputs):
-            return read_levels(torch.from_numpy(self._raw(name)), kind, shape)
-        return read_levels(torch.from_numpy(self._raw(name, (region.outputs, blocks))), kind, region.shape)
+            found = read_levels(torch.from_numpy(self._raw(name)), kind, shape)
+        else:
+            found = read_levels(torch.from_numpy(self._raw(name, (region.outputs, blocks))), kind, region.shape)
+        piece = self._pieces[name]
+        if found is not None and piece.expert is None:  # levels are copies, and nobody reads the file again
+            self._model.owners[piece.tensor].forget(piece.tensor)
+        return found
 
     def close(self) -> None:
         """Unmap the files. Idempotent."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.config.fields import Fields
-from quire.config.model import Dtype, Heads, ModelConfig, Rope, StoredLevels, packed_bytes
+from quire.config.model import Dtype, Heads, ModelConfig, Rope, StoredLevels, integer_bytes, packed_bytes
 from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.gguf.names import ROPE_FACTORS
 from quire.runtime.loading.gguf.shards import GgufModel
@@ -101,29 +102,46 @@ def _read_levels(model: GgufModel) -> StoredLevels:
         tensor = owners[name].tensors[name]
         if tensor.ggml_type.name not in LEVEL_FORMS or len(tensor.shape) < 2:
             continue
-        size, form = math.prod(tensor.shape), _held_form(model, name)
+        size, forms = math.prod(tensor.shape), _stacked_forms(model, name)
+        form = _held_form(forms)
         on_gpu = name not in _TABLES and len(tensor.shape) == 2
         found = replace(
             found,
             parameters=found.parameters + size,
             num_bytes=found.num_bytes + packed_bytes(size, nibbles=form.nibbles and form.group >= NATIVE_GROUP),
+            integer_bytes=found.integer_bytes + _integer_bytes(size, forms),
             gpu_parameters=found.gpu_parameters + (size if on_gpu else 0),
             gpu_bytes=found.gpu_bytes + (_gpu_bytes(size, form) if on_gpu else 0),
         )
     return found
 
 
-def _held_form(model: GgufModel, name: str) -> LevelForm:
-    """Of a tensor, together with those that one layer stacks it with."""
+def _stacked_forms(model: GgufModel, name: str) -> list[LevelForm]:
+    """Of a tensor, and of those that one layer stacks it with."""
     own = LEVEL_FORMS[model.owners[name].tensors[name].ggml_type.name]
     before, word = name.split(".")[:-2], name.split(".")[-2] if "." in name else ""
     words = next((stacked for stacked in _STACKED if word in stacked), ())
     names = [".".join((*before, other, "weight")) for other in words]
     kinds = [model.owners[each].tensors[each].ggml_type.name for each in names if each in model.owners]
-    forms = [LEVEL_FORMS[kind] for kind in kinds if kind in LEVEL_FORMS] or [own]
+    return [LEVEL_FORMS[kind] for kind in kinds if kind in LEVEL_FORMS] or [own]
+
+
+def _held_form(forms: Sequence[LevelForm]) -> LevelForm:
+    """How tensors are held as one."""
     return LevelForm(
         all(form.nibbles for form in forms), min(form.group for form in forms), any(form.has_offset for form in forms)
     )
+
+
+def _integer_bytes(size: int, forms: Sequence[LevelForm]) -> int:
+    """Nibbles without offsets get some where not all forms are nibbles: there level 8 is not the number 0."""
+    nibbles = all(form.nibbles for form in forms)
+    has_offsets = any(form.has_offset or (form.nibbles and not nibbles) for form in forms)
+    least, most = min(form.least for form in forms), max(form.most for form in forms)
+    if nibbles and not has_offsets:
+        least, most = -8, 7
+    halves = min(form.group for form in forms) < NATIVE_GROUP
+    return integer_bytes(size, least, most, has_offsets=has_offsets, halves=halves)
 
 
 def _gpu_bytes(size: int, form: LevelForm) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from struct import Struct
 from struct import error as StructError
+from typing import overload
 
 import numpy as np
 
@@ -17,6 +20,39 @@ NUMBERS: dict[int, str] = {
 }  # fmt: skip
 
 _U32, _U64 = Struct("<I"), Struct("<Q")
+
+
+class Texts(Sequence[str]):
+    """An array of strings, decoded when the first is asked for: a header is read for its numbers far more often.
+    Asking for one raises ModelLoadError if any is not UTF-8."""
+
+    def __init__(self, file: str, key: str, raw: bytes, count: int) -> None:
+        self._file, self._key, self._raw, self._count = file, key, raw, count  # each string behind its length
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        return self._texts[place]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        raw, at, unpack, texts = self._raw, 0, _U64.unpack_from, []
+        try:
+            for _ in range(self._count):
+                start = at + 8
+                at = start + unpack(raw, at)[0]
+                texts.append(raw[start:at].decode())
+        except UnicodeDecodeError:
+            raise ModelLoadError(self._file, f"entry {len(texts)} is not UTF-8", tensor=self._key) from None
+        return texts
 
 
 class Cursor:
@@ -66,10 +102,10 @@ class Cursor:
             return self.string(key)
         return self._numbers(kind, 1, key)[0]
 
-    def _array(self, key: str) -> list[object]:
+    def _array(self, key: str) -> list[object] | Texts:
         kind, count = self.u32(key), self.u64(key)
         if kind == STRING:
-            return self._strings(count, key)
+            return self._texts(count, key)
         return self._numbers(kind, count, key)
 
     def _numbers(self, kind: int, count: int, key: str) -> list[object]:
@@ -85,24 +121,19 @@ class Cursor:
             raise ModelLoadError(self._name, "holds a truth value that is neither 0 nor 1", tensor=key)
         return [value != 0 for value in values.tolist()]
 
-    def _strings(self, count: int, key: str) -> list[object]:
+    def _texts(self, count: int, key: str) -> Texts:
         if count * 8 > self.left:
             raise self._cut_off(key)
-        data, at, size, unpack = self._data, self.at, self._size, _U64.unpack_from
-        texts: list[object] = []
+        data, begin, at, size, unpack = self._data, self.at, self.at, self._size, _U64.unpack_from
         try:
             for _ in range(count):
-                start = at + 8
-                at = start + unpack(data, at)[0]
+                at += 8 + unpack(data, at)[0]
                 if at > size:
                     raise self._cut_off(key)
-                texts.append(data[start:at].decode())
         except StructError:
             raise self._cut_off(key) from None
-        except UnicodeDecodeError:
-            raise ModelLoadError(self._name, f"entry {len(texts)} is not UTF-8", tensor=key) from None
         self.at = at
-        return texts
+        return Texts(self._name, key, data[begin:at], count)
 
     def _cut_off(self, what: str) -> ModelLoadError:
         return ModelLoadError(

@@ -37,7 +37,8 @@ class GgufTensor:
 class GgufFile:
     """One GGUF file: its metadata and the places of its tensors. Raises ModelLoadError for anything out of order.
 
-    Metadata values are str, int, float, bool, or a list of one of these. The file stays mapped until `close`.
+    Metadata values are str, int, float, bool, a list of one of the last three, or Texts. The file stays mapped until
+    `close`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,6 +59,11 @@ class GgufFile:
         """The stored bytes of a tensor: a view of the mapping, no copy."""
         tensor = self.tensors[name]
         return self._file.bytes_at(tensor.offset, tensor.nbytes)
+
+    def forget(self, name: str) -> None:
+        """Let the stored bytes of a tensor go from memory. They are loaded again when they are read."""
+        tensor = self.tensors[name]
+        self._file.forget(tensor.offset, tensor.nbytes)
 
     def close(self) -> None:
         self._file.close()

@@ -58,29 +58,32 @@ NATIVE_GROUP = 32  # values that share factors in the native kernels: smaller gr
 
 
 class LevelForm(NamedTuple):
-    """How the levels of a type are held: in 4 bits or 8, with a scale for a group of values, perhaps an offset too."""
+    """How the levels of a type are held: in 4 bits or 8, with a scale for a group of values, perhaps an offset too; and
+    the least and the most level that there can be."""
 
     nibbles: bool
     group: int
     has_offset: bool
+    least: int = 0
+    most: int = 15
 
 
 # Types whose numbers are a level times a scale, perhaps plus an offset: see levels.py.
 LEVEL_FORMS: dict[str, LevelForm] = {
     "Q4_0": LevelForm(True, 32, False),
     "Q4_1": LevelForm(True, 32, True),
-    "Q5_0": LevelForm(False, 32, False),
-    "Q5_1": LevelForm(False, 32, True),
-    "Q8_0": LevelForm(False, 32, False),
+    "Q5_0": LevelForm(False, 32, False, -16, 15),
+    "Q5_1": LevelForm(False, 32, True, 0, 31),
+    "Q8_0": LevelForm(False, 32, False, -128, 127),
     "Q2_K": LevelForm(True, 16, True),
     "Q3_K": LevelForm(True, 16, False),
     "Q4_K": LevelForm(True, 32, True),
-    "Q5_K": LevelForm(False, 32, True),
-    "Q6_K": LevelForm(False, 16, False),
-    "Q8_K": LevelForm(False, 256, False),
-    "IQ4_NL": LevelForm(False, 32, False),
-    "IQ4_XS": LevelForm(False, 32, False),
-    "MXFP4": LevelForm(False, 32, False),
+    "Q5_K": LevelForm(False, 32, True, 0, 31),
+    "Q6_K": LevelForm(False, 16, False, -32, 31),
+    "Q8_K": LevelForm(False, 256, False, -128, 127),
+    "IQ4_NL": LevelForm(False, 32, False, -127, 113),
+    "IQ4_XS": LevelForm(False, 32, False, -127, 113),
+    "MXFP4": LevelForm(False, 32, False, -12, 12),
     "TQ1_0": LevelForm(True, 256, False),
     "TQ2_0": LevelForm(True, 256, False),
 }

@@ -95,7 +95,8 @@ class CompressedTensors(Method):
             need(tensors, "weight_zero_point", 2, ("I32", "I8"))
         if scheme.activations is not None and scheme.activations.is_static:
             check_scale(tensors, "input_scale", (1, 1), (1, 1))
-        return Layout(outputs, inputs, 0 if scheme.is_float else scheme.bits, -(-inputs // block[1]))
+        bits, groups = 0 if scheme.is_float else scheme.bits, -(-inputs // block[1])
+        return Layout(outputs, inputs, bits, groups, rounds_rows=scheme.activations is not None)
 
     def cut(
         self, layer: str, layout: Layout, tensors: Mapping[str, Tensor], region: Region

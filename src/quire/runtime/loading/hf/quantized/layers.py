@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quire.config.model import ModelConfig, StoredLevels, packed_bytes
+from quire.config.model import ModelConfig, StoredLevels, integer_bytes, packed_bytes
 from quire.runtime.loading.hf.directory import weight_files
 from quire.runtime.loading.hf.names import part_names
 from quire.runtime.loading.hf.quantized.method import BadTensors, Layout, Method
@@ -87,6 +87,7 @@ def count_stored(directory: Path, method: Method, config: ModelConfig) -> Stored
     return StoredLevels(
         parameters=sum(size for size, _ in on_cpu),
         num_bytes=sum(packed_bytes(size, nibbles=few) for size, few in on_cpu),
+        integer_bytes=0 if any(one.rounds_rows for one in by_groups) else sum(map(_integer_bytes, by_groups)),
         gpu_parameters=sum(one.outputs * one.inputs for one in on_gpu),
         gpu_bytes=sum(map(_gpu_bytes, on_gpu)),
         gpu_is_float8=any(one.bits == 0 for one in on_gpu),
@@ -98,6 +99,14 @@ def _is_held_by_cpu(layout: Layout) -> bool:
     """Groups smaller than 32 with 8 bits."""
     size, rest = divmod(layout.inputs, layout.groups)
     return rest == 0 and (size % GROUP == 0 or GROUP % size == 0)
+
+
+def _integer_bytes(layout: Layout) -> int:
+    """Groups smaller than 16 become such of 32, with 8 bits. Any may have offsets."""
+    size = layout.inputs // layout.groups
+    least, most = (0, 15) if layout.bits <= 4 and size >= GROUP // 2 else (-128, 127)
+    halves = size == GROUP // 2
+    return integer_bytes(layout.outputs * layout.inputs, least, most, has_offsets=True, halves=halves)
 
 
 def _is_held_by_gpu(layout: Layout) -> bool:

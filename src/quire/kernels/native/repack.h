@@ -1,0 +1,172 @@
+// What loading does to quantized weights: the blocks of GGUF files become levels, one byte each, and levels become the
+// panels of int8_panels.h. Each is one pass over the weight, by all threads.
+#pragma once
+
+#include "int8_panels.h"
+
+namespace {
+
+// --------------------------------------------------------------------------------------------- blocks to levels
+// A type of GGUF files: how many bytes hold how many values, and how they become levels. Scales are not read here.
+struct BlockType {
+    int64_t bytes, values;
+    void (*levels)(const uint8_t* block, uint8_t* out);
+};
+
+// The low halves of `width` bytes, then the high ones.
+inline void split_nibbles(const uint8_t* from, int64_t width, uint8_t* out) {
+    for (int64_t i = 0; i < width; i++) {
+        out[i] = from[i] & 15;
+        out[width + i] = from[i] >> 4;
+    }
+}
+
+template <int64_t START> inline void nibble_levels(const uint8_t* block, uint8_t* out) {
+    split_nibbles(block + START, 16, out);
+}
+
+// 16 bytes of indices into a table, `GROUPS` times.
+template <int64_t START, int64_t GROUPS, const int8_t* TABLE> inline void table_levels(const uint8_t* block, uint8_t* out) {
+    for (int64_t group = 0; group < GROUPS; group++) {
+        split_nibbles(block + START + 16 * group, 16, out + 32 * group);
+        for (int64_t i = 0; i < 32; i++) out[32 * group + i] = static_cast<uint8_t>(TABLE[out[32 * group + i]]);
+    }
+}
+constexpr int8_t IQ4_LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t MXFP4_LEVELS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// Q5_0 and Q5_1: bit i of four bytes is the fifth bit of value i, the nibbles follow. LEAST: the level of 0 bits.
+template <int64_t START, int LEAST> inline void five_bit_levels(const uint8_t* block, uint8_t* out) {
+    split_nibbles(block + START + 4, 16, out);
+    for (int64_t i = 0; i < 32; i++) {
+        const int fifth = block[START + i / 8] >> (i % 8) & 1;
+        out[i] = static_cast<uint8_t>((out[i] | fifth << 4) + LEAST);
+    }
+}
+
+inline void q8_0_levels(const uint8_t* block, uint8_t* out) { std::memcpy(out, block + 2, 32); }
+
+inline void q2_k_levels(const uint8_t* block, uint8_t* out) {  // of each 32 bytes: their lowest two bits, the next two ...
+    for (int64_t i = 0; i < 256; i++) out[i] = block[16 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+}
+
+inline void q3_k_levels(const uint8_t* block, uint8_t* out) {  // two bits likewise, inverted third ones; 8 means 0
+    for (int64_t i = 0; i < 256; i++) {
+        const int low = block[32 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3, third = block[i % 32] >> (i / 32) & 1;
+        out[i] = static_cast<uint8_t>((low | third << 2) + 4);
+    }
+}
+
+inline void q4_k_levels(const uint8_t* block, uint8_t* out) {
+    for (int64_t group = 0; group < 4; group++) split_nibbles(block + 16 + 32 * group, 32, out + 64 * group);
+}
+
+inline void q5_k_levels(const uint8_t* block, uint8_t* out) {
+    for (int64_t group = 0; group < 4; group++) split_nibbles(block + 48 + 32 * group, 32, out + 64 * group);
+    for (int64_t group = 0; group < 8; group++)
+        for (int64_t i = 0; i < 32; i++) out[32 * group + i] |= (block[16 + i] >> group & 1) << 4;
+}
+
+inline void q6_k_levels(const uint8_t* block, uint8_t* out) {
+    for (int64_t half = 0; half < 2; half++) {
+        split_nibbles(block + 64 * half, 64, out + 128 * half);
+        for (int64_t group = 0; group < 4; group++)
+            for (int64_t i = 0; i < 32; i++) {
+                uint8_t& level = out[128 * half + 32 * group + i];
+                const int high = block[128 + 32 * half + i] >> (2 * group) & 3;
+                level = static_cast<uint8_t>((level | high << 4) - 32);
+            }
+    }
+}
+
+// By the numbers that files have for types; null levels: a type that is not read here.
+inline BlockType block_type(int64_t number) {
+    switch (number) {
+        case 2: return {18, 32, nibble_levels<2>};
+        case 3: return {20, 32, nibble_levels<4>};
+        case 6: return {22, 32, five_bit_levels<2, -16>};
+        case 7: return {24, 32, five_bit_levels<4, 0>};
+        case 8: return {34, 32, q8_0_levels};
+        case 10: return {84, 256, q2_k_levels};
+        case 11: return {110, 256, q3_k_levels};
+        case 12: return {144, 256, q4_k_levels};
+        case 13: return {176, 256, q5_k_levels};
+        case 14: return {210, 256, q6_k_levels};
+        case 20: return {18, 32, table_levels<2, 1, IQ4_LEVELS>};
+        case 23: return {136, 256, table_levels<8, 8, IQ4_LEVELS>};
+        case 39: return {17, 32, table_levels<1, 1, MXFP4_LEVELS>};
+        default: return {0, 0, nullptr};
+    }
+}
+
+constexpr int64_t FEW_LEVELS = 1 << 16;  // up to here threads cost more than they win
+
+inline bool read_blocks(int64_t number, const uint8_t* blocks, int64_t count, uint8_t* levels) {
+    const BlockType type = block_type(number);
+    if (type.levels == nullptr) return false;
+#pragma omp parallel for schedule(static) if (count * type.values > FEW_LEVELS)
+    for (int64_t i = 0; i < count; i++) type.levels(blocks + i * type.bytes, levels + i * type.values);
+    return true;
+}
+
+// --------------------------------------------------------------------------------------------- levels to panels
+// A weight as levels and factors: levels [outputs, inputs], factors [outputs, groups], float16.
+struct Levels {
+    const uint8_t* levels;
+    const uint16_t *scales, *offsets;
+    int64_t outputs, inputs;
+    uint8_t middle;  // added to each level
+};
+
+// `rows` columns of factors, behind each other: [groups][16 outputs], zeros for outputs that there are not.
+inline void pack_factors(const uint16_t* from, int64_t groups, int64_t rows, uint16_t* to) {
+    for (int64_t group = 0; group < groups; group++)
+        for (int64_t o = 0; o < INT8_OUTPUTS; o++) to[group * INT8_OUTPUTS + o] = o < rows ? from[o * groups + group] : 0;
+}
+
+// 32 inputs of 16 outputs, the lines of a panel.
+inline void pack_lines(const uint8_t* levels, int64_t stride, int64_t rows, uint8_t middle, int64_t bits, uint8_t* to) {
+    uint8_t lines[INT8_LINES][LINE_BYTES] = {};
+    for (int64_t o = 0; o < rows; o++)
+        for (int64_t k = 0; k < INT8_LINES; k++) std::memcpy(lines[k] + 4 * o, levels + o * stride + 4 * k, 4);
+    if (middle != 0)
+        for (int64_t k = 0; k < INT8_LINES; k++)
+            for (int64_t i = 0; i < 4 * rows; i++) lines[k][i] = static_cast<uint8_t>(lines[k][i] + middle);
+    if (bits == 8) {
+        std::memcpy(to, lines, sizeof lines);
+        return;
+    }
+    for (int64_t k = 0; k < 4; k++)
+        for (int64_t i = 0; i < LINE_BYTES; i++)
+            to[k * LINE_BYTES + i] = static_cast<uint8_t>((lines[k][i] & 15) | lines[k + 4][i] << 4);
+    const int64_t high = bits - 4;  // bits of a level behind the first four: lines of them hold those of 8 or 4 lines
+    if (high == 0) return;
+    std::memset(to + 4 * LINE_BYTES, 0, high * LINE_BYTES);
+    for (int64_t k = 0; k < INT8_LINES; k++) {
+        const int64_t shared = INT8_LINES / high;
+        uint8_t* line = to + (4 + k / shared) * LINE_BYTES;
+        for (int64_t i = 0; i < LINE_BYTES; i++)
+            line[i] = static_cast<uint8_t>(line[i] | lines[k][i] >> 4 << (k % shared * high));
+    }
+}
+
+inline void pack_int8(const Levels& weight, int64_t format, uint8_t* data) {
+    const int64_t groups = weight.inputs / INT8_GROUP, factors = groups * scales_of(format), bits = bits_of(format);
+    const int64_t panels = (weight.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS;
+#pragma omp parallel for schedule(static) if (weight.outputs * weight.inputs > FEW_LEVELS)
+    for (int64_t panel = 0; panel < panels; panel++) {
+        const int64_t first = panel * INT8_OUTPUTS, rows = std::min(INT8_OUTPUTS, weight.outputs - first);
+        auto* to = data + panel * int8_panel_bytes(format, weight.inputs);
+        pack_factors(weight.scales + first * factors, factors, rows, reinterpret_cast<uint16_t*>(to));
+        to += factors * INT8_OUTPUTS * 2;
+        if (has_offsets(format)) {
+            pack_factors(weight.offsets + first * factors, factors, rows, reinterpret_cast<uint16_t*>(to));
+            to += factors * INT8_OUTPUTS * 2;
+        }
+        for (int64_t group = 0; group < groups; group++, to += int8_group_bytes(format))
+            pack_lines(weight.levels + first * weight.inputs + group * INT8_GROUP, weight.inputs, rows, weight.middle, bits,
+                       to);
+    }
+}
+
+}  // namespace

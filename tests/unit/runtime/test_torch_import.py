@@ -1,0 +1,113 @@
+"""The import of torch without its meta kernels, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.runtime import torch_import
+
+BEGIN = """
+import sys
+from quire.runtime import torch_import
+torch_import._GPU_DEVICES = ()
+torch_import.defer_meta_kernels()
+import torch
+"""
+
+
+def failure(program: str) -> str:
+    """What a process that runs the program says of its failure; nothing if all its assertions hold."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    return done.stderr if done.returncode else ""
+
+
+def test_meta_kernels_are_left_out_until_they_are_asked_for() -> None:
+    program = (
+        BEGIN
+        + """
+assert "torch._decomp" not in sys.modules
+assert torch.ones(3).sum() == 3
+from torch._meta_registrations import meta_index_Tensor
+assert "torch._decomp" in sys.modules
+assert type(sys.modules["torch._meta_registrations"]) is type(sys)
+assert torch.ones(4, 5, device="meta")[torch.tensor([0, 1], device="meta")].shape == (2, 5)
+"""
+    )
+    assert failure(program) == ""
+
+
+def test_loading_them_gives_back_what_torch_needs_of_them() -> None:
+    program = (
+        BEGIN
+        + """
+torch_import.load_meta_kernels()
+torch_import.load_meta_kernels()
+assert "torch._decomp" in sys.modules
+assert torch.Generator().manual_seed(3).initial_seed() == 3
+"""
+    )
+    assert failure(program) == ""
+
+
+@pytest.mark.parametrize("before", ["import torch", "torch_import._GPU_DEVICES = ('/dev/null',)"])
+def test_torch_is_imported_as_it_is_where_a_gpu_is_and_where_it_was_imported_before(before: str) -> None:
+    program = BEGIN.replace("torch_import.defer_meta_kernels()", before + "\ntorch_import.defer_meta_kernels()")
+    program += 'assert "torch._decomp" in sys.modules\nassert not isinstance(sys.meta_path[0], torch_import._Finder)'
+    assert failure(program) == ""
+
+
+def test_libraries_that_were_opened_early_are_those_that_torch_uses() -> None:
+    program = """
+from pathlib import Path
+from quire.runtime.torch_import import open_libraries
+thread = open_libraries()
+if thread is not None:
+    thread.join()
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libtorch_cpu" in line}
+    import torch
+    after = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libtorch_cpu" in line}
+    assert len(mapped) == 1 and mapped == after
+    assert torch.ones(3).sum() == 3
+"""
+    assert failure(program) == ""
+
+
+def test_code_that_was_forgotten_runs_all_the_same() -> None:
+    program = """
+from pathlib import Path
+import torch
+from quire.runtime.torch_import import forget_library_pages
+
+def resident():
+    lines, found, is_code = Path("/proc/self/smaps").read_text().splitlines(), 0, False
+    for line in lines:
+        if "-" in line.split()[0] and not line.split()[0].endswith(":"):
+            is_code = "libtorch_" in line and "r-xp" in line
+        elif is_code and line.startswith("Rss:"):
+            found += int(line.split()[1])
+    return found
+
+x = torch.randn(64, 64)
+wanted, before = torch.linalg.svdvals(x), resident()
+forget_library_pages()
+assert resident() < before / 2
+assert torch.equal(torch.linalg.svdvals(x), wanted)
+"""
+    assert failure(program) == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+def test_without_proc_nothing_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def refuse(path: Path) -> str:
+        asked.append(path)
+        raise PermissionError("no /proc here")
+
+    monkeypatch.setattr(torch_import.Path, "read_text", refuse)
+    torch_import.forget_library_pages()
+    assert asked == [Path("/proc/self/maps")]
