@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import threading
+import warnings
 from functools import cache
 from typing import Any
 
@@ -31,7 +32,8 @@ def _mend(interpreter: Any) -> None:
     def run_grid_in_silence(self: Any, *arguments: Any, **named: Any) -> None:
         """A GPU says nothing of infinities and NaN, and rows of padding hold whatever their memory held before. The
         interpreter's state is one for all threads, so that ranks that are threads take turns."""
-        with turn, np.errstate(all="ignore"):
+        with turn, np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)  # not one of numpy's errors
             run_grid(self, *arguments, **named)
 
     interpreter._patch_lang_tensor = patch_tensor_and_index

@@ -212,7 +212,8 @@ class TinyEngine:
         for name, prompt in zip(names, prompts, strict=True):
             self.submit(name, prompt, **sampling)
         self.run()
-        assert [error for name in names if (error := self.finished[name].error)] == []
+        errors = [error for name in names if (error := self.finished[name].error)]
+        assert not errors, errors
         return [[list(sample.token_ids) for sample in self.finished[name].samples] for name in names]
 
 
