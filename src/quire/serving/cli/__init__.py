@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from quire.serving.process.spawning import Spawned, spawned_engine
@@ -36,7 +36,10 @@ def _engine_ahead(words: Sequence[str]) -> Iterator[Spawned | None]:
     if not is_server or any(word.startswith("--replicas") for word in words):  # which have supervisors of their own
         yield None
         return
-    with spawned_engine() as engine:
+    with ExitStack() as stack:
+        engine = None
+        with suppress(OSError):  # the supervisor tries again, and says what is wrong
+            engine = stack.enter_context(spawned_engine())
         yield engine
 
 

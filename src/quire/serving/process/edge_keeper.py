@@ -176,7 +176,11 @@ class EdgeKeeper:
         seat.start_at, seat.kill_at = now, float("inf")
         seat.answer_at = seat.hung = None
         fds = (seat.listen_fd, *(() if self._admin_fd is None else (self._admin_fd,)))
-        seat.child = ChildProcess(self._module, inherit=fds)
+        try:
+            seat.child = ChildProcess(self._module, inherit=fds)
+        except OSError as error:
+            self._plan_next(seat, f"no process can be started: {error}")
+            return
         start = EdgeStart(
             self._config, seat.edge, seat.listen_fd, str(self._directory), seat.place, admin_fd=self._admin_fd
         )
@@ -191,9 +195,12 @@ class EdgeKeeper:
         seat.child, was_ready, seat.is_ready = None, seat.is_ready, False
         clear_seat(self._directory / EDGE_LOADS, seat.place)
         self._on_gone(seat.edge)
-        if self.draining:
-            return
-        reason = seat.hung or (seat.fatal.reason if seat.fatal else f"edge process {seat.edge} {ending}")
+        if not self.draining:
+            reason = seat.hung or (seat.fatal.reason if seat.fatal else f"edge process {seat.edge} {ending}")
+            self._plan_next(seat, reason, was_ready=was_ready)
+
+    def _plan_next(self, seat: _Seat, reason: str, *, was_ready: bool = False) -> None:
+        """Decide when the next edge of this seat starts, or that the server ends."""
         seat.failures = 0 if was_ready else seat.failures + 1
         if not was_ready and (seat.failures >= MAX_START_FAILURES or (seat.fatal and not seat.fatal.retry)):
             self.failure = reason  # the server ends, and says why

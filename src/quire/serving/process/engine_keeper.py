@@ -117,7 +117,11 @@ class EngineKeeper:
         self.generation += 1
         self.started_at, self._start_at = now, None
         self._phase, self._progress_at = "start", now
-        self.child, self._spawned = ChildProcess(self._module, spawned=self._spawned), None
+        try:
+            self.child, self._spawned = ChildProcess(self._module, spawned=self._spawned), None
+        except OSError as error:
+            self._plan_next(f"no process can be started: {error}")
+            return
         address = f"ipc://{self._file('engine')}"
         config = self._config
         if self._adapters is not None:  # what clients have unloaded is not loaded again
@@ -158,21 +162,26 @@ class EngineKeeper:
         ending = self.child.reap()
         reason = self._hung or (self._fatal.reason if self._fatal else f"the engine process {ending}")
         is_final = self._fatal is not None and not self._fatal.retry
-        served_seconds = 0.0 if self.up is None else time.monotonic() - self._up_at
-        served, self.child, self.up = self.up is not None, None, None
+        served_seconds = None if self.up is None else time.monotonic() - self._up_at
+        self.child = self.up = None
         self._fatal, self._hung = None, None
         if self._reader is not None:
             self._reader.close()
             self._reader = None
         for kind in ("engine", "progress"):
             self._file(kind).unlink(missing_ok=True)
-        if self._asked_to_stop:
-            return
+        if not self._asked_to_stop:
+            self._plan_next(reason, served_seconds, is_final=is_final)
+
+    def _plan_next(self, reason: str, served_seconds: float | None = None, *, is_final: bool = False) -> None:
+        """Decide when the next engine starts, or that none does. `served_seconds`: of the last one; None if it did not
+        come up."""
+        served = served_seconds is not None
         self._load_failures = 0 if served else self._load_failures + 1
         if not served and (is_final or self._load_failures >= (MAX_LOADS if self._has_served else MAX_FIRST_LOADS)):
             self.failure = reason  # the server ends, and says why
         else:
-            delay = self._backoff.next_delay(served_seconds)
+            delay = self._backoff.next_delay(served_seconds or 0.0)
             self._start_at = time.monotonic() + delay
             logger.error("engine %d ended: %s; another one starts in %g s", self.generation, reason, delay)
         self._on_down(reason)

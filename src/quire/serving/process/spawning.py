@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from quire.config.environment import child_environment
@@ -26,9 +26,11 @@ class Spawned(NamedTuple):
 
 
 def spawn(module: str, *, inherit: Sequence[int] = (), environment: Mapping[str, str] | None = None) -> Spawned:
-    """Start `python -m module FD`. `environment`: variables that differ from those of this process."""
+    """Start `python -m module FD`. `environment`: variables that differ from those of this process. Raises OSError
+    where there is no room for another process."""
     ours, theirs = socket.socketpair()
-    with theirs:
+    with ExitStack() as unless_started, theirs:
+        unless_started.callback(ours.close)
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
@@ -36,6 +38,7 @@ def spawn(module: str, *, inherit: Sequence[int] = (), environment: Mapping[str,
             env=child_environment(**(environment or {}), PYTHONPATH=os.pathsep.join(path for path in sys.path if path)),
             process_group=0,  # Ctrl-C reaches the supervisor alone
         )
+        unless_started.pop_all()
     return Spawned(ours, process)
 
 

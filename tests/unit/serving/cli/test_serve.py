@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import signal
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -344,3 +345,14 @@ def test_a_server_of_replicas_keeps_no_engine_of_its_own(monkeypatch: pytest.Mon
     args = _parser().parse_args(["serve", "--replicas", "2"])
     with spawning.spawned_engine() as engine:
         assert serve_module.run_serve(args, engine) == -signal.SIGKILL
+
+
+def test_a_command_goes_on_where_no_process_can_be_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    engines: list[object] = []
+    monkeypatch.setattr(spawning.subprocess, "Popen", refuse)
+    monkeypatch.setattr(cli, "_run", lambda _, engine: engines.append(engine) or 0)
+    assert main(["serve"]) == 0
+    assert engines == [None]

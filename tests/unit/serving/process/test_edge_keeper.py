@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -62,3 +64,18 @@ def test_an_edge_that_died_before_it_made_the_table_is_replaced(
         next(keeper.children()).has_ended = True  # type: ignore[misc]
         keeper.poll(0.0)
     assert gone == [1]
+
+
+def test_an_edge_for_which_there_is_no_room_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(edge_keeper, "ChildProcess", refuse)
+    config = ServerConfig(source=ModelSource(model="x"), engine=EngineArguments(), port=0)
+    with open_listeners(config) as listeners:
+        keeper = EdgeKeeper(config, tmp_path, "none", listeners, on_start=lambda _: None, on_gone=lambda _: None)
+        keeper.poll(0.0)
+        assert (keeper.failure, keeper.all_ended) == (None, True)
+        monkeypatch.setattr(edge_keeper, "ChildProcess", Child)
+        keeper.poll(time.monotonic() + 3600)
+        assert (keeper.failure, keeper.all_ended) == (None, False)

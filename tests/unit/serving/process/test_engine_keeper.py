@@ -1,4 +1,4 @@
-"""When an engine counts as hung."""
+"""When an engine counts as hung, and when another is started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import pytest
 
@@ -68,3 +68,21 @@ def test_the_first_engine_is_the_process_that_was_started_before(tmp_path: Path)
         assert keeper.child.pid == engine.process.pid
         keeper.kill()
         assert engine.process.poll() is not None
+
+
+def test_an_engine_for_which_there_is_no_room_is_tried_again_and_then_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(spawning.subprocess, "Popen", refuse)
+    config = ServerConfig(source=ModelSource(model="x"), engine=EngineArguments())
+    reasons: list[str] = []
+    keeper = EngineKeeper(config, tmp_path, "none", on_down=reasons.append)
+    keeper.poll(0.0)
+    assert keeper.child is None
+    assert keeper.failure is None
+    keeper.poll(time.monotonic() + 3600)
+    assert keeper.failure == "no process can be started: [Errno 11] Resource temporarily unavailable"
+    assert reasons == [keeper.failure] * 2
