@@ -62,6 +62,7 @@ def tune_products(
 
     from quire.kernels.triton.gauge import graph_us
     from quire.kernels.triton.gauge_cases import Sizes
+    from quire.kernels.triton.launch import has_gluon
     from quire.kernels.triton.products import Workspace
     from quire.kernels.triton.tuning import found_by, run_trial, tune
 
@@ -69,7 +70,8 @@ def tune_products(
     sizes = [Sizes(*numbers, each.num_query, each.num_kv, each.dim, model.vocab_size) for each in model.all_heads]
     layers = list(dict.fromkeys(layer for each in sizes for layer in each.layers()))
     trials = []
-    for trial in tune(layers, run_trial(device, Workspace.make(device), graph_us), float8=float8):
+    run = run_trial(device, Workspace.make(device), graph_us)
+    for trial in tune(layers, run, float8=float8, hopper=has_gluon(device)):
         trials.append(trial)
         report(
             {

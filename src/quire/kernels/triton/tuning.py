@@ -11,8 +11,10 @@ import torch
 
 from quire.kernels.triton.compiling import compiling_only
 from quire.kernels.triton.gauge import Timer
+from quire.kernels.triton.launch import FLOAT8
 from quire.kernels.triton.product_trials import BYTES, Kind, Layer, Operands, candidates
 from quire.kernels.triton.products import Workspace
+from quire.kernels.triton.products_hopper_plan import MULTIPLE, takes_rows
 from quire.kernels.triton.products_plan import MOST_ROWS, Found, Shape, Tiling, fits_workspace, rows_held
 
 logger = logging.getLogger("quire.kernels")
@@ -57,12 +59,15 @@ def run_trial(device: torch.device, workspace: Workspace, timer: Timer) -> Run:
     return run
 
 
-def tune(layers: Sequence[Layer], run: Run, *, float8: bool) -> Iterator[Trial]:
+def tune(layers: Sequence[Layer], run: Run, *, float8: bool, hopper: bool = False) -> Iterator[Trial]:
     """A trial of every layer with every number of rows. `float8`: of all weights but the head's, and of activations
-    where there are several rows."""
+    where there are several rows. `hopper`: the device has products_hopper.py, which no tiling changes."""
     for layer in layers:
         is_small = float8 and layer.name != "head"
+        has_product = hopper and layer.inputs % MULTIPLE == layer.weight_rows % MULTIPLE == 0
         for rows in FLOAT8_ROWS if is_small else ROWS:
+            if is_small and has_product and takes_rows(rows, FLOAT8):
+                continue
             small: Kind = "w8" if rows == 1 else "w8a8"
             yield run(layer, rows, small if is_small else "bf16")
 

@@ -53,6 +53,13 @@ def test_float8_is_tried_as_the_engine_runs_it_and_never_for_the_head() -> None:
     assert [trial.rows for trial in trials] == [*FLOAT8_ROWS, *ROWS]
 
 
+def test_rows_that_the_product_for_hopper_takes_are_not_tried() -> None:
+    odd = Layer("odd", 100, 200)
+    trials = list(tune([OUTPUT, odd, HEAD], pretend({"output": 64, "odd": 64, "head": 64}), float8=True, hopper=True))
+    tried = [tuple(trial.rows for trial in trials if trial.layer is layer) for layer in (OUTPUT, odd, HEAD)]
+    assert tried == [ROWS, FLOAT8_ROWS, ROWS]
+
+
 def test_the_best_tiling_is_chosen_once_it_was_adopted() -> None:
     trials = list(tune([HEAD], pretend({"head": 32}), float8=False))
     best = {trial.rows: trial.best for trial in trials}
