@@ -33,7 +33,8 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
     copied = head if weight_bytes < DTYPE_BYTES["float32"] else 0
     levels, dtype, has_levels = model.levels, config.device.dtype, model.levels.parameters > 0 and quantization is None
     is_native = facts.native_refusal is None
-    integer = config.device.integer_products and (levels.integer_bytes > 0 if has_levels else quantization == "int4")
+    quantizes = quantization in ("int8", "int4")
+    integer = config.device.integer_products and (levels.integer_bytes > 0 if has_levels else quantizes)
     panels = facts.level_panels and facts.has_halves(dtype)
     keeps_levels = {
         "float32": is_native and (integer or facts.level_panels),
@@ -44,7 +45,7 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
         table = 0 if is_shared else _level_table(model) if levels.has_table else copied * weight_bytes
         held = levels.integer_bytes if integer and dtype == "float32" else levels.num_bytes
         return (model.num_parameters - levels.parameters) * weight_bytes + held + table
-    if quantization in ("int8", "int4") and keeps_levels:
+    if quantizes and keeps_levels:
         small = model.layer_weights[0]
         held = packed_bytes(small, nibbles=quantization == "int4")
         return (model.num_parameters - small + copied) * weight_bytes + held

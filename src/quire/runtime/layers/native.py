@@ -164,18 +164,17 @@ class PanelProduct(LevelProduct):
 
 class IntegerProduct(PanelProduct):
     """Rounds float32 rows to 16 bits, 32 numbers with a scale of their own, and multiplies them in whole numbers by
-    quantized weights. These stay in the bits that their file has. Weights whose checkpoint says how rows are rounded,
-    and all others, are multiplied as PanelProduct does it."""
+    quantized weights. These stay in the bits that their file has. All others are multiplied as PanelProduct does it."""
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
-        if not isinstance(weight, LevelWeight) or weight.activations is not None:
-            return super().pack_quantized(weight, bias)
-        native = weight.as_native(HALF_GROUP)
+        native = weight.as_native(HALF_GROUP) if isinstance(weight, LevelWeight) else None
         if native is None:
             return super().pack_quantized(weight, bias)
         panels = cut_int8_panels(native.levels, native.scales, native.offsets, nibbles=native.nibbles)
-        multiply = NativeMultiply(panels, bias)
-        return multiply if native.columns is None else GatheredMultiply(multiply, native.columns)
+        multiply: Multiply = NativeMultiply(panels, bias)
+        if native.columns is not None:
+            multiply = GatheredMultiply(multiply, native.columns)
+        return rounding(multiply, weight.activations)
 
 
 def _as_halves(weight: Tensor) -> Tensor:

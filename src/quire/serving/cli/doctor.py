@@ -154,11 +154,9 @@ def describe_products(facts: HardwareFacts) -> list[tuple[str, str]]:
     """What multiplies rows by weights on this CPU, for each kind of weight."""
     if facts.native_refusal is not None:
         return [("products", "torch")]
-    levels = "as stored in the file" if facts.level_panels else "expanded to float32 at load"
     return [
         ("float32 weights", str(facts.cpu_path)),
         ("quantized weights", f"{facts.cpu_path}, as stored in the file, float32 rows in whole numbers"),
-        ("weights by 8 bit rows", f"{facts.cpu_path}, {levels}"),
         ("bfloat16 weights", "amx" if facts.tile_units else "oneDNN" if facts.supports_bf16 else str(facts.cpu_path)),
     ]
 

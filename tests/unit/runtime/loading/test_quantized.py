@@ -20,7 +20,6 @@ from make_quantized import FIXTURES, QUERY, TOKENS, probe, sample
 from quire.config.engine import DeviceConfig
 from quire.kernels.native.int8_panels import is_int8_format
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.ops import BYTES
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.native import GatheredMultiply, IntegerProduct, LevelProduct, NativeMultiply
 from quire.runtime.layers.product import NumbersProduct
@@ -134,11 +133,8 @@ def test_layers_hold_the_quantized_form_where_the_cpu_multiplies_by_it(name: str
     while not isinstance(multiply, NativeMultiply):
         assert isinstance(multiply, GatheredMultiply | RoundedMultiply)
         multiply = multiply.multiply
-    if "w8a8" in name:
-        assert multiply.weight.format == BYTES
-    else:
-        assert is_int8_format(multiply.weight)
-        assert multiply.weight.format & 15 == 4  # bits
+    assert is_int8_format(multiply.weight)
+    assert multiply.weight.format & 15 == (8 if "w8a8" in name else 4)  # bits
 
 
 @pytest.mark.parametrize(("name", "expanded"), [("ct-fp8", 7), ("gptq-4bit", 0)])

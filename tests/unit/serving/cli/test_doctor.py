@@ -48,7 +48,6 @@ def test_each_kind_of_weight_is_named_with_what_multiplies_by_it() -> None:
     assert dict(describe_products(native)) == {
         "float32 weights": "avx2",
         "quantized weights": "avx2, as stored in the file, float32 rows in whole numbers",
-        "weights by 8 bit rows": "avx2, as stored in the file",
         "bfloat16 weights": "avx2",
     }
     on_tiles = replace(native, cpu_path="amx", supports_bf16=True, tile_units=True)

@@ -87,7 +87,7 @@ def count_stored(directory: Path, method: Method, config: ModelConfig) -> Stored
     return StoredLevels(
         parameters=sum(size for size, _ in on_cpu),
         num_bytes=sum(packed_bytes(size, nibbles=few) for size, few in on_cpu),
-        integer_bytes=0 if any(one.rounds_rows for one in by_groups) else sum(map(_integer_bytes, by_groups)),
+        integer_bytes=sum(map(_integer_bytes, by_groups)),
         gpu_parameters=sum(one.outputs * one.inputs for one in on_gpu),
         gpu_bytes=sum(map(_gpu_bytes, on_gpu)),
         gpu_is_float8=any(one.bits == 0 for one in on_gpu),

@@ -27,7 +27,6 @@ class Layout(NamedTuple):
     inputs: int
     bits: int  # of an entry as it is held; 0: they are float8
     groups: int  # of the inputs of an output: each has a scale
-    rounds_rows: bool = False  # whether the checkpoint says how the rows are rounded that it is multiplied by
 
 
 class Method(ABC):
