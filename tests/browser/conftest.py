@@ -44,7 +44,9 @@ def browser() -> Iterator[Browser]:
     executable = chromium()
     if executable is None:
         pytest.skip("no Chromium on this machine: install the chromium package to run the browser tests")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
+
+    expect.set_options(timeout=30_000)  # milliseconds; a slow machine under load is still right
 
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=executable, args=FLAGS)

@@ -154,7 +154,7 @@ def test_a_schema_shapes_the_answer_and_a_tool_is_called(open_page: Callable[...
     page.locator("text=Insert an example").last.click()
     page.select_option("#setting-tool_choice", "required")
     ask(page, "What is the weather in Paris?")
-    expect(page.locator(".tool-call")).to_contain_text("get_weather")
+    expect(page.locator(".tool-call")).to_contain_text("get_weather", timeout=PATIENCE)
     expect(page.locator(".problem")).to_have_count(0)
 
 
