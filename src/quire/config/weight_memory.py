@@ -8,31 +8,37 @@ from quire.config.model import DTYPE_BYTES, ModelConfig, packed_bytes
 
 
 def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, *, has_triton: bool) -> int:
-    """Bytes of the weights. `has_triton`: the Triton backend runs the model.
+    """Bytes of the weights. `has_triton`: the Triton backend runs the model."""
+    if config.device.device == "cpu":
+        return _on_cpu(model, config, facts)
+    return _on_gpu(model, config, facts, has_triton=has_triton)
 
-    On a CPU, half-precision weights are repacked, so a tied output head has a copy besides the embedding table, and
-    bfloat16 weights of the layers stay bfloat16 for float32 rows. The native kernels keep a quantized embedding table
-    as it is stored, and with integer products, `level_panels` or `tile_units` all quantized weights; with integer
-    products a tied head is the table. On a GPU, the Triton backend holds quantized weights as such; elsewhere they are
-    expanded to the run dtype."""
-    quantization, weight_bytes = (
-        config.device.quantization,
-        facts.weight_bytes(config.device.dtype, config.device.device),
-    )
-    if config.device.device != "cpu":
-        if not has_triton:
-            return model.num_parameters * weight_bytes
-        if quantization is None:
-            levels = model.levels
-            if levels.gpu_is_float8 and not facts.cuda[cuda_index(config.device.device)].supports_fp8:
-                return model.num_parameters * weight_bytes
-            return (model.num_parameters - levels.gpu_parameters) * weight_bytes + levels.gpu_bytes
+
+def _on_gpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, *, has_triton: bool) -> int:
+    """The Triton backend holds quantized weights as such; elsewhere they are expanded to the run dtype."""
+    quantization, levels = config.device.quantization, model.levels
+    weight_bytes = facts.weight_bytes(config.device.dtype, config.device.device)
+    if not has_triton:
+        return model.num_parameters * weight_bytes
+    if quantization is not None:
         small, num_bytes = _quantized(model, quantization)
         return (model.num_parameters - small) * weight_bytes + num_bytes
-    head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
-    copied = head if weight_bytes < DTYPE_BYTES["float32"] else 0
-    levels, dtype, has_levels = model.levels, config.device.dtype, model.levels.parameters > 0 and quantization is None
-    is_native = facts.native_refusal is None
+    if levels.gpu_is_float8 and not facts.cuda[cuda_index(config.device.device)].supports_fp8:
+        return model.num_parameters * weight_bytes
+    return (model.num_parameters - levels.gpu_parameters) * weight_bytes + levels.gpu_bytes
+
+
+def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
+    """Half-precision weights are repacked, so a tied output head has a copy besides the embedding table. bfloat16
+    weights of the layers and of an untied head stay bfloat16 for float32 rows. The native kernels keep a quantized embedding
+    table as it is stored, and with integer products, `level_panels` or `tile_units` all quantized weights; with integer
+    products a tied head is the table."""
+    quantization, levels, dtype = config.device.quantization, model.levels, config.device.dtype
+    weight_bytes = facts.weight_bytes(dtype, "cpu")
+    table = model.vocab_size * model.hidden_size
+    tied, own_head = (table, 0) if model.tie_word_embeddings else (0, table)
+    copied = tied if weight_bytes < DTYPE_BYTES["float32"] else 0
+    has_levels, is_native = levels.parameters > 0 and quantization is None, facts.native_refusal is None
     quantizes = quantization in ("int8", "int4")
     integer = config.device.integer_products and (levels.integer_bytes > 0 if has_levels else quantizes)
     panels = facts.level_panels and facts.has_halves(dtype)
@@ -42,20 +48,20 @@ def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts
     }.get(dtype, False)
     if has_levels and keeps_levels:
         is_shared = integer and dtype == "float32" and model.tie_word_embeddings  # the head's panels are the table
-        table = 0 if is_shared else _level_table(model) if levels.has_table else copied * weight_bytes
+        beside = 0 if is_shared else _level_table(model) if levels.has_table else copied * weight_bytes
         held = levels.integer_bytes if integer and dtype == "float32" else levels.num_bytes
-        return (model.num_parameters - levels.parameters) * weight_bytes + held + table
+        return (model.num_parameters - levels.parameters) * weight_bytes + held + beside
     if quantizes and keeps_levels:
         small = model.layer_weights[0]
         held = packed_bytes(small, nibbles=quantization == "int4")
         return (model.num_parameters - small + copied) * weight_bytes + held
     is_plain = quantization is model.quantization is None and levels.parameters == 0 and model.dtype == "bfloat16"
     if dtype == "float32" and is_plain and facts.has_halves(dtype):
-        return model.num_parameters * weight_bytes - model.layer_weights[0] * (weight_bytes - DTYPE_BYTES["bfloat16"])
+        halved = model.layer_weights[0] + own_head
+        return model.num_parameters * weight_bytes - halved * (weight_bytes - DTYPE_BYTES["bfloat16"])
     if weight_bytes == DTYPE_BYTES["float32"]:
-        native = has_levels and dtype == "float32" and facts.native_refusal is None
-        beside = native and levels.has_table and model.tie_word_embeddings
-        return model.num_parameters * weight_bytes + (_level_table(model) if beside else 0)
+        has_table = has_levels and dtype == "float32" and is_native and levels.has_table and model.tie_word_embeddings
+        return model.num_parameters * weight_bytes + (_level_table(model) if has_table else 0)
     return (model.num_parameters + copied) * weight_bytes
 
 

@@ -155,19 +155,20 @@ def test_buffers_larger_than_the_model_name_the_budget_to_lower() -> None:
         plan_memory(SMALL, config, LAPTOP, GIB).check()
 
 
-def test_bfloat16_weights_are_counted_as_such_for_float32_rows_of_the_native_kernels() -> None:
-    model = replace(SMALL, dtype="bfloat16")
+@pytest.mark.parametrize("tied", [True, False])
+def test_bfloat16_weights_are_counted_as_such_for_float32_rows_of_the_native_kernels(tied: bool) -> None:
+    model = count_weights(replace(SMALL, dtype="bfloat16", tie_word_embeddings=tied))
 
     def weights(dtype: Dtype, facts: HardwareFacts) -> int:
         config = EngineConfig(CacheConfig(16, 10), SchedulerConfig(), DeviceConfig("cpu", dtype, dtype))
         return plan_memory(model, config, facts, 80 * GIB).weights
 
-    native, in_layers = replace(LAPTOP, cpu_path="avx2"), model.layer_weights[0]
+    native, table = replace(LAPTOP, cpu_path="avx2"), model.vocab_size * model.hidden_size
     assert weights("float32", LAPTOP) == 4 * model.num_parameters
-    assert weights("float32", native) == 4 * model.num_parameters - 2 * in_layers
+    in_halves = model.layer_weights[0] + (0 if tied else table)
+    assert weights("float32", native) == 4 * model.num_parameters - 2 * in_halves
     assert weights("bfloat16", LAPTOP) == 4 * model.num_parameters
-    head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
-    assert weights("bfloat16", native) == 2 * (model.num_parameters + head)
+    assert weights("bfloat16", native) == 2 * (model.num_parameters + (table if tied else 0))
 
 
 def test_levels_are_counted_as_they_are_kept() -> None:
