@@ -30,9 +30,9 @@ def _on_gpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, *, h
 
 def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
     """Half-precision weights are repacked, so a tied output head has a copy besides the embedding table. bfloat16
-    weights of the layers and of an untied head stay bfloat16 for float32 rows. The native kernels keep a quantized embedding
-    table as it is stored, and with integer products, `level_panels` or `tile_units` all quantized weights; with integer
-    products a tied head is the table."""
+    weights of the layers and of an untied head stay bfloat16 for float32 rows. The native kernels keep a quantized
+    embedding table as it is stored, and with integer products, `level_panels` or `tile_units` all quantized weights;
+    with integer products a tied head is the table."""
     quantization, levels, dtype = config.device.quantization, model.levels, config.device.dtype
     weight_bytes = facts.weight_bytes(dtype, "cpu")
     table = model.vocab_size * model.hidden_size
