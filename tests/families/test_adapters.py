@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from adapter_batches import check_batch
 from adapter_files import SMALL, make_adapter, merged
 from family_bench import BACKENDS
-from family_models import VOCAB, FamilyCase
-from quire.types.step import Chunk
-from tiny_models import Bench, engine_config, greedy_reference
-
-NUM_DECODED = 3
+from family_models import FamilyCase
+from tiny_models import Bench, engine_config
 
 
 @pytest.fixture(scope="module")
@@ -29,28 +25,8 @@ def case_of(cases: dict[str, FamilyCase], name: str, folder: Path) -> FamilyCase
     return cases[name]
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(3, VOCAB), k=length)
-
-
 def bench_of(case: FamilyCase, attention: str, **config: Any) -> Bench:
     return Bench(case.checkpoint(), engine_config(adapters=SMALL, **config), attention=attention)  # type: ignore[arg-type]
-
-
-def check_batch(bench: Bench, models: list[torch.nn.Module], slots: list[int], atol: float = 5e-4) -> None:
-    """Row i uses slots[i] and must compute what models[i] does. The first prompt comes in two chunks."""
-    prompts = [prompt_of(length, seed) for seed, length in enumerate((9, 4, 6, 3)[: len(models)])]
-    for row, (prompt, slot) in enumerate(zip(prompts, slots, strict=True)):
-        bench.add(row, prompt, adapter=slot)
-    bench.run(chunks=[Chunk(0, 0, 5)])
-    rest = [Chunk(row, 0, len(prompt), (row,)) for row, prompt in enumerate(prompts) if row]
-    bench.run(chunks=[Chunk(0, 5, len(prompts[0]) - 5, (0,)), *rest])
-    for _ in range(NUM_DECODED - 1):
-        bench.run(decode=list(range(len(prompts))))
-    for row, (prompt, model) in enumerate(zip(prompts, models, strict=True)):
-        wanted, logits = greedy_reference(model, prompt, NUM_DECODED)
-        torch.testing.assert_close(torch.stack(bench.sampler.seen[row]), logits, rtol=1e-3, atol=atol)
-        assert bench.tokens[row][len(prompt) :] == wanted
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def check(
     ]
     wanted = out.float()
     add_low_rank(wanted, x.float(), a.float(), b.float(), groups, RANKS, parts)
-    order, tiles = (torch.from_numpy(each).to(DEVICE) for each in tile_tokens(np.array(slots), most, room))
+    order, tiles, _ = (torch.from_numpy(each).to(DEVICE) for each in tile_tokens(np.array(slots), most, room))
     ranks = torch.tensor(RANKS, dtype=torch.int32, device=DEVICE)
     blocks = lora.OutputBlocks.of(parts, DEVICE)
     lora.add_tiles(out, x, a, b, ranks, order, tiles, most, blocks, is_seldom=is_seldom)

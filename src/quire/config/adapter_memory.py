@@ -9,6 +9,7 @@ RANK_STEP, TILE_RANKS = 16, 32  # kernels read ranks in steps of so many: slots 
 # tile units read ranks above a tile's in whole tiles
 OUTPUT_STEP = 16  # compiled kernels hold the outputs of a layer in panels of so many
 _SPLITS = 8  # partial sums that Triton kernels may hold of each row
+EXPERT_PLACES = 8_192  # of partial sums that they hold of pairs of a row and an expert, if there are fewer pairs
 
 
 def padded_rank(rank: int, *, tiled: bool = False) -> int:
@@ -24,12 +25,23 @@ def adapter_memory(
     if adapters is None:
         return 0
     rank, counts = padded_rank(adapters.max_rank, tiled=tiled), model.weights
-    slots = adapters.slots * rank * counts.adapter_width * value_bytes
-    return slots + max_tokens * rank * counts.adapter_parts * 4 * _SPLITS
+    slots = adapters.slots * rank * _width(model, adapters) * value_bytes
+    sums = max_tokens * rank * counts.adapter_parts * 4 * _SPLITS
+    if not adapters.experts or model.experts is None or max_tokens == 0:
+        return slots + sums
+    pairs = max_tokens * model.experts.num_used  # their gates and ups are kept before the activation
+    of_pairs = max(pairs, EXPERT_PLACES) * rank * 2 * 4 + pairs * 2 * model.experts.size * value_bytes
+    return slots + max(sums, of_pairs)
 
 
 def host_adapter_memory(model: ModelConfig, adapters: AdapterConfig | None, value_bytes: int) -> int:
     """Bytes of the adapters in host memory, all of them of the largest rank."""
     if adapters is None:
         return 0
-    return adapters.host_adapters * padded_rank(adapters.max_rank) * model.weights.adapter_width * value_bytes
+    return adapters.host_adapters * padded_rank(adapters.max_rank) * _width(model, adapters) * value_bytes
+
+
+def _width(model: ModelConfig, adapters: AdapterConfig) -> int:
+    """Inputs and outputs of all matrices that slots have room for."""
+    counts = model.weights
+    return counts.adapter_width + (counts.adapter_expert_width if adapters.experts else 0)

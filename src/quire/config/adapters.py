@@ -26,6 +26,7 @@ class AdapterConfig:
     slots: int  # on the device
     max_rank: int
     host_adapters: int  # kept in host memory; others are read from their folders again when they are needed
+    experts: bool = False  # adapters may change routed experts: slots have room for the matrices of all of them
 
 
 def host_adapters(config: AdapterConfig | None) -> int:
@@ -41,13 +42,15 @@ class AdapterModule(NamedTuple):
 
 
 def resolve_adapters(
-    *, enable: bool, slots: int | None, max_rank: int | None, host_adapters: int | None
+    *, enable: bool, slots: int | None, max_rank: int | None, host_adapters: int | None, experts: bool = False
 ) -> AdapterConfig | None:
     """Return the settings of LoRA; None: it is off. Raises ConfigError."""
     given = {"max_loras": slots, "max_lora_rank": max_rank, "max_cpu_loras": host_adapters}
-    if not isinstance(enable, bool):
-        raise ConfigError("enable_lora", f"must be true or false, got {enable!r}")
+    for name, flag in (("enable_lora", enable), ("lora_experts", experts)):
+        if not isinstance(flag, bool):
+            raise ConfigError(name, f"must be true or false, got {flag!r}")
     if not enable:
+        given["lora_experts"] = experts or None
         for name, value in given.items():
             if value is not None:
                 raise ConfigError(
@@ -65,7 +68,7 @@ def resolve_adapters(
     if host_adapters is not None and host_adapters < num_slots:
         reason = f"is {host_adapters}, and max_loras is {num_slots}: what is on the device is in host memory too"
         raise ConfigError("max_cpu_loras", reason, f"set it to {num_slots} or more")
-    return AdapterConfig(num_slots, max_rank or DEFAULT_RANK, host_adapters or HOST_SHARE * num_slots)
+    return AdapterConfig(num_slots, max_rank or DEFAULT_RANK, host_adapters or HOST_SHARE * num_slots, experts)
 
 
 def read_modules(given: object, *, enable: bool) -> tuple[AdapterModule, ...]:

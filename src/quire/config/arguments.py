@@ -89,6 +89,7 @@ class EngineArguments:
     max_loras: int | None = None
     max_lora_rank: int | None = None
     max_cpu_loras: int | None = None
+    lora_experts: bool = False
     lora_dir: str | None = None  # from which clients of a server may load adapters
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -146,6 +147,7 @@ class EngineSettings(TypedDict, total=False):
     max_loras: int | None
     max_lora_rank: int | None
     max_cpu_loras: int | None
+    lora_experts: bool
     lora_dir: str | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -193,6 +195,7 @@ def read_arguments(args: EngineArguments) -> ParsedArguments:
             slots=args.max_loras,
             max_rank=args.max_lora_rank,
             host_adapters=args.max_cpu_loras,
+            experts=args.lora_experts,
         ),
         modules=read_modules(args.lora_modules, enable=args.enable_lora),
         parallel=read_parallel(

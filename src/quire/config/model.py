@@ -148,14 +148,16 @@ class Recurrent:
 class WeightCounts:
     """How many weights the layers of a model hold, as the layers themselves say: all of them; those in the matrices of
     blocks, which quantization shrinks; and the output features of these matrices, each of which has a scale. Of linear
-    layers that LoRA adapters may change: the inputs of all matrices and the outputs; the most matrices of a layer. Of
-    the matrices that a GPU holds quantized if quantization is int4: the weights, and their bytes."""
+    layers that LoRA adapters may change: the inputs of all matrices and the outputs; the most matrices of a layer; the
+    inputs and outputs of routed experts, which they may change too where the settings say so. Of the matrices that a
+    GPU holds quantized if quantization is int4: the weights, and their bytes."""
 
     parameters: int = 0
     in_blocks: int = 0
     block_outputs: int = 0
     adapter_width: int = 0
     adapter_parts: int = 0
+    adapter_expert_width: int = 0
     int4_parameters: int = 0
     int4_bytes: int = 0
 

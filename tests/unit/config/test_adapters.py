@@ -27,9 +27,9 @@ def test_the_scheduler_has_as_many_slots_as_the_device() -> None:
     config, _ = resolve_engine_config(EngineArguments(enable_lora=True), LAPTOP, SMALL)
     assert config.adapters == AdapterConfig(8, 16, 32)
     assert config.scheduler.adapter_slots == 8
-    arguments = EngineArguments(enable_lora=True, max_loras=64, max_lora_rank=32, max_cpu_loras=100)
+    arguments = EngineArguments(enable_lora=True, max_loras=64, max_lora_rank=32, max_cpu_loras=100, lora_experts=True)
     config, _ = resolve_engine_config(arguments, LAPTOP, SMALL)
-    assert config.adapters == AdapterConfig(64, 32, 100)
+    assert config.adapters == AdapterConfig(64, 32, 100, experts=True)
     assert config.scheduler.adapter_slots == 64
 
 
@@ -46,6 +46,8 @@ def test_the_scheduler_has_as_many_slots_as_the_device() -> None:
         ({"enable_lora": True, "max_lora_rank": 257}, "max_lora_rank"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras"),
         ({"enable_lora": True, "lora_dir": "/no/such/folder"}, "lora_dir"),
+        ({"lora_experts": True}, "lora_experts"),
+        ({"enable_lora": True, "lora_experts": 1}, "lora_experts"),
     ],
 )
 def test_bad_settings_are_refused_by_name(settings: dict[str, Any], name: str) -> None:

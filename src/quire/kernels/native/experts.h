@@ -1,6 +1,9 @@
 // Mixtures of experts: rows that go to the same expert are multiplied together, one expert after the other.
 #pragma once
 
+#include <optional>
+
+#include "low_rank.h"
 #include "multiply.h"
 #include "rowwise.h"
 
@@ -25,6 +28,7 @@ struct PackedExperts {
     const Clamp* clamp;                  // of the gate, or null
     const float* factors;                // [num]: of the weights of each, or null
     int64_t activation;                  // of the gate
+    const LowRankLayer *const *gate_up_adapters, *const *down_adapters;  // [held] each, or null: experts have none
 };
 
 template <typename T> void multiply_by(const PackedLinear& linear, const T* x, int64_t rows, T* out) {
@@ -156,14 +160,17 @@ template <typename T> void begin_sums(const T* shared, const T* gate, int64_t ro
 }
 
 // x [rows, hidden] -> out [rows, hidden]: the weighted sum of what a row's experts make of it, in the order of experts.
+// adapters [rows]: the slot of each row's adapter, below 0: none; null: no row has one.
 template <typename T>
 void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, const PackedExperts& experts,
-                 int64_t rows, T* out) {
+                 const int64_t* adapters, int64_t rows, T* out) {
     const int64_t size = experts.down->inputs, hidden = experts.down->outputs;
     const Pairs pairs(logits, experts, rows);
     const int64_t most = pairs.most(experts.first, experts.held);
     const std::unique_ptr<float[]> sums(new float[rows * hidden]);
     const std::unique_ptr<T[]> taken(new T[most * hidden]), both(new T[most * 2 * size]), inner(new T[most * size]);
+    const bool adapts = adapters != nullptr && experts.gate_up_adapters != nullptr;
+    std::vector<int64_t> slots(adapts ? most : 0);
     begin_sums(shared, gate, rows, hidden, sums.get());
     for (int64_t expert = 0; expert < experts.held; ++expert) {
         const int64_t* at = &pairs.begins[experts.first + expert];
@@ -171,9 +178,14 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
         if (count == 0) continue;
         for (int64_t i = 0; i < count; ++i)
             std::memcpy(&taken[i * hidden], x + pairs.rows[begin + i] * hidden, hidden * sizeof(T));
+        std::optional<RowUnits> units;  // of the expert's rows, by their adapters
+        for (int64_t i = 0; adapts && i < count; ++i) slots[i] = adapters[pairs.rows[begin + i]];
+        if (adapts) units.emplace(slots.data(), count);
         multiply_by(experts.gate_up[expert], taken.get(), count, both.get());
+        if (units) low_rank_add(*experts.gate_up_adapters[expert], *units, taken.get(), hidden, both.get(), 2 * size);
         ::gate<T>(experts.activation, experts.clamp, both.get(), inner.get(), count, size);
         multiply_by(experts.down[expert], inner.get(), count, taken.get());
+        if (units) low_rank_add(*experts.down_adapters[expert], *units, inner.get(), size, taken.get(), hidden);
 #pragma omp parallel for schedule(static) if (count * hidden > 65536)
         for (int64_t i = 0; i < count; ++i) {  // no row comes twice
             float* to = &sums[pairs.rows[begin + i] * hidden];

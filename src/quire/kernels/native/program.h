@@ -140,7 +140,7 @@ template <typename T> struct Interpreter {
         const PackedExperts& experts = *static_cast<const PackedExperts*>(op.weight);
         const T* shared = experts.shared < 0 ? nullptr : at(experts.shared);
         const T* gate = experts.shared_gate < 0 ? nullptr : at(experts.shared_gate);
-        mix_experts<T>(at(op.x), at(op.y), shared, gate, experts, run.rows, at(op.out));
+        mix_experts<T>(at(op.x), at(op.y), shared, gate, experts, run.adapters, run.rows, at(op.out));
     }
 
     void turn(const Operation& op) const {

@@ -93,8 +93,7 @@ class ProgramWriter:
     def low_rank_add(self, x: Symbol, y: Symbol, slots: LowRankSlots) -> None:
         """y plus what the adapters of the rows make of x. In steps without adapters, nothing."""
         assert (x.width, y.width, self._dtype) == (slots.inputs, slots.outputs, slots.dtype)
-        self._kept.append(slots)
-        self._num_slots = min(self._num_slots or slots.num_slots, slots.num_slots)
+        self._keep_slots([slots])
         self._add(LOW_RANK_ADD, x.buffer, out=y.buffer, pointer=ctypes.addressof(slots.layer))
 
     def multiply_heads(self, x: Symbol, linears: Sequence[LinearWeights], rest: int) -> Symbol:
@@ -117,6 +116,7 @@ class ProgramWriter:
             *experts.groups,
             self._keep_each(experts.score_bias, num), self._keep(gate_up), self._keep(down),
             self._keep(doubles(experts.clamp)), self._keep_each(experts.factors, num), ACTIVATIONS[experts.activation],
+            *map(self._keep_slots, experts.adapters),
         )  # fmt: skip
         self._add(MIX, x.buffer, y=logits.buffer, out=out.buffer, pointer=self._keep(packed))
         self._uses[-1] += tuple(others)
@@ -249,6 +249,14 @@ class ProgramWriter:
         assert (numbers.dtype, numbers.shape, numbers.is_contiguous()) == (torch.float32, (num,), True)
         self._kept.append(numbers)
         return numbers.data_ptr()
+
+    def _keep_slots(self, each: Sequence[LowRankSlots]) -> int | None:
+        """The address of the adapters of each of several layers, or None."""
+        if not each:
+            return None
+        self._num_slots = min(self._num_slots or each[0].num_slots, each[0].num_slots)
+        self._kept.append(each)
+        return self._keep((ctypes.c_void_p * len(each))(*(ctypes.addressof(slots.layer) for slots in each)))
 
     def _pack(self, linear: LinearWeights) -> PackedLinear:
         weight, bias = linear.weight, linear.bias

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.kernels.clamp import Clamp
+from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.ops import PackedWeight
 
 
@@ -24,6 +25,7 @@ class PackedExperts(Structure):
         ("is_normalized", c_int64), ("shared", c_int64), ("shared_gate", c_int64), ("scale", c_double),
         ("groups", c_int64), ("groups_used", c_int64), ("score_bias", c_void_p),
         ("gate_up", c_void_p), ("down", c_void_p), ("clamp", c_void_p), ("factors", c_void_p), ("activation", c_int64),
+        ("gate_up_adapters", c_void_p), ("down_adapters", c_void_p),
     )  # fmt: skip
 
 
@@ -50,3 +52,4 @@ class ExpertWeights:
     groups: tuple[int, int] = (1, 1)  # and how many of them a row's experts are of
     score_bias: Tensor | None = None  # [experts] float32: experts rank by sigmoids plus this, which are their weights
     first: int = 0  # the number of the first of these experts; what a row's other experts make of it is not added
+    adapters: tuple[Sequence[LowRankSlots], ...] = ((), ())  # LoRA of each expert's gate and up, and of its down

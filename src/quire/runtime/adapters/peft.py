@@ -22,7 +22,6 @@ _REFUSED = {
     "lora_bias": "biases of adapters are not supported: train with lora_bias=false",
     "modules_to_save": "whole modules in adapters are not supported: train without modules_to_save, or " + _MERGE,
     "trainable_token_indices": "new embeddings are not supported: " + _MERGE,
-    "target_parameters": "adapters of parameters (experts) are not supported: target linear modules, or " + _MERGE,
     "layer_replication": "models with replicated layers are not supported: " + _MERGE,
     "alora_invocation_tokens": "activated LoRA is not supported: train plain LoRA",
     "megatron_config": "Megatron's layers are not supported: train plain LoRA",
@@ -31,6 +30,8 @@ _REFUSED = {
     "arrow_config": "Arrow is not supported: serve one adapter",
     "monteclora_config": "MonteCLoRA is not supported: train plain LoRA",
 }
+_VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})")
+_STRAIGHT = (0, 19)  # before this PEFT took every stacked parameter to be [experts, inputs, outputs]
 _CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that change the model's weights
 
 
@@ -62,6 +63,14 @@ class PeftConfig:
     by_inputs: bool = False  # the model stores its matrices by inputs, then outputs
     ranks: ModulePatterns = _NO_PATTERNS
     alphas: ModulePatterns = _NO_PATTERNS
+    parameters: frozenset[str] = frozenset()  # the ends of names of parameters that the adapter was trained for
+    takes_inputs_first: bool = False  # A is of the second dimension of stacked parameters, also where these are outputs
+
+    def pattern_name(self, module: str) -> str:
+        """What the patterns know a linear module as."""
+        parts = f"{module}.weight".split(".")
+        is_parameter = any(".".join(parts[first:]) in self.parameters for first in range(len(parts)))
+        return f"{module}.weight" if is_parameter else module
 
     def rank_of(self, module: str) -> int:
         found = self.ranks.find(module)
@@ -95,6 +104,8 @@ def read_peft_config(values: Mapping[str, object]) -> PeftConfig:
         by_inputs=_flag(values, "fan_in_fan_out"),
         ranks=_patterns(values, "rank_pattern", _rank),
         alphas=_patterns(values, "alpha_pattern", _number),
+        parameters=_parameters(values.get("target_parameters") or []),
+        takes_inputs_first=_is_old(values.get("peft_version")),
     )
 
 
@@ -134,6 +145,17 @@ def _expression(pattern: str, where: str) -> re.Pattern[str]:
         return re.compile(rf"(.*\.)?({pattern})$")
     except (re.error, OverflowError, RecursionError) as error:
         refuse(where, f"is no regular expression: {error}")
+
+
+def _parameters(found: object) -> frozenset[str]:
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        refuse("target_parameters", "must be a list of names")
+    return frozenset(found)
+
+
+def _is_old(version: object) -> bool:
+    found = _VERSION.match(version) if isinstance(version, str) else None
+    return found is not None and (int(found[1]), int(found[2])) < _STRAIGHT
 
 
 def _rank(value: object, key: str) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.config.model import ModelConfig
+from quire.runtime.adapters.fused import FusedSizes, experts_module, find_parameter, fused_sizes
 from quire.runtime.adapters.peft import CONFIG, PeftConfig, read_peft_config, refuse
 from quire.runtime.adapters.slots import AdapterSlots, HostAdapter, Pair, Target
 from quire.runtime.layers.weights import weight_layers
@@ -52,19 +53,35 @@ class _Sides(NamedTuple):
     b: str
 
 
+class _Known(NamedTuple):
+    """A module of the file that the model has. `name`: what the layers call its matrix, without `.weight`. `fused`: of
+    a parameter with the matrices of all experts, whose product of experts is at `path`."""
+
+    module: str
+    name: str
+    sides: _Sides
+    rank: int
+    scale: float
+    fused: FusedSizes | None = None
+    path: str = ""
+
+
 class AdapterReader:
     """Reads adapters for one model. May be called from any thread. A pipeline stage holds what changes its own layers;
     the digest is of all tensors, and every stage checks those of its layers."""
 
     def __init__(self, model: BaseModel, config: ModelConfig, slots: AdapterSlots) -> None:
-        self._slots = slots
-        family = find_family(config.architecture)
+        self._slots, self._config = slots, config
+        self._family = family = find_family(config.architecture)
         self._prefixes = ("", f"{family.embedding.partition('.')[0]}.")
         self._names = [PartNames(config, family, prefix) for prefix in self._prefixes]
         self._layers = {name: type(layer).__name__ for layer, parts in weight_layers(model) for name in parts}
         self._elsewhere = model.elsewhere | (frozenset() if config.is_last_stage else {f"{_HEAD}.weight"})
+        self._expert_paths, self._experts_elsewhere = _expert_paths(self._layers), _expert_paths(self._elsewhere)
         width = -(-self._width() * config.num_layers // len(config.layers))  # of all stages
         width += config.hidden_size + config.vocab_size  # the head may be on another
+        if config.experts is not None and slots.config.experts:
+            width += config.num_layers * config.experts.num * 3 * (config.hidden_size + config.experts.size)
         self._max_bytes = _HEADER_BYTES + slots.config.max_rank * width * max(
             dtype.itemsize for dtype in WEIGHT_DTYPES.values()
         )
@@ -96,80 +113,145 @@ class AdapterReader:
         return self._read_file(SafetensorsFile(HeldFile(folder / WEIGHTS, self._max_bytes)), config)
 
     def _width(self) -> int:
-        """Inputs and outputs of all matrices that an adapter may change."""
+        """Inputs and outputs of all matrices that an adapter may change, but those of experts."""
         layers, firsts = self._slots.layers, [targets[0] for targets in self._slots.targets.values()]
-        return sum(sum(layers[layer].parts[part].shape) for layer, part in firsts)
+        return sum(sum(layers[each.layer].parts[each.part].shape) for each in firsts if each.expert < 0)
 
     def _read_file(self, file: SafetensorsFile, config: PeftConfig) -> HostAdapter:
-        modules = {module: self._known(module, sides) for module, sides in _modules(file.tensors).items()}
-        if not modules:
+        sizes = fused_sizes(self._config, self._family, inputs_first=config.takes_inputs_first)
+        found = [self._known(module, sides, file, config, sizes) for module, sides in _modules(file.tensors).items()]
+        if not found:
             fix = "give a LoRA adapter that was trained for this model"
             raise InvalidRequest("lora_path", f"{WEIGHTS} changes no module of the model", fix)
-        _refuse_duplicates({sides.a: self._slots.targets.get(name, ()) for name, sides in modules.values()})
+        _refuse_duplicates({known.sides.a: self._targets_of(known) for known in found})
         digest, pairs, rank = hashlib.sha256(b"quire adapter 1"), list[Pair](), 0
-        for module, (name, sides) in sorted(modules.items(), key=lambda each: each[1]):  # however modules are spelled
-            is_own = name in self._slots.targets
-            if is_own:
-                self._check(file, module, name, sides, config)
-            scale = config.scale_of(module)
-            digest.update(f"\n{name} {scale!r}".encode())
-            for side in sides:
+        experts: dict[Target, list[tuple[int, _Known]]] = {}  # matrices of single experts
+        for known in sorted(found, key=lambda each: each.name):  # however modules are spelled
+            targets = self._targets_of(known)
+            if targets:
+                self._check(file, known, targets[0], config)
+            digest.update(f"\n{known.name} {known.scale!r}".encode())
+            for side in known.sides:
                 stored = file.tensors[side]
                 digest.update(f" {stored.dtype} {stored.shape}".encode())
                 digest.update(file.raw(side).data)
-            rank = max(rank, file.tensors[sides.a].shape[0])
-            if not is_own:
-                continue
-            a, b = (_values(file, side) for side in sides)
-            pairs += self._pairs(name, sides, a, b.float().mul_(torch.tensor(scale, dtype=torch.float32)))
+            rank = max(rank, known.rank)
+            if targets and known.fused is not None:
+                pairs += self._fused_pairs(file, known, known.fused, targets[0].layer)
+            elif targets and targets[0].expert >= 0:
+                experts.setdefault(targets[0]._replace(expert=-1), []).append((targets[0].expert, known))
+            elif targets:
+                pairs += self._pairs(known, *_matrices(file, known))
+        pairs += [self._expert_pair(file, target, each) for target, each in experts.items()]
         return HostAdapter(digest.hexdigest(), rank, tuple(sorted(pairs, key=lambda pair: pair.target)))
 
-    def _known(self, module: str, sides: _Sides) -> tuple[str, _Sides]:
-        """The layers' name of a module's matrix, without `.weight`. A module that they cannot adapt is refused."""
+    def _known(
+        self, module: str, sides: _Sides, file: SafetensorsFile, config: PeftConfig, sizes: dict[str, FusedSizes]
+    ) -> _Known:
+        """What the layers call a module's matrix. A module that they cannot adapt is refused."""
+        if (all_experts := experts_module(module)) is not None:
+            return self._known_fused(all_experts, sides, file, config, sizes)
         found = [names.of(f"{module}.weight") for names in self._names]
         known = [name.removesuffix(".weight") for name in found if name is not None]
         for name in known:
             if name in self._slots.targets or f"{name}.weight" in self._elsewhere:
-                return name, sides
-        raise _refused_module(module, sides.a, [name for name in known if f"{name}.weight" in self._layers])
+                pattern = config.pattern_name(module)
+                return _Known(module, name, sides, config.rank_of(pattern), config.scale_of(pattern))
+        is_there = any(f"{name}.weight" in self._layers for name in known)
+        raise self._refused_module(module, sides.a, is_there=is_there)
 
-    def _check(self, file: SafetensorsFile, module: str, name: str, sides: _Sides, config: PeftConfig) -> None:
+    def _known_fused(
+        self, module: str, sides: _Sides, file: SafetensorsFile, config: PeftConfig, sizes: dict[str, FusedSizes]
+    ) -> _Known:
+        """The same of a parameter with the matrices of all experts of a block."""
+        shapes = file.tensors[sides.a].shape, file.tensors[sides.b].shape
+        parameter = find_parameter(sizes, *shapes)
+        paths = [path for names in self._names if (path := names.of(f"{module}.{parameter}")) is not None]
+        for path in paths:
+            if path in self._slots.products or path.rpartition(".")[0] in self._experts_elsewhere:
+                assert parameter is not None
+                pattern, fused = f"{module}.{parameter}", sizes[parameter]
+                name = f"{path} by inputs" if fused.inputs_first else path
+                return _Known(pattern, name, sides, config.rank_of(pattern), config.scale_of(pattern), fused, path)
+        is_there = any(path.rpartition(".")[0] in self._expert_paths for path in paths)
+        if is_there and parameter is None and self._slots.config.experts:
+            reason = f"{WEIGHTS}: {sides.a} and {sides.b} have shapes {list(shapes[0])} and {list(shapes[1])}"
+            reason += ", which fit no parameter of the experts"
+            raise InvalidRequest("lora_path", reason, "the adapter was trained for another model")
+        raise self._refused_module(module, sides.a, is_there=is_there)
+
+    def _refused_module(self, module: str, tensor: str, *, is_there: bool) -> InvalidRequest:
+        reason, fix = _refused_reason(module, is_there=is_there), _WITHOUT
+        if is_there and f"{module}.".find(".experts.") >= 0 and not self._slots.config.experts:
+            reason, fix = "slots have no room for adapters of routed experts", "set lora_experts (--lora-experts)"
+        return InvalidRequest("lora_path", f"{WEIGHTS}: {tensor}: {reason}", fix)
+
+    def _targets_of(self, known: _Known) -> Sequence[Target]:
+        """The matrices that a module changes; nothing: they are on other ranks."""
+        if known.fused is None:
+            return self._slots.targets.get(known.name, ())
+        if known.path not in self._slots.products:
+            return ()
+        layer, experts = self._slots.products[known.path]
+        parts = range(len(self._slots.layers[layer].parts))
+        return [Target(layer, part, expert) for expert in range(len(experts)) for part in parts]
+
+    def _check(self, file: SafetensorsFile, known: _Known, target: Target, config: PeftConfig) -> None:
         """Shapes and rank."""
-        layer, place = self._slots.targets[name][0]
-        stack = self._slots.layers[layer]
-        part, limit = stack.parts[place], self._slots.config.max_rank
+        part, limit, rank = self._slots.layers[target.layer].parts[target.part], self._slots.config.max_rank, known.rank
         outputs, inputs = part.shape
-        rank = config.rank_of(module)
         if rank > limit:
             fix = f"raise max_lora_rank to {rank}, or train a smaller one"
-            raise InvalidRequest("lora_path", f"{module} has rank {rank}, the limit is {limit}", fix)
-        for side, wanted in ((sides.a, (rank, inputs)), (sides.b, (outputs, rank))):
+            raise InvalidRequest("lora_path", f"{known.module} has rank {rank}, the limit is {limit}", fix)
+        shapes = ((rank, inputs), (outputs, rank)) if known.fused is None else known.fused.shapes(rank)
+        for side, wanted in zip(known.sides, shapes, strict=True):
             if (found := file.tensors[side].shape) != wanted:
                 reason = f"{side} has shape {list(found)}, the model and {CONFIG} say {list(wanted)}"
                 raise InvalidRequest("lora_path", reason, "the adapter was trained for another model")
-        if part.turned != config.by_inputs and name != _HEAD:  # PEFT takes the head as it is stored
-            refuse("fan_in_fan_out", f"is {config.by_inputs}, and the model's {module} is stored otherwise",
+        if part.turned != config.by_inputs and known.name != _HEAD:  # PEFT takes the head as it is stored
+            refuse("fan_in_fan_out", f"is {config.by_inputs}, and the model's {known.module} is stored otherwise",
                    f"set it to {part.turned}")  # fmt: skip
 
-    def _pairs(self, name: str, sides: _Sides, a: Tensor, b: Tensor) -> list[Pair]:
-        slots, pairs = self._slots, []
-        for target in slots.targets[name]:
-            part = slots.layers[target.layer].parts[target.part]
-            mine = b if part.index is None else b.index_select(0, part.index)
-            rank = -(-len(a) // slots.rank_step) * slots.rank_step
-            own = part.inputs.of(a, 1)
-            held = self._hold(sides.a, own, (rank, own.shape[1])), self._hold(sides.b, mine, (len(mine), rank))
-            pairs.append(Pair(target, *held))
-        return pairs
+    def _pairs(self, known: _Known, a: Tensor, b: Tensor) -> list[Pair]:
+        return [self._pair(target, known.sides, a, b) for target in self._slots.targets[known.name]]
 
-    def _hold(self, name: str, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    def _expert_pair(self, file: SafetensorsFile, target: Target, each: Sequence[tuple[int, _Known]]) -> Pair:
+        """The matrices of single experts, with zeros for experts that the adapter does not change."""
+        num_experts, rank = self._slots.num_experts[target.layer], max(known.rank for _, known in each)
+        outputs, inputs = self._slots.layers[target.layer].parts[target.part].shape
+        all_a, all_b = torch.zeros(num_experts, rank, inputs), torch.zeros(num_experts, outputs, rank)
+        for expert, known in each:
+            a, b = _matrices(file, known)
+            all_a[expert, : known.rank], all_b[expert, :, : known.rank] = a, b
+        return self._pair(target, each[0][1].sides, all_a, all_b)
+
+    def _fused_pairs(self, file: SafetensorsFile, known: _Known, fused: FusedSizes, layer: int) -> list[Pair]:
+        a, b = fused.matrices(*(_values(file, side).float() for side in known.sides))
+        _, experts = self._slots.products[known.path]
+        own, parts = slice(experts.start, experts.stop), self._slots.layers[layer].parts
+        a, b = a[own], b[own].mul(torch.tensor(known.scale, dtype=torch.float32))
+        return [
+            self._pair(Target(layer, place), known.sides, a, fused.part(b, place, len(parts)))
+            for place in range(len(parts))
+        ]
+
+    def _pair(self, target: Target, sides: _Sides, a: Tensor, b: Tensor) -> Pair:
+        """a [..., rank, inputs] and b [..., outputs, rank] as this rank holds them."""
+        slots = self._slots
+        part = slots.layers[target.layer].parts[target.part]
+        mine = b if part.index is None else b.index_select(-2, part.index)
+        own, rank = part.inputs.of(a, a.dim() - 1), -(-a.shape[-2] // slots.rank_step) * slots.rank_step
+        held_a = self._hold(sides.a, own, (*own.shape[:-2], rank, own.shape[-1]))
+        return Pair(target, held_a, self._hold(sides.b, mine, (*mine.shape[:-1], rank)))
+
+    def _hold(self, name: str, values: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A copy with zeros behind, in memory that is copied to the device without waiting. Raises InvalidRequest if
         a value is too large for the dtype. Compiled kernels multiply float32 rows by bfloat16: what that holds exactly
         takes half the memory."""
         is_exact = self._slots.kernels == "native" and torch.equal(values.bfloat16().to(values.dtype), values)
         dtype = torch.bfloat16 if is_exact else self._slots.dtype
         held = torch.zeros(shape, dtype=dtype, pin_memory=self._slots.device.type == "cuda")
-        held[: values.shape[0], : values.shape[1]].copy_(values)
+        held[tuple(slice(size) for size in values.shape)].copy_(values)
         if not torch.isfinite(held).all():
             kind = str(dtype).removeprefix("torch.")
             reason = f"{WEIGHTS}: {name}: values are not finite in {kind}, B's times the scale of the adapter"
@@ -188,7 +270,9 @@ def _modules(tensors: Collection[str]) -> dict[str, _Sides]:
         if matched is None:
             reason = next((text for word, text in _OTHERS.items() if word in tensor), "is no A or B of a LoRA adapter")
             raise InvalidRequest("lora_path", f"{WEIGHTS}: {tensor}: {reason}", _WITHOUT)
-        module = matched["module"].removeprefix(_PREFIX).removesuffix(".base_layer")
+        module = matched["module"].removeprefix(_PREFIX)
+        if experts_module(module) is None:
+            module = module.removesuffix(".base_layer")
         if matched["side"] in found.setdefault(module, {}):
             raise InvalidRequest("lora_path", f"{WEIGHTS}: {tensor} is there twice", "save the adapter again")
         found[module][matched["side"]] = tensor
@@ -211,19 +295,28 @@ def _refuse_duplicates(targets: Mapping[str, Sequence[Target]]) -> None:
             seen[target] = tensor
 
 
-def _refused_module(module: str, tensor: str, layers: list[str]) -> InvalidRequest:
-    """`layers`: what the model calls the module, if it has it."""
-    if ".experts." in module or module.endswith(".experts"):
-        reason = "adapters of routed experts are not supported"
-    elif module.endswith(("embed_tokens", "wte", "embed_in", "word_embeddings")):
+def _expert_paths(tensors: Collection[str]) -> frozenset[str]:
+    """The modules of routed experts that these tensors of a checkpoint are of."""
+    return frozenset(name.partition(".experts.")[0] + ".experts" for name in tensors if ".experts." in name)
+
+
+def _matrices(file: SafetensorsFile, known: _Known) -> tuple[Tensor, Tensor]:
+    """A, and B times the scale in float32."""
+    a, b = (_values(file, side) for side in known.sides)
+    return a, b.float().mul_(torch.tensor(known.scale, dtype=torch.float32))
+
+
+def _refused_reason(module: str, *, is_there: bool) -> str:
+    """`is_there`: the model has the module."""
+    if module.endswith(("embed_tokens", "wte", "embed_in", "word_embeddings")):
         reason = "adapters of embeddings are not supported"
     elif any(word in module for word in ("visual", "vision", "multi_modal_projector")):
         reason = "adapters of vision towers are not supported"
-    elif layers:
+    elif is_there:
         reason = "this layer of the model cannot be adapted"
     else:
         reason = "the model has no such module"
-    return InvalidRequest("lora_path", f"{WEIGHTS}: {tensor}: {reason}", _WITHOUT)
+    return reason
 
 
 def _values(file: SafetensorsFile, name: str) -> Tensor:

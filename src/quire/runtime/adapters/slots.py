@@ -19,30 +19,35 @@ from quire.runtime.layers.adapted import (
     AdaptedPart,
     LinearAdapters,
     NativeAdapters,
+    SlotMemory,
     StackedAdapters,
+    slot_tensors,
 )
+from quire.runtime.layers.expert_adapters import ExpertProduct, make_expert_adapters
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import TiedHead
 from quire.runtime.layers.split import as_split
+from quire.runtime.layers.stacked_experts import ExpertLinear
 from quire.runtime.layers.weights import Placement
 from quire.runtime.models.base import BaseModel
 from quire.runtime.transfer import to_device
 
 
 class Target(NamedTuple):
-    """A part of a linear layer that an adapter can change."""
+    """A part of a linear layer, or of a product of routed experts, that an adapter can change."""
 
     layer: int  # among all adapted ones
     part: int
+    expert: int = -1  # of those that this rank has; -1: no expert's matrix, or those of all
 
 
 class Pair(NamedTuple):
     """A and B of one target, B times the adapter's scale, in the dtype of the rows that they are multiplied by, or in
-    bfloat16."""
+    bfloat16. Of experts, those of all that this rank has."""
 
     target: Target
-    a: Tensor  # [rank, inputs]
-    b: Tensor  # [outputs, rank], in the order of the layer's outputs
+    a: Tensor  # [rank, inputs], or [experts, rank, inputs]
+    b: Tensor  # [outputs, rank] or [experts, outputs, rank], in the order of the layer's outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +73,44 @@ class AdapterSlots:
     ) -> None:
         self.config, self.device, self.dtype, self.kernels = config, placement.device, placement.dtype, kernels
         self.rank_step = RANK_STEP if kernels == "triton" else 1
-        layers, head = model.adapted_layers(), model.parts[3]
+        layers, experts = model.adapted_layers(), model.adapted_experts()
+        experts = experts if config.experts else {}
         self.targets: dict[str, tuple[Target, ...]] = {}  # by the checkpoint name of the matrix, without `.weight`
-        active = ActiveAdapters()
+        self.products: dict[str, tuple[int, range]] = {}  # of experts, by path: the layer, and the own experts
+        self.num_experts: dict[int, int] = {}  # by layer, those that are own
+        active, limits = ActiveAdapters(), (config.slots, padded_rank(config.max_rank))
         parts = [parts_of(path, layer) for path, layer in layers.items()]
+        parts += [parts_of(path, product.first) for path, product in experts.items()]
         ends = np.cumsum([len(each) for each in parts]).tolist()
         self._host_ranks = np.zeros((config.slots, ends[-1] if ends else 0), dtype=np.int32)
         self._ranks = torch.zeros(self._host_ranks.shape, dtype=torch.int32, device=placement.device)
-        self.layers: list[LinearAdapters] = []
-        for number, ((path, layer), each, end) in enumerate(zip(layers.items(), parts, ends, strict=True)):
-            shape = (config.slots, padded_rank(config.max_rank), layer.num_inputs, layer.num_outputs)
-            mine = slice(end - len(each), end)
-            ranks = (self._ranks[:, mine], self._host_ranks[:, mine])
-            made = (
-                NativeAdapters(each, shape, placement, active)
-                if kernels == "native"
-                else StackedAdapters(each, shape, placement, active, ranks, dependent_rows, is_seldom=layer is head)
-            )
-            if layer is head:
-                model.head_adapters = made
+        spans = [slice(end - len(each), end) for end, each in zip(ends, parts, strict=True)]
+        ranks = [(self._ranks[:, mine], self._host_ranks[:, mine]) for mine in spans]
+        self.layers: list[SlotMemory] = []
+        for number, (path, layer) in enumerate(layers.items()):
+            shape, each = (*limits, layer.num_inputs, layer.num_outputs), parts[number]
+            if kernels == "native":
+                self._attach(model, layer, NativeAdapters(each, shape, placement, active))
             else:
-                assert isinstance(layer, Linear)
-                layer.adapters = made
-            self.layers.append(made)
+                memory, is_head = slot_tensors(each, shape, placement), layer is model.parts[3]
+                made = StackedAdapters(each, memory, active, ranks[number], dependent_rows, is_seldom=is_head)
+                self._attach(model, layer, made)
             self.targets |= _targets(path, layer, each, number)
+        for number, (path, product) in enumerate(experts.items(), len(layers)):
+            each = parts[number]
+            self.layers.append(make_expert_adapters(product, each, limits, placement, active, kernels, ranks[number]))
+            self.targets |= _expert_targets(path, product, each, number)
+            self.products[path], self.num_experts[number] = (number, product.experts), len(product.experts)
         model.blocks.adapters = active
+
+    def _attach(self, model: BaseModel, layer: Linear | TiedHead, made: LinearAdapters) -> None:
+        """Have a layer add what its adapters change."""
+        if layer is model.parts[3]:
+            model.head_adapters = made
+        else:
+            assert isinstance(layer, Linear)
+            layer.adapters = made
+        self.layers.append(made)
 
     def put(self, slot: int, adapter: HostAdapter) -> None:
         """Copy an adapter into a slot, after all work that was launched before. Does not wait on a GPU."""
@@ -111,8 +129,9 @@ class AdapterSlots:
         self._ranks[slot].copy_(to_device(torch.from_numpy(self._host_ranks[slot].copy()), self.device))
 
 
-def parts_of(path: str, linear: Linear | TiedHead) -> list[AdaptedPart]:
-    """The matrices that a layer stacks, with the outputs of the layer that each of them gives."""
+def parts_of(path: str, linear: Linear | TiedHead | ExpertLinear) -> list[AdaptedPart]:
+    """The matrices that a layer stacks, with the outputs of the layer that each of them gives. Those of one expert,
+    where a layer has them of all."""
     if isinstance(linear, TiedHead):
         vocab, inputs = linear.table.vocab, as_split(linear.num_inputs)
         index = None if vocab.is_whole else vocab.index
@@ -153,4 +172,15 @@ def _targets(
             Target(number, places[held.removesuffix(".weight")]) for held in linear.held(weight)
         )
         for weight in weights
+    }
+
+
+def _expert_targets(
+    path: str, product: ExpertProduct, parts: Sequence[AdaptedPart], number: int
+) -> dict[str, tuple[Target, ...]]:
+    parent = path[: path.rfind(".")]
+    return {
+        f"{parent}.{expert}.{part.name}": (Target(number, place, expert - product.experts.start),)
+        for expert in product.experts
+        for place, part in enumerate(parts)
     }

@@ -7,8 +7,10 @@ fills before it runs them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +37,7 @@ class ActiveAdapters:
         self.is_on = False  # whether a row of the step uses one
         self.is_narrowed = False  # whether only the wanted tokens are left
         self._step: AdapterStep | None = None
+        self._chosen: AdaptedRows | None = None
 
     def begin(self, step: AdapterStep | None) -> None:
         """A step begins with all of its tokens."""
@@ -48,8 +51,20 @@ class ActiveAdapters:
         """From here on, rows are the wanted tokens of the step."""
         self.is_narrowed = True
 
+    @contextmanager
+    def only(self, rows: AdaptedRows | None) -> Iterator[None]:
+        """Inside, layers get these rows, as an expert gets some of a step's. None: rows without adapters."""
+        before = self._chosen, self.is_on
+        self._chosen, self.is_on = rows, rows is not None
+        try:
+            yield
+        finally:
+            self._chosen, self.is_on = before
+
     @property
     def rows(self) -> AdaptedRows:
+        if self._chosen is not None:
+            return self._chosen
         assert self._step is not None, "no step with adapters runs"
         return self._step.wanted if self.is_narrowed else self._step.tokens
 
@@ -70,19 +85,24 @@ class AdaptedPart:
         return sum(end - begin for begin, end in self.outputs)
 
 
-class LinearAdapters(ABC):
-    """The A and B of the adapters in all slots, for one linear layer."""
+class SlotMemory(ABC):
+    """The A and B of the adapters in all slots, for one linear layer, or for one of all routed experts of a block."""
 
     def __init__(self, parts: Sequence[AdaptedPart], inputs: int, active: ActiveAdapters) -> None:
         self.parts, self.num_inputs, self.active = tuple(parts), inputs, active
 
     @abstractmethod
     def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Copy an adapter into a slot that was cleared: by part, a [rank, inputs] and b [outputs of the part, rank]."""
+        """Copy an adapter into a slot that was cleared: by part, a [rank, inputs] and b [outputs of the part, rank], of
+        experts behind one another."""
 
     @abstractmethod
     def clear(self, slot: int) -> None:
         """The slot changes nothing."""
+
+
+class LinearAdapters(SlotMemory):
+    """Those of one linear layer."""
 
     def add(self, out: Value, x: Value) -> Value:
         """Add to `out` [rows, outputs] what the adapters of the step's rows make of x [rows, inputs], in place. A
@@ -107,60 +127,57 @@ class NativeAdapters(LinearAdapters):
     ) -> None:
         num_slots, max_rank, inputs, _ = shape
         super().__init__(parts, inputs, active)
-        self._slots = LowRankSlots(num_slots, max_rank, inputs, [part.outputs for part in parts], placement.dtype)
+        self.slots = LowRankSlots(num_slots, max_rank, inputs, [part.outputs for part in parts], placement.dtype)
 
     @property
     def num_bytes(self) -> int:
-        return self._slots.num_slots * self._slots.slot_bytes
+        return self.slots.num_slots * self.slots.slot_bytes
 
     def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        self._slots.place(slot, [pairs.get(part) for part in range(len(self.parts))])
+        self.slots.place(slot, [pairs.get(part) for part in range(len(self.parts))])
 
     def clear(self, slot: int) -> None:
-        self._slots.clear(slot)
+        self.slots.clear(slot)
 
     def add(self, out: Value, x: Value) -> Value:
         if isinstance(x, Symbol):
-            x.writer.low_rank_add(x, out, self._slots)
+            x.writer.low_rank_add(x, out, self.slots)
             return out
         return super().add(out, x)
 
     def add_rows(self, out: Tensor, x: Tensor, rows: AdaptedRows) -> None:
         assert rows.slots is not None, "the rows' slots are not on the host"
-        self._slots.add_to(out, x, torch.from_numpy(rows.slots))
+        self.slots.add_to(out, x, torch.from_numpy(rows.slots))
 
 
 class StackedAdapters(LinearAdapters):
     """As tensors, for torch and for the Triton kernels.
 
-    `ranks` [slots, parts] are those of the slots, on the device and mirrored on the host: 0 where an adapter does not
-    change a part. The owner of the slots sends them to the device. What lies beyond a rank is never read.
-    `dependent_rows`: rows from which Triton kernels are launched while the one before still runs. `is_seldom`: few
-    adapters change the layer, so that Triton kernels read a slot's rank before its B.
+    `memory`: A [slots, parts * max rank, inputs] and B [slots, outputs, max rank], see `slot_tensors`. `ranks` [slots,
+    parts] are those of the slots, on the device and mirrored on the host: 0 where an adapter does not change a part.
+    The owner of the slots sends them to the device. What lies beyond a rank is never read. `dependent_rows`: rows from
+    which Triton kernels are launched while the one before still runs. `is_seldom`: few adapters change the layer, so
+    that Triton kernels read a slot's rank before its B.
     """
 
     def __init__(
         self,
         parts: Sequence[AdaptedPart],
-        shape: tuple[int, int, int, int],  # slots, the most rank, inputs, outputs
-        placement: Placement,
+        memory: tuple[Tensor, Tensor],
         active: ActiveAdapters,
         ranks: tuple[Tensor, npt.NDArray[np.int32]],
         dependent_rows: int = 0,
         *,
         is_seldom: bool = False,
     ) -> None:
-        slots, max_rank, inputs, outputs = shape
-        super().__init__(parts, inputs, active)
-        dtype, device = placement.dtype, placement.device
-        self.a = torch.zeros(slots, len(parts) * max_rank, inputs, dtype=dtype, device=device)
-        self.b = torch.zeros(slots, outputs, max_rank, dtype=dtype, device=device)
+        self.a, self.b = memory
+        super().__init__(parts, self.a.shape[2], active)
         self.ranks, self.host_ranks = ranks
         self._outputs, self._dependent_rows = [part.outputs for part in parts], dependent_rows
         self._is_seldom = is_seldom
         self._blocks: OutputBlocks | None = None  # for the Triton kernels
-        if device.type == "cuda":
-            self._blocks = _blocks_of(self._outputs, device)  # not while a graph is captured
+        if self.a.is_cuda:
+            self._blocks = _blocks_of(self._outputs, self.a.device)  # not while a graph is captured
 
     def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         for part, (a, b) in pairs.items():
@@ -187,6 +204,18 @@ class StackedAdapters(LinearAdapters):
         add_tiles(
             out, x, self.a, self.b, self.ranks, *tiles, self._blocks, dependent=dependent, is_seldom=self._is_seldom
         )
+
+
+def slot_tensors(
+    parts: Sequence[AdaptedPart],
+    shape: tuple[int, int, int, int],  # slots, the most rank, inputs, outputs
+    placement: Placement,
+    experts: tuple[int, ...] = (),  # how many there are; of a layer that is no experts', nothing
+) -> tuple[Tensor, Tensor]:
+    """Memory for the A and B of all slots."""
+    slots, max_rank, inputs, outputs = shape
+    make = partial(torch.zeros, dtype=placement.dtype, device=placement.device)
+    return make(slots, *experts, len(parts) * max_rank, inputs), make(slots, *experts, outputs, max_rank)
 
 
 def _blocks_of(outputs: list[Runs], device: torch.device) -> OutputBlocks:

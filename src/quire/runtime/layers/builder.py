@@ -279,7 +279,7 @@ class LayerBuilder:
         group = None if size.is_whole else splits.group
         gate_up, turned = make(hidden, {gate: size, up: size}), make(size, {down: hidden}, group=group)
         rows = dependent_rows(device) if triton else 0
-        return StackedExperts(gate_up, turned, activation, dependent_rows=rows, total=total)
+        return StackedExperts(gate_up, turned, activation, self._ops, dependent_rows=rows, total=total)
 
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
         return MLP(up, down, activation, self._ops)

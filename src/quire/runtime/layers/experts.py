@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from quire.config.model import Experts
 from quire.kernels.clamp import Clamp
+from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.program import Symbol
 from quire.kernels.native.weights import ExpertWeights
 from quire.kernels.reference.experts import choose_experts
+from quire.runtime.layers.adapted import ActiveAdapters, NativeAdapters
 from quire.runtime.layers.linear import Linear, all_reduce
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import RMSNorm
+from quire.runtime.layers.step import AdaptedRows, ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
 from quire.runtime.parallel.expert_sum import NO_SUM, ExpertSum
@@ -91,7 +95,23 @@ class EachExpert(nn.ModuleDict):
     def __init__(self, experts: Mapping[int, GatedMLP], total: ExpertSum = NO_SUM) -> None:
         """`experts`: those of this rank, by their numbers, which are consecutive; `total`: the sum over ranks."""
         super().__init__({str(number): expert for number, expert in experts.items()})
-        self._own, self._total = range(min(experts), max(experts) + 1), total
+        self.own, self._total = range(min(experts), max(experts) + 1), total
+
+    @property
+    def products(self) -> dict[str, tuple[Linear, ...]]:
+        """The layers of each product of experts."""
+        mlps = self._mlps
+        return {"gate_up_proj": tuple(e.gate_up_proj for e in mlps), "down_proj": tuple(e.down_proj for e in mlps)}
+
+    @property
+    def _mlps(self) -> list[GatedMLP]:
+        return cast("list[GatedMLP]", list(self.values()))
+
+    @property
+    def _active(self) -> ActiveAdapters | None:
+        """The adapters of the step that runs; None: no adapter changes experts."""
+        adapters = self._mlps[0].gate_up_proj.adapters
+        return None if adapters is None else adapters.active
 
     def mix(
         self,
@@ -105,6 +125,21 @@ class EachExpert(nn.ModuleDict):
     ) -> Value:
         if isinstance(x, Symbol):
             return self._write_down(x, logits, experts, shared, (factors, score_bias))
+        active = self._active
+        adapted = active.rows if active is not None and active.is_on else None
+        return self.mix_rows(x, logits, experts, shared, (factors, score_bias), adapted)
+
+    def mix_rows(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        experts: Experts,
+        shared: tuple[Tensor, ...],
+        each: _OfEach,
+        adapted: AdaptedRows | None,
+    ) -> Tensor:
+        """The same of tensors. `adapted`: the adapters of x's rows."""
+        (factors, score_bias), active = each, self._active
         used, groups = experts.num_used, (experts.num_groups, experts.groups_used)
         chosen, weights = choose_experts(
             logits, used, is_normalized=experts.is_normalized, scale=experts.scale, factors=factors, groups=groups,
@@ -115,29 +150,35 @@ class EachExpert(nn.ModuleDict):
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=experts.num).tolist()
         shares = weights.flatten()[order].unsqueeze(1)
-        begin = sum(counts[: self._own.start])
-        for expert, count in zip(self.values(), counts[self._own.start : self._own.stop], strict=True):
+        begin = sum(counts[: self.own.start])
+        for expert, count in zip(self.values(), counts[self.own.start : self.own.stop], strict=True):
             if count == 0:
                 continue
             mine = slice(begin, begin + count)
             begin += count
             tokens = order[mine] // used
-            out.index_add_(0, tokens, expert(x.index_select(0, tokens)).value().float().mul_(shares[mine]))
+            rows = None if adapted is None else adapted.at(tokens.cpu().numpy())
+            with nullcontext() if active is None else active.only(rows):
+                made = expert(x.index_select(0, tokens)).value()
+            out.index_add_(0, tokens, made.float().mul_(shares[mine]))
         return self._total.of(out.to(x.dtype), senders)
 
     def _write_down(
         self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...], each: _OfEach
     ) -> Symbol:
         """The operation of a program."""
-        mlps = cast("list[GatedMLP]", list(self.values()))
+        mlps = self._mlps
         linears = [pair for mlp in mlps if (pair := mlp.as_native()) is not None]
         if len(linears) < len(self):
-            return x.writer.call(partial(_mix, self, experts, each), (x, logits, *shared), x.width)
+            is_narrowed = self._active is not None and self._active.is_narrowed
+            mix = partial(_mix, self, experts, each, is_narrowed)
+            return x.writer.call(mix, (x, logits, *shared), x.width)
         gate_up, down = zip(*linears, strict=True)
         factors, score_bias = each
         weights = ExpertWeights(
             gate_up, down, experts.num_used, experts.is_normalized, experts.scale, clamp_of(experts),
-            mlps[0].activation, factors, (experts.num_groups, experts.groups_used), score_bias, self._own.start,
+            mlps[0].activation, factors, (experts.num_groups, experts.groups_used), score_bias, self.own.start,
+            tuple(map(_slots_of, self.products.values())),
         )  # fmt: skip
         mixed, group = x.writer.mix(x, logits, weights, shared), self._total.group
         return mixed if group is None else cast("Symbol", all_reduce(group, mixed))
@@ -185,7 +226,18 @@ def _shared_part(shared: tuple[Tensor, ...]) -> Tensor:  # [tokens, hidden], flo
     return output.float() * factor
 
 
-def _mix(experts: ExpertSet, settings: Experts, each: _OfEach, x: Tensor, logits: Tensor, *others: Tensor) -> Value:
-    """An operation of a program; the last argument is what the run was given."""
-    factors, score_bias = each
-    return experts.mix(x, logits, settings, others[:-1], factors=factors, score_bias=score_bias)
+def _slots_of(linears: Sequence[Linear]) -> list[LowRankSlots]:
+    """The adapters of each expert, as compiled kernels hold them; nothing where there are none."""
+    return [linear.adapters.slots for linear in linears if isinstance(linear.adapters, NativeAdapters)]
+
+
+def _mix(
+    experts: EachExpert, settings: Experts, each: _OfEach, is_narrowed: bool, x: Tensor, logits: Tensor, *others: Any
+) -> Tensor:
+    """An operation of a program; the last argument is what the run was given. `is_narrowed`: rows are the wanted
+    tokens."""
+    *shared, step = others
+    adapted = None
+    if isinstance(step, ForwardStep) and step.adapters is not None:
+        adapted = step.adapters.wanted if is_narrowed and step.wanted is not None else step.adapters.tokens
+    return experts.mix_rows(x, logits, settings, tuple(shared), each, adapted)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from quire.config.model import Experts
 from quire.kernels.clamp import Clamp
 from quire.runtime.layers.experts import clamp_of
+from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.split import Split, as_split
-from quire.runtime.layers.weights import Placement, WeightLayer
+from quire.runtime.layers.weights import AS_IT_IS, Placement, WeightLayer
 from quire.runtime.parallel.expert_sum import NO_SUM, ExpertSum
 from quire.runtime.parallel.group import RankGroup
 from quire.runtime.quantization.mxfp4 import GROUP, SCALES, Mxfp4Weight
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from quire.kernels.triton.grouped import GroupedTiling, Routing, Stack
     from quire.kernels.triton.grouped_nibbles import NibbleStack
     from quire.kernels.triton.nibble_products import PackedNibbles
+    from quire.runtime.layers.expert_adapters import StackedExpertAdapters
 
 
 class ExpertLinear(WeightLayer):
@@ -39,19 +41,22 @@ class ExpertLinear(WeightLayer):
     ) -> None:  # fmt: skip
         """`experts`: those of this rank; `group`: of ranks that share the inputs; the first of them has the bias."""
         super().__init__()
-        self._inputs, self._outputs = as_split(inputs), {name: as_split(each) for name, each in outputs.items()}
+        self.inputs, self.outputs = as_split(inputs), {name: as_split(each) for name, each in outputs.items()}
         self._has_bias = group is None or group.index == 0
         self.experts, num = experts, len(experts)
-        rows = sum(each.count for each in self._outputs.values())
+        rows = sum(each.count for each in self.outputs.values())
+        self.num_parts, self.num_inputs, self.num_outputs = len(outputs), self.inputs.count, rows  # of an expert
+        self.order, self.stored = None, dict.fromkeys(outputs, AS_IT_IS)  # as Linear has them
+        self.adapters: StackedExpertAdapters | None = None  # LoRA adapters that tokens may use
         kinds = ("weight", "bias") if bias else ("weight",)
-        self.weight = placement.promise(num, rows, self._inputs.count, dtype=placement.dtype)
+        self.weight = placement.promise(num, rows, self.inputs.count, dtype=placement.dtype)
         self.bias = placement.promise(num, rows, dtype=placement.dtype) if bias else None
         self.parts = tuple(f"{expert}.{name}.{kind}" for expert in experts for name in outputs for kind in kinds)
         self._placement, self._float8 = placement, float8
-        self._spans: dict[str, slice] = {}
+        self.spans: dict[str, slice] = {}
         begin = 0
-        for name, each in self._outputs.items():
-            self._spans[name] = slice(begin, begin + each.count)
+        for name, each in self.outputs.items():
+            self.spans[name] = slice(begin, begin + each.count)
             begin += each.count
         self._stack: Stack | NibbleStack | None = None
         self._coming: dict[str, Mxfp4Weight] = {}  # matrices of the expert that is being loaded, by name
@@ -64,13 +69,13 @@ class ExpertLinear(WeightLayer):
 
     def whole_shape(self, part: str) -> tuple[int, ...]:
         _, name, kind = part.split(".")
-        total = self._outputs[name].total
-        return (total, self._inputs.total) if kind == "weight" else (total,)
+        total = self.outputs[name].total
+        return (total, self.inputs.total) if kind == "weight" else (total,)
 
     def own(self, part: str, whole: Tensor) -> Tensor:
-        mine = self._outputs[part.split(".")[1]].of(whole)
+        mine = self.outputs[part.split(".")[1]].of(whole)
         if whole.dim() > 1:
-            return self._inputs.of(mine, 1)
+            return self.inputs.of(mine, 1)
         return mine if self._has_bias else torch.zeros_like(mine)
 
     def checked(self, part: str, tensor: Tensor) -> Tensor:
@@ -82,16 +87,16 @@ class ExpertLinear(WeightLayer):
 
     def load_quantized(self, part: str, weight: StoredWeight) -> bool:
         """MXFP4 stays as it is, where this rank's inputs are whole groups: experts come one after the other."""
-        runs = self._inputs.own
+        runs = self.inputs.own
         fits = all(run.start % GROUP == len(run) % GROUP == 0 for run in runs)
         if not isinstance(weight, Mxfp4Weight) or self._float8 or not fits:
             return super().load_quantized(part, weight)
         name = part.split(".")[1]
-        groups = Split(self._inputs.total // GROUP, tuple(range(r.start // GROUP, r.stop // GROUP) for r in runs))
-        parts = (groups.of(self._outputs[name].of(each), 1) for each in (weight.blocks, weight.exponents))
+        groups = Split(self.inputs.total // GROUP, tuple(range(r.start // GROUP, r.stop // GROUP) for r in runs))
+        parts = (groups.of(self.outputs[name].of(each), 1) for each in (weight.blocks, weight.exponents))
         self._coming[name] = Mxfp4Weight(*(each.to(self._placement.device) for each in parts))
-        if len(self._coming) == len(self._outputs):
-            self._packed.append(_packed([self._coming[each] for each in self._outputs]))
+        if len(self._coming) == len(self.outputs):
+            self._packed.append(_packed([self._coming[each] for each in self.outputs]))
             self._coming.clear()
         return True
 
@@ -125,7 +130,7 @@ class ExpertLinear(WeightLayer):
         whole = self.weight if kind == "weight" else self.bias
         if whole is None:
             raise KeyError(part)
-        return whole.data[int(expert) - self.experts.start, self._spans[name]]
+        return whole.data[int(expert) - self.experts.start, self.spans[name]]
 
 
 def _packed(parts: list[Mxfp4Weight]) -> PackedNibbles:
@@ -154,6 +159,17 @@ def _product(
     )
 
 
+def _add_adapters(out: Tensor, x: Tensor, linear: ExpertLinear, routing: Routing, *, dependent: bool) -> None:
+    """Add what the adapters of the step's tokens change of a product [pairs, outputs], in place."""
+    from quire.kernels.triton.lora_experts import add_to_pairs
+
+    adapters = linear.adapters
+    assert adapters is not None
+    tiles = adapters.active.rows.tiles
+    assert tiles is not None, "only Triton multiplies by stacked experts"
+    add_to_pairs(out, x, adapters.a, adapters.b, adapters.ranks, tiles.slots, routing, dependent=dependent)
+
+
 class StackedExperts(nn.Module):
     """down(activation(gate(x)) * up(x)) of each expert, for the tokens that go to it.
 
@@ -161,13 +177,23 @@ class StackedExperts(nn.Module):
     """
 
     def __init__(
-        self, gate_up_proj: ExpertLinear, down_proj: ExpertLinear, activation: str,
+        self, gate_up_proj: ExpertLinear, down_proj: ExpertLinear, activation: str, ops: LayerOps,
         *, dependent_rows: int, total: ExpertSum = NO_SUM,
     ) -> None:  # fmt: skip
         super().__init__()
         self._total = total  # over ranks
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
-        self._activation, self._dependent_rows = activation, dependent_rows
+        self._activation, self._ops, self._dependent_rows = activation, ops, dependent_rows
+
+    @property
+    def products(self) -> dict[str, tuple[ExpertLinear, ...]]:
+        """The layers of each product of experts."""
+        return {"gate_up_proj": (self.gate_up_proj,), "down_proj": (self.down_proj,)}
+
+    @property
+    def own(self) -> range:
+        """The experts of this rank."""
+        return self.gate_up_proj.experts
 
     def mix(
         self, x: Tensor, logits: Tensor, experts: Experts, shared: tuple[Tensor, ...] = (),
@@ -187,11 +213,20 @@ class StackedExperts(nn.Module):
             own=self.gate_up_proj.experts,
         )  # fmt: skip
         senders = self._total.senders(routing.chosen)
-        inner = _product(
-            x, gate_up, routing, first,
-            num_used=used, activation=self._activation, clamp=clamp_of(experts), dependent=dependent,
-        )  # fmt: skip
+        adapters, clamp = self.gate_up_proj.adapters, clamp_of(experts)
+        is_adapted = adapters is not None and adapters.active.is_on
+        if is_adapted:  # what adapters change comes before the activation
+            both = _product(x, gate_up, routing, first, num_used=used, dependent=dependent)
+            _add_adapters(both, x, self.gate_up_proj, routing, dependent=dependent)
+            inner = self._ops.gate(both, self._activation, clamp)
+        else:
+            inner = _product(
+                x, gate_up, routing, first, num_used=used, activation=self._activation, clamp=clamp,
+                dependent=dependent,
+            )  # fmt: skip
         y = _product(inner, down, routing, second, num_used=1, dependent=dependent)
+        if is_adapted:
+            _add_adapters(y, inner, self.down_proj, routing, dependent=dependent)
         output, gate = (*shared, None, None)[:2]
         mixed = combine(y, routing, shared=output, gate=gate, dependent=dependent)
         del inner, y  # the sum needs their memory

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from quire.runtime.attention.backend import LayerCache
+from quire.runtime.transfer import to_device
 
 BESIDE = "beside"  # in the memo: what blocks read of tokens besides the stream [tokens, size]
 
@@ -50,6 +52,7 @@ class AdapterTiles:
     most: int  # rows of a tile
     order: Tensor  # [rows], int32: the sorted rows; those without an adapter are left out, the rest means nothing
     tiles: Tensor  # [tiles, 3], int32: a slot, where its rows begin in `order`, how many there are; 0: none
+    slots: Tensor  # [rows], int32: of each row, below 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,21 @@ class AdaptedRows:
     groups: tuple[tuple[int, Tensor], ...] = ()  # a slot, and the rows [n] int64 that use it
     tiles: AdapterTiles | None = None
     slots: npt.NDArray[np.int64] | None = None  # [rows], on the host; below 0: none. None where Triton runs the layers
+
+    def at(self, places: npt.NDArray[np.int64]) -> AdaptedRows:
+        """Those of the rows at these places, in their order. Not for Triton."""
+        assert self.slots is not None
+        slots = self.slots[places]
+        if not self.groups:
+            return AdaptedRows(slots=slots)
+        return AdaptedRows(group_slots(slots, self.groups[0][1].device), slots=slots)
+
+
+def group_slots(slots: npt.NDArray[np.int64], device: torch.device) -> tuple[tuple[int, Tensor], ...]:
+    """`AdaptedRows.groups` of rows with these slots."""
+    used = np.unique(slots[slots >= 0]).tolist()
+    rows = (torch.from_numpy(np.flatnonzero(slots == slot)) for slot in used)
+    return tuple((slot, to_device(mine, device)) for slot, mine in zip(used, rows, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,13 @@ from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.expert_adapters import ExpertProduct
 from quire.runtime.layers.experts import EachExpert
 from quire.runtime.layers.latent import LatentAttention
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import TiedHead, TokenTable
 from quire.runtime.layers.rotary import Rotary
+from quire.runtime.layers.stacked_experts import StackedExperts
 from quire.runtime.layers.step import AdaptedRows, ForwardStep
 from quire.runtime.layers.vision import VisionTower
 
@@ -126,6 +128,17 @@ class BaseModel(nn.Module):
         _, blocks, _, head = self._parts
         found: dict[str, Linear | TiedHead] = dict(_linears(blocks, paths[id(blocks)]))
         return found | ({paths[id(head)]: head} if isinstance(head, Linear | TiedHead) else {})
+
+    def adapted_experts(self) -> dict[str, ExpertProduct]:
+        """The products of routed experts that LoRA adapters may change too, by their paths."""
+        blocks = self._parts[1]
+        (path,) = (path for path, module in self.named_modules() if module is blocks)
+        return {
+            f"{where}.{name}": ExpertProduct(module.own, linears)
+            for where, module in blocks.named_modules(prefix=path)
+            if isinstance(module, EachExpert | StackedExperts)
+            for name, linears in module.products.items()
+        }
 
     @property
     def rules(self) -> list[AttentionRule]:

@@ -17,7 +17,8 @@ from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.modules import TokenTable
+from quire.runtime.layers.modules import TiedHead, TokenTable
+from quire.runtime.layers.stacked_experts import ExpertLinear
 from quire.runtime.layers.step import AdaptedRows, ForwardStep
 from quire.runtime.layers.vision import VisionTower
 from quire.runtime.layers.weights import weight_layers
@@ -173,15 +174,18 @@ def _count_int4(size: int, num_inputs: int) -> tuple[int, int]:
     return size, (size // 2 if group % 32 == 0 else size) + size // group * 2 * DTYPE_BYTES["float16"]
 
 
-def _count_adapted(model: BaseModel | BaseEncoder) -> tuple[int, int]:
-    """What `WeightCounts` says of the layers that adapters may change. Compiled kernels cut outputs into panels."""
+def _count_adapted(model: BaseModel | BaseEncoder) -> tuple[int, int, int]:
+    """What `WeightCounts` says of the layers that adapters may change."""
     if not isinstance(model, BaseModel):
-        return 0, 0
-    layers = model.adapted_layers().values()
-    width = sum(
-        layer.num_parts * layer.num_inputs + -(-layer.num_outputs // OUTPUT_STEP) * OUTPUT_STEP for layer in layers
-    )
-    return width, max((layer.num_parts for layer in layers), default=0)
+        return 0, 0, 0
+    layers, products = model.adapted_layers().values(), model.adapted_experts().values()
+    of_experts = sum(len(product.experts) * _adapted_width(product.first) for product in products)
+    return sum(map(_adapted_width, layers)), max((layer.num_parts for layer in layers), default=0), of_experts
+
+
+def _adapted_width(layer: Linear | TiedHead | ExpertLinear) -> int:
+    """The inputs of all its matrices and the outputs. Compiled kernels cut outputs into panels."""
+    return layer.num_parts * layer.num_inputs + -(-layer.num_outputs // OUTPUT_STEP) * OUTPUT_STEP
 
 
 def _build(config: ModelConfig, builder: LayerBuilder) -> BaseModel | BaseEncoder:

@@ -130,6 +130,11 @@ def check_experts(config: Fields, experts: Experts, keys: tuple[str, str, str]) 
     return experts
 
 
-MIXTRAL = Family(name="mixtral", build=Mixtral, read=read_mixtral)
+def rename_mixtral(name: str) -> str:
+    """transformers 5 calls the experts' module `mlp`, also in the names of adapters."""
+    return name.replace(".mlp.", ".block_sparse_moe.", 1)
+
+
+MIXTRAL = Family(name="mixtral", build=Mixtral, read=read_mixtral, rename=rename_mixtral)
 QWEN3_MOE = Family(name="qwen3_moe", build=QwenMoe, read=read_qwen3_moe)
 QWEN2_MOE = Family(name="qwen2_moe", build=QwenMoe, read=read_qwen2_moe)

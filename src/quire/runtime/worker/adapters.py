@@ -16,7 +16,7 @@ from quire.runtime.adapters.reader import AdapterReader
 from quire.runtime.adapters.slots import AdapterSlots
 from quire.runtime.adapters.store import AdapterStore
 from quire.runtime.layers.builder import TORCH_DTYPES
-from quire.runtime.layers.step import AdaptedRows, AdapterStep, AdapterTiles
+from quire.runtime.layers.step import AdaptedRows, AdapterStep, AdapterTiles, group_slots
 from quire.runtime.layers.weights import Placement
 from quire.runtime.models.base import BaseModel
 from quire.runtime.sampling.samples import Longs
@@ -34,6 +34,7 @@ class TileArrays(NamedTuple):
 
     order: npt.NDArray[np.int32]  # [rows]
     tiles: npt.NDArray[np.int32]  # [tiles, 3]
+    slots: npt.NDArray[np.int32]  # [rows]
 
 
 class RowAdapters:
@@ -113,10 +114,7 @@ class RowAdapters:
     def _grouped(self, slots: Longs) -> AdaptedRows:
         if self.slots.kernels == "native":
             return AdaptedRows(slots=slots)
-        used = np.unique(slots[slots >= 0]).tolist()
-        rows = (torch.from_numpy(np.flatnonzero(slots == slot)) for slot in used)
-        groups = tuple((slot, to_device(mine, self.slots.device)) for slot, mine in zip(used, rows, strict=True))
-        return AdaptedRows(groups, slots=slots)
+        return AdaptedRows(group_slots(slots, self.slots.device), slots=slots)
 
 
 def make_adapters(
@@ -151,7 +149,9 @@ def tile_tokens(slots: Longs, most: int, room: tuple[int, int] | None = None) ->
     ends = np.repeat(starts + counts, num)
     tiles = np.column_stack((found[first], first, np.minimum(ends - first, most))).astype(np.int32)
     if room is None:
-        return TileArrays(order.astype(np.int32), tiles)
-    whole = TileArrays(np.zeros(room[0], dtype=np.int32), np.zeros((room[1], 3), dtype=np.int32))
-    whole.order[: len(order)], whole.tiles[: len(tiles)] = order, tiles
+        return TileArrays(order.astype(np.int32), tiles, slots.astype(np.int32))
+    rows, num_tiles = room
+    none = np.full(rows, NO_ADAPTER, dtype=np.int32)
+    whole = TileArrays(np.zeros(rows, dtype=np.int32), np.zeros((num_tiles, 3), dtype=np.int32), none)
+    whole.order[: len(order)], whole.tiles[: len(tiles)], whole.slots[: len(slots)] = order, tiles, slots
     return whole

@@ -31,7 +31,7 @@ from quire.types.step import StepPlan
 
 PADDING = -1  # the row of a token that nobody asked for
 _BYTES_PER_TOKEN = 72  # of what the host says of one
-_BYTES_PER_ADAPTED_TOKEN = 16  # of what it says of adapters: a place in their order, and at most a tile
+_BYTES_PER_ADAPTED_TOKEN = 20  # of what it says of adapters: a place in their order, a slot, and at most a tile
 _BYTES_BESIDE = 1 << 14  # alignment
 _BYTES_PER_SEGMENT = 16
 _NO_AXES: Longs = np.empty((0, 0), dtype=np.int64)
@@ -211,7 +211,7 @@ class DeviceBatchBuilder:
             return replace(step.adapters, wanted=AdaptedRows(tiles=AdapterTiles(fewer, *held)))
         all_tokens, most = self.adapters.tiles(token_rows)
         on_device = self._rows.courier.send(*all_tokens, *some)
-        first, second = AdapterTiles(most, *on_device[:2]), AdapterTiles(fewer, *on_device[2:])
+        first, second = AdapterTiles(most, *on_device[:3]), AdapterTiles(fewer, *on_device[3:])
         return AdapterStep(AdaptedRows(tiles=first), AdaptedRows(tiles=second))
 
     def _state_step(self, spans: Tensor, slots: Tensor, *, has_chunks: bool) -> StateStep | None:

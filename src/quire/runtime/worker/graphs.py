@@ -31,6 +31,7 @@ from quire.runtime.worker.capture import Capture, Launch
 from quire.runtime.worker.device_lists import NOTHING_LISTED, ListSpace
 from quire.runtime.worker.device_state import DeviceState
 from quire.runtime.worker.runner import SampleStep, StepOutput, masked_samples
+from quire.types.adapters import NO_ADAPTER
 from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
 
 logger = logging.getLogger("quire.runtime")
@@ -76,6 +77,7 @@ class _Adapters:
         self._order = torch.zeros(most, dtype=torch.int32, device=device)
         rooms = (adapters.tile_room(bucket) for bucket in row_buckets(most))
         self._tiles = torch.zeros(max(rooms), 3, dtype=torch.int32, device=device)
+        self._slots = torch.full((most,), NO_ADAPTER, dtype=torch.int32, device=device)
         self._written: tuple[bytes, int, int] | None = None  # rows, bucket and version of what these hold
 
     def write(self, rows: Ints, bucket: int, courier: Courier) -> None:
@@ -86,11 +88,12 @@ class _Adapters:
         arrays, _ = self._adapters.tiles(rows.astype(np.int64), bucket)
         courier.send_into(self._order[:bucket], arrays.order)
         courier.send_into(self._tiles[: len(arrays.tiles)], arrays.tiles)
+        courier.send_into(self._slots[:bucket], arrays.slots)
         self._written = wanted
 
     def step(self, bucket: int) -> AdapterStep:
         tiles = self._tiles[: self._adapters.tile_room(bucket)]
-        rows = AdaptedRows(tiles=AdapterTiles(tile_rows(bucket), self._order[:bucket], tiles))
+        rows = AdaptedRows(tiles=AdapterTiles(tile_rows(bucket), self._order[:bucket], tiles, self._slots[:bucket]))
         return AdapterStep(rows, rows)
 
 

@@ -254,7 +254,7 @@ def add_doctor(commands: Commands[OneLineParser]) -> None:
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
     """The engine settings that were given; the rest keep their defaults. A seed of -1 means any: no setting."""
     flags = (*ENGINE_FLAGS, *ENGINE_SWITCHES, *ENGINE_CHOICES, "--scheduling-policy", "--task")
-    flags += (*LORA_FLAGS, "--enable-lora", "--lora-modules", "--lora-dir")
+    flags += (*LORA_FLAGS, "--enable-lora", "--lora-modules", "--lora-experts", "--lora-dir")
     given = {name: getattr(args, name) for flag in flags if (name := field_of(flag)) in args}
     if "seed" in args and args.seed is not None and args.seed >= 0:
         given["seed"] = args.seed
@@ -314,6 +314,8 @@ def add_lora(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     for flag, (kind, text) in LORA_FLAGS.items():
         group.add_argument(flag, type=kind, help=text, default=absent)
+    room = "make room for LoRA adapters of routed experts: slots hold A and B of every expert (off)"
+    group.add_argument("--lora-experts", action=switch, help=room, default=absent)
     return group
 
 

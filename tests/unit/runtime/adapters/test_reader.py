@@ -169,7 +169,7 @@ REFUSED = {
     "peft_type": ("LOHA", "peft_type is 'LOHA'"),
     "fan_in_fan_out": (True, "fan_in_fan_out is True"),
     "init_lora_weights": ("pissa", "init_lora_weights is 'pissa'"),
-    "target_parameters": (["experts.down_proj"], "target_parameters is set"),
+    "target_parameters": ("experts.down_proj", "target_parameters must be a list of names"),
     "r": (0, "r must be a whole number above 0"),
     "lora_alpha": ("big", "lora_alpha must be a number"),
     "alpha_pattern ": ({"q_proj": 10**400}, "alpha_pattern.q_proj must be a number"),
@@ -188,7 +188,8 @@ def test_a_setting_that_is_not_computed_is_refused_by_name(
 
 
 TENSORS = {
-    "model.layers.0.mlp.experts.3.down_proj.lora_A.weight": "routed experts are not supported",
+    "model.layers.0.mlp.experts.3.down_proj.lora_A.weight": "the model has no such module",
+    "model.layers.0.mlp.experts.base_layer.lora_A.weight": "the model has no such module",
     "model.embed_tokens.lora_embedding_A": "embeddings are not supported",
     "model.layers.0.self_attn.q_proj.lora_magnitude_vector": "DoRA is not supported",
     "model.visual.blocks.0.attn.qkv.lora_A.weight": "vision towers are not supported",

@@ -1,0 +1,132 @@
+"""LoRA adapters of routed experts: what a row's adapter adds to the products of the experts that the row goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from quire.runtime.layers.adapted import (
+    ActiveAdapters,
+    AdaptedPart,
+    LinearAdapters,
+    NativeAdapters,
+    SlotMemory,
+    StackedAdapters,
+    slot_tensors,
+)
+from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.stacked_experts import ExpertLinear
+from quire.runtime.layers.weights import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertProduct:
+    """One of the two products of the routed experts of a block, by gate and up or by down: a linear layer of each
+    expert, or one that stacks those of all."""
+
+    experts: range  # those of this rank
+    linears: tuple[Linear | ExpertLinear, ...]
+
+    @property
+    def first(self) -> Linear | ExpertLinear:
+        """All others are like it."""
+        return self.linears[0]
+
+
+class NativeExpertAdapters(SlotMemory):
+    """In the compiled CPU kernels: `each` has those of one expert."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        parts: Sequence[AdaptedPart],
+        shape: tuple[int, int, int, int],  # slots, the most rank, inputs, outputs
+        placement: Placement,
+        active: ActiveAdapters,
+    ) -> None:
+        super().__init__(parts, shape[2], active)
+        self.each = [NativeAdapters(parts, shape, placement, active) for _ in range(num_experts)]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(adapters.num_bytes for adapters in self.each)
+
+    def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        changed = {part: b.flatten(1).any(dim=1).tolist() for part, (_, b) in pairs.items()}
+        for number, adapters in enumerate(self.each):
+            mine = {part: (a[number], b[number]) for part, (a, b) in pairs.items() if changed[part][number]}
+            if mine:
+                adapters.put(slot, mine)
+
+    def clear(self, slot: int) -> None:
+        for adapters in self.each:
+            adapters.clear(slot)
+
+
+class StackedExpertAdapters(SlotMemory):
+    """As tensors: a [slots, experts, parts * max rank, inputs] and b [slots, experts, outputs, max rank]. For torch
+    `each` is those of one expert, for the Triton kernels it is these. `ranks`: see StackedAdapters."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        parts: Sequence[AdaptedPart],
+        shape: tuple[int, int, int, int],  # slots, the most rank, inputs, outputs
+        placement: Placement,
+        active: ActiveAdapters,
+        ranks: tuple[Tensor, npt.NDArray[np.int32]],
+    ) -> None:
+        super().__init__(parts, shape[2], active)
+        self.a, self.b = slot_tensors(parts, shape, placement, (num_experts,))
+        self.ranks, self.host_ranks = ranks
+
+    @property
+    def each(self) -> list[LinearAdapters]:
+        """Those of every expert, for torch."""
+        memory = zip(self.a.unbind(1), self.b.unbind(1), strict=True)
+        return [StackedAdapters(self.parts, mine, self.active, (self.ranks, self.host_ranks)) for mine in memory]
+
+    def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        for part, (a, b) in pairs.items():
+            rank, first, place = a.shape[1], part * self.b.shape[3], 0
+            self.a[slot, :, first : first + rank].copy_(a, non_blocking=True)
+            for begin, end in self.parts[part].outputs:
+                self.b[slot, :, begin:end, :rank].copy_(b[:, place : place + end - begin], non_blocking=True)
+                place += end - begin
+            self.host_ranks[slot, part] = rank
+
+    def clear(self, slot: int) -> None:
+        self.host_ranks[slot] = 0
+
+
+def make_expert_adapters(
+    product: ExpertProduct,
+    parts: Sequence[AdaptedPart],
+    limits: tuple[int, int],  # slots, the most rank
+    placement: Placement,
+    active: ActiveAdapters,
+    kernels: str,
+    ranks: tuple[Tensor, npt.NDArray[np.int32]],
+) -> SlotMemory:
+    """Allocates slots for the adapters of a product, and has its layers add what they change."""
+    shape = (*limits, product.first.num_inputs, product.first.num_outputs)
+    if kernels == "native":
+        native = NativeExpertAdapters(len(product.experts), parts, shape, placement, active)
+        _attach(product, native.each)
+        return native
+    stacked = StackedExpertAdapters(len(product.experts), parts, shape, placement, active, ranks)
+    if isinstance(product.first, ExpertLinear):
+        product.first.adapters = stacked
+    else:
+        _attach(product, stacked.each)
+    return stacked
+
+
+def _attach(product: ExpertProduct, each: Sequence[LinearAdapters]) -> None:
+    for linear, adapters in zip(product.linears, each, strict=True):
+        assert isinstance(linear, Linear)
+        linear.adapters = adapters
