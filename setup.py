@@ -125,8 +125,7 @@ def _extension(name: str, source: Path, compile_args: list[str], link_args: list
 IS_CLANG = _is_clang()
 if not IS_CLANG:
     COMPILE.append("-Wno-maybe-uninitialized")  # of GCC's own headers
-# OpenMP: GCC's comes from torch's own library when it is loaded; of clang's, torch has none on most machines
-LINK = ["-Wl,-z,lazy", *(["-fopenmp=libomp"] if IS_CLANG else [])]
+LINK = ["-Wl,-z,lazy", "-pthread"]
 # without optimization: with it, GCC takes many minutes for a path
 _REPORTS = ["-O0", "-g1", "-fno-omit-frame-pointer"]
 SANITIZE = {

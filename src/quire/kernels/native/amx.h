@@ -35,6 +35,13 @@ inline void configure_tiles(const TileShapes& shapes) {
     _tile_loadconfig(&shapes);
 }
 
+// The tile units of this thread, laid out so until the end of the scope.
+struct TilesInUse {
+    explicit TilesInUse(const TileShapes& shapes) { configure_tiles(shapes); }
+    TilesInUse(const TilesInUse&) = delete;
+    ~TilesInUse() { _tile_release(); }
+};
+
 inline __m512 twice(__m512 values, bool upper) {  // the lower or upper eight of sixteen numbers, each two times
     const __m512i lower_places = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     return _mm512_permutexvar_ps(upper ? _mm512_add_epi32(lower_places, _mm512_set1_epi32(8)) : lower_places, values);
@@ -199,16 +206,13 @@ void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, cons
     const int64_t inputs = product.inputs, tiles = tiles_of(product);
     const int64_t at_once = std::max<int64_t>(1, CACHED_BYTES / (ROW_BLOCK * inputs * 2)) * ROW_BLOCK;
     uint8_t* packed = aligned_room(packed_room, std::min(at_once, product.rows + ROW_BLOCK) * inputs * 2);
-#pragma omp parallel
-    {
-        uint8_t* room = aligned_room(panel_room, FORMAT == PLAIN ? 0 : 2 * tiles * 1024);
-        configure_tiles(TileShapes(std::min<int64_t>(16, product.rows)));
-        for (int64_t first = 0; first < product.rows; first += at_once) {
-            const int64_t rows = std::min(at_once, product.rows - first), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-#pragma omp for schedule(static)
-            for (int64_t block = 0; block < blocks; ++block) pack_rows(x + first * inputs, rows, inputs, block, packed);
-#pragma omp for schedule(static)
-            for (int64_t pair = 0; pair < pairs_of(product); ++pair) {
+    for (int64_t first = 0; first < product.rows; first += at_once) {
+        const int64_t rows = std::min(at_once, product.rows - first), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+        for_each(blocks, rows * inputs > MANY_NUMBERS,
+                 [&](int64_t block) { pack_rows(x + first * inputs, rows, inputs, block, packed); });
+        share_out(pairs_of(product), PANELS_IN_TURN, product.is_large(), [&] {
+            uint8_t* room = aligned_room(panel_room, FORMAT == PLAIN ? 0 : 2 * tiles * 1024);
+            return [&, room, shaped = TilesInUse(TileShapes(std::min<int64_t>(16, product.rows)))](int64_t pair) {
                 const int64_t column = pair * PAIR_OUTPUTS, outputs = std::min(PAIR_OUTPUTS, product.outputs - column);
                 const uint8_t* tiled = weight + 2 * pair * tiles * tile_bytes(FORMAT);
                 const auto give = [&](int64_t block, const float* sums) {
@@ -218,9 +222,8 @@ void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, cons
                 };
                 product.rows > 16 ? multiply_blocks<FORMAT, true>(packed, tiled, blocks, tiles, room, give)
                                   : multiply_blocks<FORMAT, false>(packed, tiled, blocks, tiles, room, give);
-            }
-        }
-        _tile_release();
+            };
+        });
     }
 }
 

@@ -181,43 +181,42 @@ void attend_all(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T*
         float* base = memory + piece * block * (width + 2);
         return State{base, base + block * width, base + block * (width + 1)};
     };
-#pragma omp parallel
-    {
-        Method method(shape, keys, rule, block);
-        const std::unique_ptr<float[]> own = floats(split ? 0 : 2);
-        const auto attend = [&](const Group& group, int64_t piece, State state) {
-            begin(state, group.all_rows(), width);
-            const int64_t seen = first_seen(group, rule) / Method::STEP * Method::STEP;
-            method.attend(group, std::max(piece * PIECE, seen), std::min((piece + 1) * PIECE, group.end), state);
-        };
-        if (split) {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t place = 0; place < first[count]; ++place) {
-                const int64_t i = std::upper_bound(first.begin(), first.end(), place) - first.begin() - 1;
-                method.take(groups[i], query, stride);
-                attend(groups[i], place - first[i] + skipped[i], part(partial.get(), place));
-            }
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < count; ++i) {
-                const State whole = part(partial.get(), first[i]);
-                for (int64_t place = first[i] + 1; place < first[i + 1]; ++place)
-                    fold(whole, part(partial.get(), place), groups[i].all_rows(), width);
-                give_output(groups[i], whole, shape, rule, out);
-            }
-        } else {
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < count; ++i) {
+    const auto attend = [&](Method& method, const Group& group, int64_t piece, State state) {
+        begin(state, group.all_rows(), width);
+        const int64_t seen = first_seen(group, rule) / Method::STEP * Method::STEP;
+        method.attend(group, std::max(piece * PIECE, seen), std::min((piece + 1) * PIECE, group.end), state);
+    };
+    int64_t work = 0;  // query rows times positions
+    for (const Group& group : groups) work += group.all_rows() * group.end;
+    const bool is_large = work * width > 65536;
+    if (!split) {
+        share_out(count, 1, is_large, [&] {
+            return [&, method = Method(shape, keys, rule, block), own = floats(2)](int64_t i) mutable {
                 const State whole = part(own.get(), 0), next = part(own.get(), 1);
                 method.take(groups[i], query, stride);
-                attend(groups[i], skipped[i], whole);
+                attend(method, groups[i], skipped[i], whole);
                 for (int64_t piece = skipped[i] + 1; piece < groups[i].pieces(); ++piece) {
-                    attend(groups[i], piece, next);
+                    attend(method, groups[i], piece, next);
                     fold(whole, next, groups[i].all_rows(), width);
                 }
                 give_output(groups[i], whole, shape, rule, out);
-            }
-        }
+            };
+        });
+        return;
     }
+    share_out(first[count], 1, is_large, [&] {
+        return [&, method = Method(shape, keys, rule, block)](int64_t place) mutable {
+            const int64_t i = std::upper_bound(first.begin(), first.end(), place) - first.begin() - 1;
+            method.take(groups[i], query, stride);
+            attend(method, groups[i], place - first[i] + skipped[i], part(partial.get(), place));
+        };
+    });
+    for_each(count, first[count] * block * width > MANY_NUMBERS, [&](int64_t i) {
+        const State whole = part(partial.get(), first[i]);
+        for (int64_t place = first[i] + 1; place < first[i + 1]; ++place)
+            fold(whole, part(partial.get(), place), groups[i].all_rows(), width);
+        give_output(groups[i], whole, shape, rule, out);
+    });
 }
 
 }  // namespace

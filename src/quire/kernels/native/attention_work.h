@@ -4,8 +4,6 @@
 // what they share once. A decode row that shares nothing takes all key heads itself: they lie side by side in memory.
 #pragma once
 
-#include <omp.h>
-
 #include "cache_quantize.h"
 
 namespace {
@@ -60,7 +58,7 @@ struct Run {
     const Work* longest;
 };
 
-inline int64_t enough_tasks() { return 4 * omp_get_max_threads(); }  // so that threads end at about the same time
+inline int64_t enough_tasks() { return 4 * num_threads(); }  // so that threads end at about the same time
 
 // All works in the order of their tables, so that those with the same first blocks are neighbours, and their groups.
 class Cut {

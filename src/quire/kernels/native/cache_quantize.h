@@ -3,6 +3,7 @@
 #pragma once
 
 #include "simd.h"
+#include "team.h"
 
 namespace {
 
@@ -123,8 +124,7 @@ inline void quantize_by_group(const float* x, const HeadFormat& format, uint8_t*
 template <typename T>
 void write_quantized(const T* x, int64_t stride, uint8_t* cache, const int64_t* slots, int64_t rows, int64_t heads,
                      const HeadFormat& format, int64_t block_size, int64_t head_bytes) {
-#pragma omp parallel for schedule(static) if (rows * heads * format.dim > 16384)
-    for (int64_t row = 0; row < rows; ++row) {
+    for_each(rows, rows * heads * format.dim > 16384, [&](int64_t row) {
         std::vector<float> wide(format.dim);
         for (int64_t head = 0; head < heads; ++head) {
             const T* from = x + row * stride + head * format.dim;
@@ -135,7 +135,7 @@ void write_quantized(const T* x, int64_t stride, uint8_t* cache, const int64_t* 
             if (format.stored == INT4) quantize_by_group(wide.data(), format, base + place * format.number_bytes(), scales);
             else quantize_by_head(wide.data(), format, base + place * format.number_bytes(), scales);
         }
-    }
+    });
 }
 
 // A head of a token as floats, `to` [dim].

@@ -98,13 +98,4 @@ const char* quire_cpu_features() {
     static const std::string found = find_features();
     return found.c_str();
 }
-
-// Whether the kernels bring an OpenMP runtime (clang's) rather than use torch's own (GCC's).
-int64_t quire_brings_openmp() {
-#ifdef __clang__
-    return 1;
-#else
-    return 0;
-#endif
-}
 }

@@ -76,11 +76,10 @@ template <typename T>
 void convolve(const T* x, int64_t stride, const PackedDelta& delta, const StateMemory& memory, T* out) {
     const int64_t channels = delta.channels(), pieces = (channels + LANES - 1) / LANES;
     const int64_t count = memory.runs.size() * pieces;
-#pragma omp parallel for schedule(static) if (count > 64)
-    for (int64_t i = 0; i < count; ++i) {
+    for_each(count, count > 64, [&](int64_t i) {
         const int64_t channel = i % pieces * LANES;
         convolve_piece(x, stride, delta, memory, i / pieces, channel, std::min(LANES, channels - channel), out);
-    }
+    });
 }
 
 template <typename T> float unit(const T* x, int64_t size, float scale, float* to) {
@@ -184,19 +183,19 @@ template <typename T>
 void gated_delta(const T* mixed, const T* z, int64_t z_stride, const T* gates, const PackedDelta& delta,
                  const StateMemory& memory, T* out) {
     const int64_t count = memory.runs.size() * delta.value_heads;
-#pragma omp parallel for schedule(dynamic) if (count > 1)
-    for (int64_t i = 0; i < count; ++i)
+    for_each(count, count > 1, [&](int64_t i) {
         delta_run(mixed, z, z_stride, gates, delta, memory, i / delta.value_heads, i % delta.value_heads, out);
+    });
 }
 
 // x [rows, size] times the sigmoid of the logits, which lie `stride` apart.
 template <typename T> void gate_by_sigmoid(T* x, const T* logits, int64_t stride, int64_t rows, int64_t size) {
-#pragma omp parallel for schedule(static) if (rows * size > 16384)
-    for (int64_t row = 0; row < rows; ++row)
+    for_each(rows, rows * size > 16384, [&](int64_t row) {
         in_pieces(size, [&](int64_t i, int64_t n) {
             T* at = x + row * size + i;
             put(at, fetch(at, n) * rounded<T>(logistic(fetch(logits + row * stride + i, n))), n);
         });
+    });
 }
 
 }  // namespace

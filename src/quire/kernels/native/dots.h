@@ -36,8 +36,8 @@ void dot_rows(const float* rows, const float* const* keys, int64_t count, int64_
 // multiple of LANES.
 inline void multiply_rows(const float* x, const float* weight, const Product& product, float* out) {
     constexpr int64_t AT_ONCE = 32;
-#pragma omp parallel for schedule(static)
-    for (int64_t begin = 0; begin < product.outputs; begin += AT_ONCE) {
+    for_each((product.outputs + AT_ONCE - 1) / AT_ONCE, true, [&](int64_t index) {
+        const int64_t begin = index * AT_ONCE;
         const int64_t count = std::min(AT_ONCE, product.outputs - begin);
         const float* keys[AT_ONCE];
         for (int64_t i = 0; i < AT_ONCE; ++i) keys[i] = weight + (begin + std::min(i, count - 1)) * product.inputs;
@@ -47,7 +47,7 @@ inline void multiply_rows(const float* x, const float* weight, const Product& pr
             for (int r = 0; r < n; ++r)
                 std::memcpy(out + (row + r) * product.out_stride + begin, found + r * AT_ONCE, count * sizeof(float));
         });
-    }
+    });
 }
 
 }  // namespace

@@ -150,13 +150,12 @@ struct Pairs {
 
 // sums [rows, hidden]: what the shared expert gave, by the sigmoid of its gate; or zeros.
 template <typename T> void begin_sums(const T* shared, const T* gate, int64_t rows, int64_t hidden, float* sums) {
-#pragma omp parallel for schedule(static) if (rows * hidden > 65536)
-    for (int64_t row = 0; row < rows; ++row) {
+    for_each(rows, rows * hidden > 65536, [&](int64_t row) {
         const float factor = gate == nullptr ? 1.0f : 1.0f / (1.0f + std::exp(-one(gate + row)));
         in_pieces(hidden, [&](int64_t i, int64_t n) {
             put(sums + row * hidden + i, shared == nullptr ? Floats{} : fetch(shared + row * hidden + i, n) * factor, n);
         });
-    }
+    });
 }
 
 // x [rows, hidden] -> out [rows, hidden]: the weighted sum of what a row's experts make of it, in the order of experts.
@@ -186,20 +185,19 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
         ::gate<T>(experts.activation, experts.clamp, both.get(), inner.get(), count, size);
         multiply_by(experts.down[expert], inner.get(), count, taken.get());
         if (units) low_rank_add(*experts.down_adapters[expert], *units, inner.get(), size, taken.get(), hidden);
-#pragma omp parallel for schedule(static) if (count * hidden > 65536)
-        for (int64_t i = 0; i < count; ++i) {  // no row comes twice
+        for_each(count, count * hidden > 65536, [&](int64_t i) {  // no row comes twice
             float* to = &sums[pairs.rows[begin + i] * hidden];
             const Floats weight = all(pairs.weights[begin + i]);
             in_pieces(hidden, [&](int64_t j, int64_t n) {
                 put(to + j, add_product(fetch(to + j, n), fetch(&taken[i * hidden + j], n), weight), n);
             });
-        }
+        });
     }
-#pragma omp parallel for schedule(static) if (rows * hidden > 65536)
-    for (int64_t row = 0; row < rows; ++row)
+    for_each(rows, rows * hidden > 65536, [&](int64_t row) {
         in_pieces(hidden, [&](int64_t i, int64_t n) {
             put(out + row * hidden + i, fetch(&sums[row * hidden + i], n), n);
         });
+    });
 }
 
 }  // namespace

@@ -290,15 +290,13 @@ void multiply_int8_some(const float* x, const uint8_t* weight, const float* bias
                         float* out) {
     using Rows = RowsFor<FORMAT>;
     const int64_t panels = (product.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS, inputs = product.inputs;
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t begin = 0; begin < product.rows; begin += INT8_ROWS)
-            by_rows<INT8_ROWS>(begin, std::min(begin + INT8_ROWS, product.rows), [&](auto n, int64_t row) {
-                Rows::template quantize<n>(x, row, inputs, room);
-            });
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t panel = 0; panel < panels; ++panel) {
+    for_each((product.rows + INT8_ROWS - 1) / INT8_ROWS, product.rows * inputs > MANY_NUMBERS / 2, [&](int64_t i) {
+        by_rows<INT8_ROWS>(i * INT8_ROWS, std::min((i + 1) * INT8_ROWS, product.rows), [&](auto n, int64_t row) {
+            Rows::template quantize<n>(x, row, inputs, room);
+        });
+    });
+    share_out(panels, PANELS_IN_TURN, product.is_large(), [&] {
+        return [&](int64_t panel) {
             const uint8_t* own = weight + panel * int8_panel_bytes(FORMAT, inputs);
             const int64_t begin = panel * INT8_OUTPUTS, count = std::min(INT8_OUTPUTS, product.outputs - begin);
             by_rows<INT8_ROWS>(0, product.rows, [&](auto n, int64_t row) {
@@ -312,8 +310,8 @@ void multiply_int8_some(const float* x, const uint8_t* weight, const float* bias
                             bias == nullptr ? value : value + fetch(bias + at, some), some);
                     }
             });
-        }
-    }
+        };
+    });
 }
 
 // x [rows, inputs] times the weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].

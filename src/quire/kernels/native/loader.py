@@ -108,28 +108,42 @@ def _path_asked_for(name: str, built: Sequence[CpuPath], features: frozenset[str
 def open_library() -> ctypes.CDLL:
     """The compiled kernels with their signatures set. Raises Unavailable with the reason, or LacksPath."""
     path = choose_path()
-    mode = ctypes.DEFAULT_MODE
-    if _features().quire_brings_openmp():
-        mode |= getattr(os, "RTLD_DEEPBIND", 0)  # its own runtime, not functions of torch's that have the same names
-    else:
-        _share_openmp()
     try:
-        library = ctypes.CDLL(str(_file_of(f"_cpu_{path.library}")), mode=mode)
+        library = ctypes.CDLL(str(_file_of(f"_cpu_{path.library}")))
     except OSError as error:
         raise Unavailable(f"the native CPU kernels do not load: {error}") from None
     _check_origin(library)
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result
-    library.quire_prepare(path.name == "amx", torch.get_num_threads())
+        function.errcheck = _Failures(library).check
+    library.quire_prepare(path.name == "amx", _threads_that_can_run(torch.get_num_threads()))
     return library
 
 
 def set_threads(count: int) -> None:
-    """Let torch and the compiled kernels use so many threads."""
+    """Let torch and the compiled kernels use so many threads; the kernels not more than this process has cores."""
     torch.set_num_threads(count)
     if open_library.cache_info().currsize:
-        open_library().quire_prepare(choose_path().name == "amx", count)
+        open_library().quire_prepare(choose_path().name == "amx", _threads_that_can_run(count))
+
+
+def _threads_that_can_run(count: int) -> int:
+    """More threads than cores only take them from each other."""
+    return min(count, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+class _Failures:
+    """Raises what a call of the kernels failed of: memory that there is not, in whichever thread."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._take = library.quire_take_failure
+        self._take.argtypes, self._take.restype = [], c_char_p
+
+    def check(self, result: Any, _function: Any, _arguments: Any) -> Any:
+        if (reason := self._take()) is not None:
+            raise RuntimeError(f"the native CPU kernels failed: {reason.decode(errors='replace')}")
+        return result
 
 
 @cache
@@ -138,7 +152,7 @@ def _features() -> ctypes.CDLL:
         library = ctypes.CDLL(str(_file_of("_features")))
     except OSError:
         raise Unavailable(_NOT_BUILT) from None
-    library.quire_cpu_features.restype, library.quire_brings_openmp.restype = c_char_p, c_int64
+    library.quire_cpu_features.restype = c_char_p
     return library
 
 
@@ -174,13 +188,3 @@ def why_not_native(dtype: torch.dtype, device: torch.device) -> str | None:
     except Unavailable as reason:
         return str(reason)
     return None
-
-
-def _share_openmp() -> None:
-    """Make torch's OpenMP runtime visible, so that both use one pool of threads and never wait for each other."""
-    torch.get_num_threads()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split()[-1]
-        if Path(path).name.startswith(("libgomp", "libiomp5", "libomp")):
-            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-            return

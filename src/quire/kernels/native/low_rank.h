@@ -9,8 +9,6 @@
 // order: a row's result does not depend on the rows beside it.
 #pragma once
 
-#include <omp.h>
-
 #include "amx.h"
 
 namespace {
@@ -329,19 +327,14 @@ template <typename T, typename Units> struct LowRankAdd {
             if (shrinks) shrink(by, unit, adapter, cut(first, share), cut(first, share + 1), own, stride);
             if (expands) expand(by, unit, adapter, cut(second, share), cut(second, share + 1), own, stride);
         };
-#pragma omp parallel
-        {
-            Units by;
-            if (shares == 1) {  // A and B of an adapter are read in one go
-#pragma omp for schedule(dynamic)
-                for (int64_t item = 0; item < units; ++item) each(by, item, true, true);
-            } else {
-#pragma omp for schedule(static)
-                for (int64_t item = 0; item < units * shares; ++item) each(by, item, true, false);
-#pragma omp for schedule(static)
-                for (int64_t item = 0; item < units * shares; ++item) each(by, item, false, true);
-            }
-        }
+        const auto share = [&](bool shrinks, bool expands) {
+            share_out(units * shares, 1, true, [&] {
+                return [&, shrinks, expands, by = Units()](int64_t item) mutable { each(by, item, shrinks, expands); };
+            });
+        };
+        if (shares == 1) return share(true, true);  // A and B of an adapter are read in one go
+        share(true, false);
+        share(false, true);
     }
 };
 
@@ -349,7 +342,7 @@ template <typename T, typename Units> struct LowRankAdd {
 template <typename T>
 void low_rank_add(const LowRankLayer& layer, const RowUnits& groups, const T* x, int64_t x_stride, T* y,
                   int64_t y_stride) {
-    const int64_t units = static_cast<int64_t>(groups.units.size()), threads = omp_get_max_threads();
+    const int64_t units = static_cast<int64_t>(groups.units.size()), threads = num_threads();
     if (units == 0) return;
     const int64_t shares = threads == 1 || units >= 4 * threads ? 1 : (4 * threads + units - 1) / units;
 #ifdef __AMX_BF16__

@@ -204,14 +204,12 @@ inline void multiply_panel(const float* woven, const uint8_t* panel, const Produ
 template <Format FORMAT, typename T>
 void multiply_some(const T* x, const uint8_t* weight, const T* bias, const Product& product, float* woven, T* out) {
     const int64_t panels = (product.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < product.rows; row += MOST_ROWS)
-            weave_rows(x, row, std::min(row + MOST_ROWS, product.rows), product.inputs, woven);
+    for_each((product.rows + MOST_ROWS - 1) / MOST_ROWS, product.rows * product.inputs > MANY_NUMBERS, [&](int64_t i) {
+        weave_rows(x, i * MOST_ROWS, std::min((i + 1) * MOST_ROWS, product.rows), product.inputs, woven);
+    });
+    share_out(panels, PANELS_IN_TURN, product.is_large(), [&] {
         std::vector<float> room(FORMAT == PLAIN ? 0 : MOST_INPUTS * PANEL_OUTPUTS), sums(product.rows * PANEL_OUTPUTS);
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t panel = 0; panel < panels; ++panel) {
+        return [&, room = std::move(room), sums = std::move(sums)](int64_t panel) mutable {
             multiply_panel<FORMAT>(woven, weight + panel * panel_bytes(FORMAT, product.inputs), product, room.data(),
                                    sums.data());
             const int64_t begin = panel * PANEL_OUTPUTS, count = std::min(PANEL_OUTPUTS, product.outputs - begin);
@@ -221,8 +219,8 @@ void multiply_some(const T* x, const uint8_t* weight, const T* bias, const Produ
                     put(out + row * product.out_stride + begin + i,
                         bias == nullptr ? value : rounded<T>(value) + fetch(bias + begin + i, n), n);
                 });
-        }
-    }
+        };
+    });
 }
 
 // x [rows, inputs] times the weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].

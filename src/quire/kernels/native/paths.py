@@ -11,7 +11,7 @@ COMPILE = (  # flags for every path, before its own
     "-O3",
     "-g0",
     "-std=c++17",
-    "-fopenmp",
+    "-pthread",
     "-ffp-contract=off",  # a sum has the same bits wherever it is written: see add_product in simd.h
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -51,7 +51,7 @@ def paths_of(machine: str) -> tuple[CpuPath, ...]:
         amx = _path("amx", bf16, "amx_tile amx_bf16 amx_int8", " ".join(bf16.flags), library=bf16.library)
         return (amx, bf16, vnni, avx512, avx2, portable)
     if machine in ("aarch64", "arm64"):
-        portable = _path("portable", None, "", "-march=armv8-a")
+        portable = _path("portable", None, "", "-march=armv8-a -mno-outline-atomics")
         dotprod = _path("dotprod", portable, "crc32 atomics asimdrdm asimddp", "-march=armv8.2-a+dotprod")
         i8mm = _path("i8mm", dotprod, "i8mm bf16", "-march=armv8.2-a+dotprod+i8mm+bf16")
         return (i8mm, dotprod, portable)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "simd.h"
+#include "team.h"
 
 namespace {
 
@@ -11,7 +12,10 @@ enum Format : int64_t { PLAIN = 0, NIBBLES = 1, BYTES = 2, HALVES = 3 };
 
 struct Product {
     int64_t rows, inputs, outputs, out_stride;  // out_stride: from one row of the result to the next
+    bool is_large() const { return rows * inputs * outputs > 65536; }  // takes microseconds: threads share it
 };
+constexpr int64_t PANELS_IN_TURN = 4;      // neighbours in memory that a thread takes at once
+constexpr int64_t MANY_NUMBERS = 1 << 15;  // of rows: threads share what is done to each
 
 // LANES float16 numbers, none of them infinite or NaN.
 inline Floats load_float16(const uint8_t* from) {

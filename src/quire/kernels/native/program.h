@@ -82,28 +82,30 @@ struct ProgramRun {
 };
 
 template <typename T> void add_rows_to(T* x, const T* more, float scale, int64_t count) {
-#pragma omp parallel for schedule(static) if (count > 65536)
-    for (int64_t begin = 0; begin < count; begin += 4096)
+    for_each((count + 4096 - 1) / 4096, count > 65536, [&](int64_t index) {
+        const int64_t begin = index * 4096;
         in_pieces(std::min<int64_t>(4096, count - begin), [&](int64_t i, int64_t n) {
             put(x + begin + i, fetch(x + begin + i, n) + rounded<T>(fetch(more + begin + i, n) * scale), n);
         });
+    });
 }
 
 template <typename T> void scale_rows(T* x, float scale, int64_t count) {
-#pragma omp parallel for schedule(static) if (count > 65536)
-    for (int64_t begin = 0; begin < count; begin += 4096)
+    for_each((count + 4096 - 1) / 4096, count > 65536, [&](int64_t index) {
+        const int64_t begin = index * 4096;
         in_pieces(std::min<int64_t>(4096, count - begin),
                   [&](int64_t i, int64_t n) { put(x + begin + i, fetch(x + begin + i, n) * scale, n); });
+    });
 }
 
 // x [rows, size] by rows of y that lie `stride` apart, in place
 template <typename T> void multiply_rows_by(T* x, const T* y, int64_t stride, int64_t rows, int64_t size) {
-#pragma omp parallel for schedule(static) if (rows * size > 65536)
-    for (int64_t row = 0; row < rows; ++row)
+    for_each(rows, rows * size > 65536, [&](int64_t row) {
         in_pieces(size, [&](int64_t i, int64_t n) {
             T* to = x + row * size + i;
             put(to, fetch(to, n) * fetch(y + row * stride + i, n), n);
         });
+    });
 }
 
 template <typename T> struct Interpreter {

@@ -1,10 +1,9 @@
 // CPU kernels with a plain C interface: functions on raw memory, no torch headers, no engine types.
-// Compiled once for each instruction set of paths.py; the loader opens the best one that the CPU can run. Threads are
-// torch's own OpenMP pool where GCC compiled them.
+// Compiled once for each instruction set of paths.py; the loader opens the best one that the CPU can run. Threads: team.h.
 // A result never depends on what else is in the batch: work is cut by position and sums run in a fixed order.
 // `type`: 0 float32, 1 bfloat16. All pointers are to memory of that type unless said otherwise.
 
-#include <atomic>
+#include <cstdio>
 
 #include "dots.h"
 #include "heartbeat.h"
@@ -17,28 +16,31 @@
 
 namespace {
 
-// clang's OpenMP runtime is not torch's and does not know how many threads torch was told to use: each thread that
-// calls a kernel sets it. 0: as the runtime likes.
-std::atomic<int> wanted_threads{0};
-inline void follow_threads() {
-#ifdef __clang__
-    static thread_local int set = 0;
-    const int wanted = wanted_threads.load(std::memory_order_relaxed);
-    if (wanted != set) omp_set_num_threads(set = wanted);
-#endif
+// Whether the last call of this thread failed, and of what. No exception may leave a function of plain C.
+thread_local bool has_failed = false;
+thread_local char failure[200];
+
+template <typename Call> void guarded(Call call) {
+    try {
+        call();
+    } catch (const std::exception& error) {
+        std::snprintf(failure, sizeof failure, "%s", error.what());
+        has_failed = true;
+    }
 }
 
 }  // namespace
 
-#define DISPATCH(type, ...)    \
-    follow_threads();          \
-    if ((type) == 0) {         \
-        using T = float;       \
-        __VA_ARGS__;           \
-    } else {                   \
-        using T = bf16;        \
-        __VA_ARGS__;           \
-    }
+#define DISPATCH(type, ...)        \
+    guarded([&] {                  \
+        if ((type) == 0) {         \
+            using T = float;       \
+            __VA_ARGS__;           \
+        } else {                   \
+            using T = bf16;        \
+            __VA_ARGS__;           \
+        }                          \
+    });
 
 #ifndef QUIRE_SOURCE
 #define QUIRE_SOURCE "unknown"
@@ -49,12 +51,19 @@ extern "C" {
 // A digest of these sources, given by the build: tells a library that was built from other sources.
 const char* quire_source() { return QUIRE_SOURCE; }
 
-// Called once, before anything else. tiles: whether the tile units may be used; threads: see follow_threads.
-void quire_prepare([[maybe_unused]] int64_t tiles, [[maybe_unused]] int64_t threads) {
+// Called before anything else, and when the number of threads changes. tiles: whether the tile units may be used.
+void quire_prepare([[maybe_unused]] int64_t tiles, int64_t threads) {
 #ifdef __AMX_BF16__
     has_tiles = tiles != 0;
 #endif
-    wanted_threads = static_cast<int>(threads);
+    set_num_threads(threads);
+}
+
+// What a call of this thread has failed of since this was asked last, or null.
+const char* quire_take_failure() {
+    if (!has_failed) return nullptr;
+    has_failed = false;
+    return failure;
 }
 
 // weight_type: that of x, or float32.
@@ -78,8 +87,7 @@ void quire_layer_norm(int64_t type, const void* x, int64_t x_stride, const void*
 
 // x [rows, size] and best [rows], both float32: see log_sum_exp.
 void quire_log_sum_exp(const float* x, const float* best, float* out, int64_t rows, int64_t size) {
-    follow_threads();
-    log_sum_exp(x, best, out, rows, size);
+    guarded([&] { log_sum_exp(x, best, out, rows, size); });
 }
 
 // kind: see Activation; x [count], in place.
@@ -95,7 +103,9 @@ void quire_rotate(int64_t type, void* x, int64_t stride, const void* cos, const 
 
 // Whether there is a kernel for every weight.
 int64_t quire_can_run(int64_t type, const Operation* operations, int64_t count) {
-    DISPATCH(type, return can_multiply<T>(operations, count))
+    int64_t can = 0;
+    DISPATCH(type, can = can_multiply<T>(operations, count))
+    return can;
 }
 
 // Operations in turn; all of them can run.
@@ -117,12 +127,14 @@ int64_t quire_has_tile_units() {
 int64_t quire_multiply(int64_t type, int64_t format, const void* x, const uint8_t* weight, const void* bias, void* out,
                        int64_t rows, int64_t inputs, int64_t outputs) {
     const Product product{rows, inputs, outputs, outputs};
+    bool has_kernel = false;
     DISPATCH(type, {
         const Multiply<T> multiply = multiply_for<T>(format);
-        if (multiply == nullptr) return 0;
-        multiply(static_cast<const T*>(x), weight, static_cast<const T*>(bias), product, static_cast<T*>(out));
+        has_kernel = multiply != nullptr;
+        if (has_kernel)
+            multiply(static_cast<const T*>(x), weight, static_cast<const T*>(bias), product, static_cast<T*>(out));
     })
-    return 1;
+    return has_kernel;
 }
 
 // Outputs of a panel, see panels.h.
@@ -135,22 +147,21 @@ int64_t quire_level_panels_pay() { return LEVELS_PAY; }
 // of 16.
 void quire_multiply_rows(const float* x, const float* weight, float* out, int64_t rows, int64_t inputs,
                          int64_t outputs) {
-    follow_threads();
-    multiply_rows(x, weight, Product{rows, inputs, outputs, outputs}, out);
+    guarded([&] { multiply_rows(x, weight, Product{rows, inputs, outputs, outputs}, out); });
 }
 
 // Blocks of a type of GGUF files -> levels [values], a byte each. Returns whether the type is known.
 int64_t quire_read_blocks(int64_t type, const uint8_t* blocks, int64_t count, uint8_t* levels) {
-    follow_threads();
-    return read_blocks(type, blocks, count, levels);
+    bool is_known = false;
+    guarded([&] { is_known = read_blocks(type, blocks, count, levels); });
+    return is_known;
 }
 
 // levels [outputs, inputs] + middle, scales and offsets [outputs, groups], float16 -> panels of `format`; inputs: a
 // multiple of 32.
 void quire_pack_int8(int64_t format, const uint8_t* levels, int64_t middle, const uint16_t* scales,
                      const uint16_t* offsets, int64_t outputs, int64_t inputs, uint8_t* panels) {
-    follow_threads();
-    pack_int8({levels, scales, offsets, outputs, inputs, static_cast<uint8_t>(middle)}, format, panels);
+    guarded([&] { pack_int8({levels, scales, offsets, outputs, inputs, static_cast<uint8_t>(middle)}, format, panels); });
 }
 
 // See pack_panels; tiled: for tile units, two inputs to a line.
@@ -165,8 +176,7 @@ void quire_pack_low_rank(int64_t type, int64_t tiled, const void* matrix, int64_
 // y [rows, outputs] += B (A x) for x [rows, inputs]; slots [rows]: the adapter of each row, or below 0.
 void quire_low_rank_add(int64_t type, const LowRankLayer* layer, const int64_t* slots, const void* x, int64_t x_stride,
                         void* y, int64_t y_stride, int64_t rows) {
-    const RowUnits units(slots, rows);
-    DISPATCH(type, low_rank_add<T>(*layer, units, static_cast<const T*>(x), x_stride, static_cast<T*>(y), y_stride))
+    DISPATCH(type, low_rank_add<T>(*layer, RowUnits(slots, rows), static_cast<const T*>(x), x_stride, static_cast<T*>(y), y_stride))
 }
 
 // clamp: see Clamp, or null.

@@ -104,8 +104,9 @@ constexpr int64_t FEW_LEVELS = 1 << 16;  // up to here threads cost more than th
 inline bool read_blocks(int64_t number, const uint8_t* blocks, int64_t count, uint8_t* levels) {
     const BlockType type = block_type(number);
     if (type.levels == nullptr) return false;
-#pragma omp parallel for schedule(static) if (count * type.values > FEW_LEVELS)
-    for (int64_t i = 0; i < count; i++) type.levels(blocks + i * type.bytes, levels + i * type.values);
+    for_each(count, count * type.values > FEW_LEVELS, [&](int64_t i) {
+        type.levels(blocks + i * type.bytes, levels + i * type.values);
+    });
     return true;
 }
 
@@ -153,8 +154,7 @@ inline void pack_lines(const uint8_t* levels, int64_t stride, int64_t rows, uint
 inline void pack_int8(const Levels& weight, int64_t format, uint8_t* data) {
     const int64_t groups = weight.inputs / INT8_GROUP, factors = groups * scales_of(format), bits = bits_of(format);
     const int64_t panels = (weight.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS;
-#pragma omp parallel for schedule(static) if (weight.outputs * weight.inputs > FEW_LEVELS)
-    for (int64_t panel = 0; panel < panels; panel++) {
+    for_each(panels, weight.outputs * weight.inputs > FEW_LEVELS, [&](int64_t panel) {
         const int64_t first = panel * INT8_OUTPUTS, rows = std::min(INT8_OUTPUTS, weight.outputs - first);
         auto* to = data + panel * int8_panel_bytes(format, weight.inputs);
         pack_factors(weight.scales + first * factors, factors, rows, reinterpret_cast<uint16_t*>(to));
@@ -166,7 +166,7 @@ inline void pack_int8(const Levels& weight, int64_t format, uint8_t* data) {
         for (int64_t group = 0; group < groups; group++, to += int8_group_bytes(format))
             pack_lines(weight.levels + first * weight.inputs + group * INT8_GROUP, weight.inputs, rows, weight.middle, bits,
                        to);
-    }
+    });
 }
 
 }  // namespace

@@ -2,14 +2,14 @@
 #pragma once
 
 #include "simd.h"
+#include "team.h"
 
 namespace {
 
 template <typename T, typename W>
 void rms_norm(const T* x, int64_t stride, const W* weight, T* out, int64_t out_stride, int64_t rows, int64_t size,
               float eps) {
-#pragma omp parallel for schedule(static) if (rows * size > 32768)
-    for (int64_t row = 0; row < rows; ++row) {
+    for_each(rows, rows * size > 32768, [&](int64_t row) {
         const T* in = x + row * stride;
         T* to = out + row * out_stride;
         Floats squares = {};
@@ -21,7 +21,7 @@ void rms_norm(const T* x, int64_t stride, const W* weight, T* out, int64_t out_s
         in_pieces(size, [&](int64_t i, int64_t count) {
             put(to + i, rounded<T>(fetch(in + i, count) * scale) * fetch(weight + i, count), count);
         });
-    }
+    });
 }
 
 // (x - mean) / deviation * weight + bias; weight_bias [2, size].
@@ -29,8 +29,7 @@ template <typename T>
 void layer_norm(const T* x, int64_t stride, const T* weight_bias, T* out, int64_t out_stride, int64_t rows,
                 int64_t size, float eps) {
     const T* bias = weight_bias + size;
-#pragma omp parallel for schedule(static) if (rows * size > 32768)
-    for (int64_t row = 0; row < rows; ++row) {
+    for_each(rows, rows * size > 32768, [&](int64_t row) {
         const T* in = x + row * stride;
         T* to = out + row * out_stride;
         Floats total = {};
@@ -48,7 +47,7 @@ void layer_norm(const T* x, int64_t stride, const T* weight_bias, T* out, int64_
             const Floats normal = (fetch(in + i, count) - mean) * scale;
             put(to + i, add_product(fetch(bias + i, count), normal, fetch(weight_bias + i, count)), count);
         });
-    }
+    });
 }
 
 // The logarithm of the sum of e^x over each row of x [rows, size], whose largest numbers are best [rows] -> out [rows].
@@ -57,8 +56,7 @@ inline void log_sum_exp(const float* x, const float* best, float* out, int64_t r
     constexpr int64_t AT_ONCE = 4, PIECE_SIZE = 4096;
     const int64_t pieces = (size + PIECE_SIZE - 1) / PIECE_SIZE;
     std::vector<float> sums(rows * pieces);
-#pragma omp parallel for schedule(static) if (rows * size > 8192)
-    for (int64_t i = 0; i < rows * pieces; ++i) {
+    for_each(rows * pieces, rows * size > 8192, [&](int64_t i) {
         const int64_t row = i / pieces, begin = i % pieces * PIECE_SIZE, end = std::min(begin + PIECE_SIZE, size);
         const float* from = x + row * size;
         const Floats largest = all(best[row]);
@@ -77,7 +75,7 @@ inline void log_sum_exp(const float* x, const float* best, float* out, int64_t r
             for (int64_t k = 0; k < AT_ONCE; ++k) totals[k] = totals[k] + values[k];
         }
         sums[i] = sum((totals[0] + totals[1]) + (totals[2] + totals[3]));
-    }
+    });
     for (int64_t row = 0; row < rows; ++row) {
         double total = 0;
         for (int64_t piece = 0; piece < pieces; ++piece) total += sums[row * pieces + piece];
@@ -91,8 +89,7 @@ template <typename T>
 void rotate(T* x, int64_t stride, const T* cos, const T* sin, int64_t angle_stride, int64_t rows, int64_t heads,
             int64_t head_dim, int64_t dim) {
     const int64_t half = dim / 2;
-#pragma omp parallel for schedule(static) if (rows * heads * dim > 65536)
-    for (int64_t row = 0; row < rows; ++row) {
+    for_each(rows, rows * heads * dim > 65536, [&](int64_t row) {
         const T* c = cos + row * angle_stride;
         const T* s = sin + row * angle_stride;
         for (int64_t head = 0; head < heads; ++head) {
@@ -104,7 +101,7 @@ void rotate(T* x, int64_t stride, const T* cos, const T* sin, int64_t angle_stri
                 put(second + i, add_product(a * fetch(s + half + i, count), b, fetch(c + half + i, count)), count);
             });
         }
-    }
+    });
 }
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU };
@@ -132,11 +129,12 @@ template <Activation KIND> inline Floats activated(Floats x) {
 
 // x [count], in place
 template <Activation KIND, typename T> void activate_all(T* x, int64_t count) {
-#pragma omp parallel for schedule(static) if (count > 16384)
-    for (int64_t begin = 0; begin < count; begin += 4096)
+    for_each((count + 4096 - 1) / 4096, count > 16384, [&](int64_t index) {
+        const int64_t begin = index * 4096;
         in_pieces(std::min<int64_t>(4096, count - begin), [&](int64_t i, int64_t n) {
             put(x + begin + i, activated<KIND>(fetch(x + begin + i, n)), n);
         });
+    });
 }
 
 template <typename T> void activate(int64_t kind, T* x, int64_t count) {
@@ -157,15 +155,14 @@ struct Clamp {
 // gate_up [rows, 2 * size] -> out [rows, size], each number by gated(gate, up).
 template <typename T, typename Gated>
 void gate_by(const T* gate_up, T* out, int64_t rows, int64_t size, const Gated& gated) {
-#pragma omp parallel for schedule(static) if (rows * size > 16384)
-    for (int64_t row = 0; row < rows; ++row) {
+    for_each(rows, rows * size > 16384, [&](int64_t row) {
         const T* gate = gate_up + row * 2 * size;
         const T* up = gate + size;
         T* to = out + row * size;
         in_pieces(size, [&](int64_t i, int64_t count) {
             put(to + i, gated(fetch(gate + i, count), fetch(up + i, count)), count);
         });
-    }
+    });
 }
 
 template <Activation KIND, typename T> void gate_all(const T* gate_up, T* out, int64_t rows, int64_t size) {
@@ -197,13 +194,13 @@ void gate(int64_t kind, const Clamp* clamp, const T* gate_up, T* out, int64_t ro
 template <typename T>
 void write_cache(const T* key, int64_t key_stride, const T* value, int64_t value_stride, T* key_cache, T* value_cache,
                  const int64_t* slots, int64_t rows, int64_t heads, int64_t dim) {
-#pragma omp parallel for schedule(static) if (rows * heads * dim > 65536)
-    for (int64_t row = 0; row < rows; ++row)
+    for_each(rows, rows * heads * dim > 65536, [&](int64_t row) {
         for (int64_t head = 0; head < heads; ++head) {
             const int64_t to = slots[row * heads + head] * dim;
             std::memcpy(key_cache + to, key + row * key_stride + head * dim, dim * sizeof(T));
             if (value != nullptr) std::memcpy(value_cache + to, value + row * value_stride + head * dim, dim * sizeof(T));
         }
+    });
 }
 
 }  // namespace

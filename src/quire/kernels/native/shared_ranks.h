@@ -8,8 +8,7 @@
 #include <sched.h>
 #include <time.h>
 
-#include <atomic>
-
+#include "parking.h"
 #include "simd.h"
 
 namespace {
@@ -35,14 +34,6 @@ inline double now_seconds() {
     timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
-
-inline void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
 }
 
 // Waits until a rank has come to a meeting: spins for microseconds, then lets others run, as there may be more ranks

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.native.int8_panels import cut_int8_panels
-from quire.kernels.native.loader import why_not_native
+from quire.kernels.native.loader import set_threads, why_not_native
 from quire.kernels.native.ops import PackedWeight, multiply, read_rows
 from quire.runtime.quantization.levels import LevelWeight
 
@@ -146,10 +146,10 @@ def test_a_result_does_not_depend_on_the_threads() -> None:
     found = []
     try:
         for count in (1, 2, 3):
-            torch.set_num_threads(count)
+            set_threads(count)
             found.append(multiply(x, panels))
     finally:
-        torch.set_num_threads(threads)
+        set_threads(threads)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

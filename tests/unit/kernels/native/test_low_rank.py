@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native import low_rank
-from quire.kernels.native.loader import why_not_native
+from quire.kernels.native.loader import set_threads, why_not_native
 from quire.kernels.native.low_rank import LowRankSlots, Runs
 from quire.kernels.native.panels import cut_panels
 from quire.kernels.native.program import Program, ProgramWriter, Symbol
@@ -28,9 +28,9 @@ INTERLEAVED: list[Runs] = [[(0, 16), (40, 56)], [(16, 40)], [(56, 59)]]  # a par
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    set_threads(request.param)
     yield request.param
-    torch.set_num_threads(before)
+    set_threads(before)
 
 
 @pytest.fixture(params=["any CPU", "tile units"])

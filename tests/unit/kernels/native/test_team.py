@@ -1,0 +1,71 @@
+"""The threads of the compiled kernels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from ctypes import c_int64
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.kernels.native.loader import choose_path, open_library, set_threads, why_not_native
+from quire.kernels.native.ops import multiply
+from quire.kernels.native.panels import cut_panels
+
+REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
+COMPILER = shutil.which("c++")
+HEADERS = Path(sys.modules["quire.kernels.native.loader"].__file__ or "").parent
+CHECKS = Path(__file__).parents[3] / "support" / "team_checks.cpp"
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_every_item_is_computed_once_and_failures_are_told(tmp_path: Path) -> None:
+    program = tmp_path / "team_checks"
+    subprocess.run(
+        [COMPILER or "", "-std=c++17", "-O1", "-pthread", f"-I{HEADERS}", str(CHECKS), "-o", str(program)], check=True
+    )
+    done = subprocess.run([str(program)], check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_no_number_depends_on_threads(rows: int) -> None:
+    before, x, weight = torch.get_num_threads(), torch.randn(rows, 300), cut_panels(torch.randn(1000, 300))
+    products = []
+    try:
+        for threads in (1, 2, 5):
+            open_library().quire_prepare(choose_path().name == "amx", threads)  # also more than there are cores
+            products.append(multiply(x, weight))
+    finally:
+        set_threads(before)
+    assert torch.equal(products[0], products[1])
+    assert torch.equal(products[0], products[2])
+
+
+@pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+def test_a_kernel_that_finds_no_memory_raises() -> None:
+    read, memory = open_library().quire_log_sum_exp, (c_int64 * 1)()
+    with pytest.raises(RuntimeError, match="native CPU kernels failed"):
+        read(memory, memory, memory, 1 << 60, 4096 << 2)
+    x = torch.randn(1, 64)
+    assert multiply(x, cut_panels(torch.eye(64))).equal(x)  # the next call is as ever
+
+
+@pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_of_fork_computes_what_its_parent_does() -> None:
+    before, x, weight = torch.get_num_threads(), torch.randn(4, 300), cut_panels(torch.randn(1000, 300))
+    try:
+        set_threads(2)
+        product = multiply(x, weight)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if multiply(x, weight).equal(product) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        set_threads(before)
