@@ -7,6 +7,7 @@
 
 namespace {
 
+constexpr int64_t AHEAD = 1024;  // bytes of a panel that are asked for before they are used, where one row takes each once
 constexpr int INT8_TURN = 4;  // rows that a line is multiplied by before the next line is
 
 // Line K of 32 inputs, of four outputs, as signed bytes: levels times unit_of(FORMAT), which fills a byte where that takes
@@ -23,17 +24,16 @@ template <int64_t FORMAT, int K> inline __attribute__((always_inline)) int8x16_t
         if constexpr (K % 4 != 0) high = vshrq_n_u8(high, 2 * (K % 4));
         line = K < 4 ? vshlq_n_u8(line, 2) : vandq_u8(vshrq_n_u8(line, 2), vdupq_n_u8(0x3C));
         line = vsliq_n_u8(line, high, 6);
+    } else if constexpr (BITS == 5 && !has_offsets(FORMAT)) {  // level - 16: its upper half is ones if the fifth bit is not set
+        uint8x16_t inverse = vmvnq_u8(read(4));
+        asm("" : "+w"(inverse));  // once for all lines, not as a part of each
+        const uint8x16_t unset = vtstq_u8(inverse, vdupq_n_u8(1 << K));
+        line = K < 4 ? vbslq_u8(vdupq_n_u8(15), line, unset) : vsriq_n_u8(unset, line, 4);
     } else if constexpr (BITS < 8) {
         line = K < 4 ? vandq_u8(line, vdupq_n_u8(15)) : vshrq_n_u8(line, 4);
     }
-    if constexpr (BITS == 5) {
-        uint8x16_t high = read(4);
-        if constexpr (K < 4) high = vshlq_n_u8(high, 4 - K);
-        if constexpr (K > 4) high = vshrq_n_u8(high, K - 4);
-        const uint8x16_t fifth = vdupq_n_u8(16);
-        // without offsets, 16 less where the bit is not set
-        line = has_offsets(FORMAT) ? vorrq_u8(line, vandq_u8(high, fifth)) : vsubq_u8(line, vbicq_u8(fifth, high));
-    }
+    if constexpr (BITS == 5 && has_offsets(FORMAT))
+        line = vorrq_u8(line, vandq_u8(vtstq_u8(read(4), vdupq_n_u8(1 << K)), vdupq_n_u8(16)));
     if constexpr (BITS == 6 && unit_of(FORMAT) == 1) {
         constexpr int AT = 2 * (K % 4);
         uint8x16_t high = read(4 + K / 4);
@@ -103,8 +103,8 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
             unroll<M>([&](auto i) __attribute__((always_inline)) {
                 constexpr int r = ROW + i;
                 Floats& sum = sums[r];
-                sum = add_product(sum, (Floats)vcvtq_f32_s32(whole[i]), scale * record.scale(r));
                 if constexpr (has_offsets(FORMAT)) sum = add_product(sum, offset, all(record.sum(r, half)));
+                sum = add_product(sum, (Floats)vcvtq_f32_s32(whole[i]), scale * record.scale(r));
             });
         });
     });
@@ -136,21 +136,26 @@ inline __attribute__((always_inline)) void add_group_of_one(const Record& record
     });
     unroll<SCALES>([&](auto half) __attribute__((always_inline)) {
         int32x4_t high[4], low[4];
+        Floats factors[4];
         unroll<4>([&](auto part) __attribute__((always_inline)) { high[part] = low[part] = vdupq_n_s32(0); });
         unroll<LINES_EACH>([&](auto i) __attribute__((always_inline)) {
             // two lines of four bits lie in the same bytes
             constexpr int K = SCALES == 1 && bits_of(FORMAT) < 8 ? i % 2 * 4 + i / 2 : half * LINES_EACH + i;
             int8x16_t line[4];
-            unroll<4>([&](auto part) __attribute__((always_inline)) { line[part] = signed_line<FORMAT, K>(from + 16 * part); });
+            unroll<4>([&](auto part) __attribute__((always_inline)) {
+                line[part] = signed_line<FORMAT, K>(from + 16 * part);
+            });
             add_line<K % 4>(high, low, line, digits[K / 4], digits[2 + K / 4]);
+            if constexpr (i < 4) {  // a conversion takes one pipe for two cycles: among other instructions it costs less
+                const int64_t at = half * INT8_OUTPUTS * 2 + i * 2 * LANES;
+                factors[i] = load_float16(scales + at) * record.scale(0);
+                if constexpr (has_offsets(FORMAT))
+                    sums[i] = add_product(sums[i], load_float16(offsets + at), all(record.sum(0, half)));
+            }
         });
         unroll<4>([&](auto part) __attribute__((always_inline)) {
-            const int64_t at = half * INT8_OUTPUTS * 2 + part * 2 * LANES;
             const int32x4_t whole = vaddq_s32(vshlq_n_s32(high[part], 8), low[part]);
-            Floats& sum = sums[part];
-            sum = add_product(sum, (Floats)vcvtq_f32_s32(whole), load_float16(scales + at) * record.scale(0));
-            if constexpr (has_offsets(FORMAT))
-                sum = add_product(sum, load_float16(offsets + at), all(record.sum(0, half)));
+            sums[part] = add_product(sums[part], (Floats)vcvtq_f32_s32(whole), factors[part]);
         });
     });
 }
@@ -166,9 +171,11 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
     if constexpr (N == 1) {
         Floats own[PARTS] = {};
         auto record = first;
-        for (int64_t group = 0; group < groups; ++group, record = record.next())
-            add_group_of_one<FORMAT>(record, lines + group * int8_group_bytes(FORMAT), scales + group * FACTORS,
-                                     offsets + group * FACTORS, own);
+        for (int64_t group = 0; group < groups; ++group, record = record.next()) {
+            const uint8_t* from = lines + group * int8_group_bytes(FORMAT);
+            for (int64_t line = 0; line < bits_of(FORMAT); ++line) __builtin_prefetch(from + AHEAD + line * LINE_BYTES);
+            add_group_of_one<FORMAT>(record, from, scales + group * FACTORS, offsets + group * FACTORS, own);
+        }
         unroll<PARTS>([&](auto part) __attribute__((always_inline)) { sums[0][part] = own[part]; });
     } else {  // the sums of four outputs stay in registers; the panel stays in the first cache
         for (int64_t part = 0; part < PARTS; ++part) {
