@@ -1,0 +1,194 @@
+// Panels of int8_panels.h times rows by ARM's dot products of bytes: an instruction multiplies a line of levels by four
+// of a row's digits, which it takes from any lane of a register. So a row's numbers are loaded and never spread, and all
+// levels become signed bytes, so that sums begin with zero.
+#pragma once
+
+#include "int8_rows.h"
+
+namespace {
+
+constexpr int64_t AHEAD = 1024;  // bytes of a panel that are asked for before they are used, where one row takes each once
+constexpr int INT8_TURN = 4;  // rows that a line is multiplied by before the next line is
+
+// Line K of 32 inputs, of four outputs, as signed bytes: levels times unit_of(FORMAT), which fills a byte where that takes
+// fewer instructions.
+template <int64_t FORMAT, int K> inline __attribute__((always_inline)) int8x16_t signed_line(const uint8_t* from) {
+    constexpr int64_t BITS = bits_of(FORMAT);
+    const auto read = [&](int line) __attribute__((always_inline)) { return vld1q_u8(from + line * LINE_BYTES); };
+    uint8x16_t line = read(BITS == 8 ? K : K % 4);
+    if constexpr (unit_of(FORMAT) == 16) {  // 4 bits, 16 times (level - 8)
+        line = veorq_u8(line, vdupq_n_u8(0x88));
+        line = K < 4 ? vshlq_n_u8(line, 4) : vandq_u8(line, vdupq_n_u8(0xF0));
+    } else if constexpr (unit_of(FORMAT) == 4) {  // 6 bits, 4 times (level - 32)
+        uint8x16_t high = veorq_u8(read(4 + K / 4), vdupq_n_u8(0xAA));
+        if constexpr (K % 4 != 0) high = vshrq_n_u8(high, 2 * (K % 4));
+        line = K < 4 ? vshlq_n_u8(line, 2) : vandq_u8(vshrq_n_u8(line, 2), vdupq_n_u8(0x3C));
+        line = vsliq_n_u8(line, high, 6);
+    } else if constexpr (BITS == 5 && !has_offsets(FORMAT)) {  // level - 16: its upper half is ones if the fifth bit is not set
+        uint8x16_t inverse = vmvnq_u8(read(4));
+        asm("" : "+w"(inverse));  // once for all lines, not as a part of each
+        const uint8x16_t unset = vtstq_u8(inverse, vdupq_n_u8(1 << K));
+        line = K < 4 ? vbslq_u8(vdupq_n_u8(15), line, unset) : vsriq_n_u8(unset, line, 4);
+    } else if constexpr (BITS < 8) {
+        line = K < 4 ? vandq_u8(line, vdupq_n_u8(15)) : vshrq_n_u8(line, 4);
+    }
+    if constexpr (BITS == 5 && has_offsets(FORMAT))
+        line = vorrq_u8(line, vandq_u8(vtstq_u8(read(4), vdupq_n_u8(1 << K)), vdupq_n_u8(16)));
+    if constexpr (BITS == 6 && unit_of(FORMAT) == 1) {
+        constexpr int AT = 2 * (K % 4);
+        uint8x16_t high = read(4 + K / 4);
+        if constexpr (AT < 4) high = vshlq_n_u8(high, 4 - AT);
+        if constexpr (AT > 4) high = vshrq_n_u8(high, AT - 4);
+        line = vorrq_u8(line, vandq_u8(high, vdupq_n_u8(48)));
+    }
+    return vreinterpretq_s8_u8(line);
+}
+
+// To `sums` of four outputs, of one row or of four: four lines times the digits of the same inputs. In assembly for four
+// rows: compilers put the instructions of one sum together, and each then waits for the one before.
+inline __attribute__((always_inline)) void add_digits(int32x4_t& sums, const int8x16_t* lines, int8x16_t digits) {
+    sums = vdotq_laneq_s32(sums, lines[0], digits, 0);
+    sums = vdotq_laneq_s32(sums, lines[1], digits, 1);
+    sums = vdotq_laneq_s32(sums, lines[2], digits, 2);
+    sums = vdotq_laneq_s32(sums, lines[3], digits, 3);
+}
+inline __attribute__((always_inline)) void add_digits(int32x4_t (&sums)[4], const int8x16_t* lines,
+                                                      const int8x16_t (&digits)[4]) {
+#define QUIRE_LANE(line, lane)                       \
+    "sdot %0.4s, %" line ".16b, %8.4b[" lane "]\n"   \
+    "sdot %1.4s, %" line ".16b, %9.4b[" lane "]\n"   \
+    "sdot %2.4s, %" line ".16b, %10.4b[" lane "]\n"  \
+    "sdot %3.4s, %" line ".16b, %11.4b[" lane "]\n"
+    asm(QUIRE_LANE("4", "0") QUIRE_LANE("5", "1") QUIRE_LANE("6", "2") QUIRE_LANE("7", "3")
+        : "+w"(sums[0]), "+w"(sums[1]), "+w"(sums[2]), "+w"(sums[3])
+        : "w"(lines[0]), "w"(lines[1]), "w"(lines[2]), "w"(lines[3]), "w"(digits[0]), "w"(digits[1]), "w"(digits[2]),
+          "w"(digits[3]));
+#undef QUIRE_LANE
+}
+
+// To sums[0], ... sums[M - 1] of four outputs: N lines times 4 N digits of M rows.
+template <int N, int M, typename Digits>
+inline __attribute__((always_inline)) void add_lines(int32x4_t (&sums)[M], const int8x16_t* lines, Digits digits) {
+    unroll<N / 4>([&](auto i) __attribute__((always_inline)) {
+        int8x16_t own[M];
+        unroll<M>([&](auto r) __attribute__((always_inline)) {
+            own[r] = vreinterpretq_s8_u8(vld1q_u8(digits(r) + 16 * i));
+        });
+        if constexpr (M == 4) add_digits(sums, lines + 4 * i, own);
+        else unroll<M>([&](auto r) __attribute__((always_inline)) { add_digits(sums[r], lines + 4 * i, own[r]); });
+    });
+}
+
+// 32 inputs of N rows, of four outputs: their lines, scales and offsets -> to sums[row].
+template <int64_t FORMAT, int N, typename Record>
+inline __attribute__((always_inline)) void add_group(const Record& record, const uint8_t* from, const uint8_t* scales,
+                                                     const uint8_t* offsets, Floats (&sums)[N]) {
+    constexpr int SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
+    constexpr int M = N % INT8_TURN == 0 ? INT8_TURN : N;
+    int8x16_t lines[INT8_LINES];
+    unroll<INT8_LINES>([&](auto k) __attribute__((always_inline)) { lines[k] = signed_line<FORMAT, k>(from); });
+    unroll<SCALES>([&](auto half) __attribute__((always_inline)) {
+        const Floats scale = load_float16(scales + half * INT8_OUTPUTS * 2);
+        Floats offset{};
+        if constexpr (has_offsets(FORMAT)) offset = load_float16(offsets + half * INT8_OUTPUTS * 2);
+        unroll<N / M>([&](auto some) __attribute__((always_inline)) {
+            constexpr int ROW = some * M;
+            constexpr int64_t AT = 4 * half * LINES_EACH;
+            const int8x16_t* own = lines + half * LINES_EACH;
+            int32x4_t whole[M];
+            unroll<M>([&](auto r) __attribute__((always_inline)) { whole[r] = vdupq_n_s32(0); });
+            add_lines<LINES_EACH>(whole, own, [&](int r) { return record.numbers(ROW + r) + AT; });
+            unroll<M>([&](auto r) __attribute__((always_inline)) { whole[r] = vshlq_n_s32(whole[r], 8); });
+            add_lines<LINES_EACH>(whole, own, [&](int r) { return record.numbers(ROW + r) + INT8_GROUP + AT; });
+            unroll<M>([&](auto i) __attribute__((always_inline)) {
+                constexpr int r = ROW + i;
+                Floats& sum = sums[r];
+                if constexpr (has_offsets(FORMAT)) sum = add_product(sum, offset, all(record.sum(r, half)));
+                sum = add_product(sum, (Floats)vcvtq_f32_s32(whole[i]), scale * record.scale(r));
+            });
+        });
+    });
+}
+
+// To `high` and `low` sums of 16 outputs: a line times four high and four low digits of a row, those of LANE.
+template <int LANE>
+inline __attribute__((always_inline)) void add_line(int32x4_t (&high)[4], int32x4_t (&low)[4], const int8x16_t (&line)[4],
+                                                    int8x16_t high_digits, int8x16_t low_digits) {
+#define QUIRE_PART(high, low, line)                 \
+    "sdot %" high ".4s, %" line ".16b, %12.4b[%14]\n" \
+    "sdot %" low ".4s, %" line ".16b, %13.4b[%14]\n"
+    asm(QUIRE_PART("0", "4", "8") QUIRE_PART("1", "5", "9") QUIRE_PART("2", "6", "10") QUIRE_PART("3", "7", "11")
+        : "+w"(high[0]), "+w"(high[1]), "+w"(high[2]), "+w"(high[3]), "+w"(low[0]), "+w"(low[1]), "+w"(low[2]),
+          "+w"(low[3])
+        : "w"(line[0]), "w"(line[1]), "w"(line[2]), "w"(line[3]), "w"(high_digits), "w"(low_digits), "i"(LANE));
+#undef QUIRE_PART
+}
+
+// 32 inputs of one row, of 16 outputs. Lines are read in order, as they come from memory, and each is used at once.
+template <int64_t FORMAT, typename Record>
+inline __attribute__((always_inline)) void add_group_of_one(const Record& record, const uint8_t* from,
+                                                            const uint8_t* scales, const uint8_t* offsets,
+                                                            Floats (&sums)[PARTS]) {
+    constexpr int SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
+    int8x16_t digits[4];  // of inputs 0 to 15 and 16 to 31: high ones, then low ones
+    unroll<4>([&](auto i) __attribute__((always_inline)) {
+        digits[i] = vreinterpretq_s8_u8(vld1q_u8(record.numbers(0) + 16 * i));
+    });
+    unroll<SCALES>([&](auto half) __attribute__((always_inline)) {
+        int32x4_t high[4], low[4];
+        Floats factors[4];
+        unroll<4>([&](auto part) __attribute__((always_inline)) { high[part] = low[part] = vdupq_n_s32(0); });
+        unroll<LINES_EACH>([&](auto i) __attribute__((always_inline)) {
+            // two lines of four bits lie in the same bytes
+            constexpr int K = SCALES == 1 && bits_of(FORMAT) < 8 ? i % 2 * 4 + i / 2 : half * LINES_EACH + i;
+            int8x16_t line[4];
+            unroll<4>([&](auto part) __attribute__((always_inline)) {
+                line[part] = signed_line<FORMAT, K>(from + 16 * part);
+            });
+            add_line<K % 4>(high, low, line, digits[K / 4], digits[2 + K / 4]);
+            if constexpr (i < 4) {  // a conversion takes one pipe for two cycles: among other instructions it costs less
+                const int64_t at = half * INT8_OUTPUTS * 2 + i * 2 * LANES;
+                factors[i] = load_float16(scales + at) * record.scale(0);
+                if constexpr (has_offsets(FORMAT))
+                    sums[i] = add_product(sums[i], load_float16(offsets + at), all(record.sum(0, half)));
+            }
+        });
+        unroll<4>([&](auto part) __attribute__((always_inline)) {
+            const int32x4_t whole = vaddq_s32(vshlq_n_s32(high[part], 8), low[part]);
+            sums[part] = add_product(sums[part], (Floats)vcvtq_f32_s32(whole), factors[part]);
+        });
+    });
+}
+
+// N rows times one panel -> sums. A row's sums run over its groups in order, however many rows there are.
+template <int64_t FORMAT, int N>
+inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
+    constexpr int64_t FACTORS = scales_of(FORMAT) * INT8_OUTPUTS * 2;
+    const int64_t groups = inputs / INT8_GROUP;
+    const uint8_t *scales = panel, *offsets = panel + groups * FACTORS;
+    const uint8_t* lines = panel + groups * int8_factor_bytes(FORMAT);
+    const typename RowsFor<FORMAT>::template Record<N> first{rows};
+    if constexpr (N == 1) {
+        Floats own[PARTS] = {};
+        auto record = first;
+        for (int64_t group = 0; group < groups; ++group, record = record.next()) {
+            const uint8_t* from = lines + group * int8_group_bytes(FORMAT);
+            for (int64_t line = 0; line < bits_of(FORMAT); ++line) __builtin_prefetch(from + AHEAD + line * LINE_BYTES);
+            add_group_of_one<FORMAT>(record, from, scales + group * FACTORS, offsets + group * FACTORS, own);
+        }
+        unroll<PARTS>([&](auto part) __attribute__((always_inline)) { sums[0][part] = own[part]; });
+    } else {  // the sums of four outputs stay in registers; the panel stays in the first cache
+        for (int64_t part = 0; part < PARTS; ++part) {
+            Floats own[N] = {};
+            auto record = first;
+            for (int64_t group = 0; group < groups; ++group, record = record.next()) {
+                const int64_t at = group * FACTORS + part * 2 * LANES;
+                add_group<FORMAT, N>(record, lines + group * int8_group_bytes(FORMAT) + part * 4 * LANES, scales + at,
+                                     offsets + at, own);
+            }
+            unroll<N>([&](auto r) __attribute__((always_inline)) { sums[r][part] = own[r]; });
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,152 @@
+// Panels of int8_panels.h times rows, with the instructions of x86 or with plain ones: four or two numbers of a row are
+// spread over a register and multiplied by a line of levels.
+#pragma once
+
+#include "int8_rows.h"
+
+namespace {
+
+constexpr int INT8_TURN = 4;  // rows that a line is multiplied by before the next line is
+
+typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(4 * LANES)));
+typedef Bytes LooseBytes __attribute__((aligned(1), may_alias));
+inline Bytes load_line(const uint8_t* from) { return *reinterpret_cast<const LooseBytes*>(from); }
+
+// Lines of 32 inputs, of one register's outputs.
+template <int64_t FORMAT> inline void load_lines(const uint8_t* from, Bytes (&lines)[INT8_LINES]) {
+    constexpr int64_t BITS = bits_of(FORMAT);
+    if constexpr (BITS == 8) {
+        unroll<8>([&](auto k) {
+            lines[k] = load_line(from + k * LINE_BYTES);
+            if constexpr (UNSIGNED_LEVELS) lines[k] ^= static_cast<uint8_t>(0x80);
+        });
+        return;
+    }
+    unroll<4>([&](auto k) {
+        const Bytes both = load_line(from + k * LINE_BYTES);
+        lines[k] = both & static_cast<uint8_t>(15);
+        lines[k + 4] = (Bytes)((Shorts)both >> 4) & static_cast<uint8_t>(15);
+    });
+    if constexpr (BITS == 5) {
+        const Shorts high = (Shorts)load_line(from + 4 * LINE_BYTES);
+        unroll<8>([&](auto k) {
+            Shorts moved = high;
+            if constexpr (k < 4) moved = high << (4 - k);
+            if constexpr (k > 4) moved = high >> (k - 4);
+            lines[k] |= (Bytes)moved & static_cast<uint8_t>(16);
+        });
+    }
+    if constexpr (BITS == 6)
+        unroll<8>([&](auto k) {
+            constexpr int at = 2 * (k % 4);
+            const Shorts high = (Shorts)load_line(from + (4 + k / 4) * LINE_BYTES);
+            Shorts moved = high;
+            if constexpr (at < 4) moved = high << (4 - at);
+            if constexpr (at > 4) moved = high >> (at - 4);
+            lines[k] |= (Bytes)moved & static_cast<uint8_t>(48);
+        });
+}
+
+inline Ints all_ints(int32_t x) { return x - Ints{}; }
+
+// The same four bytes everywhere.
+inline Bytes all_fours(const uint8_t* from) {
+    int32_t four;
+    std::memcpy(&four, from, sizeof four);
+    return (Bytes)all_ints(four);
+}
+
+// Sums of two neighbouring 16-bit numbers of `line` times the two of x.
+inline Ints add_pairs(Ints sums, Shorts line, Bytes x) {
+#if defined(__AVX512BW__)
+    return sums + (Ints)_mm512_madd_epi16((__m512i)line, (__m512i)x);
+#elif defined(__AVX2__)
+    return sums + (Ints)_mm256_madd_epi16((__m256i)line, (__m256i)x);
+#elif defined(__x86_64__)
+    return sums + (Ints)_mm_madd_epi16((__m128i)line, (__m128i)x);
+#else
+    return sums;  // not used
+#endif
+}
+
+// Sums of four neighbouring bytes of `line` times the four of x, which are signed.
+inline Ints add_fours(Ints sums, Bytes line, Bytes x) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)line, (__m512i)x);
+#elif defined(__AVXVNNI__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)line, (__m256i)x);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)line, (int8x16_t)x);
+#elif defined(__aarch64__)
+    const int8x16_t four = (int8x16_t)x, own = (int8x16_t)line;
+    const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(own), vget_low_s8(four)));
+    const int32x4_t high = vpaddlq_s16(vmull_high_s8(own, four));
+    return sums + (Ints)vpaddq_s32(low, high);
+#else
+    for (int64_t i = 0; i < LANES; ++i)
+        for (int64_t j = 4 * i; j < 4 * i + 4; ++j) sums[i] += static_cast<int8_t>(line[j]) * static_cast<int8_t>(x[j]);
+    return sums;
+#endif
+}
+
+// To `sums` of M rows from ROW on, of each output: its levels of N lines from FIRST on times the numbers of the same
+// inputs. A line for all rows, then the next one: an instruction need not wait for the one before it.
+template <int N, int FIRST, int ROW, int M, typename Record>
+inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Bytes (&lines)[INT8_LINES],
+                                                     const Record& rows) {
+    Ints high[M] = {};
+    unroll<N * M>([&](auto i) __attribute__((always_inline)) {
+        constexpr int line = FIRST + i / M, r = i % M;
+        const uint8_t* numbers = rows.numbers(ROW + r);
+        if constexpr (BY_PAIRS) {
+            const Shorts both = (Shorts)lines[line];
+            sums[r] = add_pairs(sums[r], both & static_cast<uint16_t>(255), all_fours(numbers + 8 * line));
+            sums[r] = add_pairs(sums[r], both >> 8, all_fours(numbers + 8 * line + 4));
+        } else {
+            high[r] = add_fours(high[r], lines[line], all_fours(numbers + 4 * line));
+            sums[r] = add_fours(sums[r], lines[line], all_fours(numbers + INT8_GROUP + 4 * line));
+        }
+    });
+    if constexpr (!BY_PAIRS) unroll<M>([&](auto r) __attribute__((always_inline)) { sums[r] += high[r] * 256; });
+}
+
+// N rows from `row` on times one panel -> sums. A row's sums run over its groups in order, however many rows there are.
+template <int64_t FORMAT, int N>
+inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
+    constexpr int64_t SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
+    const int64_t groups = inputs / INT8_GROUP;
+    const uint8_t *scales = panel, *offsets = panel + groups * SCALES * INT8_OUTPUTS * 2;
+    const uint8_t* lines = panel + groups * int8_factor_bytes(FORMAT);
+    typename RowsFor<FORMAT>::template Record<N> record{rows};
+    for (int64_t group = 0; group < groups; ++group, lines += int8_group_bytes(FORMAT), record = record.next()) {
+        unroll<PARTS>([&](auto part) {
+            Bytes own[INT8_LINES];
+            load_lines<FORMAT>(lines + part * 4 * LANES, own);
+            unroll<SCALES>([&](auto half) {
+                const int64_t place = (group * SCALES + half) * INT8_OUTPUTS * 2 + part * 2 * LANES;
+                const Floats scale = load_float16(scales + place);
+                Floats offset{};
+                if constexpr (has_offsets(FORMAT)) offset = load_float16(offsets + place);
+                constexpr int M = N % INT8_TURN == 0 ? INT8_TURN : N;
+                unroll<N / M>([&](auto some) __attribute__((always_inline)) {
+                    constexpr int ROW = some * M;
+                    Ints whole[M] = {};
+                    if constexpr (zero_of(FORMAT) != 0)
+                        unroll<M>([&](auto r) __attribute__((always_inline)) {
+                            whole[r] = all_ints(record.begin(ROW + r, half));
+                        });
+                    add_lines<LINES_EACH, half * LINES_EACH, ROW>(whole, own, record);
+                    unroll<M>([&](auto i) __attribute__((always_inline)) {
+                        constexpr int r = ROW + i;
+                        Floats& sum = sums[r][part];
+                        sum = add_product(sum, __builtin_convertvector(whole[i], Floats), scale * record.scale(r));
+                        if constexpr (has_offsets(FORMAT)) sum = add_product(sum, offset, all(record.sum(r, half)));
+                    });
+                });
+            });
+        });
+    }
+}
+
+}  // namespace

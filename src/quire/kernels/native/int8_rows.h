@@ -1,0 +1,146 @@
+// The formats of quantized weights that are multiplied in whole numbers (int8_panels.h), and rows of float32 numbers as
+// those products take them.
+#pragma once
+
+#include "product.h"
+
+namespace {
+
+// A format of such panels: how many bits, with offsets or without, and whether 16 inputs share a scale or 32.
+constexpr int64_t WITH_OFFSETS = 16, BY_HALVES = 32;
+constexpr int64_t bits_of(int64_t format) { return format & 15; }
+constexpr bool has_offsets(int64_t format) { return (format & WITH_OFFSETS) != 0; }
+constexpr int64_t scales_of(int64_t format) { return format & BY_HALVES ? 2 : 1; }  // for 32 inputs
+
+#ifdef __ARM_FEATURE_DOTPROD
+constexpr bool BY_LANES = true;  // see int8_lanes.h
+#else
+constexpr bool BY_LANES = false;
+#endif
+constexpr int64_t INT8_OUTPUTS = 16, INT8_GROUP = 32, LINE_BYTES = 64, INT8_LINES = 8;
+constexpr int64_t PARTS = INT8_OUTPUTS / LANES;  // registers of a line
+constexpr int INT8_ROWS = LANES == 16 || BY_LANES ? 8 : 4;  // rows whose sums fit in the registers
+constexpr int64_t INT8_ROWS_AT_ONCE = 128;  // of a product: quantized, they stay in the second cache
+
+constexpr int64_t int8_group_bytes(int64_t format) { return bits_of(format) * LINE_BYTES; }
+constexpr int64_t int8_factor_bytes(int64_t format) {  // of 32 inputs
+    return INT8_OUTPUTS * 2 * scales_of(format) * (has_offsets(format) ? 2 : 1);
+}
+constexpr int64_t int8_panel_bytes(int64_t format, int64_t inputs) {
+    return inputs / INT8_GROUP * (int8_group_bytes(format) + int8_factor_bytes(format));
+}
+
+#if defined(__x86_64__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+constexpr bool BY_PAIRS = true;  // x86 without dot products of bytes: those of pairs of 16-bit numbers
+#else
+constexpr bool BY_PAIRS = false;
+#endif
+#ifdef __x86_64__
+constexpr bool UNSIGNED_LEVELS = true;  // the instructions take unsigned levels: signed ones are moved up by 128
+#else
+constexpr bool UNSIGNED_LEVELS = false;
+#endif
+
+// The level that a line's byte 0 means: sums begin with so many times the sum of the row's numbers, negative.
+constexpr int32_t zero_of(int64_t format) {
+    if (BY_LANES) return 0;
+    if (bits_of(format) == 8) return UNSIGNED_LEVELS ? 128 : 0;
+    return has_offsets(format) ? 0 : 1 << (bits_of(format) - 1);
+}
+
+// What a level is multiplied by in a register: the scales of rows are so many times smaller.
+constexpr int32_t unit_of(int64_t format) {
+    if (!BY_LANES || has_offsets(format)) return 1;
+    return bits_of(format) == 4 ? 16 : bits_of(format) == 6 ? 4 : 1;
+}
+
+// A row's number has two digits, 256 high + low, each in int8; where products are of pairs, it is one of 16 bits.
+// Sums: 32 numbers times levels below 256, and what they begin with, at most 128 times the same numbers.
+constexpr int32_t LARGEST_NUMBER = 127 * 256 + 127;
+static_assert(INT8_GROUP * (255 + 128) * (LARGEST_NUMBER + 256) <= INT32_MAX);
+constexpr int64_t NUMBERS_BYTES = 2 * INT8_GROUP;  // [32] high digits, [32] low ones; or pairs
+
+// BY_PAIRS: inputs 0 and 2 of four, then 1 and 3, as they come out of a line.
+inline void store_numbers(const int16_t (&numbers)[INT8_GROUP], uint8_t* to) {
+    if constexpr (BY_PAIRS) {
+        int16_t pairs[INT8_GROUP];
+        for (int64_t i = 0; i < INT8_GROUP; i += 4) {
+            pairs[i] = numbers[i], pairs[i + 1] = numbers[i + 2];
+            pairs[i + 2] = numbers[i + 1], pairs[i + 3] = numbers[i + 3];
+        }
+        std::memcpy(to, pairs, sizeof pairs);
+    } else {
+        for (int64_t i = 0; i < INT8_GROUP; ++i) to[i] = static_cast<uint8_t>((numbers[i] + 128) >> 8);
+        for (int64_t i = 0; i < INT8_GROUP; ++i) to[INT8_GROUP + i] = static_cast<uint8_t>(numbers[i]);
+    }
+}
+
+// Rows as they are multiplied: a row is number * scale. Of n rows that are multiplied together, what belongs to 32 inputs
+// lies in one record, one record behind the other: [n][32] numbers, [n] scales, then for each weight scale of these inputs
+// [n] sums of the numbers times -ZERO, and [n] sums of the numbers times their scale.
+template <int64_t SCALES, int32_t ZERO, int32_t UNIT> struct IntegerRows {
+    static constexpr int64_t ROW_BYTES = NUMBERS_BYTES + 4 + 8 * SCALES;  // of a record
+
+    static int64_t bytes(int64_t rows, int64_t inputs) { return rows * (inputs / INT8_GROUP) * ROW_BYTES; }
+
+    template <int N> struct Record {
+        uint8_t* at;
+        uint8_t* numbers(int64_t row) const { return at + row * NUMBERS_BYTES; }
+        float& scale(int64_t row) const { return reinterpret_cast<float*>(at + N * NUMBERS_BYTES)[row]; }
+        int32_t& begin(int64_t row, int64_t part) const {
+            return reinterpret_cast<int32_t*>(at + N * (NUMBERS_BYTES + 4))[part * N + row];
+        }
+        float& sum(int64_t row, int64_t part) const {
+            return reinterpret_cast<float*>(at + N * (NUMBERS_BYTES + 4 + 4 * SCALES))[part * N + row];
+        }
+        Record next() const { return {at + N * ROW_BYTES}; }
+    };
+
+    // Rows [row, row + N) of x [rows, inputs]. To nearest, ties to even. A group with a NaN or an infinity gets such a
+    // scale, and so its products are none either.
+    template <int N> static void quantize(const float* x, int64_t row, int64_t inputs, uint8_t* room) {
+        Record<N> record{room + bytes(row, inputs)};
+        for (int64_t from = 0; from < inputs; from += INT8_GROUP, record = record.next())
+            for (int64_t r = 0; r < N; ++r) {
+                int16_t numbers[INT8_GROUP];
+                const float scale = quantize_group(x + (row + r) * inputs + from, numbers);
+                store_numbers(numbers, record.numbers(r));
+                record.scale(r) = scale / UNIT;
+                constexpr int64_t EACH = INT8_GROUP / SCALES;
+                for (int64_t part = 0; part < SCALES; ++part) {
+                    int32_t sum = 0;
+                    for (int64_t i = 0; i < EACH; ++i) sum += numbers[part * EACH + i];
+                    record.begin(r, part) = -ZERO * sum;
+                    record.sum(r, part) = scale * static_cast<float>(sum);
+                }
+            }
+    }
+
+    static float quantize_group(const float* x, int16_t (&to)[INT8_GROUP]) {
+        typedef int16_t Numbers __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+        constexpr int64_t PIECES = INT8_GROUP / LANES;
+        const float smallest = 1e-30f;  // of what lies closer to 0, the inverse has no room in a float
+        const Floats magic = all(12582912.0f);  // see `exponentials`
+        Words sizes{};  // as whole numbers, so that a NaN is the largest
+        Floats values[PIECES];
+        for (int64_t p = 0; p < PIECES; ++p) {
+            values[p] = load(x + p * LANES);
+            const Words size = (Words)values[p] & 0x7FFFFFFFu;
+            sizes = size > sizes ? size : sizes;
+        }
+        uint32_t bits = 0;
+        for (int64_t i = 0; i < LANES; ++i) bits = std::max<uint32_t>(bits, sizes[i]);
+        float largest;
+        std::memcpy(&largest, &bits, sizeof largest);
+        const bool vanishes = largest < smallest;
+        const Floats inverse = all(vanishes ? 0.0f : LARGEST_NUMBER / largest);
+        for (int64_t p = 0; p < PIECES; ++p) {
+            const Ints whole = (Ints)(values[p] * inverse + magic) - (Ints)magic;
+            *reinterpret_cast<Numbers*>(to + p * LANES) = __builtin_convertvector(whole, Numbers);
+        }
+        return vanishes ? 0.0f : largest / LARGEST_NUMBER;
+    }
+};
+template <int64_t FORMAT> using RowsFor = IntegerRows<scales_of(FORMAT), zero_of(FORMAT), unit_of(FORMAT)>;
+
+}  // namespace
