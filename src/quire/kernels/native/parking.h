@@ -45,16 +45,17 @@ class Bell {
    public:
     uint32_t heard() const { return number_.load(std::memory_order_seq_cst); }
 
-    // Whoever waits goes on. A system call only if a thread is parked, and one for all of them.
+    // Whoever waits goes on. A system call only if threads are parked, and one for all of them.
     void ring() {
         number_.fetch_add(1, std::memory_order_seq_cst);
-        if (parked_.load(std::memory_order_seq_cst) && parked_.exchange(false)) wake();
+        if (parked_.load(std::memory_order_seq_cst) > 0) wake();
     }
 
     // Returns when the number is no longer `last`, or for no reason.
     void park(uint32_t last) {
-        parked_.store(true, std::memory_order_seq_cst);
+        parked_.fetch_add(1, std::memory_order_seq_cst);
         sleep(last);
+        parked_.fetch_sub(1, std::memory_order_seq_cst);
     }
 
    private:
@@ -74,7 +75,7 @@ class Bell {
     std::condition_variable woken_;
 #endif
     std::atomic<uint32_t> number_{0};
-    std::atomic<bool> parked_{false};
+    std::atomic<uint32_t> parked_{0};  // threads: a flag that one ring clears would hide who parks at that moment
     static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 };
 
