@@ -72,8 +72,11 @@ class RowChoices:
 def mask_logits(logits: Tensor, places: Longs, bits: npt.NDArray[np.uint32]) -> None:
     """Ban what bits [masked, words] do not allow in the lines `places` [masked] of logits, and tokens past the bits."""
     _check(logits)
-    assert (places.dtype, places.flags.c_contiguous, len(places)) == (np.int64, True, len(bits))
-    assert (bits.dtype.itemsize, bits.flags.c_contiguous) == (4, True)
+    assert places.dtype == np.int64
+    assert bits.dtype.itemsize == 4
+    assert places.flags.c_contiguous
+    assert bits.flags.c_contiguous
+    assert len(places) == len(bits)
     assert not len(places) or (places.min() >= 0 and places.max() < len(logits))
     open_library().quire_mask_logits(
         logits.data_ptr(), logits.shape[1], places.ctypes.data, bits.ctypes.data, len(places), bits.shape[1]
