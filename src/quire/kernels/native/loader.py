@@ -46,6 +46,8 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_write_quantized": [
         None, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 5,
     ],
+    "quire_choose": [None, c_void_p, c_int64, c_int64, *[c_void_p] * 5],
+    "quire_mask_logits": [None, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "quire_paged_attention": [
         None, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, *[c_int64] * 8, c_double, c_double,
         c_int64, c_void_p,

@@ -5,6 +5,7 @@
 
 #include <cstdio>
 
+#include "choose.h"
 #include "dots.h"
 #include "heartbeat.h"
 #include "multiply.h"
@@ -215,6 +216,17 @@ void quire_paged_attention(int64_t type, const void* query, int64_t query_stride
         const Cut cut = cut_for<T>(reinterpret_cast<const Span*>(spans), num_spans, tables, shape);
         paged_attention<T>(static_cast<const T*>(query), query_stride, cache, cut, static_cast<T*>(out), shape, rule);
     })
+}
+
+// logits [samples, size], overwritten -> tokens [samples], below zero where none can be chosen; see choose.h.
+void quire_choose(float* logits, int64_t samples, int64_t size, const ChoiceColumns* by, const int64_t* rows,
+                  const int64_t* lengths, const int64_t* num_prompt, int64_t* tokens) {
+    guarded([&] { choose_tokens(logits, samples, size, *by, {rows, lengths, num_prompt}, tokens); });
+}
+
+void quire_mask_logits(float* logits, int64_t size, const int64_t* places, const uint32_t* bits, int64_t masked,
+                       int64_t words) {
+    guarded([&] { mask_logits(logits, size, places, bits, masked, words); });
 }
 
 // Ranks of one machine, see shared_ranks.h.

@@ -5,16 +5,19 @@ from __future__ import annotations
 import torch
 
 from quire.runtime.attention.backend import Kernels
+from quire.runtime.sampling.native_choice import NativeChoice
 from quire.runtime.sampling.sampler import Sampler
 
 
 def make_sampler(
     num_rows: int, vocab_size: int, device: torch.device, kernels: Kernels, num_samples: int | None = None
 ) -> Sampler:
-    """Where Triton runs the model, it chooses the tokens too: such steps can be captured.
+    """Where Triton runs the model, it chooses the tokens too: such steps can be captured. So do the compiled kernels.
 
     `num_samples` is the most that are chosen at once, if rows that verify drafts choose more than one each.
     """
+    if kernels == "native":
+        return Sampler(num_rows, vocab_size, device, NativeChoice(num_rows))
     if kernels != "triton":
         return Sampler(num_rows, vocab_size, device)
     from quire.runtime.sampling.triton_choice import TritonChoice

@@ -69,3 +69,16 @@ def test_a_child_of_fork_computes_what_its_parent_does() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         set_threads(before)
+
+
+@pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+def test_the_kernels_get_at_most_a_thread_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, told = torch.get_num_threads(), []
+    monkeypatch.setattr(open_library(), "quire_prepare", lambda _tiles, threads: told.append(threads))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {3, 5, 6}, raising=False)
+    try:
+        for threads in (1, 3, 64):
+            set_threads(threads)
+    finally:
+        torch.set_num_threads(before)
+    assert told == [1, 3, 3]

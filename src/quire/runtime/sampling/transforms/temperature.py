@@ -10,7 +10,7 @@ from quire.runtime.sampling.samples import Members, Part
 from quire.runtime.sampling.transforms.transform import Step
 from quire.types.step import NewRow
 
-_COLDEST = 1e-20  # below it float32 logits could overflow; above it any gap between two logits is already decisive
+COLDEST = 1e-20  # below it float32 logits could overflow; above it any gap between two logits is already decisive
 
 
 class Temperature:
@@ -22,7 +22,7 @@ class Temperature:
 
     def add(self, new: NewRow) -> None:
         if new.sampling.temperature not in (0.0, 1.0):
-            self._temperature.put(self.members.join(new.row), [max(new.sampling.temperature, _COLDEST)])
+            self._temperature.put(self.members.join(new.row), [max(new.sampling.temperature, COLDEST)])
 
     def apply(self, logits: Tensor, part: Part, _step: Step) -> None:
         mine = part.take(logits)
