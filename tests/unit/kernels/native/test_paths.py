@@ -30,7 +30,7 @@ ABOVE = {
         "avx512": r"\bvpdp|\bvdpbf16|\bvcvtne|\btd?p?load|\btdp",
         "avx512_vnni": r"\bvdpbf16|\bvcvtne2?ps2?pbf16|\btileload|\btdp",
     },
-    "aarch64": {"portable": r"\b[su]dot\b|\bcas|\bldadd|mmla|\bbf(dot|mla|cvt)", "dotprod": r"mmla|\bbf(dot|mla|cvt)"},
+    "aarch64": {"portable": r"\b[su]dot\b|\bcas|\bldadd|mmla|\bbf", "dotprod": r"mmla|\bbf(dot|mla|cvt)"},
 }
 
 
