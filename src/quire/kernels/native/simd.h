@@ -42,10 +42,22 @@ inline Floats all(float x) { return x - Floats{}; }
 typedef Floats LooseFloats __attribute__((aligned(4), may_alias));
 typedef Halves LooseHalves __attribute__((aligned(2), may_alias));
 
+// Halves as the upper halves of words, and back. GCC would convert them lane by lane on ARM; and shifts take one of the
+// two vector units there, interleaving with zeros any.
+#if defined(__aarch64__)
+inline Words raised(Halves bits) {
+    return (Words)vzip1q_u16(vdupq_n_u16(0), vcombine_u16((uint16x4_t)bits, vdup_n_u16(0)));
+}
+inline Halves narrowed(Words bits) { return (Halves)vmovn_u32((uint32x4_t)bits); }
+#else
+inline Words raised(Halves bits) { return __builtin_convertvector(bits, Words) << 16; }
+inline Halves narrowed(Words bits) { return __builtin_convertvector(bits, Halves); }
+#endif
+
 inline Floats load(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
 inline Floats load(const bf16* from) {
     const Halves bits = *reinterpret_cast<const LooseHalves*>(from);
-    return (Floats)(__builtin_convertvector(bits, Words) << 16);
+    return (Floats)raised(bits);
 }
 
 inline void store(float* to, Floats value) { *reinterpret_cast<LooseFloats*>(to) = value; }
@@ -58,8 +70,7 @@ inline void store(bf16* to, Floats value) {  // to nearest, ties to even; a NaN 
     const Words bits = (Words)value;
     const Words rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
     const Words is_nan = (Words)((bits & 0x7FFFFFFFu) > 0x7F800000u);
-    *reinterpret_cast<LooseHalves*>(to) =
-        __builtin_convertvector((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & rounded), Halves);
+    *reinterpret_cast<LooseHalves*>(to) = narrowed((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & rounded));
 }
 #endif
 
