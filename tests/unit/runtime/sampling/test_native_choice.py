@@ -43,6 +43,10 @@ def choose(kernels: Any, logits: Tensor, asked: list[dict[str, Any]], masks: Mas
     return sampled.token_ids.tolist()
 
 
+def logits_of(tokens: list[int], logits: Tensor) -> Tensor:  # [samples]
+    return logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
 def every_way(vocab_size: int) -> list[dict[str, Any]]:
     """Parameters of rows, all combinations; the greedy ones among them."""
     counts = [0, 1, 2, 40, 129, vocab_size - 1, vocab_size, vocab_size + 5]
@@ -55,7 +59,9 @@ def every_way(vocab_size: int) -> list[dict[str, Any]]:
 def test_it_chooses_what_torch_chooses_with_all_parameters(vocab_size: int, spread: float) -> None:
     asked = every_way(vocab_size)
     logits = torch.randn(len(asked), vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * spread
-    assert choose("native", logits, asked) == choose("torch", logits, asked)
+    native, by_torch = (logits_of(choose(kernels, logits, asked), logits) for kernels in ("native", "torch"))
+    # where torch's exponential is not that of its vector units, it may rank two tokens otherwise that are all but equal
+    torch.testing.assert_close(native, by_torch, rtol=0.0, atol=1e-5)
 
 
 def test_of_equal_logits_the_same_ones_are_drawn() -> None:
