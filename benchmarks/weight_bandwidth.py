@@ -1,0 +1,120 @@
+"""Bytes of weights that a decode step reads in a second on a CPU: python -m benchmarks.weight_bandwidth
+    [--shapes 1.5b,3b] [--bits 4] [--threads 2] [--repeats 5] [--clock wall] [--json PATH]
+
+The products of one step of a single stream, by weights in the panels of a Q4_K (or with `--bits 8` Q8_0) file, beside
+a plain sum over the same memory, in turns, medians. Panels are filled with one byte: what they hold changes no time.
+Attention, norms and sampling are not in these figures. On a machine that others use too, `--clock cpu --threads 1`
+counts the seconds of CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import facts, publish, save
+from quire.kernels.native.ops import INT8_OUTPUTS, Int8Format, PackedWeight, multiply, panel_bytes
+
+FILL = 0x11  # as a float16 scale, 6e-4: no product leaves the range of a float
+FORMATS = {4: Int8Format(4, has_offsets=True, by_halves=False), 8: Int8Format(8, has_offsets=False, by_halves=False)}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a Llama-like model whose head is as large as its embedding."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    key_value: int  # outputs of the key and the value projection, each
+    vocabulary: int
+
+    def products(self) -> list[tuple[int, int]]:
+        """(outputs, inputs) of every product of a step, in order."""
+        layer = [
+            (self.hidden + 2 * self.key_value, self.hidden),
+            (self.hidden, self.hidden),
+            (2 * self.intermediate, self.hidden),
+            (self.hidden, self.intermediate),
+        ]
+        return [*layer * self.layers, (self.vocabulary, self.hidden)]
+
+
+SHAPES = {  # those of Qwen2.5; tiny: to try the benchmark itself
+    "tiny": Shape(layers=2, hidden=64, intermediate=128, key_value=32, vocabulary=512),
+    "1.5b": Shape(layers=28, hidden=1_536, intermediate=8_960, key_value=256, vocabulary=151_936),
+    "3b": Shape(layers=36, hidden=2_048, intermediate=11_008, key_value=256, vocabulary=151_936),
+}
+
+
+def make_weights(shape: Shape, bits: int) -> list[PackedWeight]:
+    form, weights = FORMATS[bits], []
+    for outputs, inputs in shape.products():
+        size = -(-outputs // INT8_OUTPUTS) * panel_bytes(form, inputs)
+        data = torch.full((size,), FILL, dtype=torch.uint8)
+        weights.append(PackedWeight(torch.float32, form.number, outputs, inputs, data))
+    return weights
+
+
+def run_step(weights: list[PackedWeight], rows: dict[int, Tensor]) -> None:
+    for weight in weights:
+        multiply(rows[weight.inputs], weight)
+
+
+def read_all(weights: list[PackedWeight]) -> None:
+    for weight in weights:
+        weight.data[: weight.data.numel() // 4 * 4].view(torch.float32).sum()
+
+
+def measure(weights: list[PackedWeight], repeats: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Bytes per second of the products and of the plain sum, in turns."""
+    rows = {inputs: torch.randn(1, inputs) for inputs in {weight.inputs for weight in weights}}
+    size = sum(weight.data.numel() for weight in weights)
+    work = {"products": lambda: run_step(weights, rows), "read": lambda: read_all(weights)}
+    found: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(repeats):
+        for name, each in work.items():
+            begin = clock()
+            each()
+            found[name].append(size / (clock() - begin))
+    return found
+
+
+def main() -> None:
+    options = _parse()
+    torch.set_num_threads(options.threads)
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    where, rows, data = facts(), [], {}
+    for name in options.shapes.split(","):
+        weights = make_weights(SHAPES[name], options.bits)
+        data[name] = measure(weights, options.repeats, clock)
+        size = sum(weight.data.numel() for weight in weights)
+        products, read = (median(data[name][each]) for each in ("products", "read"))
+        rows.append([name, f"{size / 1e9:.2f}", f"{size / products * 1e3:.0f}", f"{products / 1e9:.1f}",
+                     f"{read / 1e9:.1f}", f"{products / read:.0%}"])  # fmt: skip
+    unit = "of CPU time" if options.clock == "cpu" else "of wall time"
+    title = f"products of a decode step, weights of {options.bits} bits, {options.threads} threads, seconds {unit}"
+    publish(title, ["shape", "GB", "ms a step", "products GB/s", "plain read GB/s", "of it"], rows, where)
+    save(options.json, title, where, data)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="1.5b,3b", help=f"with commas, of {', '.join(SHAPES)}")
+    parser.add_argument("--bits", type=int, choices=sorted(FORMATS), default=4)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--json", type=Path, help="keep all figures in this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
