@@ -25,6 +25,7 @@ from quire.engine.speculation.registry import make_proposers
 from quire.runtime.loading.catalogue import DEFAULT
 from quire.runtime.loading.progress import silent
 from quire.runtime.loading.resolve import resolve_model
+from quire.serving.process.engine_process import GC_THRESHOLDS
 from quire.serving.text.structure import Structure, grammar_of
 from quire.serving.text.token_table import vocabulary_of
 from quire.serving.text.tokenizer import load_tokenizer
@@ -68,7 +69,8 @@ class Engine:
             self.core = make_recorded_core(self.executor, cache, scheduler, vocab_size, writer=writer)
         self.submitting: list[int] = []  # nanoseconds of each submission
         gc.collect()
-        gc.freeze()  # as a server does when it is ready
+        gc.freeze()  # this and the thresholds as a server's engine does when it is ready
+        gc.set_threshold(*GC_THRESHOLDS)
 
     def submit(self, name: str, prompt: list[int] | tuple[int, ...], max_tokens: int, **fields: str) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
