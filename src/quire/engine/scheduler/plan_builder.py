@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from struct import pack
+from struct import pack_into
 
 import numpy as np
 
@@ -252,7 +252,8 @@ class PlanBuilder:
             self._name_memory(pool)
         rows = slots = blocks = decode_rows = NO_ROWS
         if self._grants:
-            packed = pack(f"{len(self._grants)}i", *self._grants)  # faster than any way of numpy to read a list
+            packed = bytearray(4 * len(self._grants))  # torch takes no array that is read-only
+            pack_into(f"{len(self._grants)}i", packed, 0, *self._grants)  # faster than numpy reads a list
             rows, slots, blocks = np.frombuffer(packed, np.int32).reshape(-1, 3).T
         decode_rows = ahead_rows
         if self._paced:
