@@ -43,11 +43,7 @@ from quire.types.errors import ConfigError, EngineDead, InvalidRequest, ModelLoa
 
 logger = logging.getLogger("quire.engine")
 
-GC_THRESHOLDS = (
-    20_000,
-    20,
-    50,
-)  # a request leaves no cycles, and looking for them costs much of a step
+GC_THRESHOLDS = (10_000, 20, 50)  # a request leaves no cycles, and each collection delays a step
 _RANK_SHARE = 0.8  # of the time for a step: that in which a rank may be behind
 _SLOW_CPU_FLOPS = 1e10  # operations a second of one thread of a slow CPU
 
