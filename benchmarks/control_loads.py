@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.executors import InstantExecutor
+from benchmarks.executors import CLOCK, InstantExecutor
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.policy import PolicyName
 from quire.config.recording import RecordingConfig
@@ -25,6 +25,7 @@ from quire.engine.speculation.registry import make_proposers
 from quire.runtime.loading.catalogue import DEFAULT
 from quire.runtime.loading.progress import silent
 from quire.runtime.loading.resolve import resolve_model
+from quire.serving.process.engine_process import GC_THRESHOLDS
 from quire.serving.text.structure import Structure, grammar_of
 from quire.serving.text.token_table import vocabulary_of
 from quire.serving.text.tokenizer import load_tokenizer
@@ -68,20 +69,21 @@ class Engine:
             self.core = make_recorded_core(self.executor, cache, scheduler, vocab_size, writer=writer)
         self.submitting: list[int] = []  # nanoseconds of each submission
         gc.collect()
-        gc.freeze()  # as a server does when it is ready
+        gc.freeze()  # this and the thresholds as a server's engine does when it is ready
+        gc.set_threshold(*GC_THRESHOLDS)
 
     def submit(self, name: str, prompt: list[int] | tuple[int, ...], max_tokens: int, **fields: str) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         request = Submit(name, prompt, sampling, RULES, **fields)  # type: ignore[arg-type]
-        start = time.perf_counter_ns()
+        start = CLOCK.now_ns()
         self.core.submit(request)
-        self.submitting.append(time.perf_counter_ns() - start)
+        self.submitting.append(CLOCK.now_ns() - start)
 
     def step_ns(self) -> tuple[int, int]:
         """One step: the engine's own nanoseconds, and how many requests it ended."""
-        spent, start = self.executor.spent_ns, time.perf_counter_ns()
+        spent, start = self.executor.spent_ns, CLOCK.now_ns()
         out = self.core.step()
-        own = time.perf_counter_ns() - start - (self.executor.spent_ns - spent)
+        own = CLOCK.now_ns() - start - (self.executor.spent_ns - spent)
         return own, len(out.finished)
 
     def drain(self) -> list[int]:

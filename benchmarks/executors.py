@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,16 @@ from quire.types.adapters import AdapterInfo
 from quire.types.errors import InvalidRequest
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
+
+
+@dataclass(slots=True)
+class StepClock:
+    """The clock by which the engine's own time is measured: that of the wall, or the CPU time of the thread."""
+
+    now_ns: Callable[[], int] = time.perf_counter_ns
+
+
+CLOCK = StepClock()
 
 
 class InstantExecutor:
@@ -29,12 +40,12 @@ class InstantExecutor:
         """Changes nothing: every answer is token 0."""
 
     def collect(self) -> StepResult:
-        start = time.perf_counter_ns()
+        start = CLOCK.now_ns()
         plan = self._plans.popleft()
         if self._seconds:
             time.sleep(self._seconds)
         result = StepResult(plan.step, np.zeros(len(plan.sample_rows), dtype=np.int32))
-        self.spent_ns += time.perf_counter_ns() - start
+        self.spent_ns += CLOCK.now_ns() - start
         return result
 
     def transfers(self) -> TransferReport:

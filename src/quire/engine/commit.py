@@ -14,13 +14,12 @@ from quire.engine.decoding.group import Group, Sequence
 from quire.engine.guided_rows import GuidedRows
 from quire.engine.in_flight import InFlightStep, find_awaited
 from quire.engine.paced_results import PacedResult, PacedResults
-from quire.engine.scheduler.row_table import RowTable
+from quire.engine.scheduler.row_table import Index, RowTable
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.engine.speculation.proposer import DraftProposers
 from quire.types.step import NO_ROWS, Ints, StepPlan, StepResult, TokenLogprobs
 
 Batch = tuple[npt.NDArray[np.int64], Ints, tuple[tuple[int, TokenLogprobs], ...]]  # sample handles, tokens, logprobs
-_NO_ENDS = np.empty(0, dtype=np.intp)
 NO_BATCH: Batch = (np.empty(0, dtype=np.int64), NO_ROWS, ())
 
 
@@ -34,7 +33,7 @@ class RowColumns(NamedTuple):
     leases: npt.NDArray[np.int64]
     handles: npt.NDArray[np.int64]
     streamed: npt.NDArray[np.bool_] | None  # [rows], False: its tokens are not streamed; None: all are streamed
-    end_ids: Ints  # [rows, k]
+    end_ids: Ints  # [k, rows]
     limits: Ints
 
     @classmethod
@@ -42,7 +41,7 @@ class RowColumns(NamedTuple):
         places = rows.astype(np.intp)
         handles, leases = table.handles[places], table.leases[places]
         streamed = handles >= 0 if table.num_not_streamed else None
-        starts, ends, limits = places * table.capacity, table.end_ids[places], table.limits[places]
+        starts, ends, limits = table.starts[places], table.end_ids.take(places, axis=1), table.limits[places]
         return cls(rows, table.version, places, starts, leases, handles, streamed, ends, limits)
 
 
@@ -77,10 +76,12 @@ class Committer:
         paced, ahead, places = find_awaited(plan, len(rows), table)
         if ahead:
             rows = np.concatenate([rows, np.array(ahead, dtype=np.int32)])
-        others = [chunk.row for chunk in plan.chunks]
-        others += [new.row for new in plan.new_rows]
-        leases = table.leases[rows]
-        noted = dict(zip(others, table.leases[others].tolist(), strict=True)) | {each.row: each.lease for each in paced}
+        leases, lease_of = table.leases[rows.astype(np.intp)], table.lease_of
+        noted = {chunk.row: lease_of[chunk.row] for chunk in plan.chunks}
+        for new in plan.new_rows:
+            noted[new.row] = lease_of[new.row]
+        for each in paced:
+            noted[each.row] = each.lease
         now, version = self._clock(), table.version
         return InFlightStep(plan, rows, leases, version, noted, now, places, paced, masks, awaits, micro_batch)
 
@@ -101,18 +102,18 @@ class Committer:
         table = self._scheduler.rows
         rows, tokens = step.rows, result.token_ids if step.places is None else result.token_ids[step.places]
         if table.version != step.version:
-            is_leased = table.leases[rows] == step.leases
-            if not is_leased.all():
+            is_leased = table.leases[rows.astype(np.intp)] == step.leases
+            if np.count_nonzero(is_leased) < len(rows):  # faster than all() of numpy's arrays
                 rows, tokens = rows[is_leased], tokens[is_leased]
         if step.plan.chunks:
             self._note_first_tokens(step)
         columns = self._gather(rows, step.micro_batch)
         counts = table.record(columns.places, columns.starts, tokens)
         ends = find_ends(tokens, columns.end_ids, counts, columns.limits)
-        ended = [
-            (table.sequence_at(row), token)
-            for row, token in zip(rows[ends].tolist(), tokens[ends].tolist(), strict=True)
-        ]
+        ended = []
+        if len(ends):
+            last = zip(rows[ends].tolist(), tokens[ends].tolist(), strict=True)
+            ended = [(table.sequence_at(row), token) for row, token in last]
         if self._scheduler.policy.counts_outputs:
             self._scheduler.policy.note_generated(rows)
         paced = self._paced.commit(step, result) if step.paced else []
@@ -127,12 +128,12 @@ class Committer:
             if sequence.row is not None:  # otherwise its group has failed meanwhile
                 self._end(sequence, explain_end(token, sequence.group.request.rules))
         self._follow_up(columns, tokens, paced)
-        return batch, len(tokens) + sum(len(verified.tokens) for _, verified in paced)
+        return batch, len(tokens) + (sum([len(verified.tokens) for _, verified in paced]) if paced else 0)
 
     def _follow_up(self, columns: RowColumns, tokens: Ints, paced: list[PacedResult]) -> None:
         """Pass the tokens of rows that run ahead to their grammars and draft proposers. Continue paced
         sequences."""
-        table, rows = self._scheduler.rows, columns.rows
+        table, rows = self._scheduler.rows, columns.places
         if table.num_guided:
             goes_on = table.guided[rows] & (table.leases[rows] == columns.leases)  # it has not ended
             if goes_on.any():
@@ -142,7 +143,7 @@ class Committer:
         if paced:
             self._paced.finish(paced)
 
-    def _observe(self, rows: Ints, tokens: Ints) -> None:
+    def _observe(self, rows: Index, tokens: Ints) -> None:
         """Pass the tokens of rows that run ahead to their draft proposers. Pace the sequences that are worth a
         draft."""
         table = self._scheduler.rows
@@ -163,13 +164,13 @@ class Committer:
                 self._scheduler.pace(sequences[place])
 
     def _note_first_tokens(self, step: InFlightStep) -> None:
-        now = self._clock()
+        now, table, leases = self._clock(), self._scheduler.rows, step.other_leases
+        is_changed = table.version != step.version
         for row in [row for chunk in step.plan.chunks for row in chunk.sample_rows]:
-            sequence = self._sequence_if_leased(step.lease_of(row), row)
-            if sequence is None:
+            if is_changed and table.lease_of[row] != (leases[row] if row in leases else step.lease_of(row)):
                 continue
-            group = sequence.group
-            if group.held_chunks is not None or not group.has_token:  # after a preemption it may be in another slot
+            group = table.sequence_at(row).group
+            if group.held_chunks is not None:  # after a preemption it may be in another slot
                 self._scheduler.note_token(group)
             if not group.has_token:
                 group.has_token = True
@@ -200,7 +201,7 @@ class Committer:
     def _sequence_if_leased(self, lease: int | None, row: int) -> Sequence | None:
         """Return the sequence of a row, if the row still has this lease."""
         table = self._scheduler.rows
-        return table.sequences[row] if lease == table.leases[row] else None
+        return table.sequences[row] if lease == table.lease_of[row] else None
 
 
 def _with_paced(
@@ -220,9 +221,9 @@ def _with_paced(
 def find_ends(tokens: Ints, end_ids: Ints, counts: Ints, limits: Ints) -> npt.NDArray[np.intp]:
     """Return the positions in a batch whose sequences end with their token: an end token, or the length limit.
 
-    tokens, counts, limits: [batch]; end_ids: [batch, k], padded with -1. counts are outputs, this token included.
+    tokens, counts, limits: [batch]; end_ids: [k, batch], padded with -1. counts are outputs, this token included.
     """
-    stopped, full = end_ids == tokens[:, None], counts >= limits
-    if np.count_nonzero(stopped):  # faster than any() of numpy's arrays
-        full |= stopped.any(axis=1)
-    return np.flatnonzero(full) if np.count_nonzero(full) else _NO_ENDS
+    full = counts >= limits
+    for ids in end_ids:  # each is contiguous
+        full |= ids == tokens
+    return full.nonzero()[0]

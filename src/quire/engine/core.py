@@ -268,9 +268,9 @@ class EngineCore:
         now = self._clock()
         self._counters.note_step(now - step.launched, num_outputs)
         since, self._last_commit = max(step.launched, self._last_commit), now
-        if step.plan.num_tokens:
-            self._scheduler.note_step(step.plan, now - since)
-            self._tools.proposers.note_step(step.plan.num_tokens, step.num_samples, now - since)
+        if num_tokens := step.plan.num_tokens:
+            self._scheduler.note_step(step.plan, num_tokens, now - since)
+            self._tools.proposers.note_step(num_tokens, step.num_samples, now - since)
         self._observer.committed(step, now - since)
         return batch
 

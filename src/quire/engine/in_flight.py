@@ -184,7 +184,7 @@ def find_awaited(
     for row, count in samples:
         sequence = table.sequences[row]
         if sequence is not None and sequence.state is SequenceState.AWAITING:
-            paced.append(AwaitedSamples(row, int(table.leases[row]), place, count))
+            paced.append(AwaitedSamples(row, table.lease_of[row], place, count))
         else:
             ahead.append(row)
             places.append(place)

@@ -71,11 +71,11 @@ def check_request(
         raise InvalidRequest("priority", reason, 'leave it out or use policy="priority"')
     check_vocabulary("prompt", request.prompt_token_ids, vocab_size)
     check_images(request, config.images)
-    check_vocabulary("stop_token_ids", sampling.stop_token_ids or (), vocab_size)
-    check_vocabulary("bad_words", (token for word in request.rules.bad_words for token in word), vocab_size)
-    check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
-    check_vocabulary("logit_bias", sampling.logit_bias or (), vocab_size)
-    check_vocabulary("logprob_token_ids", sampling.logprob_token_ids or (), vocab_size)
+    if request.rules.bad_words:
+        check_vocabulary("bad_words", [token for word in request.rules.bad_words for token in word], vocab_size)
+    for field in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
+        if ids := getattr(sampling, field):
+            check_vocabulary(field, ids, vocab_size)
     if (sampling.prompt_logprobs_start or 0) > prompt:
         reason = f"is {sampling.prompt_logprobs_start}, and the prompt has {prompt} tokens"
         raise InvalidRequest("prompt_logprobs_start", reason, f"use at most {prompt}")

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from quire.types.step import Chunk, Ints, LogprobTable, TokenLogprobs
 MAX_ENTRIES = 64  # entries of a ledger
 _MERGE_FROM = 32  # from this number of entries on, consecutive chunks share one
 _NO_SCORE = float("-inf")
+_make_entry = partial(tuple.__new__, LedgerEntry)  # from the tuple of its fields; LedgerEntry._make takes longer
 NOT_STREAMED = -1  # the handle of samples that are ranked at their end: their tokens are not streamed
 
 
@@ -147,8 +149,13 @@ class Ledger:
     __slots__ = ("_entries", "_left_out")
 
     def __init__(self) -> None:
-        self._entries: list[LedgerEntry] = []
+        self._entries: list[tuple[LedgerKind, float, int, str, PrefixMiss | None]] = []  # the fields of each
         self._left_out = 0
+
+    @property
+    def entries(self) -> list[LedgerEntry]:
+        """The entries so far."""
+        return list(map(_make_entry, self._entries))
 
     def note(
         self, kind: LedgerKind, at: float, amount: int = 0, note: str = "", miss: PrefixMiss | None = None
@@ -156,12 +163,11 @@ class Ledger:
         """Add an entry. Many consecutive chunks become one entry."""
         entries = self._entries
         if len(entries) < _MERGE_FROM:
-            entries.append(LedgerEntry(kind, at, amount, note, miss))
-        elif kind == "chunk" and entries[-1].kind == "chunk":
-            last = entries[-1]
-            entries[-1] = LedgerEntry(kind, last.at, last.amount + amount, "several chunks")
+            entries.append((kind, at, amount, note, miss))
+        elif kind == "chunk" and entries[-1][0] == "chunk":
+            entries[-1] = kind, entries[-1][1], entries[-1][2] + amount, "several chunks", None
         elif len(entries) < MAX_ENTRIES - 1:
-            entries.append(LedgerEntry(kind, at, amount, note, miss))
+            entries.append((kind, at, amount, note, miss))
         else:
             self._left_out += 1
 
@@ -173,7 +179,7 @@ class Ledger:
         """Return all entries, with the end as the last."""
         if self._left_out:
             note = f"{note}; {self._left_out} entries were left out"
-        return (*self._entries, LedgerEntry("finished", at, amount, note))
+        return (*map(_make_entry, self._entries), LedgerEntry("finished", at, amount, note))
 
 
 class Hit(NamedTuple):
@@ -231,6 +237,7 @@ class Group:
     num_known: int = 0  # first tokens that other requests had too: its state after them is kept
     num_prompt: int = field(init=False)
     num_reusable: int = field(init=False)  # first tokens that may come from the cache
+    prompt_limit: int = field(init=False)  # the same of its prompt, whose last token is always computed
     reads_cache: bool = field(init=False)  # False: it wants something of every position
     cache_root: str = field(init=False)  # of its request
     # Its tokens as int32 bytes, those of images replaced by their content: slices are keys, and comparing is a memcmp.
@@ -244,13 +251,14 @@ class Group:
             self.num_reusable = 0
         elif sampling.prompt_logprobs is not None:  # a token's logprob comes from the position before it
             self.num_reusable = max((sampling.prompt_logprobs_start or 0) - 1, 0)
+        self.prompt_limit = min(self.num_prompt - 1, self.num_reusable)
         self.reads_cache, self.cache_root = self.num_reusable > 0, self.request.cache_root
         self.prompt = self.request.key_tokens
 
     @property
     def prompt_ids(self) -> Ints:
         """The prompt as an array that shares its memory."""
-        return np.frombuffer(self.request.prompt_token_ids, dtype=np.int32)
+        return np.frombuffer(self.request.prompt_token_ids, np.int32)
 
     @property
     def leader(self) -> Sequence:

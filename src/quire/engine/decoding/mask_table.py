@@ -147,7 +147,7 @@ class MaskTable:
         failed = tuple((int(batch.rows[line]), error) for line, error in sorted(batch.failed.items()))
         return FilledMasks(batch.rows, bits, batch.changed, batch.over, failed)
 
-    def masks(self, rows: Ints) -> Bits:
+    def masks(self, rows: Ints | npt.NDArray[np.intp]) -> Bits:
         """Return the last masks of these rows: [rows, words of the vocabulary]."""
         first, count = int(rows[0]), len(rows)
         are_neighbours = int(rows[-1]) == first + count - 1 and np.array_equal(rows, np.arange(first, first + count))

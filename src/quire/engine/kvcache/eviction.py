@@ -102,7 +102,7 @@ class LeastRecentlyUsed:
     def check(self) -> None:
         age = {node: place for place, node in enumerate(self._idle)}
         for node, place in age.items():
-            assert all(age[child] < place for child in node.children)
+            assert all(age[child] < place for child in node.children.values())
 
 
 class LeastFrequentlyUsed:

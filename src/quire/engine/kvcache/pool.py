@@ -120,6 +120,10 @@ class BlockPool:
         """Move these private blocks to the prefix tree, which counts their holders from now on. A block with several
         holders loses one here."""
         holders = self._holders
+        if self.num_unshared(blocks) == len(blocks):
+            for block in blocks:
+                holders[block] = 0
+            return
         for block in blocks:
             count = holders[block]
             if count == 0:
@@ -139,11 +143,10 @@ class BlockPool:
 
     def num_unshared(self, blocks: Sequence[int]) -> int:
         """Return how many of these private blocks, from the first on, have exactly one holder."""
-        holders = self._holders
-        for place, block in enumerate(blocks):
-            if holders[block] != 1:
-                return place
-        return len(blocks)
+        counts = list(map(self._holders.__getitem__, blocks))
+        if counts.count(1) == len(counts):  # as usual
+            return len(counts)
+        return next(place for place, count in enumerate(counts) if count != 1)
 
     def holders(self, block: int) -> int:
         """Return how many tables hold a private block; 0 for a free or cached block."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -32,8 +32,8 @@ class Node:
         self.end: int = self.start + len(blocks)  # `start` plus the blocks of this run
         self.locks = 0
         self.changes = 0  # grows whenever a match that ended at this node may have become longer
-        self.first_keys: list[bytes] = []  # the tokens of each child's first block, sorted
-        self.children: list[Node] = []
+        self.children: dict[bytes, Node] = {}  # by the tokens of each child's first block
+        self.first_keys: list[bytes] = []  # the same tokens, sorted
         self.keys: list[bytes] = []  # content hashes of the first blocks; computed when a tier asks for them
         self.ghosts: Ghosts | None = None  # evicted runs that followed this one, by the tokens of their first block
         self.is_detached = False  # no lookup finds this run any more: it was evicted, or the tree was cleared
@@ -42,9 +42,7 @@ class Node:
 
     def child(self, first_block: bytes) -> Node | None:
         """Return the child whose first block has exactly these tokens."""
-        keys = self.first_keys
-        place = bisect_left(keys, first_block)
-        return self.children[place] if place < len(keys) and keys[place] == first_block else None
+        return self.children.get(first_block)
 
     def owner_of(self, block: int) -> Owner:
         """Return the request that computed a block of this run, or of a run above it. Blocks count from the root."""
@@ -54,14 +52,12 @@ class Node:
         return node.owners.of(block)
 
     def add(self, child: Node, first_block: bytes) -> None:
-        place = bisect_left(self.first_keys, first_block)
-        self.first_keys.insert(place, first_block)
-        self.children.insert(place, child)
+        insort(self.first_keys, first_block)
+        self.children[first_block] = child
 
     def remove(self, child: Node, first_block: bytes) -> None:
-        place = bisect_left(self.first_keys, first_block)
-        assert self.children[place] is child
-        del self.first_keys[place], self.children[place]
+        assert self.children[first_block] is child
+        del self.first_keys[bisect_left(self.first_keys, first_block)], self.children[first_block]
 
 
 class Match(NamedTuple):
@@ -79,6 +75,7 @@ class Match(NamedTuple):
 
 
 NO_MATCH = Match(None)
+_new_match = tuple.__new__  # with all five fields: a third of what Match() takes
 
 
 class PrefixTree:
@@ -135,28 +132,34 @@ class PrefixTree:
         it."""
         num_blocks = place // self._width
         if not node.children:
-            return Match(node, num_blocks, num_blocks * self.block_size)
-        wanted = tokens[place : min(place + self._width, stop)]
-        position = bisect_left(node.first_keys, wanted)
-        closest, most = node.children[max(position - 1, 0)], 0
-        for child in node.children[max(position - 1, 0) : position + 1]:  # in sorted order the closest is a neighbour
-            if child.tokens[:TOKEN_BYTES] == wanted[:TOKEN_BYTES]:
-                common = common_bytes(child.tokens, wanted, 0, len(wanted))
+            return _new_match(Match, (node, num_blocks, num_blocks * self.block_size, None, None))
+        wanted, keys = tokens[place : min(place + self._width, stop)], node.first_keys
+        position = bisect_left(keys, wanted)
+        nearest, most = keys[position - 1 if position else 0], 0
+        for key in keys[position - 1 if position else 0 : position + 1]:  # in sorted order the closest is a neighbour
+            if key[:TOKEN_BYTES] == wanted[:TOKEN_BYTES]:
+                common = common_bytes(key, wanted, 0, len(wanted))
                 if common > most:
-                    closest, most = child, common
-        common = most // TOKEN_BYTES
+                    nearest, most = key, common
+        common, closest = most // TOKEN_BYTES, node.children[nearest]
         partial = closest.blocks[0] if common else None
-        return Match(node, num_blocks, num_blocks * self.block_size + common, partial, closest)
+        return _new_match(Match, (node, num_blocks, num_blocks * self.block_size + common, partial, closest))
 
     def descend(self, node: Node, tokens: bytes, num_blocks: int) -> tuple[Node, int]:
         """Match whole blocks from the end of `node` on, up to `num_blocks` blocks from the root. Returns the last node
         of the match and the number of matching blocks from the root."""
         width, place, stop = self._width, node.end * self._width, num_blocks * self._width
-        while place < stop and (child := node.child(tokens[place : place + width])) is not None:
-            node, run = child, len(child.blocks) * width
-            length = common_bytes(node.tokens, tokens, place, min(run, stop - place)) // width * width
-            place += length
-            if length < run:
+        while place < stop and (child := node.children.get(tokens[place : place + width])) is not None:
+            node, run = child, child.tokens
+            length = len(child.blocks) * width
+            if len(run) == length and tokens.startswith(run, place):  # the whole run, as usual
+                place += length
+                if place > stop:
+                    place = stop
+                continue
+            common = common_bytes(run, tokens, place, min(length, stop - place)) // width * width
+            place += common
+            if common < length:
                 break
         return node, place // width
 
@@ -267,7 +270,7 @@ class PrefixTree:
         head = Node(node.blocks[:count], node.tokens[:cut], parent, node.owner_of(node.start), node.salt)
         head.owners = node.owners.split(head.end)
         head.locks, head.changes, head.keys, node.keys = node.locks, node.changes, node.keys[:count], node.keys[count:]
-        parent.children[bisect_left(parent.first_keys, first)] = head
+        parent.children[first] = head
         node.blocks, node.tokens, node.start, node.parent = node.blocks[count:], node.tokens[cut:], head.end, head
         node.changes += 1
         head.add(node, node.tokens[:width])
@@ -326,9 +329,9 @@ class PrefixTree:
             if node.locks == 0:
                 freed += len(node.blocks)
                 self.pool.add_free(node.blocks)
-            node.is_detached, node.children, node.first_keys, node.ghosts = True, [], [], None
+            node.is_detached, node.children, node.first_keys, node.ghosts = True, {}, [], None
         for root in self._roots.values():
-            root.is_detached, root.children, root.first_keys, root.ghosts = True, [], [], None
+            root.is_detached, root.children, root.first_keys, root.ghosts = True, {}, [], None
         self._roots.clear()
         self._evicted_salts.clear()
         self._policy.clear()
@@ -358,10 +361,10 @@ class PrefixTree:
 
     # ------------------------------------------------------------------------------------------------- condition
     def nodes(self) -> Iterator[Node]:
-        todo = [child for root in self._roots.values() for child in root.children]
+        todo = [child for root in self._roots.values() for child in root.children.values()]
         while todo:
             node = todo.pop()
-            todo += node.children
+            todo += node.children.values()
             yield node
 
     def evictable_blocks(self) -> list[int]:
@@ -378,9 +381,9 @@ class PrefixTree:
             assert node.start == parent.end
             assert node.end == node.start + len(node.blocks)
             assert not node.is_detached
-            assert parent.locks >= node.locks >= sum(child.locks for child in node.children)
+            assert parent.locks >= node.locks >= sum(child.locks for child in node.children.values())
             assert parent.child(node.tokens[:width]) is node
-            assert node.first_keys == sorted(set(node.first_keys))
+            assert node.first_keys == sorted(node.children)
             assert (node in self._policy) == (node.locks == 0)
             found += len(node.blocks)
             evictable += len(node.blocks) if node.locks == 0 else 0

@@ -44,11 +44,12 @@ class BlockTable:
 
     def start_with(self, node: Node) -> None:
         """Fill an empty table with all blocks from the root of the tree to the end of `node`, and lock them."""
+        tree = self._tree
         assert not self.blocks
-        assert self._tree is not None
-        self._tree.lock(node)
-        self.node, self.blocks = node, self._tree.path(node)
-        self.num_tokens = len(self.blocks) * self._block_size
+        assert tree is not None
+        tree.lock(node)
+        self.node, self.blocks = node, tree.path(node)
+        self.num_tokens = node.end * self._block_size
 
     @property
     def num_window_blocks(self) -> int:
@@ -135,11 +136,11 @@ class BlockTable:
 
         Raises OutOfBlocks and changes nothing if the pool has too few blocks.
         """
-        blocks, size = self.blocks, self._block_size
-        total = self.num_tokens + num_tokens
+        blocks, size, before = self.blocks, self._block_size, self.num_tokens
+        total = before + num_tokens
         missing = -(-total // size) - len(blocks)
         copies: list[BlockCopy] = []
-        if num_tokens > 0 and self.num_tokens % size and self._pool.holders(blocks[-1]) != 1:
+        if before % size and num_tokens > 0 and self._pool.holders(blocks[-1]) != 1:
             (own, *fresh) = self._pool.take(missing + 1)
             copies.append(BlockCopy(blocks[-1], own))
             self._pool.release(blocks[-1:])

@@ -11,6 +11,8 @@ import numpy as np
 from quire.engine.decoding.group import Group, RunAhead, Sequence, SequenceState
 from quire.types.step import NO_ROWS, Ints
 
+_STARTING, _AHEAD = SequenceState.STARTING, SequenceState.AHEAD  # a member of an Enum is slow to look up
+
 
 class AheadSet:
     """The sequences that run ahead. Paced sequences decode too, but are not in it.
@@ -34,7 +36,7 @@ class AheadSet:
     def start_at(self, sequence: Sequence, tick: int) -> None:
         """Let a sequence run ahead from a tick on. That tick is its event: the scheduler then gives it a block and
         calls `join`."""
-        sequence.state, sequence.ahead = SequenceState.STARTING, RunAhead(tick, self)
+        sequence.state, sequence.ahead = _STARTING, RunAhead(tick, self)
         self._events[tick].append(sequence)
 
     def start(self, sequence: Sequence) -> None:
@@ -49,9 +51,10 @@ class AheadSet:
         assert ahead is not None
         num_ahead = sequence.controller.num_ahead  # if this raises, nothing has changed
         ahead.until = min(sequence.group.limit - 1, computed + max(num_ahead, 1))
-        ahead.base, sequence.state = computed - self.tick, SequenceState.AHEAD
-        self._rows[len(self._position)] = row
-        self._position[row] = len(self._position)
+        ahead.base, sequence.state = computed - self.tick, _AHEAD
+        positions = self._position
+        self._rows[len(positions)] = row
+        positions[row] = len(positions)
         self._snapshot = None
         return ahead
 
@@ -60,7 +63,7 @@ class AheadSet:
         ahead, row = sequence.ahead, sequence.row
         if ahead is None:
             return
-        if sequence.state is SequenceState.AHEAD and row is not None:
+        if sequence.state is _AHEAD and row is not None:
             sequence.num_computed = self.tick + ahead.base
             position, last = self._position.pop(row), len(self._position)
             if position != last:
@@ -83,21 +86,21 @@ class AheadSet:
         ahead.event = event = (capacity if capacity < ahead.until else ahead.until) - ahead.base
         self._events[event].append(sequence)
 
-    def append_blocks(self, sequences: list[Sequence], blocks: list[int], size: int) -> list[tuple[int, int, int]]:
-        """Give each of these members, whose blocks are full, a block. Returns (row, slot, block) for each. This is the
-        only work of steady decoding in Python, so it is one loop."""
-        events, grants = self._events, []
+    def append_blocks(self, sequences: list[Sequence], blocks: list[int], size: int) -> list[int]:
+        """Give each of these members, whose blocks are full, a block. Returns row, slot and block of each, one after
+        the other. This is the only work of steady decoding in Python, so it is one loop."""
+        events, grants = self._events, list[int]()
         for sequence, block in zip(sequences, blocks, strict=True):
             table, ahead = sequence.table, sequence.ahead
             held = table.blocks
             slot = len(held)
             held.append(block)
             table.num_tokens = slot * size + 1
-            grants.append((sequence.row, slot, block))
+            grants += (sequence.row, slot, block)  # type: ignore[arg-type]
             capacity = slot * size + size
             ahead.event = event = (capacity if capacity < ahead.until else ahead.until) - ahead.base  # type: ignore[union-attr]
             events[event].append(sequence)
-        return grants  # type: ignore[return-value]
+        return grants
 
     def take_events(self) -> tuple[list[Sequence], list[Sequence]]:
         """Return the sequences whose event is at this tick, each once: members that need a block, and all others. Each
@@ -107,8 +110,10 @@ class AheadSet:
             ahead = sequence.ahead
             if ahead is not None and ahead.event == tick:
                 ahead.event = -1
-                needs_block = sequence.state is SequenceState.AHEAD and tick + ahead.base < ahead.until
-                (full if needs_block else others).append(sequence)
+                if sequence.state is _AHEAD and tick + ahead.base < ahead.until:
+                    full.append(sequence)
+                else:
+                    others.append(sequence)
         return full, others
 
     def check(self) -> None:

@@ -54,7 +54,7 @@ class OnDemandAllocation:
         self, pool: BlockPool, tree: PrefixTree | None, block_size: int, reuse: PrefixReuse, rows: RowTable
     ) -> None:
         self._pool, self._tree, self._block_size, self._reuse, self._rows = pool, tree, block_size, reuse, rows
-        self._table_type = table_type(pool)
+        self._table_type, self._is_plain = table_type(pool), type(pool) is BlockPool
         self._headroom_tokens = min(HEADROOM_TOKENS, block_size)
         self._owed: dict[Group, int] = {}  # blocks that running groups still need for known tokens
         self._num_owed = 0  # the sum of these
@@ -67,7 +67,7 @@ class OnDemandAllocation:
     def has_room(self, group: Group, running: GroupQueue) -> bool:
         """Whether there are blocks for the group's known tokens and for its next growth, so that it is not preempted at
         once, besides the blocks that running prompts still need."""
-        if not len(running):
+        if self._has_plenty(group) or not len(running):
             return True
         if not self._pool.has_states(len(group.live) + group.num_beams_to_come):
             return False
@@ -83,6 +83,18 @@ class OnDemandAllocation:
         if 0 < missing <= shareable:  # blocks that running sequences hold cost nothing
             missing -= self._num_shared(group)
         return missing <= 0
+
+    def _has_plenty(self, group: Group) -> bool:
+        """Whether a group of one sequence that was never preempted has room though it shared nothing: the usual case,
+        in few operations."""
+        if not self._is_plain or len(group.live) != 1 or group.search is not None:
+            return False
+        if group.num_preemptions or self._no_preempt:
+            return False
+        size = self._block_size
+        num_blocks = -(-(group.num_prompt + len(group.live[0].outputs)) // size)
+        headroom = -(-self._rows.num_taken * self._headroom_tokens // size)
+        return num_blocks + headroom <= self._pool.num_free - self._num_owed
 
     def _num_shared(self, group: Group) -> int:
         """Return how many whole blocks of the group's prefix hit are held now: sharing them takes no free block."""
@@ -145,8 +157,8 @@ class OnDemandAllocation:
             self._no_preempt.append(group)
 
     def note_prefill(self, group: Group) -> None:
-        before = self._owed.pop(group, 0)
-        self._num_owed -= before
+        if self._owed:
+            self._num_owed -= self._owed.pop(group, 0)
         if group.is_running and group.live and not group.is_forked:
             table, num_blocks = group.leader.table, -(-group.leader.num_tokens // self._block_size)
             owed = table.still_takes(num_blocks) if num_blocks > len(table.blocks) else 0

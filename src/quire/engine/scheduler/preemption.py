@@ -7,9 +7,9 @@ from typing import Protocol
 
 from quire.config.tiers import PreemptionName
 from quire.engine.decoding.group import Group, Sequence
-from quire.engine.kvcache.tiers.base import Tiers
+from quire.engine.kvcache.tiers.base import SwapBlocks, Tiers
 from quire.engine.scheduler.plan_builder import PlanBuilder
-from quire.engine.scheduler.prefix_reuse import PrefixReuse, SwapBlocks
+from quire.engine.scheduler.prefix_reuse import PrefixReuse
 from quire.engine.scheduler.step_time import ComputeTime
 
 

@@ -17,6 +17,7 @@ from quire.types.step import Chunk
 if TYPE_CHECKING:
     from quire.engine.scheduler.scheduler import Scheduler
 
+_PREFILL, _AWAITING = SequenceState.PREFILL, SequenceState.AWAITING  # a member of an Enum is slow to look up
 _LOOK_AHEAD = 32  # waiting groups for which running prompts may leave part of the budget
 _SHORT = 4  # a prompt is short beside one that owes this many times as much
 _SHARE = 2  # at most 1 / _SHARE of the budget is left to short prompts, or goes to a prompt beside decodes
@@ -72,47 +73,36 @@ class Prefill:
     def _compute_owed(self, builder: PlanBuilder, group: Group) -> None:
         """Plan as many of a running group's owed tokens as the budget allows. A group that is new attaches its prefix
         hit first."""
-        scheduler, allocation = self._scheduler, self._scheduler.allocation
-        is_new = not group.is_forked and not group.leader.is_introduced  # just admitted, or its former leader ended
+        scheduler, leader = self._scheduler, group.live[0]
+        is_new = not group.is_forked and not leader.is_introduced  # just admitted, or its former leader ended
         if is_new and scheduler.reuse.attach(builder, group, scheduler.now):
-            allocation.note_prefill(group)
-            return
-        if len(group.live) == 1 and not group.is_forked:
-            self._compute_single(builder, group, is_new=is_new)
+            scheduler.allocation.note_prefill(group)
             return
         if not group.is_forked:
-            leader, target = group.leader, group.num_prompt
+            is_single = len(group.live) == 1
+            target = group.num_prompt + (len(leader.outputs) if is_single else 0)
             if not self._compute_chunk(builder, leader, target):
                 return
             is_whole = leader.num_computed == target
             if not is_whole or not is_new:
-                allocation.note_prefill(group)
+                scheduler.allocation.note_prefill(group)
             if not is_whole:
+                return
+            if is_single:
+                group.is_forked = True
+                del self._owing[group]
                 return
             builder.fork(group)  # their own tokens wait a step: blocks are copied before a forward pass, not during it
         else:
             for sequence in group.live:
-                owes = sequence.state is SequenceState.PREFILL and sequence.num_computed < sequence.prefill_target
+                owes = sequence.state is _PREFILL and sequence.num_computed < sequence.prefill_target
                 if owes and builder.budget > 0 and not self._compute_chunk(builder, sequence, sequence.prefill_target):
                     return
-        unbegun = [sequence for sequence in group.live if sequence.state is SequenceState.PREFILL]
+        unbegun = [sequence for sequence in group.live if sequence.state is _PREFILL]
         if all(sequence.num_computed == sequence.prefill_target for sequence in unbegun):
             self._owing.pop(group)
             for sequence in unbegun:
                 scheduler.paced.add(sequence)
-
-    def _compute_single(self, builder: PlanBuilder, group: Group, *, is_new: bool) -> None:
-        """`_compute_owed` for a group of one sequence."""
-        sequence = group.live[0]
-        target = group.num_prompt + len(sequence.outputs)
-        if not self._compute_chunk(builder, sequence, target):
-            return
-        is_whole = sequence.num_computed == target
-        if not is_whole or not is_new:
-            self._scheduler.allocation.note_prefill(group)
-        if is_whole:
-            group.is_forked = True
-            del self._owing[group]
 
     def _compute_chunk(self, builder: PlanBuilder, sequence: Sequence, target: int) -> bool:
         """Plan the next chunk of a sequence's known tokens, up to `target`. Returns False if its group was
@@ -130,13 +120,18 @@ class Prefill:
         assert sequence.row is not None
         sequence.num_computed = start + count
         group.ledger.note("chunk", scheduler.now, count)
-        rows: list[int] = []
+        rows: tuple[int, ...] = ()
         if start + count == target:
-            for each in [sequence] if group.is_forked else group.live:
-                if each.num_tokens == target and each.row is not None:
-                    rows.append(each.row)
+            if len(group.live) == 1:
+                rows = (sequence.row,)
+                self._start_decoding(builder, sequence)
+            else:
+                live = [sequence] if group.is_forked else group.live
+                sampling = [each for each in live if each.num_tokens == target and each.row is not None]
+                for each in sampling:
                     self._start_decoding(builder, each)
-        builder.compute(Chunk(sequence.row, start, count, tuple(rows)))
+                rows = tuple([each.row for each in sampling if each.row is not None])
+        builder.compute(tuple.__new__(Chunk, (sequence.row, start, count, rows, 1)))
         return True
 
     def _encode_images(self, builder: PlanBuilder, sequence: Sequence, start: int, count: int) -> int:
@@ -159,7 +154,7 @@ class Prefill:
         if sequence.controller is PLAIN or scheduler.paced.num_ahead(sequence):
             scheduler.ahead.start_at(sequence, scheduler.next_tick)
         else:
-            sequence.state = SequenceState.AWAITING
+            sequence.state = _AWAITING
             builder.paced_in_step.append(sequence)
 
     # -------------------------------------------------------------------------------------------------- admitting
@@ -181,7 +176,8 @@ class Prefill:
         """Admit waiting groups, in the policy's order, while rows, budget and blocks last. Running groups are not
         preempted for them."""
         scheduler, rows = self._scheduler, self._scheduler.rows
-        while scheduler.waiting.num_ready:
+        waiting = scheduler.waiting
+        while waiting.num_ready:
             group, obstacle = self._next_to_admit(builder)
             if group is None:
                 self._stopped_step, self._stopped_for = scheduler.num_plans, obstacle
@@ -191,11 +187,11 @@ class Prefill:
             if group.slot_wait_since is not None:
                 group.wait_reason = f"{NO_SLOT} for {scheduler.now - group.slot_wait_since:.3f} s"
             group.ledger.note("admitted", scheduler.now, 0, f"waited: {group.wait_reason}" if group.wait_reason else "")
-            scheduler.waiting.remove(group)
+            waiting.remove(group)
             scheduler.running.add(group)
             group.is_running, group.is_forked, group.micro_batch = True, False, scheduler.micro_batch
             for sequence in group.live:
-                sequence.state = SequenceState.PREFILL
+                sequence.state = _PREFILL
                 rows.assign(sequence)
             if group.search is not None:
                 group.num_spare = group.num_beams_to_come
@@ -212,9 +208,10 @@ class Prefill:
         """Return the group to admit next, or None and the reason why no group is admitted in this step. Groups that are
         not ready are deferred: others may overtake them."""
         scheduler = self._scheduler
+        is_single = len(scheduler.micro_batches.sets) == 1
         while True:
             num_free = scheduler.rows.num_free
-            if not self._takes_more:
+            if not is_single and not self._takes_more:
                 return None, "turn of another micro-batch"
             if builder.budget <= 0 or num_free <= 0:
                 return None, "token budget" if builder.budget <= 0 else "no free row"
@@ -229,7 +226,7 @@ class Prefill:
             if group.request.adapter_digest and self._awaits_adapter(group):
                 self._defer(group, READING)
                 continue
-            if len(group.live) + group.num_beams_to_come > num_free:
+            if num_free < len(group.live) + (0 if group.search is None else group.num_beams_to_come):
                 return None, "no free row"
             if group is self._blocked and self._is_unchanged():
                 return None, "no free blocks"
@@ -245,8 +242,6 @@ class Prefill:
     def _takes_more(self) -> bool:
         """Whether waiting groups may join the current micro-batch."""
         scheduler, batches = self._scheduler, self._scheduler.micro_batches
-        if len(batches.sets) == 1:
-            return True
         num_waiting = min(scheduler.waiting.num_ready, scheduler.rows.num_free)
         return batches.takes_more(scheduler.micro_batch, scheduler.running, num_waiting)
 

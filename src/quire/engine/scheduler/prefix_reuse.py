@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from quire.engine.decoding.group import Group, Hit, Sequence
 from quire.engine.kvcache.grouped_pool import GroupedPool
@@ -13,25 +12,17 @@ from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
 from quire.engine.kvcache.prefix_tree import NO_MATCH, Match, PrefixTree
 from quire.engine.kvcache.run_history import name_for, sources_of, why_missed
-from quire.engine.kvcache.tiers.base import Asked, NoTiers, TierHit, TierQuery, Tiers
+from quire.engine.kvcache.tiers.base import Asked, NoTiers, SwapBlocks, TierHit, TierQuery, Tiers
 from quire.engine.scheduler.accounts import num_computed
 from quire.engine.scheduler.block_filler import make_filler
 from quire.engine.scheduler.kept_hits import cut_again, cut_back
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.prefetch import FilePrefetch
-from quire.engine.scheduler.publishing import LiveSuffixIndex, Publisher, UnpublishedPrefixes
+from quire.engine.scheduler.publishing import LiveSuffixIndex, Publisher
 from quire.engine.scheduler.row_table import RowTable
 from quire.types.step import Chunk
 
 _NOTHING_LOADED: Counter[str] = Counter()
-
-
-@dataclass(frozen=True, slots=True)
-class SwapBlocks:
-    """The blocks of a preempted sequence that can be swapped to host memory, by content hash, and their tokens."""
-
-    num_tokens: int
-    blocks: dict[bytes, int]
 
 
 class PrefixReuse:
@@ -46,10 +37,10 @@ class PrefixReuse:
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
-        self._cut = cut_back if isinstance(pool, GroupedPool) else lambda _, match: match
+        self._cut = cut_back if isinstance(pool, GroupedPool) else None
         self._filler = make_filler(pool, tree, block_size)
         self._publisher = Publisher(pool, tree, tiers, rows, block_size)
-        self._unpublished = UnpublishedPrefixes(block_size)
+        self._unpublished = self._publisher.unpublished
         self._has_tiers = not isinstance(tiers, NoTiers)
         self._loading: dict[Group, None] = {}  # groups for which the current plan loads blocks
         self.prefetch: FilePrefetch | None = None  # if there is a disk tier, or blocks of other engines
@@ -81,8 +72,9 @@ class PrefixReuse:
 
     def _look(self, tree: PrefixTree, group: Group) -> Match:
         whole = self._match(tree, group.live[0], self._leader_limit(group))
-        match, changes = self._cut(tree, whole), 0 if whole.node is None else whole.node.changes
-        group.hit = Hit(match, changes, self._plan, whole, self._pool.version)
+        match = whole if self._cut is None else self._cut(tree, whole)
+        changes = 0 if whole.node is None else whole.node.changes
+        group.hit = tuple.__new__(Hit, (match, changes, self._plan, whole, self._pool.version))
         group.num_known = whole.num_blocks * self._block_size
         return match
 
@@ -108,26 +100,28 @@ class PrefixReuse:
             return ""
         if self.prefetch is not None and self.prefetch.awaits_files(group, now):
             return self.prefetch.reason
+        before = group.hit
         self.lookup(group)
         if not self._unpublished or group.hit is None:
             return ""
+        is_made_now = group.hit is not before and self._cut is None and not group.request.images
+        if is_made_now and self._publisher.next_owner is None:
+            return ""
         limit, tokens = self._leader_limit(group), group.leader.tokens()
         other = self._unpublished.find(group.hit.whole, tokens, limit)
-        if other is not None and self._has_more(other):
+        if other is not None and self._publisher.has_more(other):
             self._look(tree, group)
             other = self._unpublished.find(group.hit.whole, tokens, limit)
-        if other is None or other.group is group or self._has_more(other):
+        if other is None or other.group is group or self._publisher.has_more(other):
             return ""  # what `other` has computed and cannot publish, as others hold its blocks, never comes
         self._unpublished.wait(group, other, limit)
         return f"{name_for(group.request, other.group.request)} computes the same prefix"
 
-    def _has_more(self, sequence: Sequence) -> bool:
-        """Whether a sequence has computed full blocks that it has not published."""
-        return sequence.num_readable // self._block_size > sequence.table.num_cached
-
     def _leader_limit(self, group: Group) -> int:
-        known = group.num_prompt - 1 + (len(group.live[0].outputs) if len(group.live) == 1 else 0)
-        return known if known < group.num_reusable else group.num_reusable
+        live = group.live
+        if not live[0].outputs or len(live) > 1:
+            return group.prompt_limit
+        return min(group.num_prompt - 1 + len(live[0].outputs), group.num_reusable)
 
     def _limits(self, group: Group) -> dict[Sequence, int]:
         """Return which sequences are looked up when the group is admitted, and how many tokens of each at most: all
@@ -137,23 +131,12 @@ class PrefixReuse:
         return {group.leader: self._leader_limit(group)}
 
     def _match(self, tree: PrefixTree, sequence: Sequence, limit: int) -> Match:
-        salt, tokens = sequence.group.cache_root, sequence.tokens()
-        match = tree.match(salt, tokens, limit)
-        while match.num_tokens < limit and self._publish_at(match, tokens, limit):
+        publisher, salt, tokens = self._publisher, sequence.group.cache_root, sequence.tokens()
+        match, publisher.next_owner = tree.match(salt, tokens, limit), None
+        while match.num_tokens < limit and publisher.publish_at(match, tokens, limit):
             match = tree.match(salt, tokens, limit)
-        inside = sequence.image_begun_at(match.num_tokens)
+        inside = sequence.image_begun_at(match.num_tokens) if sequence.group.request.images else None
         return match if inside is None else tree.match(salt, tokens, inside)
-
-    def _publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
-        """Publish the blocks of running sequences that could extend a match. Returns whether any was published."""
-        if match.node is None or match.node.end != match.num_blocks:
-            return False
-        sequence = self._unpublished.find(match, tokens, limit)
-        if sequence is None or not self._has_more(sequence):
-            return self._publisher.publish_live(match, tokens)
-        is_published = self._publisher.publish_running(sequence)
-        self._unpublished.enter(sequence)
-        return is_published
 
     def _query(self, sequence: Sequence, limit: int) -> TierQuery:
         return TierQuery(self._tier_salt(sequence.group), sequence.tokens(), limit, sequence.num_swapped)
@@ -208,7 +191,8 @@ class PrefixReuse:
         for sequence, (match, _) in found.items():
             self._tiers.on_hit(match)
             builder.introduce(sequence)
-        self._note(group, *found[group.leader], limits[group.leader], num_computed(group), loaded, now)
+        match, hit = found[group.leader]
+        self._note(group, match, hit.num_tokens, limits[group.leader], num_computed(group), loaded, now)
         group.origin = group.hit = None
         if waits or any(sequence.num_swapped for sequence in group.live):
             self._loading[group] = None
@@ -221,14 +205,17 @@ class PrefixReuse:
         sequence, tree, limit = group.live[0], self._tree, self._leader_limit(group)
         match = NO_MATCH
         if tree is not None and group.reads_cache:
-            match = self.lookup(group)
-            if group.hit is None or group.hit.plan != self._plan:
+            hit = group.hit
+            is_fresh = hit is not None and hit.plan == self._plan and hit.version == self._pool.version
+            if hit is not None and is_fresh and hit.is_held(tree, group.cache_root):
+                match = hit.match
+            else:
                 match = self._look(tree, group)
         self._fill_from_tree(sequence, match)
         if match.partial is not None:
             self._filler.copy_partials({sequence: match}, builder)
         builder.introduce(sequence)
-        self._note(group, match, TierHit(0), limit, sequence.num_computed, _NOTHING_LOADED, now)
+        self._note(group, match, 0, limit, sequence.num_computed, _NOTHING_LOADED, now)
         group.hit = None
         if tree is not None:
             self._unpublished.enter(sequence)
@@ -240,9 +227,11 @@ class PrefixReuse:
         matches = {
             sequence: NO_MATCH
             if tree is None or not self.reads_cache(sequence.group)
-            else self._cut(tree, self._match(tree, sequence, limit))
+            else self._match(tree, sequence, limit)
             for sequence, limit in limits.items()
         }
+        if self._cut is not None and tree is not None:
+            matches = {sequence: self._cut(tree, match) for sequence, match in matches.items()}
         found = {}
         for sequence, match in matches.items():  # after all matches: publishing for them may change the tiers
             limit, hit = limits[sequence], TierHit(match.num_tokens)
@@ -270,10 +259,12 @@ class PrefixReuse:
 
     def _fill_from_tree(self, sequence: Sequence, match: Match) -> None:
         """Fill an empty table with the whole blocks of a match in the prefix tree."""
-        tree, table = self._tree, sequence.table
+        tree, table, node = self._tree, sequence.table, match.node
         if tree is not None:
-            root = sequence.group.cache_root
-            node = tree.root(root) if match.node is None else tree.node_at(match.node, match.num_blocks)
+            if node is None:
+                node = tree.root(sequence.group.cache_root)
+            elif node.end != match.num_blocks:
+                node = tree.node_at(node, match.num_blocks)
             table.start_with(node)
             tree.used(node if match.partial is None or match.closest is None else match.closest)
         sequence.num_computed = sequence.num_readable = table.num_tokens
@@ -293,20 +284,22 @@ class PrefixReuse:
         return min(source.num_tokens, computed, group.num_prompt - 1)
 
     def _note(
-        self, group: Group, match: Match, hit: TierHit, limit: int, num_found: int, loaded: Counter[str], now: float
+        self, group: Group, match: Match, in_tiers: int, limit: int, num_found: int, loaded: Counter[str], now: float
     ) -> None:
-        """Note in the ledger how many tokens were found, and why no more. Count them."""
+        """Note in the ledger how many tokens were found, and why no more. Count them. With its tiers, the cache has
+        `in_tiers` tokens, if that is more than the match."""
         if num_found:
             group.ledger.note("cached", now, num_found, sources_of(num_found, loaded) if loaded else "")
-        is_read, tree = self.reads_cache(group), self._tree
-        is_missed = is_read and num_found < limit and num_found == max(match.num_tokens, hit.num_tokens)
-        if tree is not None and is_missed:
+        tree = self._tree
+        is_read = tree is not None and group.reads_cache
+        if is_read and tree is not None and num_found < limit and num_found == max(match.num_tokens, in_tiers):
             miss = why_missed(tree, match, group.request, group.leader.tokens(), num_found, now)
             group.ledger.note_miss(now, miss)
         if group.num_cached is None:
-            group.num_cached = num_found if num_found < group.num_prompt else group.num_prompt
-            self.num_hits += group.num_cached
-            self.num_queries += group.num_prompt if is_read else 0
+            num_prompt = group.num_prompt
+            group.num_cached = num_cached = num_found if num_found < num_prompt else num_prompt
+            self.num_hits += num_cached
+            self.num_queries += num_prompt if is_read else 0
             if loaded:
                 self.tier_hits += loaded
 
@@ -318,11 +311,12 @@ class PrefixReuse:
             before = None  # the chunks of a group follow one another, and the first publishes for all
             for chunk in chunks:
                 sequence = self._rows.sequence_at(chunk.row)
-                if sequence.group.held_chunks is None:
-                    self.note_computed(sequence, chunk, publishes=sequence.group is not before)
-                    before = sequence.group
+                group = sequence.group
+                if group.held_chunks is None:
+                    self.note_computed(sequence, chunk, publishes=group is not before)
+                    before = group
                 else:
-                    sequence.group.held_chunks.append((sequence, chunk))
+                    group.held_chunks.append((sequence, chunk))
         for group in self._loading:
             if group.is_running:
                 self.publish_group(group)
@@ -337,12 +331,15 @@ class PrefixReuse:
         """Note that a plan computes a chunk of a sequence. Groups of several sequences, and engines with tiers, publish
         all their blocks at once (`publishes`). Others publish them when a lookup could use them (lazy publishing)."""
         group = sequence.group
-        sequence.num_readable = min(sequence.num_computed, sequence.num_tokens)
+        known = group.num_prompt + len(sequence.outputs)
+        sequence.num_readable = sequence.num_computed if sequence.num_computed < known else known
         if self._has_tiers or len(group.live) > 1 or group.search is not None:
             if publishes:
                 self.publish_group(group)
             self._unpublished.enter(sequence)
-        if chunk.sample_rows and group.search is None:
+        if chunk.sample_rows == (chunk.row,) and group.search is None:
+            self._publisher.live.enter(sequence)
+        elif chunk.sample_rows and group.search is None:
             for row in chunk.sample_rows:
                 self._publisher.live.enter(self._rows.sequence_at(row))
         if self._unpublished.has_waiters(sequence):
@@ -350,13 +347,14 @@ class PrefixReuse:
             num_blocks = None if is_whole else sequence.num_readable // self._block_size
             self.ready += self._unpublished.wake(sequence, num_blocks)
 
-    def publish(self, sequence: Sequence, *, leaving: bool = False) -> None:
-        """Publish the full blocks of a sequence whose tokens are known and computed by the plans so far. With
-        `leaving`, it frees its table next: its copies of blocks that are cached already are released."""
-        self._publisher.publish(sequence, leaving=leaving)
+    def publish_last(self, sequence: Sequence, tokens: bytes) -> None:
+        """Publish the full blocks of a sequence that has ended and frees its table next, with all its tokens: those
+        that are computed by the plans so far. Its copies of blocks that are cached already are released."""
+        self._publisher.publish_last(sequence, tokens)
 
     def publish_group(self, group: Group, *, leaving: bool = False) -> None:
-        """`publish` for all introduced sequences of a group, which may hold the same blocks."""
+        """Publish the full blocks of all introduced sequences of a group, which may hold the same blocks, as far as
+        their tokens are known and computed by the plans so far. With `leaving`, they free their tables next."""
         for sequence in group.live:
             if sequence.is_introduced or leaving:
                 self._publisher.publish(sequence, leaving=leaving, with_group=True)

@@ -33,14 +33,18 @@ class LiveSuffixIndex:
 
     def enter(self, sequence: Sequence) -> None:
         """Add a generating sequence, or move it behind the blocks it has published. Idempotent."""
-        node = sequence.table.node
-        self.discard(sequence)
-        if node is None or node.is_detached:
-            return
-        rest = sequence.group.prompt[node.end * self._width :]
-        if len(rest) < self._width:  # otherwise its prompt is not published yet
-            self._places[sequence] = node, rest
-            self._sequences.setdefault(node, {}).setdefault(rest, {})[sequence] = None
+        node, prompt = sequence.table.node, sequence.group.prompt
+        if sequence in self._places:
+            self.discard(sequence)
+        if node is None or node.is_detached or len(prompt) - node.end * self._width >= self._width:
+            return  # its prompt is not published yet
+        rest = prompt[node.end * self._width :]
+        self._places[sequence] = node, rest
+        by_rest = self._sequences.get(node)
+        if by_rest is None:
+            self._sequences[node] = {rest: {sequence: None}}
+        else:
+            by_rest.setdefault(rest, {})[sequence] = None
 
     def refresh(self, sequence: Sequence) -> None:
         """Move a sequence that has published blocks behind them, if it is in the index."""
@@ -59,6 +63,10 @@ class LiveSuffixIndex:
             del by_rest[rest]
             if not by_rest:
                 del self._sequences[node]
+
+    def __contains__(self, node: object) -> bool:
+        """Whether the published blocks of any sequence end with a node."""
+        return node in self._sequences
 
     def find(self, match: Match, tokens: bytes) -> list[Sequence]:
         """Return the sequences that could extend a match of these tokens: their published blocks end where the match
@@ -106,14 +114,15 @@ class UnpublishedPrefixes:
 
     def enter(self, sequence: Sequence) -> None:
         """Add a sequence, or move it behind the blocks it has published."""
-        node = sequence.table.node
-        self._forget_place(sequence)
-        if node is None or node.is_detached or sequence.table.is_duplicate:
+        table, width = sequence.table, self._width
+        node = table.node
+        if sequence in self._places:
+            self._forget_place(sequence)
+        if node is None or node.is_detached or table.is_duplicate:
             return
-        start = node.end * self._width
-        tokens = sequence.group.prompt[start : start + self._width]
-        place = node, tokens
-        if len(tokens) == self._width and place not in self._sequences:  # else another sequence computes it
+        start = node.end * width
+        tokens = sequence.group.prompt[start : start + width]
+        if len(tokens) == width and (place := (node, tokens)) not in self._sequences:  # else another computes it
             self._places[sequence] = place
             self._sequences[place] = sequence
 
@@ -132,7 +141,7 @@ class UnpublishedPrefixes:
     def remove(self, sequence: Sequence) -> list[Group]:
         """Remove a sequence that loses its row. Returns the groups that waited for it. Idempotent."""
         self._forget_place(sequence)
-        return self.wake(sequence, None)
+        return self.wake(sequence, None) if sequence in self._waiting else []
 
     def clear(self) -> list[Group]:
         """Remove everything, as the prefix tree is cleared. Returns the groups that waited."""
@@ -193,16 +202,40 @@ class Publisher:
     def __init__(self, pool: BlockPool, tree: PrefixTree | None, tiers: Tiers, rows: RowTable, block_size: int) -> None:
         self._pool, self._tree, self._tiers, self._rows = pool, tree, tiers, rows
         self._block_size, self._width = block_size, block_size * TOKEN_BYTES
-        self.live = LiveSuffixIndex(block_size)
+        self.live, self.unpublished = LiveSuffixIndex(block_size), UnpublishedPrefixes(block_size)
+        self.next_owner: Sequence | None = None  # the sequence that computes the block after the last match
+
+    def has_more(self, sequence: Sequence) -> bool:
+        """Whether a sequence has computed full blocks that it has not published."""
+        return sequence.num_readable // self._block_size > sequence.table.num_cached
 
     def publish(self, sequence: Sequence, *, leaving: bool = False, with_group: bool = False) -> None:
-        """See PrefixReuse.publish and publish_group."""
+        """See PrefixReuse.publish_group."""
         if self._tree is not None:
             num_tokens = min(sequence.num_computed, sequence.num_tokens)
             if num_tokens // self._block_size > sequence.table.num_cached:
                 tokens = sequence.tokens()
                 self._publish(self._tree, sequence, tokens, num_tokens, leaving=leaving, with_group=with_group)
                 self.live.refresh(sequence)
+
+    def publish_last(self, sequence: Sequence, tokens: bytes) -> None:
+        """See PrefixReuse.publish_last."""
+        node, num_tokens = sequence.table.node, len(tokens) // TOKEN_BYTES
+        num_tokens = sequence.num_computed if sequence.num_computed < num_tokens else num_tokens
+        if self._tree is not None and node is not None and num_tokens // self._block_size > node.end:
+            self._publish(self._tree, sequence, tokens, num_tokens, leaving=True, with_group=False)
+
+    def publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
+        """Publish the blocks of running sequences that could extend a match, within the first `limit` tokens. Returns
+        whether any was published."""
+        if match.node is None or match.node.end != match.num_blocks:
+            return False
+        sequence = self.next_owner = self.unpublished.find(match, tokens, limit)
+        if sequence is None or not self.has_more(sequence):
+            return match.node in self.live and self.publish_live(match, tokens)
+        is_published = self.publish_running(sequence)
+        self.unpublished.enter(sequence)
+        return is_published
 
     def publish_live(self, match: Match, tokens: bytes) -> bool:
         """Publish the blocks of every generating sequence that could extend a match. Returns whether any block was
@@ -263,7 +296,8 @@ class Publisher:
         assert table.node is not None
         published = tokens[first * width : (first + fresh) * width]
         request = sequence.group.request
-        added = table.cache(table.node, published, fresh, Owner(request.request_id, request.tenant))
+        owner = tuple.__new__(Owner, (request.request_id, request.tenant))
+        added = table.cache(table.node, published, fresh, owner)
         self._tiers.on_publish(added, len(added.blocks) - fresh)
         return True
 

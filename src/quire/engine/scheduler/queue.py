@@ -70,16 +70,22 @@ class GroupQueue:
         return self._ready[-1] if self._ready else None
 
     def _insert(self, group: Group) -> None:
-        key = self._key_of(group)
-        position = bisect_left(self._keys, key)
-        self._keys.insert(position, key)
-        self._ready.insert(position, group)
+        key, keys = self._key_of(group), self._keys
+        if not keys or keys[-1] < key:  # as usual under fcfs
+            keys.append(key)
+            self._ready.append(group)
+        else:
+            position = bisect_left(keys, key)
+            keys.insert(position, key)
+            self._ready.insert(position, group)
 
     def _take_out(self, group: Group) -> None:
-        position = bisect_left(self._keys, self._key_of(group))
-        if position == len(self._ready) or self._ready[position] is not group:
-            raise KeyError(group.request.request_id)
-        del self._keys[position], self._ready[position]
+        ready, position = self._ready, 0
+        if not ready or ready[0] is not group:
+            position = bisect_left(self._keys, self._key_of(group))
+            if position == len(ready) or ready[position] is not group:
+                raise KeyError(group.request.request_id)
+        del self._keys[position], ready[position]
 
     def check(self) -> None:
         assert self._keys == sorted(set(self._keys))

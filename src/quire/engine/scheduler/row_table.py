@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from quire.engine.decoding.controller import PLAIN, StepController
 from quire.engine.decoding.group import Sequence
 from quire.types.step import Ints
 
@@ -31,20 +32,17 @@ class RowTable:
         self.num_not_streamed = 0  # rows whose tokens are not streamed: their handle is negative
         self.num_guided = self.num_observed = 0
         self.leases: Longs = np.zeros(num_rows, dtype=np.int64)  # 0: the row is free
+        self.lease_of: list[int] = [0] * num_rows  # the same, quicker for one row
         self.handles: Longs = np.zeros(num_rows, dtype=np.int64)
         self.counts: Ints = np.zeros(num_rows, dtype=np.int32)  # generated tokens that have come back
         self.limits: Ints = np.zeros(num_rows, dtype=np.int32)  # generated tokens at which the sequence ends
         self.guided: Bools = np.zeros(num_rows, dtype=np.bool_)  # a grammar's mask applies to each of its samples
         self.observed: Bools = np.zeros(num_rows, dtype=np.bool_)  # a draft proposer observes its tokens
-        self.end_ids: Ints = np.full((num_rows, 4), -1, dtype=np.int32)  # [rows, k]
-        self._end_ids: list[tuple[int, ...]] = [()] * num_rows  # what each line of `end_ids` holds
+        self.end_ids: Ints = np.full((1, num_rows), -1, dtype=np.int32)  # [k, rows]
+        self._end_ids: list[tuple[int, ...]] = [()] * num_rows  # what each column of `end_ids` holds
         self._outputs: Ints = np.empty((num_rows, 256), dtype=np.int32)  # [rows, capacity]
         self._flat = self._outputs.reshape(-1)  # the same memory
-
-    @property
-    def capacity(self) -> int:
-        """Outputs that the table has room for in each row. It changes only when a row is given away."""
-        return int(self._outputs.shape[1])
+        self.starts: Index = np.arange(num_rows) * 256  # where the outputs of each row begin in that memory
 
     @property
     def num_rows(self) -> int:
@@ -68,15 +66,14 @@ class RowTable:
 
     def assign(self, sequence: Sequence) -> int:
         """Give the sequence a row and a new lease, and copy its outputs into the table."""
-        row = self._free.pop()
-        group, ends = sequence.group, sequence.group.request.rules.end_ids
-        limit = group.limit - group.num_prompt
-        if limit > self._outputs.shape[1] or len(ends) > self.end_ids.shape[1]:
+        row, lease, group = self._free.pop(), self._next_lease, sequence.group
+        ends, limit = group.request.rules.end_ids, group.limit - group.num_prompt
+        if limit > self._outputs.shape[1] or len(ends) > len(self.end_ids):
             self._make_room(limit, len(ends))
         sequence.row = row
         self.sequences[row] = sequence
-        self.leases[row] = self._next_lease
-        self._next_lease += 1
+        self.leases[row] = self.lease_of[row] = lease
+        self._next_lease = lease + 1
         self.version += 1
         self.handles[row] = sequence.handle
         self.num_not_streamed += sequence.handle < 0
@@ -85,17 +82,20 @@ class RowTable:
         if sequence.outputs:
             self._outputs[row, : len(sequence.outputs)] = sequence.outputs
         if ends != self._end_ids[row]:
-            self.end_ids[row] = -1
-            self.end_ids[row, : len(ends)] = ends
+            self.end_ids[:, row] = -1
+            self.end_ids[: len(ends), row] = ends
             self._end_ids[row] = ends
-        controller = sequence.controller
+        if sequence.controller is not PLAIN:
+            self._note_controller(row, sequence.controller)
+        return row
+
+    def _note_controller(self, row: int, controller: StepController) -> None:
         if controller.is_guided:
             self.guided[row] = True
             self.num_guided += 1
         if controller.proposer.is_observed:
             self.observed[row] = True
             self.num_observed += 1
-        return row
 
     def sequence_at(self, row: int) -> Sequence:
         """Return the sequence of a row that is assigned."""
@@ -110,7 +110,7 @@ class RowTable:
         sequence.outputs = self.outputs(row)
         sequence.row = None
         self.sequences[row] = None
-        self.leases[row] = 0
+        self.leases[row] = self.lease_of[row] = 0
         self.version += 1
         self.num_not_streamed -= sequence.handle < 0
         if self.num_guided and self.guided[row]:
@@ -124,7 +124,7 @@ class RowTable:
 
     def record(self, rows: Index, starts: Index, tokens: Ints) -> Ints:
         """Append one token to each of `rows`, which are distinct. Returns how many outputs each has now. `starts` are
-        the rows times `capacity`: the caller keeps them from step to step."""
+        those of the rows: the caller keeps them from step to step. They change only when a row is given away."""
         counts = self.counts[rows]
         self._flat[starts + counts] = tokens
         counts += 1
@@ -157,9 +157,10 @@ class RowTable:
             grown = np.empty((rows, max(outputs, 2 * capacity)), dtype=np.int32)  # unwritten pages take no memory
             grown[:, :capacity] = self._outputs
             self._outputs, self._flat = grown, grown.reshape(-1)
-        width = self.end_ids.shape[1]
+            self.starts = np.arange(rows) * grown.shape[1]
+        width = len(self.end_ids)
         if end_ids > width:
-            self.end_ids = np.pad(self.end_ids, ((0, 0), (0, end_ids - width)), constant_values=-1)
+            self.end_ids = np.pad(self.end_ids, ((0, end_ids - width), (0, 0)), constant_values=-1)
 
     def check(self) -> None:
         taken = [row for row, sequence in enumerate(self.sequences) if sequence is not None]
@@ -172,8 +173,9 @@ class RowTable:
             assert self.handles[row] == sequence.handle
             assert self.counts[row] < self.limits[row]
             assert self.guided[row] == sequence.controller.is_guided
-            assert tuple(self.end_ids[row].tolist())[: len(self._end_ids[row])] == self._end_ids[row]
+            assert tuple(self.end_ids[:, row].tolist())[: len(self._end_ids[row])] == self._end_ids[row]
         assert all(self.leases[row] == 0 for row in self._free)
+        assert self.lease_of == self.leases.tolist()
         assert self.num_not_streamed == sum(self.sequence_at(row).handle < 0 for row in taken)
         assert self.num_guided == int(self.guided.sum())
         assert self.num_observed == int(self.observed.sum())

@@ -24,7 +24,8 @@ from quire.types.errors import OutOfBlocks
 from quire.types.stats import BlockMap
 from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
 
-_RUNNING_AHEAD = (SequenceState.STARTING, SequenceState.AHEAD)
+_AHEAD, _WAITING = SequenceState.AHEAD, SequenceState.WAITING  # a member of an Enum is slow to look up
+_RUNNING_AHEAD = (SequenceState.STARTING, _AHEAD)
 
 
 class Scheduler:
@@ -74,9 +75,10 @@ class Scheduler:
         With `keep`, its full blocks stay in the prefix cache.
         """
         if sequence.row is not None:
+            tokens = sequence.group.prompt + self.rows.output_bytes(sequence.row) if keep else b""
             self._release_row(sequence)
             if keep:
-                self.reuse.publish(sequence, leaving=True)
+                self.reuse.publish_last(sequence, tokens)
         else:
             self.tiers.release_swapped(sequence)
         sequence.table.free()
@@ -132,6 +134,8 @@ class Scheduler:
     def plan(self, now: float = 0.0, busy: Collection[int] = ()) -> StepPlan | None:
         """Return the plan of the next step, or None if nothing can be computed now. Ledger entries get the time `now`.
         The plan is of the next micro-batch that has something to compute and is not `busy`."""
+        if len(self.micro_batches.sets) == 1:
+            return self._plan(now)
         for number in self.micro_batches.turns(busy):
             self.micro_batch, self.ahead = number, self.micro_batches.sets[number]
             if (plan := self._plan(now)) is not None:
@@ -169,14 +173,9 @@ class Scheduler:
         """Make the plan from what the builder has collected, and advance the tick."""
         transfers, released = self.tiers.take_transfers(builder.loads), tuple(self._released)
         is_guided = self.rows.num_guided > 0 and self._samples_guided(builder)
+        placements = self.adapters.take_placements() if self.adapters.placements else ()
         plan, self.masks = builder.finish(
-            self.num_plans,
-            self.ahead_rows,
-            released,
-            transfers,
-            self.adapters.take_placements() if self.adapters.placements else (),
-            self.pool,
-            is_guided=is_guided,
+            self.num_plans, self.ahead_rows, released, transfers, placements, self.pool, is_guided=is_guided
         )
         self._released.clear()
         self.num_plans += 1
@@ -206,12 +205,12 @@ class Scheduler:
     def _serve_events(self, builder: PlanBuilder) -> None:
         """Handle the sequences whose event is at this tick: they begin to run ahead, need a block, or must stop running
         ahead."""
-        ahead_set = self.ahead
+        ahead_set, num_preemptions = self.ahead, self.num_preemptions
         full, others = ahead_set.take_events()
         for sequence in others:
             if sequence.ahead is None:
                 continue  # it was preempted for a sequence before it
-            is_member = sequence.state is SequenceState.AHEAD
+            is_member = sequence.state is _AHEAD
             if is_member or sequence.num_computed >= sequence.group.limit - 1:
                 self._stop_running_ahead(sequence)
             elif self.grow_table(builder, sequence, sequence.num_computed + 1 - sequence.table.num_tokens):
@@ -221,7 +220,7 @@ class Scheduler:
                 builder.write(sequence)
                 with self.paced.guarded(sequence.group):
                     ahead_set.schedule(sequence, ahead_set.join(sequence), sequence.table.capacity)
-        if others:
+        if self.num_preemptions > num_preemptions:
             full = [sequence for sequence in full if sequence.ahead is not None]
         if full:
             self._append_blocks(builder, full)
@@ -341,7 +340,7 @@ class Scheduler:
         if sequence.controller is not PLAIN:
             self.paced.discard(sequence)
         self.reuse.leave(sequence)
-        sequence.state, sequence.is_introduced = SequenceState.WAITING, False
+        sequence.state, sequence.is_introduced = _WAITING, False
         row = self.rows.release(sequence)
         self._released.append(row)
         return row
@@ -365,9 +364,9 @@ class Scheduler:
                     self.reuse.note_computed(sequence, chunk._replace(sample_rows=rows))
 
     # ----------------------------------------------------------------------------------------------- accounts
-    def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from the time that a step took."""
-        self.policy.note_step(plan.num_tokens, seconds)
+    def note_step(self, plan: StepPlan, num_tokens: int, seconds: float) -> None:
+        """Learn from the time that a step of `num_tokens` tokens took."""
+        self.policy.note_step(num_tokens, seconds)
         self._compute_time.note_step(plan, seconds)
 
     def slots_used(self) -> int:

@@ -15,7 +15,7 @@ class StepTime:
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
-        self._sums = [0.0, 0.0, 0.0, 0.0]  # of tokens, seconds, tokens squared, tokens x seconds
+        self._sums = (0.0, 0.0, 0.0, 0.0)  # of tokens, seconds, tokens squared, tokens x seconds
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Note that a step of `num_tokens` tokens took `seconds`."""
@@ -47,8 +47,14 @@ class StepTime:
         return max((total - slope * tokens) / count, 0.0), slope
 
     def _add(self, num_tokens: int, seconds: float, sign: int) -> None:
-        values = (num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds)
-        self._sums = [total + sign * value for total, value in zip(self._sums, values, strict=True)]
+        tokens, total, squares, products = self._sums
+        signed = sign * num_tokens
+        self._sums = (
+            tokens + signed,
+            total + sign * seconds,
+            squares + signed * num_tokens,
+            products + signed * seconds,
+        )
 
 
 class ComputeTime:

@@ -13,6 +13,7 @@ from quire.runtime.executor.codec import Buffer
 
 _HEAD = struct.Struct("<IB")  # bytes that follow, kind
 _READ = 1 << 16
+_DONT_WAIT = int(socket.MSG_DONTWAIT)
 
 
 class Kind(IntEnum):
@@ -34,6 +35,9 @@ class Kind(IntEnum):
     ANSWER = 14  # of a rank
     REFUSED = 15  # of a rank: field, reason and fix of an InvalidRequest
     LIFE = 16  # of a rank that shares no memory with the engine: its page of signs of life
+
+
+_KINDS = {int(kind): kind for kind in Kind}  # Kind(number) takes longer
 
 
 def frame(kind: Kind, payload: Buffer = b"") -> bytes:
@@ -70,9 +74,11 @@ class Channel:
         """Send what can be sent of a whole message (`frame`) without waiting, and return the rest, which the caller
         must send before anything else. One thread sends. Raises OSError where the other end is gone."""
         rest = memoryview(data)
-        with contextlib.suppress(BlockingIOError):
+        try:
             while rest:
-                rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
+                rest = rest[self._socket.send(rest, _DONT_WAIT) :]
+        except BlockingIOError:
+            pass
         return rest
 
     def receive(self, *, wait: bool = True) -> Message | None:
@@ -80,7 +86,7 @@ class Channel:
         other end is gone."""
         while (found := self._take()) is None:
             try:
-                data = self._socket.recv(_READ, 0 if wait else socket.MSG_DONTWAIT)
+                data = self._socket.recv(_READ, 0 if wait else _DONT_WAIT)
             except BlockingIOError:
                 return None
             except OSError as error:
@@ -102,7 +108,7 @@ class Channel:
                 return None
             self._fill(end)
         whole, self._buffer = (buffer, bytearray()) if len(buffer) == end else (buffer[:end], buffer[end:])
-        return Message(Kind(kind), memoryview(whole)[_HEAD.size :])
+        return Message(_KINDS[kind] if kind in _KINDS else Kind(kind), memoryview(whole)[_HEAD.size :])
 
     def _fill(self, end: int) -> None:
         """Wait for the rest of a large message, without copying it about."""

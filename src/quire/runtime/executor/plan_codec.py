@@ -17,6 +17,9 @@ _OTHERS = tuple(item.name for item in fields(StepPlan) if item.name not in ("ste
 _DEFAULTS = tuple(item.default for item in fields(StepPlan) if item.name in _OTHERS)
 _arrays_of: Callable[[StepPlan], tuple[Ints, ...]] = attrgetter(*_ARRAYS)
 _others_of: Callable[[StepPlan], tuple[Any, ...]] = attrgetter(*_OTHERS)
+_ARRAY_BITS = [(1 << bit, name) for bit, name in enumerate(_ARRAYS)]
+_OTHER_BITS = [(1 << bit, name) for bit, name in enumerate(_OTHERS, len(_ARRAYS))]
+_ANY_OTHER = sum(bit for bit, _ in _OTHER_BITS)
 _SAME_ROWS = 1 << 31  # the rows that decode are those of the message before
 
 
@@ -59,14 +62,15 @@ class PlanDecoder:
         step, there = _HEAD.unpack_from(data)
         given: dict[str, Any] = {}
         at = _HEAD.size
-        for bit, name in enumerate(_ARRAYS):
-            if there & 1 << bit:
+        for bit, name in _ARRAY_BITS:
+            if there & bit:
                 given[name], at = take_array(data, at)
         if there & _SAME_ROWS:
             given["decode_rows"] = self._rows.copy()
         elif "decode_rows" in given:
             self._rows = given["decode_rows"].copy()
-        for bit, name in enumerate(_OTHERS, len(_ARRAYS)):
-            if there & 1 << bit:
-                given[name], at = take(data, at)
+        if there & _ANY_OTHER:
+            for bit, name in _OTHER_BITS:
+                if there & bit:
+                    given[name], at = take(data, at)
         return StepPlan(step, **given)

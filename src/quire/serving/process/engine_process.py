@@ -43,6 +43,7 @@ from quire.types.errors import ConfigError, EngineDead, InvalidRequest, ModelLoa
 
 logger = logging.getLogger("quire.engine")
 
+GC_THRESHOLDS = (10_000, 20, 50)  # a request leaves no cycles, and each collection delays a step
 _RANK_SHARE = 0.8  # of the time for a step: that in which a rank may be behind
 _SLOW_CPU_FLOPS = 1e10  # operations a second of one thread of a slow CPU
 
@@ -82,6 +83,7 @@ def run_engine(arguments: list[str], load: Load, prepare: Callable[[], None] = l
         return _fail(channel, f"loading failed: {error!r}", EXIT_FAILED, retry=True)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     gc.enable()
     control.watch(loop)
     channel.send(EngineUp(ready, start.address, str(progress)))

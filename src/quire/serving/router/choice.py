@@ -16,7 +16,7 @@ Reason = Literal["prefix", "session", "load", "home", "asked"]
 _WEIGHT_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """A replica, why it was chosen, and how many leading bytes of the prompt it is expected to have cached."""
 

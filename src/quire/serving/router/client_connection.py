@@ -65,6 +65,9 @@ class ClientConnection(asyncio.Protocol):
         self._held = 0  # bytes of the body that the state counts
         self._in_head = self._is_full = self._is_chunked = self._is_answered = False
         self._is_http_1_1 = self._keeps_alive = True
+        self._fed = 0  # bytes that hold the head of the request, and maybe more
+        self._next_wait = ""  # the limit of seconds that begins with what was just received; "": none
+        self._body_limit = 0
         self._idle_bytes = 0  # received since the last of the body: trailers, and what stands between chunks
         self._early = b""  # of the next request
         self._clear()
@@ -119,8 +122,10 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._is_full, self._keeps_alive = True, False
             return
+        self._fed = len(data)
         if self._in_head:
             self._head_bytes += len(data)
+            self._fed += self._head_bytes
             if self._head_bytes > self._limits["header_bytes"]:
                 self._refuse_head()
                 return
@@ -131,6 +136,9 @@ class ClientConnection(asyncio.Protocol):
             self._read_without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse(400, "this is not an HTTP/1.1 request", "bad_http")
+        if self._next_wait:  # the request is not whole yet
+            self._expect_by(self._limits[self._next_wait])
+            self._next_wait = ""
         if not self._in_head and self._idle_bytes > self._limits["header_bytes"]:
             self._transport.abort()
 
@@ -154,7 +162,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._in_head = True
         self._clear()
-        self._expect_by(self._limits["header_seconds"])
+        self._next_wait = "header_seconds"
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -169,13 +177,14 @@ class ClientConnection(asyncio.Protocol):
         self._in_head, self._idle_bytes = False, 0
         if self._parser.should_upgrade():  # it is read again without
             return
-        size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._pairs)
-        if size > self._limits["header_bytes"]:
-            self._refuse_head()
-            return
-        self._expect_by(self._limits["body_seconds"])
+        if 2 * self._fed > self._limits["header_bytes"]:
+            size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._pairs)
+            if size > self._limits["header_bytes"]:
+                self._refuse_head()
+                return
+        self._next_wait = "body_seconds"
         self._headers = headers = dict(self._pairs)
-        length = headers.get(b"content-length", b"0")
+        length, self._body_limit = headers.get(b"content-length", b"0"), self._find_body_limit()
         if length.isdigit() and int(length) > self._body_limit:
             self._refuse_body()
         elif headers.get(b"expect", b"").lower() == b"100-continue":
@@ -199,7 +208,7 @@ class ClientConnection(asyncio.Protocol):
         self._idle_bytes = 0
         if self._is_full or self._transport.is_closing() or self._parser.should_upgrade():
             return
-        self._expect_by(None)
+        self._next_wait, self._due = "", math.inf
         self._is_http_1_1 = self._parser.get_http_version() == "1.1"
         self._keeps_alive = self._parser.should_keep_alive() and not self._state.is_closing
         self._is_answered = False
@@ -268,8 +277,7 @@ class ClientConnection(asyncio.Protocol):
             self._close()
 
     # ------------------------------------------------------------------------------------------------- the works
-    @property
-    def _body_limit(self) -> int:
+    def _find_body_limit(self) -> int:
         is_upload = self._url.partition(b"?")[0].endswith(b"/files")
         return self._limits["file_bytes"] + 2**20 if is_upload else self._limits["body_bytes"]
 
@@ -307,12 +315,9 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self.data_received(b"".join((head, *lines, b"\r\n", rest)))
 
-    def _expect_by(self, seconds: float | None) -> None:
+    def _expect_by(self, seconds: float) -> None:
         """Cut the connection off unless called again within `seconds`. A timer that is set already and comes earlier
         looks again then, so that a request costs no timer of its own."""
-        if seconds is None:
-            self._due = math.inf
-            return
         self._due = due = self._loop.time() + seconds
         if self._deadline is None or due < self._deadline.when():
             if self._deadline is not None:

@@ -22,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """What the router knows of a request. `keys` name the chunks of its prompt, from the first."""
 
@@ -53,7 +53,7 @@ def num_chunks(num_bytes: int) -> int:
 def read_prompt(body: bytes, headers: Mapping[bytes, bytes], tenant: bytes, *, is_fork: bool = False) -> Prompt:
     """Read a JSON body. A body that is none has no keys: the replica says what is wrong with it. `is_fork`: its
     request_id names a request that a replica has; elsewhere a client names its own request so."""
-    session = headers.get(b"x-session-id", b"").decode("latin-1")
+    session = headers[b"x-session-id"].decode("latin-1") if b"x-session-id" in headers else ""
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -61,15 +61,11 @@ def read_prompt(body: bytes, headers: Mapping[bytes, bytes], tenant: bytes, *, i
     if not isinstance(fields, dict):
         return Prompt(session=session)
     text = b"\0".join(_parts(fields))
-    root = hash((tenant, _text(fields.get("cache_salt")), _text(fields.get("model"))))
+    model = _text(fields.get("model"))
+    root = hash((tenant, _text(fields.get("cache_salt")), model))
     session = session or _first_text(fields, _SESSION_FIELDS)
-    return Prompt(
-        model=_text(fields.get("model")),
-        keys=chunk_keys(root, text),
-        num_bytes=len(text),
-        session=session,
-        answer_id=_text(fields.get("request_id")) if is_fork else _first_text(fields, _ANSWER_FIELDS),
-    )
+    answer_id = _first_text(fields, ("request_id",) if is_fork else _ANSWER_FIELDS)
+    return Prompt(model, chunk_keys(root, text), len(text), session, answer_id)
 
 
 def chunk_keys(root: int, text: bytes) -> list[int]:
@@ -117,7 +113,10 @@ def _bytes(value: Any) -> bytes:
 
 
 def _first_text(fields: dict[str, Any], names: Sequence[str]) -> str:
-    return next((name for key in names if (name := _text(fields.get(key)))), "")
+    for name in names:
+        if name in fields and isinstance(value := fields[name], str) and value:
+            return value
+    return ""
 
 
 def _text(value: Any) -> str:

@@ -176,16 +176,19 @@ class Proxy:
     def _head(self, request: Request, replica: Replica) -> bytes:
         """The request line and the headers for a replica. A UNIX socket has no name: it gets the client's Host.
         Only the replica's own admin keys open its admin paths, so these are always the client's."""
-        address = replica.address
-        key = None if is_for_admins(request.path) else self._config.replica_key
-        dropped = {name.strip().lower() for name in request.headers.get(b"connection", b"").split(b",")}
-        own = address.authority.encode() if address.socket is None else request.headers.get(b"host", b"localhost")
+        key, dropped = self._config.replica_key, _DROPPED
+        if key is not None:
+            key = None if is_for_admins(request.path) else key
+            dropped = _DROPPED if key is None else _DROPPED | _OF_KEY
+        if b"connection" in request.headers:
+            dropped = dropped | {name.strip().lower() for name in request.headers[b"connection"].split(b",")}
+        host = replica.host_bytes
+        own = request.headers.get(b"host", b"localhost") if host is None else host
         parts = [b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (
-            request.method.encode(), address.base_path.encode(), request.target, own)]  # fmt: skip
+            request.method.encode(), replica.base_path_bytes, request.target, own)]  # fmt: skip
         for name, value in request.pairs:
-            if name in _DROPPED or name in dropped or (key is not None and name in _OF_KEY):
-                continue
-            parts += (name, b": ", value, b"\r\n")
+            if name not in dropped:
+                parts += (name, b": ", value, b"\r\n")
         if key is not None:
             parts.append(b"authorization: Bearer %b\r\n" % key.encode())
             if request.owner:

@@ -22,7 +22,7 @@ _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,200})"')
 _ID_WITHIN = 1_024  # bytes of a response in which its id is looked for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """How one attempt ended. failed: before the first byte, and another replica may be asked; late: nothing came before
     the deadline, from a replica that may be healthy; busy: the replica refused, with the response that the client gets
@@ -136,7 +136,7 @@ class Relay:
         self._has_begun = True
         self._replica.waiting.discard(self)
         self._client.release_body()
-        headers = [*self._headers, (b"x-routed-to", self._replica.name.encode())]
+        headers = [*self._headers, (b"x-routed-to", self._replica.name_bytes)]
         self._client.begin(self._status, headers, first, has_body=self._has_body and self._status not in (204, 304))
         if self._on_id is None or not is_success(self._status):
             return

@@ -36,7 +36,9 @@ class Replica:
     """Mutable state of one replica. `load` counts requests in flight that this router sent."""
 
     def __init__(self, address: ReplicaAddress, config: BalanceConfig) -> None:
-        self.address, self.name = address, address.name
+        self.address, self.name, self.name_bytes = address, address.name, address.name.encode()
+        self.host_bytes = None if address.socket is not None else address.authority.encode()  # the Host header
+        self.base_path_bytes = address.base_path.encode()
         self._config = config
         self.load = 0
         self.is_up = True  # until a check or a request shows otherwise

@@ -44,7 +44,7 @@ class Model:
             assert table.counts[row] == len(self.outputs[row])
             assert table.limits[row] == group.limit - group.num_prompt
             assert table.handles[row] == sequence.handle
-            ends = [end for end in table.end_ids[row].tolist() if end != -1]
+            ends = [end for end in table.end_ids[:, row].tolist() if end != -1]
             assert tuple(ends) == group.request.rules.end_ids
             assert table.guided[row] == controller.is_guided
             assert table.observed[row] == controller.proposer.is_observed
@@ -113,7 +113,7 @@ def _grow(rng: random.Random, table: RowTable, model: Model, rows: list[int]) ->
         chosen = rng.sample(rows, rng.randint(1, len(rows)))
         tokens = [rng.randrange(90) for _ in chosen]
         rows = np.array(chosen, dtype=np.intp)
-        counts = table.record(rows, rows * table.capacity, np.array(tokens, dtype=np.int32))
+        counts = table.record(rows, table.starts[rows], np.array(tokens, dtype=np.int32))
         for row, token in zip(chosen, tokens, strict=True):
             model.outputs[row].append(token)
         assert counts.tolist() == [len(model.outputs[row]) for row in chosen]
@@ -135,7 +135,7 @@ def test_end_ids_of_the_sequence_before_do_not_end_the_next_one() -> None:
     for end_ids in ((1, 2, 3, 4, 5, 6), (7,), (), (8, 9), (8, 9), (1, 2, 3, 4, 5, 6)):
         sequence = add_sequence(make_group([1], end_ids=end_ids))
         row = table.assign(sequence)
-        assert [end for end in table.end_ids[row].tolist() if end != -1] == list(end_ids)
+        assert [end for end in table.end_ids[:, row].tolist() if end != -1] == list(end_ids)
         table.release(sequence)
 
 
@@ -147,5 +147,5 @@ def test_a_wider_row_leaves_what_others_have_as_it_is() -> None:
     other = add_sequence(make_group([1], 1, end_ids=tuple(range(40)), max_tokens=5_000))
     table.assign(other)
     assert table.outputs(row) == list(range(90))
-    assert [end for end in table.end_ids[row].tolist() if end != -1] == [5, 6]
+    assert [end for end in table.end_ids[:, row].tolist() if end != -1] == [5, 6]
     table.check()

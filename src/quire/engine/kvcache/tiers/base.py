@@ -34,6 +34,13 @@ class TierHit(NamedTuple):
         return bool(self.slots or self.sides)
 
 
+class SwapBlocks(NamedTuple):
+    """The blocks of a preempted sequence that can be swapped to host memory, by content hash, and their tokens."""
+
+    num_tokens: int
+    blocks: dict[bytes, int]
+
+
 class TierQuery(NamedTuple):
     """The prefix to look up: the first `limit` of these tokens. A block that was swapped out may end after `swapped`
     tokens, within a block."""
