@@ -21,7 +21,7 @@ CLIENT_FAULTS := -W ignore::pytest.PytestUnraisableExceptionWarning# clients tha
 CODE := setup.py tools src tests benchmarks examples
 LONG := $(addprefix tests/,browser clients families parity \
   $(addprefix http/test_,deaths.py disaggregation.py guides.py hostile_grammars.py processes.py ranks.py ray_serve.py replicas.py schemathesis.py) \
-  $(addprefix unit/,kernels/native/test_paths.py kernels/triton/test_compiling.py runtime/executor runtime/parallel \
+  $(addprefix unit/,kernels/native/test_emulated_paths.py kernels/native/test_paths.py kernels/triton/test_compiling.py runtime/executor runtime/parallel \
   runtime/worker/test_prepare.py runtime/worker/test_windows.py serving/process/test_supervisor.py serving/test_coming_from.py))
 BUILT_FROM := pyproject.toml setup.py constraints.txt src/quire/kernels/native/paths.py \
   $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)

@@ -1,0 +1,41 @@
+"""The kernels of instruction sets that this machine does not have, in an emulator: where there is a compiler for the
+other kind of CPU and qemu's user mode (Debian: g++-x86-64-linux-gnu or g++-aarch64-linux-gnu, and qemu-user)."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from quire.kernels.native.paths import COMPILE, CpuPath, paths_of
+
+ROOT = Path(__file__).parents[4]
+CHECKS, SOURCES = ROOT / "tests/support/path_checks.cpp", ROOT / "src/quire/kernels/native"
+PATHS = [  # those that qemu emulates; it knows no AVX-512 and no tile units
+    (machine, path)
+    for machine, names in (("x86_64", ("avx2", "portable")), ("aarch64", ("i8mm", "dotprod", "portable")))
+    for path in paths_of(machine)
+    if path.name in names
+]
+TOKENS = "7b15804d1842c971"  # a digest of the tokens that every path chooses
+
+
+@pytest.mark.parametrize(("machine", "path"), PATHS, ids=[f"{machine}-{path.name}" for machine, path in PATHS])
+def test_a_path_computes_in_an_emulator_what_it_should(machine: str, path: CpuPath, tmp_path: Path) -> None:
+    if machine == platform.machine() and path.name != "i8mm":
+        pytest.skip("test_paths.py runs it as it is")
+    own = machine == platform.machine()
+    compiler, emulator = "g++" if own else f"{machine}-linux-gnu-g++", f"qemu-{machine}"
+    if shutil.which(compiler) is None or shutil.which(emulator) is None:
+        pytest.skip(f"needs {compiler} and {emulator}")
+    program = tmp_path / "checks"
+    flags = [*COMPILE, *path.flags, "-O1", '-DQUIRE_SOURCE="none"', f"-I{SOURCES}"]  # -O3 compiles for minutes
+    subprocess.run([compiler, *flags, str(CHECKS), "-o", str(program)], check=True, timeout=900)
+    library = [] if own else ["-L", f"/usr/{machine}-linux-gnu"]
+    done = subprocess.run(
+        [emulator, "-cpu", "max", *library, str(program)], capture_output=True, text=True, timeout=900, check=False
+    )
+    assert (done.returncode, done.stdout.split()) == (0, [TOKENS, TOKENS]), done.stdout + done.stderr
