@@ -408,6 +408,21 @@ def test_bad_requests_are_refused_with_the_cause(data: bytes, status: int, words
     run(test)
 
 
+def test_a_long_head_whose_end_comes_later_is_refused_too() -> None:
+    async def test() -> None:
+        async with bench(StubReplica("a"), limits={"header_bytes": 4_096}) as one:
+            reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 5_000 + b"\r\n")
+            await writer.drain()
+            await one.until(lambda: any(each._in_head for each in one.router._state.connections))
+            writer.write(b"\r\n")
+            assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 431 ")
+            writer.close()
+            assert one.replicas[0].asked == []
+
+    run(test)
+
+
 def test_slow_heads_and_slow_bodies_are_cut_off() -> None:
     async def test() -> None:
         limits = {"header_seconds": 1, "body_seconds": 1}

@@ -146,7 +146,7 @@ def _backends(facts: HardwareFacts) -> list[tuple[str, str]]:
         *describe_products(facts),
         ("oneDNN", "yes" if torch.backends.mkldnn.is_available() else "no"),  # type: ignore[no-untyped-call]
         ("vector width", torch.backends.cpu.get_cpu_capability()),
-        ("threads", str(torch.get_num_threads())),
+        ("threads", str(min(torch.get_num_threads(), facts.cores))),
     ]
 
 

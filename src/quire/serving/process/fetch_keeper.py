@@ -22,7 +22,10 @@ class FetchKeeper:
     def __init__(self, config: ServerConfig, module: str, listeners: Listeners) -> None:
         sockets = (*listeners.api, *(() if listeners.admin is None else (listeners.admin,)))
         fds = tuple(listener.fileno() for listener in sockets)
-        self._child: ChildProcess | None = ChildProcess(module, inherit=fds)
+        try:
+            self._child: ChildProcess | None = ChildProcess(module, inherit=fds)
+        except OSError as error:
+            raise FetchFailed(f"no process can be started: {error}") from None
         self._child.send(FetchStart(config, fds))
 
     def run(self, wait: Callable[[ChildProcess], bool], progress: Progress) -> ServerConfig | None:

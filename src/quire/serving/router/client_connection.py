@@ -122,10 +122,9 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._is_full, self._keeps_alive = True, False
             return
-        self._fed = len(data)
+        self._fed = len(data) + (self._fed if self._in_head else 0)
         if self._in_head:
             self._head_bytes += len(data)
-            self._fed += self._head_bytes
             if self._head_bytes > self._limits["header_bytes"]:
                 self._refuse_head()
                 return

@@ -102,7 +102,13 @@ class ReplicaKeeper:
 
     def _start(self, one: KeptReplica) -> None:
         one.is_ready, one.fatal = False, None
-        one.child = ChildProcess(_MODULE, environment=one.environment)
+        try:
+            one.child = ChildProcess(_MODULE, environment=one.environment)
+        except OSError as error:
+            delay = one.backoff.next_delay(0.0)
+            one.start_at = time.monotonic() + delay
+            logger.error("%s: no process can be started: %s; tried again in %g s", one.replica.name, error, delay)
+            return
         one.child.send(ReplicaStart(one.config, self._keys))
 
     def _hear(self, one: KeptReplica, child: ChildProcess) -> None:
