@@ -192,6 +192,22 @@ def add_single(folder: Path, case: FamilyCase) -> None:
     save_file(tensors[0] | tensors[1], folder / "adapter_model.safetensors")
 
 
+@pytest.mark.parametrize("ranks", [{"tensor": 2, "expert": True}, {"stages": 2}])
+def test_ranks_refuse_what_one_process_refuses(ranks: dict[str, Any], tmp_path: Path) -> None:
+    case = FamilyCase("mixtral", tmp_path / "model")
+    other = FamilyCase("mixtral", tmp_path / "other", {"intermediate_size": 48})
+    fits = make_expert_adapter(tmp_path / "fits", case.model, "fused", others=False)
+    wrong = make_expert_adapter(tmp_path / "wrong", other.model, "fused", others=False)
+    for adapters, folder, said in (
+        (SMALL, fits, "slots have no room for adapters of routed experts"),
+        (EXPERTS, wrong, "fit no parameter of the experts"),
+    ):
+        made = TinyEngine(case.checkpoint(), adapters=adapters, **ranks)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match=said):
+            made.core.adapters.load("adapter", str(folder))
+        made.executor.close()
+
+
 @pytest.mark.parametrize("form", ["each", "fused"])
 def test_without_room_for_them_the_setting_is_named(form: Any, tmp_path: Path) -> None:
     case = FamilyCase("mixtral", tmp_path / "model")

@@ -122,10 +122,13 @@ def _most_weights(model: ModelConfig, ranks: Sequence[ModelConfig], parallel: Pa
     shares = [max(rank.heads.num_query for rank in ranks) / model.heads.num_query]
     shares += [max(rank.heads.num_kv for rank in ranks) / model.heads.num_kv] if model.latent is None else []
     shares += [len(share_size(size, 0, len(ranks))) / size for size in _sizes(model, whole_experts=parallel.expert)]
+    width = model.weights.adapter_expert_width
     if model.experts is not None and parallel.expert:
         shares.append(len(share_of(model.experts.num, 0, len(ranks))) / model.experts.num)
+        width = ceil(width * shares[-1])
     divided = ("parameters", "in_blocks", "int4_parameters", "int4_bytes")
-    return replace(model.weights, **{name: ceil(getattr(model.weights, name) * max(shares)) for name in divided})
+    numbers = {name: ceil(getattr(model.weights, name) * max(shares)) for name in divided}
+    return replace(model.weights, **numbers, adapter_expert_width=width)
 
 
 def _levels(levels: StoredLevels, share: float) -> StoredLevels:

@@ -36,7 +36,8 @@ def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     quantization, levels, dtype = config.device.quantization, model.levels, config.device.dtype
     weight_bytes = facts.weight_bytes(dtype, "cpu")
     table = model.vocab_size * model.hidden_size
-    tied, own_head = (table, 0) if model.tie_word_embeddings else (0, table)
+    tied = table if model.tie_word_embeddings else 0
+    has_head = not tied and model.encoder is None and config.parallel.num_ranks == 1  # ranks have a part of it, or none
     copied = tied if weight_bytes < DTYPE_BYTES["float32"] else 0
     has_levels, is_native = levels.parameters > 0 and quantization is None, facts.native_refusal is None
     quantizes = quantization in ("int8", "int4")
@@ -57,7 +58,7 @@ def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
         return (model.num_parameters - small + copied) * weight_bytes + held
     is_plain = quantization is model.quantization is None and levels.parameters == 0 and model.dtype == "bfloat16"
     if dtype == "float32" and is_plain and facts.has_halves(dtype):
-        halved = model.layer_weights[0] + own_head
+        halved = model.layer_weights[0] + (table if has_head else 0)
         return model.num_parameters * weight_bytes - halved * (weight_bytes - DTYPE_BYTES["bfloat16"])
     if weight_bytes == DTYPE_BYTES["float32"]:
         has_table = has_levels and dtype == "float32" and is_native and levels.has_table and model.tie_word_embeddings

@@ -17,8 +17,10 @@ from quire.config.memory import (
     plan_memory,
 )
 from quire.config.model import Dtype, Experts, Heads, Latent, Quantization, StoredLevels
+from quire.config.parallel import ParallelConfig
 from quire.config.sizes import GIB, MIB
 from quire.config.tiers import TierConfig
+from quire.config.weight_memory import weight_memory
 from quire.runtime.models.build import count_weights
 from quire.types.errors import DoesNotFit
 from tests.unit.config.machines import LAPTOP, LARGE, SERVER, SMALL
@@ -169,6 +171,19 @@ def test_bfloat16_weights_are_counted_as_such_for_float32_rows_of_the_native_ker
     assert weights("float32", native) == 4 * model.num_parameters - 2 * in_halves
     assert weights("bfloat16", LAPTOP) == 4 * model.num_parameters
     assert weights("bfloat16", native) == 2 * (model.num_parameters + (table if tied else 0))
+
+
+def test_an_untied_head_is_counted_in_full_where_ranks_have_a_part_of_it_or_none() -> None:
+    model = count_weights(replace(SMALL, dtype="bfloat16", tie_word_embeddings=False))
+    device, facts = DeviceConfig("cpu", "float32", "float32"), replace(LAPTOP, cpu_path="avx2")
+
+    def weights(parallel: ParallelConfig) -> int:
+        config = EngineConfig(CacheConfig(16, 10), SchedulerConfig(), device, parallel=parallel)
+        return weight_memory(model, config, facts, has_triton=False)
+
+    table = model.vocab_size * model.hidden_size
+    assert weights(ParallelConfig(tensor=2)) == weights(ParallelConfig(pipeline=2))
+    assert weights(ParallelConfig(tensor=2)) == weights(ParallelConfig()) + 2 * table
 
 
 def test_levels_are_counted_as_they_are_kept() -> None:

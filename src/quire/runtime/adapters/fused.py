@@ -58,7 +58,8 @@ class FusedSizes:
 
 
 def fused_sizes(config: ModelConfig, family: Family, *, inputs_first: bool) -> dict[str, FusedSizes]:
-    """Of the parameters that a model's experts have in transformers, by name. `inputs_first`: see PeftConfig."""
+    """Of the parameters that a model's experts have in transformers, by name. `inputs_first`: see
+    `takes_inputs_first` of PeftConfig."""
     experts = config.experts
     if experts is None:
         return {}

@@ -154,6 +154,8 @@ def _parameters(found: object) -> frozenset[str]:
 
 
 def _is_old(version: object) -> bool:
+    if version is None:
+        return True  # PEFT says its version from 0.18 on
     found = _VERSION.match(version) if isinstance(version, str) else None
     return found is not None and (int(found[1]), int(found[2])) < _STRAIGHT
 

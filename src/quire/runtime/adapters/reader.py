@@ -77,7 +77,8 @@ class AdapterReader:
         self._names = [PartNames(config, family, prefix) for prefix in self._prefixes]
         self._layers = {name: type(layer).__name__ for layer, parts in weight_layers(model) for name in parts}
         self._elsewhere = model.elsewhere | (frozenset() if config.is_last_stage else {f"{_HEAD}.weight"})
-        self._expert_paths, self._experts_elsewhere = _expert_paths(self._layers), _expert_paths(self._elsewhere)
+        self._expert_paths = _expert_paths(self._layers)
+        self._experts_elsewhere = _expert_paths(self._elsewhere) - self._expert_paths  # blocks without an own expert
         width = -(-self._width() * config.num_layers // len(config.layers))  # of all stages
         width += config.hidden_size + config.vocab_size  # the head may be on another
         if config.experts is not None and slots.config.experts:
@@ -168,12 +169,12 @@ class AdapterReader:
         parameter = find_parameter(sizes, *shapes)
         paths = [path for names in self._names if (path := names.of(f"{module}.{parameter}")) is not None]
         for path in paths:
-            if path in self._slots.products or path.rpartition(".")[0] in self._experts_elsewhere:
-                assert parameter is not None
+            is_elsewhere = path.rpartition(".")[0] in self._experts_elsewhere and self._slots.config.experts
+            if parameter is not None and (path in self._slots.products or is_elsewhere):
                 pattern, fused = f"{module}.{parameter}", sizes[parameter]
                 name = f"{path} by inputs" if fused.inputs_first else path
                 return _Known(pattern, name, sides, config.rank_of(pattern), config.scale_of(pattern), fused, path)
-        is_there = any(path.rpartition(".")[0] in self._expert_paths for path in paths)
+        is_there = any(path.rpartition(".")[0] in self._expert_paths | self._experts_elsewhere for path in paths)
         if is_there and parameter is None and self._slots.config.experts:
             reason = f"{WEIGHTS}: {sides.a} and {sides.b} have shapes {list(shapes[0])} and {list(shapes[1])}"
             reason += ", which fit no parameter of the experts"
@@ -182,7 +183,7 @@ class AdapterReader:
 
     def _refused_module(self, module: str, tensor: str, *, is_there: bool) -> InvalidRequest:
         reason, fix = _refused_reason(module, is_there=is_there), _WITHOUT
-        if is_there and f"{module}.".find(".experts.") >= 0 and not self._slots.config.experts:
+        if is_there and ".experts." in f"{module}." and not self._slots.config.experts:
             reason, fix = "slots have no room for adapters of routed experts", "set lora_experts (--lora-experts)"
         return InvalidRequest("lora_path", f"{WEIGHTS}: {tensor}: {reason}", fix)
 

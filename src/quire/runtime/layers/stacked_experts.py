@@ -219,6 +219,7 @@ class StackedExperts(nn.Module):
             both = _product(x, gate_up, routing, first, num_used=used, dependent=dependent)
             _add_adapters(both, x, self.gate_up_proj, routing, dependent=dependent)
             inner = self._ops.gate(both, self._activation, clamp)
+            del both
         else:
             inner = _product(
                 x, gate_up, routing, first, num_used=used, activation=self._activation, clamp=clamp,
