@@ -1,6 +1,6 @@
 """Tokens per second of the CPU kernels by threads, alone and beside neighbours that keep cores busy.
 
-    python -m benchmarks.cpu_threads                               # 1, 2, 4 ... threads, up to twice the cores
+    python -m benchmarks.cpu_threads                               # 1, 2, 4 ... threads, up to the cores
     python -m benchmarks.cpu_threads --threads 1,2,4,8,16 --neighbours 0,1,4 --streams 1,16 --repeats 5
 
 Each number of threads has an engine in a process of its own, and repeats go round all of them, so that what else the
@@ -113,7 +113,7 @@ def _numbers(text: str) -> list[int]:
 
 def _parse() -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0))
-    doubled = [1 << i for i in range(12) if 1 << i <= 2 * cores]
+    doubled = [1 << i for i in range(12) if 1 << i <= cores]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", default=",".join(map(str, doubled)), help="numbers of threads, by commas")
     parser.add_argument("--neighbours", default="0,1", help="numbers of busy neighbours, by commas")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import facts, publish, save
+from quire.kernels.native.loader import set_threads
 from quire.kernels.native.ops import INT8_OUTPUTS, Int8Format, PackedWeight, multiply, panel_bytes
 
 FILL = 0x11  # as a float16 scale, 6e-4: no product leaves the range of a float
@@ -89,7 +90,7 @@ def measure(weights: list[PackedWeight], repeats: int, clock: Callable[[], float
 
 def main() -> None:
     options = _parse()
-    torch.set_num_threads(options.threads)
+    set_threads(options.threads)
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     where, rows, data = facts(), [], {}
     for name in options.shapes.split(","):

@@ -24,7 +24,10 @@ TESTS = [
         f"tests/unit/kernels/native/test_{name}.py"
         for name in ("panels", "int8_panels", "low_rank", "delta", "program")
     ),
-    *(f"tests/unit/runtime/{name}.py" for name in ("loading/test_quantized", "layers/test_experts")),
+    *(
+        f"tests/unit/runtime/{name}.py"
+        for name in ("loading/test_quantized", "layers/test_experts", "sampling/test_native_choice")
+    ),
     "tests/unit/runtime/attention",
     *(f"tests/engine/test_{name}.py" for name in ("quantized", "groups", "fp8")),
 ]

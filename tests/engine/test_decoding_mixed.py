@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from harness import VOCABULARY
 from quire.engine.core import EngineCore
 from quire.engine.decoding.tools import DecodingTools
+from quire.kernels.native.loader import set_threads
 from quire.types.decoding import BeamRules
 from quire.types.output import Finished
 from quire.types.request import Submit
@@ -63,7 +63,7 @@ def run(core: EngineCore, requests: list[Submit]) -> dict[str, list[tuple[int, .
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[tuple[int, ...]]]:
-    torch.set_num_threads(1)
+    set_threads(1)
     found = {}
     for name in ASKED:
         found |= run(core_of(None, 1, block_size=16, num_blocks=64, rows=8), [request(name)])

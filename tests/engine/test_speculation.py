@@ -13,6 +13,7 @@ import torch
 
 from quire.config.model import Heads, ModelConfig
 from quire.engine.speculation.draft_length import DraftLength
+from quire.kernels.native.loader import set_threads
 from quire.types.request import Abort
 from tiny_models import MemoryCheckpoint, random_checkpoint, tiny_config
 from worker_executor import TinyEngine, similar_checkpoint
@@ -31,9 +32,9 @@ METHODS = pytest.mark.parametrize("method", [NGRAM, SELF, DRAFT], ids=lambda met
 def one_thread() -> Iterator[None]:
     """Models so small gain nothing from more."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_threads(1)
     yield
-    torch.set_num_threads(before)
+    set_threads(before)
 
 
 def engine(method: dict[str, Any] | None, *, always: bool = True, **settings: Any) -> TinyEngine:

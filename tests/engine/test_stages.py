@@ -12,6 +12,7 @@ from harness import VOCABULARY
 from quire.config.stages import check_pipeline
 from quire.engine.core import EngineCore
 from quire.engine.decoding.tools import DecodingTools
+from quire.kernels.native.loader import set_threads
 from quire.types.errors import ConfigError
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
@@ -27,9 +28,9 @@ SETTINGS = ((1, 800), (4, 60), (16, 64))  # block size, blocks: the second are t
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_threads(1)
     yield
-    torch.set_num_threads(before)
+    set_threads(before)
 
 
 def core_of(made: TinyEngine) -> EngineCore:
@@ -39,7 +40,7 @@ def core_of(made: TinyEngine) -> EngineCore:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[tuple[int, ...]]]:
-    torch.set_num_threads(1)
+    set_threads(1)
     return run(core_of(TinyEngine(TARGET, rows=40, block_size=16)), [request(name) for name in ASKED])
 
 

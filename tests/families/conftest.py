@@ -9,15 +9,16 @@ import torch
 
 import interpreter  # noqa: F401
 from family_models import CASES, FamilyCase
+from quire.kernels.native.loader import set_threads
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Models so small gain nothing from more."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_threads(1)
     yield
-    torch.set_num_threads(before)
+    set_threads(before)
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))

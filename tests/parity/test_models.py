@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.config.model import Heads, ModelConfig, Rope
+from quire.kernels.native.loader import set_threads
 from quire.types.step import Chunk
 from tiny_models import VOCAB, Bench, checkpoint_of, engine_config, greedy_reference, tiny_config, transformers_model
 
@@ -38,9 +39,9 @@ CASES: dict[str, ModelConfig] = {
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_threads(1)
     yield
-    torch.set_num_threads(before)
+    set_threads(before)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

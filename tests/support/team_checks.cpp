@@ -2,6 +2,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -73,6 +74,29 @@ void sizes() {  // the number of threads changes between loops
     set_num_threads(4);
 }
 
+// Whether as many threads as there are take part: each item waits for all others.
+bool all_take_part() {
+    constexpr int64_t THREADS = 4;
+    std::atomic<int64_t> came{0};
+    std::atomic<bool> met{true};
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    share_out(THREADS, 1, true, [&] {
+        return [&](int64_t) {
+            for (++came; came < THREADS && met; std::this_thread::yield())
+                if (std::chrono::steady_clock::now() > end) met = false;
+        };
+    });
+    return met;
+}
+
+void helpers() {
+    for (int round = 0; round < 100; ++round) {
+        expect(all_take_part(), "a worker does not come");
+        if (round % 2) usleep(200);  // now it is parked
+        expect(all_take_part(), "a worker does not wake");
+    }
+}
+
 void child() {  // of fork: it has none of its parent's threads
     const pid_t made = fork();
     if (made == 0) {
@@ -92,6 +116,7 @@ int main() {
     set_num_threads(4);
     loops();
     pauses();
+    helpers();
     failures();
     nested();
     callers();

@@ -13,12 +13,19 @@ import torch
 
 from quire.config.environment import CPU_PATH, read_environment
 from quire.config.facts import CudaDevice, HardwareFacts
-from quire.kernels.native.loader import LacksPath, ask_for_path, choose_path, find_unbuilt_path, why_not_native
+from quire.kernels.native.loader import (
+    CGROUP,
+    LacksPath,
+    ask_for_path,
+    choose_path,
+    find_unbuilt_path,
+    usable_cores,
+    why_not_native,
+)
 from quire.kernels.native.ops import has_tile_units
 from quire.kernels.native.panels import level_panels_pay
 from quire.types.errors import ConfigError
 
-_CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
 
@@ -37,7 +44,7 @@ def _machine() -> HardwareFacts:
     return HardwareFacts(
         machine=platform.machine(),
         cpu_name=cpuinfo[0] or platform.processor() or "unknown",
-        cores=_cores(),
+        cores=usable_cores(),
         isa=cpuinfo[1],
         supports_bf16=_multiplies_bf16(cpuinfo[1]),
         supports_fp16=_multiplies_fp16(),
@@ -104,14 +111,6 @@ def read_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
     return name, frozenset((fields.get("flags") or fields.get("features") or "").split())
 
 
-def _cores() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _read(_CGROUP / "cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit():
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    return cores
-
-
 def _memory() -> tuple[int, int]:
     """Total and available bytes: the smaller of what the machine and what the control group allow."""
     meminfo = {}
@@ -122,11 +121,11 @@ def _memory() -> tuple[int, int]:
     total = meminfo.get("MemTotal") or os.sysconf("SC_PHYS_PAGES") * page
     available = meminfo.get("MemAvailable") or os.sysconf("SC_AVPHYS_PAGES") * page
     for limit_file, usage_file, stat_file in (
-        (_CGROUP / "memory.max", _CGROUP / "memory.current", _CGROUP / "memory.stat"),
+        (CGROUP / "memory.max", CGROUP / "memory.current", CGROUP / "memory.stat"),
         (
-            _CGROUP / "memory/memory.limit_in_bytes",
-            _CGROUP / "memory/memory.usage_in_bytes",
-            _CGROUP / "memory/memory.stat",
+            CGROUP / "memory/memory.limit_in_bytes",
+            CGROUP / "memory/memory.usage_in_bytes",
+            CGROUP / "memory/memory.stat",
         ),
     ):
         limit, usage = _read(limit_file).strip(), _read(usage_file).strip()

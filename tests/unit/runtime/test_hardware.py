@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.kernels.native import loader
 from quire.runtime import hardware
 from quire.runtime.hardware import detect_hardware, read_cpuinfo
 
@@ -60,9 +61,10 @@ def test_a_control_groups_limits_count_when_they_are_smaller(tmp_path: Path, mon
         "cpu.max": "100000 100000",
     }.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    monkeypatch.setattr(loader, "CGROUP", tmp_path)
     assert hardware._memory() == (64 * mib, 32 * mib)
-    assert hardware._cores() == 1
+    assert loader.usable_cores() == 1
 
 
 def test_an_unlimited_control_group_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,5 +75,5 @@ def test_an_unlimited_control_group_changes_nothing(tmp_path: Path, monkeypatch:
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text(str(2**63 - 4096))
     (tmp_path / "memory/memory.usage_in_bytes").write_text("1")
-    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     assert hardware._memory()[0] == total

@@ -201,7 +201,7 @@ inline void multiply_blocks(const uint8_t* packed, const uint8_t* pair, int64_t 
 // x [rows, inputs] times the weight, transposed, plus a bias [outputs] or none -> out [rows, outputs].
 template <Format FORMAT>
 void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, const Product& product, bf16* out) {
-    static thread_local std::vector<uint8_t> packed_room, panel_room;
+    static thread_local std::vector<uint8_t> packed_room;
     if (product.rows == 0) return;  // tiles without lines are refused by the units
     const int64_t inputs = product.inputs, tiles = tiles_of(product);
     const int64_t at_once = std::max<int64_t>(1, CACHED_BYTES / (ROW_BLOCK * inputs * 2)) * ROW_BLOCK;
@@ -211,6 +211,7 @@ void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, cons
         for_each(blocks, rows * inputs > MANY_NUMBERS,
                  [&](int64_t block) { pack_rows(x + first * inputs, rows, inputs, block, packed); });
         share_out(pairs_of(product), PANELS_IN_TURN, product.is_large(), [&] {
+            static thread_local std::vector<uint8_t> panel_room;
             uint8_t* room = aligned_room(panel_room, FORMAT == PLAIN ? 0 : 2 * tiles * 1024);
             return [&, room, shaped = TilesInUse(TileShapes(std::min<int64_t>(16, product.rows)))](int64_t pair) {
                 const int64_t column = pair * PAIR_OUTPUTS, outputs = std::min(PAIR_OUTPUTS, product.outputs - column);

@@ -1,9 +1,11 @@
 // The last step of sampling: from logits to a token for each row, by temperature, min_p, top_k and top_p. It gives the
 // tokens that runtime/sampling gives by torch. Weights are whole numbers (see weights.py there), so their sums are exact
-// in any order, and the exponential is the one of torch's vector units, to the last bit.
+// in any order. The exponential is the one of torch's vector units, to the last bit where products and sums are fused; on
+// other CPUs, and where torch takes MKL's, two tokens that are all but equal may rank otherwise.
 #pragma once
 
 #include <functional>
+#include <limits>
 
 #include "simd.h"
 #include "team.h"
@@ -65,7 +67,7 @@ struct Ranked {
 // Chooses a row's token. Made once by each thread: it keeps memory from row to row.
 class RowChooser {
    public:
-    explicit RowChooser(int64_t size) : size_(size), units_(1.0f) {
+    explicit RowChooser(int64_t size) : size_(size) {
         int64_t bits = 0;
         while (bits < 63 && (int64_t{1} << bits) < size) ++bits;
         units_ = std::ldexp(1.0f, static_cast<int>(53 - bits));
@@ -169,14 +171,13 @@ class RowChooser {
         return id;
     }
 
-    // The `count` highest of x, ranked; tops: of its tiles.
-    void rank(const float* x, const std::vector<float>& tops, int64_t count) {
+    // The `count` highest of x, ranked, but none below `least`; tops: of its tiles.
+    void rank(const float* x, const std::vector<float>& tops, int64_t count, float least) {
         ranked_.clear();
-        float least = -INFINITY;
         if (count < tiles()) {  // the highest ones lie in as many tiles
             order_ = tops;
             std::nth_element(order_.begin(), order_.begin() + (count - 1), order_.end(), std::greater<float>());
-            least = order_[count - 1];
+            least = std::max(least, order_[count - 1]);
         }
         for (int64_t tile = 0; tile < tiles(); ++tile) {
             if (tops[tile] < least) continue;
@@ -204,7 +205,7 @@ class RowChooser {
     }
 
     int64_t draw_top_k(const float* x, int64_t top_k, double top_p, double uniform) {
-        rank(x, tops_, top_k);
+        rank(x, tops_, top_k, std::numeric_limits<float>::lowest());  // what weighs nothing is never drawn
         double total = 0;
         for (Ranked& each : ranked_) total += each.value = weigh(all(each.value))[0];
         return draw_ranked(std::ceil(total * top_p), uniform);
@@ -218,14 +219,14 @@ class RowChooser {
             weight_tops_[tile] =
                 *std::max_element(weights_.begin() + tile * VOCABULARY_TILE, weights_.begin() + end_of(tile));
         for (int64_t count = 128;; count *= 8) {  // most nuclei are small
-            rank(weights_.data(), weight_tops_, count);
+            rank(weights_.data(), weight_tops_, count, 1.0f);
             const int64_t id = draw_ranked(needed, uniform);
             if (id >= 0) return id;
         }
     }
 
     const int64_t size_;
-    float units_, best_ = 0;
+    float units_ = 0, best_ = 0;
     std::vector<float> tops_, weights_, weight_tops_, order_;
     std::vector<double> sums_;
     std::vector<Ranked> ranked_;

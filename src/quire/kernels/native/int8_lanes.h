@@ -26,7 +26,7 @@ template <int64_t FORMAT, int K> inline __attribute__((always_inline)) int8x16_t
         line = vsliq_n_u8(line, high, 6);
     } else if constexpr (BITS == 5 && !has_offsets(FORMAT)) {  // level - 16: its upper half is ones if the fifth bit is not set
         uint8x16_t inverse = vmvnq_u8(read(4));
-        asm("" : "+w"(inverse));  // once for all lines, not as a part of each
+        asm("" : "+&w"(inverse));  // once for all lines, not as a part of each
         const uint8x16_t unset = vtstq_u8(inverse, vdupq_n_u8(1 << K));
         line = K < 4 ? vbslq_u8(vdupq_n_u8(15), line, unset) : vsriq_n_u8(unset, line, 4);
     } else if constexpr (BITS < 8) {
@@ -60,7 +60,7 @@ inline __attribute__((always_inline)) void add_digits(int32x4_t (&sums)[4], cons
     "sdot %2.4s, %" line ".16b, %10.4b[" lane "]\n"  \
     "sdot %3.4s, %" line ".16b, %11.4b[" lane "]\n"
     asm(QUIRE_LANE("4", "0") QUIRE_LANE("5", "1") QUIRE_LANE("6", "2") QUIRE_LANE("7", "3")
-        : "+w"(sums[0]), "+w"(sums[1]), "+w"(sums[2]), "+w"(sums[3])
+        : "+&w"(sums[0]), "+&w"(sums[1]), "+&w"(sums[2]), "+&w"(sums[3])
         : "w"(lines[0]), "w"(lines[1]), "w"(lines[2]), "w"(lines[3]), "w"(digits[0]), "w"(digits[1]), "w"(digits[2]),
           "w"(digits[3]));
 #undef QUIRE_LANE
@@ -118,8 +118,8 @@ inline __attribute__((always_inline)) void add_line(int32x4_t (&high)[4], int32x
     "sdot %" high ".4s, %" line ".16b, %12.4b[%14]\n" \
     "sdot %" low ".4s, %" line ".16b, %13.4b[%14]\n"
     asm(QUIRE_PART("0", "4", "8") QUIRE_PART("1", "5", "9") QUIRE_PART("2", "6", "10") QUIRE_PART("3", "7", "11")
-        : "+w"(high[0]), "+w"(high[1]), "+w"(high[2]), "+w"(high[3]), "+w"(low[0]), "+w"(low[1]), "+w"(low[2]),
-          "+w"(low[3])
+        : "+&w"(high[0]), "+&w"(high[1]), "+&w"(high[2]), "+&w"(high[3]), "+&w"(low[0]), "+&w"(low[1]), "+&w"(low[2]),
+          "+&w"(low[3])
         : "w"(line[0]), "w"(line[1]), "w"(line[2]), "w"(line[3]), "w"(high_digits), "w"(low_digits), "i"(LANE));
 #undef QUIRE_PART
 }

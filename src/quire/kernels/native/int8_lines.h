@@ -76,8 +76,6 @@ inline Ints add_fours(Ints sums, Bytes line, Bytes x) {
     return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)line, (__m512i)x);
 #elif defined(__AVXVNNI__)
     return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)line, (__m256i)x);
-#elif defined(__ARM_FEATURE_DOTPROD)
-    return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)line, (int8x16_t)x);
 #elif defined(__aarch64__)
     const int8x16_t four = (int8x16_t)x, own = (int8x16_t)line;
     const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(own), vget_low_s8(four)));
@@ -111,7 +109,7 @@ inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Byte
     if constexpr (!BY_PAIRS) unroll<M>([&](auto r) __attribute__((always_inline)) { sums[r] += high[r] * 256; });
 }
 
-// N rows from `row` on times one panel -> sums. A row's sums run over its groups in order, however many rows there are.
+// N rows times one panel -> sums. A row's sums run over its groups in order, however many rows there are.
 template <int64_t FORMAT, int N>
 inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
     constexpr int64_t SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;

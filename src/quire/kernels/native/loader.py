@@ -6,6 +6,7 @@ import ctypes
 import os
 import sysconfig
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from quire.kernels.native.paths import PATHS, CpuPath, digest_of_sources
 
 _HERE = Path(__file__).parent
+CGROUP = Path("/sys/fs/cgroup")
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _NOT_BUILT = "the native CPU kernels were not built; install a C++ compiler and reinstall Quire"
 _OTHER_SOURCES = "the native CPU kernels were built from other sources; reinstall Quire"
@@ -115,28 +117,46 @@ def open_library() -> ctypes.CDLL:
     except OSError as error:
         raise Unavailable(f"the native CPU kernels do not load: {error}") from None
     _check_origin(library)
+    failures = _Failures(library)
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result
-        function.errcheck = _Failures(library).check
-    library.quire_prepare(path.name == "amx", _threads_that_can_run(torch.get_num_threads()))
+        function.errcheck = failures.check
+    library.quire_prepare(path.name == "amx", _threads_that_can_run(_Threads.asked or torch.get_num_threads()))
     return library
 
 
-def set_threads(count: int) -> None:
-    """Let torch and the compiled kernels use so many threads; the kernels not more than this process has cores."""
+class _Threads:
+    asked: int | None = None  # by `set_threads`
+
+
+def set_threads(count: int | None) -> None:
+    """Let torch and the compiled kernels use so many threads, the kernels not more than this process has cores. None:
+    as many as torch uses now, or as there are cores. The kernels do not follow `torch.set_num_threads`."""
+    count = count or _threads_that_can_run(torch.get_num_threads())
     torch.set_num_threads(count)
+    _Threads.asked = count
     if open_library.cache_info().currsize:
         open_library().quire_prepare(choose_path().name == "amx", _threads_that_can_run(count))
 
 
+def usable_cores() -> int:
+    """The cores that this process may use, by its affinity and by the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError):
+        quota = (CGROUP / "cpu.max").read_text().split()
+        if len(quota) == 2 and quota[0].isdigit():
+            cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return cores
+
+
 def _threads_that_can_run(count: int) -> int:
     """More threads than cores only take them from each other."""
-    return min(count, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(count, usable_cores())
 
 
 class _Failures:
-    """Raises what a call of the kernels failed of: memory that there is not, in whichever thread."""
+    """Raises the reason why a call of the kernels failed, in any thread: there was no memory."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._take = library.quire_take_failure

@@ -17,7 +17,7 @@
 
 namespace {
 
-// Whether the last call of this thread failed, and of what. No exception may leave a function of plain C.
+// Whether the last call of this thread failed, and why. No exception may leave a function of plain C.
 thread_local bool has_failed = false;
 thread_local char failure[200];
 
@@ -60,7 +60,7 @@ void quire_prepare([[maybe_unused]] int64_t tiles, int64_t threads) {
     set_num_threads(threads);
 }
 
-// What a call of this thread has failed of since this was asked last, or null.
+// Why a call of this thread has failed since this was asked last, or null.
 const char* quire_take_failure() {
     if (!has_failed) return nullptr;
     has_failed = false;
@@ -177,7 +177,8 @@ void quire_pack_low_rank(int64_t type, int64_t tiled, const void* matrix, int64_
 // y [rows, outputs] += B (A x) for x [rows, inputs]; slots [rows]: the adapter of each row, or below 0.
 void quire_low_rank_add(int64_t type, const LowRankLayer* layer, const int64_t* slots, const void* x, int64_t x_stride,
                         void* y, int64_t y_stride, int64_t rows) {
-    DISPATCH(type, low_rank_add<T>(*layer, RowUnits(slots, rows), static_cast<const T*>(x), x_stride, static_cast<T*>(y), y_stride))
+    DISPATCH(type, low_rank_add<T>(*layer, RowUnits(slots, rows), static_cast<const T*>(x), x_stride,
+                                   static_cast<T*>(y), y_stride))
 }
 
 // clamp: see Clamp, or null.

@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <system_error>
 #include <thread>
 
 #include "parking.h"
@@ -47,7 +46,7 @@ class Turns {
 
 class Team {
    public:
-    // body(turns) on this thread and on up to threads - 1 others, each once at most. Returns false, with nothing done,
+    // body(turns) on this thread and on up to threads - 1 others; who comes twice finds no items. Returns false, with nothing done,
     // if another thread has the team now, or this one is part of it.
     template <typename Body> bool share(Turns& turns, int64_t threads, Body& body) {
         if (busy_.exchange(true, std::memory_order_acquire)) return false;
@@ -70,15 +69,18 @@ class Team {
    private:
     static constexpr uint32_t OPEN = 1u << 31;
 
-    void make_workers(int64_t wanted) {
+    void make_workers(int64_t wanted) noexcept {
+        wanted = std::min(wanted, most_workers_);
         if (num_workers_ >= wanted) return;
         sigset_t all, before;
         sigfillset(&all);
+        for (const int fault : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGSYS}) sigdelset(&all, fault);
         pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
         try {
             for (; num_workers_ < wanted; ++num_workers_)
                 std::thread([this, index = num_workers_] { work(index); }).detach();
-        } catch (const std::system_error&) {  // the system gives no more: those there are do it
+        } catch (...) {  // the system gives no more: those there are do it, and no more are asked for
+            most_workers_ = num_workers_;
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
@@ -132,7 +134,7 @@ class Team {
     void (*call_)(void*, Turns&) = nullptr;
     void* body_ = nullptr;
     Turns* turns_ = nullptr;
-    int64_t helpers_ = 0, num_workers_ = 0;
+    int64_t helpers_ = 0, num_workers_ = 0, most_workers_ = MOST_THREADS;
     std::atomic<bool> failed_{false};
     std::exception_ptr failure_;
     alignas(64) std::atomic<uint32_t> state_{0};  // OPEN or not, and the number of workers that have joined

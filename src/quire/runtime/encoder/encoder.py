@@ -43,7 +43,7 @@ class TextEncoder:
         self._config, self._device = config, torch.device(config.device.device)
         self._settings = settings or EmbeddingSettings()
         self._has_types = model_config.encoder is not None and model_config.encoder.num_types > 1
-        if config.device.threads is not None:
+        if config.device.threads is not None or config.device.device == "cpu":
             set_threads(config.device.threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))

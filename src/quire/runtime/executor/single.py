@@ -70,7 +70,7 @@ class SingleExecutor:
         ranks: Ranks = ALONE,  # where this process stands among those of the engine
     ) -> None:
         check_folder(config.cache.tiers)  # before the weights are loaded
-        if config.device.threads is not None:
+        if config.device.threads is not None or config.device.device == "cpu":
             set_threads(config.device.threads)
         self._device = torch.device(config.device.device)
         if self._device.type == "cuda":

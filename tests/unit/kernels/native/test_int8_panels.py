@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernel_threads import kernel_threads
 from quire.kernels.native.int8_panels import cut_int8_panels
-from quire.kernels.native.loader import set_threads, why_not_native
+from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.ops import PackedWeight, multiply, read_rows
 from quire.runtime.quantization.levels import LevelWeight
 
@@ -142,14 +143,10 @@ def test_a_row_gives_the_same_to_the_bit_alone_and_among_any_others(form: str) -
 
 
 def test_a_result_does_not_depend_on_the_threads() -> None:
-    panels, x, threads = packed(random_weight("Q4_K", 200, 576)), torch.randn(37, 576), torch.get_num_threads()
-    found = []
-    try:
-        for count in (1, 2, 3):
-            set_threads(count)
+    panels, x, found = packed(random_weight("Q4_K", 200, 576)), torch.randn(37, 576), []
+    for count in (1, 2, 3):
+        with kernel_threads(count):
             found.append(multiply(x, panels))
-    finally:
-        set_threads(threads)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_threads import kernel_threads
 from quire.kernels.native import low_rank
-from quire.kernels.native.loader import set_threads, why_not_native
+from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.low_rank import LowRankSlots, Runs
 from quire.kernels.native.panels import cut_panels
 from quire.kernels.native.program import Program, ProgramWriter, Symbol
@@ -27,10 +28,8 @@ INTERLEAVED: list[Runs] = [[(0, 16), (40, 56)], [(16, 40)], [(56, 59)]]  # a par
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    set_threads(request.param)
-    yield request.param
-    set_threads(before)
+    with kernel_threads(request.param):
+        yield request.param
 
 
 @pytest.fixture(params=["any CPU", "tile units"])

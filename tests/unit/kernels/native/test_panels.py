@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernel_threads import kernel_threads
 from quire.config.model import packed_bytes
-from quire.kernels.native.loader import open_library, set_threads, why_not_native
+from quire.kernels.native.loader import open_library, why_not_native
 from quire.kernels.native.ops import PackedWeight, has_tile_units, log_sum_exp, multiply, multiply_rows
 from quire.kernels.native.panels import cut_level_panels, cut_panels
 from random_levels import random_levels
@@ -139,9 +140,7 @@ def test_log_sum_exp_is_torchs_and_the_same_to_the_bit_in_any_batch(size: int) -
     best = x.amax(dim=-1, keepdim=True)
     together = log_sum_exp(x, best)
     torch.testing.assert_close(together, torch.logsumexp(x, dim=-1, keepdim=True), rtol=1e-6, atol=2e-6)
-    before = torch.get_num_threads()
     for threads in (1, 2, 3):
-        set_threads(threads)
-        alone = torch.cat([log_sum_exp(x[i : i + 1], best[i : i + 1]) for i in range(len(x))])
+        with kernel_threads(threads):
+            alone = torch.cat([log_sum_exp(x[i : i + 1], best[i : i + 1]) for i in range(len(x))])
         assert torch.equal(alone, together)
-    set_threads(before)

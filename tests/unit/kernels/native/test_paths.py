@@ -60,7 +60,7 @@ def test_every_path_that_runs_here_passes_the_tests_of_the_kernels(path: CpuPath
         pytest.skip("runs in each of the processes that this test starts")
     if path == choose_path():
         pytest.skip("make test runs them by this path")
-    files = [str(HERE / name) for name in TESTS]
+    files = [*(str(HERE / name) for name in TESTS), str(ROOT / "tests/unit/runtime/sampling/test_native_choice.py")]
     result = run_python(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files], path.name)
     assert result.returncode == 0, result.stdout[-3000:]
 

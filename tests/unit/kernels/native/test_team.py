@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels.native.loader import choose_path, open_library, set_threads, why_not_native
+from kernel_threads import kernel_threads
+from quire.kernels.native.loader import open_library, set_threads, why_not_native
 from quire.kernels.native.ops import multiply
 from quire.kernels.native.panels import cut_panels
 
@@ -35,14 +36,10 @@ def test_every_item_is_computed_once_and_failures_are_told(tmp_path: Path) -> No
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 @pytest.mark.parametrize("rows", [1, 7, 130])
 def test_no_number_depends_on_threads(rows: int) -> None:
-    before, x, weight = torch.get_num_threads(), torch.randn(rows, 300), cut_panels(torch.randn(1000, 300))
-    products = []
-    try:
-        for threads in (1, 2, 5):
-            open_library().quire_prepare(choose_path().name == "amx", threads)  # also more than there are cores
+    x, weight, products = torch.randn(rows, 300), cut_panels(torch.randn(1000, 300)), []
+    for threads in (1, 2, 5):
+        with kernel_threads(threads):
             products.append(multiply(x, weight))
-    finally:
-        set_threads(before)
     assert torch.equal(products[0], products[1])
     assert torch.equal(products[0], products[2])
 
@@ -59,16 +56,13 @@ def test_a_kernel_that_finds_no_memory_raises() -> None:
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_child_of_fork_computes_what_its_parent_does() -> None:
-    before, x, weight = torch.get_num_threads(), torch.randn(4, 300), cut_panels(torch.randn(1000, 300))
-    try:
-        set_threads(2)
+    x, weight = torch.randn(4, 300), cut_panels(torch.randn(1000, 300))
+    with kernel_threads(2):
         product = multiply(x, weight)
         child = os.fork()
         if child == 0:
             os._exit(0 if multiply(x, weight).equal(product) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        set_threads(before)
 
 
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))

@@ -13,6 +13,7 @@ import torch
 from adapter_files import SMALL, make_adapter
 from quire.config.model import Heads
 from quire.engine.core import EngineCore
+from quire.kernels.native.loader import set_threads
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.resolve import ModelFiles
 from quire.types.adapters import NO_ADAPTER, AdapterPlacement
@@ -200,7 +201,7 @@ def test_threads_are_those_of_the_config() -> None:
         SingleExecutor(FILES, tiny_config(), type(config)(config.cache, config.scheduler, wanted), load_format="dummy")
         assert torch.get_num_threads() == 1
     finally:
-        torch.set_num_threads(before)
+        set_threads(before)
 
 
 @pytest.mark.cuda

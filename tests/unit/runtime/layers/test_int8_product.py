@@ -16,7 +16,7 @@ from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.gguf.config import _integer_bytes
 from quire.runtime.loading.gguf.levels import read_levels
 from quire.runtime.loading.gguf.types import LEVEL_FORMS, TYPE_BY_NAME
-from quire.runtime.quantization.activations import ActivationScheme
+from quire.runtime.quantization.activations import ActivationScheme, RoundedMultiply
 from quire.runtime.quantization.levels import LevelWeight, stack
 from quire.types.errors import ConfigError
 
@@ -90,6 +90,9 @@ def test_weights_that_say_how_rows_are_rounded_are_multiplied_by_rows_rounded_so
         each(torch.float32, keeps_weight=False).pack_quantized(weight, None) for each in (IntegerProduct, PanelProduct)
     )
     assert float((integer(x) - exact(x)).norm() / exact(x).norm()) < 1e-4
+    assert isinstance(integer, RoundedMultiply)
+    assert isinstance(integer.multiply, NativeMultiply)
+    assert is_int8_format(integer.multiply.weight)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q6_K"])

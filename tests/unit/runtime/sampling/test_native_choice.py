@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.native.loader import choose_path, open_library, set_threads, why_not_native
+from kernel_threads import kernel_threads
+from quire.kernels.native.loader import why_not_native
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.sampling.samples import Samples
@@ -103,13 +104,9 @@ def test_penalties_come_before_the_choice() -> None:
 
 
 def test_tokens_do_not_depend_on_threads() -> None:
-    asked, before = every_way(4096), torch.get_num_threads()
+    asked, tokens = every_way(4096), []
     logits = torch.randn(len(asked), 4096, generator=torch.Generator().manual_seed(7)) * 2
-    try:
-        tokens = []
-        for threads in (1, 3):
-            open_library().quire_prepare(choose_path().name == "amx", threads)
+    for threads in (1, 3):
+        with kernel_threads(threads):
             tokens.append(choose("native", logits, asked))
-    finally:
-        set_threads(before)
     assert tokens[0] == tokens[1]
