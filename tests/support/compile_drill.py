@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from h200 import H200
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton import compiling, products_hopper
 from quire.kernels.triton.activation import gate
@@ -23,19 +23,6 @@ from quire.kernels.triton.compiling import compiling_only, stop_background
 from quire.kernels.triton.norm import rms_norm
 from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.products_hopper_plan import HopperTiling
-
-
-class H200:
-    """What Triton asks of a device when it compiles for it."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
 
 def step(rows: int, columns: int = 64) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from h200 import H200
 from quire.kernels.triton import nibble_wgmma as module
 from quire.kernels.triton.nibble_products import pack_nibbles
 from quire.kernels.triton.products import Workspace
@@ -27,19 +27,6 @@ from quire.kernels.triton.products import Workspace
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
 NO_RESULT = ("ST", "BAR", "BRA", "WARPGROUP", "SYNCS.ARR", "RED", "UTMA")
-
-
-class H200:
-    """What Triton asks of a device when it compiles for it."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
 
 def compile_one(rows: int, outputs: int, group: int, *, offsets: bool, gated: bool) -> Any:

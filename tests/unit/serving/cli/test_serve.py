@@ -284,6 +284,20 @@ def test_the_supervisor_gets_the_configuration_and_its_exit_code_is_the_commands
     assert engine.process.poll() == -signal.SIGKILL  # it was left to itself
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Spawned]:
+    """The processes that a test starts ahead."""
+    found: list[Spawned] = []
+    real = spawning.spawn
+
+    def spawn(module: str) -> Spawned:
+        found.append(real(module))
+        return found[-1]
+
+    monkeypatch.setattr(spawning, "spawn", spawn)
+    return found
+
+
 @pytest.mark.parametrize(
     ("words", "starts"),
     [
@@ -294,17 +308,8 @@ def test_the_supervisor_gets_the_configuration_and_its_exit_code_is_the_commands
     ],
 )
 def test_an_engine_process_started_ahead_ends_with_the_command(
-    words: list[str], starts: bool, monkeypatch: pytest.MonkeyPatch
+    words: list[str], starts: bool, started: list[Spawned]
 ) -> None:
-    started: list[Spawned] = []
-
-    real = spawning.spawn
-
-    def spawn(module: str) -> Spawned:
-        started.append(real(module))
-        return started[-1]
-
-    monkeypatch.setattr(spawning, "spawn", spawn)
     with pytest.raises(SystemExit):
         main(words)
     assert len(started) == starts
@@ -312,19 +317,11 @@ def test_an_engine_process_started_ahead_ends_with_the_command(
 
 
 def test_ctrl_c_while_flags_are_read_ends_the_command_and_its_engine_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    started: list[Spawned], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started: list[Spawned] = []
-    real = spawning.spawn
-
-    def spawn(module: str) -> Spawned:
-        started.append(real(module))
-        return started[-1]
-
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(spawning, "spawn", spawn)
     monkeypatch.setattr(cli, "_parser", interrupt)
     assert main(["serve"]) == cli.INTERRUPTED
     assert capsys.readouterr().err == "\n"
