@@ -1,0 +1,130 @@
+"""CUDA C++ compiled at run time by NVRTC, which comes with torch; compiled code is kept beside that of Triton."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import triton
+
+_FOLDER = Path(__file__).parent
+_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class CudaError(RuntimeError):
+    """What NVRTC or the driver said."""
+
+
+@cache
+def why_no_nvrtc() -> str | None:
+    """What keeps sources from being compiled; None: nothing."""
+    if torch.version.cuda is None:
+        return "torch was built without CUDA"
+    try:
+        _nvrtc()
+    except OSError as error:
+        return f"NVRTC was not found: {error}"
+    return None
+
+
+class CudaKernel:
+    """A function of a source on the current device. Launches can be captured in a graph."""
+
+    def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
+        driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+        torch.cuda.current_stream()  # the device's context exists from now on
+        _check(driver.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
+        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
+        _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared_bytes), "cuFuncSetAttribute")
+        self._function, self._shared_bytes = function, shared_bytes
+
+    def launch(self, programs: int, threads: int, arguments: Sequence[ctypes._SimpleCData | ctypes.Structure]) -> None:
+        """On the current stream."""
+        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        sizes = (programs, 1, 1, threads, 1, 1, self._shared_bytes)
+        _check(_driver().cuLaunchKernel(self._function, *sizes, stream, addresses, None), "cuLaunchKernel")
+
+
+def compile_source(files: Sequence[str], constants: dict[str, int], capability: tuple[int, int]) -> bytes:
+    """Machine code of files of this folder, one after the other, with these constants before them. Found on disk if it
+    was compiled before, by this version of NVRTC."""
+    lines = [f"constexpr int {name} = {value};\n" for name, value in constants.items()]
+    source = "".join((*lines, *((_FOLDER / name).read_text() for name in files)))
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}a", "--std=c++17"]
+    key = hashlib.sha256("\0".join((source, *options, str(_version()))).encode()).hexdigest()
+    place = Path(triton.knobs.cache.dir) / "quire" / f"{key}.cubin"
+    if place.is_file():
+        return place.read_bytes()
+    code = _compile(source, options)
+    _keep(place, code)
+    return code
+
+
+def _compile(source: str, options: Sequence[str]) -> bytes:
+    library, program = _nvrtc(), ctypes.c_void_p()
+    _check(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"quire.cu", 0, None, None), "NVRTC")
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), given) != 0:
+            log = _read(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
+            raise CudaError(f"the source did not compile:\n{log.decode(errors='replace')}")
+        return _read(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(get_size: ctypes._CFuncPtr, get: ctypes._CFuncPtr, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    _check(get_size(program, ctypes.byref(size)), "NVRTC")
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(get(program, buffer), "NVRTC")
+    return buffer.raw
+
+
+def _keep(place: Path, code: bytes) -> None:
+    """A full disk or a folder that cannot be written to costs the next start some seconds, and nothing else."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+            file.write(code)
+        Path(file.name).replace(place)
+    except OSError:
+        return
+
+
+def _version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "NVRTC")
+    return major.value, minor.value
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    major = str(torch.version.cuda).split(".")[0]
+    names = [f"libnvrtc.so.{major}", "libnvrtc.so"]
+    spec = find_spec("nvidia")
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    names += [str(found) for folder in folders for found in sorted(folder.glob(f"*/lib/libnvrtc.so.{major}"))]
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise OSError(f"none of {', '.join(names)} can be loaded")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        raise CudaError(f"{what} failed with error {status}")

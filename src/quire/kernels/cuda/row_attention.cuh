@@ -1,0 +1,471 @@
+// Attention of one row over a paged cache: norms and positions of its heads, the write of its key and value, then its
+// share of the context for each program, which reads it with all of its warps.
+//
+// Known when this is compiled: HEAD_DIM, QUERIES that share a key/value head, CACHE_KIND (BF16, FLOAT8 or INT8; the last
+// two with a scale for each token of a head).
+
+constexpr int LANE_NUMBERS = 8;                              // of a head, that a lane holds
+constexpr int TOKEN_LANES = HEAD_DIM / LANE_NUMBERS;         // lanes that read one token
+constexpr int TOKENS = 32 / TOKEN_LANES;                     // that a warp reads at once
+constexpr int AHEAD = QUERIES > 4 ? 1 : 2;                   // times TOKENS that it asks for before it uses them
+constexpr int LEAST_SHARE = 32;                              // tokens of a context that are worth a program
+constexpr int PART = QUERIES * (HEAD_DIM + 2);               // numbers that a program leaves: sums, largest, total
+constexpr float NOTHING = -1e30f;
+
+typedef typename Choice<CACHE_KIND == BF16, uint4, uint2>::type CacheWord;  // LANE_NUMBERS of the cache
+
+__device__ __forceinline__ void numbers_of_word(const uint4& word, float (&x)[LANE_NUMBERS]) {
+    const u32 pairs[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        x[2 * i] = low_half(pairs[i]);
+        x[2 * i + 1] = high_half(pairs[i]);
+    }
+}
+
+// Four numbers of a quantized cache.
+__device__ __forceinline__ void numbers_of(u32 word, float (&numbers)[4]) {
+    if (CACHE_KIND == INT8) {  // the bytes of a float32 of 2**23 + 128 + number
+        const u32 biased = word ^ 0x80808080u;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            numbers[i] = __uint_as_float(__byte_perm(biased, 0x4B000000u, 0x7440 | i)) - 8388736.0f;
+        }
+    } else {
+        from_float8((u16)word, numbers[0], numbers[1]);
+        from_float8((u16)(word >> 16), numbers[2], numbers[3]);
+    }
+}
+
+__device__ __forceinline__ void numbers_of_word(const uint2& word, float (&x)[LANE_NUMBERS]) {
+    float first[4], second[4];
+    numbers_of(word.x, first);
+    numbers_of(word.y, second);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        x[i] = first[i];
+        x[i + 4] = second[i];
+    }
+}
+
+// A warp's part of softmax: of all its tokens that a group of lanes has read.
+struct Seen {
+    float sums[QUERIES][LANE_NUMBERS], most[QUERIES], total[QUERIES];
+};
+
+// Fold AHEAD tokens for each group of lanes, of which `num_there` are there, into what was seen.
+__device__ __forceinline__ void take_in(
+    Seen& seen, const Phase& p, const float (&query)[QUERIES][LANE_NUMBERS], const float (&keys)[AHEAD][LANE_NUMBERS],
+    const float (&values)[AHEAD][LANE_NUMBERS], const float (&key_scales)[AHEAD], const float (&value_scales)[AHEAD],
+    int num_there) {
+#pragma unroll
+    for (int q = 0; q < QUERIES; ++q) {
+        float scores[AHEAD], most = seen.most[q];
+#pragma unroll
+        for (int turn = 0; turn < AHEAD; ++turn) {
+            float score = 0.0f;
+#pragma unroll
+            for (int i = 0; i < LANE_NUMBERS; ++i) score = fmaf(query[q][i], keys[turn][i], score);
+            scores[turn] = score;
+        }
+#pragma unroll
+        for (int apart = TOKEN_LANES / 2; apart > 0; apart /= 2) {
+#pragma unroll
+            for (int turn = 0; turn < AHEAD; ++turn) scores[turn] += __shfl_xor_sync(ALL_LANES, scores[turn], apart);
+        }
+#pragma unroll
+        for (int turn = 0; turn < AHEAD; ++turn) {
+            float score = scores[turn] * p.factor * key_scales[turn];  // an exponent of 2
+            if (p.softcap > 0.0f) score = p.softcap * tanhf(score / p.softcap);
+            scores[turn] = turn < num_there ? score : NOTHING;
+            most = fmaxf(most, scores[turn]);
+        }
+        const float shrink = power_of_2(seen.most[q] - most);
+        seen.most[q] = most;
+        seen.total[q] *= shrink;
+#pragma unroll
+        for (int i = 0; i < LANE_NUMBERS; ++i) seen.sums[q][i] *= shrink;
+#pragma unroll
+        for (int turn = 0; turn < AHEAD; ++turn) {
+            const float weight = turn < num_there ? power_of_2(scores[turn] - most) : 0.0f;
+            seen.total[q] += weight;
+#pragma unroll
+            for (int i = 0; i < LANE_NUMBERS; ++i) {
+                seen.sums[q][i] = fmaf(weight * value_scales[turn], values[turn][i], seen.sums[q][i]);
+            }
+        }
+    }
+}
+
+// Where a token of the context lies.
+struct Place { long long at, of_scale; };
+
+__device__ __forceinline__ Place place_of(const Phase& p, const int* table, int head, int token) {
+    const long long block = table[token / p.block_size];
+    const int inside = token % p.block_size;
+    const long long begin = block * p.block_stride + (long long)head * p.head_stride;
+    return {begin + (long long)inside * HEAD_DIM, begin / 4 + inside};
+}
+
+// The row's line of its block table; that of another row for padding, which reads nothing of it.
+__device__ __forceinline__ const int* table_of(const Phase& p, const Run& run) {
+    const long long row = max(0, run.rows[0]);
+    return reinterpret_cast<const int*>(run.tables[p.table]) + row * run.table_strides[p.table];
+}
+
+__device__ __forceinline__ float cache_scale(u64 scales, long long at) {
+    return CACHE_KIND == BF16 ? 1.0f : reinterpret_cast<const float*>(scales)[at];
+}
+
+// Keys and values of AHEAD tokens for each group of lanes, as the cache holds them.
+struct Tokens {
+    CacheWord keys[AHEAD], values[AHEAD];
+    float key_scales[AHEAD], value_scales[AHEAD];
+};
+
+// Ask for the tokens from `begin` on, and none from `last` on.
+__device__ __forceinline__ void ask_for_tokens(Tokens& tokens, const Phase& p, const int* table, int head, int begin, int last) {
+    const int lane = threadIdx.x % 32, column = lane % TOKEN_LANES * LANE_NUMBERS, bytes = CACHE_KIND == BF16 ? 2 : 1;
+    if (begin >= last) return;
+#pragma unroll
+    for (int turn = 0; turn < AHEAD; ++turn) {
+        const int token = min(begin + turn * TOKENS + lane / TOKEN_LANES, last - 1);
+        const Place place = place_of(p, table, head, token);
+        tokens.keys[turn] = *reinterpret_cast<const CacheWord*>(p.keys + (place.at + column) * bytes);
+        tokens.values[turn] = *reinterpret_cast<const CacheWord*>(p.values + (place.at + column) * bytes);
+        tokens.key_scales[turn] = cache_scale(p.key_scales, place.of_scale);
+        tokens.value_scales[turn] = cache_scale(p.value_scales, place.of_scale);
+    }
+}
+
+__device__ __forceinline__ int first_token(int first) { return first + threadIdx.x / 32 * TOKENS * AHEAD; }
+
+// The tokens first .. last - 1 of a context, shared out over the warps, and then, with `own`, the token itself, whose key
+// and value are there; the last warp takes that. `tokens`: the first ones of this warp, on their way.
+__device__ __forceinline__ void read_context(
+    Seen& seen, const Phase& p, const float (&query)[QUERIES][LANE_NUMBERS], Tokens& tokens, const int* table, int head,
+    int first, int last, const float* own) {
+    const int lane = threadIdx.x % 32, column = lane % TOKEN_LANES * LANE_NUMBERS;
+    bool is_own = false, has_own = own && threadIdx.x / 32 == WARPS - 1;
+#pragma unroll 1
+    for (int begin = first_token(first);; begin += WARPS * TOKENS * AHEAD) {
+        if (begin >= last) {
+            if (!has_own) break;
+            is_own = true;
+            has_own = false;
+        }
+        float key[AHEAD][LANE_NUMBERS], value[AHEAD][LANE_NUMBERS], key_scales[AHEAD], value_scales[AHEAD];
+#pragma unroll
+        for (int turn = 0; turn < AHEAD; ++turn) {
+            if (is_own) {
+                key_scales[turn] = value_scales[turn] = 1.0f;
+#pragma unroll
+                for (int i = 0; i < LANE_NUMBERS; ++i) {
+                    key[turn][i] = own[column + i];
+                    value[turn][i] = own[HEAD_DIM + column + i];
+                }
+            } else {
+                key_scales[turn] = tokens.key_scales[turn];
+                value_scales[turn] = tokens.value_scales[turn];
+                numbers_of_word(tokens.keys[turn], key[turn]);
+                numbers_of_word(tokens.values[turn], value[turn]);
+            }
+        }
+        const int left = last - begin - lane / TOKEN_LANES;  // of this group of lanes, TOKENS apart
+        const int num_there = is_own ? (lane < TOKEN_LANES ? 1 : 0) : (left + TOKENS - 1) / TOKENS;
+        if (!is_own) ask_for_tokens(tokens, p, table, head, begin + WARPS * TOKENS * AHEAD, last);
+        take_in(seen, p, query, key, value, key_scales, value_scales, num_there);
+    }
+}
+
+// One head of the token by one warp: norm, positions; as float32 numbers that bfloat16 holds, in `out`.
+__device__ __forceinline__ void prepare_head(
+    const Phase& p, int number, u32 mark, u64 norm, bool turns, long long position, float* out) {
+    const int lane = threadIdx.x % 32;
+    float squares = 0.0f;
+    for (int i = lane * 4; i < HEAD_DIM; i += 128) {
+        const int at = number * HEAD_DIM + i;
+        float x[4];
+        if (p.plain_source) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[j] = from_bf16(reinterpret_cast<const u16*>(p.plain_source)[at + j]);
+        } else {
+            const uint4 words = await_words(p.source + 4ull * at, mark);
+            x[0] = high_half(words.x), x[1] = high_half(words.y), x[2] = high_half(words.z), x[3] = high_half(words.w);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            squares += x[j] * x[j];
+            out[i + j] = x[j];
+        }
+    }
+    __syncwarp();
+    if (norm) {
+        const float inverse = rsqrtf(sum_of_warp(squares) / HEAD_DIM + p.eps);
+        for (int i = lane; i < HEAD_DIM; i += 32) {
+            const float weight = p.norm_is_wide ? reinterpret_cast<const float*>(norm)[i]
+                                                : from_bf16(reinterpret_cast<const u16*>(norm)[i]);
+            out[i] = rounded(rounded(out[i] * inverse) * weight);
+        }
+    }
+    __syncwarp();
+    if (!turns || !p.angles) return;
+    const int half = p.turned / 2;
+    const u16* angles = reinterpret_cast<const u16*>(p.angles) + position * p.turned;
+    for (int i = lane; i < half; i += 32) {
+        const float cosine = from_bf16(angles[i]), sine = from_bf16(angles[half + i]);
+        const float first = out[i], second = out[half + i];
+        out[i] = rounded(first * cosine - second * sine);
+        out[half + i] = rounded(second * cosine + first * sine);
+    }
+    __syncwarp();
+}
+
+// Put a head into the cache, by one warp; what it holds then is left in `head`.
+__device__ __forceinline__ void store_head(u64 cache, u64 scales, const Place& place, float* head) {
+    const int lane = threadIdx.x % 32;
+    if (CACHE_KIND == BF16) {
+        for (int i = lane; i < HEAD_DIM; i += 32) write_number(cache + (place.at + i) * 2, head[i]);
+        return;
+    }
+    const float most = CACHE_KIND == INT8 ? 127.0f : 448.0f;
+    float largest = 0.0f;
+    bool is_finite = true;
+    for (int i = lane; i < HEAD_DIM; i += 32) {
+        is_finite &= fabsf(head[i]) <= 3.4e38f;
+        largest = fmaxf(largest, fabsf(head[i]));
+    }
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, apart));
+    largest = __all_sync(ALL_LANES, is_finite) ? fmaxf(largest, 1e-12f) : __int_as_float(0x7FC00000);
+    const float scale = __fdiv_rn(largest, most), inverse = __fdiv_rn(most, largest);
+    for (int i = lane; i < HEAD_DIM; i += 32) {
+        const float x = head[i] * inverse;
+        float kept;
+        if (CACHE_KIND == INT8) {
+            kept = fminf(fmaxf(rintf(x), -127.0f), 127.0f);
+            *reinterpret_cast<signed char*>(cache + place.at + i) = (signed char)(int)kept;
+        } else {
+            const u8 bits = to_float8(x);
+            float unused;
+            from_float8(bits, kept, unused);
+            *reinterpret_cast<u8*>(cache + place.at + i) = bits;
+        }
+        head[i] = kept * scale;
+    }
+    if (lane == 0) *(reinterpret_cast<float*>(scales) + place.of_scale) = scale;
+    __syncwarp();
+}
+
+// What `WARPS` parts in shared memory saw, together, for one number of one query.
+__device__ __forceinline__ float joined(const float* parts, int query, int number, float& most, float& total) {
+    const float* ends = parts + QUERIES * HEAD_DIM + 2 * query;
+    most = NOTHING;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) most = fmaxf(most, ends[i * PART]);
+    float sum = 0.0f;
+    total = 0.0f;
+#pragma unroll 4
+    for (int i = 0; i < WARPS; ++i) {
+        const float weight = power_of_2(ends[i * PART] - most);
+        total += ends[i * PART + 1] * weight;
+        sum += parts[i * PART + query * HEAD_DIM + number] * weight;
+    }
+    return sum;
+}
+
+// Write a number of a head's result, of what was seen and the head's sink.
+__device__ __forceinline__ void write_result(
+    const Phase& p, int head, int i, float sum, float most, float total, u32 launch, int phase) {
+    const int number = head * QUERIES + i / HEAD_DIM;
+    if (p.sinks) {
+        const float sink = from_bf16(reinterpret_cast<const u16*>(p.sinks)[number]) * 1.4426950408889634f;
+        const float higher = fmaxf(most, sink), shrink = power_of_2(most - higher);
+        total = total * shrink + power_of_2(sink - higher);
+        sum *= shrink;
+    }
+    const int at = head * QUERIES * HEAD_DIM + i;
+    leave_word(p.target + 4ull * at, sum / total * p.value_scale, mark_of(launch, phase));
+    if (p.plain_target) write_number(p.plain_target + 2ull * at, sum / total * p.value_scale);
+}
+
+constexpr int JOINING = 8;  // lanes that join the parts of one number
+
+// Join what the programs of a head have seen; each of them takes its share of the numbers.
+__device__ __forceinline__ void join_shares(
+    const Phase& p, const u64* parts, int head, int share, int shares, u32 launch, int phase) {
+    const u32 mark = launch + phase;
+    const int each = (QUERIES * HEAD_DIM + shares - 1) / shares, last = min(QUERIES * HEAD_DIM, (share + 1) * each);
+#pragma unroll 1
+    for (int begin = share * each; begin < last; begin += THREADS / JOINING) {
+        const int place = begin + threadIdx.x / JOINING, i = min(place, last - 1);
+        const int ends = QUERIES * HEAD_DIM + 2 * (i / HEAD_DIM);
+        float most = NOTHING, total = 0.0f, sum = 0.0f;
+#pragma unroll 1
+        for (int number = threadIdx.x % JOINING; number < shares; number += JOINING) {
+            const u64* part = parts + number * PART;
+            u64 pairs[3];
+            int looks = 0;
+            do {
+                pairs[0] = look_at_pair(part + ends);
+                pairs[1] = look_at_pair(part + ends + 1);
+                pairs[2] = look_at_pair(part + i);
+                if (++looks > MOST_LOOKS) __trap();
+            } while ((u32)(pairs[0] >> 32) != mark || (u32)(pairs[1] >> 32) != mark || (u32)(pairs[2] >> 32) != mark);
+            const float own = __uint_as_float((u32)pairs[0]), higher = fmaxf(most, own);
+            const float mine = power_of_2(most - higher), theirs = power_of_2(own - higher);
+            total = total * mine + __uint_as_float((u32)pairs[1]) * theirs;
+            sum = sum * mine + __uint_as_float((u32)pairs[2]) * theirs;
+            most = higher;
+        }
+        __syncwarp();
+#pragma unroll
+        for (int apart = JOINING / 2; apart > 0; apart /= 2) {
+            const float other = __shfl_xor_sync(ALL_LANES, most, apart), higher = fmaxf(most, other);
+            const float mine = power_of_2(most - higher), theirs = power_of_2(other - higher);
+            total = total * mine + __shfl_xor_sync(ALL_LANES, total, apart) * theirs;
+            sum = sum * mine + __shfl_xor_sync(ALL_LANES, sum, apart) * theirs;
+            most = higher;
+        }
+        if (threadIdx.x % JOINING == 0 && place < last) write_result(p, head, i, sum, most, total, launch, phase);
+    }
+}
+
+// Join the lanes of a warp that hold the same numbers of other tokens, and leave it in shared memory.
+__device__ __forceinline__ void leave_part(Seen& seen, float* part) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int q = 0; q < QUERIES; ++q) {
+#pragma unroll
+        for (int apart = TOKEN_LANES; apart < 32; apart *= 2) {
+            const float other = __shfl_xor_sync(ALL_LANES, seen.most[q], apart);
+            const float most = fmaxf(seen.most[q], other);
+            const float mine = power_of_2(seen.most[q] - most), theirs = power_of_2(other - most);
+            seen.total[q] = seen.total[q] * mine + __shfl_xor_sync(ALL_LANES, seen.total[q], apart) * theirs;
+#pragma unroll
+            for (int i = 0; i < LANE_NUMBERS; ++i) {
+                seen.sums[q][i] = seen.sums[q][i] * mine + __shfl_xor_sync(ALL_LANES, seen.sums[q][i], apart) * theirs;
+            }
+            seen.most[q] = most;
+        }
+        if (lane < TOKEN_LANES) {
+#pragma unroll
+            for (int i = 0; i < LANE_NUMBERS; ++i) part[q * HEAD_DIM + lane * LANE_NUMBERS + i] = seen.sums[q][i];
+        }
+        if (lane == 0) {
+            part[QUERIES * HEAD_DIM + 2 * q] = seen.most[q];
+            part[QUERIES * HEAD_DIM + 2 * q + 1] = seen.total[q];
+        }
+    }
+}
+
+// One program's share of one key/value head.
+__device__ __forceinline__ void attend_share(
+    const Phase& p, const Run& run, float* memory, int head, int share, int shares, int first, int last, int position,
+    u32 launch, int phase) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const bool has_own = share == shares - 1;  // the token itself belongs to the last one
+    float* heads = memory;                                  // [queries + 2][HEAD_DIM]
+    float* parts = memory + (QUERIES + 2) * HEAD_DIM;       // [warps][PART]
+    const int* table = table_of(p, run);
+    const int room = run.table_widths[p.table] * p.block_size;  // a row that ran ahead may be past it
+    const bool stores = run.rows[0] >= 0 && position < room;
+    Place own = {0, 0};
+    if (stores) own = place_of(p, table, head, position);
+    Tokens tokens;
+    ask_for_tokens(tokens, p, table, head, first_token(first), last);
+#pragma unroll 1
+    for (int task = warp; task < QUERIES + (has_own ? 2 : 0); task += WARPS) {
+        const int kind = task < QUERIES ? 0 : task - QUERIES + 1;  // query, key, value
+        const int number = kind == 0 ? head * QUERIES + task : p.num_query + (kind == 2 ? p.num_kv : 0) + head;
+        const u64 norm = kind == 0 ? p.query_norm : kind == 1 ? p.key_norm : 0;
+        float* mine = heads + task * HEAD_DIM;
+        prepare_head(p, number, mark_of(launch, p.source_phase), norm, kind < 2, min(position, room - 1), mine);
+        if (kind > 0 && stores) store_head(kind == 1 ? p.keys : p.values, kind == 1 ? p.key_scales : p.value_scales, own, mine);
+    }
+    sync_computing();
+    const int column = lane % TOKEN_LANES * LANE_NUMBERS;
+    float query[QUERIES][LANE_NUMBERS];
+    Seen seen;
+#pragma unroll
+    for (int q = 0; q < QUERIES; ++q) {
+        seen.most[q] = NOTHING;
+        seen.total[q] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < LANE_NUMBERS; ++i) {
+            query[q][i] = heads[q * HEAD_DIM + column + i];
+            seen.sums[q][i] = 0.0f;
+        }
+    }
+    read_context(seen, p, query, tokens, table, head, first, last, has_own ? heads + QUERIES * HEAD_DIM : nullptr);
+    leave_part(seen, parts + warp * PART);
+    sync_computing();
+    u64* left = run.parts + (long long)(head * shares) * PART;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < QUERIES * HEAD_DIM; i += THREADS) {
+        float most, total;
+        const int query_number = i / HEAD_DIM;
+        const float sum = joined(parts, query_number, i % HEAD_DIM, most, total);
+        if (shares == 1) {
+            write_result(p, head, i, sum, most, total, launch, phase);
+            continue;
+        }
+        u64* mine = left + share * PART;
+        leave_pair(mine + i, sum, launch + phase);
+        if (i % HEAD_DIM == 0) {
+            leave_pair(mine + QUERIES * HEAD_DIM + 2 * query_number, most, launch + phase);
+            leave_pair(mine + QUERIES * HEAD_DIM + 2 * query_number + 1, total, launch + phase);
+        }
+    }
+    if (shares > 1) join_shares(p, left, head, share, shares, launch, phase);
+}
+
+// How a context is shared out: the tokens before this one, from `begin` on. A row of padding has none.
+struct Context { int position, begin, count, shares, each; };
+
+__device__ __forceinline__ Context context_of(const Phase& p, const Run& run) {
+    Context c;
+    c.position = run.rows[0] < 0 ? 0 : (int)run.positions[0];
+    c.begin = p.window > 0 ? max(0, c.position + 1 - p.window) : 0;
+    c.count = max(0, min(c.position, run.table_widths[p.table] * p.block_size) - c.begin);
+    c.shares = max(1, min((int)gridDim.x / p.num_kv, (c.count + LEAST_SHARE) / LEAST_SHARE));
+    c.each = (c.count + c.shares - 1) / c.shares;
+    return c;
+}
+
+// Ask for what does not depend on other phases: the first keys and values of this program's share, angles and norms.
+__device__ __forceinline__ void ask_for_context(const Phase& p, const Run& run) {
+    if (run.rows[0] < 0) return;
+    const Context c = context_of(p, run);
+    const int head = blockIdx.x / c.shares, share = blockIdx.x % c.shares;
+    if (head >= p.num_kv) return;
+    const int* table = table_of(p, run);
+    const int bytes = HEAD_DIM * (CACHE_KIND == BF16 ? 2 : 1), lines = (bytes + 127) / 128;
+    const int token = c.begin + share * c.each + threadIdx.x / (2 * lines);
+    if (token < min(c.begin + c.count, c.begin + (share + 1) * c.each)) {
+        const Place place = place_of(p, table, head, token);
+        const int line = threadIdx.x % lines;
+        const u64 at = (threadIdx.x / lines % 2 ? p.values : p.keys) + place.at * (CACHE_KIND == BF16 ? 2 : 1);
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(at + line * 128));
+    }
+    if (p.angles && threadIdx.x * 128 < p.turned * 2) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.angles + ((u64)c.position * p.turned) * 2 + threadIdx.x * 128));
+    }
+    if (p.query_norm && threadIdx.x < 8) {
+        const int line = threadIdx.x % 4;
+        if (line * 128 < HEAD_DIM * (p.norm_is_wide ? 4 : 2)) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"((threadIdx.x < 4 ? p.query_norm : p.key_norm) + line * 128));
+        }
+    }
+}
+
+__device__ __forceinline__ void attend(const Phase& p, const Run& run, float* memory, u32 launch, int phase) {
+    const Context c = context_of(p, run);
+#pragma unroll 1
+    for (int unit = blockIdx.x; unit < p.num_kv * c.shares; unit += gridDim.x) {
+        const int head = unit / c.shares, share = unit % c.shares;
+        const int first = c.begin + min(c.count, share * c.each), last = c.begin + min(c.count, (share + 1) * c.each);
+        attend_share(p, run, memory, head, share, c.shares, first, last, c.position, launch, phase);
+        sync_computing();  // before the next one overwrites the memory
+    }
+}
