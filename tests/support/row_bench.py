@@ -16,7 +16,7 @@ from quire.config.model import ModelConfig, Quantization
 from quire.kernels.cuda.row_phases import Phase
 from quire.kernels.reference.row_program import ReferenceRowProgram
 from quire.runtime.layers.builder import TORCH_DTYPES, LayerBuilder
-from quire.runtime.layers.row_programs import RowKernel, RowPrograms, RowRun
+from quire.runtime.layers.row_programs import RowKernel, RowRun
 from quire.runtime.layers.step import ForwardStep, WindowStep
 from quire.runtime.loading.weights import randomize_weights
 from quire.runtime.models.base import BaseModel
@@ -27,11 +27,21 @@ from tiny_models import DEVICE
 ROWS, LINE = 3, 8  # of block tables
 
 
+class CountedProgram(ReferenceRowProgram):
+    """Counts its runs."""
+
+    num_runs = 0
+
+    def run(self, stream: Tensor, positions: Tensor, rows: Tensor, tables: Sequence[Tensor]) -> None:
+        self.num_runs += 1
+        super().run(stream, positions, rows, tables)
+
+
 @dataclass
 class ReferenceKernel:
     """Runs phases by the reference, on any device. Keeps the programs that it made."""
 
-    made: list[ReferenceRowProgram] = field(default_factory=list)
+    made: list[CountedProgram] = field(default_factory=list)
     refuses: type | None = None  # phases of this type
 
     def why_not(self, device: torch.device) -> str | None:
@@ -41,7 +51,7 @@ class ReferenceKernel:
         return self.refuses is None or not isinstance(phase, self.refuses)
 
     def make(self, phases: Sequence[Phase], device: torch.device) -> RowRun:
-        self.made.append(ReferenceRowProgram(phases, device))
+        self.made.append(CountedProgram(phases, device))
         return self.made[-1]
 
 
@@ -100,12 +110,8 @@ class RowBench:
 
     def run(self, kernel: RowKernel, step: ForwardStep) -> tuple[Tensor, Tensor]:
         """The hidden states of a step over the cache as it was filled, and the memory of the cache afterwards."""
-        self.give(kernel)
+        self.blocks.run_rows_by(kernel)
         return self.go_on(step)
-
-    def give(self, kernel: RowKernel) -> None:
-        """Steps of one row run by this kernel from now on."""
-        self.blocks.row_programs = RowPrograms(kernel, len(self.config.layers), self._width)
 
     def go_on(self, step: ForwardStep) -> tuple[Tensor, Tensor]:
         self.cache.blocks.copy_(self._filled)

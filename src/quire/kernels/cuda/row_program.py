@@ -13,7 +13,7 @@ from quire.kernels.cuda.row_phases import Phase
 class RowProgram:
     """Phases as one kernel for one device."""
 
-    def __init__(self, phases: Sequence[Phase], device: torch.device) -> None:
+    def __init__(self, phases: Sequence[Phase], device: torch.device) -> None:  # noqa: ARG002
         raise RuntimeError(why_not_row_program(device))
 
     def run(self, stream: Tensor, positions: Tensor, rows: Tensor, tables: Sequence[Tensor]) -> None:

@@ -16,7 +16,7 @@ from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.native import NativePlan
 from quire.runtime.layers.adapted import ActiveAdapters
 from quire.runtime.layers.rotary import Rotary
-from quire.runtime.layers.row_programs import CudaRowKernel, RowPrograms
+from quire.runtime.layers.row_programs import CudaRowKernel, RowKernel, RowPrograms
 from quire.runtime.layers.row_writer import RowSymbol, Untraceable
 from quire.runtime.layers.step import BESIDE, ForwardStep
 from quire.runtime.layers.stream import Stream, Value
@@ -43,7 +43,7 @@ class Blocks(nn.ModuleList):
         self._beside = config.num_layers * config.per_layer_input
         self.adapters: ActiveAdapters | None = None  # what linear layers are told of a step's LoRA adapters
         self._programs: dict[int, Program] = {}  # by the number of blocks
-        self.row_programs = RowPrograms(CudaRowKernel(), len(config.layers), self._width)
+        self.run_rows_by(CudaRowKernel())
         self._caches: tuple[LayerCache, ...] = ()
         self._pairs: list[tuple[Tensor, Tensor]] = []  # the same caches
 
@@ -52,13 +52,17 @@ class Blocks(nn.ModuleList):
         """The blocks of this stage."""
         return list(self)[self._own.start : self._own.stop]
 
+    def run_rows_by(self, kernel: RowKernel) -> None:
+        """From now on, run steps of one row by this kernel, where it can."""
+        self._row_programs = RowPrograms(kernel, len(self._own), self._width)
+
     def forward(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Embedded tokens [tokens, hidden], overwritten, to hidden states, of `step.wanted` only; fills the cache."""
         if isinstance(step.attention, NativePlan):
             return self._run_program(x, step)
         if self.adapters is not None:
             self.adapters.begin(step.adapters)
-        if self.row_programs.run(x, step, self._write_phases):
+        if self._row_programs.run(x, step, self._write_phases):
             return x
         return cast("Tensor", self._go_through(x, step))
 
@@ -80,7 +84,7 @@ class Blocks(nn.ModuleList):
         has all that they do. dtype: of the stream."""
         nothing = torch.empty(0, dtype=torch.int64)
         step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
-        self.row_programs.find(step, dtype, self._write_phases)
+        self._row_programs.find(step, dtype, self._write_phases)
 
     def _write_phases(self, x: RowSymbol, step: ForwardStep) -> Value:
         if self._beside:

@@ -111,7 +111,7 @@ def test_quantized_weights_stay_as_they_are(name: str, kind: type) -> None:
 
 def test_programs_are_traced_once_for_each_number_of_layers() -> None:
     kernel, bench = ReferenceKernel(), bench_of("llama")
-    bench.give(kernel)
+    bench.blocks.run_rows_by(kernel)
     bench.model.reserve(64)
     bench.model.trace_row(bench.cache.layers)
     for position in (3, 9):
@@ -163,7 +163,7 @@ def test_a_step_without_adapters_has_a_program_in_a_model_with_adapters() -> Non
 def test_positions_that_change_with_the_length_run_layer_by_layer() -> None:
     rope = Rope(kind="dynamic", scaling=(("factor", 2.0),), max_position=8)
     bench, kernel = RowBench(tiny_config("llama", rope=rope, **SIZES)), ReferenceKernel()
-    bench.give(kernel)
+    bench.blocks.run_rows_by(kernel)
     bench.model.trace_row(bench.cache.layers)
     assert not kernel.made
 
@@ -174,7 +174,7 @@ def test_every_family_is_traced_or_runs_layer_by_layer(family: str, tmp_path: Pa
     settings |= {"model_type": family.partition("-")[0], **GPT2}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     kernel, bench = ReferenceKernel(), RowBench(hf_model_config(tmp_path))
-    bench.give(kernel)
+    bench.blocks.run_rows_by(kernel)
     bench.model.trace_row(bench.cache.layers)
     assert len(kernel.made) == (family in TRACED)
 
