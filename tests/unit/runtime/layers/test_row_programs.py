@@ -23,18 +23,20 @@ from quire.runtime.loading.hf.config import hf_model_config
 from row_bench import NoKernel, ReferenceKernel, RowBench
 from tiny_models import DEVICE, tiny_config
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "heads": Heads(4, 2, 16)}
+ONE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "heads": Heads(4, 2, 16)}
+SIZES: dict[str, Any] = {**ONE, "num_layers": 2}
+NEAR = 1e-5 if DEVICE == "cpu" else 1e-3
 MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "llama": (tiny_config("llama", **SIZES), {}),
-    "qwen2": (tiny_config("qwen2", o_bias=True, mlp_bias=True, activation="gelu_tanh", **SIZES), {}),
+    "qwen2": (tiny_config("qwen2", o_bias=True, mlp_bias=True, activation="gelu_tanh", **ONE), {}),
     "qwen3": (tiny_config("qwen3", **SIZES), {}),
-    "mistral": (tiny_config("mistral", windows=(7, 7), **SIZES), {}),
+    "mistral": (tiny_config("mistral", windows=(7,), **ONE), {}),
     "qwen3 with a window": (tiny_config("qwen3", windows=(7, None), **SIZES), {"block_size": 16}),
-    "smollm3": (tiny_config("smollm3", layers_without_rope=(1,), attention_softcap=2.0, **SIZES), {}),
-    "fp8": (tiny_config("llama", **SIZES), {"quantization": "fp8"}),
-    "int8": (tiny_config("llama", **SIZES), {"quantization": "int8"}),
-    "int4": (tiny_config("qwen2", **SIZES), {"quantization": "int4"}),
-    "float8 cache": (tiny_config("llama", **SIZES), {"kv_dtype": "float8"}),
+    "smollm3": (tiny_config("smollm3", layers_without_rope=(0,), attention_softcap=2.0, **ONE), {}),
+    "fp8": (tiny_config("llama", **ONE), {"quantization": "fp8"}),
+    "int8": (tiny_config("llama", **ONE), {"quantization": "int8"}),
+    "int4": (tiny_config("qwen2", **ONE), {"quantization": "int4"}),
+    "float8 cache": (tiny_config("llama", **ONE), {"kv_dtype": "float8"}),
 }
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4}  # its names of what all have
 TRACED = {"llama", "mistral", "phi3", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3", "smollm3"}  # of all families
@@ -47,7 +49,7 @@ def bench_of(name: str) -> RowBench:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_program_gives_what_the_layers_give(name: str) -> None:
-    bench, near = bench_of(name), 1e-3 if name == "float8 cache" else 1e-5
+    bench, near = bench_of(name), 1e-3 if name == "float8 cache" else NEAR
     for row, position in ((1, 9), (0, 0))[: 2 if name == "qwen3" else 1]:
         step, kernel = bench.step(row, position), ReferenceKernel()
         wanted, _ = bench.run(NoKernel(), step)
@@ -56,7 +58,7 @@ def test_a_program_gives_what_the_layers_give(name: str) -> None:
         assert len(kernel.made) == 1
         torch.testing.assert_close(found, wanted, rtol=near, atol=near)
         for side, expected in zip(bench.values(), held, strict=True):
-            torch.testing.assert_close(side, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(side, expected, rtol=10 * NEAR, atol=NEAR)
 
 
 def test_a_token_writes_its_own_slot_of_each_layer_and_no_other() -> None:
@@ -120,7 +122,7 @@ def test_programs_are_traced_once_for_each_number_of_layers() -> None:
     assert [len(program.phases) for program in kernel.made] == [10]
     few, _ = bench.go_on(bench.step(1, 9, num_layers=1))
     assert [len(program.phases) for program in kernel.made] == [10, 5]
-    torch.testing.assert_close(few, bench.run(NoKernel(), bench.step(1, 9, num_layers=1))[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(few, bench.run(NoKernel(), bench.step(1, 9, num_layers=1))[0], rtol=NEAR, atol=NEAR)
 
 
 def test_a_longer_table_of_angles_is_traced_again() -> None:
@@ -148,7 +150,7 @@ def test_phases_that_the_kernel_does_not_have_run_layer_by_layer() -> None:
     bench, kernel = bench_of("llama"), ReferenceKernel(refuses=AttentionPhase)
     step = bench.step(1, 9)
     wanted, _ = bench.run(NoKernel(), step)
-    assert torch.equal(bench.run(kernel, step)[0], wanted)
+    torch.testing.assert_close(bench.run(kernel, step)[0], wanted, rtol=0, atol=0)
     assert not kernel.made
 
 
@@ -197,5 +199,7 @@ def test_a_symbol_refuses_what_is_no_phase() -> None:
             refused()
 
 
-def test_devices_without_the_kernel_run_layer_by_layer() -> None:
+def test_the_kernel_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CudaRowKernel().why_not(torch.device("cpu")) == "it is for GPUs"
+    monkeypatch.setenv("QUIRE_ROW_PROGRAM", "0")
+    assert CudaRowKernel().why_not(torch.device("cuda", 7)) == "QUIRE_ROW_PROGRAM is 0"
