@@ -19,6 +19,7 @@ from quire.config.model import Heads, ModelConfig, Quantization, Rope
 from quire.config.tiers import TierConfig
 from quire.config.vision import ImageLimits
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.row_programs import RowKernel
 from quire.runtime.loading.weights import load_weights
 from quire.runtime.models.build import build_model, count_weights
 from quire.runtime.sampling.history import TokenHistory
@@ -259,6 +260,7 @@ class Bench:
         *,
         attention: str = "auto",
         sampler: Any = None,
+        row_kernel: RowKernel | None = None,  # of steps of one row, where it is not the usual one
     ) -> None:
         config = with_states(config, checkpoint.config)
         config = replace(config, device=replace(config.device, attention_backend=attention))
@@ -267,6 +269,8 @@ class Bench:
         )
         model = build_model(checkpoint.config, builder)
         load_weights(model, checkpoint)
+        if row_kernel is not None:
+            model.blocks.run_rows_by(row_kernel)
         self.model_config = checkpoint.config
         self.sampler = sampler or GreedySampler()
         adapters = make_adapters(model, checkpoint.config, config, builder.backend.kernels)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from quire.types.errors import ConfigError
 
 CACHE, OFFLINE, API_KEY, ADMIN_KEY = "QUIRE_CACHE", "QUIRE_OFFLINE", "QUIRE_API_KEY", "QUIRE_ADMIN_KEY"
-CPU_PATH = "QUIRE_CPU_PATH"
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+CPU_PATH, ROW_PROGRAM = "QUIRE_CPU_PATH", "QUIRE_ROW_PROGRAM"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Environment:
     api_key: str | None = field(default=None, repr=False)  # QUIRE_API_KEY: a server requires it, a client sends it
     admin_key: str | None = field(default=None, repr=False)  # QUIRE_ADMIN_KEY: opens a server's /admin
     cpu_path: str | None = None  # QUIRE_CPU_PATH: the path of the CPU kernels to use instead of the best one
+    row_program: bool = True  # QUIRE_ROW_PROGRAM: a GPU runs steps of one row as one kernel, where it can
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -35,6 +36,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         api_key=variables.get(API_KEY),
         admin_key=variables.get(ADMIN_KEY),
         cpu_path=variables.get(CPU_PATH, "").strip() or None,
+        row_program=_read_flag(variables, ROW_PROGRAM, default=True),
     )
 
 
@@ -75,8 +77,10 @@ def _read_cache(variables: Mapping[str, str]) -> Path:
     return path
 
 
-def _read_flag(variables: Mapping[str, str], name: str) -> bool:
+def _read_flag(variables: Mapping[str, str], name: str, *, default: bool = False) -> bool:
     value = variables.get(name, "").strip().lower()
+    if not value:
+        return default
     if value in _TRUE:
         return True
     if value in _FALSE:

@@ -23,8 +23,15 @@ def test_offline_is_a_switch(value: str, offline: bool) -> None:
     assert read_environment({"QUIRE_OFFLINE": value}).offline is offline
 
 
+@pytest.mark.parametrize(("value", "used"), [("1", True), ("0", False), ("off", False), ("", True)])
+def test_the_kernel_of_one_row_is_used_unless_it_is_switched_off(value: str, used: bool) -> None:
+    assert read_environment({"QUIRE_ROW_PROGRAM": value}).row_program is used
+    assert read_environment({}).row_program
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [("QUIRE_OFFLINE", "maybe"), ("QUIRE_CACHE", "relative/path"), ("QUIRE_CACHE", "")]
+    ("name", "value"),
+    [("QUIRE_ROW_PROGRAM", "2"), ("QUIRE_OFFLINE", "maybe"), ("QUIRE_CACHE", "relative/path"), ("QUIRE_CACHE", "")],
 )
 def test_a_bad_value_is_refused_by_name(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):

@@ -26,6 +26,13 @@ class ScaledRowsWeight:
 Weight = Tensor | ScaledRowsWeight | PackedNibbles  # a tensor is [outputs, inputs], bfloat16
 
 
+def count_outputs(weight: Weight) -> int:
+    """The rows of a weight."""
+    if isinstance(weight, PackedNibbles):
+        return weight.outputs
+    return len(weight.scale) if isinstance(weight, ScaledRowsWeight) else len(weight)
+
+
 @dataclass(frozen=True, slots=True)
 class ProductPhase:
     """target = or += [activation of] weight @ [norm of] source + bias."""

@@ -190,7 +190,7 @@ class _Vectors:
         sizes: dict[int, int] = {}
         for phase in phases:
             for vector in (phase.source, phase.target):
-                size = count_outputs(phase) if vector is phase.target else count_inputs(phase)
+                size = _count_outputs(phase) if vector is phase.target else _count_inputs(phase)
                 sizes[_name(vector)] = max(size, sizes.get(_name(vector), 0))
         self._words = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
         self._writers: dict[int, int] = {}  # the last phase that wrote a vector
@@ -274,14 +274,14 @@ def _quarters(phases: Sequence[Phase]) -> int:
     return next(iter(found), 4)
 
 
-def count_inputs(phase: Phase) -> int:
+def _count_inputs(phase: Phase) -> int:
     """Numbers of a phase's source."""
     if isinstance(phase, AttentionPhase):
         return (phase.num_query + 2 * phase.num_kv) * phase.dim
     return _inputs_of(phase)
 
 
-def count_outputs(phase: Phase) -> int:
+def _count_outputs(phase: Phase) -> int:
     """Numbers of a phase's target."""
     if isinstance(phase, AttentionPhase):
         return phase.num_query * phase.dim

@@ -12,6 +12,7 @@ from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import HeadNorm
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import Rotary
+from quire.runtime.layers.row_writer import RowSymbol, Untraceable
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.texts import TextAttention, Texts
@@ -46,6 +47,8 @@ class Attention(nn.Module):
         dim]."""
         if isinstance(qkv, Symbol):
             return self._write_down(qkv, step, norm)
+        if isinstance(qkv, RowSymbol):
+            return self._write_phase(qkv, step, norm)
         qkv = qkv[:, : self._heads.query_size + 2 * self._heads.kv_size]
         if step.backend.kernels == "triton" and (self.rotary is None or self.rotary.is_static):
             return self._by_triton(qkv, step, norm)
@@ -102,6 +105,17 @@ class Attention(nn.Module):
             writer.write(qkv, place, heads.query_size, heads.num_kv, heads.dim, cache=scaled)
         sizes = (heads.num_query, heads.num_kv, heads.dim)
         return writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule, cache=scaled)
+
+    def _write_phase(self, qkv: RowSymbol, step: ForwardStep, norm: HeadNorm | None) -> RowSymbol:
+        """The phase of the kernel of one row."""
+        if self._lends or self._borrows:
+            raise Untraceable("layers share keys and values")
+        angles = None
+        if self.rotary is not None:
+            if not self.rotary.is_static:
+                raise Untraceable("rotary positions change with the length of the sequence")
+            angles = self.rotary.angles(step.max_length)
+        return qkv.writer.attend(qkv, self._heads, step.caches[self._layer], self.rule, norm, angles)
 
 
 class OutputGate(nn.Module):

@@ -16,6 +16,8 @@ from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.native import NativePlan
 from quire.runtime.layers.adapted import ActiveAdapters
 from quire.runtime.layers.rotary import Rotary
+from quire.runtime.layers.row_programs import CudaRowKernel, RowKernel, RowPrograms
+from quire.runtime.layers.row_writer import RowSymbol, Untraceable
 from quire.runtime.layers.step import BESIDE, ForwardStep
 from quire.runtime.layers.stream import Stream, Value
 
@@ -29,7 +31,8 @@ class Blocks(nn.ModuleList):
     blocks are kept; give them one at a time, and at most one of the others is in memory at once.
 
     Where the compiled CPU kernels attend, blocks run as a program: it is traced from them once and gives bit for bit
-    what they give, without an interpreter of Python between the operations.
+    what they give, without an interpreter of Python between the operations. On a GPU a step of one row runs as one
+    kernel, which is traced too.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], config: ModelConfig) -> None:
@@ -40,6 +43,7 @@ class Blocks(nn.ModuleList):
         self._beside = config.num_layers * config.per_layer_input
         self.adapters: ActiveAdapters | None = None  # what linear layers are told of a step's LoRA adapters
         self._programs: dict[int, Program] = {}  # by the number of blocks
+        self.run_rows_by(CudaRowKernel())
         self._caches: tuple[LayerCache, ...] = ()
         self._pairs: list[tuple[Tensor, Tensor]] = []  # the same caches
 
@@ -48,12 +52,18 @@ class Blocks(nn.ModuleList):
         """The blocks of this stage."""
         return list(self)[self._own.start : self._own.stop]
 
+    def run_rows_by(self, kernel: RowKernel) -> None:
+        """From now on, run steps of one row by this kernel, where it can."""
+        self._row_programs = RowPrograms(kernel, len(self._own), self._width)
+
     def forward(self, x: Tensor, step: ForwardStep) -> Tensor:
         """Embedded tokens [tokens, hidden], overwritten, to hidden states, of `step.wanted` only; fills the cache."""
         if isinstance(step.attention, NativePlan):
             return self._run_program(x, step)
         if self.adapters is not None:
             self.adapters.begin(step.adapters)
+        if self._row_programs.run(x, step, self._write_phases):
+            return x
         return cast("Tensor", self._go_through(x, step))
 
     def trace(self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None) -> Program:
@@ -69,9 +79,23 @@ class Blocks(nn.ModuleList):
             self._programs[count] = writer.finish(self._go_through(writer.stream, step))
         return self._programs[count]
 
+    def trace_row(self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None) -> None:
+        """Make the program by which steps of one row run through the first layers over these caches, if a GPU's kernel
+        has all that they do. dtype: of the stream."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
+        self._row_programs.find(step, dtype, self._write_phases)
+
+    def _write_phases(self, x: RowSymbol, step: ForwardStep) -> Value:
+        if self._beside:
+            raise Untraceable("layers read more of a token than the stream")
+        if self.adapters is not None:
+            self.adapters.begin(None)
+        return self._go_through(x, step)
+
     def _go_through(self, x: Value, step: ForwardStep) -> Value:
-        rows = step.attention.rows if getattr(step.backend, "kernels", None) == "triton" else None
-        stream = Stream(x, rows, step.memo.get(BESIDE), self.adapters)
+        is_triton = not isinstance(x, RowSymbol) and getattr(step.backend, "kernels", None) == "triton"
+        stream = Stream(x, step.attention.rows if is_triton else None, step.memo.get(BESIDE), self.adapters)
         *others, last = self.own[: step.num_layers]
         for block in others:
             block(stream, step)

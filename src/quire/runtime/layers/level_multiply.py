@@ -97,6 +97,10 @@ class NibbleMultiply(FusedMultiply):
     dependent_rows: int  # rows from which a kernel is launched while the one before still runs
     columns: Tensor | None = None  # [in]: the input that each column of the weight belongs to; None: its own
 
+    @property
+    def row_weight(self) -> PackedNibbles | None:
+        return self.weight if self.columns is None else None
+
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
         return self._product(x)
 

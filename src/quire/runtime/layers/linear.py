@@ -196,7 +196,8 @@ class Linear(WeightLayer):
             if x.stream.is_empty:
                 return x.stream.x.new_empty(0, self.num_outputs)
             if self.fused is not None and isinstance(x.norm, RMSNorm) and not self.is_adapted:
-                return self.fused.after_norm(x.stream.x, x.norm.as_norm, x.stream.take_pending())
+                fused = self.fused.on(x.stream.x)
+                return fused.after_norm(x.stream.x, x.norm.as_norm, x.stream.take_pending())
             x = x.value()
         if isinstance(x, Tensor) and len(x) == 0:
             return x.new_empty(0, self.num_outputs)
@@ -209,7 +210,7 @@ class Linear(WeightLayer):
         assert self.multiply is not None
         if isinstance(x, Symbol) and not isinstance(self.multiply, NativeMultiply):
             return x.writer.call(partial(_multiply, self.multiply), (x,), self.num_outputs)
-        return self.multiply(x)
+        return self.multiply(x) if self.fused is None else self.fused.on(x)(x)
 
     def add_to(self, target: Tensor, x: Value) -> Tensor | None:
         """Add the product with x to `target` [tokens, out] in place, or return what has yet to be added. Only for a
@@ -217,7 +218,7 @@ class Linear(WeightLayer):
         assert self.fused is not None
         if self.reduces:
             return cast("Tensor", self(x))  # the next norm's kernel adds it
-        pending = self.fused.add_to(target, x)
+        pending = self.fused.on(x).add_to(target, x)
         if self.adapters is not None and self.is_adapted:
             self.adapters.add(target if pending is None else pending, x)
         return pending

@@ -60,5 +60,6 @@ class GatedMLP(nn.Module):
     def _gated(self, x: Value | Normed) -> Value:  # [tokens, intermediate]
         fused = self.gate_up_proj.fused if self._clamp is None and not self.gate_up_proj.is_adapted else None
         if fused is not None and isinstance(x, Normed) and isinstance(x.norm, RMSNorm) and not x.stream.is_empty:
-            return fused.gated(x.stream.x, x.norm.as_norm, self.activation, x.stream.take_pending())
+            own = fused.on(x.stream.x)
+            return own.gated(x.stream.x, x.norm.as_norm, self.activation, x.stream.take_pending())
         return self._ops.gate(self.gate_up_proj(x), self.activation, self._clamp)

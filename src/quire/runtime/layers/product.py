@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,12 @@ from torch import Tensor
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.norm import Norm
 from quire.runtime.hardware import cpu_multiplies
+from quire.runtime.layers.row_writer import RowSymbol
 from quire.runtime.quantization.activations import rounding
 from quire.runtime.quantization.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from quire.kernels.cuda.row_phases import Weight
 
 Multiply = Callable[[Tensor], Tensor]  # [tokens, in] -> [tokens, out]
 
@@ -26,6 +30,17 @@ class FusedMultiply(ABC):
 
     Each method means the same for any number of rows.
     """
+
+    bias: Tensor | None  # [out]
+
+    @property
+    def row_weight(self) -> Weight | None:
+        """The weight, as the kernel of a step of one row has it; None: that kernel does not multiply by it."""
+        return None
+
+    def on(self, x: Any) -> FusedMultiply:
+        """What multiplies x: itself, or for the symbol of a row what writes its products down."""
+        return RowMultiply(self) if isinstance(x, RowSymbol) else self
 
     @abstractmethod
     def __call__(self, x: Any) -> Tensor:
@@ -43,6 +58,27 @@ class FusedMultiply(ABC):
     def add_to(self, target: Tensor, x: Any) -> Tensor | None:
         """Add the product to `target` [tokens, out] in place, or leave it pending: what is returned has yet to be
         added. x: rows of numbers, or what `gated` gave."""
+
+
+class RowMultiply(FusedMultiply):
+    """Writes products of a row down as phases, where another multiplies tensors."""
+
+    def __init__(self, of: FusedMultiply) -> None:
+        self._of, self.bias = of, of.bias
+
+    def __call__(self, x: RowSymbol) -> Any:
+        return x.writer.multiply(x, self._of)
+
+    def after_norm(self, x: Any, norm: Norm, pending: Any = None) -> Any:
+        assert pending is None, "a row leaves nothing pending"
+        return x.writer.multiply(x, self._of, norm=norm)
+
+    def gated(self, x: Any, norm: Norm, activation: str, pending: Any = None) -> Any:
+        assert pending is None, "a row leaves nothing pending"
+        return x.writer.multiply(x, self._of, norm=norm, activation=activation)
+
+    def add_to(self, target: Any, x: Any) -> None:
+        x.writer.add_product(target, x, self._of)
 
 
 class Product(Protocol):

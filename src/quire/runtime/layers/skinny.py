@@ -31,6 +31,10 @@ class TritonMultiply(FusedMultiply):
     few: int  # rows up to which our own kernel runs
     dependent_rows: int  # rows from which a kernel is launched while the one before still runs
 
+    @property
+    def row_weight(self) -> Tensor:
+        return self.weight
+
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
         if self._is_few(x):
             return skinny_product(x, self.weight, self.workspace, bias=self.bias, dependent=self._is_dependent(x))

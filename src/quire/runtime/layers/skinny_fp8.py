@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.cuda.row_phases import ScaledRowsWeight
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
@@ -47,6 +48,10 @@ class ScaledMultiply(FusedMultiply):
         outputs, inputs = weight.numbers.shape
         few, hopper = own_rows(outputs, inputs, "fp8"), takes_weight(weight.numbers)
         return cls(weight, bias, dtype, workspace, few, dependent_rows, hopper)
+
+    @property
+    def row_weight(self) -> ScaledRowsWeight:
+        return ScaledRowsWeight(*self.weight)
 
     def __call__(self, x: Rows) -> Tensor:  # [tokens, out]
         if isinstance(x, ScaledRows):

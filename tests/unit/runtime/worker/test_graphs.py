@@ -12,12 +12,14 @@ pytest.importorskip("triton")
 
 from quire.config.engine import row_buckets
 from quire.config.model import Heads
+from quire.runtime.layers.row_programs import RowKernel
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.worker import graphs as graphs_module
 from quire.runtime.worker.capture import Launch
 from quire.runtime.worker.graphs import DecodeGraphs, Kind
 from quire.runtime.worker.parts import NoGraphs
 from quire.types.step import Chunk
+from row_bench import ReferenceKernel
 from tiny_models import DEVICE, VOCAB, Bench, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
 
 ROWS = 6
@@ -36,12 +38,12 @@ def checkpoint() -> MemoryCheckpoint:
     return random_checkpoint(tiny_config("qwen3", **sizes, tie_word_embeddings=True))
 
 
-def bench(attention: str) -> Bench:
+def bench(attention: str, row_kernel: RowKernel | None = None) -> Bench:
     """With the sampler that an executor gives it."""
     config = engine_config(rows=ROWS, num_blocks=64, max_len=64)
     kernels = "triton" if attention == "triton" else "torch"
     sampler = make_sampler(ROWS, VOCAB, torch.device(config.device.device), kernels)
-    return Bench(checkpoint(), config, attention=attention, sampler=sampler)
+    return Bench(checkpoint(), config, attention=attention, sampler=sampler, row_kernel=row_kernel)
 
 
 class Recorder:
@@ -88,6 +90,22 @@ def test_graphs_of_padded_steps_choose_what_the_reference_chooses() -> None:
     assert triton.tokens == plain.tokens
     assert recorder.recorded == 2  # four rows with filters, also for one row, and two rows without
     assert recorder.replayed == 4
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the reference waits for the device, which no graph does")
+def test_the_graph_of_a_lone_row_runs_its_program() -> None:
+    kernel = ReferenceKernel()
+    plain, triton = bench("reference"), bench("triton", kernel)
+    graphs, _ = graphs_of(triton)
+    (program,) = kernel.made  # before any graph is captured
+    graphs.rehearse(Kind(1))
+    for made in (plain, triton):
+        start(made, [0, 1])
+        made.run(decode=[0])
+        made.run(decode=[1])
+    assert triton.tokens == plain.tokens
+    assert kernel.made == [program]
+    assert program.num_runs == 4  # when it was rehearsed, when it was captured, and for each token
 
 
 def test_a_kind_runs_by_the_graph_of_a_larger_bucket_until_it_has_been_met_often(

@@ -1,0 +1,94 @@
+"""Phases of a step of one row in plain torch: what the kernel of `kernels/cuda/row_program.py` must compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight, Weight
+from quire.kernels.reference.attention import paged_attention
+from quire.kernels.reference.cache_quantize import quantize_heads
+from quire.kernels.reference.elementwise import rms_norm, rotate
+from quire.kernels.reference.products import product
+from quire.kernels.triton.nibble_products import PackedNibbles, unpack_nibbles
+
+
+class ReferenceRowProgram:
+    """Phases one after the other, on any device and in any dtype. Waits for the device.
+
+    A product is summed in float32 from the norm on, through bias, activation, gate and addition, and rounded once, to
+    the dtype of its target. Of attention, heads are rounded to the dtype of the source after their norm, its weight
+    and the turn; keys and values go into the cache as these; scores and the sum over values are float32. A token whose
+    position lies past the end of its line of a table is not stored, and what it gets means nothing.
+    """
+
+    def __init__(self, phases: Sequence[Phase], device: torch.device) -> None:  # noqa: ARG002
+        self.phases = tuple(phases)
+
+    def run(self, stream: Tensor, positions: Tensor, rows: Tensor, tables: Sequence[Tensor]) -> None:
+        """See RowProgram. A row of padding leaves the stream as it is."""
+        row, position = int(rows[0]), int(positions[0])
+        if row < 0:
+            return
+        for phase in self.phases:
+            if isinstance(phase, ProductPhase):
+                _multiply(phase, stream[0])
+            else:
+                _attend(phase, position, tables[phase.table][row].long())
+
+
+def _multiply(phase: ProductPhase, stream: Tensor) -> None:
+    source = stream if phase.source is None else phase.source
+    target = stream if phase.target is None else phase.target
+    result = product(
+        source[None], numbers_of(phase.weight), bias=phase.bias, residual=target[None] if phase.adds else None,
+        activation=phase.activation, norm=phase.norm,
+    )  # fmt: skip
+    target.copy_(result[0])
+
+
+def numbers_of(weight: Weight) -> Tensor:
+    """The numbers of a weight [outputs, inputs], float32."""
+    if isinstance(weight, PackedNibbles):
+        return unpack_nibbles(weight)
+    if isinstance(weight, ScaledRowsWeight):
+        return weight.numbers.float() * weight.scale[:, None]
+    return weight.float()
+
+
+def _attend(phase: AttentionPhase, position: int, blocks: Tensor) -> None:
+    """blocks: those of the row [max blocks]."""
+    heads = phase.source.view(1, -1, phase.dim)
+    query, key, value = heads.split([phase.num_query, phase.num_kv, phase.num_kv], dim=1)
+    if phase.norms is not None:
+        query = rms_norm(query, phase.norms.query, phase.norms.eps).to(heads.dtype)
+        key = rms_norm(key, phase.norms.key, phase.norms.eps).to(heads.dtype)
+    if phase.angles is not None:
+        cos, sin = phase.angles[position].float().chunk(2)
+        query, key = (rotate(each.float(), cos[None], sin[None]).to(heads.dtype) for each in (query, key))
+    size = phase.key_cache.shape[2]
+    if position < len(blocks) * size:
+        _store(phase, key[0], value[0], int(blocks[position // size]), position % size)
+    rule, last = phase.rule, min(position, len(blocks) * size - 1)
+    seen = last + 1 if rule.window is None else min(rule.window, last + 1)
+    first = (last + 1 - seen) // size  # blocks before it may hold anything by now
+    key_scales, value_scales = phase.scales or (None, None)
+    attended = paged_attention(
+        query, phase.key_cache, phase.value_cache, blocks[first : last // size + 1], last - first * size, rule.scale,
+        window=rule.window, softcap=rule.softcap, sinks=rule.sinks, key_scale=rule.key_scale,
+        value_scale=rule.value_scale, key_scales=key_scales, value_scales=value_scales,
+    )  # fmt: skip
+    phase.target.copy_(attended.flatten())
+
+
+def _store(phase: AttentionPhase, key: Tensor, value: Tensor, block: int, slot: int) -> None:
+    """key, value: [kv heads, dim]."""
+    for side, (cache, new) in enumerate(((phase.key_cache, key), (phase.value_cache, value))):
+        if phase.scales is None:
+            cache[block, :, slot] = new.to(cache.dtype)
+            continue
+        numbers, scales = quantize_heads(new, cache.dtype)
+        cache[block, :, slot] = numbers
+        phase.scales[side][block, :, slot] = scales

@@ -1,0 +1,141 @@
+"""Writes layers down as phases of the GPU kernel that runs a step of one row (`kernels/cuda/row_phases.py`).
+
+As for the programs of the compiled CPU kernels, layers get a symbol in place of a tensor. A layer that does anything
+with it that no phase does ends the writing with Untraceable.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from quire.config.model import Heads
+from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.norm import Norm
+from quire.runtime.attention.backend import LayerCache
+
+if TYPE_CHECKING:
+    from quire.kernels.cuda.row_phases import Phase
+    from quire.runtime.layers.modules import HeadNorm
+    from quire.runtime.layers.product import FusedMultiply
+
+
+class Untraceable(Exception):
+    """No phase does what a layer does."""
+
+
+class RowSymbol:
+    """Stands for a vector [1, width] while phases are written. Everything that a tensor has raises Untraceable."""
+
+    __slots__ = ("is_read", "kind", "vector", "width", "writer")
+
+    def __init__(self, writer: RowWriter, kind: str, width: int, vector: Tensor | None) -> None:
+        self.writer, self.kind, self.width = writer, kind, width
+        self.vector = vector  # [width]; None: the residual stream
+        self.is_read = False
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise Untraceable("a layer computes with the row by an operation that is no phase")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Untraceable(f"a layer uses {name!r} of the row")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: object) -> NoReturn:
+        raise Untraceable(f"a layer calls {getattr(function, '__name__', function)!r} with the row")
+
+    __len__ = __iter__ = __getitem__ = __setitem__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = _refuse
+
+
+class Untold:
+    """Stands for what steps are told, while phases are written: they are the same for all steps."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Untraceable(f"a layer asks for {name!r} of the step")
+
+
+class RowWriter:
+    """Writes phases. All layers share the vectors between them: one is read by a single phase, and its memory is that
+    of the next one of the same kind and width."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.phases: list[Phase] = []
+        self.stream = RowSymbol(self, "stream", width, None)
+        self.max_length = sys.maxsize  # of sequences that the tables of angles have lines for
+        self._dtype, self._device = dtype, device
+        self._spare: dict[tuple[str, int], list[Tensor]] = {}
+
+    def multiply(
+        self, x: RowSymbol, multiply: FusedMultiply, *, norm: Norm | None = None, activation: str | None = None
+    ) -> RowSymbol:
+        """The product of x, or of its norm; with an activation, activation(gate) * up of it."""
+        outputs, kind = self._outputs(multiply), "product" if activation is None else "gated"
+        out = self._new(kind, outputs if activation is None else outputs // 2)
+        self._write_product(x, multiply, out, norm=norm, activation=activation)
+        return out
+
+    def add_product(self, target: RowSymbol, x: RowSymbol, multiply: FusedMultiply) -> None:
+        """Add the product of x to the stream."""
+        if target is not self.stream or self._outputs(multiply) != target.width:
+            raise Untraceable("a product is added to something else than the stream")
+        self._write_product(x, multiply, target, adds=True)
+
+    def attend(
+        self, x: RowSymbol, heads: Heads, cache: LayerCache, rule: AttentionRule, norm: HeadNorm | None,
+        angles: Tensor | None,
+    ) -> RowSymbol:  # fmt: skip
+        """x: query, key and value heads. angles: of every position."""
+        from quire.kernels.cuda.row_phases import AttentionPhase, HeadNormWeights
+
+        if x.vector is None or x.width != heads.query_size + 2 * heads.kv_size:
+            raise Untraceable("attention is given other vectors than queries, keys and values")
+        if norm is not None and norm.of_values:
+            raise Untraceable("value heads are normed")
+        if angles is not None:
+            self.max_length = min(self.max_length, len(angles))
+        norms = None if norm is None else HeadNormWeights(norm.of_queries, norm.of_keys, norm.eps)
+        out = self._new("attended", heads.query_size)
+        assert out.vector is not None
+        phase = AttentionPhase(
+            x.vector, out.vector, heads.num_query, heads.num_kv, heads.dim, norms, angles, cache.key, cache.value,
+            cache.scales, cache.table, rule,
+        )  # fmt: skip
+        self._read(x)
+        self.phases.append(phase)
+        return out
+
+    def _write_product(
+        self, x: RowSymbol, multiply: FusedMultiply, out: RowSymbol, *, norm: Norm | None = None,
+        activation: str | None = None, adds: bool = False,
+    ) -> None:  # fmt: skip
+        from quire.kernels.cuda.row_phases import ProductPhase
+
+        weight = multiply.row_weight
+        assert weight is not None
+        self._read(x)
+        self.phases.append(ProductPhase(weight, x.vector, out.vector, multiply.bias, norm, activation, adds))
+
+    def _outputs(self, multiply: FusedMultiply) -> int:
+        from quire.kernels.cuda.row_phases import count_outputs
+
+        weight = multiply.row_weight
+        if weight is None:
+            raise Untraceable(f"{type(multiply).__name__} has a weight that no phase multiplies by")
+        return count_outputs(weight)
+
+    def _new(self, kind: str, width: int) -> RowSymbol:
+        spare = self._spare.setdefault((kind, width), [])
+        vector = spare.pop() if spare else torch.zeros(width, dtype=self._dtype, device=self._device)
+        return RowSymbol(self, kind, width, vector)
+
+    def _read(self, x: RowSymbol) -> None:
+        if x.vector is None:
+            return
+        if x.is_read:
+            raise Untraceable("a vector is read twice")
+        x.is_read = True
+        self._spare[x.kind, x.width].append(x.vector)
