@@ -47,7 +47,8 @@ class RowKernel(Protocol):
         """Whether it can run a phase."""
 
     def make(self, phases: Sequence[Phase], device: torch.device) -> RowRun:
-        """Phases that it takes, for a device that it runs on. Keeps all their tensors."""
+        """Phases that it takes, for a device that it runs on. Keeps all their tensors. Raises ValueError if it cannot run
+        them together."""
 
 
 class CudaRowKernel:
@@ -135,8 +136,13 @@ class RowPrograms:
         except Untraceable as reason:
             logger.info("steps of one row run layer by layer: %s", reason)
             return _Traced(None, caches, sys.maxsize)
+        try:
+            run = self._kernel.make(writer.phases, device)
+        except ValueError as reason:  # each phase is the kernel's, but not all of them together
+            logger.info("steps of one row run layer by layer: %s", reason)
+            return _Traced(None, caches, sys.maxsize)
         logger.info("steps of one row run as one kernel of %d phases", len(writer.phases))
-        return _Traced(self._kernel.make(writer.phases, device), caches, writer.max_length)
+        return _Traced(run, caches, writer.max_length)
 
 
 def _is_one_row(step: ForwardStep) -> bool:
