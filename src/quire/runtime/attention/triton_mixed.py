@@ -11,7 +11,8 @@ from torch import Tensor
 from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import LayerCache
-from quire.runtime.attention.triton import Reserved, Spans, TritonAttention, TritonPlan
+from quire.runtime.attention.prefill_scratch import Spans
+from quire.runtime.attention.triton import Reserved, TritonAttention, TritonPlan
 
 
 class LocalTritonAttention(TritonAttention):

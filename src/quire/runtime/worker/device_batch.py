@@ -177,8 +177,10 @@ class DeviceBatchBuilder:
         )
         token_ids = torch.empty_like(where, dtype=torch.int32) if shape is None else self._token_ids[: shape.tokens]
         torch.index_select(rows.tokens.view(-1), 0, where, out=token_ids)
-        tile, (cascade, scratch) = None if tiles is None else tile, attended
-        attention = self._attention.plan(row, position, decode, rows.tables, tile, cascade=cascade, scratch=scratch)
+        cascade, scratch = attended
+        attention = self._attention.plan(
+            row, position, decode, rows.tables, None if tiles is None else tile, cascade=cascade, scratch=scratch
+        )
         return ForwardStep(
             token_ids=token_ids,
             positions=position,
