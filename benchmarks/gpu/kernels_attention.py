@@ -121,10 +121,10 @@ def timed_cases() -> list[Case]:
             ("int8", "scales", 0), ("int8", "copied", 64), ("int4", "scales", 0), ("int4", "copied", 64),
         )
     ]  # fmt: skip
-    cases += [
+    cases += [  # where a copy begins to pay
         Case(f"prefill 8B {count} after {start} fp8 {way}", "prefill", ((start, count),), eight, dtype="fp8",
              scales=True, copied=copied)
-        for start, count in ((0, 256), (0, 1000), (4096, 64), (4096, 128))  # where a copy begins to pay
+        for start, count in ((0, 128), (0, 256), (0, 1000), (4096, 32), (4096, 64), (4096, 128))
         for way, copied in (("scales", 0), ("copied", 64))
     ]  # fmt: skip
     for groups, group, prefix, suffix in ((1, 256, 2048, 160), (64, 8, 512, 64)):

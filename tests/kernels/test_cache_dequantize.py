@@ -8,11 +8,11 @@ import torch
 
 from attention_cases import DTYPES, Heads, close, rule_for
 from quire.kernels.reference.cache_quantize import dequantize_heads
-from quire.kernels.triton.attention_config import PrefillConfig
+from quire.kernels.triton.attention_config import PrefillConfig, prefill_config
 from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill
 from quire.kernels.triton.cache_dequantize import dequantize_pages, lay_out_pages
 from tests.kernels.test_attention_scaled import NAMES, Side, expected, sides
-from triton_cases import DEVICE
+from triton_cases import DEVICE, ON_GPU
 
 FILLER = 77.0  # in pages that nobody lists
 
@@ -70,6 +70,32 @@ def test_attention_over_the_copy_is_attention_over_the_cache(name: str, features
     for begin, start, count, row in chunks:
         wanted = expected(query[begin : begin + count], pair, tables[row], start, rule)
         close(found[begin : begin + count], wanted, torch.float8_e4m3fn)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="one of its kernels is for Hopper GPUs")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("dim", "size", "page"), [(64, 16, 64), (128, 16, 64), (128, 64, 16), (256, 32, 64)])
+def test_many_long_chunks_over_the_copy_match_the_reference(name: str, dim: int, size: int, page: int) -> None:
+    """As the engine runs them: pages and tiles of the usual sizes, sequences that end inside pages."""
+    heads = Heads(12, 2, dim)
+    spans = [(0, 500), (37, 130), (1000, 77), (0, 1), (300, 256), *((7 * i, 60 + i) for i in range(24))]
+    needed = [-(-(start + count) // size) for start, count in spans]
+    rule, pair = rule_for(heads), sides(name, heads, size, sum(needed))
+    free = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(1)).int().split(needed)
+    tables = torch.nn.utils.rnn.pad_sequence(list(free), batch_first=True).to(DEVICE)
+    out, firsts = copy_of(pair, tables, [start + count for start, count in spans], page, torch.bfloat16)
+    ends = np.cumsum([count for _, count in spans]).tolist()
+    chunks = [
+        (end - count, start, count, int(first)) for end, (start, count), first in zip(ends, spans, firsts, strict=True)
+    ]
+    config = prefill_config(dim, torch.bfloat16, DEVICE)
+    plan = PrefillPlan(config, lay_out_tiles(chunks, 6, config.block_m).to(DEVICE))
+    query = torch.randn(ends[-1], 12, dim, generator=torch.Generator().manual_seed(4)).to(DEVICE, torch.bfloat16)
+    table = torch.arange(len(out[0]), dtype=torch.int32, device=DEVICE)[:, None]
+    found = paged_prefill(query, *out, table, plan, rule)
+    for row, (begin, start, count, _) in enumerate(chunks):
+        wanted = expected(query[begin : begin + count], pair, tables[row], start, rule)
+        close(found[begin : begin + count], wanted, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", NAMES)

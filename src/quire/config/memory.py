@@ -383,6 +383,8 @@ def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     widest = widest_activations(model)
     kinds = 1 if config.adapters is None else 2  # steps with and without LoRA adapters
     choosing = kinds * NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (widest + model.vocab_size) * value_bytes
+    if scratch_memory(model, config, facts, has_triton=True):
+        kinds *= 2  # steps whose prompts read a copy of the cache, and the cache itself
     return choosing + kinds * len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * widest * value_bytes
 
 

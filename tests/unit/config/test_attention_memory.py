@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from quire.config.attention_memory import SCRATCH_BYTES, scratch_tokens
-from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import CudaDevice
-from quire.config.memory import plan_memory
+from quire.config.memory import TOKEN_GRAPH_BYTES, plan_memory
 from quire.config.model import Heads, ModelConfig
 from quire.config.sizes import GIB
 from quire.config.speculation import SpeculationConfig
@@ -54,5 +54,11 @@ def test_a_drafter_has_a_copy_of_its_own() -> None:
     drafting = SpeculationConfig(method="draft_model", num_tokens=4, draft=SMALL)
     config = replace(config_of("float8"), speculation=drafting)
     plain = replace(config, device=replace(config.device, kv_dtype="bfloat16"))
-    drafts = [plan_memory(LARGE, each, WITH_TRITON, 80 * GIB).draft for each in (config, plain)]
-    assert drafts[0] - drafts[1] == scratch_tokens(SMALL, config) * 2 * 3 * 64 * 2
+    plans = [plan_memory(LARGE, each, WITH_TRITON, 80 * GIB) for each in (config, plain)]
+    graphs = len(token_buckets(SMALL, config)) * TOKEN_GRAPH_BYTES
+    assert plans[0].draft - plans[1].draft == scratch_tokens(SMALL, config) * 2 * 3 * 64 * 2 + graphs
+
+
+def test_graphs_of_prompts_are_counted_with_and_without_a_copy() -> None:
+    quantized, plain = (plan_memory(LARGE, config_of(each), WITH_TRITON, 80 * GIB) for each in ("int4", "bfloat16"))
+    assert quantized.graphs - plain.graphs == len(token_buckets(LARGE, config_of("int4"))) * TOKEN_GRAPH_BYTES

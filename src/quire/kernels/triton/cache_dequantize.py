@@ -71,7 +71,7 @@ def dequantize_pages(
         key, value, *scales, tables, pages, *out, tables.stride(0),
         KV_HEADS=kv_heads, DIM=dim, DIM_PAD=power_of_two(dim), BLOCK_SIZE=key.shape[2], STRIDE=key.stride(0),
         HEAD_STRIDE=head_stride(key), UNIT=row_unit(key), GROUP=group, PAGE=page, DEPENDENT=dependent,
-        num_warps=4, launch_pdl=dependent,
+        num_warps=8, launch_pdl=dependent,
     )  # fmt: skip
 
 
