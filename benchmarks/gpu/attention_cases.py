@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.attention_rule import AttentionRule, CacheScales
 from quire.kernels.reference.attention import paged_attention
+from quire.kernels.reference.cache_quantize import INT4, group_of, quantize_heads, split_heads
 from quire.kernels.triton.attention_cascade import (
     SharedPrefix,
     allocate_cascade_plan,
@@ -21,9 +23,14 @@ from quire.kernels.triton.attention_config import PrefillConfig, SplitConfig, pr
 from quire.kernels.triton.attention_decode import paged_decode
 from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill
 from quire.kernels.triton.attention_schedule import allocate_split_plan, fill_split_plan
+from quire.kernels.triton.cache_dequantize import dequantize_pages, lay_out_pages
 
 HEADS = {"8B": (32, 8), "0.6B": (16, 8)}  # query, key/value
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": INT4,
+}  # fmt: skip
+Layer = tuple[Tensor, Tensor, CacheScales | None]  # keys, values
+Launch = Callable[[Tensor, Tensor, CacheScales | None], None]
 DEVICE = torch.device("cuda")
 LAYER_BYTES = 1 << 30  # caches of several layers are read in turn, so that none is left in the L2
 
@@ -47,6 +54,8 @@ class Case:
     prefix: int = 0  # cascade: its tokens
     split: SplitConfig | None = None
     tile: PrefillConfig | None = None
+    scales: bool = False  # heads have scales, as in the engine's quantized caches
+    copied: int = 0  # prefill: attend over a dequantized copy, in pages of so many tokens
 
     @property
     def lengths(self) -> list[int]:
@@ -77,23 +86,24 @@ class Bench:
         shape, dtype = (num_blocks, kv_heads, case.block, case.dim), DTYPES[case.dtype]
         layer = 2 * num_blocks * kv_heads * case.block * case.dim * dtype.itemsize
         num_layers = max(1, min(16, layer_bytes // layer))
-        self.layers = [(self._random(shape, dtype), self._random(shape, dtype)) for _ in range(num_layers)]
+        self.layers = [self._layer(shape, dtype) for _ in range(num_layers)]
         self.tokens = sum(count for _, count in case.sequences)
         self.query = self._random((self.tokens, query_heads, case.dim), torch.bfloat16)
         self.out = torch.empty_like(self.query)
         sinks = torch.randn(query_heads, device=DEVICE) if case.sinks else None
-        scales = (0.5, 1.5) if case.dtype == "fp8" else (1.0, 1.0)
+        scales = (0.5, 1.5) if case.dtype == "fp8" and not case.scales else (1.0, 1.0)
         self.rule = AttentionRule(case.dim**-0.5, case.softcap, case.window, sinks, *scales)
         self._launch = {"decode": self._decode, "prefill": self._prefill, "cascade": self._cascade}[case.kind]()
 
     def launches(self) -> list[Callable[[], None]]:
-        return [lambda keys=keys, values=values: self._launch(keys, values) for keys, values in self.layers]
+        return [lambda layer=layer: self._launch(*layer) for layer in self.layers]
 
     def error(self, sample: int = 6) -> float:
         """Largest difference from the reference over some sequences, after one launch over poisoned output."""
         self.out.fill_(float("nan"))
-        keys, values = self.layers[-1]
-        self._launch(keys, values)
+        keys, values, scales = self.layers[-1]
+        key_scales, value_scales = scales or (None, None)
+        self._launch(keys, values, scales)
         worst, begin = 0.0, 0
         chosen = set(torch.linspace(0, len(self.case.sequences) - 1, sample).long().tolist())
         for number, (start, count) in enumerate(self.case.sequences):
@@ -103,7 +113,8 @@ class Bench:
                 wanted = paged_attention(
                     self.query[span].float(), keys, values, self.tables[number], start + count - last, self.rule.scale,
                     window=self.rule.window, softcap=self.rule.softcap, sinks=self.rule.sinks,
-                    key_scale=self.rule.key_scale, value_scale=self.rule.value_scale,
+                    key_scale=self.rule.key_scale, value_scale=self.rule.value_scale, key_scales=key_scales,
+                    value_scales=value_scales,
                 )  # fmt: skip
                 difference = (self.out[span].float() - wanted).abs().max().item()
                 worst = max(worst, difference if difference == difference else float("inf"))
@@ -124,30 +135,73 @@ class Bench:
                 tables[row, :shared] = tables[row // self.case.group * self.case.group, :shared]
         return tables.to(DEVICE), sum(needed)
 
+    def _layer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Layer:
+        if not self.case.scales:
+            return self._random(shape, dtype), self._random(shape, dtype), None
+        (keys, of_keys), (values, of_values) = (self._quantized(shape, dtype) for _ in range(2))
+        return keys, values, (of_keys, of_values)
+
+    def _quantized(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Random heads as a quantized cache holds them, and their scales, which lie behind the head of a block."""
+        blocks, kv_heads, size, dim = shape
+        head = dim // 2 + 4 * (dim // group_of(dim)) if dtype == INT4 else dim + 4
+        memory = torch.empty(blocks, kv_heads, size * head, dtype=torch.uint8, device=DEVICE)
+        held, scales = split_heads(memory, dtype, size, dim)
+        numbers, own = quantize_heads(self._random(shape, torch.bfloat16), dtype)
+        held.view(torch.uint8).copy_(numbers.view(torch.uint8))
+        scales.copy_(own)
+        return held, scales
+
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).to(dtype)
 
-    def _decode(self) -> Callable[[Tensor, Tensor], None]:
+    def _decode(self) -> Launch:
         case = self.case
         self.plan = allocate_split_plan(self.layers[0][0], case.heads[0], len(case.sequences), config=case.split)
         self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
         fill_split_plan(self.plan, self.lengths, window=case.window)
         torch.cuda.synchronize()
-        return lambda keys, values: paged_decode(
-            self.query, keys, values, self.tables, self.plan, self.rule, out=self.out, dependent=case.dependent
-        )  # type: ignore[func-returns-value]
+        return lambda keys, values, scales: paged_decode(
+            self.query, keys, values, self.tables, self.plan, self.rule, out=self.out, scales=scales,
+            dependent=case.dependent,
+        )  # type: ignore[func-returns-value]  # fmt: skip
 
-    def _prefill(self) -> Callable[[Tensor, Tensor], None]:
+    def _prefill(self) -> Launch:
         case, begin, chunks = self.case, 0, []
         for row, (start, count) in enumerate(case.sequences):
             chunks.append((begin, start, count, row))
             begin += count
         config = case.tile or prefill_config(case.dim, DTYPES[case.dtype], DEVICE)
+        if case.copied:
+            return self._copied(chunks, config)
         tiles = lay_out_tiles(chunks, case.heads[0] // case.heads[1], config.block_m)
         plan = PrefillPlan(config, tiles.to(DEVICE))
-        return lambda keys, values: paged_prefill(self.query, keys, values, self.tables, plan, self.rule, out=self.out)  # type: ignore[func-returns-value]
+        return lambda keys, values, scales: paged_prefill(
+            self.query, keys, values, self.tables, plan, self.rule, out=self.out, scales=scales
+        )  # type: ignore[func-returns-value]
 
-    def _cascade(self) -> Callable[[Tensor, Tensor], None]:
+    def _copied(self, chunks: list[tuple[int, int, int, int]], config: PrefillConfig) -> Launch:
+        """What the engine does on Hopper GPUs: dequantize all that chunks see, then attend over the copy."""
+        case, page = self.case, self.case.copied
+        rows, lengths = np.arange(len(chunks)), np.array(case.lengths)
+        capacity = int((-(-lengths // page)).sum())
+        numbers, firsts = lay_out_pages(rows, lengths, page, capacity)
+        pages = torch.from_numpy(numbers).to(DEVICE)
+        shape = (capacity, case.heads[1], page, case.dim)
+        copy = tuple(torch.empty(shape, dtype=self.query.dtype, device=DEVICE) for _ in range(2))
+        moved = [(*chunk[:3], int(first)) for chunk, first in zip(chunks, firsts, strict=True)]
+        tiles = lay_out_tiles(moved, case.heads[0] // case.heads[1], config.block_m)
+        plan = PrefillPlan(config, tiles.to(DEVICE))
+        table = torch.arange(capacity, dtype=torch.int32, device=DEVICE)[:, None]
+
+        def launch(keys: Tensor, values: Tensor, scales: CacheScales | None) -> None:
+            assert scales is not None, "only caches with scales are dequantized"
+            dequantize_pages((keys, values), scales, self.tables, pages, copy, dependent=case.dependent)  # type: ignore[arg-type]
+            paged_prefill(self.query, *copy, table, plan, self.rule, out=self.out, dependent=case.dependent)
+
+        return launch
+
+    def _cascade(self) -> Launch:
         case, rows = self.case, len(self.case.sequences)
         cache = self.layers[0][0]
         cascade = allocate_cascade_plan(cache, case.heads[0], rows, rows, config=case.split)
@@ -159,9 +213,10 @@ class Bench:
         fill_split_plan(plan, torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE), begins=cascade.begins)
         torch.cuda.synchronize()
 
-        def launch(keys: Tensor, values: Tensor) -> None:
-            part = attend_prefixes(self.query, keys, values, self.tables, cascade, self.rule, dependent=case.dependent)
-            more = {"out": self.out, "prefix": part, "dependent": case.dependent}
+        def launch(keys: Tensor, values: Tensor, scales: CacheScales | None) -> None:
+            more = {"scales": scales, "dependent": case.dependent}
+            part = attend_prefixes(self.query, keys, values, self.tables, cascade, self.rule, **more)  # type: ignore[arg-type]
+            more |= {"out": self.out, "prefix": part}
             paged_decode(self.query, keys, values, self.tables, plan, self.rule, **more)  # type: ignore[arg-type]
 
         return launch

@@ -27,7 +27,8 @@ from quire.kernels.triton.attention_schedule import fill_split_plan
 
 READ_BANDWIDTH = 4.68e12  # bytes a second, measured on an H200
 MATRIX_RATE = 790e12  # operations a second, bf16, measured on an H200
-LARGEST_ERROR = {"bf16": 0.04, "fp16": 0.04, "fp8": 0.08}  # of outputs near 1, which are bfloat16 themselves
+# Of outputs near 1, which are bfloat16 themselves.
+LARGEST_ERROR = {"bf16": 0.04, "fp16": 0.04, "fp8": 0.08, "int8": 0.04, "int4": 0.04}
 REPEATS = 7
 LAUNCHES = 48  # in a graph
 WORKERS = 8
@@ -71,6 +72,14 @@ def feature_cases() -> list[Case]:
         )
         for way, split in ways.items()
     ]  # fmt: skip
+    cases += [
+        Case(f"prefill {way} dim {dim} block {block} {dtype}", "prefill", chunks, (8, 2), dim, block, dtype,
+             softcap=20.0 if dim == 64 else None, scales=True, copied=copied)
+        for dim, block, dtype in (
+            (64, 16, "fp8"), (128, 64, "fp8"), (256, 1, "fp8"), (128, 16, "int8"), (128, 16, "int4"), (64, 64, "int4"),
+        )
+        for way, copied in (("scales", 0), ("copied", 64))
+    ]  # fmt: skip
     for group in (2, 5, 16):
         rows = tuple((320 + 7 * row, 1) for row in range(6 * group))
         cases.append(Case(f"cascade groups of {group}", "cascade", rows, (12, 4), group=group, prefix=256))
@@ -104,6 +113,20 @@ def timed_cases() -> list[Case]:
         Case("prefill 8B 2048 after 6144", "prefill", ((6144, 2048),), eight),
         Case("prefill 8B 2048 after 6144 fp8", "prefill", ((6144, 2048),), eight, dtype="fp8"),
     ]
+    cases += [  # by the cache itself, and by a dequantized copy, which is timed too
+        Case(f"prefill 8B {shape} {dtype} {way}", "prefill", rows, eight, dtype=dtype, scales=True, copied=copied)
+        for shape, rows in (("2048 after 6144", ((6144, 2048),)), ("4x2048", ((0, 2048),) * 4))
+        for dtype, way, copied in (
+            ("fp8", "scales", 0), ("fp8", "copied", 64), ("fp8", "copied by 16", 16),
+            ("int8", "scales", 0), ("int8", "copied", 64), ("int4", "scales", 0), ("int4", "copied", 64),
+        )
+    ]  # fmt: skip
+    cases += [  # where a copy begins to pay
+        Case(f"prefill 8B {count} after {start} fp8 {way}", "prefill", ((start, count),), eight, dtype="fp8",
+             scales=True, copied=copied)
+        for start, count in ((0, 128), (0, 256), (0, 1000), (4096, 32), (4096, 64), (4096, 128))
+        for way, copied in (("scales", 0), ("copied", 64))
+    ]  # fmt: skip
     for groups, group, prefix, suffix in ((1, 256, 2048, 160), (64, 8, 512, 64)):
         for model, heads in HEADS.items():
             rows = tuple((prefix + suffix - 1, 1) for _ in range(groups * group))

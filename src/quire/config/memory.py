@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.config.adapter_memory import adapter_memory, host_adapter_memory
+from quire.config.attention_memory import attention_parts, scratch_memory
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
 from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
@@ -24,8 +25,6 @@ IN_PLACE_BYTES = {  # work lists and partial results of attention backends that 
     "flashinfer": 160 * MIB,
     "virtual": 64 * MIB,  # attention masks
 }
-LATENT_PARTS_BYTES = 80 * MIB  # partial results of attention over latents on a GPU, which all query heads share
-LARGE_PARTS_BYTES, LARGE_DIM = 48 * MIB, 256  # the same of heads of more numbers, and of a second kind of heads
 TABLE_BYTES = 4  # a token or a block in the tables of rows
 GRAPH_BYTES = 16 * MIB  # one captured decode graph: its nodes and kernels
 TOKEN_GRAPH_BYTES = 8 * MIB  # the captured graphs of one token bucket: prompts, decodes, or both
@@ -251,6 +250,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     block_bytes = kv_block_bytes(model, kv_dtype, block_size, groups)
     tier = config.cache.tiers.host_blocks * block_bytes  # the host tier does not hold the draft model's keys and values
     block_bytes += groups.num_window_blocks * TABLE_BYTES  # which window blocks belong to it
+    if drafting:
+        drafted += scratch_memory(draft or model, config, facts, has_triton=has_triton)
     if draft is not None:
         drafted += weight_memory(draft, config, facts, has_triton=has_triton)
         block_bytes += kv_block_bytes(draft, kv_dtype, block_size)
@@ -332,8 +333,10 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     attention = _attention(config, facts)
     if attention == "native" and model.latent is not None and config.device.kv_dtype == "float8":
         attention = "gather"  # no compiled kernel reads latents in float8
+    if attention == "triton":
+        widest += attention_parts(model, config) + scratch_memory(model, config, facts, has_triton=True)
     if attention in IN_PLACE_BYTES:
-        return widest + IN_PLACE_BYTES[attention] + (_parts(model, scheduler) if attention == "triton" else 0)
+        return widest + IN_PLACE_BYTES[attention]
     longest = scheduler.max_model_len * max(heads.kv_size for heads in model.all_heads) * kv_bytes
     gathered = 2 * max(GATHERED_BYTES[config.device.device.partition(":")[0]], longest)
     converted = 0 if value_bytes == kv_bytes else gathered * value_bytes // kv_bytes
@@ -341,16 +344,6 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
         converted += gathered * DTYPE_BYTES["float32"]
     masks = scheduler.max_num_batched_tokens * scheduler.max_model_len * (value_bytes + 1)
     return widest + 2 * gathered + converted + masks
-
-
-def _parts(model: ModelConfig, scheduler: SchedulerConfig) -> int:
-    """Bytes of what rows found so far, in float32, where that is much: parts of rows that are cut, and of shared
-    prefixes."""
-    heads = model.heads
-    found = scheduler.num_rows * heads.num_query * heads.value_dim * DTYPE_BYTES["float32"]
-    if heads.latent is not None:
-        return LATENT_PARTS_BYTES + found
-    return LARGE_PARTS_BYTES + found if model.local_heads is not None or heads.dim > LARGE_DIM else 0
 
 
 def widest_activations(model: ModelConfig) -> int:
@@ -390,6 +383,8 @@ def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     widest = widest_activations(model)
     kinds = 1 if config.adapters is None else 2  # steps with and without LoRA adapters
     choosing = kinds * NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (widest + model.vocab_size) * value_bytes
+    if scratch_memory(model, config, facts, has_triton=True):
+        kinds *= 2  # steps whose prompts read a copy of the cache, and the cache itself
     return choosing + kinds * len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * widest * value_bytes
 
 

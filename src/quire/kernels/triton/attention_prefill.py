@@ -110,14 +110,18 @@ def fits_hopper(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_m: 
     block_size, dim = key_cache.shape[2:]
     return (
         block_m == 128
-        and dim in (64, 128, 256)  # whole slabs of 64, which are 128 bytes wide
         and block_size >= 8  # shared memory is laid out in units of so many rows
         and block_size & (block_size - 1) == 0
         and query.dtype == key_cache.dtype
-        and query.dtype in (torch.bfloat16, torch.float16)
         and key_cache.data_ptr() % 16 == value_cache.data_ptr() % 16 == 0
-        and has_gluon(query.device)
+        and takes_hopper(dim, query.dtype, query.device)
     )
+
+
+def takes_hopper(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel for Hopper GPUs can take heads of `dim` numbers in `dtype`."""
+    slabs = dim in (64, 128, 256)  # whole ones of 64, which are 128 bytes wide
+    return slabs and dtype in (torch.bfloat16, torch.float16) and has_gluon(device)
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from quire.config.arguments import VIRTUAL_BACKEND, check_backend
@@ -18,6 +20,9 @@ from quire.runtime.attention.virtual_flash import FlashVirtualAttention, can_fla
 from quire.runtime.layers.weights import Placement
 from quire.types.errors import ConfigError
 from quire.types.install import install_extra
+
+if TYPE_CHECKING:
+    from quire.runtime.attention.prefill_scratch import ScratchConfig
 
 USUAL_BLOCK_SIZE = 16
 
@@ -106,4 +111,14 @@ def make_backend(
         return MixedTritonAttention(heads, local_heads, cache, device, dependent_rows=rows)
     from quire.runtime.attention.triton import TritonAttention
 
-    return TritonAttention(heads, cache, device, dependent_rows=rows)
+    return TritonAttention(heads, cache, device, dependent_rows=rows, scratch=prefill_scratch(heads, cache, placement))
+
+
+def prefill_scratch(heads: Heads, cache: torch.dtype, placement: Placement) -> ScratchConfig | None:
+    """How chunks attend over a dequantized copy of a quantized cache; None: they read the cache itself. A copy pays
+    where the attention kernel for Hopper GPUs, which reads plain numbers alone, takes the heads."""
+    from quire.kernels.triton.attention_prefill import takes_hopper
+    from quire.runtime.attention.prefill_scratch import ScratchConfig
+
+    pays = cache in SCALED and takes_hopper(heads.dim, placement.dtype, placement.device)
+    return ScratchConfig(placement.dtype) if pays else None

@@ -1,7 +1,7 @@
 """The GPU backend: decode rows by split attention over a shared work list, prompt chunks by packed tiles.
 
 Both read the block tables of the persistent rows in place, so a step gathers no tables; its plan is made once and
-read by every layer.
+read by every layer. Chunks over a quantized cache may attend over a dequantized copy instead.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -36,12 +34,12 @@ from quire.kernels.triton.attention_schedule import (
     with_own_lists,
 )
 from quire.runtime.attention.backend import Kernels, LayerCache
+from quire.runtime.attention.prefill_scratch import PrefillScratch, ScratchConfig, ScratchPlan, Spans
 from quire.runtime.transfer import Courier
 
 SPARE_TILES = 48  # that are not full, one at most of each chunk
 CASCADE_BYTES = 40 << 20  # of keys and values that are read while a cascade's second launch ramps up and down
 Splits = Mapping[int | None, SplitPlan]  # by the window of the layers that read it
-Spans = npt.NDArray[np.int64]  # [chunks, 4]: first token in the batch, its position, tokens, row
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +56,13 @@ class TritonPlan:
     splits: Splits  # of the decode rows; none where there are no such rows
     cascade: CascadePlan | None  # of their shared prefixes, for layers without a window
     prefill: PrefillPlan | None  # of the chunks
+    scratch: ScratchPlan | None = None  # of the chunks in layers without a window, in place of `prefill`
 
     local: TritonPlan | None = None  # of layers with a window, where their heads are others
 
     def over(self, tables: Tensor) -> TritonPlan:
         """The same step, for layers that read other tables and have a window."""
-        return replace(self.local or self, tables=tables, cascade=None)
+        return replace(self.local or self, tables=tables, cascade=None, scratch=None)
 
 
 class TritonAttention:
@@ -74,9 +73,13 @@ class TritonAttention:
 
     kernels: Kernels = "triton"
 
-    def __init__(self, heads: Heads, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:
-        """dtype: of the cache."""
-        self._heads, self._dependent_rows = heads, dependent_rows
+    def __init__(
+        self, heads: Heads, dtype: torch.dtype, device: torch.device, *, dependent_rows: int,
+        scratch: ScratchConfig | None = None,
+    ) -> None:  # fmt: skip
+        """dtype: of the cache; scratch: whether and when chunks attend over a dequantized copy of what they see."""
+        self._heads, self._dependent_rows, self._scratch_config = heads, dependent_rows, scratch
+        self._scratch: PrefillScratch | None = None
         self._windows: dict[int | None, None] = {}  # of all layers, each once, in their order
         self._prefill = prefill_config(heads.dim, dtype, device)
         self._reserved: Reserved | None = None
@@ -85,9 +88,13 @@ class TritonAttention:
         """All of them, before `reserve`."""
         self._windows[rule.window] = None
 
-    def reserve(self, caches: Sequence[LayerCache], max_rows: int) -> None:
-        """Allocate the work lists for steps of up to `max_rows` decode rows; caches: one of a layer of each table."""
+    def reserve(self, caches: Sequence[LayerCache], max_rows: int, scratch_tokens: int = 0) -> None:
+        """Allocate the work lists for steps of up to `max_rows` decode rows; caches: one of a layer of each table.
+
+        Where chunks attend over a dequantized copy, it has room for `scratch_tokens` of all sequences of a step."""
         key = caches[0].seen_keys
+        if self._scratch_config is not None and caches[0].scales is not None and None in self._windows:
+            self._scratch = PrefillScratch(self._scratch_config, self._heads, scratch_tokens, key.device)
         cascade = allocate_cascade_plan(key, self._heads.num_query, max_rows, max_rows)
         self._reserved = Reserved.of(key, self._heads, max_rows, tuple(self._windows), cascade)
 
@@ -124,10 +131,24 @@ class TritonAttention:
         group, block_m = self._heads.num_query // self._heads.num_kv, self._prefill.block_m
         return -(-num_tokens * group // block_m) + min(num_tokens, SPARE_TILES)
 
-    def tiles(self, spans: Spans, room: int | None = None) -> Tensor:
-        """The tile list of a step's chunks, on the host, padded to `room`."""
+    @property
+    def has_scratch(self) -> bool:
+        """Whether chunks of some steps attend over a dequantized copy of what they see."""
+        return self._scratch is not None
+
+    def takes_scratch(self, spans: Spans) -> bool:
+        """Whether these chunks do."""
+        return self._scratch is not None and self._scratch.pays(spans)
+
+    def tiles(self, spans: Spans, room: int | None = None, *, scratch: bool = False) -> Tensor:
+        """The tile list of a step's chunks, on the host, padded to `room`; with `scratch`, behind the lists of their
+        dequantized copy."""
         group = self._heads.num_query // self._heads.num_kv
-        return lay_out_tiles(spans, group, self._prefill.block_m, room)  # type: ignore[arg-type]  # reads any lines of 4
+        tiles = lay_out_tiles(spans, group, self._prefill.block_m, room)  # type: ignore[arg-type]  # reads any lines of 4
+        if not scratch:
+            return tiles
+        assert self._scratch is not None
+        return torch.cat((self._scratch.lists(spans, self._prefill.block_m, room), tiles))
 
     def plan(
         self,
@@ -138,6 +159,7 @@ class TritonAttention:
         tiles: Tensor | None,  # what `tiles` made, on the device
         *,
         cascade: bool = False,  # prefixes are read once for each of the groups that are set
+        scratch: bool = False,  # `tiles` was made with it
     ) -> TritonPlan:
         """The plan of a step, by one launch for each window that layers have. Holds until the next one is made.
 
@@ -149,8 +171,13 @@ class TritonAttention:
         for window, split in splits.items():
             begins = None if prefixes is None or window is not None else prefixes.begins[:count]
             fill_split_plan(split, lengths, begins=begins, table_rows=rows[:count], window=window)
+        copied = None
+        if scratch:
+            assert tiles is not None
+            assert self._scratch is not None
+            copied, tiles = self._scratch.plan(tiles, self._prefill)
         prefill = None if tiles is None else PrefillPlan(self._prefill, tiles)
-        return TritonPlan(rows, positions, tables, count, splits, prefixes, prefill)
+        return TritonPlan(rows, positions, tables, count, splits, prefixes, prefill, copied)
 
     def attend(
         self,
@@ -171,7 +198,10 @@ class TritonAttention:
                 prefix = attend_prefixes(*memory, plan.cascade, rule, **more)
             split = plan.splits[rule.window]
             paged_decode(*memory, split, rule, out=out[:count], prefix=prefix, **more)
-        if plan.prefill is not None:
+        if plan.scratch is not None and rule.window is None:
+            copied, dependent = plan.scratch, self.is_dependent(len(query))
+            copied.memory.attend(query, cache, plan.tables, copied, rule, out, dependent=dependent)
+        elif plan.prefill is not None:
             memory = (query, cache.key, cache.value, plan.tables)
             paged_prefill(*memory, plan.prefill, rule, out=out, **more)
         return out.flatten(1)

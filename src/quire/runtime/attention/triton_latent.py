@@ -24,7 +24,7 @@ class LatentTritonAttention(TritonAttention):
         super().__init__(heads, dtype, device, dependent_rows=dependent_rows)
         self._prefill = latent_prefill_config(dtype.itemsize, device)
 
-    def reserve(self, caches: Sequence[LayerCache], max_rows: int) -> None:
+    def reserve(self, caches: Sequence[LayerCache], max_rows: int, scratch_tokens: int = 0) -> None:  # noqa: ARG002
         cache, heads = caches[0], self._heads.num_query
         key = cache.key
         groups = head_groups(heads)

@@ -11,7 +11,8 @@ from torch import Tensor
 from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import LayerCache
-from quire.runtime.attention.triton import Reserved, Spans, TritonAttention, TritonPlan
+from quire.runtime.attention.prefill_scratch import Spans
+from quire.runtime.attention.triton import Reserved, TritonAttention, TritonPlan
 
 
 class LocalTritonAttention(TritonAttention):
@@ -40,8 +41,8 @@ class MixedTritonAttention(TritonAttention):
         else:
             self._local.accept(rule)
 
-    def reserve(self, caches: Sequence[LayerCache], max_rows: int) -> None:
-        super().reserve(caches, max_rows)
+    def reserve(self, caches: Sequence[LayerCache], max_rows: int, scratch_tokens: int = 0) -> None:
+        super().reserve(caches, max_rows, scratch_tokens)
         self._local.reserve_beside(self, caches[1], max_rows)
 
     def num_tiles(self, spans: Spans) -> int:
@@ -50,14 +51,16 @@ class MixedTritonAttention(TritonAttention):
     def tile_room(self, num_tokens: int) -> int:
         return max(super().tile_room(num_tokens), self._local.tile_room(num_tokens))
 
-    def tiles(self, spans: Spans, room: int | None = None) -> Tensor:
+    def tiles(self, spans: Spans, room: int | None = None, *, scratch: bool = False) -> Tensor:
+        assert not scratch, "chunks of mixed heads read the cache itself"
         room = self.num_tiles(spans) if room is None else room
         return torch.cat((super().tiles(spans, room), self._local.tiles(spans, room)))
 
     def plan(
         self, rows: Tensor, positions: Tensor, lengths: Tensor, tables: Tensor, tiles: Tensor | None,
-        *, cascade: bool = False,
+        *, cascade: bool = False, scratch: bool = False,
     ) -> TritonPlan:  # fmt: skip
+        assert not scratch
         own, local = (None, None) if tiles is None else tiles.chunk(2)
         of_window = self._local.plan(rows, positions, lengths, tables, local)
         return replace(super().plan(rows, positions, lengths, tables, own, cascade=cascade), local=of_window)

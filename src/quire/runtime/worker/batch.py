@@ -32,6 +32,7 @@ class StepShape(NamedTuple):
     chunks: bool
     cascade: bool
     adapters: bool = False  # a token uses a LoRA adapter
+    scratch: bool = False  # chunks attend over a dequantized copy of what they see
 
 
 @dataclass(frozen=True, slots=True)

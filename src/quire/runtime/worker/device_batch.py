@@ -55,7 +55,8 @@ class DeviceBatchBuilder:
         self._tables = tables_of(rows, cache)
         most = self._buckets[-1] if self._buckets else 0
         num_bytes = most * _BYTES_PER_TOKEN + self._segment_room(most) * _BYTES_PER_SEGMENT + _BYTES_BESIDE
-        num_bytes += self._attention.tiles(find_spans(StepPlan(step=0)), self._attention.tile_room(most)).nbytes
+        nothing, scratch = find_spans(StepPlan(step=0)), self._attention.has_scratch
+        num_bytes += self._attention.tiles(nothing, self._attention.tile_room(most), scratch=scratch).nbytes
         if self.adapters is not None:
             num_bytes += most * _BYTES_PER_ADAPTED_TOKEN + _BYTES_BESIDE
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
@@ -70,13 +71,14 @@ class DeviceBatchBuilder:
         segments = None if self._states is None else self._states.segments(plan, decodes, spans)
         room, decoded = self._room(len(positions), spans, segments), rows.lengths[decodes]
         adapted = self.adapters is not None and self.adapters.are_used(token_rows)
-        shape = None if room is None else StepShape(room, len(decodes) > 0, len(spans) > 0, cascade, adapted)
-        tiles = self._tiles(spans, shape) if len(spans) else None
+        scratch, kind = self._attention.takes_scratch(spans), (len(decodes) > 0, len(spans) > 0, cascade, adapted)
+        shape = None if room is None else StepShape(room, *kind, scratch)
+        tiles = self._tiles(spans, shape, scratch=scratch) if len(spans) else None
         if shape is not None:
             token_rows, positions = _pad(token_rows, shape.tokens, PADDING), _pad(positions, shape.tokens, 0)
             decoded = _pad(decoded, self._looked_at(shape), 0)
             segments = None if segments is None else self._pad_segments(segments, shape.tokens)
-        step = self._step(token_rows, positions, spans, decoded, tiles, segments, shape, cascade=cascade)
+        step = self._step(token_rows, positions, spans, decoded, tiles, segments, shape, (cascade, scratch))
         if adapted:
             step = replace(step, adapters=self._adapter_step(step, token_rows, found.wanted))
         return make_batch(step, found, chosen, shape)
@@ -84,7 +86,7 @@ class DeviceBatchBuilder:
     def usual_shapes(self) -> list[StepShape]:
         """Those that most steps have: chunks alone, and chunks beside decodes."""
         return [
-            StepShape(tokens, decodes, True, False, adapted)
+            StepShape(tokens, decodes, True, False, adapted, self._attention.takes_scratch(_one_chunk(tokens)))
             for adapted in ((False,) if self.adapters is None else (False, True))
             for tokens in self._buckets
             for decodes in (False, True)
@@ -93,23 +95,25 @@ class DeviceBatchBuilder:
     def blank(self, shape: StepShape) -> Batch:
         """A step of that shape that is nothing but padding: it changes no row and no block."""
         nothing = find_spans(StepPlan(step=0))
-        tiles = self._tiles(nothing, shape) if shape.chunks else None
-        return self._blank(shape.tokens, self._looked_at(shape), tiles, shape)
+        tiles = self._tiles(nothing, shape, scratch=shape.scratch) if shape.chunks else None
+        return self._blank(shape.tokens, self._looked_at(shape), tiles, shape, (shape.cascade, shape.scratch))
 
     def blank_large(self, num_decodes: int) -> Batch:
         """A step that no bucket has room for, of chunks beside so many decodes; it is nothing but padding."""
         most = self._buckets[-1] if self._buckets else 0
-        tiles = self._tiles(find_spans(StepPlan(step=0)), None)
-        return self._blank(max(most + 1, num_decodes), num_decodes, tiles, None)
+        scratch = self._attention.takes_scratch(_one_chunk(most + 1))
+        tiles = self._tiles(find_spans(StepPlan(step=0)), None, scratch=scratch)
+        return self._blank(max(most + 1, num_decodes), num_decodes, tiles, None, (False, scratch))
 
     def _blank(
-        self, num_tokens: int, num_decodes: int, tiles: npt.NDArray[np.int32] | None, shape: StepShape | None
-    ) -> Batch:
+        self, num_tokens: int, num_decodes: int, tiles: npt.NDArray[np.int32] | None, shape: StepShape | None,
+        attended: tuple[bool, bool],
+    ) -> Batch:  # fmt: skip
         padding, nothing = np.full(num_tokens, PADDING, dtype=np.int64), StepPlan(step=0)
-        decoded, cascade = np.zeros(num_decodes, dtype=np.int64), shape is not None and shape.cascade
+        decoded = np.zeros(num_decodes, dtype=np.int64)
         segments = None if self._states is None else self._pad_segments(np.empty((0, 4), dtype=np.int64), num_tokens)
         spans = find_spans(nothing)
-        step = self._step(padding, np.zeros_like(padding), spans, decoded, tiles, segments, shape, cascade=cascade)
+        step = self._step(padding, np.zeros_like(padding), spans, decoded, tiles, segments, shape, attended)
         found = find_samples(nothing, np.zeros(0, dtype=np.int64), self._rows.lengths, spans)
         chosen = self._rows.courier.send(found.rows.astype(np.int32), *found[1:5])
         return make_batch(step, found, chosen, shape)
@@ -118,9 +122,9 @@ class DeviceBatchBuilder:
         """How many tokens of a padded step are looked at for rows that decode: all those, then chunks and padding."""
         return min(shape.tokens, self._rows.spare) if shape.decodes else 0
 
-    def _tiles(self, spans: Longs, shape: StepShape | None) -> npt.NDArray[np.int32]:
+    def _tiles(self, spans: Longs, shape: StepShape | None, *, scratch: bool) -> npt.NDArray[np.int32]:
         room = None if shape is None else self._attention.tile_room(shape.tokens)
-        tiles: npt.NDArray[np.int32] = self._attention.tiles(spans, room).numpy()
+        tiles: npt.NDArray[np.int32] = self._attention.tiles(spans, room, scratch=scratch).numpy()
         return tiles
 
     def _segment_room(self, num_tokens: int) -> int:
@@ -151,8 +155,7 @@ class DeviceBatchBuilder:
         tiles: npt.NDArray[np.int32] | None,
         segments: Longs | None,
         shape: StepShape | None,
-        *,
-        cascade: bool,
+        attended: tuple[bool, bool],  # whether decodes read by a cascade, and chunks a dequantized copy
     ) -> ForwardStep:
         rows, parts = self._rows, np.empty((0, 4), dtype=np.int64) if segments is None else segments
         places = np.where(token_rows == PADDING, rows.spare, token_rows)  # the spare row is empty
@@ -174,8 +177,9 @@ class DeviceBatchBuilder:
         )
         token_ids = torch.empty_like(where, dtype=torch.int32) if shape is None else self._token_ids[: shape.tokens]
         torch.index_select(rows.tokens.view(-1), 0, where, out=token_ids)
+        cascade, scratch = attended
         attention = self._attention.plan(
-            row, position, decode, rows.tables, None if tiles is None else tile, cascade=cascade
+            row, position, decode, rows.tables, None if tiles is None else tile, cascade=cascade, scratch=scratch
         )
         return ForwardStep(
             token_ids=token_ids,
@@ -228,6 +232,11 @@ class DeviceBatchBuilder:
 def _all_tokens(tiles: AdapterTiles) -> AdapterStep:
     rows = AdaptedRows(tiles=tiles)
     return AdapterStep(rows, rows)
+
+
+def _one_chunk(num_tokens: int) -> Longs:
+    """The spans of a step that is the first so many tokens of a prompt."""
+    return np.array([(0, 0, num_tokens, 0)], dtype=np.int64)
 
 
 def _pad(numbers: Longs, room: int, filler: int) -> Longs:

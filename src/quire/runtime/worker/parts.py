@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from quire.config.attention_memory import scratch_tokens
 from quire.config.engine import EngineConfig, token_buckets
 from quire.config.kv_cache import lay_out, stored_specs
 from quire.config.model import ModelConfig
@@ -144,7 +145,7 @@ def _device_parts(
     from quire.runtime.worker.shared_runs import SharedRuns
 
     rows = DeviceRows(*row_shape)
-    backend.reserve(cache.of_tables, config.scheduler.num_rows)
+    backend.reserve(cache.of_tables, config.scheduler.num_rows, scratch_tokens(model_config, config))
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
     state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states, images, adapters)
     on_gpu, group = rows.device.type == "cuda", ranks.tensor

@@ -1,0 +1,94 @@
+"""A worker whose prompt chunks attend over a dequantized copy: the tokens and logits of one that has none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton_cases  # noqa: F401  float8 as hardware rounds it
+from quire.config.model import Heads
+from quire.runtime.attention import registry
+from quire.runtime.attention.prefill_scratch import ScratchConfig
+from quire.runtime.worker import forward_graphs, parts
+from quire.runtime.worker.batch import StepShape
+from quire.runtime.worker.forward_graphs import ForwardGraphs
+from quire.types.step import Chunk
+from tiny_models import Bench, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
+
+LONG = list(range(3, 27))
+PAGE = 8
+
+
+@cache
+def checkpoint() -> MemoryCheckpoint:
+    sizes = {"num_layers": 2, "hidden_size": 32, "intermediate_size": 32, "heads": Heads(4, 2, 16)}
+    return random_checkpoint(tiny_config("qwen3", **sizes, tie_word_embeddings=True))
+
+
+def bench(kv_dtype: str, *, eager: bool = False) -> Bench:
+    config = engine_config(max_len=64, kv_dtype=kv_dtype)
+    return Bench(checkpoint(), replace(config, device=replace(config.device, enforce_eager=eager)), attention="triton")
+
+
+def copying(monkeypatch: pytest.MonkeyPatch, kv_dtype: str, *, tokens: int = 64, eager: bool = False) -> Bench:
+    """A bench whose chunks of at least 3 tokens attend over a copy, if what they see fits into so many tokens."""
+    config = ScratchConfig(torch.float32, least_rows=4, page=PAGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "prefill_scratch", lambda *_: config)
+        patch.setattr(parts, "scratch_tokens", lambda *_: tokens)
+        return bench(kv_dtype, eager=eager)
+
+
+def drive(made: Bench) -> Bench:
+    """Prompts in chunks beside decodes, with steps of all kinds."""
+    made.add(0, LONG[:5])
+    made.add(1, LONG[:9])
+    made.run(chunks=[Chunk(0, 0, 5, (0,)), Chunk(1, 0, 6)])
+    made.run(decode=[0], chunks=[Chunk(1, 6, 3, (1,))])
+    made.add(4, LONG)
+    made.run(decode=[1, 0], chunks=[Chunk(4, 0, 7)])
+    made.run(decode=[0, 1], chunks=[Chunk(4, 7, 1)])  # too few tokens
+    made.run(decode=[1], chunks=[Chunk(4, 8, 15)])
+    made.run(chunks=[Chunk(4, 23, 1, (4,))])
+    made.run(decode=[4, 0, 1])
+    return made
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8", "int4"])
+def test_tokens_and_logits_are_those_over_the_cache(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 0)
+    plain, copied = drive(bench(kv_dtype)), drive(copying(monkeypatch, kv_dtype))
+    assert copied.tokens == plain.tokens
+    for row, seen in plain.sampler.seen.items():
+        torch.testing.assert_close(torch.stack(copied.sampler.seen[row]), torch.stack(seen), rtol=0.0, atol=1e-2)
+    graphs = copied.worker._runner._forward
+    assert isinstance(graphs, ForwardGraphs)
+    assert set(graphs._graphs) == {
+        StepShape(16, False, True, False, scratch=True),
+        StepShape(16, True, True, False, scratch=True),
+        StepShape(16, True, True, False),
+        StepShape(16, False, True, False),
+        StepShape(16, True, False, False),
+    }
+
+
+def test_steps_that_do_not_fit_or_are_not_padded_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = drive(bench("float8")).tokens
+    tight = copying(monkeypatch, "float8", tokens=PAGE)  # one sequence of up to 8 tokens
+    assert drive(tight).tokens == wanted
+    assert drive(copying(monkeypatch, "float8", eager=True)).tokens == wanted
+
+
+def test_usual_steps_are_prepared_with_a_copy_where_their_chunks_take_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = copying(monkeypatch, "int8").worker._runner._batches
+    shapes = batches.usual_shapes()  # type: ignore[attr-defined]
+    assert {shape.scratch for shape in shapes if shape.tokens == 16} == {True}
+    assert {shape.scratch for shape in shapes if shape.tokens > 64} == {False}  # more than fit
+    blank = batches.blank(shapes[0])  # type: ignore[attr-defined]
+    assert blank.step.attention.scratch is not None
+    assert int(blank.step.attention.scratch.pages[0, 0]) == 0
