@@ -47,7 +47,7 @@ def test_products_of_the_norm_of_the_stream(kind: str, outputs: int, inputs: int
     check_program(RowProgram, [phase], rand(1, inputs, dtype=BF16, seed=3, scale=2.0))
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(100, 576), (1536, 576), (14336, 4096)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(112, 576), (1536, 576), (14336, 4096)])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

@@ -138,6 +138,18 @@ __device__ __forceinline__ void ask_for_tokens(Tokens& tokens, const Phase& p, c
     }
 }
 
+constexpr int FETCHED = 4;  // rounds of all warps, that the L2 cache is asked for tokens ahead of their use
+
+// Let the L2 cache read the tokens from `begin` on: a lane for every 128 bytes of keys, and of values.
+__device__ __forceinline__ void fetch_tokens(const Phase& p, const int* table, int head, int begin, int last) {
+    constexpr int BYTES = CACHE_KIND == BF16 ? 2 : 1, LINES = (HEAD_DIM * BYTES + 127) / 128;
+    const int lane = threadIdx.x % 32, token = begin + lane / LINES;
+    if (lane >= LINES * TOKENS * AHEAD || token >= last) return;
+    const long long at = place_of(p, table, head, token).at * BYTES + lane % LINES * 128;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.keys + at));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.values + at));
+}
+
 __device__ __forceinline__ int first_token(int first) { return first + threadIdx.x / 32 * TOKENS * AHEAD; }
 
 // The tokens first .. last - 1 of a context, shared out over the warps, and then, with `own`, the token itself, whose key
@@ -173,7 +185,10 @@ __device__ __forceinline__ void read_context(
         }
         const int left = last - begin - lane / TOKEN_LANES;  // of this group of lanes, TOKENS apart
         const int num_there = is_own ? (lane < TOKEN_LANES ? 1 : 0) : (left + TOKENS - 1) / TOKENS;
-        if (!is_own) ask_for_tokens(tokens, p, table, head, begin + WARPS * TOKENS * AHEAD, last);
+        if (!is_own) {
+            ask_for_tokens(tokens, p, table, head, begin + WARPS * TOKENS * AHEAD, last);
+            fetch_tokens(p, table, head, begin + FETCHED * WARPS * TOKENS * AHEAD, last);
+        }
         take_in(seen, p, query, key, value, key_scales, value_scales, num_there);
     }
 }

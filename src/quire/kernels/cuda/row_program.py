@@ -31,6 +31,7 @@ _STATIC_BYTES = 7168  # of shared memory, beside what a launch asks for
 _DIMS, _MOST_QUERIES = (64, 128, 256), 8
 _ALIGNED = 16
 _STREAM = 1  # in place of an address
+_MOST_LAYER_BYTES = 200 << 20  # of bfloat16 weights, up to which it was faster
 
 
 def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
@@ -91,6 +92,19 @@ def why_not_row_program(device: torch.device) -> str | None:
 def takes_phase(phase: Phase) -> bool:
     """Whether the kernel has this kind of phase."""
     return _takes_attention(phase) if isinstance(phase, AttentionPhase) else _takes_product(phase)
+
+
+def why_not_faster(phases: Sequence[Phase]) -> str | None:
+    """Why phases run faster kernel by kernel, as measured on an H200; None: they do not. Layers of many bytes leave
+    little to gain, and numbers of 8 bits are not converted fast enough."""
+    weights = [phase.weight for phase in phases if isinstance(phase, ProductPhase)]
+    if any(isinstance(weight, ScaledRowsWeight) for weight in weights):
+        return "weights of 8 bits are multiplied faster by other kernels"
+    layers = sum(isinstance(phase, AttentionPhase) for phase in phases)
+    plain = sum(weight.numel() * weight.element_size() for weight in weights if isinstance(weight, Tensor))
+    if plain > _MOST_LAYER_BYTES * max(layers, 1):
+        return f"layers of {plain // max(layers, 1) >> 20} MiB of weights are read as fast by other kernels"
+    return None
 
 
 def _takes_attention(phase: AttentionPhase) -> bool:
@@ -180,7 +194,8 @@ class RowProgram:
         for number, table in enumerate(tables[:_MOST_TABLES]):
             given.tables[number] = table.data_ptr()
             given.table_strides[number], given.table_widths[number] = table.stride(0), table.shape[1]
-        self._kernel.launch(self._programs, 32 * (_WARPS + _COPYING), (given, ctypes.c_uint64(self._records.data_ptr())))
+        threads = 32 * (_WARPS + _COPYING)
+        self._kernel.launch(self._programs, threads, (given, ctypes.c_uint64(self._records.data_ptr())))
 
 
 class _Vectors:

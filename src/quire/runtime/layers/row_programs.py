@@ -47,8 +47,8 @@ class RowKernel(Protocol):
         """Whether it can run a phase."""
 
     def make(self, phases: Sequence[Phase], device: torch.device) -> RowRun:
-        """Phases that it takes, for a device that it runs on. Keeps all their tensors. Raises ValueError if it cannot run
-        them together."""
+        """Phases that it takes, for a device that it runs on. Keeps all their tensors. Raises ValueError if it cannot
+        run them together, or not faster than layer by layer."""
 
 
 class CudaRowKernel:
@@ -63,8 +63,11 @@ class CudaRowKernel:
         return takes_phase(phase)
 
     def make(self, phases: Sequence[Phase], device: torch.device) -> RowRun:
-        from quire.kernels.cuda.row_program import RowProgram
+        from quire.kernels.cuda.row_program import RowProgram, why_not_faster
 
+        reason = why_not_faster(phases)
+        if reason is not None:
+            raise ValueError(reason)
         return RowProgram(phases, device)
 
 
@@ -138,7 +141,7 @@ class RowPrograms:
             return _Traced(None, caches, sys.maxsize)
         try:
             run = self._kernel.make(writer.phases, device)
-        except ValueError as reason:  # each phase is the kernel's, but not all of them together
+        except ValueError as reason:
             logger.info("steps of one row run layer by layer: %s", reason)
             return _Traced(None, caches, sys.maxsize)
         logger.info("steps of one row run as one kernel of %d phases", len(writer.phases))

@@ -1,0 +1,99 @@
+"""What of the kernel for one row can be checked without a GPU: its records, and when it is used."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.cuda import nvrtc, row_program
+from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight
+from quire.kernels.triton.nibble_products import pack_nibbles
+
+FOLDER = Path(row_program.__file__).parent
+BF16 = torch.bfloat16
+SIZES = {"u64": 8, "long long": 8, "int": 4, "float": 4, "short": 2}
+PLAIN = {ctypes.c_uint64: "u64", ctypes.c_int64: "long long", ctypes.c_int32: "int", ctypes.c_float: "float"}
+
+
+def fields_of(struct: str, file: str) -> list[tuple[str, str]]:
+    """(type, name) of a struct of plain numbers, in order."""
+    text = re.sub(r"//[^\n]*", "", (FOLDER / file).read_text())
+    body = re.search(rf"struct {struct} {{(.*?)}};", text, re.DOTALL)
+    assert body is not None
+    lines = (line.strip() for line in body.group(1).split(";"))
+    found = []
+    for line in filter(None, lines):
+        kind = next(kind for kind in SIZES if line.startswith(kind))
+        found += [(kind, name.strip()) for name in line[len(kind) :].split(",")]
+    return found
+
+
+def test_records_are_those_of_the_source() -> None:
+    pairs = [("Phase", "row_common.cuh", row_program._Phase), ("Source", "row_ring.cuh", row_program._Source)]
+    for struct, file, record in pairs:
+        names = {**PLAIN, ctypes.c_int16: "short"}
+        ours = [(names[kind], name) for name, kind in record._fields_]
+        assert ours == fields_of(struct, file)
+        assert ctypes.sizeof(record) % 8 == 0  # copied by words of eight bytes
+
+
+def product(outputs: int, inputs: int, *, device: str = "meta") -> ProductPhase:
+    return ProductPhase(torch.empty(outputs, inputs, dtype=BF16, device=device), None, torch.empty(outputs, dtype=BF16))
+
+
+def attention() -> AttentionPhase:
+    cache = torch.zeros(2, 2, 16, 64, dtype=BF16)
+    vectors = torch.zeros(8 * 64, dtype=BF16), torch.zeros(4 * 64, dtype=BF16)
+    return AttentionPhase(*vectors, 4, 2, 64, None, None, cache, cache, None, 0, AttentionRule(0.125))
+
+
+def test_small_layers_are_run_together_and_large_ones_are_not() -> None:
+    small: list[Phase] = [product(4096, 1024), attention()]
+    assert row_program.why_not_faster(small) is None
+    large: list[Phase] = [product(28_672, 4096), attention()]
+    assert "224 MiB" in str(row_program.why_not_faster(large))
+    assert row_program.why_not_faster([*large, attention()]) is None  # it is the layer that counts
+
+
+def test_weights_of_8_bits_stay_with_other_kernels_and_those_of_4_do_not() -> None:
+    numbers = torch.zeros(32, 64, dtype=torch.int8)
+    scaled = ProductPhase(ScaledRowsWeight(numbers, torch.ones(32)), None, torch.zeros(32, dtype=BF16))
+    assert "8 bits" in str(row_program.why_not_faster([scaled]))
+    levels, scales = torch.zeros(64, 128, dtype=torch.uint8), torch.ones(64, 2, dtype=torch.float16)
+    nibbles = ProductPhase(pack_nibbles(levels, scales, None), None, torch.zeros(64, dtype=BF16))
+    assert row_program.why_not_faster([nibbles]) is None
+
+
+def test_phases_that_the_kernel_lacks() -> None:
+    vector = torch.zeros(64, dtype=BF16)
+    weight = torch.zeros(64, 64, dtype=BF16)
+    assert row_program.takes_phase(ProductPhase(weight, vector, None))
+    assert not row_program.takes_phase(ProductPhase(weight, vector, vector))  # others read it meanwhile
+    assert not row_program.takes_phase(ProductPhase(weight.float(), vector, None))
+    assert not row_program.takes_phase(
+        ProductPhase(torch.zeros(64, 40, dtype=BF16), vector[:40], None)
+    )  # no whole units
+    assert row_program.takes_phase(attention())
+
+
+def test_a_machine_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert row_program.why_not_row_program(torch.device("cpu")) == "it runs on CUDA devices"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    nvrtc.why_no_nvrtc.cache_clear()
+    assert nvrtc.why_no_nvrtc() == "torch was built without CUDA"
+    nvrtc.why_no_nvrtc.cache_clear()
+
+
+def test_code_that_cannot_be_kept_costs_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "folder" / "code.cubin"
+    nvrtc._keep(place, b"code")
+    assert place.read_bytes() == b"code"
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    nvrtc._keep(blocked / "code.cubin", b"code")
+    assert [path.name for path in place.parent.iterdir()] == ["code.cubin"]
