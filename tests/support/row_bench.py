@@ -43,6 +43,8 @@ class ReferenceKernel:
 
     made: list[CountedProgram] = field(default_factory=list)
     refuses: type | None = None  # phases of this type
+    longest: int = 1 << 30  # of a program
+    why_not_faster: str | None = None  # what `make` complains about
 
     def why_not(self, device: torch.device) -> str | None:
         return None
@@ -51,7 +53,10 @@ class ReferenceKernel:
         return self.refuses is None or not isinstance(phase, self.refuses)
 
     def make(self, phases: Sequence[Phase], device: torch.device) -> RowRun:
+        if self.why_not_faster is not None:
+            raise ValueError(self.why_not_faster)
         self.made.append(CountedProgram(phases, device))
+        self.made[-1].longest = self.longest
         return self.made[-1]
 
 

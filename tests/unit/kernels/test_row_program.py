@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.kernels.attention_rule import AttentionRule
-from quire.kernels.cuda import nvrtc, row_program
+from quire.kernels.cuda import nvrtc, row_program, row_records
 from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight
 from quire.kernels.triton.nibble_products import pack_nibbles
 
@@ -34,7 +34,7 @@ def fields_of(struct: str, file: str) -> list[tuple[str, str]]:
 
 
 def test_records_are_those_of_the_source() -> None:
-    pairs = [("Phase", "row_common.cuh", row_program._Phase), ("Source", "row_ring.cuh", row_program._Source)]
+    pairs = [("Phase", "row_common.cuh", row_records.PhaseRecord), ("Source", "row_ring.cuh", row_records.SourceRecord)]
     for struct, file, record in pairs:
         names = {**PLAIN, ctypes.c_int16: "short"}
         ours = [(names[kind], name) for name, kind in record._fields_]

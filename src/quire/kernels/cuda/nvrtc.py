@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import triton
 
 _FOLDER = Path(__file__).parent
 _DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -44,7 +43,7 @@ class CudaKernel:
         _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared_bytes), "cuFuncSetAttribute")
         self._function, self._shared_bytes = function, shared_bytes
 
-    def launch(self, programs: int, threads: int, arguments: Sequence[ctypes._SimpleCData | ctypes.Structure]) -> None:
+    def launch(self, programs: int, threads: int, arguments: Sequence[ctypes.c_uint64 | ctypes.Structure]) -> None:
         """On the current stream."""
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -59,12 +58,18 @@ def compile_source(files: Sequence[str], constants: dict[str, int], capability: 
     source = "".join((*lines, *((_FOLDER / name).read_text() for name in files)))
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}a", "--std=c++17"]
     key = hashlib.sha256("\0".join((source, *options, str(_version()))).encode()).hexdigest()
-    place = Path(triton.knobs.cache.dir) / "quire" / f"{key}.cubin"
+    place = _cache_folder() / f"{key}.cubin"
     if place.is_file():
         return place.read_bytes()
     code = _compile(source, options)
     _keep(place, code)
     return code
+
+
+def _cache_folder() -> Path:
+    import triton
+
+    return Path(triton.knobs.cache.dir) / "quire"
 
 
 def _compile(source: str, options: Sequence[str]) -> bytes:
@@ -80,7 +85,7 @@ def _compile(source: str, options: Sequence[str]) -> bytes:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _read(get_size: ctypes._CFuncPtr, get: ctypes._CFuncPtr, program: ctypes.c_void_p) -> bytes:
+def _read(get_size: Callable[..., int], get: Callable[..., int], program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     _check(get_size(program, ctypes.byref(size)), "NVRTC")
     buffer = ctypes.create_string_buffer(size.value)

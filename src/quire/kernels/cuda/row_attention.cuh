@@ -97,22 +97,6 @@ __device__ __forceinline__ void take_in(
     }
 }
 
-// Where a token of the context lies.
-struct Place { long long at, of_scale; };
-
-__device__ __forceinline__ Place place_of(const Phase& p, const int* table, int head, int token) {
-    const long long block = table[token / p.block_size];
-    const int inside = token % p.block_size;
-    const long long begin = block * p.block_stride + (long long)head * p.head_stride;
-    return {begin + (long long)inside * HEAD_DIM, begin / 4 + inside};
-}
-
-// The row's line of its block table; that of another row for padding, which reads nothing of it.
-__device__ __forceinline__ const int* table_of(const Phase& p, const Run& run) {
-    const long long row = max(0, run.rows[0]);
-    return reinterpret_cast<const int*>(run.tables[p.table]) + row * run.table_strides[p.table];
-}
-
 __device__ __forceinline__ float cache_scale(u64 scales, long long at) {
     return CACHE_KIND == BF16 ? 1.0f : reinterpret_cast<const float*>(scales)[at];
 }
@@ -191,85 +175,6 @@ __device__ __forceinline__ void read_context(
         }
         take_in(seen, p, query, key, value, key_scales, value_scales, num_there);
     }
-}
-
-// One head of the token by one warp: norm, positions; as float32 numbers that bfloat16 holds, in `out`.
-__device__ __forceinline__ void prepare_head(
-    const Phase& p, int number, u32 mark, u64 norm, bool turns, long long position, float* out) {
-    const int lane = threadIdx.x % 32;
-    float squares = 0.0f;
-    for (int i = lane * 4; i < HEAD_DIM; i += 128) {
-        const int at = number * HEAD_DIM + i;
-        float x[4];
-        if (p.plain_source) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) x[j] = from_bf16(reinterpret_cast<const u16*>(p.plain_source)[at + j]);
-        } else {
-            const uint4 words = await_words(p.source + 4ull * at, mark);
-            x[0] = high_half(words.x), x[1] = high_half(words.y), x[2] = high_half(words.z), x[3] = high_half(words.w);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            squares += x[j] * x[j];
-            out[i + j] = x[j];
-        }
-    }
-    __syncwarp();
-    if (norm) {
-        const float inverse = rsqrtf(sum_of_warp(squares) / HEAD_DIM + p.eps);
-        for (int i = lane; i < HEAD_DIM; i += 32) {
-            const float weight = p.norm_is_wide ? reinterpret_cast<const float*>(norm)[i]
-                                                : from_bf16(reinterpret_cast<const u16*>(norm)[i]);
-            out[i] = rounded(rounded(out[i] * inverse) * weight);
-        }
-    }
-    __syncwarp();
-    if (!turns || !p.angles) return;
-    const int half = p.turned / 2;
-    const u16* angles = reinterpret_cast<const u16*>(p.angles) + position * p.turned;
-    for (int i = lane; i < half; i += 32) {
-        const float cosine = from_bf16(angles[i]), sine = from_bf16(angles[half + i]);
-        const float first = out[i], second = out[half + i];
-        out[i] = rounded(first * cosine - second * sine);
-        out[half + i] = rounded(second * cosine + first * sine);
-    }
-    __syncwarp();
-}
-
-// Put a head into the cache, by one warp; what it holds then is left in `head`.
-__device__ __forceinline__ void store_head(u64 cache, u64 scales, const Place& place, float* head) {
-    const int lane = threadIdx.x % 32;
-    if (CACHE_KIND == BF16) {
-        for (int i = lane; i < HEAD_DIM; i += 32) write_number(cache + (place.at + i) * 2, head[i]);
-        return;
-    }
-    const float most = CACHE_KIND == INT8 ? 127.0f : 448.0f;
-    float largest = 0.0f;
-    bool is_finite = true;
-    for (int i = lane; i < HEAD_DIM; i += 32) {
-        is_finite &= fabsf(head[i]) <= 3.4e38f;
-        largest = fmaxf(largest, fabsf(head[i]));
-    }
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, apart));
-    largest = __all_sync(ALL_LANES, is_finite) ? fmaxf(largest, 1e-12f) : __int_as_float(0x7FC00000);
-    const float scale = __fdiv_rn(largest, most), inverse = __fdiv_rn(most, largest);
-    for (int i = lane; i < HEAD_DIM; i += 32) {
-        const float x = head[i] * inverse;
-        float kept;
-        if (CACHE_KIND == INT8) {
-            kept = fminf(fmaxf(rintf(x), -127.0f), 127.0f);
-            *reinterpret_cast<signed char*>(cache + place.at + i) = (signed char)(int)kept;
-        } else {
-            const u8 bits = to_float8(x);
-            float unused;
-            from_float8(bits, kept, unused);
-            *reinterpret_cast<u8*>(cache + place.at + i) = bits;
-        }
-        head[i] = kept * scale;
-    }
-    if (lane == 0) *(reinterpret_cast<float*>(scales) + place.of_scale) = scale;
-    __syncwarp();
 }
 
 // What `WARPS` parts in shared memory saw, together, for one number of one query.

@@ -31,10 +31,10 @@ struct Phase {
     int head_stride, block_size;
     int kind, outputs, inputs, row_bytes;
     int activation, adds, norm_is_wide, steps;
-    int group_shift, factor_stride, factor_is_half, num_query;
+    int group_shift, factor_stride, num_query;
     int num_kv, turned, table, window;
     int shift;               // program 0 begins with tile `grid - shift`, so that all get as many in the end
-    int source_phase, before_phase, unused;  // that wrote the source, and what is added to
+    int source_phase, before_phase;  // that wrote the source, and what is added to
     float eps, factor, softcap, value_scale;
 };
 

@@ -24,6 +24,8 @@ class ReferenceRowProgram:
     position lies past the end of its line of a table is not stored, and what it gets means nothing.
     """
 
+    longest = 1 << 30  # tokens of a context: no limit
+
     def __init__(self, phases: Sequence[Phase], device: torch.device) -> None:  # noqa: ARG002
         self.phases = tuple(phases)
 

@@ -79,12 +79,16 @@ class Blocks(nn.ModuleList):
             self._programs[count] = writer.finish(self._go_through(writer.stream, step))
         return self._programs[count]
 
-    def trace_row(self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None) -> None:
+    def trace_row(
+        self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None
+    ) -> int | None:
         """Make the program by which steps of one row run through the first layers over these caches, if a GPU's kernel
-        has all that they do. dtype: of the stream."""
+        has all that they do. dtype: of the stream. Returns up to how many tokens a row is run by it; None: there is no
+        program."""
         nothing = torch.empty(0, dtype=torch.int64)
         step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
-        self._row_programs.find(step, dtype, self._write_phases)
+        program = self._row_programs.find(step, dtype, self._write_phases)
+        return None if program is None else program.longest
 
     def _write_phases(self, x: RowSymbol, step: ForwardStep) -> Value:
         if self._beside:

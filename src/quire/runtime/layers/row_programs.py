@@ -32,6 +32,10 @@ GoThrough = Callable[[RowSymbol, ForwardStep], Value]  # the layers, as far as t
 class RowRun(Protocol):
     """Phases that are ready to run."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a context up to which layers run faster by it than one by one."""
+
     def run(self, stream: Tensor, positions: Tensor, rows: Tensor, tables: Sequence[Tensor]) -> None:
         """stream [1, hidden], changed in place; positions [1] int64; rows [1] int32, below 0: padding, no cache is
         written; tables: block tables [all rows, max blocks] int32, the first and those of windows."""
@@ -100,7 +104,7 @@ class RowPrograms:
 
     def run(self, x: Tensor, step: ForwardStep, go_through: GoThrough) -> bool:
         """Run a step by its program, which changes x [1, hidden]. False: it has none, and nothing was done."""
-        if len(x) != 1 or not _is_one_row(step):
+        if len(x) != 1 or step.is_long_row or not _is_one_row(step):
             return False
         program = self.find(step, x.dtype, go_through)
         if program is None:

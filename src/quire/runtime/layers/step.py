@@ -109,6 +109,7 @@ class ForwardStep:
     axes: Tensor | None = None
     features: Features | None = None  # in place of embeddings; None: all tokens have theirs
     adapters: AdapterStep | None = None  # None: no token of the step uses one
+    is_long_row: bool = False  # of one row, so long that its layers run faster one by one than as one kernel
     memo: dict[Any, Any] = field(default_factory=dict)  # what layers share: made by the first that needs it
 
     def slots_of(self, cache: LayerCache) -> Tensor:

@@ -121,8 +121,8 @@ class BaseModel(nn.Module):
     def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
         self._parts[1].trace(caches, self.embedding.dtype, num_layers)
 
-    def trace_row(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
-        self._parts[1].trace_row(caches, self.embedding.dtype, num_layers)
+    def trace_row(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> int | None:
+        return self._parts[1].trace_row(caches, self.embedding.dtype, num_layers)
 
     def adapted_layers(self) -> dict[str, Linear | TiedHead]:
         """The layers that LoRA adapters may change, by their paths: the linear ones of blocks, but not of routed

@@ -74,9 +74,10 @@ class Model(Protocol):
     def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
         """Write down the program of the first layers, for the compiled CPU kernels and caches like these."""
 
-    def trace_row(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
+    def trace_row(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> int | None:
         """Make the kernel by which steps of one row run through the first layers over these caches, on a GPU that has
-        it. Call it after `reserve`, and before such steps are captured."""
+        it. Call it after `reserve`, and before such steps are captured. Returns up to how many tokens a row is run by
+        it; None: there is none."""
 
 
 def build_model(config: ModelConfig, builder: LayerBuilder) -> BaseModel:

@@ -41,8 +41,8 @@ class ShallowDecoder:
     def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
         self._model.trace(caches, self._most(num_layers))
 
-    def trace_row(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
-        self._model.trace_row(caches, self._most(num_layers))
+    def trace_row(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> int | None:
+        return self._model.trace_row(caches, self._most(num_layers))
 
     def __call__(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
         return self._model(replace(step, num_layers=self._most(step.num_layers)), vectors)

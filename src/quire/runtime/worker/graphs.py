@@ -61,6 +61,7 @@ class Kind(NamedTuple):
     listed: int = NOTHING_LISTED  # likeliest tokens that are listed of each row, after the chosen token's logprob
     guided: bool = False  # two graphs: one up to the logits, one from the masks on
     adapters: bool = False  # a row uses a LoRA adapter
+    long: bool = False  # one row, too long for the kernel that runs all of its layers
 
 
 class _Graph(NamedTuple):
@@ -124,7 +125,10 @@ class DecodeGraphs:
         choice: TritonChoice,
         capture: Capture,
         vocabulary: Vocabulary | None = None,
+        *,
+        longest_row: int | None = None,  # that one kernel runs all layers of; None: there is no such kernel
     ) -> None:
+        self._longest_row = longest_row
         self._model, self._state, self._rows, self._vocabulary = model, state, state.rows, vocabulary
         self._sampling, self._choice, self._capture = sampling, choice, capture
         rows = state.rows
@@ -215,15 +219,19 @@ class DecodeGraphs:
             self._lists.room(listed),
             guided,
             self._state.adapters is not None and self._state.adapters.are_used(rows),
+            self._is_long(rows),
         )
         if kind in self._graphs or self._borrowed[kind] >= BORROWED_RUNS:
             return kind
-        larger = (kind._replace(bucket=bucket) for bucket in self._buckets[place + 1 :])
+        larger = (kind._replace(bucket=bucket, long=False) for bucket in self._buckets[place + 1 :])
         borrowed = next((other for other in larger if other in self._graphs), None)
         if borrowed is None:
             return kind
         self._borrowed[kind] += 1
         return borrowed
+
+    def _is_long(self, rows: Ints) -> bool:
+        return self._longest_row is not None and len(rows) == 1 and self._rows.lengths[rows[0]] > self._longest_row
 
     def _make(self, kind: Kind) -> _Graph:
         """Capture over nothing but padding, which changes no row."""
@@ -293,6 +301,7 @@ class DecodeGraphs:
             states=self._state_step(bucket),
             axes=self._axes(bucket, positions),
             adapters=self._adapters.step(bucket) if self._adapters is not None and kind.adapters else None,
+            is_long_row=kind.long,
         )
         adapted = None if step.adapters is None else step.adapters.wanted
         logits = self._model.logits(self._model(step, vectors), adapted)

@@ -154,13 +154,13 @@ def _device_parts(
         batches = DeviceBatchBuilder(state, (), plain=not model.is_static)
         return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
     model.reserve(rows.capacity)
-    model.trace_row(cache.layers)
+    longest = model.trace_row(cache.layers)
     capture = CudaCapture(rows.device, alone=group.size == 1) if on_gpu else NoCapture()
     batches = DeviceBatchBuilder(state, token_buckets(model_config, config), plain=False)
     choice, forward = _device_choice(sampler), ForwardGraphs(model, capture)
     if choice is None:
         return Parts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
-    graphs = DecodeGraphs(model, state, *choice, capture, vocabulary)
+    graphs = DecodeGraphs(model, state, *choice, capture, vocabulary, longest_row=longest)
     agree = partial(_agree, group, rows.device)
     return Parts(
         rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs, agree), states, images

@@ -154,6 +154,24 @@ def test_phases_that_the_kernel_does_not_have_run_layer_by_layer() -> None:
     assert not kernel.made
 
 
+def test_phases_that_run_faster_one_by_one_run_layer_by_layer(caplog: pytest.LogCaptureFixture) -> None:
+    bench, kernel = bench_of("llama"), ReferenceKernel(why_not_faster="they are slow together")
+    with caplog.at_level("INFO"):
+        bench.run(kernel, bench.step(1, 9))
+    assert "layer by layer: they are slow together" in caplog.text
+
+
+def test_a_row_that_is_too_long_runs_layer_by_layer() -> None:
+    bench, kernel = bench_of("llama"), ReferenceKernel(longest=77)
+    bench.blocks.run_rows_by(kernel)
+    bench.model.reserve(64)
+    assert bench.model.trace_row(bench.cache.layers) == 77
+    bench.go_on(bench.step(1, 9, is_long_row=True))
+    assert kernel.made[0].num_runs == 0
+    bench.go_on(bench.step(1, 9))
+    assert kernel.made[0].num_runs == 1
+
+
 def test_a_step_without_adapters_has_a_program_in_a_model_with_adapters() -> None:
     bench, kernel = bench_of("llama"), ReferenceKernel()
     bench.blocks.adapters = ActiveAdapters()

@@ -108,6 +108,20 @@ def test_the_graph_of_a_lone_row_runs_its_program() -> None:
     assert program.num_runs == 4  # when it was rehearsed, when it was captured, and for each token
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the reference waits for the device, which no graph does")
+def test_a_lone_row_that_has_grown_too_long_runs_layer_by_layer() -> None:
+    kernel = ReferenceKernel(longest=len(PROMPTS[0]) + 1)
+    plain, triton = bench("reference"), bench("triton", kernel)
+    graphs_of(triton)
+    (program,) = kernel.made
+    for made in (plain, triton):
+        start(made, [0])
+        for _ in range(4):
+            made.run(decode=[0])
+    assert triton.tokens == plain.tokens
+    assert program.num_runs == 2  # when it was captured, and for the first token
+
+
 def test_a_kind_runs_by_the_graph_of_a_larger_bucket_until_it_has_been_met_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
