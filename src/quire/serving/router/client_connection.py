@@ -41,8 +41,9 @@ class ConnectionState:
     """What all client connections of the router share."""
 
     def __init__(
-        self, limits: Limits, handle: Callable[[Request, ClientConnection], Coroutine[Any, Any, None]], root_path: str
+        self, limits: Limits, handle: Callable[[Request, ClientConnection], None], root_path: str
     ) -> None:
+        """`handle` begins to answer a request. It calls `complete` when it has, now or later, or `go_on`."""
         self.limits, self.handle, self.root_path = limits, handle, root_path
         self.connections: set[ClientConnection] = set()
         self.held_bytes = 0  # of bodies, of all connections
@@ -58,9 +59,11 @@ class ClientConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
-        self._task: asyncio.Task[None] | None = None
+        self._is_busy = False  # a request is being answered
+        self._task: asyncio.Task[None] | None = None  # that answers it, where waiting takes more than a callback
         self._deadline: asyncio.TimerHandle | None = None
         self._due = math.inf  # when the connection is cut off, by the clock of the loop
+        self._on_due: Callable[[], None] | None = None  # called instead
         self._reading: ReadingTimer
         self._held = 0  # bytes of the body that the state counts
         self._in_head = self._is_full = self._is_chunked = self._is_answered = False
@@ -88,7 +91,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def is_busy(self) -> bool:
-        return self._task is not None
+        return self._is_busy
 
     # ------------------------------------------------------------------------------------------ of the event loop
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -116,7 +119,7 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_full or self._transport.is_closing():
             return
-        if self._task is not None:
+        if self._is_busy:
             if self._is_answered:  # the client was quicker than the end of the task
                 self._early += data
             else:
@@ -156,7 +159,7 @@ class ClientConnection(asyncio.Protocol):
 
     # ---------------------------------------------------------------------------------------------- of the parser
     def on_message_begin(self) -> None:
-        if self._task is not None:
+        if self._is_busy:
             self._is_full, self._keeps_alive = True, False
             return
         self._in_head = True
@@ -217,9 +220,8 @@ class ClientConnection(asyncio.Protocol):
             path = path[len(root) :] or "/"
         body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         request = Request(self._parser.get_method().decode("ascii"), self._url, path, self._pairs, self._headers, body)
-        self._chunks = []
-        self._task = self._loop.create_task(self._state.handle(request, self))
-        self._task.add_done_callback(self._done)
+        self._chunks, self._is_busy = [], True
+        self._state.handle(request, self)
 
     # ------------------------------------------------------------------------------------------------ a response
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], first: bytes = b"", *, has_body: bool) -> None:
@@ -272,21 +274,20 @@ class ClientConnection(asyncio.Protocol):
 
     def close_if_idle(self) -> None:
         self._keeps_alive = False
-        if self._task is None:
+        if not self._is_busy:
             self._close()
 
-    # ------------------------------------------------------------------------------------------------- the works
-    def _find_body_limit(self) -> int:
-        is_upload = self._url.partition(b"?")[0].endswith(b"/files")
-        return self._limits["file_bytes"] + 2**20 if is_upload else self._limits["body_bytes"]
+    # --------------------------------------------------------------------------------- of who answers a request
+    def go_on(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let a task do the rest of answering the request, which is complete with it. It ends with the client."""
+        self._task = self._loop.create_task(work)
+        self._task.add_done_callback(self._done)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._task = None
+    def complete(self) -> None:
+        """The request is answered: the next one may come."""
+        self._is_busy, self._on_due = False, None
         self.on_pause = self.on_resume = self.on_gone = None
         self.release_body()
-        if not task.cancelled() and task.exception() is not None:
-            self._loop.call_exception_handler({"message": "a request failed", "exception": task.exception()})
-            self.cut()
         if self._transport.is_closing():
             return
         if self._keeps_alive and not self._state.is_closing:
@@ -296,6 +297,27 @@ class ClientConnection(asyncio.Protocol):
                 self.data_received(early)
         else:
             self._close()
+
+    def call_after(self, seconds: float, callback: Callable[[], None] | None) -> None:
+        """While a request is answered: call back in so many seconds, once, unless called again before; None: never.
+        It takes the timer of the connection, so that a request costs none."""
+        self._on_due = callback
+        if callback is None:
+            self._due = math.inf
+        else:
+            self._expect_by(seconds)
+
+    # ------------------------------------------------------------------------------------------------- the works
+    def _find_body_limit(self) -> int:
+        is_upload = self._url.partition(b"?")[0].endswith(b"/files")
+        return self._limits["file_bytes"] + 2**20 if is_upload else self._limits["body_bytes"]
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and task.exception() is not None:
+            self._loop.call_exception_handler({"message": "a request failed", "exception": task.exception()})
+            self.cut()
+        self.complete()
 
     def _close(self) -> None:
         """Close the connection when its client has read all that was sent, or reads nothing for too long."""
@@ -330,7 +352,10 @@ class ClientConnection(asyncio.Protocol):
         if self._loop.time() < self._due:
             self._deadline = self._loop.call_at(self._due, self._check_due)
             return
-        if not self._in_head and self._url and self._task is None and self._chunks:
+        if (callback := self._on_due) is not None:
+            self._on_due, self._due = None, math.inf
+            callback()
+        elif not self._in_head and self._url and not self._is_busy and self._chunks:
             self._refuse(
                 408, f"body: was not sent within {self._limits['body_seconds']} s; send it faster", "slow_body"
             )
