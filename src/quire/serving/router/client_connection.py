@@ -15,6 +15,7 @@ import httptools
 from quire.serving.http.errors import ApiError
 from quire.serving.http.limits import Limits
 from quire.serving.http.reading_timer import ReadingTimer
+from quire.serving.router.known_heads import Head, KnownHeads, WholeRequest, split_request
 
 HOP_BY_HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
@@ -40,11 +41,10 @@ class Request:
 class ConnectionState:
     """What all client connections of the router share."""
 
-    def __init__(
-        self, limits: Limits, handle: Callable[[Request, ClientConnection], None], root_path: str
-    ) -> None:
+    def __init__(self, limits: Limits, handle: Callable[[Request, ClientConnection], None], root_path: str) -> None:
         """`handle` begins to answer a request. It calls `complete` when it has, now or later, or `go_on`."""
         self.limits, self.handle, self.root_path = limits, handle, root_path
+        self.heads = KnownHeads()
         self.connections: set[ClientConnection] = set()
         self.held_bytes = 0  # of bodies, of all connections
         self.is_closing = False
@@ -66,7 +66,8 @@ class ClientConnection(asyncio.Protocol):
         self._on_due: Callable[[], None] | None = None  # called instead
         self._reading: ReadingTimer
         self._held = 0  # bytes of the body that the state counts
-        self._in_head = self._is_full = self._is_chunked = self._is_answered = False
+        self._in_head = self._in_request = self._is_full = self._is_chunked = self._is_answered = False
+        self._whole: WholeRequest | None = None  # that the parser reads now
         self._is_http_1_1 = self._keeps_alive = True
         self._fed = 0  # bytes that hold the head of the request, and maybe more
         self._next_wait = ""  # the limit of seconds that begins with what was just received; "": none
@@ -125,6 +126,9 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._is_full, self._keeps_alive = True, False
             return
+        self._whole = None if self._in_request else split_request(data)
+        if self._whole is not None and self._take_known(self._whole):
+            return
         self._fed = len(data) + (self._fed if self._in_head else 0)
         if self._in_head:
             self._head_bytes += len(data)
@@ -162,7 +166,7 @@ class ClientConnection(asyncio.Protocol):
         if self._is_busy:
             self._is_full, self._keeps_alive = True, False
             return
-        self._in_head = True
+        self._in_head = self._in_request = True
         self._clear()
         self._next_wait = "header_seconds"
 
@@ -210,18 +214,35 @@ class ClientConnection(asyncio.Protocol):
         self._idle_bytes = 0
         if self._is_full or self._transport.is_closing() or self._parser.should_upgrade():
             return
-        self._next_wait, self._due = "", math.inf
-        self._is_http_1_1 = self._parser.get_http_version() == "1.1"
-        self._keeps_alive = self._parser.should_keep_alive() and not self._state.is_closing
-        self._is_answered = False
+        self._next_wait, self._in_request = "", False
         path = unquote(self._url.partition(b"?")[0].decode("latin-1"))
         root = self._state.root_path
         if root and f"{path}/".startswith(f"{root}/"):
             path = path[len(root) :] or "/"
         body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        request = Request(self._parser.get_method().decode("ascii"), self._url, path, self._pairs, self._headers, body)
-        self._chunks, self._is_busy = [], True
-        self._state.handle(request, self)
+        self._chunks = []
+        method, is_1_1 = self._parser.get_method().decode("ascii"), self._parser.get_http_version() == "1.1"
+        keeps = self._parser.should_keep_alive()
+        head = Head(method, self._url, path, self._pairs, self._headers, is_1_1, keeps, self._body_limit)
+        if self._whole is not None and body == self._whole.body:
+            self._state.heads.keep(self._whole, head)
+        self._answer(head, body)
+
+    def _take_known(self, whole: WholeRequest) -> bool:
+        """Answer a request whose head was parsed before, unless it passes a limit."""
+        head, size = self._state.heads.find(whole.key), len(whole.body)
+        is_full = size > 2**16 and self._state.held_bytes + size > self._limits["bodies_bytes"]
+        if head is None or size > head.body_limit or is_full:
+            return False
+        self._held += size
+        self._state.held_bytes += size
+        self._answer(head, whole.body)
+        return True
+
+    def _answer(self, head: Head, body: bytes) -> None:
+        self._is_http_1_1, self._keeps_alive = head.is_http_1_1, head.keeps_alive and not self._state.is_closing
+        self._due, self._is_answered, self._is_busy = math.inf, False, True
+        self._state.handle(Request(head.method, head.target, head.path, head.pairs, head.headers, body), self)
 
     # ------------------------------------------------------------------------------------------------ a response
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], first: bytes = b"", *, has_body: bool) -> None:

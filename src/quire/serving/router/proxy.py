@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from quire.config.router import RouterConfig
@@ -31,6 +31,7 @@ _OF_TENANT = re.compile(r"/(?:files|batches)(?:/|$)")  # lists and uploads: one 
 _DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"x-replica"}
 _OF_KEY = frozenset({*KEY_HEADERS, CLIENT_HEADER})
 _JSON = (b"application/json", b"text/json", b"")
+_KEPT_PATH = 200  # characters of a path whose facts are kept
 
 
 @dataclass(slots=True)
@@ -42,6 +43,17 @@ class ProxyCounts:
     stale: int = 0  # kept connections that had ended; tried again with the same replica
     refused: int = 0  # requests that no replica took
     errors: int = 0  # requests that the router refused itself
+
+
+class PathFacts(NamedTuple):
+    """What the method and the path of a request tell."""
+
+    may_repeat: bool  # whether it can be sent again if it may have arrived
+    stored: str  # the name of a stored response, file or batch
+    is_of_tenant: bool  # a list or an upload: all those of a tenant go to one replica
+    is_admin: bool
+    changes_replica: bool  # the client must say which one
+    is_fork: bool
 
 
 class Search(NamedTuple):
@@ -60,8 +72,8 @@ class Job:
     client: ClientConnection
     prompt: Prompt
     search: Search
+    facts: PathFacts
     left: int  # attempts
-    may_reuse: bool = False  # whether it can be sent again if it may have arrived
     tried: list[Replica] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     refusals: dict[str, Outcome] = field(default_factory=dict)  # the last of each kind
@@ -82,11 +94,10 @@ class Proxy:
         for: a connection, a replica that comes up, another attempt.
         """
         self.counts.requests += 1
-        prompt = self._read(request)
-        job = Job(request, client, prompt, self._search(request, prompt), self._config.max_attempts)
+        facts = read_path(request.method, request.path)
+        prompt = self._read(request, facts)
+        job = Job(request, client, prompt, self._search(request, prompt, facts), facts, self._config.max_attempts)
         choice = self._choose(job)
-        # a kept connection may end just now, and then nobody knows whether the request arrived
-        job.may_reuse = may_repeat(request.method, request.path)
         if choice is None or (connection := self._take_idle(job, choice)) is None:
             client.go_on(self.guard(self._forward(job, choice), request, client))
             return
@@ -94,7 +105,8 @@ class Proxy:
         self._send(job, choice.replica, connection, lambda outcome: self._sent(job, choice, outcome))
 
     def _take_idle(self, job: Job, choice: Choice) -> ReplicaConnection | None:
-        return self._replicas.pool(choice.replica).take_idle() if job.may_reuse else None
+        """A kept connection may end just now, and then nobody knows whether the request arrived."""
+        return self._replicas.pool(choice.replica).take_idle() if job.facts.may_repeat else None
 
     def _sent(self, job: Job, choice: Choice, outcome: Outcome) -> None:
         """The first attempt has ended. A task does what more there is to do."""
@@ -201,7 +213,7 @@ class Proxy:
         logger.warning("replica %s %s before it answered", replica.name, outcome.reason)
         if replica.is_up:
             replica.mark_down(outcome.reason)
-        if not outcome.never_sent and not job.may_reuse:
+        if not outcome.never_sent and not job.facts.may_repeat:
             job.left = 0
         return False
 
@@ -256,9 +268,7 @@ class Proxy:
         own = request.headers.get(b"host", b"localhost") if host is None else host
         parts = [b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (
             request.method.encode(), replica.base_path_bytes, request.target, own)]  # fmt: skip
-        for name, value in request.pairs:
-            if name not in dropped:
-                parts += (name, b": ", value, b"\r\n")
+        parts += [b"%b: %b\r\n" % pair for pair in request.pairs if pair[0] not in dropped]
         if key is not None:
             parts.append(b"authorization: Bearer %b\r\n" % key.encode())
             if request.owner:
@@ -267,17 +277,15 @@ class Proxy:
         return b"".join(parts)
 
     # ------------------------------------------------------------------------------------------------ choosing
-    def _read(self, request: Request) -> Prompt:
-        kind = request.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if not request.body or kind not in _JSON:
+    def _read(self, request: Request, facts: PathFacts) -> Prompt:
+        kind = request.headers.get(b"content-type", b"")
+        if not request.body or (kind not in _JSON and kind.partition(b";")[0].strip().lower() not in _JSON):
             return Prompt()
-        is_fork = request.path.rstrip("/").endswith("/fork")
-        return read_prompt(request.body, request.headers, tenant_of(request), is_fork=is_fork)
+        return read_prompt(request.body, request.headers, tenant_of(request), is_fork=facts.is_fork)
 
-    def _search(self, request: Request, prompt: Prompt) -> Search:
+    def _search(self, request: Request, prompt: Prompt, facts: PathFacts) -> Search:
         """What a request looks for. Raises ApiError where the replica that has it is known and cannot be asked."""
-        stored = _STORED.search(request.path)
-        name = prompt.answer_id or (stored[1] if stored else "")
+        name = prompt.answer_id or facts.stored
         if not name or b"x-replica" in request.headers:
             return Search(name)
         home = self._replicas.home_of(name)
@@ -289,23 +297,23 @@ class Proxy:
     def _choose(self, job: Job) -> Choice | None:
         """The replica for the next attempt; None: there is none to ask. Raises ApiError for one that the client asked
         for and that cannot be had."""
-        request, prompt, search, tried = job.request, job.prompt, job.search, job.tried
+        request, prompt, search, tried, facts = job.request, job.prompt, job.search, job.tried, job.facts
         usable = [replica for replica in self._replicas if replica.takes_requests and replica not in tried]
-        if request.owner and self._config.replica_key is not None and (search.name or _OF_TENANT.search(request.path)):
+        if request.owner and self._config.replica_key is not None and (search.name or facts.is_of_tenant):
             usable = self._keeping_owners(usable)
         if (asked := request.headers.get(b"x-replica")) is not None:
             return self._asked(asked.decode("latin-1"), usable, tried)
-        if request.path.startswith("/admin") and request.method not in ("GET", "HEAD", "OPTIONS"):
+        if facts.changes_replica:
             message = "x-replica: /admin changes one replica; name it in this header, see /router/status"
             raise ApiError(400, message, code="replica_needed", param="x-replica")
         if search.home is not None:
             return Choice(search.home, "home", search.home.num_matched(prompt)) if search.home in usable else None
         if not usable:
             return None
-        if _OF_TENANT.search(request.path):
+        if facts.is_of_tenant:
             tenant = hashlib.blake2b(tenant_of(request), digest_size=16).hexdigest()
             return Choice(max(usable, key=lambda replica: rendezvous_weight(tenant, replica.name)), "session")
-        if request.path.startswith("/admin"):
+        if facts.is_admin:
             return Choice(usable[0], "home")
         if prompt.model:
             usable = [replica for replica in usable if replica.serves(prompt.model)] or usable
@@ -340,7 +348,10 @@ class Proxy:
 
 def tenant_of(request: Request) -> bytes:
     """What separates the caches of clients: their API key."""
-    return next((request.headers[name] for name in KEY_HEADERS if name in request.headers), b"")
+    for name in KEY_HEADERS:
+        if name in request.headers:
+            return request.headers[name]
+    return b""
 
 
 def _tell(ended: asyncio.Future[Outcome], outcome: Outcome) -> None:
@@ -348,11 +359,23 @@ def _tell(ended: asyncio.Future[Outcome], outcome: Outcome) -> None:
         ended.set_result(outcome)
 
 
-def may_repeat(method: str, path: str) -> bool:
-    """Whether a request that may have arrived can be sent again. Generating text changes nothing."""
-    if method in ("GET", "HEAD", "OPTIONS"):
-        return True
-    return method == "POST" and not _OF_TENANT.search(path) and not is_for_admins(path)
+def read_path(method: str, path: str) -> PathFacts:
+    """What a path tells. Generating text changes nothing, so it can be repeated."""
+    return _read_path(method, path) if len(path) <= _KEPT_PATH else _read_path.__wrapped__(method, path)
+
+
+@lru_cache(maxsize=256)
+def _read_path(method: str, path: str) -> PathFacts:
+    stored, is_of_tenant = _STORED.search(path), _OF_TENANT.search(path) is not None
+    is_look = method in ("GET", "HEAD", "OPTIONS")
+    return PathFacts(
+        may_repeat=is_look or (method == "POST" and not is_of_tenant and not is_for_admins(path)),
+        stored=stored[1] if stored else "",
+        is_of_tenant=is_of_tenant,
+        is_admin=path.startswith("/admin"),
+        changes_replica=path.startswith("/admin") and not is_look,
+        is_fork=path.rstrip("/").endswith("/fork"),
+    )
 
 
 def _own_headers(refusal: Outcome) -> list[tuple[bytes, bytes]]:

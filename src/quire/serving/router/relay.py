@@ -45,6 +45,11 @@ class Relay:
     of events whole events are passed on, so that an error can follow them.
     """
 
+    __slots__ = (
+        "_client", "_framing", "_has_begun", "_has_body", "_has_ended", "_headers", "_heard_at", "_is_paused", "_kept",
+        "_on_end", "_on_id", "_path", "_refusals", "_replica", "_sent_at", "_status", "_time", "_upstream", "_waits",
+    )  # fmt: skip
+
     def __init__(
         self,
         client: ClientConnection,
