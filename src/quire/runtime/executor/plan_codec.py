@@ -41,18 +41,22 @@ class PlanEncoder:
         self._rows = b""  # those of the last plan that had some
 
     def encode(self, plan: StepPlan) -> bytes:
-        there, counts, parts, arrays = 0, list[int](), [b"", b""], _arrays_of(plan)
-        for place, array in enumerate(arrays):
+        there, parts, counts = 0, [b"", b""], []
+        for place, array in enumerate(_arrays_of(plan)):
             if not (count := len(array)):
                 continue
             if not place:
-                if (named := array.tobytes()) == self._rows:
+                if (raw := array.tobytes()) == self._rows:
                     there = _SAME_ROWS
                     continue
-                self._rows = named
-            width, raw = narrow(array) if count >= NARROW_FROM or array.dtype is not _INT32 else (0, array.tobytes())
+                self._rows = raw
+            if count >= NARROW_FROM or array.dtype is not _INT32:
+                width, raw = narrow(array)
+                count |= width << _WIDTH_AT
+            elif place:
+                raw = array.tobytes()
             there |= 1 << place
-            counts.append(count | width << _WIDTH_AT)
+            counts.append(count)
             parts.append(raw)
         parts[1] = _COUNTS[len(counts)].pack(*counts)
         others = _others_of(plan)

@@ -102,7 +102,11 @@ class Proxy:
             client.go_on(self.guard(self._forward(job, choice), request, client))
             return
         self._begin(job, choice)
-        self._send(job, choice.replica, connection, lambda outcome: self._sent(job, choice, outcome))
+        try:
+            self._send(job, choice.replica, connection, lambda outcome: self._sent(job, choice, outcome))
+        except BaseException:
+            choice.replica.load -= 1
+            raise
 
     def _take_idle(self, job: Job, choice: Choice) -> ReplicaConnection | None:
         """A kept connection may end just now, and then nobody knows whether the request arrived."""
