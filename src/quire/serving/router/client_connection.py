@@ -15,6 +15,7 @@ import httptools
 from quire.serving.http.errors import ApiError
 from quire.serving.http.limits import Limits
 from quire.serving.http.reading_timer import ReadingTimer
+from quire.serving.router.connections import ResponseSource
 from quire.serving.router.known_heads import Head, KnownHeads, WholeRequest, split_request
 
 HOP_BY_HOP = frozenset({
@@ -63,7 +64,6 @@ class ClientConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None  # that answers it, where waiting takes more than a callback
         self._deadline: asyncio.TimerHandle | None = None
         self._due = math.inf  # when the connection is cut off, by the clock of the loop
-        self._on_due: Callable[[], None] | None = None  # called instead
         self._reading: ReadingTimer
         self._held = 0  # bytes of the body that the state counts
         self._in_head = self._in_request = self._is_full = self._is_chunked = self._is_answered = False
@@ -75,9 +75,7 @@ class ClientConnection(asyncio.Protocol):
         self._idle_bytes = 0  # received since the last of the body: trailers, and what stands between chunks
         self._early = b""  # of the next request
         self._clear()
-        self.on_pause: Callable[[], None] | None = None  # the client reads slowly: send no more
-        self.on_resume: Callable[[], None] | None = None
-        self.on_gone: Callable[[], None] | None = None  # the client is gone
+        self._source: ResponseSource | None = None
 
     def _clear(self) -> None:
         self._url, self._head_bytes = b"", 0
@@ -112,8 +110,8 @@ class ClientConnection(asyncio.Protocol):
             self._deadline.cancel()
         self._reading.stop()
         self.release_body()
-        if self.on_gone is not None:
-            self.on_gone()
+        if self._source is not None:
+            self._source.client_gone()
         if self._task is not None:
             self._task.cancel()
 
@@ -149,8 +147,8 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def pause_writing(self) -> None:
-        if self.on_pause is not None:
-            self.on_pause()
+        if self._source is not None:
+            self._source.pause()
         self._reading.start()
 
     def resume_writing(self) -> None:
@@ -158,8 +156,8 @@ class ClientConnection(asyncio.Protocol):
             self._reading.start()
         else:
             self._reading.stop()
-        if self.on_resume is not None:
-            self.on_resume()
+        if self._source is not None:
+            self._source.resume()
 
     # ---------------------------------------------------------------------------------------------- of the parser
     def on_message_begin(self) -> None:
@@ -248,13 +246,10 @@ class ClientConnection(asyncio.Protocol):
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], first: bytes = b"", *, has_body: bool) -> None:
         """Send the head of a response, and the first bytes of its body with it. Hop-by-hop headers are left out.
         Without a content-length the body is sent in chunks, or ends with the connection."""
-        is_framed = not has_body
+        kept = [pair for pair in headers if pair[0] not in HOP_BY_HOP]
+        is_framed = not has_body or any(name == b"content-length" for name, _ in kept)
         parts = [b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"Unknown"))]
-        for name, value in headers:
-            if name in HOP_BY_HOP:
-                continue
-            is_framed |= name == b"content-length"
-            parts += (name, b": ", value, b"\r\n")
+        parts += [b"%b: %b\r\n" % pair for pair in kept]
         self._is_chunked = not is_framed and self._is_http_1_1
         if self._is_chunked:
             parts.append(b"transfer-encoding: chunked\r\n")
@@ -306,8 +301,7 @@ class ClientConnection(asyncio.Protocol):
 
     def complete(self) -> None:
         """The request is answered: the next one may come."""
-        self._is_busy, self._on_due = False, None
-        self.on_pause = self.on_resume = self.on_gone = None
+        self._is_busy, self._source = False, None
         self.release_body()
         if self._transport.is_closing():
             return
@@ -319,14 +313,14 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._close()
 
-    def call_after(self, seconds: float, callback: Callable[[], None] | None) -> None:
-        """While a request is answered: call back in so many seconds, once, unless called again before; None: never.
-        It takes the timer of the connection, so that a request costs none."""
-        self._on_due = callback
-        if callback is None:
-            self._due = math.inf
-        else:
-            self._expect_by(seconds)
+    def take_from(self, source: ResponseSource, seconds: float) -> None:
+        """The response comes from `source`, whose `check_time` is called in so many seconds, once, unless this is
+        called again. It takes the timer of the connection, so that a request costs none."""
+        self._source = source
+        self._expect_by(seconds)
+
+    def leave_source(self) -> None:
+        self._source, self._due = None, math.inf
 
     # ------------------------------------------------------------------------------------------------- the works
     def _find_body_limit(self) -> int:
@@ -373,9 +367,9 @@ class ClientConnection(asyncio.Protocol):
         if self._loop.time() < self._due:
             self._deadline = self._loop.call_at(self._due, self._check_due)
             return
-        if (callback := self._on_due) is not None:
-            self._on_due, self._due = None, math.inf
-            callback()
+        if self._source is not None:
+            self._due = math.inf
+            self._source.check_time()
         elif not self._in_head and self._url and not self._is_busy and self._chunks:
             self._refuse(
                 408, f"body: was not sent within {self._limits['body_seconds']} s; send it faster", "slow_body"

@@ -40,6 +40,19 @@ class Receiver(Protocol):
     def failed(self, reason: str, *, is_stale: bool = False) -> None: ...
 
 
+class ResponseSource(Protocol):
+    """Where the response to a client comes from."""
+
+    def client_gone(self) -> None: ...
+
+    def pause(self) -> None:
+        """The client reads slowly: send no more."""
+
+    def resume(self) -> None: ...
+
+    def check_time(self) -> None: ...
+
+
 class ReplicaConnection(asyncio.Protocol):
     """One connection. Has at most one request at a time; after a whole response it goes back to its pool."""
 

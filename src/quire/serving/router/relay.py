@@ -39,7 +39,7 @@ class Outcome:
 
 
 class Relay:
-    """One attempt: a `Receiver` of the replica's response that writes to the client.
+    """One attempt: a `Receiver` of the replica's response that is the `ResponseSource` of the client.
 
     The head waits for the first byte of the body, so that a replica that fails in between can be replaced. Of a stream
     of events whole events are passed on, so that an error can follow them.
@@ -78,19 +78,20 @@ class Relay:
     def start(self, upstream: ReplicaConnection, data: Sequence[bytes]) -> None:
         self._upstream = upstream
         self._sent_at = self._heard_at = self._time()
-        self._client.call_after(min(self._waits.head, self._waits.idle), self._check_time)
+        self._client.take_from(self, min(self._waits.head, self._waits.idle))
         self._replica.waiting.add(self)
-        self._client.on_gone, self._client.on_pause, self._client.on_resume = self._gone, self._pause, self._resume
         upstream.send(data, self, has_body=self._has_body)
 
     # ------------------------------------------------------------------------------------- from the replica
     def head(self, status: int, headers: Headers) -> None:
         self._status, self._headers, self._heard_at = status, headers, self._time()
-        kind = next((value for name, value in headers if name == b"content-type"), b"")
-        if kind.startswith(b"text/event-stream"):
-            self._framing = b"\n\n"
-        elif kind.startswith(b"application/x-ndjson"):
-            self._framing = b"\n"
+        for name, kind in headers:
+            if name == b"content-type":
+                if kind.startswith(b"text/event-stream"):
+                    self._framing = b"\n\n"
+                elif kind.startswith(b"application/x-ndjson"):
+                    self._framing = b"\n"
+                return
 
     def body(self, data: bytes) -> None:
         self._heard_at = self._time()
@@ -166,9 +167,7 @@ class Relay:
             return
         self._has_ended, self._upstream = True, None
         self._replica.waiting.discard(self)
-        client = self._client
-        client.call_after(0.0, None)
-        client.on_gone = client.on_pause = client.on_resume = None
+        self._client.leave_source()
         self._on_end(outcome)
 
     def _stop_replica(self) -> None:
@@ -176,22 +175,23 @@ class Relay:
             self._upstream.abort()
             self._upstream = None
 
-    def _gone(self) -> None:
+    # -------------------------------------------------------------------------------------- of the client
+    def client_gone(self) -> None:
         """The client is gone: so must its request be, at once."""
         self._stop_replica()
         self._end(Outcome("done", "the client is gone"))
 
-    def _pause(self) -> None:
+    def pause(self) -> None:
         self._is_paused = True
         if self._upstream is not None:
             self._upstream.pause()
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         self._is_paused, self._heard_at = False, self._time()
         if self._upstream is not None:
             self._upstream.resume()
 
-    def _check_time(self) -> None:
+    def check_time(self) -> None:
         now = self._time()
         if self._has_begun:
             left, limit = self._heard_at + self._waits.idle - now, self._waits.idle
@@ -200,7 +200,7 @@ class Relay:
         if self._is_paused:
             left = limit
         if left > 0:
-            self._client.call_after(left, self._check_time)
+            self._client.take_from(self, left)
             return
         self._stop_replica()
         reason = f"sent nothing for {limit:g} s"
