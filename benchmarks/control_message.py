@@ -3,11 +3,12 @@
     python -m benchmarks.control_message --rows 256 --ranks 1,2,4
 
 Plans are those of a steady load: every row decodes, and gets a block every `block size` steps. A rank is a process that
-waits at the other end of a socket pair, as a rank's does, decodes the plan and notes the time. All times begin before
-the plan is encoded, and the clock is the one that all processes share:
+waits for messages as a rank's does, decodes the plan and notes the time. All times begin before the plan is encoded,
+and the clock is the one that all processes share:
 
 - encode: the engine's thread has the message. In a loop: without the pauses between steps, in which caches grow cold.
-- handed over: the message is in the sockets of all ranks, and the engine's thread goes on.
+- handed over: the message is in shared memory, ranks are woken, and the engine's thread goes on. With `--sockets`:
+  the message is in the sockets of all ranks, as between machines and without the compiled kernels.
 - delivered: the last rank has its bytes. It had to be woken: that takes a core for each rank, and a machine without
   other work.
 - decoded: the last rank knows the plan.
@@ -21,6 +22,7 @@ the plan is encoded, and the clock is the one that all processes share:
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import socket
 import statistics
@@ -28,11 +30,14 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from quire.runtime.executor.channel import Channel, Kind, channel_pair, frame
+from quire.runtime.executor.codec import Buffer
 from quire.runtime.executor.plan_codec import PlanDecoder, PlanEncoder
+from quire.runtime.executor.rings import EngineRings, RankRings, rings_bytes
 from quire.types.step import StepPlan
 
 BLOCK_SIZE = 16
@@ -53,43 +58,80 @@ def make_plans(num_rows: int, num_steps: int, *, together: bool) -> list[StepPla
     return [plan for plan in plans if not together or len(plan.grant_rows)]
 
 
-def serve_rank(descriptor: int) -> None:
-    """What a rank does with plans here: it answers with the times at which it had the bytes and the plan."""
+def serve_rank(rank: int, num_ranks: int, descriptor: int, rings: int) -> None:
+    """What a rank does with plans here: it answers with the times at which it had the bytes and the plan. `rings`: the
+    memory of messages; below 0: they come through the socket."""
     channel, decoder = Channel(socket.socket(fileno=descriptor)), PlanDecoder()
+    line = channel if rings < 0 else RankRings(channel, mmap.mmap(rings, 0), num_ranks, rank)
+    assert line.receive() is not None  # the start
+    channel.send(Kind.READY)
     used = time.thread_time_ns()
-    while (message := channel.receive()) is not None and message.kind is Kind.PLAN:
+    while (message := line.receive()) is not None and message.kind is Kind.PLAN:
         received = time.monotonic_ns()
         decoder.decode(message.data)
-        channel.send(Kind.RESULT, TIMES.pack(received, time.monotonic_ns(), time.thread_time_ns() - used))
+        line.send(Kind.RESULT, TIMES.pack(received, time.monotonic_ns(), time.thread_time_ns() - used))
         used = time.thread_time_ns()
 
 
-def measure(num_ranks: int, plans: list[StepPlan], pause: float) -> list[tuple[float, ...]]:
+class Ranks:
+    """Processes that serve plans."""
+
+    def __init__(self, count: int, *, sockets: bool) -> None:
+        pairs = [channel_pair() for _ in range(count)]
+        memory = os.memfd_create("benchmark-rings", os.MFD_CLOEXEC)
+        os.ftruncate(memory, rings_bytes(count))
+        self.channels, self._map = [ours for ours, _ in pairs], mmap.mmap(memory, 0)
+        self.rings = None if sockets else EngineRings(self._map, count, range(count))
+        command = [sys.executable, "-m", "benchmarks.control_message", "--serve"]
+        self._processes = []
+        for rank, (_, theirs) in enumerate(pairs):
+            numbers = (rank, count, theirs.fileno(), -1 if sockets else memory)
+            descriptors = (theirs.fileno(), memory)
+            self._processes.append(subprocess.Popen([*command, *map(str, numbers)], pass_fds=descriptors))
+            theirs.close()
+        os.close(memory)
+        for channel in self.channels:
+            channel.send(Kind.START)
+        for channel in self.channels:
+            channel.receive()
+
+    def send(self, kind: Kind, payload: Buffer = b"") -> None:
+        if self.rings is not None:
+            assert self.rings.post(kind, payload)
+            return
+        data = frame(kind, payload)
+        for channel in self.channels:
+            rest = channel.try_send(data)
+            assert not rest
+
+    def receive(self) -> list[Buffer]:
+        if self.rings is None:
+            return [message.data for channel in self.channels if (message := channel.receive()) is not None]
+        found = self.rings.receive_results(10_000_000)
+        assert found is not None, "a rank gave no result within 10 s"
+        return [data for _, data in found if data is not None]
+
+    def close(self) -> None:
+        self.send(Kind.STOP)
+        for channel, process in zip(self.channels, self._processes, strict=True):
+            process.wait()
+            channel.close()
+
+
+def measure(ranks: Ranks, plans: list[StepPlan], pause: Callable[[], None]) -> list[tuple[float, ...]]:
     """Of every plan: bytes, and the microseconds of COLUMNS."""
-    pairs = [channel_pair() for _ in range(num_ranks)]
-    command = [sys.executable, "-m", "benchmarks.control_message", "--serve"]
-    processes = [subprocess.Popen([*command, str(theirs.fileno())], pass_fds=(theirs.fileno(),)) for _, theirs in pairs]
-    channels, encoder, found = [ours for ours, _ in pairs], PlanEncoder(), []
-    for _, theirs in pairs:
-        theirs.close()
+    encoder, found = PlanEncoder(), []
     for plan in plans:
-        time.sleep(pause)  # ranks wait, as between two steps
+        pause()  # ranks wait, as between two steps
         used, begin = time.thread_time_ns(), time.monotonic_ns()
         payload = encoder.encode(plan)
         encoded = time.monotonic_ns()
-        data = frame(Kind.PLAN, payload)
-        for channel in channels:
-            rest = channel.try_send(data)
-            assert not rest
+        ranks.send(Kind.PLAN, payload)
         handed, used = time.monotonic_ns(), time.thread_time_ns() - used
-        times = [TIMES.unpack(message.data) for channel in channels if (message := channel.receive()) is not None]
+        times = [TIMES.unpack(data) for data in ranks.receive()]
         received, known, theirs_used = (max(column) for column in zip(*times, strict=True))
         walls = (at - begin for at in (encoded, handed, received, known))
         found.append((len(payload), *(each / 1e3 for each in (*walls, used, theirs_used))))
-    for channel, process in zip(channels, processes, strict=True):
-        channel.send(Kind.STOP)
-        process.wait()
-        channel.close()
     return found[len(found) // 5 :]  # without the first ones
 
 
@@ -111,17 +153,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000)
     parser.add_argument("--pause", type=float, default=0.002, help="seconds between two steps")
     parser.add_argument("--together", action="store_true", help="all rows get their blocks in the same steps")
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--sockets", action="store_true", help="send messages through sockets, not in shared memory")
+    parser.add_argument("--serve", type=int, nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
-        serve_rank(options.serve)
+        serve_rank(*options.serve)
         return
     plans = make_plans(options.rows, options.steps, together=options.together)
     print(f"{options.rows} rows decode; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; medians and p10")
     print(f"encode in a loop: {encode_in_a_loop(plans):.1f} us")
     print(f"{'ranks':>5} {'bytes':>6} {'most':>6}" + "".join(f"{name + ' us':>16}" for name in COLUMNS))
     for num_ranks in map(int, options.ranks.split(",")):
-        columns = list(zip(*measure(num_ranks, plans, options.pause), strict=True))
+        ranks = Ranks(num_ranks, sockets=options.sockets)
+        columns = list(zip(*measure(ranks, plans, lambda: time.sleep(options.pause)), strict=True))
+        ranks.close()
         texts = [f"{statistics.median(column):.1f} {np.percentile(column, 10):.1f}" for column in columns[1:]]
         sizes = columns[0]
         head = f"{num_ranks:>5} {statistics.median(sizes):>6.0f} {max(sizes):>6}"

@@ -459,6 +459,34 @@ def test_a_client_that_asks_again_at_once_is_answered_on_the_same_connection() -
     run(test)
 
 
+def test_a_head_that_is_known_is_not_parsed_again_and_its_requests_arrive_as_others_do() -> None:
+    async def test() -> None:
+        async with bench(StubReplica("a"), limits={"body_bytes": 5_000}) as one:
+            reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-own: 1\r\ncontent-length: %d\r\n\r\n"
+            bodies = [json.dumps({"prompt": "x" * size}).encode() for size in (1, 1, 30, 4_000, 3_000, 2)]
+            for number, body in enumerate(bodies):
+                if number == 3:  # in two pieces: the parser reads it
+                    writer.write(head % len(body) + body[:100])
+                    await asyncio.sleep(0.05)
+                    writer.write(body[100:])
+                else:
+                    writer.write(head % len(body) + body)
+                await reader.readuntil(b'"cmpl-1"}')
+            asked = one.replicas[0].asked
+            assert [each.body for each in asked] == bodies
+            assert {each.header("content-length") for each in asked} == {str(len(body)) for body in bodies}
+            assert {each.header("x-own") for each in asked} == {"1"}
+            assert len(one.router._state.heads) == 1
+            assert one.router._state.held_bytes == 0
+            writer.write(head % 6_000 + b"x" * 6_000)
+            assert b" 413 " in await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            assert len(asked) == len(bodies)
+
+    run(test)
+
+
 def test_a_client_that_reads_nothing_stops_the_replica_from_being_read() -> None:
     async def test() -> None:
         sent = 0

@@ -8,6 +8,7 @@
 #include "choose.h"
 #include "dots.h"
 #include "heartbeat.h"
+#include "message_ring.h"
 #include "multiply.h"
 #include "paged_attention.h"
 #include "program.h"
@@ -235,6 +236,19 @@ void quire_give_and_meet(RankPages* pages, const void* data, int64_t bytes) { gi
 
 void quire_all_reduce(int64_t type, RankPages* pages, void* x, int64_t count) {
     DISPATCH(type, all_reduce<T>(*pages, static_cast<T*>(x), count))
+}
+
+// Messages between an engine and its ranks, see message_ring.h.
+int64_t quire_post_message(const MessageRing* ring, int64_t length, int64_t kind, const void* data, int64_t stored) {
+    return post_message(*ring, length, kind, data, stored);
+}
+
+int64_t quire_await_message(const MessageRing* ring, int64_t reader, int64_t taken, int64_t microseconds) {
+    return await_message(*ring, reader, static_cast<uint32_t>(taken), microseconds);
+}
+
+int64_t quire_await_all(const MessageRing* rings, int64_t count, int64_t taken, int64_t microseconds) {
+    return await_all(rings, count, static_cast<uint32_t>(taken), microseconds);
 }
 
 // Signs of life, see heartbeat.h.

@@ -1,5 +1,5 @@
 """What a program is run with, and what it hands to the compiled kernels. The structures mirror program.h, delta.h,
-low_rank.h and shared_ranks.h."""
+low_rank.h, shared_ranks.h and message_ring.h."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ class CRankPages(Structure):
     _fields_ = (
         ("base", c_void_p), ("slot_bytes", c_int64), ("size", c_int64), ("index", c_int64), ("seconds", c_double),
         ("missing", c_int64),
+    )  # fmt: skip
+
+
+class CMessageRing(Structure):
+    _fields_ = (
+        ("base", c_void_p), ("doorbell", c_void_p), ("readers", c_int64), ("slots", c_int64), ("slot_bytes", c_int64),
     )  # fmt: skip
 
 

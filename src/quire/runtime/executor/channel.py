@@ -37,7 +37,7 @@ class Kind(IntEnum):
     LIFE = 16  # of a rank that shares no memory with the engine: its page of signs of life
 
 
-_KINDS = {int(kind): kind for kind in Kind}  # Kind(number) takes longer
+KINDS = {int(kind): kind for kind in Kind}  # Kind(number) takes longer
 
 
 def frame(kind: Kind, payload: Buffer = b"") -> bytes:
@@ -108,7 +108,7 @@ class Channel:
                 return None
             self._fill(end)
         whole, self._buffer = (buffer, bytearray()) if len(buffer) == end else (buffer[:end], buffer[end:])
-        return Message(_KINDS[kind] if kind in _KINDS else Kind(kind), memoryview(whole)[_HEAD.size :])
+        return Message(KINDS[kind] if kind in KINDS else Kind(kind), memoryview(whole)[_HEAD.size :])
 
     def _fill(self, end: int) -> None:
         """Wait for the rest of a large message, without copying it about."""
@@ -125,6 +125,16 @@ class Channel:
             raise EOFError from error
         finally:
             view.release()
+
+    def check(self) -> None:
+        """Raises EOFError where the other end is gone. Takes nothing of what has come."""
+        try:
+            if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                raise EOFError
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise EOFError from error
 
     def discard(self) -> int:
         """Of a channel without messages: take what has come, and return how many bytes. Never waits or raises."""

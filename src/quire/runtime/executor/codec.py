@@ -39,7 +39,7 @@ _DTYPES = tuple(
 _INT32 = _DTYPES[0]
 _largest = np.maximum.reduce  # quicker than the method max
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_NARROW_FROM = 64  # numbers: for fewer it takes longer than it saves
+NARROW_FROM = 64  # numbers: for fewer it takes longer than it saves
 _NARROW = 0x80  # of an int32 array whose numbers are stored in fewer bytes
 
 
@@ -78,18 +78,28 @@ def put_array(out: bytearray, array: np.ndarray[Any, Any]) -> None:
     code = 0 if array.dtype is _INT32 else _DTYPE_CODES.get(array.dtype)
     if code is None:
         raise TypeError(f"an array of {array.dtype} has no place in a message")
-    if code == 0 and array.size >= _NARROW_FROM:
-        largest = _largest(array.view(np.uint32), None)  # a negative number is a large one there
-        if largest < 1 << 16:
-            code = _NARROW | (1 if largest < 1 << 8 else 2)
-            array = array.astype(_DTYPES[code & ~_NARROW])
+    if code == 0 and array.size >= NARROW_FROM:
+        width, raw = narrow(array)
+        code = _NARROW | width if width else 0
+    else:
+        raw = array.tobytes()
     if array.ndim == 1:
         out += _LINE.pack(code, 1, len(array))
     else:
         out += _ARRAY.pack(code, array.ndim)
         for length in array.shape:
             out += _SIZE.pack(length)
-    out += array.tobytes()
+    out += raw
+
+
+def narrow(array: np.ndarray[Any, Any]) -> tuple[int, bytes]:
+    """The numbers of an int32 array in as few bytes each as they all need, and in how many: 1 or 2; 0: four. Raises
+    TypeError for another array."""
+    if array.dtype != _INT32:
+        raise TypeError(f"an array of {array.dtype} is none of int32")
+    largest = _largest(array.view(np.uint32), None)  # a negative number is a large one there
+    width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 0
+    return width, array.astype(_DTYPES[width]).tobytes() if width else array.tobytes()
 
 
 def _put_tagged_array(out: bytearray, value: Any) -> None:

@@ -17,6 +17,7 @@ from quire.config.environment import child_environment
 from quire.config.parallel import ParallelConfig, RankPlace
 from quire.runtime.executor.channel import Channel, channel_pair
 from quire.runtime.executor.life import PAGE_BYTES, LifePage
+from quire.runtime.executor.rings import EngineRings, can_ring, rings_bytes
 from quire.types.errors import ConfigError
 
 _REAP_SECONDS = 5.0  # from SIGKILL to the end of a process
@@ -70,6 +71,10 @@ class Rank(Protocol):
 
 class RankLauncher(Protocol):
     """Starts all ranks of an engine."""
+
+    @property
+    def rings(self) -> EngineRings | None:
+        """Of ranks that were started and share memory with this process; None: all goes through their channels."""
 
     def start(self) -> Sequence[Rank]:
         """Called once, in the thread that then watches them. Nothing is left where it raises."""
@@ -133,30 +138,37 @@ class ProcessLauncher:
         if sys.platform != "linux":
             raise ConfigError("executor", f'"processes" needs Linux, and this is {sys.platform}', 'use "torchrun"')
         self._config, self._devices, self._module = config, devices, module
-        self._memory: mmap.mmap | None = None
+        self._memory: list[mmap.mmap] = []
+        self.rings: EngineRings | None = None
 
     def start(self) -> Sequence[Rank]:
         count = self._config.num_ranks
-        pages, store = _shared_file(count * PAGE_BYTES), _shared_file(0)
+        files = [_shared_file(count * PAGE_BYTES), _shared_file(0)]
         ranks: list[Rank] = []
         try:
-            self._memory = mmap.mmap(pages, count * PAGE_BYTES)
+            if can_ring():
+                files.append(_shared_file(rings_bytes(count)))
+            self._memory = [mmap.mmap(file, 0) for file in (files[0], *files[2:])]
             for rank in range(count):
-                ranks.append(self._start(rank, pages, store, LifePage(self._memory, rank * PAGE_BYTES)))
+                ranks.append(self._start(rank, files, LifePage(self._memory[0], rank * PAGE_BYTES)))
+            if len(files) > 2:
+                last = [rank.place.rank for rank in ranks if rank.place.is_last_stage]
+                self.rings = EngineRings(self._memory[1], count, last)
         except BaseException:
             for one in ranks:
                 one.close()
+            self.close()
             raise
         finally:
-            os.close(pages)
-            os.close(store)
+            for file in files:
+                os.close(file)
         return ranks
 
-    def _start(self, rank: int, pages: int, store: int, page: LifePage) -> ProcessRank:
+    def _start(self, rank: int, files: Sequence[int], page: LifePage) -> ProcessRank:
         (control, their_control), (calls, their_calls) = channel_pair(), channel_pair()
         with their_control, their_calls:
-            descriptors = (their_control.fileno(), their_calls.fileno(), pages, store)
-            arguments = [*map(str, descriptors), str(rank * PAGE_BYTES)]
+            descriptors = (their_control.fileno(), their_calls.fileno(), *files)
+            arguments = [str(rank), *map(str, descriptors)]
             environment = child_environment(
                 PYTHONPATH=os.pathsep.join(path for path in sys.path if path),
                 GLOO_SOCKET_IFNAME=_LOOPBACK,
@@ -173,9 +185,9 @@ class ProcessLauncher:
         return ProcessRank(self._config.place(rank), process, control, calls, page, device)
 
     def close(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        self.rings = None
+        while self._memory:
+            self._memory.pop().close()
 
 
 def _shared_file(num_bytes: int) -> int:

@@ -8,7 +8,9 @@ from dataclasses import fields
 from operator import attrgetter, is_
 from typing import Any
 
-from quire.runtime.executor.codec import Buffer, put, put_array, take, take_array
+import numpy as np
+
+from quire.runtime.executor.codec import NARROW_FROM, Buffer, narrow, put, take
 from quire.types.step import NO_ROWS, Ints, StepPlan
 
 _HEAD = struct.Struct("<qI")  # step, a bit for every field that is there
@@ -17,60 +19,99 @@ _OTHERS = tuple(item.name for item in fields(StepPlan) if item.name not in ("ste
 _DEFAULTS = tuple(item.default for item in fields(StepPlan) if item.name in _OTHERS)
 _arrays_of: Callable[[StepPlan], tuple[Ints, ...]] = attrgetter(*_ARRAYS)
 _others_of: Callable[[StepPlan], tuple[Any, ...]] = attrgetter(*_OTHERS)
-_ARRAY_BITS = [(1 << bit, name) for bit, name in enumerate(_ARRAYS)]
 _OTHER_BITS = [(1 << bit, name) for bit, name in enumerate(_OTHERS, len(_ARRAYS))]
 _ANY_OTHER = sum(bit for bit, _ in _OTHER_BITS)
+_ANY_ARRAY = (1 << len(_ARRAYS)) - 1
 _SAME_ROWS = 1 << 31  # the rows that decode are those of the message before
+_PLACES = [[place for place in range(len(_ARRAYS)) if bits >> place & 1] for bits in range(_ANY_ARRAY + 1)]
+_COUNTS = [struct.Struct(f"<{count}I") for count in range(len(_ARRAYS) + 1)]  # of numbers, by the number of arrays
+_WIDTH_AT = 30  # the bits of a count that say how its numbers are stored
+_COUNT = (1 << _WIDTH_AT) - 1
+_WIDTHS = tuple(np.dtype(name) for name in ("int32", "uint8", "uint16"))  # as `narrow` numbers them
+_INT32 = _WIDTHS[0]
 
 
 class PlanEncoder:
-    """Encodes the plans of one engine in order. Rows that decode in two plans in a row are named once."""
+    """Encodes the plans of one engine in order. Rows that decode in two plans in a row are named once.
+
+    A message is its head, the counts of its arrays, the numbers of its arrays, and all other fields.
+    """
 
     def __init__(self) -> None:
         self._rows = b""  # those of the last plan that had some
 
-    def encode(self, plan: StepPlan) -> bytearray:
-        out, there, (rows, *arrays) = bytearray(_HEAD.size), 0, _arrays_of(plan)
-        if len(rows):
-            if (named := rows.tobytes()) == self._rows:
-                there = _SAME_ROWS
-            else:
-                self._rows, there = named, 1
-                put_array(out, rows)
-        for bit, array in enumerate(arrays, 1):
-            if len(array):
-                there |= 1 << bit
-                put_array(out, array)
+    def encode(self, plan: StepPlan) -> bytes:
+        there, parts, counts = 0, [b"", b""], []
+        for place, array in enumerate(_arrays_of(plan)):
+            if not (count := len(array)):
+                continue
+            if not place:
+                if (raw := array.tobytes()) == self._rows:
+                    there = _SAME_ROWS
+                    continue
+                self._rows = raw
+            if count >= NARROW_FROM or array.dtype is not _INT32:
+                width, raw = narrow(array)
+                count |= width << _WIDTH_AT
+            elif place:
+                raw = array.tobytes()
+            there |= 1 << place
+            counts.append(count)
+            parts.append(raw)
+        parts[1] = _COUNTS[len(counts)].pack(*counts)
         others = _others_of(plan)
         if not all(map(is_, others, _DEFAULTS)):  # most steps have nothing but rows and their blocks
+            out = bytearray()
             for bit, (value, default) in enumerate(zip(others, _DEFAULTS, strict=True), len(_ARRAYS)):
                 if value is not default and value != ():
                     there |= 1 << bit
                     put(out, value)
-        _HEAD.pack_into(out, 0, plan.step, there)
-        return out
+            parts.append(bytes(out))
+        parts[0] = _HEAD.pack(plan.step, there)
+        return b"".join(parts)
 
 
 class PlanDecoder:
-    """Decodes what one PlanEncoder made, in the same order."""
+    """Decodes what one PlanEncoder made, in the same order. The arrays of a plan may be written to."""
 
     def __init__(self) -> None:
         self._rows: Ints = NO_ROWS
 
     def decode(self, message: Buffer) -> StepPlan:
-        data = memoryview(message)
-        step, there = _HEAD.unpack_from(data)
-        given: dict[str, Any] = {}
-        at = _HEAD.size
-        for bit, name in _ARRAY_BITS:
-            if there & bit:
-                given[name], at = take_array(data, at)
+        step, there = _HEAD.unpack_from(message)
+        arrays, at = _take_arrays(message, there & _ANY_ARRAY)
         if there & _SAME_ROWS:
-            given["decode_rows"] = self._rows.copy()
-        elif "decode_rows" in given:
-            self._rows = given["decode_rows"].copy()
-        if there & _ANY_OTHER:
-            for bit, name in _OTHER_BITS:
-                if there & bit:
-                    given[name], at = take(data, at)
+            arrays[0] = self._rows.copy()
+        elif there & 1:
+            self._rows = arrays[0].copy()
+        if not there & _ANY_OTHER:
+            rows, grant_rows, grant_slots, grant_blocks, owners, blocks = arrays
+            return StepPlan(step, rows, (), (), grant_rows, grant_slots, grant_blocks, owners, blocks)
+        given: dict[str, Any] = dict(zip(_ARRAYS, arrays, strict=True))
+        data = memoryview(message)
+        for bit, name in _OTHER_BITS:
+            if there & bit:
+                given[name], at = take(data, at)
         return StepPlan(step, **given)
+
+
+def _take_arrays(message: Buffer, there: int) -> tuple[list[Ints], int]:
+    """The arrays of a plan, those that are not `there` empty, and where its other fields begin."""
+    arrays, places, at = [NO_ROWS] * len(_ARRAYS), _PLACES[there], _HEAD.size
+    if not places:
+        return arrays, at
+    form = _COUNTS[len(places)]
+    counts = form.unpack_from(message, at)
+    at += form.size
+    if max(counts) <= _COUNT:  # the usual message: all in four bytes each, copied at once
+        begin, total = 0, sum(counts)
+        numbers = np.frombuffer(message, _INT32, total, at).copy()
+        for place, count in zip(places, counts, strict=True):
+            arrays[place] = numbers[begin : begin + count]
+            begin += count
+        return arrays, at + total * _INT32.itemsize
+    for place, count in zip(places, counts, strict=True):
+        width, count = _WIDTHS[count >> _WIDTH_AT], count & _COUNT
+        arrays[place] = np.frombuffer(message, width, count, at).astype(np.int32)
+        at += count * width.itemsize
+    return arrays, at

@@ -18,6 +18,7 @@ from quire.runtime.executor.channel import Channel, Kind, Message
 from quire.runtime.executor.codec import FINGERPRINT, decode, encode
 from quire.runtime.executor.life import LifePage
 from quire.runtime.executor.plan_codec import PlanDecoder
+from quire.runtime.executor.rings import RankRings
 from quire.types.errors import ConfigError, InvalidRequest, ModelLoadError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class RankServer:
 
     def __init__(
         self,
-        control: Channel,
+        control: Channel | RankRings,
         calls: Channel,
         page: LifePage,
         make_store: MakeStore,

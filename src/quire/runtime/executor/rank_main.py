@@ -1,6 +1,6 @@
-"""The process of one rank: `python -m quire.runtime.executor.rank_main CONTROL CALLS PAGE STORE OFFSET`, started by the
-engine's process alone. The arguments are descriptors of two sockets and two pieces of shared memory, and where in the
-first its page begins."""
+"""The process of one rank: `python -m quire.runtime.executor.rank_main RANK CONTROL CALLS PAGES STORE [RINGS]`, started
+by the engine's process alone. The arguments are the number of the rank and descriptors: of two sockets, of the pages of
+all ranks, of the store in which they meet, and of the rings of messages where there are some."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from quire.config.parallel import RankPlace
 from quire.runtime.executor.channel import Channel
-from quire.runtime.executor.life import LifePage
+from quire.runtime.executor.life import PAGE_BYTES, LifePage
 from quire.runtime.executor.rank import RankServer
+from quire.runtime.executor.rings import RankRings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -35,18 +36,21 @@ def enter_rank() -> None:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    control, calls, page, store, offset = map(int, arguments)
+    rank, control, calls, pages, store, *rings = map(int, arguments)
     enter_rank()
-    memory = mmap.mmap(page, 0)
-    os.close(page)
+    memory, *ring_memory = [mmap.mmap(file, 0) for file in (pages, *rings)]
+    for file in (pages, *rings):
+        os.close(file)
 
     def make_store(place: RankPlace) -> Store:
         from torch._C._distributed_c10d import FileStore
 
         return FileStore(f"/proc/self/fd/{store}", place.config.num_ranks)
 
-    channels = Channel(socket.socket(fileno=control)), Channel(socket.socket(fileno=calls))
-    RankServer(*channels, LifePage(memory, offset), make_store).run()
+    channel = Channel(socket.socket(fileno=control))
+    line = RankRings(channel, ring_memory[0], len(memory) // PAGE_BYTES, rank) if ring_memory else channel
+    page = LifePage(memory, rank * PAGE_BYTES)
+    RankServer(line, Channel(socket.socket(fileno=calls)), page, make_store).run()
 
 
 if __name__ == "__main__":

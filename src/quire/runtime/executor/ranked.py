@@ -8,7 +8,6 @@ import logging
 import selectors
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,10 +15,11 @@ from typing import Any, Literal
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.sizes import format_size
-from quire.runtime.executor.channel import Kind, Message, frame
-from quire.runtime.executor.codec import FINGERPRINT, Buffer, decode, encode
+from quire.runtime.executor.channel import Kind
+from quire.runtime.executor.codec import FINGERPRINT, decode, encode
 from quire.runtime.executor.links import Rank, RankLauncher
 from quire.runtime.executor.plan_codec import PlanEncoder
+from quire.runtime.executor.rank_messages import RankMessages
 from quire.runtime.executor.transfers import TransferMerger
 from quire.runtime.executor.watch import RankWatch, describe
 from quire.runtime.loading.files import ModelFiles
@@ -81,10 +81,10 @@ class RankedExecutor:
         self._unreported = 0  # ranks that were asked for their transfers and have not answered
         self._watch = RankWatch(launcher, config.parallel.rank_timeout)
         self._ranks: Sequence[Rank] = ()
+        self._messages = RankMessages((), self._watch, None)
         try:
             self._ranks = self._watch.ranks()
-            self._inboxes: list[deque[Message]] = [deque() for _ in self._ranks]
-            self._last = [number for number, rank in enumerate(self._ranks) if rank.place.is_last_stage]
+            self._messages = RankMessages(self._ranks, self._watch, launcher.rings)
             self._load(job, progress)
             self._has_loaded = True
         except BaseException:
@@ -132,90 +132,31 @@ class RankedExecutor:
     def launch(self, plan: StepPlan) -> None:
         if self._transfers.orphans:
             plan = self._drop_orphans(plan)
-        self._send(Kind.PLAN, self._encoder.encode(plan))
+        self._messages.send(Kind.PLAN, self._encoder.encode(plan))
         self._owes_masks = plan.guided
         self._num_launched += 1
 
     def supply_masks(self, masks: Masks | None) -> None:
-        self._send(Kind.MASKS, encode(masks))
+        self._messages.send(Kind.MASKS, encode(masks))
         self._owes_masks = False
 
     def collect(self) -> StepResult:
         if self._owes_masks and self._num_launched == 1:
             raise RuntimeError("the step to collect waits for its masks: supply them first")
         self._num_launched -= 1
-        return merge_results([decode(self._receive(number, Kind.RESULT).data) for number in self._last])
-
-    def _send(self, kind: Kind, payload: Buffer = b"") -> None:
-        self._check_open()
-        try:
-            rests, data = {}, frame(kind, payload)
-            for number, rank in enumerate(self._ranks):
-                if rest := rank.control.try_send(data):
-                    rests[number] = rest
-            if rests:
-                self._send_rests(rests)
-        except (EOFError, OSError):
-            raise self._watch.death() from None
-
-    def _send_rests(self, rests: dict[int, memoryview]) -> None:
-        """Send what ranks could not take at once, by rank. Reads what they send in the meantime: a rank may take no
-        more before the engine has taken a large result of it, or of a rank that it waits for."""
-        with selectors.DefaultSelector() as selector:
-            for number, rank in enumerate(self._ranks):
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if number in rests else 0)
-                selector.register(rank.control, events, number)
-            while rests:
-                for key, events in selector.select():
-                    number, control = key.data, self._ranks[key.data].control
-                    if events & selectors.EVENT_READ and (message := control.receive(wait=False)) is not None:
-                        self._inboxes[number].append(message)
-                    if events & selectors.EVENT_WRITE and number in rests:
-                        rests[number] = control.try_send(rests[number])
-                        if not rests[number]:
-                            del rests[number]
-                            selector.modify(control, selectors.EVENT_READ, number)
-
-    def _receive(self, number: int, kind: Kind) -> Message:
-        """Wait for the next message of a kind; others of the same rank are kept for whoever asks for them."""
-        self._check_open()
-        inbox = self._inboxes[number]
-        for message in inbox:
-            if message.kind is kind:
-                inbox.remove(message)
-                return message
-        try:
-            while True:
-                received = self._ranks[number].control.receive()
-                assert received is not None
-                if received.kind is kind:
-                    return received
-                inbox.append(received)
-        except EOFError:
-            raise self._watch.death() from None
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineDead("the executor was closed")
-        if self._watch.fault is not None:
-            raise EngineDead(self._watch.fault.reason)
+        return merge_results([decode(data) for data in self._messages.receive_results()])
 
     # --------------------------------------------------------------------------------------------------------- tiers
     def transfers(self) -> TransferReport:
         """Asks ranks for their reports, and returns what has come since."""
         if not self._has_tiers or self._closed:
             return NOTHING_MOVED
-        for number, rank in enumerate(self._ranks):
-            with contextlib.suppress(EOFError):
-                while (message := rank.control.receive(wait=False)) is not None:
-                    self._inboxes[number].append(message)
-            inbox = self._inboxes[number]
-            for message in [each for each in inbox if each.kind is Kind.TRANSFERS]:
-                inbox.remove(message)
+        for number in range(len(self._ranks)):
+            for message in self._messages.take_all(number, Kind.TRANSFERS):
                 self._transfers.add(number, decode(message.data))
                 self._unreported -= 1
         if not self._unreported:
-            self._send(Kind.REPORT)
+            self._messages.send(Kind.REPORT)
             self._unreported = len(self._ranks)
         return self._transfers.take()
 
@@ -236,7 +177,7 @@ class RankedExecutor:
 
     def _call(self, kind: Kind, arguments: tuple[str, ...]) -> list[Any]:
         """Ask all ranks, and return their answers. Raises InvalidRequest where one refuses."""
-        self._check_open()
+        self._messages.check_open()
         payload = encode(arguments)
         with self._calling:
             try:
@@ -256,9 +197,9 @@ class RankedExecutor:
         """Every owner's own check on every rank; waits for the devices."""
         if self._closed:
             return
-        self._send(Kind.CHECK)
+        self._messages.send(Kind.CHECK)
         for number, rank in enumerate(self._ranks):
-            wrong = decode(self._receive(number, Kind.CHECKED).data)
+            wrong = decode(self._messages.receive(number, Kind.CHECKED).data)
             assert not wrong, f"{describe(rank)}: {wrong}"
 
     def close(self) -> None:
@@ -272,14 +213,16 @@ class RankedExecutor:
             at_end.callback(self._watch.stop)
             for rank in self._ranks:
                 at_end.callback(rank.close)
-            for rank in self._ranks:
-                with contextlib.suppress(Exception):
-                    if not self._has_loaded:
-                        rank.kill()
-                    rank.control.try_send(frame(Kind.STOP))  # one that does not take it is killed in the end
+            if not self._has_loaded:
+                self._kill_all()
+            self._messages.send_stop()  # a rank that does not take it is killed in the end
+            self._messages.close()
             deadline = time.monotonic() + _EXIT_SECONDS
             while time.monotonic() < deadline and any(rank.ending() is None for rank in self._ranks):
                 time.sleep(0.005)
-            for rank in self._ranks:  # all of them, before one is waited for
-                with contextlib.suppress(Exception):
-                    rank.kill()
+            self._kill_all()  # before one is waited for
+
+    def _kill_all(self) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(Exception):
+                rank.kill()

@@ -115,6 +115,8 @@ class RayLauncher:
     """Starts one actor per rank in a placement group: on one node where one has room for all of them, else on several.
     `close` removes the group, and leaves a cluster that it found."""
 
+    rings = None  # ranks may be on other machines
+
     def __init__(self, config: ParallelConfig, *, on_gpus: bool) -> None:
         try:
             import ray

@@ -11,6 +11,7 @@ from quire.serving.http.key_ring import KeyRing
 from quire.serving.router.client_connection import Request
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_MAX_KNOWN_HOSTS = 64
 _LIVENESS = frozenset({"/health", "/ready", "/ping"})
 Need = Literal["", "api", "any", "admin"]  # the key that a request needs: none, an API key, any key, an admin key
 
@@ -25,6 +26,7 @@ class Access:
     def __init__(self, config: RouterConfig, keys: KeyRing) -> None:
         self._config, self._keys = config, keys
         self._hosts = None if config.listen.uds is not None else loopback_hosts(config.host)
+        self._known_hosts: set[bytes] = set()  # Host headers that name one of them
         self._is_local = config.listen.uds is not None or self._hosts is not None
         self._origins = frozenset(origin.lower() for origin in config.access.cors_origins)
         # replicas on sockets are the router's own, and check no Host
@@ -67,9 +69,13 @@ class Access:
     def _check_host(self, request: Request, hosts: frozenset[str]) -> None:
         """The same rules as a server's: only requests for the loopback, and none that change something from a page of
         another site."""
-        if not is_one_of(hosts, request.headers.get(b"host", b"")):
-            message = "host: names another host than this router; use http://127.0.0.1 or set an API key"
-            raise ApiError(421, message, code="wrong_host")
+        host = request.headers.get(b"host", b"")
+        if host not in self._known_hosts:
+            if not is_one_of(hosts, host):
+                message = "host: names another host than this router; use http://127.0.0.1 or set an API key"
+                raise ApiError(421, message, code="wrong_host")
+            if len(self._known_hosts) < _MAX_KNOWN_HOSTS:
+                self._known_hosts.add(host)
         if request.method not in _SAFE_METHODS and is_foreign(request.headers, self._origins):
             message = "origin: a page of another site may not call this router; start it with keys"
             raise ApiError(403, message, code="cross_site")

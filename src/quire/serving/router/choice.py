@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.config.router import BalanceConfig
-from quire.serving.router.prompt_keys import Prompt
+from quire.serving.router.prompt_keys import CHUNK_ENDS, Prompt
 from quire.serving.router.replica import Replica
 
 Reason = Literal["prefix", "session", "load", "home", "asked"]
@@ -38,21 +38,24 @@ class Chooser:
 
     def choose(self, candidates: Sequence[Replica], prompt: Prompt) -> Choice:
         """Choose one of `candidates`, which are not empty, and note the prompt in its tree."""
-        choice = self._choose(candidates, prompt)
-        choice.replica.tree.insert(prompt.keys)
-        return choice
+        keys = prompt.keys
+        held = [replica.tree.match(keys) for replica in candidates]
+        place, reason = self._choose(candidates, prompt, [CHUNK_ENDS[count] for count in held])
+        replica = candidates[place]
+        replica.tree.insert(keys, held[place])
+        return Choice(replica, reason, CHUNK_ENDS[held[place]])
 
-    def _choose(self, candidates: Sequence[Replica], prompt: Prompt) -> Choice:
-        matches = [replica.num_matched(prompt) for replica in candidates]
+    def _choose(
+        self, candidates: Sequence[Replica], prompt: Prompt, matches: Sequence[int]
+    ) -> tuple[int, Literal["prefix", "session", "load"]]:
+        """The place of a replica, and why it is chosen. `matches`: the bytes that each has."""
         free = self._within_bound(candidates)
         best, least = max(matches), min(matches)
         if best > least and best - least >= self._config.least_gain * prompt.num_bytes:
             longest = [place for place in free if matches[place] == best]
             if longest:
-                place = self._among(candidates, longest, prompt.session)
-                return Choice(candidates[place], "prefix", best)
-        place = self._among(candidates, free, prompt.session)
-        return Choice(candidates[place], "session" if prompt.session else "load", matches[place])
+                return self._among(candidates, longest, prompt.session), "prefix"
+        return self._among(candidates, free, prompt.session), "session" if prompt.session else "load"
 
     def _within_bound(self, candidates: Sequence[Replica]) -> list[int]:
         """The places of the replicas that are not overloaded. There is always one: the least loaded."""

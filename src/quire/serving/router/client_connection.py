@@ -15,6 +15,8 @@ import httptools
 from quire.serving.http.errors import ApiError
 from quire.serving.http.limits import Limits
 from quire.serving.http.reading_timer import ReadingTimer
+from quire.serving.router.connections import ResponseSource
+from quire.serving.router.known_heads import Head, KnownHeads, WholeRequest, split_request
 
 HOP_BY_HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
@@ -40,10 +42,10 @@ class Request:
 class ConnectionState:
     """What all client connections of the router share."""
 
-    def __init__(
-        self, limits: Limits, handle: Callable[[Request, ClientConnection], Coroutine[Any, Any, None]], root_path: str
-    ) -> None:
+    def __init__(self, limits: Limits, handle: Callable[[Request, ClientConnection], None], root_path: str) -> None:
+        """`handle` begins to answer a request. It calls `complete` when it has, now or later, or `go_on`."""
         self.limits, self.handle, self.root_path = limits, handle, root_path
+        self.heads = KnownHeads()
         self.connections: set[ClientConnection] = set()
         self.held_bytes = 0  # of bodies, of all connections
         self.is_closing = False
@@ -58,12 +60,14 @@ class ClientConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport
-        self._task: asyncio.Task[None] | None = None
+        self._is_busy = False  # a request is being answered
+        self._task: asyncio.Task[None] | None = None  # that answers it, where waiting takes more than a callback
         self._deadline: asyncio.TimerHandle | None = None
         self._due = math.inf  # when the connection is cut off, by the clock of the loop
         self._reading: ReadingTimer
         self._held = 0  # bytes of the body that the state counts
-        self._in_head = self._is_full = self._is_chunked = self._is_answered = False
+        self._in_head = self._in_request = self._is_full = self._is_chunked = self._is_answered = False
+        self._whole: WholeRequest | None = None  # that the parser reads now
         self._is_http_1_1 = self._keeps_alive = True
         self._fed = 0  # bytes that hold the head of the request, and maybe more
         self._next_wait = ""  # the limit of seconds that begins with what was just received; "": none
@@ -71,9 +75,7 @@ class ClientConnection(asyncio.Protocol):
         self._idle_bytes = 0  # received since the last of the body: trailers, and what stands between chunks
         self._early = b""  # of the next request
         self._clear()
-        self.on_pause: Callable[[], None] | None = None  # the client reads slowly: send no more
-        self.on_resume: Callable[[], None] | None = None
-        self.on_gone: Callable[[], None] | None = None  # the client is gone
+        self._source: ResponseSource | None = None
 
     def _clear(self) -> None:
         self._url, self._head_bytes = b"", 0
@@ -88,7 +90,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def is_busy(self) -> bool:
-        return self._task is not None
+        return self._is_busy
 
     # ------------------------------------------------------------------------------------------ of the event loop
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -108,19 +110,22 @@ class ClientConnection(asyncio.Protocol):
             self._deadline.cancel()
         self._reading.stop()
         self.release_body()
-        if self.on_gone is not None:
-            self.on_gone()
+        if self._source is not None:
+            self._source.client_gone()
         if self._task is not None:
             self._task.cancel()
 
     def data_received(self, data: bytes) -> None:
         if self._is_full or self._transport.is_closing():
             return
-        if self._task is not None:
+        if self._is_busy:
             if self._is_answered:  # the client was quicker than the end of the task
                 self._early += data
             else:
                 self._is_full, self._keeps_alive = True, False
+            return
+        self._whole = None if self._in_request else split_request(data)
+        if self._whole is not None and self._take_known(self._whole):
             return
         self._fed = len(data) + (self._fed if self._in_head else 0)
         if self._in_head:
@@ -142,8 +147,8 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def pause_writing(self) -> None:
-        if self.on_pause is not None:
-            self.on_pause()
+        if self._source is not None:
+            self._source.pause()
         self._reading.start()
 
     def resume_writing(self) -> None:
@@ -151,15 +156,15 @@ class ClientConnection(asyncio.Protocol):
             self._reading.start()
         else:
             self._reading.stop()
-        if self.on_resume is not None:
-            self.on_resume()
+        if self._source is not None:
+            self._source.resume()
 
     # ---------------------------------------------------------------------------------------------- of the parser
     def on_message_begin(self) -> None:
-        if self._task is not None:
+        if self._is_busy:
             self._is_full, self._keeps_alive = True, False
             return
-        self._in_head = True
+        self._in_head = self._in_request = True
         self._clear()
         self._next_wait = "header_seconds"
 
@@ -207,31 +212,44 @@ class ClientConnection(asyncio.Protocol):
         self._idle_bytes = 0
         if self._is_full or self._transport.is_closing() or self._parser.should_upgrade():
             return
-        self._next_wait, self._due = "", math.inf
-        self._is_http_1_1 = self._parser.get_http_version() == "1.1"
-        self._keeps_alive = self._parser.should_keep_alive() and not self._state.is_closing
-        self._is_answered = False
+        self._next_wait, self._in_request = "", False
         path = unquote(self._url.partition(b"?")[0].decode("latin-1"))
         root = self._state.root_path
         if root and f"{path}/".startswith(f"{root}/"):
             path = path[len(root) :] or "/"
         body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        request = Request(self._parser.get_method().decode("ascii"), self._url, path, self._pairs, self._headers, body)
         self._chunks = []
-        self._task = self._loop.create_task(self._state.handle(request, self))
-        self._task.add_done_callback(self._done)
+        method, is_1_1 = self._parser.get_method().decode("ascii"), self._parser.get_http_version() == "1.1"
+        keeps = self._parser.should_keep_alive()
+        head = Head(method, self._url, path, self._pairs, self._headers, is_1_1, keeps, self._body_limit)
+        if self._whole is not None and body == self._whole.body:
+            self._state.heads.keep(self._whole, head)
+        self._answer(head, body)
+
+    def _take_known(self, whole: WholeRequest) -> bool:
+        """Answer a request whose head was parsed before, unless it passes a limit."""
+        head, size = self._state.heads.find(whole.key), len(whole.body)
+        is_full = size > 2**16 and self._state.held_bytes + size > self._limits["bodies_bytes"]
+        if head is None or size > head.body_limit or is_full:
+            return False
+        self._held += size
+        self._state.held_bytes += size
+        self._answer(head, whole.body)
+        return True
+
+    def _answer(self, head: Head, body: bytes) -> None:
+        self._is_http_1_1, self._keeps_alive = head.is_http_1_1, head.keeps_alive and not self._state.is_closing
+        self._due, self._is_answered, self._is_busy = math.inf, False, True
+        self._state.handle(Request(head.method, head.target, head.path, head.pairs, head.headers, body), self)
 
     # ------------------------------------------------------------------------------------------------ a response
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], first: bytes = b"", *, has_body: bool) -> None:
         """Send the head of a response, and the first bytes of its body with it. Hop-by-hop headers are left out.
         Without a content-length the body is sent in chunks, or ends with the connection."""
-        is_framed = not has_body
+        kept = [pair for pair in headers if pair[0] not in HOP_BY_HOP]
+        is_framed = not has_body or any(name == b"content-length" for name, _ in kept)
         parts = [b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"Unknown"))]
-        for name, value in headers:
-            if name in HOP_BY_HOP:
-                continue
-            is_framed |= name == b"content-length"
-            parts += (name, b": ", value, b"\r\n")
+        parts += [b"%b: %b\r\n" % pair for pair in kept]
         self._is_chunked = not is_framed and self._is_http_1_1
         if self._is_chunked:
             parts.append(b"transfer-encoding: chunked\r\n")
@@ -272,21 +290,19 @@ class ClientConnection(asyncio.Protocol):
 
     def close_if_idle(self) -> None:
         self._keeps_alive = False
-        if self._task is None:
+        if not self._is_busy:
             self._close()
 
-    # ------------------------------------------------------------------------------------------------- the works
-    def _find_body_limit(self) -> int:
-        is_upload = self._url.partition(b"?")[0].endswith(b"/files")
-        return self._limits["file_bytes"] + 2**20 if is_upload else self._limits["body_bytes"]
+    # --------------------------------------------------------------------------------- of who answers a request
+    def go_on(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let a task do the rest of answering the request, which is complete with it. It ends with the client."""
+        self._task = self._loop.create_task(work)
+        self._task.add_done_callback(self._done)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._task = None
-        self.on_pause = self.on_resume = self.on_gone = None
+    def complete(self) -> None:
+        """The request is answered: the next one may come."""
+        self._is_busy, self._source = False, None
         self.release_body()
-        if not task.cancelled() and task.exception() is not None:
-            self._loop.call_exception_handler({"message": "a request failed", "exception": task.exception()})
-            self.cut()
         if self._transport.is_closing():
             return
         if self._keeps_alive and not self._state.is_closing:
@@ -296,6 +312,27 @@ class ClientConnection(asyncio.Protocol):
                 self.data_received(early)
         else:
             self._close()
+
+    def take_from(self, source: ResponseSource, seconds: float) -> None:
+        """The response comes from `source`, whose `check_time` is called in so many seconds, once, unless this is
+        called again. It takes the timer of the connection, so that a request costs none."""
+        self._source = source
+        self._expect_by(seconds)
+
+    def leave_source(self) -> None:
+        self._source, self._due = None, math.inf
+
+    # ------------------------------------------------------------------------------------------------- the works
+    def _find_body_limit(self) -> int:
+        is_upload = self._url.partition(b"?")[0].endswith(b"/files")
+        return self._limits["file_bytes"] + 2**20 if is_upload else self._limits["body_bytes"]
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and task.exception() is not None:
+            self._loop.call_exception_handler({"message": "a request failed", "exception": task.exception()})
+            self.cut()
+        self.complete()
 
     def _close(self) -> None:
         """Close the connection when its client has read all that was sent, or reads nothing for too long."""
@@ -330,7 +367,10 @@ class ClientConnection(asyncio.Protocol):
         if self._loop.time() < self._due:
             self._deadline = self._loop.call_at(self._due, self._check_due)
             return
-        if not self._in_head and self._url and self._task is None and self._chunks:
+        if self._source is not None:
+            self._due = math.inf
+            self._source.check_time()
+        elif not self._in_head and self._url and not self._is_busy and self._chunks:
             self._refuse(
                 408, f"body: was not sent within {self._limits['body_seconds']} s; send it faster", "slow_body"
             )

@@ -40,6 +40,19 @@ class Receiver(Protocol):
     def failed(self, reason: str, *, is_stale: bool = False) -> None: ...
 
 
+class ResponseSource(Protocol):
+    """Where the response to a client comes from."""
+
+    def client_gone(self) -> None: ...
+
+    def pause(self) -> None:
+        """The client reads slowly: send no more."""
+
+    def resume(self) -> None: ...
+
+    def check_time(self) -> None: ...
+
+
 class ReplicaConnection(asyncio.Protocol):
     """One connection. Has at most one request at a time; after a whole response it goes back to its pool."""
 
@@ -117,15 +130,15 @@ class ReplicaConnection(asyncio.Protocol):
         if self._head_bytes > MAX_HEAD_BYTES:
             self._fail(f"sent a head of more than {MAX_HEAD_BYTES} bytes")
             return
-        self._headers.append((name.lower(), value))
+        name = name.lower()
+        if name == b"content-length" or (name == b"transfer-encoding" and b"chunked" in value.lower()):
+            self._is_framed = True
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200 or self._receiver is None:
             return
-        for name, value in self._headers:
-            if name == b"content-length" or (name == b"transfer-encoding" and b"chunked" in value.lower()):
-                self._is_framed = True
         self._has_body = self._has_body and status not in (204, 304)
         self._receiver.head(status, self._headers)
         if not self._has_body:

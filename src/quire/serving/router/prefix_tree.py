@@ -45,17 +45,20 @@ class PrefixTree:
                 high = middle
         return low
 
-    def insert(self, keys: Keys) -> None:
+    def insert(self, keys: Keys, held: int | None = None) -> None:
         """Hold these chunks, as those used last. Evicts what does not fit, and of a prompt larger than the tree its
-        end."""
+        end. `held`: what `match` says of them just now."""
         used, touch = self._used, self._used.move_to_end
-        count = min(len(keys), num_chunks(self.capacity))
-        held = min(self.match(keys), count)
+        count = len(keys)
+        if CHUNK_ENDS[count] > self.capacity:
+            count = num_chunks(self.capacity)
+        held = min(self.match(keys) if held is None else held, count)
         used.update(zip(reversed(keys[held:count]), reversed(_SIZES[held:count]), strict=True))
         self.num_bytes += CHUNK_ENDS[count] - CHUNK_ENDS[held]
         for key in reversed(keys[:held]):
             touch(key)
-        self._evict()
+        if self.num_bytes > self.capacity:
+            self._evict()
 
     def resize(self, capacity: int) -> None:
         self.capacity = max(capacity, CHUNK_BYTES)

@@ -18,6 +18,7 @@ _ANSWER_FIELDS = ("previous_response_id", "input_file_id")
 _PROMPT_FIELDS = ("prompt", "input", "text", "texts", "query", "documents", "content", "input_prefix")
 _BEFORE = ("system", "instructions", "tools", "functions", "documents", "template")  # rendered before the messages
 _MESSAGES = ("messages", "input")
+_NAMING, _ANY_BEFORE = frozenset((*_SESSION_FIELDS, *_ANSWER_FIELDS)), frozenset(_BEFORE)
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
@@ -62,6 +63,8 @@ def read_prompt(body: bytes, headers: Mapping[bytes, bytes], tenant: bytes, *, i
         return Prompt(session=session)
     text = b"\0".join(_parts(fields))
     model = _text(fields.get("model"))
+    if not is_fork and _NAMING.isdisjoint(fields):  # as in most requests
+        return Prompt(model, chunk_keys(hash((tenant, "", model)), text), len(text), session)
     root = hash((tenant, _text(fields.get("cache_salt")), model))
     session = session or _first_text(fields, _SESSION_FIELDS)
     answer_id = _first_text(fields, ("request_id",) if is_fork else _ANSWER_FIELDS)
@@ -80,7 +83,7 @@ def chunk_keys(root: int, text: bytes) -> list[int]:
 
 def _parts(fields: dict[str, Any]) -> list[bytes]:
     """The prompt in pieces, in the order in which chat templates render it, each in one canonical form."""
-    parts = [_bytes(fields[name]) for name in _BEFORE if name in fields]
+    parts = [] if _ANY_BEFORE.isdisjoint(fields) else [_bytes(fields[name]) for name in _BEFORE if name in fields]
     for name in _MESSAGES:
         value = fields.get(name)
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -97,7 +100,7 @@ def _add_message(message: Any, parts: list[bytes]) -> None:
     content = message.get("content")
     parts.append(_bytes(message.get("role", "")))
     if isinstance(content, str):
-        parts.append(_bytes(content))
+        parts.append(content.encode("utf-8", "surrogatepass"))
     elif isinstance(content, list):
         for part in content:
             text = part.get("text") if isinstance(part, dict) else part

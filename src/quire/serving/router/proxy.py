@@ -6,17 +6,18 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from quire.config.router import RouterConfig
-from quire.serving.http.errors import ApiError
+from quire.serving.http.errors import ApiError, internal_error
 from quire.serving.http.guard import is_for_admins
 from quire.serving.http.key_ring import CLIENT_HEADER, KEY_HEADERS
 from quire.serving.router.choice import Choice, Chooser, rendezvous_weight
 from quire.serving.router.client_connection import HOP_BY_HOP, ClientConnection, Request
-from quire.serving.router.connections import ReplicaFailed
+from quire.serving.router.connections import ReplicaConnection, ReplicaFailed
 from quire.serving.router.errors import error_body
 from quire.serving.router.prompt_keys import Prompt, read_prompt
 from quire.serving.router.relay import Outcome, Relay, is_success
@@ -30,6 +31,7 @@ _OF_TENANT = re.compile(r"/(?:files|batches)(?:/|$)")  # lists and uploads: one 
 _DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"x-replica"}
 _OF_KEY = frozenset({*KEY_HEADERS, CLIENT_HEADER})
 _JSON = (b"application/json", b"text/json", b"")
+_KEPT_PATH = 200  # characters of a path whose facts are kept
 
 
 @dataclass(slots=True)
@@ -43,12 +45,38 @@ class ProxyCounts:
     errors: int = 0  # requests that the router refused itself
 
 
+class PathFacts(NamedTuple):
+    """What the method and the path of a request tell."""
+
+    may_repeat: bool  # whether it can be sent again if it may have arrived
+    stored: str  # the name of a stored response, file or batch
+    is_of_tenant: bool  # a list or an upload: all those of a tenant go to one replica
+    is_admin: bool
+    changes_replica: bool  # the client must say which one
+    is_fork: bool
+
+
 class Search(NamedTuple):
     """What a request needs that only one replica has: a stored response, file, batch or request, by name."""
 
     name: str = ""
     home: Replica | None = None  # the replica that has it, where the router knows
     is_open: bool = False  # whether replicas are asked one after the other until one has it
+
+
+@dataclass(slots=True)
+class Job:
+    """A request, and what became of it so far."""
+
+    request: Request
+    client: ClientConnection
+    prompt: Prompt
+    search: Search
+    facts: PathFacts
+    left: int  # attempts
+    tried: list[Replica] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    refusals: dict[str, Outcome] = field(default_factory=dict)  # the last of each kind
 
 
 class Proxy:
@@ -59,119 +87,177 @@ class Proxy:
         self._config, self._replicas, self._chooser = config, replicas, chooser
         self.counts = ProxyCounts()
 
-    async def forward(self, request: Request, client: ClientConnection) -> None:
-        """Answer a request through a replica. Raises ApiError where none can."""
-        self.counts.requests += 1
-        prompt = self._read(request)
-        search = self._search(request, prompt)
-        tried: list[Replica] = []
-        failures: list[str] = []
-        refusals: dict[str, Outcome] = {}  # the last of each kind
-        clock = asyncio.get_running_loop().time
-        until, left = clock() + self._config.waits.connect, self._config.max_attempts
-        while left > 0:
-            choice = self._choose(request, prompt, search, tried)
-            if choice is None:
-                if tried or clock() >= until or not await self._replicas.wait_up(until - clock()):
-                    break
-                if (choice := self._choose(request, prompt, search, tried)) is None:
-                    continue
-            tried.append(choice.replica)
-            self.counts.retries += len(tried) > 1
-            outcome = await self._attempt(choice, request, prompt, client, is_search=search.is_open)
-            if outcome.kind in ("done", "broken"):
-                if search.is_open and is_success(outcome.status):
-                    self._replicas.note_home(search.name, choice.replica)
-                return
-            refusals[outcome.kind] = outcome
-            if outcome.kind == "missing":
-                continue
-            left -= 1
-            failures.append(f"replica {choice.replica.name} {outcome.reason}")
-            if outcome.kind == "late" or (
-                outcome.kind == "failed" and not outcome.never_sent and not may_repeat(request.method, request.path)
-            ):
-                break
-        self._refuse(request, client, tried, failures, refusals)
+    def forward(self, request: Request, client: ClientConnection) -> None:
+        """Answer a request through a replica. Raises ApiError where none can be asked.
 
-    def _refuse(
-        self,
-        request: Request,
-        client: ClientConnection,
-        tried: Sequence[Replica],
-        failures: list[str],
-        refusals: Mapping[str, Outcome],
-    ) -> None:
-        """Answer a request that no replica answered."""
+        Where a connection to the replica is open, callbacks do it all. A task goes on where something must be waited
+        for: a connection, a replica that comes up, another attempt.
+        """
+        self.counts.requests += 1
+        facts = read_path(request.method, request.path)
+        prompt = self._read(request, facts)
+        job = Job(request, client, prompt, self._search(request, prompt, facts), facts, self._config.max_attempts)
+        choice = self._choose(job)
+        if choice is None or (connection := self._take_idle(job, choice)) is None:
+            client.go_on(self.guard(self._forward(job, choice), request, client))
+            return
+        self._begin(job, choice)
+        try:
+            self._send(job, choice.replica, connection, lambda outcome: self._sent(job, choice, outcome))
+        except BaseException:
+            choice.replica.load -= 1
+            raise
+
+    def _take_idle(self, job: Job, choice: Choice) -> ReplicaConnection | None:
+        """A kept connection may end just now, and then nobody knows whether the request arrived."""
+        return self._replicas.pool(choice.replica).take_idle() if job.facts.may_repeat else None
+
+    def _sent(self, job: Job, choice: Choice, outcome: Outcome) -> None:
+        """The first attempt has ended. A task does what more there is to do."""
+        if outcome.kind == "failed" and outcome.is_stale:
+            job.client.go_on(self.guard(self._forward(job, choice, is_begun=True), job.request, job.client))
+        elif self._end(job, choice, outcome):
+            job.client.complete()
+        else:
+            job.client.go_on(self.guard(self._forward(job), job.request, job.client))
+
+    async def _forward(self, job: Job, choice: Choice | None = None, *, is_begun: bool = False) -> None:
+        """Answer a request from an attempt on, for which there may be a choice. `is_begun`: its connection had ended
+        before the replica saw the request."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._config.waits.connect
+        while job.left:
+            if choice is None and (choice := self._choose(job)) is None:
+                if job.tried or clock() >= until or not await self._replicas.wait_up(until - clock()):
+                    break
+                continue
+            if not is_begun:
+                self._begin(job, choice)
+            outcome = await self._attempt(job, choice, is_stale=is_begun)
+            if self._end(job, choice, outcome):
+                return
+            choice, is_begun = None, False
+        self._refuse(job)
+
+    def _refuse(self, job: Job) -> None:
+        """Answer a request that no replica answered. Raises ApiError where no replica gave a reason."""
         self.counts.refused += 1
+        failures, refusals = job.failures, job.refusals
         if "late" in refusals:
             message = f"{failures[-1]}; ask for less, stream, or raise --first-byte-timeout"
             raise ApiError(504, message, code="replica_timeout")
         refusal = refusals.get("busy")
         if refusal is None and "missing" in refusals:
-            failures += [f"replica {one.name} is {one.state}" for one in self._replicas if one not in tried]
+            failures += [f"replica {one.name} is {one.state}" for one in self._replicas if one not in job.tried]
             refusal = None if failures else refusals["missing"]
         if refusal is not None:
-            client.reply(refusal.status, refusal.body, _own_headers(refusal), has_body=request.method != "HEAD")
+            has_body = job.request.method != "HEAD"
+            job.client.reply(refusal.status, refusal.body, _own_headers(refusal), has_body=has_body)
             return
         raise ApiError(503, _nobody(failures), code="no_replica", headers=((b"retry-after", b"1"),))
 
+    async def guard(self, work: Awaitable[None], request: Request, client: ClientConnection) -> None:
+        """Do the work of one request, and answer what it raises."""
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - of one request
+            self.reply_error(request, client, error)
+
+    def reply_error(self, request: Request, client: ClientConnection, error: Exception) -> None:
+        """Answer with an error; one that is no ApiError is logged and not told."""
+        if isinstance(error, ApiError):
+            self.counts.errors += 1
+        else:
+            logger.error("a request to %s failed", request.path[:80], exc_info=error)
+            error = internal_error()
+        headers = [(b"content-type", b"application/json"), *error.headers]
+        client.reply(error.status, error_body(request.path, error), headers, has_body=request.method != "HEAD")
+
     # ---------------------------------------------------------------------------------------------- one attempt
-    async def _attempt(
-        self, choice: Choice, request: Request, prompt: Prompt, client: ClientConnection, *, is_search: bool
-    ) -> Outcome:
+    def _begin(self, job: Job, choice: Choice) -> None:
+        """Count an attempt."""
         replica, counts = choice.replica, choice.replica.counts
+        self.counts.retries += bool(job.tried)
+        job.tried.append(replica)
         replica.load += 1
         counts.requests += 1
-        counts.prompt_bytes += prompt.num_bytes
+        counts.prompt_bytes += job.prompt.num_bytes
         counts.matched_bytes += choice.matched
         counts.by_reason[choice.reason] = counts.by_reason.get(choice.reason, 0) + 1
-        try:
-            # a kept connection may end just now, and then nobody knows whether the request arrived
-            may_reuse = may_repeat(request.method, request.path)
-            outcome = await self._send(replica, request, client, may_reuse=may_reuse, is_search=is_search)
-            if outcome.kind == "failed" and outcome.is_stale:
-                self.counts.stale += 1
-                outcome = await self._send(replica, request, client, may_reuse=False, is_search=is_search)
-        finally:
-            replica.load -= 1
-            self._replicas.forget_if_done(replica)
-        if outcome.kind == "failed":
-            counts.failures += 1
-            logger.warning("replica %s %s before it answered", replica.name, outcome.reason)
-            if replica.is_up:
-                replica.mark_down(outcome.reason)
-        elif outcome.kind == "late":  # it may be healthy: its health checks tell
-            counts.failures += 1
-            logger.warning("replica %s %s", replica.name, outcome.reason)
-        elif outcome.kind == "busy":
-            counts.busy += 1
-        elif outcome.kind == "broken":
+
+    def _end(self, job: Job, choice: Choice, outcome: Outcome) -> bool:
+        """Count how an attempt ended, and return whether the request has an answer. `left` of the job is 0 where no
+        other replica may be asked."""
+        replica, counts, kind = choice.replica, choice.replica.counts, outcome.kind
+        replica.load -= 1
+        self._replicas.forget_if_done(replica)
+        if kind == "done":
+            if job.search.is_open and is_success(outcome.status):
+                self._replicas.note_home(job.search.name, replica)
+            return True
+        if kind == "broken":
             counts.broken += 1
             logger.warning("replica %s %s while it answered", replica.name, outcome.reason)
-        return outcome
+            if job.search.is_open and is_success(outcome.status):
+                self._replicas.note_home(job.search.name, replica)
+            return True
+        job.refusals[kind] = outcome
+        if kind == "missing":
+            return False
+        job.left -= 1
+        job.failures.append(f"replica {replica.name} {outcome.reason}")
+        if kind == "busy":
+            counts.busy += 1
+            return False
+        counts.failures += 1
+        if kind == "late":  # it may be healthy: its health checks tell
+            logger.warning("replica %s %s", replica.name, outcome.reason)
+            job.left = 0
+            return False
+        logger.warning("replica %s %s before it answered", replica.name, outcome.reason)
+        if replica.is_up:
+            replica.mark_down(outcome.reason)
+        if not outcome.never_sent and not job.facts.may_repeat:
+            job.left = 0
+        return False
 
-    async def _send(
-        self, replica: Replica, request: Request, client: ClientConnection, *, may_reuse: bool, is_search: bool
-    ) -> Outcome:
-        pool = self._replicas.pool(replica)
-        connection = pool.take_idle() if may_reuse else None
-        if connection is None:
-            try:
-                connection = await pool.connect()
-            except ReplicaFailed as error:
-                return Outcome("failed", error.reason, never_sent=True)
+    async def _attempt(self, job: Job, choice: Choice, *, is_stale: bool = False) -> Outcome:
+        """Send a request that was counted. `is_stale`: a kept connection had ended."""
+        try:
+            while True:
+                self.counts.stale += is_stale
+                connection = None if is_stale else self._take_idle(job, choice)
+                if connection is None:
+                    try:
+                        connection = await self._replicas.pool(choice.replica).connect()
+                    except ReplicaFailed as error:
+                        return Outcome("failed", error.reason, never_sent=True)
+                ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+                self._send(job, choice.replica, connection, partial(_tell, ended))
+                outcome = await ended
+                if is_stale or not (outcome.kind == "failed" and outcome.is_stale):
+                    return outcome
+                is_stale = True
+        except asyncio.CancelledError:  # the client is gone
+            choice.replica.load -= 1
+            self._replicas.forget_if_done(choice.replica)
+            raise
+
+    def _send(
+        self, job: Job, replica: Replica, connection: ReplicaConnection, on_end: Callable[[Outcome], None]
+    ) -> None:
+        request = job.request
         relay = Relay(
-            client,
+            job.client,
             replica,
             request.path,
             self._config.waits,
             has_body=request.method != "HEAD",
-            is_search=is_search,
+            is_search=job.search.is_open,
             on_id=self._replicas.note_home if request.method == "POST" else None,
+            on_end=on_end,
         )
         relay.start(connection, (self._head(request, replica), request.body))
-        return await relay.outcome
 
     def _head(self, request: Request, replica: Replica) -> bytes:
         """The request line and the headers for a replica. A UNIX socket has no name: it gets the client's Host.
@@ -186,9 +272,7 @@ class Proxy:
         own = request.headers.get(b"host", b"localhost") if host is None else host
         parts = [b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (
             request.method.encode(), replica.base_path_bytes, request.target, own)]  # fmt: skip
-        for name, value in request.pairs:
-            if name not in dropped:
-                parts += (name, b": ", value, b"\r\n")
+        parts += [b"%b: %b\r\n" % pair for pair in request.pairs if pair[0] not in dropped]
         if key is not None:
             parts.append(b"authorization: Bearer %b\r\n" % key.encode())
             if request.owner:
@@ -197,17 +281,15 @@ class Proxy:
         return b"".join(parts)
 
     # ------------------------------------------------------------------------------------------------ choosing
-    def _read(self, request: Request) -> Prompt:
-        kind = request.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if not request.body or kind not in _JSON:
+    def _read(self, request: Request, facts: PathFacts) -> Prompt:
+        kind = request.headers.get(b"content-type", b"")
+        if not request.body or (kind not in _JSON and kind.partition(b";")[0].strip().lower() not in _JSON):
             return Prompt()
-        is_fork = request.path.rstrip("/").endswith("/fork")
-        return read_prompt(request.body, request.headers, tenant_of(request), is_fork=is_fork)
+        return read_prompt(request.body, request.headers, tenant_of(request), is_fork=facts.is_fork)
 
-    def _search(self, request: Request, prompt: Prompt) -> Search:
+    def _search(self, request: Request, prompt: Prompt, facts: PathFacts) -> Search:
         """What a request looks for. Raises ApiError where the replica that has it is known and cannot be asked."""
-        stored = _STORED.search(request.path)
-        name = prompt.answer_id or (stored[1] if stored else "")
+        name = prompt.answer_id or facts.stored
         if not name or b"x-replica" in request.headers:
             return Search(name)
         home = self._replicas.home_of(name)
@@ -216,25 +298,26 @@ class Proxy:
             raise ApiError(503, message, code="no_replica", headers=((b"retry-after", b"1"),))
         return Search(name, home, home is None)
 
-    def _choose(self, request: Request, prompt: Prompt, search: Search, tried: Sequence[Replica]) -> Choice | None:
+    def _choose(self, job: Job) -> Choice | None:
         """The replica for the next attempt; None: there is none to ask. Raises ApiError for one that the client asked
         for and that cannot be had."""
+        request, prompt, search, tried, facts = job.request, job.prompt, job.search, job.tried, job.facts
         usable = [replica for replica in self._replicas if replica.takes_requests and replica not in tried]
-        if request.owner and self._config.replica_key is not None and (search.name or _OF_TENANT.search(request.path)):
+        if request.owner and self._config.replica_key is not None and (search.name or facts.is_of_tenant):
             usable = self._keeping_owners(usable)
         if (asked := request.headers.get(b"x-replica")) is not None:
             return self._asked(asked.decode("latin-1"), usable, tried)
-        if request.path.startswith("/admin") and request.method not in ("GET", "HEAD", "OPTIONS"):
+        if facts.changes_replica:
             message = "x-replica: /admin changes one replica; name it in this header, see /router/status"
             raise ApiError(400, message, code="replica_needed", param="x-replica")
         if search.home is not None:
             return Choice(search.home, "home", search.home.num_matched(prompt)) if search.home in usable else None
         if not usable:
             return None
-        if _OF_TENANT.search(request.path):
+        if facts.is_of_tenant:
             tenant = hashlib.blake2b(tenant_of(request), digest_size=16).hexdigest()
             return Choice(max(usable, key=lambda replica: rendezvous_weight(tenant, replica.name)), "session")
-        if request.path.startswith("/admin"):
+        if facts.is_admin:
             return Choice(usable[0], "home")
         if prompt.model:
             usable = [replica for replica in usable if replica.serves(prompt.model)] or usable
@@ -269,19 +352,34 @@ class Proxy:
 
 def tenant_of(request: Request) -> bytes:
     """What separates the caches of clients: their API key."""
-    return next((request.headers[name] for name in KEY_HEADERS if name in request.headers), b"")
+    for name in KEY_HEADERS:
+        if name in request.headers:
+            return request.headers[name]
+    return b""
 
 
-def reply_error(request: Request, client: ClientConnection, error: ApiError) -> None:
-    headers = [(b"content-type", b"application/json"), *error.headers]
-    client.reply(error.status, error_body(request.path, error), headers, has_body=request.method != "HEAD")
+def _tell(ended: asyncio.Future[Outcome], outcome: Outcome) -> None:
+    if not ended.done():
+        ended.set_result(outcome)
 
 
-def may_repeat(method: str, path: str) -> bool:
-    """Whether a request that may have arrived can be sent again. Generating text changes nothing."""
-    if method in ("GET", "HEAD", "OPTIONS"):
-        return True
-    return method == "POST" and not _OF_TENANT.search(path) and not is_for_admins(path)
+def read_path(method: str, path: str) -> PathFacts:
+    """What a path tells. Generating text changes nothing, so it can be repeated."""
+    return _read_path(method, path) if len(path) <= _KEPT_PATH else _read_path.__wrapped__(method, path)
+
+
+@lru_cache(maxsize=256)
+def _read_path(method: str, path: str) -> PathFacts:
+    stored, is_of_tenant = _STORED.search(path), _OF_TENANT.search(path) is not None
+    is_look = method in ("GET", "HEAD", "OPTIONS")
+    return PathFacts(
+        may_repeat=is_look or (method == "POST" and not is_of_tenant and not is_for_admins(path)),
+        stored=stored[1] if stored else "",
+        is_of_tenant=is_of_tenant,
+        is_admin=path.startswith("/admin"),
+        changes_replica=path.startswith("/admin") and not is_look,
+        is_fork=path.rstrip("/").endswith("/fork"),
+    )
 
 
 def _own_headers(refusal: Outcome) -> list[tuple[bytes, bytes]]:

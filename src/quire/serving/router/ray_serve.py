@@ -27,7 +27,7 @@ from quire.serving.process.control import Fatal, ReplicaReady, ReplicaStart
 from quire.serving.router.client_connection import HOP_BY_HOP
 from quire.serving.router.connections import Headers, ReplicaConnection, ReplicaFailed, ReplicaPool
 from quire.serving.router.errors import error_body
-from quire.serving.router.proxy import may_repeat
+from quire.serving.router.proxy import read_path
 from quire.types.errors import ConfigError
 
 START_SECONDS = 600.0  # for an engine to load its model
@@ -88,7 +88,7 @@ class Engine:
         lines = [b"%b: %b\r\n" % (name, value) for name, value in request["headers"] if name not in _DROPPED]
         head = b"%b %b HTTP/1.1\r\nhost: localhost\r\n" % (request["method"].encode(), request["target"])
         path = unquote(request["target"].partition(b"?")[0].decode("latin-1"))
-        may_reuse = may_repeat(request["method"], path)  # a kept connection may end just now
+        may_reuse = read_path(request["method"], path).may_repeat  # a kept connection may end just now
         connection = (self._pool.take_idle() if may_reuse else None) or await self._pool.connect()
         pieces = _Pieces(self._name, connection)
         connection.send(
@@ -179,7 +179,7 @@ class Ingress:
             "headers": [(name.lower(), value) for name, value in request.headers.raw],
             "body": body,
         }
-        attempts = 2 if may_repeat(request.method, request.url.path) else 1
+        attempts = 2 if read_path(request.method, request.url.path).may_repeat else 1
         for left in reversed(range(attempts)):
             pieces = self._engine.remote(asked)
             try:

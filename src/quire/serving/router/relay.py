@@ -39,11 +39,16 @@ class Outcome:
 
 
 class Relay:
-    """One attempt: a `Receiver` of the replica's response that writes to the client.
+    """One attempt: a `Receiver` of the replica's response that is the `ResponseSource` of the client.
 
     The head waits for the first byte of the body, so that a replica that fails in between can be replaced. Of a stream
     of events whole events are passed on, so that an error can follow them.
     """
+
+    __slots__ = (
+        "_client", "_framing", "_has_begun", "_has_body", "_has_ended", "_headers", "_heard_at", "_is_paused", "_kept",
+        "_on_end", "_on_id", "_path", "_refusals", "_replica", "_sent_at", "_status", "_time", "_upstream", "_waits",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -55,40 +60,41 @@ class Relay:
         has_body: bool,
         is_search: bool = False,
         on_id: Callable[[str, Replica], None] | None,
+        on_end: Callable[[Outcome], None],
     ) -> None:
         """`is_search`: another replica may have what the request names, so 404 is an outcome and no answer yet.
-        `on_id`: told the id of what the request made; None: it makes nothing, and ids in its response mean nothing."""
+        `on_id`: told the id of what the request made; None: it makes nothing, and ids in its response mean nothing.
+        `on_end`: told the outcome, once."""
         self._client, self._replica, self._path, self._waits = client, replica, path, waits
         self._has_body, self._on_id = has_body, on_id
         self._refusals = (*_BUSY, 404) if is_search else _BUSY
-        self._loop = asyncio.get_running_loop()
-        self.outcome: asyncio.Future[Outcome] = self._loop.create_future()
+        self._time, self._on_end = asyncio.get_running_loop().time, on_end
         self._upstream: ReplicaConnection | None = None
         self._status, self._headers, self._framing = 0, Headers(), b""
         self._kept = b""  # of an event that is not whole, or of a refusal
-        self._has_begun = self._is_paused = False
-        self._sent_at = self._heard_at = self._loop.time()
-        self._timer: asyncio.TimerHandle | None = None
+        self._has_begun = self._is_paused = self._has_ended = False
+        self._sent_at = self._heard_at = 0.0
 
     def start(self, upstream: ReplicaConnection, data: Sequence[bytes]) -> None:
         self._upstream = upstream
-        self._sent_at = self._heard_at = self._loop.time()
-        self._timer = self._loop.call_later(min(self._waits.head, self._waits.idle), self._check_time)
+        self._sent_at = self._heard_at = self._time()
+        self._client.take_from(self, min(self._waits.head, self._waits.idle))
         self._replica.waiting.add(self)
-        self._client.on_gone, self._client.on_pause, self._client.on_resume = self._gone, self._pause, self._resume
         upstream.send(data, self, has_body=self._has_body)
 
     # ------------------------------------------------------------------------------------- from the replica
     def head(self, status: int, headers: Headers) -> None:
-        self._status, self._headers, self._heard_at = status, headers, self._loop.time()
-        kind = next((value for name, value in headers if name == b"content-type"), b"")
-        if kind.startswith(b"text/event-stream"):
-            self._framing = b"\n\n"
-        elif kind.startswith(b"application/x-ndjson"):
-            self._framing = b"\n"
+        self._status, self._headers, self._heard_at = status, headers, self._time()
+        for name, kind in headers:
+            if name == b"content-type":
+                if kind.startswith(b"text/event-stream"):
+                    self._framing = b"\n\n"
+                elif kind.startswith(b"application/x-ndjson"):
+                    self._framing = b"\n"
+                return
 
     def body(self, data: bytes) -> None:
-        self._heard_at = self._loop.time()
+        self._heard_at = self._time()
         if self._status in self._refusals and not self._has_begun:
             self._kept += data[: MAX_BUSY_BODY - len(self._kept)]
             return
@@ -157,36 +163,36 @@ class Relay:
         return data[:end]
 
     def _end(self, outcome: Outcome) -> None:
+        if self._has_ended:
+            return
+        self._has_ended, self._upstream = True, None
         self._replica.waiting.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._client.on_gone = self._client.on_pause = self._client.on_resume = None
-        self._upstream = None
-        if not self.outcome.done():
-            self.outcome.set_result(outcome)
+        self._client.leave_source()
+        self._on_end(outcome)
 
     def _stop_replica(self) -> None:
         if self._upstream is not None:
             self._upstream.abort()
             self._upstream = None
 
-    def _gone(self) -> None:
+    # -------------------------------------------------------------------------------------- of the client
+    def client_gone(self) -> None:
         """The client is gone: so must its request be, at once."""
         self._stop_replica()
         self._end(Outcome("done", "the client is gone"))
 
-    def _pause(self) -> None:
+    def pause(self) -> None:
         self._is_paused = True
         if self._upstream is not None:
             self._upstream.pause()
 
-    def _resume(self) -> None:
-        self._is_paused, self._heard_at = False, self._loop.time()
+    def resume(self) -> None:
+        self._is_paused, self._heard_at = False, self._time()
         if self._upstream is not None:
             self._upstream.resume()
 
-    def _check_time(self) -> None:
-        now = self._loop.time()
+    def check_time(self) -> None:
+        now = self._time()
         if self._has_begun:
             left, limit = self._heard_at + self._waits.idle - now, self._waits.idle
         else:
@@ -194,7 +200,7 @@ class Relay:
         if self._is_paused:
             left = limit
         if left > 0:
-            self._timer = self._loop.call_later(left, self._check_time)
+            self._client.take_from(self, left)
             return
         self._stop_replica()
         reason = f"sent nothing for {limit:g} s"

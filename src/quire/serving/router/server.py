@@ -11,7 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 from quire.config.router import RouterConfig
-from quire.serving.http.errors import ApiError, internal_error
+from quire.serving.http.errors import ApiError
 from quire.serving.http.key_ring import KeyRing
 from quire.serving.http.limits import Limits
 from quire.serving.process.tls import make_context
@@ -20,7 +20,7 @@ from quire.serving.router.choice import Chooser
 from quire.serving.router.client_connection import ClientConnection, ConnectionState, Request
 from quire.serving.router.health import HealthChecks
 from quire.serving.router.local import LocalPages
-from quire.serving.router.proxy import Proxy, reply_error
+from quire.serving.router.proxy import Proxy
 from quire.serving.router.replica_set import ReplicaSet
 
 logger = logging.getLogger("quire.router")
@@ -44,25 +44,20 @@ class Router:
         self._pages.connections = self._state
         self.tls = make_context(config.listen)
 
-    async def handle(self, request: Request, client: ClientConnection) -> None:
-        """Answer one request."""
+    def handle(self, request: Request, client: ClientConnection) -> None:
+        """Begin to answer one request."""
         try:
             if not request.target.startswith(b"/"):
                 raise ApiError(400, "path: must begin with /; send the path alone", code="bad_http")
             page = self._pages.find(request)
             self._access.check(request, is_page=page is not None)
             if page is None:
-                await self.proxy.forward(request, client)
+                self.proxy.forward(request, client)
             else:
-                await self._pages.answer(page, request, client)
-        except ApiError as error:
-            self.proxy.counts.errors += 1
-            reply_error(request, client, error)
-        except asyncio.CancelledError:
-            raise
-        except Exception:
-            logger.exception("a request to %s failed", request.path[:80])
-            reply_error(request, client, internal_error())
+                client.go_on(self.proxy.guard(self._pages.answer(page, request, client), request, client))
+        except Exception as error:  # noqa: BLE001 - of one request
+            self.proxy.reply_error(request, client, error)
+            client.complete()
 
     @contextlib.asynccontextmanager
     async def running(self, listener: socket.socket) -> AsyncIterator[None]:

@@ -249,6 +249,8 @@ class ThreadRank:
 class ThreadLauncher:
     """Implements RankLauncher."""
 
+    rings = None
+
     def __init__(self) -> None:
         self.ranks = [ThreadRank(number) for number in range(2)]
         self.closed = False

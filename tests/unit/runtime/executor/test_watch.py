@@ -62,6 +62,8 @@ class FakeRank:
 class FakeLauncher:
     """Implements RankLauncher."""
 
+    rings = None
+
     def __init__(self) -> None:
         self.fakes = [FakeRank(number) for number in range(CONFIG.num_ranks)]
         for fake in self.fakes:

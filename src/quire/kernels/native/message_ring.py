@@ -1,0 +1,83 @@
+"""Messages between processes of one machine in shared memory: see message_ring.h."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from ctypes import CFUNCTYPE, c_char_p, c_int64, c_void_p
+from struct import Struct
+
+from quire.kernels.native.loader import open_library
+from quire.kernels.native.structures import CMessageRing
+
+SLOTS, SLOT_BYTES = 8, 1 << 16  # a power of two: the numbers of messages begin again after 2**32
+DOORBELL_BYTES = 64
+_LINE = 64  # bytes of a number that one process writes
+_HEAD = Struct("<II")  # of a slot: length, kind
+MOST_BYTES = SLOT_BYTES - _HEAD.size  # of a message
+_ELSEWHERE = 2**32 - 1  # in place of a length
+_NUMBERS = 2**32 - 1
+
+# not by the table of the loader, which looks after every call whether it failed: these cannot fail
+Received = tuple[int, bytearray | None]  # the kind and the bytes of a message; None: they are elsewhere
+_Post = CFUNCTYPE(c_int64, c_void_p, c_int64, c_int64, c_char_p, c_int64)
+_Await = CFUNCTYPE(c_int64, c_void_p, c_int64, c_int64, c_int64)
+
+
+def ring_bytes(readers: int) -> int:
+    """The memory of a ring. It must be zero before the first message."""
+    return _LINE * (1 + readers) + SLOTS * SLOT_BYTES
+
+
+class MessageRing:
+    """A ring in `memory` that begins at byte `at`, with its doorbell at byte `doorbell`; both are multiples of 64. One
+    process posts, and each of `readers` processes reads every message. Raises Unavailable without the kernels."""
+
+    def __init__(self, memory: mmap.mmap, at: int, doorbell: int, readers: int) -> None:
+        library, base = open_library(), ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._memory = memory  # which the structure points to
+        self._slots_at = at + _LINE * (1 + readers)
+        self.structure = CMessageRing(base + at, base + doorbell, readers, SLOTS, SLOT_BYTES)
+        self._address = ctypes.addressof(self.structure)
+        self._post, self._await = _Post(("quire_post_message", library)), _Await(("quire_await_message", library))
+        self._taken = 0  # messages that this reader has read, modulo 2**32
+
+    def post(self, kind: int, data: bytes | None) -> bool:
+        """Write a message of at most MOST_BYTES and wake its readers; None: they get it elsewhere. Returns False, and
+        does nothing, while a slow reader has the slot."""
+        if data is None:
+            return bool(self._post(self._address, _ELSEWHERE, kind, b"", 0))
+        return bool(self._post(self._address, len(data), kind, data, len(data)))
+
+    def receive(self, reader: int, microseconds: int) -> Received | None:
+        """Wait for the next message; None: it has not come in time."""
+        return self.take() if self._await(self._address, reader, self._taken, microseconds) else None
+
+    def take(self) -> Received:
+        """The message that has come."""
+        at = self._slots_at + self._taken % SLOTS * SLOT_BYTES
+        self._taken = (self._taken + 1) & _NUMBERS  # the writer is told by the next `receive`
+        length, kind = _HEAD.unpack_from(self._memory, at)
+        if length == _ELSEWHERE:
+            return kind, None
+        at += _HEAD.size
+        return kind, bytearray(self._memory[at : at + length])
+
+
+class RingSet:
+    """Rings of several writers with one doorbell and one reader, who reads one message of each at a time."""
+
+    def __init__(self, rings: Sequence[MessageRing]) -> None:
+        self._rings = rings
+        self._structures = (CMessageRing * len(rings))(*(ring.structure for ring in rings))
+        self._address, self._count = ctypes.addressof(self._structures), len(rings)
+        self._await = _Await(("quire_await_all", open_library()))
+        self._taken = 0
+
+    def receive(self, microseconds: int) -> list[Received] | None:
+        """Wait for the next message of every ring; None: not all have come in time. The last one wakes the reader."""
+        if not self._await(self._address, self._count, self._taken, microseconds):
+            return None
+        self._taken = (self._taken + 1) & _NUMBERS
+        return [ring.take() for ring in self._rings]

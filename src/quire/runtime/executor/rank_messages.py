@@ -1,0 +1,152 @@
+"""What an engine's process says to all of its ranks, and what they answer: in shared memory where they have some, else
+through the channel of each."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+from collections import deque
+from collections.abc import Sequence
+
+from quire.runtime.executor.channel import Kind, Message, frame
+from quire.runtime.executor.codec import Buffer
+from quire.runtime.executor.links import Rank
+from quire.runtime.executor.rings import MOST_BYTES, EngineRings, Received
+from quire.runtime.executor.watch import RankWatch
+from quire.types.errors import EngineDead
+
+_LOOK_MICROSECONDS = 50_000  # between two looks at whether a rank has failed
+_ROOM_SECONDS = 0.001  # between two looks at whether a slow rank has read what it was sent
+
+
+class RankMessages:
+    """One thread sends and receives. When a rank has failed, every call raises EngineDead, which names it."""
+
+    def __init__(self, ranks: Sequence[Rank], watch: RankWatch, rings: EngineRings | None) -> None:
+        self._ranks, self._watch, self._rings = ranks, watch, rings
+        self._inboxes: list[deque[Message]] = [deque() for _ in ranks]
+        self._last = [number for number, rank in enumerate(ranks) if rank.place.is_last_stage]
+        self._results: deque[list[Buffer]] = deque()  # that came while ranks could take no more
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------------------- to ranks
+    def send(self, kind: Kind, payload: Buffer = b"") -> None:
+        """To all ranks, which get what this sends in order."""
+        self.check_open()
+        try:
+            if self._rings is not None:
+                while not self._rings.post(kind, payload):
+                    self._make_room()
+                if len(payload) <= MOST_BYTES:
+                    return
+            rests, data = {}, frame(kind, payload)
+            for number, rank in enumerate(self._ranks):
+                if rest := rank.control.try_send(data):
+                    rests[number] = rest
+            if rests:
+                self._send_rests(rests)
+        except (EOFError, OSError):
+            raise self._watch.death() from None
+
+    def send_stop(self) -> None:
+        """Tell ranks to end, those that have read everything before. Never waits or raises."""
+        if self._rings is not None:
+            self._rings.post(Kind.STOP, b"")
+            return
+        for rank in self._ranks:
+            with contextlib.suppress(Exception):
+                rank.control.try_send(frame(Kind.STOP))
+
+    def _send_rests(self, rests: dict[int, memoryview]) -> None:
+        """Send what ranks could not take at once, by rank. Reads what they send in the meantime: a rank may take no
+        more before the engine has taken a large result of it, or of a rank that it waits for."""
+        with selectors.DefaultSelector() as selector:
+            for number, rank in enumerate(self._ranks):
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if number in rests else 0)
+                selector.register(rank.control, events, number)
+            while rests:
+                self._take_results()
+                for key, events in selector.select(None if self._rings is None else _ROOM_SECONDS):
+                    number, control = key.data, self._ranks[key.data].control
+                    if events & selectors.EVENT_READ and (message := control.receive(wait=False)) is not None:
+                        self._inboxes[number].append(message)
+                    if events & selectors.EVENT_WRITE and number in rests:
+                        rests[number] = control.try_send(rests[number])
+                        if not rests[number]:
+                            del rests[number]
+                            selector.modify(control, selectors.EVENT_READ, number)
+
+    def _make_room(self) -> None:
+        """Take what ranks have sent, for they may wait for that, and wait a moment for them to read."""
+        self.check_open()
+        self._take_results()
+        with selectors.DefaultSelector() as selector:
+            for number, rank in enumerate(self._ranks):
+                selector.register(rank.control, selectors.EVENT_READ, number)
+            for key, _ in selector.select(_ROOM_SECONDS):
+                self._keep(key.data)
+
+    def _take_results(self) -> None:
+        """Take the results that are in the rings, which hold a few: a rank that has one more reads nothing."""
+        while self._rings is not None and (found := self._rings.receive_results(0)) is not None:
+            self._results.append(self._bytes_of(found))
+
+    def _keep(self, number: int) -> None:
+        while (message := self._ranks[number].control.receive(wait=False)) is not None:
+            self._inboxes[number].append(message)
+
+    # ----------------------------------------------------------------------------------------------------- from ranks
+    def receive(self, number: int, kind: Kind) -> Message:
+        """Wait for the next message of a kind; others of the same rank are kept for whoever asks for them."""
+        self.check_open()
+        inbox = self._inboxes[number]
+        for message in inbox:
+            if message.kind is kind:
+                inbox.remove(message)
+                return message
+        try:
+            while True:
+                received = self._ranks[number].control.receive()
+                assert received is not None
+                if received.kind is kind:
+                    return received
+                inbox.append(received)
+        except EOFError:
+            raise self._watch.death() from None
+
+    def receive_results(self) -> list[Buffer]:
+        """Wait for the next result of every rank of the last stage."""
+        self.check_open()
+        if self._rings is None:
+            return [self.receive(number, Kind.RESULT).data for number in self._last]
+        if self._results:
+            return self._results.popleft()
+        while (found := self._rings.receive_results(_LOOK_MICROSECONDS)) is None:
+            self.check_open()
+        return self._bytes_of(found)
+
+    def _bytes_of(self, results: Sequence[Received]) -> list[Buffer]:
+        """Of results that ranks have announced; those that are too large for a ring are in the channels."""
+        found = zip(self._last, results, strict=True)
+        return [self.receive(number, Kind.RESULT).data if data is None else data for number, (_, data) in found]
+
+    def take_all(self, number: int, kind: Kind) -> list[Message]:
+        """The messages of a kind that a rank has sent, without waiting."""
+        with contextlib.suppress(EOFError):
+            self._keep(number)
+        inbox = self._inboxes[number]
+        found = [message for message in inbox if message.kind is kind]
+        for message in found:
+            inbox.remove(message)
+        return found
+
+    # ----------------------------------------------------------------------------------------------------------- end
+    def check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("the executor was closed")
+        if self._watch.fault is not None:
+            raise EngineDead(self._watch.fault.reason)
+
+    def close(self) -> None:
+        """Send and receive no more. The memory of the rings may go."""
+        self._closed, self._rings = True, None

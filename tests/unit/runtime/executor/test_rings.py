@@ -1,0 +1,156 @@
+"""Messages of an engine and its ranks in shared memory, and what goes through the channels beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.config.parallel import ParallelConfig
+from quire.runtime.executor import links
+from quire.runtime.executor.channel import Channel, Kind, channel_pair
+from quire.runtime.executor.rank_messages import RankMessages
+from quire.runtime.executor.rings import MOST_BYTES, EngineRings, RankRings, can_ring, rings_bytes
+from quire.runtime.executor.watch import Fault
+from quire.types.errors import EngineDead
+from quire.types.step import StepPlan
+from ranked_engines import config_of, decode_step, first_step, leaving_nothing, make_ranked, make_single, new_row, pids
+
+SMALL, LARGE = b"a small one", bytes(range(256)) * (MOST_BYTES // 256 + 1)
+
+pytestmark = pytest.mark.skipif(not can_ring(), reason="the compiled kernels are not here")
+
+
+class Ranks:
+    """Ranks of one stage and what the engine has of them; a test is all of them at once, or lets threads be some."""
+
+    def __init__(self, count: int) -> None:
+        memory, pairs = mmap.mmap(-1, rings_bytes(count)), [channel_pair() for _ in range(count)]
+        places = [ParallelConfig(count).place(number) for number in range(count)]
+        ranks: Any = [
+            SimpleNamespace(place=place, control=ours) for place, (ours, _) in zip(places, pairs, strict=True)
+        ]
+        self.watch: Any = SimpleNamespace(fault=None, death=lambda: EngineDead("a rank is gone"))
+        self.messages = RankMessages(ranks, self.watch, EngineRings(memory, count, range(count)))
+        self.channels, self._theirs = [ours for ours, _ in pairs], [Channel(theirs) for _, theirs in pairs]
+        self.ranks = [RankRings(channel, memory, count, number) for number, channel in enumerate(self._theirs)]
+        for channel, rank in zip(self.channels, self.ranks, strict=True):
+            channel.send(Kind.START, b"job")
+            assert rank.receive() == (Kind.START, b"job")
+
+    def close(self) -> None:
+        for channel in (*self.channels, *self._theirs):
+            channel.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Ranks]:
+    with contextlib.closing(Ranks(2)) as made:
+        yield made
+
+
+def test_all_ranks_get_small_and_large_messages_in_order(pair: Ranks) -> None:
+    sent = [(Kind.PLAN, SMALL), (Kind.PLAN, LARGE), (Kind.MASKS, b""), (Kind.MASKS, LARGE), (Kind.CHECK, b"")]
+    for kind, payload in sent:
+        pair.messages.send(kind, payload)
+    for rank in pair.ranks:
+        found = [rank.receive() for _ in sent]
+        assert [(each.kind, bytes(each.data)) for each in found if each is not None] == sent
+
+
+def test_results_come_of_all_ranks_at_once_small_and_large(pair: Ranks) -> None:
+    first, second = pair.ranks
+    first.send(Kind.RESULT, SMALL)
+    second.send(Kind.RESULT, LARGE)
+    second.send(Kind.TRANSFERS, b"moved")
+    second.send(Kind.RESULT, b"next")
+    first.send(Kind.RESULT, LARGE)
+    assert [bytes(data) for data in pair.messages.receive_results()] == [SMALL, LARGE]
+    assert [bytes(data) for data in pair.messages.receive_results()] == [LARGE, b"next"]
+    assert [bytes(message.data) for message in pair.messages.take_all(1, Kind.TRANSFERS)] == [b"moved"]
+    assert pair.messages.take_all(1, Kind.TRANSFERS) == []
+
+
+@pytest.mark.parametrize("payload", [SMALL, LARGE])
+def test_plans_and_results_that_nobody_reads_for_long_do_not_block_each_other(pair: Ranks, payload: bytes) -> None:
+    """The engine sends more plans than fit before it takes a result, and ranks wait for that."""
+    count = 100
+
+    def serve(rank: RankRings) -> None:
+        while (message := rank.receive()) is not None and message.kind is Kind.PLAN:
+            rank.send(Kind.RESULT, bytes(message.data))
+
+    threads = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in pair.ranks]
+    for thread in threads:
+        thread.start()
+    for number in range(count):
+        pair.messages.send(Kind.PLAN, b"%d" % number + payload)
+    for number in range(count):
+        assert [bytes(data) for data in pair.messages.receive_results()] == [b"%d" % number + payload] * 2
+    pair.messages.send_stop()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_the_engine_that_waits_for_a_result_is_told_of_a_failed_rank(pair: Ranks) -> None:
+    pair.ranks[0].send(Kind.RESULT, SMALL)
+    threading.Timer(0.1, setattr, (pair.watch, "fault", Fault("rank 1 was killed"))).start()
+    with pytest.raises(EngineDead, match="rank 1 was killed"):
+        pair.messages.receive_results()
+    with pytest.raises(EngineDead, match="rank 1 was killed"):
+        pair.messages.send(Kind.PLAN, SMALL)
+
+
+def test_the_engine_that_waits_for_a_slow_rank_is_told_of_its_end(pair: Ranks) -> None:
+    threading.Timer(0.1, pair._theirs[1].close).start()
+    with pytest.raises(EngineDead, match="a rank is gone"):
+        for _ in range(1_000):
+            pair.messages.send(Kind.PLAN, SMALL)
+
+
+def test_a_rank_that_waits_is_told_that_the_engine_is_gone(pair: Ranks) -> None:
+    pair.channels[0].close()
+    with pytest.raises(EOFError):
+        pair.ranks[0].receive()
+    with pytest.raises((EOFError, OSError)):
+        for _ in range(1_000):
+            pair.ranks[0].send(Kind.RESULT, SMALL)
+
+
+def test_a_closed_line_takes_nothing_more(pair: Ranks) -> None:
+    pair.messages.close()
+    with pytest.raises(EngineDead, match="closed"):
+        pair.messages.send(Kind.PLAN, SMALL)
+    with pytest.raises(EngineDead, match="closed"):
+        pair.messages.receive_results()
+
+
+@pytest.mark.parametrize("rings", [True, False], ids=["shared memory", "sockets"])
+def test_real_ranks_answer_many_steps_and_leave_nothing(monkeypatch: pytest.MonkeyPatch, *, rings: bool) -> None:
+    monkeypatch.setattr(links, "can_ring", lambda: rings)
+    single = make_single()
+    plans = [first_step(0, new_row(0, 5)), *(decode_step(step, 0) for step in range(1, 9))]
+    plans.append(StepPlan(9, released=(0,)))
+    expected = []
+    for plan in plans:
+        single.launch(plan)
+        expected.append(single.collect().token_ids.tolist())
+    single.close()
+    with leaving_nothing() as started:
+        executor = make_ranked(config_of())
+        started += pids(executor)
+        for _ in range(3):
+            for plan in plans:  # more than there are slots, before one is collected
+                executor.launch(plan)
+            found = [executor.collect().token_ids.tolist() for _ in plans]
+            assert found == expected
+        executor.check()
+        executor.close()
+    assert np.concatenate([np.array(tokens) for tokens in expected]).size == 9
