@@ -88,25 +88,67 @@ inline Ints add_fours(Ints sums, Bytes line, Bytes x) {
 #endif
 }
 
+// Sums, in 16 bits, of two neighbouring bytes of `line` times the two of x, which are signed.
+inline Shorts add_byte_pairs(Shorts sums, Bytes line, Bytes x) {
+#if defined(__AVX512BW__)
+    return sums + (Shorts)_mm512_maddubs_epi16((__m512i)line, (__m512i)x);
+#elif defined(__AVX2__)
+    return sums + (Shorts)_mm256_maddubs_epi16((__m256i)line, (__m256i)x);
+#else
+    return sums;  // not used
+#endif
+}
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+constexpr bool BY_BYTE_PAIRS = true;  // where rows have one digit and levels fewer than 8 bits
+#else
+constexpr bool BY_BYTE_PAIRS = false;
+#endif
+
+// The same as add_lines below, by sums of 16 bits for as many lines as these have room for.
+template <int64_t FORMAT, int N, int FIRST, int ROW, int M, typename Record>
+inline __attribute__((always_inline)) void add_short_lines(Ints (&sums)[M], const Bytes (&lines)[INT8_LINES],
+                                                           const Record& rows) {
+    constexpr int32_t LARGEST_LEVEL = (1 << bits_of(FORMAT)) - 1;
+    constexpr int32_t MOST = INT16_MAX / (2 * LARGEST_LEVEL * largest_number(1));
+    constexpr int RUN = std::min<int>(N, MOST >= 8 ? 8 : MOST >= 4 ? 4 : 2);
+    static_assert(MOST >= 2);
+    unroll<N / RUN>([&](auto run) __attribute__((always_inline)) {
+        Shorts some[M] = {};
+        unroll<RUN * M>([&](auto i) __attribute__((always_inline)) {
+            constexpr int line = FIRST + run * RUN + i / M, r = i % M;
+            some[r] = add_byte_pairs(some[r], lines[line], all_fours(rows.numbers(ROW + r) + 4 * line));
+        });
+        unroll<M>([&](auto r) __attribute__((always_inline)) {
+            sums[r] = add_pairs(sums[r], some[r], (Bytes)(Shorts{} + static_cast<uint16_t>(1)));
+        });
+    });
+}
+
 // To `sums` of M rows from ROW on, of each output: its levels of N lines from FIRST on times the numbers of the same
 // inputs. A line for all rows, then the next one: an instruction need not wait for the one before it.
-template <int N, int FIRST, int ROW, int M, typename Record>
+template <int64_t FORMAT, int N, int FIRST, int ROW, int M, typename Record>
 inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Bytes (&lines)[INT8_LINES],
                                                      const Record& rows) {
+    if constexpr (BY_BYTE_PAIRS && !by_pairs(FORMAT)) {
+        add_short_lines<FORMAT, N, FIRST, ROW>(sums, lines, rows);
+        return;
+    }
+    constexpr bool HAS_HIGH = !by_pairs(FORMAT) && digits_of(FORMAT) == 2;
+    constexpr int64_t LAST_DIGIT = HAS_HIGH ? INT8_GROUP : 0;
     Ints high[M] = {};
     unroll<N * M>([&](auto i) __attribute__((always_inline)) {
         constexpr int line = FIRST + i / M, r = i % M;
         const uint8_t* numbers = rows.numbers(ROW + r);
-        if constexpr (BY_PAIRS) {
+        if constexpr (by_pairs(FORMAT)) {
             const Shorts both = (Shorts)lines[line];
             sums[r] = add_pairs(sums[r], both & static_cast<uint16_t>(255), all_fours(numbers + 8 * line));
             sums[r] = add_pairs(sums[r], both >> 8, all_fours(numbers + 8 * line + 4));
         } else {
-            high[r] = add_fours(high[r], lines[line], all_fours(numbers + 4 * line));
-            sums[r] = add_fours(sums[r], lines[line], all_fours(numbers + INT8_GROUP + 4 * line));
+            if constexpr (HAS_HIGH) high[r] = add_fours(high[r], lines[line], all_fours(numbers + 4 * line));
+            sums[r] = add_fours(sums[r], lines[line], all_fours(numbers + LAST_DIGIT + 4 * line));
         }
     });
-    if constexpr (!BY_PAIRS) unroll<M>([&](auto r) __attribute__((always_inline)) { sums[r] += high[r] * 256; });
+    if constexpr (HAS_HIGH) unroll<M>([&](auto r) __attribute__((always_inline)) { sums[r] += high[r] * 256; });
 }
 
 // N rows times one panel -> sums. A row's sums run over its groups in order, however many rows there are.
@@ -116,7 +158,7 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
     const int64_t groups = inputs / INT8_GROUP;
     const uint8_t *scales = panel, *offsets = panel + groups * SCALES * INT8_OUTPUTS * 2;
     const uint8_t* lines = panel + groups * int8_factor_bytes(FORMAT);
-    typename RowsFor<FORMAT>::template Record<N> record{rows};
+    typename IntegerRows<FORMAT>::template Record<N> record{rows};
     for (int64_t group = 0; group < groups; ++group, lines += int8_group_bytes(FORMAT), record = record.next()) {
         unroll<PARTS>([&](auto part) {
             Bytes own[INT8_LINES];
@@ -134,7 +176,7 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
                         unroll<M>([&](auto r) __attribute__((always_inline)) {
                             whole[r] = all_ints(record.begin(ROW + r, half));
                         });
-                    add_lines<LINES_EACH, half * LINES_EACH, ROW>(whole, own, record);
+                    add_lines<FORMAT, LINES_EACH, half * LINES_EACH, ROW>(whole, own, record);
                     unroll<M>([&](auto i) __attribute__((always_inline)) {
                         constexpr int r = ROW + i;
                         Floats& sum = sums[r][part];

@@ -25,7 +25,7 @@ namespace {
 template <int64_t FORMAT>
 void multiply_int8_some(const float* x, const uint8_t* weight, const float* bias, const Product& product, uint8_t* room,
                         float* out) {
-    using Rows = RowsFor<FORMAT>;
+    using Rows = IntegerRows<FORMAT>;
     const int64_t panels = (product.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS, inputs = product.inputs;
     for_each((product.rows + INT8_ROWS - 1) / INT8_ROWS, product.rows * inputs > MANY_NUMBERS / 2, [&](int64_t i) {
         by_rows<INT8_ROWS>(i * INT8_ROWS, std::min((i + 1) * INT8_ROWS, product.rows), [&](auto n, int64_t row) {
@@ -56,7 +56,7 @@ template <int64_t FORMAT>
 void multiply_int8(const float* x, const uint8_t* weight, const float* bias, const Product& product, float* out) {
     static thread_local std::vector<uint8_t> room;
     const int64_t most = std::min(INT8_ROWS_AT_ONCE, product.rows);
-    room.resize(std::max<size_t>(room.size(), RowsFor<FORMAT>::bytes(most, product.inputs)));
+    room.resize(std::max<size_t>(room.size(), IntegerRows<FORMAT>::bytes(most, product.inputs)));
     for (int64_t row = 0; row < product.rows; row += INT8_ROWS_AT_ONCE) {
         Product some = product;
         some.rows = std::min(INT8_ROWS_AT_ONCE, product.rows - row);

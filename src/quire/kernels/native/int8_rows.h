@@ -6,9 +6,11 @@
 
 namespace {
 
-// A format of such panels: how many bits, with offsets or without, and whether 16 inputs share a scale or 32.
-constexpr int64_t WITH_OFFSETS = 16, BY_HALVES = 32;
+// A format of such panels: how many bits, with offsets or without, and whether 16 inputs share a scale or 32; and how
+// rows are rounded that are multiplied by them: to 16 bits, or to 8.
+constexpr int64_t WITH_OFFSETS = 16, BY_HALVES = 32, BYTE_ROWS = 64;
 constexpr int64_t bits_of(int64_t format) { return format & 15; }
+constexpr int64_t digits_of(int64_t format) { return format & BYTE_ROWS ? 1 : 2; }
 constexpr bool has_offsets(int64_t format) { return (format & WITH_OFFSETS) != 0; }
 constexpr int64_t scales_of(int64_t format) { return format & BY_HALVES ? 2 : 1; }  // for 32 inputs
 
@@ -30,11 +32,17 @@ constexpr int64_t int8_panel_bytes(int64_t format, int64_t inputs) {
     return inputs / INT8_GROUP * (int8_group_bytes(format) + int8_factor_bytes(format));
 }
 
-#if defined(__x86_64__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-constexpr bool BY_PAIRS = true;  // x86 without dot products of bytes: those of pairs of 16-bit numbers
+// x86 without dot products of bytes: those of pairs of 16-bit numbers. AVX2 multiplies bytes too, but its sums of two
+// products have 16 bits, which levels of 8 bits could leave.
+constexpr bool by_pairs([[maybe_unused]] int64_t format) {
+#if !defined(__x86_64__) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    return false;
+#elif defined(__AVX2__)
+    return digits_of(format) == 2 || bits_of(format) == 8;
 #else
-constexpr bool BY_PAIRS = false;
+    return true;
 #endif
+}
 #ifdef __x86_64__
 constexpr bool UNSIGNED_LEVELS = true;  // the instructions take unsigned levels: signed ones are moved up by 128
 #else
@@ -43,26 +51,38 @@ constexpr bool UNSIGNED_LEVELS = false;
 
 // The level that a line's byte 0 means: sums begin with so many times the sum of the row's numbers, negative.
 constexpr int32_t zero_of(int64_t format) {
-    if (BY_LANES) return 0;
+    const int32_t middle = has_offsets(format) ? 0 : 1 << (bits_of(format) - 1);
     if (bits_of(format) == 8) return UNSIGNED_LEVELS ? 128 : 0;
-    return has_offsets(format) ? 0 : 1 << (bits_of(format) - 1);
+    // by lanes, levels become signed where that is no more work than adding to the sums of a row, or of several rows
+    if (BY_LANES && (digits_of(format) == 2 || bits_of(format) == 5)) return 0;
+    return middle;
 }
 
 // What a level is multiplied by in a register: the scales of rows are so many times smaller.
 constexpr int32_t unit_of(int64_t format) {
-    if (!BY_LANES || has_offsets(format)) return 1;
+    if (!BY_LANES || has_offsets(format) || zero_of(format) != 0) return 1;
     return bits_of(format) == 4 ? 16 : bits_of(format) == 6 ? 4 : 1;
 }
 
-// A row's number has two digits, 256 high + low, each in int8; where products are of pairs, it is one of 16 bits.
-// Sums: 32 numbers times levels below 256, and what they begin with, at most 128 times the same numbers.
-constexpr int32_t LARGEST_NUMBER = 127 * 256 + 127;
-static_assert(INT8_GROUP * (255 + 128) * (LARGEST_NUMBER + 256) <= INT32_MAX);
-constexpr int64_t NUMBERS_BYTES = 2 * INT8_GROUP;  // [32] high digits, [32] low ones; or pairs
+// Sums of rows of one digit stay below 2^22. By lanes they begin with the bits of the float 1.5 * 2^23, and so end with
+// those of 1.5 * 2^23 + sum: a subtraction makes them floats, which takes any pipe for a cycle; a conversion takes one
+// pipe for two.
+constexpr float SUM_ORIGIN = 12582912.0f;
+constexpr int32_t SUM_ORIGIN_BITS = 0x4B400000;
+constexpr bool has_sum_origin(int64_t format) { return BY_LANES && digits_of(format) == 1; }
 
-// BY_PAIRS: inputs 0 and 2 of four, then 1 and 3, as they come out of a line.
-inline void store_numbers(const int16_t (&numbers)[INT8_GROUP], uint8_t* to) {
-    if constexpr (BY_PAIRS) {
+// A row's number has one digit in int8, or two, 256 high + low; where products are of pairs, it is one of 16 bits.
+// Sums: 32 numbers times levels below 256, and what they begin with, at most 128 times the same numbers.
+constexpr int32_t largest_number(int64_t digits) { return digits == 1 ? 127 : 127 * 256 + 127; }
+static_assert(INT8_GROUP * (255 + 128) * (largest_number(2) + 256) <= INT32_MAX);
+static_assert(INT8_GROUP * 255 * 128 < 1 << 22);
+constexpr int64_t numbers_bytes(int64_t format) {  // [32] digits, or [32] high ones, [32] low ones; or pairs
+    return by_pairs(format) ? 2 * INT8_GROUP : digits_of(format) * INT8_GROUP;
+}
+
+// Pairs: inputs 0 and 2 of four, then 1 and 3, as they come out of a line.
+template <int64_t FORMAT> inline void store_numbers(const int16_t (&numbers)[INT8_GROUP], uint8_t* to) {
+    if constexpr (by_pairs(FORMAT)) {
         int16_t pairs[INT8_GROUP];
         for (int64_t i = 0; i < INT8_GROUP; i += 4) {
             pairs[i] = numbers[i], pairs[i + 1] = numbers[i + 2];
@@ -70,16 +90,21 @@ inline void store_numbers(const int16_t (&numbers)[INT8_GROUP], uint8_t* to) {
         }
         std::memcpy(to, pairs, sizeof pairs);
     } else {
-        for (int64_t i = 0; i < INT8_GROUP; ++i) to[i] = static_cast<uint8_t>((numbers[i] + 128) >> 8);
-        for (int64_t i = 0; i < INT8_GROUP; ++i) to[INT8_GROUP + i] = static_cast<uint8_t>(numbers[i]);
+        if constexpr (digits_of(FORMAT) == 2) {
+            for (int64_t i = 0; i < INT8_GROUP; ++i) to[i] = static_cast<uint8_t>((numbers[i] + 128) >> 8);
+            to += INT8_GROUP;
+        }
+        for (int64_t i = 0; i < INT8_GROUP; ++i) to[i] = static_cast<uint8_t>(numbers[i]);
     }
 }
 
 // Rows as they are multiplied: a row is number * scale. Of n rows that are multiplied together, what belongs to 32 inputs
 // lies in one record, one record behind the other: [n][32] numbers, [n] scales, then for each weight scale of these inputs
-// [n] sums of the numbers times -ZERO, and [n] sums of the numbers times their scale.
-template <int64_t SCALES, int32_t ZERO, int32_t UNIT> struct IntegerRows {
+// [n] numbers that sums begin with, and [n] sums of the numbers times their scale.
+template <int64_t FORMAT> struct IntegerRows {
+    static constexpr int64_t SCALES = scales_of(FORMAT), NUMBERS_BYTES = numbers_bytes(FORMAT);
     static constexpr int64_t ROW_BYTES = NUMBERS_BYTES + 4 + 8 * SCALES;  // of a record
+    static constexpr int32_t LARGEST_NUMBER = largest_number(digits_of(FORMAT));
 
     static int64_t bytes(int64_t rows, int64_t inputs) { return rows * (inputs / INT8_GROUP) * ROW_BYTES; }
 
@@ -104,13 +129,13 @@ template <int64_t SCALES, int32_t ZERO, int32_t UNIT> struct IntegerRows {
             for (int64_t r = 0; r < N; ++r) {
                 int16_t numbers[INT8_GROUP];
                 const float scale = quantize_group(x + (row + r) * inputs + from, numbers);
-                store_numbers(numbers, record.numbers(r));
-                record.scale(r) = scale / UNIT;
+                store_numbers<FORMAT>(numbers, record.numbers(r));
+                record.scale(r) = scale / unit_of(FORMAT);
                 constexpr int64_t EACH = INT8_GROUP / SCALES;
                 for (int64_t part = 0; part < SCALES; ++part) {
                     int32_t sum = 0;
                     for (int64_t i = 0; i < EACH; ++i) sum += numbers[part * EACH + i];
-                    record.begin(r, part) = -ZERO * sum;
+                    record.begin(r, part) = (has_sum_origin(FORMAT) ? SUM_ORIGIN_BITS : 0) - zero_of(FORMAT) * sum;
                     record.sum(r, part) = scale * static_cast<float>(sum);
                 }
             }
@@ -141,6 +166,5 @@ template <int64_t SCALES, int32_t ZERO, int32_t UNIT> struct IntegerRows {
         return vanishes ? 0.0f : largest / LARGEST_NUMBER;
     }
 };
-template <int64_t FORMAT> using RowsFor = IntegerRows<scales_of(FORMAT), zero_of(FORMAT), unit_of(FORMAT)>;
 
 }  // namespace

@@ -74,7 +74,8 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "--cpu-weights": (
         str,
-        "integer: a CPU multiplies quantized weights in whole numbers, rows rounded to 16 bits; float: not rounded",
+        "integer: a CPU multiplies quantized weights in whole numbers, rows rounded to 8 bits for GGUF files, to 16 for "
+        "others; integer8, integer16: for all; float: rows are not rounded",
     ),
     "--kv-cache-dtype": (
         str,
