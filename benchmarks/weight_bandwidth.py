@@ -3,8 +3,9 @@
 
 The products of one step of a single stream, by weights in the panels of a Q4_K (or with `--bits 8` Q8_0) file, whose
 row is rounded to 8 bits (with `--rows 16` to 16, as for `cpu_weights="integer16"`), beside a plain sum over the same
-memory, in turns, medians. Panels are filled with one byte: what they hold changes no time. Attention, norms and sampling
-are not in these figures. On a machine that others use too, `--clock cpu --threads 1` counts the seconds of CPU time.
+memory, in turns, medians. Panels are filled with one byte: what they hold changes no time. Attention, norms and
+sampling are not in these figures. On a machine that others use too, `--clock cpu --threads 1` counts the seconds of CPU
+time.
 """
 
 from __future__ import annotations

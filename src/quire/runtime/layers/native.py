@@ -165,7 +165,8 @@ class PanelProduct(LevelProduct):
 
 class IntegerProduct(PanelProduct):
     """Rounds float32 rows to 8 or 16 bits, 32 numbers with a scale of their own, and multiplies them in whole numbers
-    by quantized weights. These stay in the bits that their file has. All others are multiplied as PanelProduct does it.
+    by quantized weights. Of rows of 8 bits, 32 numbers with an outlier get 16. The weights stay in the bits that their
+    file has. All others are multiplied as PanelProduct does it.
 
     `cpu_weights`: rows get 8 bits where the weight's format says so ("integer"), for all weights ("integer8"), or for
     none ("integer16"). Rows that the checkpoint has rounded in another way before get 16, which hold them."""

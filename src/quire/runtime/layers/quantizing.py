@@ -30,7 +30,12 @@ class QuantizingProduct(NumbersProduct):
 
 
 def choose_quantizing_product(
-    quantization: Quantization, dtype: torch.dtype, device: torch.device, *, triton: bool, cpu_weights: CpuWeights = "float"
+    quantization: Quantization,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    triton: bool,
+    cpu_weights: CpuWeights = "float",
 ) -> Product:
     """The product of weights that become fp8, int8 or int4. `triton`: the Triton kernels run this model; float8 is else
     held and multiplied as numbers that were rounded to it. `cpu_weights`: see `choose_product`."""

@@ -74,8 +74,7 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "--cpu-weights": (
         str,
-        "integer: a CPU multiplies quantized weights in whole numbers, rows rounded to 8 bits for GGUF files, to 16 for "
-        "others; integer8, integer16: for all; float: rows are not rounded",
+        "bits that a CPU rounds rows to for quantized weights. integer: 8 for GGUF, else 16; integer8; integer16; float: all",
     ),
     "--kv-cache-dtype": (
         str,

@@ -1,4 +1,4 @@
-"""Integer products: rows rounded to 16 or to 8 bits times weights of 4 to 8 bits, against the same in double precision."""
+"""Integer products: rows rounded to 16 or 8 bits times weights of 4 to 8 bits, against the same in double precision."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def random_weight(form: str, outputs: int, inputs: int) -> LevelWeight:
 
 def packed(weight: LevelWeight, bits: int = 16) -> PackedWeight:
     """`bits`: of the rows."""
-    return cut_int8_panels(
-        weight.levels, weight.scales, weight.offsets, nibbles=weight.nibbles, byte_rows=bits == 8
-    )
+    return cut_int8_panels(weight.levels, weight.scales, weight.offsets, nibbles=weight.nibbles, byte_rows=bits == 8)
 
 
 def panels_by_torch(weight: LevelWeight, panels: PackedWeight) -> Tensor:

@@ -127,7 +127,8 @@ def gguf_mix() -> tuple[GgufMix, MemoryCheckpoint]:
 def test_the_types_of_a_q4_k_m_file_are_multiplied_as_they_are(
     attention: str, cpu_weights: CpuWeights, near: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows of 8 bits ("integer") change the logits by some hundredths. Without integer products, the native kernels hold groups of 16 with one scale for 32."""
+    """Rows of 8 bits ("integer") change the logits by some hundredths. Without integer products, the native kernels
+    hold groups of 16 with one scale for 32."""
     if attention == "triton":
         pytest.importorskip("triton")
     quantized, numbers = gguf_mix()
