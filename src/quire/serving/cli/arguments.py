@@ -74,7 +74,7 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "--cpu-weights": (
         str,
-        "bits that a CPU rounds rows to for quantized weights. integer: 8 for GGUF, else 16; integer8; integer16; float: all",
+        "integer8, integer16: a CPU rounds rows to 8 or 16 bits for quantized weights; integer: 8 for GGUF; float: not",
     ),
     "--kv-cache-dtype": (
         str,
