@@ -6,8 +6,11 @@
 
 namespace {
 
-// Bytes of a panel that are asked for before they are used, where one row takes each once.
-constexpr int64_t bytes_ahead(int64_t format) { return digits_of(format) == 1 && bits_of(format) < 8 ? 1536 : 1024; }
+// Where one row takes each line once, lines are asked for so many bytes before they are used. Where little is computed for a
+// byte of levels of fewer than 8 bits, they come to the second cache before that: so the next panel's begin is there too.
+constexpr bool comes_early(int64_t format) { return digits_of(format) == 1 && bits_of(format) < 8; }
+constexpr int64_t bytes_ahead(int64_t format) { return comes_early(format) ? 1536 : 1024; }
+constexpr int64_t EARLY_BYTES = 6144;
 constexpr int INT8_TURN = 4;  // rows that a line is multiplied by before the next line is
 
 // Line K of 32 inputs, of four outputs, as signed bytes: levels times unit_of(FORMAT), which fills a byte where that takes
@@ -217,7 +220,10 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
         auto record = first;
         for (int64_t group = 0; group < groups; ++group, record = record.next()) {
             const uint8_t* from = lines + group * int8_group_bytes(FORMAT);
-            for (int64_t line = 0; line < bits_of(FORMAT); ++line) __builtin_prefetch(from + bytes_ahead(FORMAT) + line * LINE_BYTES);
+            for (int64_t line = 0; line < bits_of(FORMAT); ++line) {
+                __builtin_prefetch(from + bytes_ahead(FORMAT) + line * LINE_BYTES);
+                if constexpr (comes_early(FORMAT)) __builtin_prefetch(from + EARLY_BYTES + line * LINE_BYTES, 0, 2);
+            }
             add_digits_of_one<FORMAT, 0>(record, from, scales + group * FACTORS, offsets + group * FACTORS, own);
         }
         if constexpr (has_loose_digits(FORMAT))
