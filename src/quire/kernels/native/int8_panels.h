@@ -1,6 +1,6 @@
-// Products of float32 rows with quantized weights in whole numbers. A row is rounded to 16 bits, 32 inputs with a scale of
-// their own; its numbers times weight levels are summed exactly in int32, and only the sums of 32 or 16 inputs become
-// floats.
+// Products of float32 rows with quantized weights in whole numbers. A row is rounded to 8 or 16 bits (int8_rows.h), 32
+// inputs with a scale of their own; its numbers times weight levels are summed exactly in int32, and only the sums of 32 or
+// 16 inputs become floats.
 //
 // A weight is level * scale + offset. The weight [outputs, inputs] is cut into panels of 16 outputs, padded with zeros,
 // so that its bytes are those of the file. The layout is the same for every instruction set. A panel is
