@@ -136,7 +136,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--cpu-weights", default="integer", help="of Quire: integer, float, or both with a comma")
+    kinds = "of Quire: integer, integer8, integer16, float; several with commas"
+    parser.add_argument("--cpu-weights", default="integer", help=kinds)
     parser.add_argument("--json", type=Path, help="keep all figures in this file")
     return parser.parse_args()
 

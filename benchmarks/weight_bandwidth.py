@@ -1,10 +1,11 @@
 """Bytes of weights that a decode step reads in a second on a CPU: python -m benchmarks.weight_bandwidth
-    [--shapes 1.5b,3b] [--bits 4] [--threads 2] [--repeats 5] [--clock wall] [--json PATH]
+    [--shapes 1.5b,3b] [--bits 4] [--rows 8] [--threads 2] [--repeats 5] [--clock wall] [--json PATH]
 
-The products of one step of a single stream, by weights in the panels of a Q4_K (or with `--bits 8` Q8_0) file, beside
-a plain sum over the same memory, in turns, medians. Panels are filled with one byte: what they hold changes no time.
-Attention, norms and sampling are not in these figures. On a machine that others use too, `--clock cpu --threads 1`
-counts the seconds of CPU time.
+The products of one step of a single stream, by weights in the panels of a Q4_K (or with `--bits 8` Q8_0) file, whose
+row is rounded to 8 bits (with `--rows 16` to 16, as for `cpu_weights="integer16"`), beside a plain sum over the same
+memory, in turns, medians. Panels are filled with one byte: what they hold changes no time. Attention, norms and
+sampling are not in these figures. On a machine that others use too, `--clock cpu --threads 1` counts the seconds of CPU
+time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -55,8 +56,8 @@ SHAPES = {  # those of Qwen2.5; tiny: to try the benchmark itself
 }
 
 
-def make_weights(shape: Shape, bits: int) -> list[PackedWeight]:
-    form, weights = FORMATS[bits], []
+def make_weights(shape: Shape, bits: int, row_bits: int) -> list[PackedWeight]:
+    form, weights = replace(FORMATS[bits], byte_rows=row_bits == 8), []
     for outputs, inputs in shape.products():
         size = -(-outputs // INT8_OUTPUTS) * panel_bytes(form, inputs)
         data = torch.full((size,), FILL, dtype=torch.uint8)
@@ -94,14 +95,15 @@ def main() -> None:
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     where, rows, data = facts(), [], {}
     for name in options.shapes.split(","):
-        weights = make_weights(SHAPES[name], options.bits)
+        weights = make_weights(SHAPES[name], options.bits, options.rows)
         data[name] = measure(weights, options.repeats, clock)
         size = sum(weight.data.numel() for weight in weights)
         products, read = (median(data[name][each]) for each in ("products", "read"))
         rows.append([name, f"{size / 1e9:.2f}", f"{size / products * 1e3:.0f}", f"{products / 1e9:.1f}",
                      f"{read / 1e9:.1f}", f"{products / read:.0%}"])  # fmt: skip
     unit = "of CPU time" if options.clock == "cpu" else "of wall time"
-    title = f"products of a decode step, weights of {options.bits} bits, {options.threads} threads, seconds {unit}"
+    bits = f"weights of {options.bits} bits, rows of {options.rows}"
+    title = f"products of a decode step, {bits}, {options.threads} threads, seconds {unit}"
     publish(title, ["shape", "GB", "ms a step", "products GB/s", "plain read GB/s", "of it"], rows, where)
     save(options.json, title, where, data)
 
@@ -110,6 +112,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="1.5b,3b", help=f"with commas, of {', '.join(SHAPES)}")
     parser.add_argument("--bits", type=int, choices=sorted(FORMATS), default=4)
+    parser.add_argument("--rows", type=int, choices=(8, 16), default=8, help="bits that rows are rounded to")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")

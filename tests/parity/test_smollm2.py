@@ -111,7 +111,8 @@ def test_the_same_model_as_a_hugging_face_directory_gives_the_same_tokens(
 
 
 def test_the_first_question_is_answered_right_with_integer_products(make_llm: Any) -> None:
-    """Its two likeliest first words are nearly equally likely: rows rounded to 8 bits chose the wrong one."""
+    """Its two likeliest first words are nearly equally likely: rows of 8 bits without a second digit for outliers chose
+    the wrong one."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = make_llm(cpu_weights="integer").chat(question, SamplingParams(temperature=0.0, max_tokens=16))[0]
     assert answer.outputs[0].text == "The capital of France is Paris."

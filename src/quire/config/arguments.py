@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 
 from quire.config.adapters import AdapterConfig, AdapterModule, read_lora_dir, read_modules, resolve_adapters
 from quire.config.engine import MAX_BLOCK_SIZE
-from quire.config.model import QUANTIZATIONS, STORED_METHODS, CacheDtype, Dtype
+from quire.config.model import QUANTIZATIONS, STORED_METHODS, CacheDtype, CpuWeights, Dtype
 from quire.config.parallel import DEFAULT_RANK_TIMEOUT, ParallelConfig, read_parallel
 from quire.config.policy import RESERVING, PolicyName, PolicySettings, read_policy, read_policy_settings
 from quire.config.recording import RecordingConfig, check_recording, read_recording
@@ -37,6 +37,12 @@ DTYPES: dict[str, Dtype] = {
 ATTENTION_BACKENDS = ("auto", "triton", "native", "flashinfer", "gather", "reference")
 VIRTUAL_BACKEND = "virtual"  # comes with kv_layout="virtual" and is not chosen by name
 CACHE_DTYPES: dict[str, CacheDtype] = {"fp8": "float8", "fp8_e4m3": "float8", "int8": "int8", "int4": "int4"}
+CPU_WEIGHTS: dict[str, CpuWeights] = {
+    "integer": "integer",
+    "integer8": "integer8",
+    "integer16": "integer16",
+    "float": "float",
+}
 _COUNTS = ("block_size", "num_kv_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "threads")
 
 
@@ -285,8 +291,9 @@ def _check_names(args: EngineArguments) -> None:
     if args.quantization not in (None, *QUANTIZATIONS, *STORED_METHODS):
         names = ", ".join(f'"{name}"' for name in QUANTIZATIONS)
         raise ConfigError("quantization", f"{args.quantization!r} is unknown", f"use {names}, or leave it out")
-    if args.cpu_weights not in ("integer", "float"):
-        raise ConfigError("cpu_weights", f"{args.cpu_weights!r} is unknown", 'use "integer" or "float"')
+    if args.cpu_weights not in CPU_WEIGHTS:
+        names = ", ".join(f'"{name}"' for name in CPU_WEIGHTS)
+        raise ConfigError("cpu_weights", f"{args.cpu_weights!r} is unknown", f"use one of {names}")
     if args.kv_cache_dtype not in ("auto", *CACHE_DTYPES):
         names = ", ".join(f'"{name}"' for name in CACHE_DTYPES)
         raise ConfigError("kv_cache_dtype", f"{args.kv_cache_dtype!r} is unknown", f'use "auto" or one of {names}')

@@ -10,7 +10,7 @@ from typing import Literal
 
 from quire.config.adapters import AdapterConfig
 from quire.config.kv_cache import PLAIN, KVGroups
-from quire.config.model import CacheDtype, Dtype, ModelConfig, Quantization
+from quire.config.model import CacheDtype, CpuWeights, Dtype, ModelConfig, Quantization
 from quire.config.parallel import NO_PARALLEL, ParallelConfig
 from quire.config.policy import PolicyName, PolicySettings
 from quire.config.recording import RecordingConfig
@@ -111,7 +111,12 @@ class DeviceConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False  # never capture steps as CUDA graphs
     quantization: Quantization | None = None  # of the layers' weights, quantized while loading
-    integer_products: bool = True  # on a CPU in float32: quantized weights are multiplied in whole numbers
+    cpu_weights: CpuWeights = "integer"  # on a CPU in float32: how rows are multiplied by quantized weights
+
+    @property
+    def integer_products(self) -> bool:
+        """Whether a CPU multiplies float32 rows by quantized weights in whole numbers."""
+        return self.cpu_weights != "float"
 
 
 @dataclass(frozen=True, slots=True)

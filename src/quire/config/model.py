@@ -11,6 +11,7 @@ from quire.config.vision import Vision
 Dtype = Literal["float32", "bfloat16", "float16"]
 CacheDtype = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4"]  # float8 is e4m3fn
 Quantization = Literal["fp8", "int8", "int4"]  # of plain weights, while they are loaded
+CpuWeights = Literal["integer", "integer8", "integer16", "float"]  # how a CPU multiplies by quantized weights
 QUANTIZATIONS: tuple[Quantization, ...] = ("fp8", "int8", "int4")
 STORED_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "mxfp4")  # of quantized checkpoints
 INT4_GROUP = 64  # weights of int4 that share a scale and an offset

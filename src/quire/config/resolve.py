@@ -10,6 +10,7 @@ from math import gcd
 from quire.config.adapters import host_adapters
 from quire.config.arguments import (
     CACHE_DTYPES,
+    CPU_WEIGHTS,
     DTYPES,
     VIRTUAL_BACKEND,
     EngineArguments,
@@ -188,7 +189,7 @@ def resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConf
         raise ConfigError("dtype", f"{dtype} needs compute capability 8.0 or newer", "use float16")
     return DeviceConfig(
         device, dtype, _kv_dtype(args, facts, device, dtype), args.threads, args.attention_backend, args.enforce_eager,
-        _quantization(args, facts, device, model), integer_products=args.cpu_weights == "integer",
+        _quantization(args, facts, device, model), CPU_WEIGHTS[args.cpu_weights],
     )  # fmt: skip
 
 

@@ -23,13 +23,13 @@ def test_a_shape_has_the_weights_of_its_name(name: str, billions: float) -> None
 
 @pytest.mark.parametrize(("bits", "stored"), [(4, 5.0), (8, 8.5)])
 def test_weights_take_the_bytes_of_their_format(bits: int, stored: float) -> None:
-    for weight in make_weights(SHAPES["tiny"], bits):
+    for weight in make_weights(SHAPES["tiny"], bits, 8):
         assert weight.data.numel() * 8 == weight.outputs * weight.inputs * stored
 
 
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 def test_products_are_numbers_and_every_repeat_is_counted() -> None:
-    weights = make_weights(SHAPES["tiny"], 4)
+    weights = make_weights(SHAPES["tiny"], 4, 16)
     assert all(bool(multiply(torch.randn(1, each.inputs), each).isfinite().all()) for each in weights)
     ticks = iter(range(100))
     found = measure(weights, 3, lambda: float(next(ticks)))

@@ -190,7 +190,7 @@ def test_levels_are_counted_as_they_are_kept() -> None:
     stored = replace(SMALL, levels=StoredLevels(parameters=1_000, num_bytes=600, integer_bytes=640))
 
     def weights(dtype: Dtype, facts: HardwareFacts, *, integer: bool = False) -> int:
-        device = DeviceConfig("cpu", dtype, dtype, integer_products=integer)
+        device = DeviceConfig("cpu", dtype, dtype, cpu_weights="integer" if integer else "float")
         config = EngineConfig(CacheConfig(16, 10), SchedulerConfig(), device)
         return plan_memory(stored, config, facts, 80 * GIB).weights
 

@@ -1,13 +1,16 @@
 // Panels of int8_panels.h times rows by ARM's dot products of bytes: an instruction multiplies a line of levels by four
-// of a row's digits, which it takes from any lane of a register. So a row's numbers are loaded and never spread, and all
-// levels become signed bytes, so that sums begin with zero.
+// of a row's digits, which it takes from any lane of a register. So a row's numbers are loaded and never spread.
 #pragma once
 
 #include "int8_rows.h"
 
 namespace {
 
-constexpr int64_t AHEAD = 1024;  // bytes of a panel that are asked for before they are used, where one row takes each once
+// Where one row takes each line once, lines are asked for so many bytes before they are used. Where little is computed for a
+// byte of levels of fewer than 8 bits, they come to the second cache before that: so the next panel's begin is there too.
+constexpr bool comes_early(int64_t format) { return digits_of(format) == 1 && bits_of(format) < 8; }
+constexpr int64_t bytes_ahead(int64_t format) { return comes_early(format) ? 1536 : 1024; }
+constexpr int64_t EARLY_BYTES = 6144;
 constexpr int INT8_TURN = 4;  // rows that a line is multiplied by before the next line is
 
 // Line K of 32 inputs, of four outputs, as signed bytes: levels times unit_of(FORMAT), which fills a byte where that takes
@@ -33,13 +36,13 @@ template <int64_t FORMAT, int K> inline __attribute__((always_inline)) int8x16_t
         line = K < 4 ? vandq_u8(line, vdupq_n_u8(15)) : vshrq_n_u8(line, 4);
     }
     if constexpr (BITS == 5 && has_offsets(FORMAT))
-        line = vorrq_u8(line, vandq_u8(vtstq_u8(read(4), vdupq_n_u8(1 << K)), vdupq_n_u8(16)));
+        line = vbslq_u8(vdupq_n_u8(16), vtstq_u8(read(4), vdupq_n_u8(1 << K)), line);
     if constexpr (BITS == 6 && unit_of(FORMAT) == 1) {
         constexpr int AT = 2 * (K % 4);
         uint8x16_t high = read(4 + K / 4);
         if constexpr (AT < 4) high = vshlq_n_u8(high, 4 - AT);
         if constexpr (AT > 4) high = vshrq_n_u8(high, AT - 4);
-        line = vorrq_u8(line, vandq_u8(high, vdupq_n_u8(48)));
+        line = vbslq_u8(vdupq_n_u8(48), high, line);
     }
     return vreinterpretq_s8_u8(line);
 }
@@ -79,8 +82,44 @@ inline __attribute__((always_inline)) void add_lines(int32x4_t (&sums)[M], const
     });
 }
 
-// 32 inputs of N rows, of four outputs: their lines, scales and offsets -> to sums[row].
-template <int64_t FORMAT, int N, typename Record>
+// What the sums of a row begin with, the sums as floats, and the scale of a loose digit where that of the high one is 1.
+constexpr float digit_unit(int digit) { return digit == 0 ? 1.0f : 1.0f / 256; }
+template <int64_t FORMAT, int DIGIT, typename Record>
+inline __attribute__((always_inline)) int32x4_t first_sums(const Record& record, int64_t row, int64_t half) {
+    if constexpr (zero_of(FORMAT) != 0) return vdupq_n_s32(record.begin(row, half, DIGIT));
+    else return vdupq_n_s32(has_sum_origin(FORMAT) ? SUM_ORIGIN_BITS : 0);
+}
+template <int64_t FORMAT> inline __attribute__((always_inline)) Floats as_floats(int32x4_t sums) {
+    if constexpr (has_sum_origin(FORMAT)) return (Floats)vsubq_f32(vreinterpretq_f32_s32(sums), vdupq_n_f32(SUM_ORIGIN));
+    else return (Floats)vcvtq_f32_s32(sums);
+}
+
+// Half a group or a whole one of M rows from ROW on, of four outputs: N lines -> to sums[row]. DIGIT: which of loose
+// digits, else 0.
+template <int64_t FORMAT, int DIGIT, int ROW, int M, int HALF, int N, typename Record>
+inline __attribute__((always_inline)) void add_turn(const Record& record, const int8x16_t* lines, Floats scale,
+                                                    Floats offset, Floats (&sums)[N]) {
+    constexpr int LINES_EACH = INT8_LINES / scales_of(FORMAT);
+    constexpr int64_t AT = 4 * HALF * LINES_EACH + DIGIT * INT8_GROUP;
+    int32x4_t whole[M];
+    unroll<M>([&](auto r) __attribute__((always_inline)) {
+        whole[r] = first_sums<FORMAT, DIGIT>(record, ROW + r, HALF);
+    });
+    add_lines<LINES_EACH>(whole, lines, [&](int r) { return record.numbers(ROW + r) + AT; });
+    if constexpr (!has_loose_digits(FORMAT)) {
+        unroll<M>([&](auto r) __attribute__((always_inline)) { whole[r] = vshlq_n_s32(whole[r], 8); });
+        add_lines<LINES_EACH>(whole, lines, [&](int r) { return record.numbers(ROW + r) + INT8_GROUP + AT; });
+    }
+    unroll<M>([&](auto i) __attribute__((always_inline)) {
+        constexpr int r = ROW + i;
+        Floats& sum = sums[r];
+        if constexpr (has_offsets(FORMAT) && DIGIT == 0) sum = add_product(sum, offset, all(record.sum(r, HALF)));
+        sum = add_product(sum, as_floats<FORMAT>(whole[i]), scale * (record.scale(r) * digit_unit(DIGIT)));
+    });
+}
+
+// 32 inputs of N rows, of four outputs: their lines, scales and offsets -> to sums[row]. DIGIT: see add_turn.
+template <int64_t FORMAT, int DIGIT, int N, typename Record>
 inline __attribute__((always_inline)) void add_group(const Record& record, const uint8_t* from, const uint8_t* scales,
                                                      const uint8_t* offsets, Floats (&sums)[N]) {
     constexpr int SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
@@ -91,21 +130,11 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
         const Floats scale = load_float16(scales + half * INT8_OUTPUTS * 2);
         Floats offset{};
         if constexpr (has_offsets(FORMAT)) offset = load_float16(offsets + half * INT8_OUTPUTS * 2);
+        const int8x16_t* own = lines + half * LINES_EACH;
         unroll<N / M>([&](auto some) __attribute__((always_inline)) {
             constexpr int ROW = some * M;
-            constexpr int64_t AT = 4 * half * LINES_EACH;
-            const int8x16_t* own = lines + half * LINES_EACH;
-            int32x4_t whole[M];
-            unroll<M>([&](auto r) __attribute__((always_inline)) { whole[r] = vdupq_n_s32(0); });
-            add_lines<LINES_EACH>(whole, own, [&](int r) { return record.numbers(ROW + r) + AT; });
-            unroll<M>([&](auto r) __attribute__((always_inline)) { whole[r] = vshlq_n_s32(whole[r], 8); });
-            add_lines<LINES_EACH>(whole, own, [&](int r) { return record.numbers(ROW + r) + INT8_GROUP + AT; });
-            unroll<M>([&](auto i) __attribute__((always_inline)) {
-                constexpr int r = ROW + i;
-                Floats& sum = sums[r];
-                if constexpr (has_offsets(FORMAT)) sum = add_product(sum, offset, all(record.sum(r, half)));
-                sum = add_product(sum, (Floats)vcvtq_f32_s32(whole[i]), scale * record.scale(r));
-            });
+            if (DIGIT == 1 && !record.template has_low<ROW, M>()) return;
+            add_turn<FORMAT, DIGIT, ROW, M, half>(record, own, scale, offset, sums);
         });
     });
 }
@@ -124,20 +153,35 @@ inline __attribute__((always_inline)) void add_line(int32x4_t (&high)[4], int32x
 #undef QUIRE_PART
 }
 
+template <int LANE>
+inline __attribute__((always_inline)) void add_line(int32x4_t (&sums)[4], const int8x16_t (&line)[4], int8x16_t digits) {
+    asm("sdot %0.4s, %4.16b, %8.4b[%9]\n"
+        "sdot %1.4s, %5.16b, %8.4b[%9]\n"
+        "sdot %2.4s, %6.16b, %8.4b[%9]\n"
+        "sdot %3.4s, %7.16b, %8.4b[%9]\n"
+        : "+&w"(sums[0]), "+&w"(sums[1]), "+&w"(sums[2]), "+&w"(sums[3])
+        : "w"(line[0]), "w"(line[1]), "w"(line[2]), "w"(line[3]), "w"(digits), "i"(LANE));
+}
+
 // 32 inputs of one row, of 16 outputs. Lines are read in order, as they come from memory, and each is used at once.
-template <int64_t FORMAT, typename Record>
-inline __attribute__((always_inline)) void add_group_of_one(const Record& record, const uint8_t* from,
-                                                            const uint8_t* scales, const uint8_t* offsets,
-                                                            Floats (&sums)[PARTS]) {
+// DIGIT: which of loose digits, else 0.
+template <int64_t FORMAT, int DIGIT, typename Record>
+inline __attribute__((always_inline)) void add_digits_of_one(const Record& record, const uint8_t* from,
+                                                             const uint8_t* scales, const uint8_t* offsets,
+                                                             Floats (&sums)[PARTS]) {
     constexpr int SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
-    int8x16_t digits[4];  // of inputs 0 to 15 and 16 to 31: high ones, then low ones
-    unroll<4>([&](auto i) __attribute__((always_inline)) {
-        digits[i] = vreinterpretq_s8_u8(vld1q_u8(record.numbers(0) + 16 * i));
+    constexpr bool IS_LOOSE = has_loose_digits(FORMAT);
+    constexpr int LOADED = IS_LOOSE ? 2 : 4;
+    int8x16_t digits[LOADED];  // of inputs 0 to 15 and 16 to 31: high ones, then low ones
+    unroll<LOADED>([&](auto i) __attribute__((always_inline)) {
+        digits[i] = vreinterpretq_s8_u8(vld1q_u8(record.numbers(0) + DIGIT * INT8_GROUP + 16 * i));
     });
     unroll<SCALES>([&](auto half) __attribute__((always_inline)) {
         int32x4_t high[4], low[4];
         Floats factors[4];
-        unroll<4>([&](auto part) __attribute__((always_inline)) { high[part] = low[part] = vdupq_n_s32(0); });
+        unroll<4>([&](auto part) __attribute__((always_inline)) {
+            high[part] = low[part] = first_sums<FORMAT, DIGIT>(record, 0, half);
+        });
         unroll<LINES_EACH>([&](auto i) __attribute__((always_inline)) {
             // two lines of four bits lie in the same bytes
             constexpr int K = SCALES == 1 && bits_of(FORMAT) < 8 ? i % 2 * 4 + i / 2 : half * LINES_EACH + i;
@@ -145,37 +189,48 @@ inline __attribute__((always_inline)) void add_group_of_one(const Record& record
             unroll<4>([&](auto part) __attribute__((always_inline)) {
                 line[part] = signed_line<FORMAT, K>(from + 16 * part);
             });
-            add_line<K % 4>(high, low, line, digits[K / 4], digits[2 + K / 4]);
+            if constexpr (IS_LOOSE) add_line<K % 4>(high, line, digits[K / 4]);
+            else add_line<K % 4>(high, low, line, digits[K / 4], digits[2 + K / 4]);
             if constexpr (i < 4) {  // a conversion takes one pipe for two cycles: among other instructions it costs less
                 const int64_t at = half * INT8_OUTPUTS * 2 + i * 2 * LANES;
-                factors[i] = load_float16(scales + at) * record.scale(0);
-                if constexpr (has_offsets(FORMAT))
+                factors[i] = load_float16(scales + at) * (record.scale(0) * digit_unit(DIGIT));
+                if constexpr (has_offsets(FORMAT) && DIGIT == 0)
                     sums[i] = add_product(sums[i], load_float16(offsets + at), all(record.sum(0, half)));
             }
         });
         unroll<4>([&](auto part) __attribute__((always_inline)) {
-            const int32x4_t whole = vaddq_s32(vshlq_n_s32(high[part], 8), low[part]);
-            sums[part] = add_product(sums[part], (Floats)vcvtq_f32_s32(whole), factors[part]);
+            const int32x4_t whole = IS_LOOSE ? high[part] : vaddq_s32(vshlq_n_s32(high[part], 8), low[part]);
+            sums[part] = add_product(sums[part], as_floats<FORMAT>(whole), factors[part]);
         });
     });
 }
 
-// N rows times one panel -> sums. A row's sums run over its groups in order, however many rows there are.
+// N rows times one panel -> sums. A row's sums run over its groups in order, however many rows there are; those of loose low
+// digits come after all others, so that the loop that all rows need knows nothing of them.
 template <int64_t FORMAT, int N>
 inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
     constexpr int64_t FACTORS = scales_of(FORMAT) * INT8_OUTPUTS * 2;
     const int64_t groups = inputs / INT8_GROUP;
     const uint8_t *scales = panel, *offsets = panel + groups * FACTORS;
     const uint8_t* lines = panel + groups * int8_factor_bytes(FORMAT);
-    const typename RowsFor<FORMAT>::template Record<N> first{rows};
+    using Rows = IntegerRows<FORMAT>;
+    const typename Rows::template Record<N> first{rows};
     if constexpr (N == 1) {
         Floats own[PARTS] = {};
         auto record = first;
         for (int64_t group = 0; group < groups; ++group, record = record.next()) {
             const uint8_t* from = lines + group * int8_group_bytes(FORMAT);
-            for (int64_t line = 0; line < bits_of(FORMAT); ++line) __builtin_prefetch(from + AHEAD + line * LINE_BYTES);
-            add_group_of_one<FORMAT>(record, from, scales + group * FACTORS, offsets + group * FACTORS, own);
+            for (int64_t line = 0; line < bits_of(FORMAT); ++line) {
+                __builtin_prefetch(from + bytes_ahead(FORMAT) + line * LINE_BYTES);
+                if constexpr (comes_early(FORMAT)) __builtin_prefetch(from + EARLY_BYTES + line * LINE_BYTES, 0, 2);
+            }
+            add_digits_of_one<FORMAT, 0>(record, from, scales + group * FACTORS, offsets + group * FACTORS, own);
         }
+        if constexpr (has_loose_digits(FORMAT))
+            Rows::for_low(first, groups, [&](int64_t group, const auto& low) __attribute__((always_inline)) {
+                add_digits_of_one<FORMAT, 1>(low, lines + group * int8_group_bytes(FORMAT), scales + group * FACTORS,
+                                             offsets + group * FACTORS, own);
+            });
         unroll<PARTS>([&](auto part) __attribute__((always_inline)) { sums[0][part] = own[part]; });
     } else {  // the sums of four outputs stay in registers; the panel stays in the first cache
         for (int64_t part = 0; part < PARTS; ++part) {
@@ -183,9 +238,15 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
             auto record = first;
             for (int64_t group = 0; group < groups; ++group, record = record.next()) {
                 const int64_t at = group * FACTORS + part * 2 * LANES;
-                add_group<FORMAT, N>(record, lines + group * int8_group_bytes(FORMAT) + part * 4 * LANES, scales + at,
+                add_group<FORMAT, 0>(record, lines + group * int8_group_bytes(FORMAT) + part * 4 * LANES, scales + at,
                                      offsets + at, own);
             }
+            if constexpr (has_loose_digits(FORMAT))
+                Rows::for_low(first, groups, [&](int64_t group, const auto& low) __attribute__((always_inline)) {
+                    const int64_t at = group * FACTORS + part * 2 * LANES;
+                    add_group<FORMAT, 1>(low, lines + group * int8_group_bytes(FORMAT) + part * 4 * LANES, scales + at,
+                                         offsets + at, own);
+                });
             unroll<N>([&](auto r) __attribute__((always_inline)) { sums[r][part] = own[r]; });
         }
     }

@@ -88,63 +88,127 @@ inline Ints add_fours(Ints sums, Bytes line, Bytes x) {
 #endif
 }
 
-// To `sums` of M rows from ROW on, of each output: its levels of N lines from FIRST on times the numbers of the same
-// inputs. A line for all rows, then the next one: an instruction need not wait for the one before it.
-template <int N, int FIRST, int ROW, int M, typename Record>
-inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Bytes (&lines)[INT8_LINES],
-                                                     const Record& rows) {
-    Ints high[M] = {};
-    unroll<N * M>([&](auto i) __attribute__((always_inline)) {
-        constexpr int line = FIRST + i / M, r = i % M;
-        const uint8_t* numbers = rows.numbers(ROW + r);
-        if constexpr (BY_PAIRS) {
-            const Shorts both = (Shorts)lines[line];
-            sums[r] = add_pairs(sums[r], both & static_cast<uint16_t>(255), all_fours(numbers + 8 * line));
-            sums[r] = add_pairs(sums[r], both >> 8, all_fours(numbers + 8 * line + 4));
-        } else {
-            high[r] = add_fours(high[r], lines[line], all_fours(numbers + 4 * line));
-            sums[r] = add_fours(sums[r], lines[line], all_fours(numbers + INT8_GROUP + 4 * line));
-        }
+// Sums, in 16 bits, of two neighbouring bytes of `line` times the two of x, which are signed.
+inline Shorts add_byte_pairs(Shorts sums, Bytes line, Bytes x) {
+#if defined(__AVX512BW__)
+    return sums + (Shorts)_mm512_maddubs_epi16((__m512i)line, (__m512i)x);
+#elif defined(__AVX2__)
+    return sums + (Shorts)_mm256_maddubs_epi16((__m256i)line, (__m256i)x);
+#else
+    return sums;  // not used
+#endif
+}
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+constexpr bool BY_BYTE_PAIRS = true;  // where rows have one digit and levels fewer than 8 bits
+#else
+constexpr bool BY_BYTE_PAIRS = false;
+#endif
+
+// The same as add_lines below, by sums of 16 bits for as many lines as these have room for.
+template <int64_t FORMAT, int DIGIT, int N, int FIRST, int ROW, int M, typename Record>
+inline __attribute__((always_inline)) void add_short_lines(Ints (&sums)[M], const Bytes (&lines)[INT8_LINES],
+                                                           const Record& rows) {
+    constexpr int32_t MOST = INT16_MAX / (2 * ((1 << bits_of(FORMAT)) - 1) * 128);
+    constexpr int RUN = std::min<int>(N, MOST >= 8 ? 8 : MOST >= 4 ? 4 : 2);
+    static_assert(MOST >= 2);
+    unroll<N / RUN>([&](auto run) __attribute__((always_inline)) {
+        Shorts some[M] = {};
+        unroll<RUN * M>([&](auto i) __attribute__((always_inline)) {
+            constexpr int line = FIRST + run * RUN + i / M, r = i % M;
+            const uint8_t* digits = rows.numbers(ROW + r) + DIGIT * INT8_GROUP;
+            some[r] = add_byte_pairs(some[r], lines[line], all_fours(digits + 4 * line));
+        });
+        unroll<M>([&](auto r) __attribute__((always_inline)) {
+            sums[r] = add_pairs(sums[r], some[r], (Bytes)(Shorts{} + static_cast<uint16_t>(1)));
+        });
     });
-    if constexpr (!BY_PAIRS) unroll<M>([&](auto r) __attribute__((always_inline)) { sums[r] += high[r] * 256; });
 }
 
-// N rows times one panel -> sums. A row's sums run over its groups in order, however many rows there are.
-template <int64_t FORMAT, int N>
-inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
+// To `sums` of M rows from ROW on, of each output: its levels of N lines from FIRST on times the numbers of the same
+// inputs. A line for all rows, then the next one: an instruction need not wait for the one before it. DIGIT: which of loose
+// digits, else 0.
+template <int64_t FORMAT, int DIGIT, int N, int FIRST, int ROW, int M, typename Record>
+inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Bytes (&lines)[INT8_LINES],
+                                                     const Record& rows) {
+    if constexpr (BY_BYTE_PAIRS && has_loose_digits(FORMAT)) {
+        add_short_lines<FORMAT, DIGIT, N, FIRST, ROW>(sums, lines, rows);
+    } else if constexpr (by_pairs(FORMAT)) {
+        unroll<N * M>([&](auto i) __attribute__((always_inline)) {
+            constexpr int line = FIRST + i / M, r = i % M;
+            const uint8_t* numbers = rows.numbers(ROW + r) + 8 * line;
+            const Shorts both = (Shorts)lines[line];
+            sums[r] = add_pairs(sums[r], both & static_cast<uint16_t>(255), all_fours(numbers));
+            sums[r] = add_pairs(sums[r], both >> 8, all_fours(numbers + 4));
+        });
+    } else {
+        constexpr int64_t AT = has_loose_digits(FORMAT) ? DIGIT * INT8_GROUP : INT8_GROUP;
+        Ints high[M] = {};
+        unroll<N * M>([&](auto i) __attribute__((always_inline)) {
+            constexpr int line = FIRST + i / M, r = i % M;
+            const uint8_t* digits = rows.numbers(ROW + r) + 4 * line;
+            if constexpr (!has_loose_digits(FORMAT)) high[r] = add_fours(high[r], lines[line], all_fours(digits));
+            sums[r] = add_fours(sums[r], lines[line], all_fours(digits + AT));
+        });
+        if constexpr (!has_loose_digits(FORMAT))
+            unroll<M>([&](auto r) __attribute__((always_inline)) { sums[r] += high[r] * 256; });
+    }
+}
+
+// 32 inputs of N rows -> to sums[row]; lines, scales, offsets: those of these inputs. DIGIT: see add_lines.
+template <int64_t FORMAT, int DIGIT, int N, typename Record>
+inline __attribute__((always_inline)) void add_group(const Record& record, const uint8_t* lines, const uint8_t* scales,
+                                                     const uint8_t* offsets, Floats (&sums)[N][PARTS]) {
     constexpr int64_t SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
-    const int64_t groups = inputs / INT8_GROUP;
-    const uint8_t *scales = panel, *offsets = panel + groups * SCALES * INT8_OUTPUTS * 2;
-    const uint8_t* lines = panel + groups * int8_factor_bytes(FORMAT);
-    typename RowsFor<FORMAT>::template Record<N> record{rows};
-    for (int64_t group = 0; group < groups; ++group, lines += int8_group_bytes(FORMAT), record = record.next()) {
-        unroll<PARTS>([&](auto part) {
-            Bytes own[INT8_LINES];
-            load_lines<FORMAT>(lines + part * 4 * LANES, own);
-            unroll<SCALES>([&](auto half) {
-                const int64_t place = (group * SCALES + half) * INT8_OUTPUTS * 2 + part * 2 * LANES;
-                const Floats scale = load_float16(scales + place);
-                Floats offset{};
-                if constexpr (has_offsets(FORMAT)) offset = load_float16(offsets + place);
-                constexpr int M = N % INT8_TURN == 0 ? INT8_TURN : N;
-                unroll<N / M>([&](auto some) __attribute__((always_inline)) {
-                    constexpr int ROW = some * M;
-                    Ints whole[M] = {};
-                    if constexpr (zero_of(FORMAT) != 0)
-                        unroll<M>([&](auto r) __attribute__((always_inline)) {
-                            whole[r] = all_ints(record.begin(ROW + r, half));
-                        });
-                    add_lines<LINES_EACH, half * LINES_EACH, ROW>(whole, own, record);
-                    unroll<M>([&](auto i) __attribute__((always_inline)) {
-                        constexpr int r = ROW + i;
-                        Floats& sum = sums[r][part];
-                        sum = add_product(sum, __builtin_convertvector(whole[i], Floats), scale * record.scale(r));
-                        if constexpr (has_offsets(FORMAT)) sum = add_product(sum, offset, all(record.sum(r, half)));
+    constexpr float UNIT = DIGIT == 0 ? 1.0f : 1.0f / 256;
+    unroll<PARTS>([&](auto part) {
+        Bytes own[INT8_LINES];
+        load_lines<FORMAT>(lines + part * 4 * LANES, own);
+        unroll<SCALES>([&](auto half) {
+            const int64_t place = half * INT8_OUTPUTS * 2 + part * 2 * LANES;
+            const Floats scale = load_float16(scales + place);
+            Floats offset{};
+            if constexpr (has_offsets(FORMAT) && DIGIT == 0) offset = load_float16(offsets + place);
+            constexpr int M = N % INT8_TURN == 0 ? INT8_TURN : N;
+            unroll<N / M>([&](auto some) __attribute__((always_inline)) {
+                constexpr int ROW = some * M;
+                Ints whole[M] = {};
+                if constexpr (zero_of(FORMAT) != 0)
+                    unroll<M>([&](auto r) __attribute__((always_inline)) {
+                        whole[r] = all_ints(record.begin(ROW + r, half, DIGIT));
                     });
+                add_lines<FORMAT, DIGIT, LINES_EACH, half * LINES_EACH, ROW>(whole, own, record);
+                unroll<M>([&](auto i) __attribute__((always_inline)) {
+                    constexpr int r = ROW + i;
+                    Floats& sum = sums[r][part];
+                    const Floats factor = scale * (record.scale(r) * UNIT);
+                    sum = add_product(sum, __builtin_convertvector(whole[i], Floats), factor);
+                    if constexpr (has_offsets(FORMAT) && DIGIT == 0)
+                        sum = add_product(sum, offset, all(record.sum(r, half)));
                 });
             });
         });
-    }
+    });
+}
+
+// N rows times one panel -> sums. A row's sums run over its groups in order, however many rows there are; those of loose low
+// digits come after all others.
+template <int64_t FORMAT, int N>
+inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
+    using Rows = IntegerRows<FORMAT>;
+    constexpr int64_t FACTORS = scales_of(FORMAT) * INT8_OUTPUTS * 2;
+    const int64_t groups = inputs / INT8_GROUP;
+    const uint8_t *scales = panel, *offsets = panel + groups * FACTORS;
+    const uint8_t* lines = panel + groups * int8_factor_bytes(FORMAT);
+    const typename Rows::template Record<N> first{rows};
+    auto record = first;
+    for (int64_t group = 0; group < groups; ++group, record = record.next())
+        add_group<FORMAT, 0>(record, lines + group * int8_group_bytes(FORMAT), scales + group * FACTORS,
+                             offsets + group * FACTORS, sums);
+    if constexpr (has_loose_digits(FORMAT))
+        Rows::for_low(first, groups, [&](int64_t group, const auto& low) __attribute__((always_inline)) {
+            add_group<FORMAT, 1>(low, lines + group * int8_group_bytes(FORMAT), scales + group * FACTORS,
+                                 offsets + group * FACTORS, sums);
+        });
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Products of float32 rows with quantized weights in whole numbers. A row is rounded to 16 bits, 32 inputs with a scale of
-// their own; its numbers times weight levels are summed exactly in int32, and only the sums of 32 or 16 inputs become
-// floats.
+// Products of float32 rows with quantized weights in whole numbers. A row is rounded to 8 or 16 bits (int8_rows.h), 32
+// inputs with a scale of their own; its numbers times weight levels are summed exactly in int32, and only the sums of 32 or
+// 16 inputs become floats.
 //
 // A weight is level * scale + offset. The weight [outputs, inputs] is cut into panels of 16 outputs, padded with zeros,
 // so that its bytes are those of the file. The layout is the same for every instruction set. A panel is
@@ -25,7 +25,7 @@ namespace {
 template <int64_t FORMAT>
 void multiply_int8_some(const float* x, const uint8_t* weight, const float* bias, const Product& product, uint8_t* room,
                         float* out) {
-    using Rows = RowsFor<FORMAT>;
+    using Rows = IntegerRows<FORMAT>;
     const int64_t panels = (product.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS, inputs = product.inputs;
     for_each((product.rows + INT8_ROWS - 1) / INT8_ROWS, product.rows * inputs > MANY_NUMBERS / 2, [&](int64_t i) {
         by_rows<INT8_ROWS>(i * INT8_ROWS, std::min((i + 1) * INT8_ROWS, product.rows), [&](auto n, int64_t row) {
@@ -56,7 +56,7 @@ template <int64_t FORMAT>
 void multiply_int8(const float* x, const uint8_t* weight, const float* bias, const Product& product, float* out) {
     static thread_local std::vector<uint8_t> room;
     const int64_t most = std::min(INT8_ROWS_AT_ONCE, product.rows);
-    room.resize(std::max<size_t>(room.size(), RowsFor<FORMAT>::bytes(most, product.inputs)));
+    room.resize(std::max<size_t>(room.size(), IntegerRows<FORMAT>::bytes(most, product.inputs)));
     for (int64_t row = 0; row < product.rows; row += INT8_ROWS_AT_ONCE) {
         Product some = product;
         some.rows = std::min(INT8_ROWS_AT_ONCE, product.rows - row);

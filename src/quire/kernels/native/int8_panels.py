@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from quire.kernels.native.loader import open_library
-from quire.kernels.native.ops import INT8_OUTPUTS, Int8Format, PackedWeight, panel_bytes
+from quire.kernels.native.ops import BYTE_ROWS, INT8_OUTPUTS, Int8Format, PackedWeight, panel_bytes
 
 HALF_GROUP = 16  # the fewest inputs of a weight that share a scale
 _FORMATS = frozenset({4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56})
 
 
-def cut_int8_panels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool) -> PackedWeight:
+def cut_int8_panels(
+    levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool, byte_rows: bool = False
+) -> PackedWeight:
     """A weight of levels * scale + offset, both shared by 16 or 32 inputs of an output, in as few bits as hold it.
+
+    byte_rows: rows are rounded to 8 bits before they are multiplied by it, not to 16.
 
     levels [outputs, inputs], uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs, groups], float16.
     """
@@ -23,7 +29,7 @@ def cut_int8_panels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles:
         raise ValueError(f"groups of 16 or 32 inputs, not {tuple(levels.shape)} and {tuple(scales.shape)}")
     if scales.dtype != torch.float16 or offsets.dtype != torch.float16 or levels.element_size() != 1:
         raise ValueError(f"levels of a byte, scales in float16, not {levels.dtype} and {scales.dtype}")
-    form = _choose_format(levels, scales, offsets, nibbles=nibbles)
+    form = replace(_choose_format(levels, scales, offsets, nibbles=nibbles), byte_rows=byte_rows)
     data = torch.empty(-(-outputs // INT8_OUTPUTS) * panel_bytes(form, inputs), dtype=torch.uint8)
     levels, scales, offsets = (each.contiguous() for each in (levels, scales, offsets))
     open_library().quire_pack_int8(
@@ -35,7 +41,7 @@ def cut_int8_panels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles:
 
 def is_int8_format(weight: PackedWeight) -> bool:
     """Whether it was packed by `cut_int8_panels`."""
-    return weight.dtype == torch.float32 and weight.format in _FORMATS
+    return weight.dtype == torch.float32 and weight.format & ~BYTE_ROWS in _FORMATS
 
 
 def _choose_format(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool) -> Int8Format:

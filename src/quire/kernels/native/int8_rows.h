@@ -6,9 +6,11 @@
 
 namespace {
 
-// A format of such panels: how many bits, with offsets or without, and whether 16 inputs share a scale or 32.
-constexpr int64_t WITH_OFFSETS = 16, BY_HALVES = 32;
+// A format of such panels: how many bits, with offsets or without, and whether 16 inputs share a scale or 32; and whether
+// rows that are multiplied by them are rounded to 16 bits, or to 8 but for outliers.
+constexpr int64_t WITH_OFFSETS = 16, BY_HALVES = 32, BYTE_ROWS = 64;
 constexpr int64_t bits_of(int64_t format) { return format & 15; }
+constexpr int64_t digits_of(int64_t format) { return format & BYTE_ROWS ? 1 : 2; }
 constexpr bool has_offsets(int64_t format) { return (format & WITH_OFFSETS) != 0; }
 constexpr int64_t scales_of(int64_t format) { return format & BY_HALVES ? 2 : 1; }  // for 32 inputs
 
@@ -30,11 +32,17 @@ constexpr int64_t int8_panel_bytes(int64_t format, int64_t inputs) {
     return inputs / INT8_GROUP * (int8_group_bytes(format) + int8_factor_bytes(format));
 }
 
-#if defined(__x86_64__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-constexpr bool BY_PAIRS = true;  // x86 without dot products of bytes: those of pairs of 16-bit numbers
+// x86 without dot products of bytes: those of pairs of 16-bit numbers. AVX2 multiplies bytes too, but its sums of two
+// products have 16 bits, which levels of 8 bits could leave.
+constexpr bool by_pairs([[maybe_unused]] int64_t format) {
+#if !defined(__x86_64__) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    return false;
+#elif defined(__AVX2__)
+    return digits_of(format) == 2 || bits_of(format) == 8;
 #else
-constexpr bool BY_PAIRS = false;
+    return true;
 #endif
+}
 #ifdef __x86_64__
 constexpr bool UNSIGNED_LEVELS = true;  // the instructions take unsigned levels: signed ones are moved up by 128
 #else
@@ -43,26 +51,43 @@ constexpr bool UNSIGNED_LEVELS = false;
 
 // The level that a line's byte 0 means: sums begin with so many times the sum of the row's numbers, negative.
 constexpr int32_t zero_of(int64_t format) {
-    if (BY_LANES) return 0;
+    const int32_t middle = has_offsets(format) ? 0 : 1 << (bits_of(format) - 1);
     if (bits_of(format) == 8) return UNSIGNED_LEVELS ? 128 : 0;
-    return has_offsets(format) ? 0 : 1 << (bits_of(format) - 1);
+    // by lanes, levels become signed where that is no more work than adding to the sums of a row, or of several rows
+    if (BY_LANES && (digits_of(format) == 2 || bits_of(format) == 5)) return 0;
+    return middle;
 }
 
 // What a level is multiplied by in a register: the scales of rows are so many times smaller.
 constexpr int32_t unit_of(int64_t format) {
-    if (!BY_LANES || has_offsets(format)) return 1;
+    if (!BY_LANES || has_offsets(format) || zero_of(format) != 0) return 1;
     return bits_of(format) == 4 ? 16 : bits_of(format) == 6 ? 4 : 1;
 }
 
-// A row's number has two digits, 256 high + low, each in int8; where products are of pairs, it is one of 16 bits.
-// Sums: 32 numbers times levels below 256, and what they begin with, at most 128 times the same numbers.
-constexpr int32_t LARGEST_NUMBER = 127 * 256 + 127;
+// Sums of one digit stay below 2^22. By lanes they begin with the bits of the float 1.5 * 2^23, and so end with
+// those of 1.5 * 2^23 + sum: a subtraction makes them floats, which takes any pipe for a cycle; a conversion takes one
+// pipe for two.
+constexpr float SUM_ORIGIN = 12582912.0f;
+constexpr int32_t SUM_ORIGIN_BITS = 0x4B400000;
+constexpr bool has_sum_origin(int64_t format) { return BY_LANES && digits_of(format) == 1; }
+
+// A row's number is 256 high + low, two digits in int8, or with BYTE_ROWS high alone; where products are of pairs, it is
+// one of 16 bits. Sums: 32 numbers times levels below 256, and what they begin with, at most 128 times the same numbers.
+//
+// Outliers: where one of 32 numbers is far larger than the others, one digit leaves little of these. So with BYTE_ROWS such
+// 32 numbers get a low digit too, which is multiplied by itself: what that costs, few rows pay.
+constexpr int32_t LARGEST_DIGIT = 127, LARGEST_NUMBER = 127 * 256 + 127;
+constexpr float OUTLIER = 12.0f;  // times the mean size of the 32
 static_assert(INT8_GROUP * (255 + 128) * (LARGEST_NUMBER + 256) <= INT32_MAX);
+static_assert(INT8_GROUP * (255 + 128) * 128 < 1 << 22);
 constexpr int64_t NUMBERS_BYTES = 2 * INT8_GROUP;  // [32] high digits, [32] low ones; or pairs
 
-// BY_PAIRS: inputs 0 and 2 of four, then 1 and 3, as they come out of a line.
-inline void store_numbers(const int16_t (&numbers)[INT8_GROUP], uint8_t* to) {
-    if constexpr (BY_PAIRS) {
+// Whether sums of high and of low digits are made floats apart, the low ones only where there are any.
+constexpr bool has_loose_digits(int64_t format) { return digits_of(format) == 1 && !by_pairs(format); }
+
+// Pairs: inputs 0 and 2 of four, then 1 and 3, as they come out of a line.
+template <int64_t FORMAT> inline void store_numbers(const int16_t (&numbers)[INT8_GROUP], uint8_t* to) {
+    if constexpr (by_pairs(FORMAT)) {
         int16_t pairs[INT8_GROUP];
         for (int64_t i = 0; i < INT8_GROUP; i += 4) {
             pairs[i] = numbers[i], pairs[i + 1] = numbers[i + 2];
@@ -76,24 +101,36 @@ inline void store_numbers(const int16_t (&numbers)[INT8_GROUP], uint8_t* to) {
 }
 
 // Rows as they are multiplied: a row is number * scale. Of n rows that are multiplied together, what belongs to 32 inputs
-// lies in one record, one record behind the other: [n][32] numbers, [n] scales, then for each weight scale of these inputs
-// [n] sums of the numbers times -ZERO, and [n] sums of the numbers times their scale.
-template <int64_t SCALES, int32_t ZERO, int32_t UNIT> struct IntegerRows {
-    static constexpr int64_t ROW_BYTES = NUMBERS_BYTES + 4 + 8 * SCALES;  // of a record
+// lies in one record, one record behind the other: [n][32] numbers; [n] scales; [n] marks, with loose digits 1 where the
+// row has low ones, and in the first mark twice the distance to the next record where a row has some; then for each weight scale of these inputs [n] sums of the numbers times their scale, and [n] numbers that
+// sums begin with, with loose digits first those of the high ones, then those of the low ones.
+template <int64_t FORMAT> struct IntegerRows {
+    static constexpr int64_t SCALES = scales_of(FORMAT), DIGITS = has_loose_digits(FORMAT) ? 2 : 1;
+    static constexpr int64_t ROW_BYTES = NUMBERS_BYTES + 8 + 4 * SCALES * (1 + DIGITS);  // of a record
 
     static int64_t bytes(int64_t rows, int64_t inputs) { return rows * (inputs / INT8_GROUP) * ROW_BYTES; }
 
     template <int N> struct Record {
         uint8_t* at;
         uint8_t* numbers(int64_t row) const { return at + row * NUMBERS_BYTES; }
-        float& scale(int64_t row) const { return reinterpret_cast<float*>(at + N * NUMBERS_BYTES)[row]; }
-        int32_t& begin(int64_t row, int64_t part) const {
-            return reinterpret_cast<int32_t*>(at + N * (NUMBERS_BYTES + 4))[part * N + row];
+        float& scale(int64_t row) const { return column<float>(0)[row]; }
+        int32_t& mark(int64_t row) const { return column<int32_t>(1)[row]; }
+        float& sum(int64_t row, int64_t part) const { return column<float>(2 + part)[row]; }
+        int32_t& begin(int64_t row, int64_t part, int64_t digit = 0) const {
+            return column<int32_t>(2 + (1 + digit) * SCALES + part)[row];
         }
-        float& sum(int64_t row, int64_t part) const {
-            return reinterpret_cast<float*>(at + N * (NUMBERS_BYTES + 4 + 4 * SCALES))[part * N + row];
+        Record next(int64_t distance = 1) const { return {at + distance * N * ROW_BYTES}; }
+
+        template <int FIRST, int COUNT> bool has_low() const {  // one of COUNT rows from FIRST on
+            int32_t marks = 0;
+            for (int64_t r = FIRST; r < FIRST + COUNT; ++r) marks |= mark(r);
+            return (marks & 1) != 0;
         }
-        Record next() const { return {at + N * ROW_BYTES}; }
+        int64_t distance() const { return mark(0) >> 1; }
+
+        template <typename T> T* column(int64_t index) const {
+            return reinterpret_cast<T*>(at + N * (NUMBERS_BYTES + 4 * index));
+        }
     };
 
     // Rows [row, row + N) of x [rows, inputs]. To nearest, ties to even. A group with a NaN or an infinity gets such a
@@ -101,46 +138,83 @@ template <int64_t SCALES, int32_t ZERO, int32_t UNIT> struct IntegerRows {
     template <int N> static void quantize(const float* x, int64_t row, int64_t inputs, uint8_t* room) {
         Record<N> record{room + bytes(row, inputs)};
         for (int64_t from = 0; from < inputs; from += INT8_GROUP, record = record.next())
-            for (int64_t r = 0; r < N; ++r) {
-                int16_t numbers[INT8_GROUP];
-                const float scale = quantize_group(x + (row + r) * inputs + from, numbers);
-                store_numbers(numbers, record.numbers(r));
-                record.scale(r) = scale / UNIT;
-                constexpr int64_t EACH = INT8_GROUP / SCALES;
-                for (int64_t part = 0; part < SCALES; ++part) {
-                    int32_t sum = 0;
-                    for (int64_t i = 0; i < EACH; ++i) sum += numbers[part * EACH + i];
-                    record.begin(r, part) = -ZERO * sum;
-                    record.sum(r, part) = scale * static_cast<float>(sum);
-                }
+            for (int64_t r = 0; r < N; ++r) quantize_group(x + (row + r) * inputs + from, record, r);
+        if constexpr (has_loose_digits(FORMAT)) {
+            int64_t distance = 1;
+            for (int64_t group = inputs / INT8_GROUP - 1; group >= 0; --group, ++distance) {
+                record = {record.at - N * ROW_BYTES};
+                record.mark(0) += static_cast<int32_t>(2 * distance);
+                if (record.template has_low<0, N>()) distance = 0;
             }
+        }
     }
 
-    static float quantize_group(const float* x, int16_t (&to)[INT8_GROUP]) {
+    // body(group, record) for 32 inputs at a time where a row has low digits, in order.
+    template <int N, typename Body> static void for_low(const Record<N>& first, int64_t groups, Body body) {
+        int64_t group = groups == 0 || first.template has_low<0, N>() ? 0 : first.distance();
+        while (group < groups) {
+            const Record<N> record = first.next(group);
+            body(group, record);
+            group += record.distance();
+        }
+    }
+
+    template <int N> static void quantize_group(const float* x, const Record<N>& record, int64_t r) {
+        int16_t numbers[INT8_GROUP];
+        const Rounded rounded = round_group(x, numbers);
+        store_numbers<FORMAT>(numbers, record.numbers(r));
+        // with loose digits, the scale is that of the high ones
+        record.scale(r) = (has_loose_digits(FORMAT) ? rounded.scale * 256 : rounded.scale) / unit_of(FORMAT);
+        record.mark(r) = rounded.has_low;
+        constexpr int64_t EACH = INT8_GROUP / SCALES;
+        const auto* digits = reinterpret_cast<const int8_t*>(record.numbers(r));
+        for (int64_t part = 0; part < SCALES; ++part) {
+            int32_t sum = 0, sums[2] = {0, 0};
+            for (int64_t i = part * EACH; i < (part + 1) * EACH; ++i) {
+                sum += numbers[i];
+                sums[0] += digits[i];
+                sums[1] += digits[INT8_GROUP + i];
+            }
+            record.sum(r, part) = rounded.scale * static_cast<float>(sum);
+            for (int64_t digit = 0; digit < DIGITS; ++digit)
+                record.begin(r, part, digit) = (has_sum_origin(FORMAT) ? SUM_ORIGIN_BITS : 0) -
+                                               zero_of(FORMAT) * (has_loose_digits(FORMAT) ? sums[digit] : sum);
+        }
+    }
+
+    struct Rounded {
+        float scale;
+        bool has_low;
+    };
+
+    static Rounded round_group(const float* x, int16_t (&to)[INT8_GROUP]) {
         typedef int16_t Numbers __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
         constexpr int64_t PIECES = INT8_GROUP / LANES;
         const float smallest = 1e-30f;  // of what lies closer to 0, the inverse has no room in a float
         const Floats magic = all(12582912.0f);  // see `exponentials`
         Words sizes{};  // as whole numbers, so that a NaN is the largest
-        Floats values[PIECES];
+        Floats values[PIECES], total{};
         for (int64_t p = 0; p < PIECES; ++p) {
             values[p] = load(x + p * LANES);
             const Words size = (Words)values[p] & 0x7FFFFFFFu;
             sizes = size > sizes ? size : sizes;
+            total += (Floats)size;
         }
         uint32_t bits = 0;
         for (int64_t i = 0; i < LANES; ++i) bits = std::max<uint32_t>(bits, sizes[i]);
         float largest;
         std::memcpy(&largest, &bits, sizeof largest);
         const bool vanishes = largest < smallest;
-        const Floats inverse = all(vanishes ? 0.0f : LARGEST_NUMBER / largest);
+        const bool has_low = digits_of(FORMAT) == 2 || largest * INT8_GROUP > OUTLIER * ::sum(total);
+        const int32_t steps = has_low ? LARGEST_NUMBER : LARGEST_DIGIT;
+        const Floats inverse = all(vanishes ? 0.0f : steps / largest);
         for (int64_t p = 0; p < PIECES; ++p) {
-            const Ints whole = (Ints)(values[p] * inverse + magic) - (Ints)magic;
+            Ints whole = (Ints)(values[p] * inverse + magic) - (Ints)magic;
+            if (!has_low) whole = whole * 256;
             *reinterpret_cast<Numbers*>(to + p * LANES) = __builtin_convertvector(whole, Numbers);
         }
-        return vanishes ? 0.0f : largest / LARGEST_NUMBER;
+        return {vanishes ? 0.0f : largest / steps / (has_low ? 1 : 256), has_low};
     }
 };
-template <int64_t FORMAT> using RowsFor = IntegerRows<scales_of(FORMAT), zero_of(FORMAT), unit_of(FORMAT)>;
 
 }  // namespace

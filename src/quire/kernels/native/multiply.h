@@ -11,6 +11,26 @@ namespace {
 template <typename T>
 using Multiply = void (*)(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out);
 
+// The kernel for a weight in whole numbers; ROWS: BYTE_ROWS, or 0.
+template <int64_t ROWS> inline Multiply<float> multiply_int8_for(int64_t format) {
+    switch (format) {
+        case 4: return multiply_int8<4 | ROWS>;
+        case 5: return multiply_int8<5 | ROWS>;
+        case 6: return multiply_int8<6 | ROWS>;
+        case 8: return multiply_int8<8 | ROWS>;
+        case 4 | WITH_OFFSETS: return multiply_int8<4 | WITH_OFFSETS | ROWS>;
+        case 5 | WITH_OFFSETS: return multiply_int8<5 | WITH_OFFSETS | ROWS>;
+        case 6 | WITH_OFFSETS: return multiply_int8<6 | WITH_OFFSETS | ROWS>;
+        case 8 | WITH_OFFSETS: return multiply_int8<8 | WITH_OFFSETS | ROWS>;
+        case 4 | BY_HALVES: return multiply_int8<4 | BY_HALVES | ROWS>;
+        case 6 | BY_HALVES: return multiply_int8<6 | BY_HALVES | ROWS>;
+        case 8 | BY_HALVES: return multiply_int8<8 | BY_HALVES | ROWS>;
+        case 4 | WITH_OFFSETS | BY_HALVES: return multiply_int8<4 | WITH_OFFSETS | BY_HALVES | ROWS>;
+        case 8 | WITH_OFFSETS | BY_HALVES: return multiply_int8<8 | WITH_OFFSETS | BY_HALVES | ROWS>;
+        default: return nullptr;
+    }
+}
+
 // The kernel for rows of T and a weight of `format` (any number: an unknown one has none), or null.
 template <typename T> Multiply<T> multiply_for(int64_t format);
 
@@ -20,21 +40,9 @@ template <> inline Multiply<float> multiply_for<float>(int64_t format) {  // in 
         case NIBBLES: return multiply_panels<NIBBLES>;
         case BYTES: return multiply_panels<BYTES>;
         case HALVES: return multiply_panels<HALVES>;
-        case 4: return multiply_int8<4>;
-        case 5: return multiply_int8<5>;
-        case 6: return multiply_int8<6>;
-        case 8: return multiply_int8<8>;
-        case 4 | WITH_OFFSETS: return multiply_int8<4 | WITH_OFFSETS>;
-        case 5 | WITH_OFFSETS: return multiply_int8<5 | WITH_OFFSETS>;
-        case 6 | WITH_OFFSETS: return multiply_int8<6 | WITH_OFFSETS>;
-        case 8 | WITH_OFFSETS: return multiply_int8<8 | WITH_OFFSETS>;
-        case 4 | BY_HALVES: return multiply_int8<4 | BY_HALVES>;
-        case 6 | BY_HALVES: return multiply_int8<6 | BY_HALVES>;
-        case 8 | BY_HALVES: return multiply_int8<8 | BY_HALVES>;
-        case 4 | WITH_OFFSETS | BY_HALVES: return multiply_int8<4 | WITH_OFFSETS | BY_HALVES>;
-        case 8 | WITH_OFFSETS | BY_HALVES: return multiply_int8<8 | WITH_OFFSETS | BY_HALVES>;
-        default: return nullptr;
+        default: break;
     }
+    return format & BYTE_ROWS ? multiply_int8_for<BYTE_ROWS>(format & ~BYTE_ROWS) : multiply_int8_for<0>(format);
 }
 
 template <> inline Multiply<bf16> multiply_for<bf16>(int64_t format) {  // in tiles on tile units, elsewhere in panels

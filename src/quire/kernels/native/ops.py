@@ -21,7 +21,7 @@ STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 ROW_INPUTS = 16  # `multiply_rows` takes a multiple of them
 INT8_GROUP = 32  # inputs of a row that share a scale, see int8_panels.h
 INT8_OUTPUTS, INT8_LINES = 16, 8  # of a panel; of 32 inputs, four inputs to a line
-_WITH_OFFSETS, _BY_HALVES = 16, 32  # of a format of such panels, besides its bits
+_WITH_OFFSETS, _BY_HALVES, BYTE_ROWS = 16, 32, 64  # of a format of such panels, besides its bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +205,12 @@ class Int8Format:
     bits: int
     has_offsets: bool
     by_halves: bool  # 16 inputs share a scale, not 32
+    byte_rows: bool = False  # rows are rounded to 8 bits, not to 16
 
     @property
     def number(self) -> int:
-        return self.bits + _WITH_OFFSETS * self.has_offsets + _BY_HALVES * self.by_halves
+        parts = _WITH_OFFSETS * self.has_offsets + _BY_HALVES * self.by_halves + BYTE_ROWS * self.byte_rows
+        return self.bits + parts
 
     @property
     def middle(self) -> int:

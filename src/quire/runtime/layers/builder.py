@@ -93,16 +93,19 @@ class LayerBuilder:
             local_heads,
         )  # fmt: skip
         triton = self.backend.kernels == "triton"
-        integer = config.integer_products
         self._table_product = choose_product(  # never quantizes
-            dtype, device, triton=triton, many_rows=many_rows, integer=integer
+            dtype, device, triton=triton, many_rows=many_rows, cpu_weights=config.cpu_weights
         )
         self._product = self._table_product
         self._float8 = config.quantization == "fp8"
         if config.quantization is not None:
-            self._product = choose_quantizing_product(config.quantization, dtype, device, triton=triton)
+            self._product = choose_quantizing_product(
+                config.quantization, dtype, device, triton=triton, cpu_weights=config.cpu_weights
+            )
         self._head_product = (
-            self._table_product if triton else choose_product(dtype, device, keeps_weight=True, integer=integer)
+            self._table_product
+            if triton
+            else choose_product(dtype, device, keeps_weight=True, cpu_weights=config.cpu_weights)
         )
         self._ops = choose_ops(dtype, device, triton=triton)
         self._rotaries: dict[tuple[Rope, int], Rotary] = {}

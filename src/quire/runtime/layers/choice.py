@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.config.model import CpuWeights
 from quire.kernels.native.loader import why_not_native
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.hardware import cpu_multiplies
@@ -23,7 +24,7 @@ def choose_product(
     keeps_weight: bool = False,
     triton: bool = False,
     many_rows: bool = False,
-    integer: bool = False,
+    cpu_weights: CpuWeights = "float",
 ) -> Product:
     """`keeps_weight`: the weight serves elsewhere too, so a copy in another order would be memory on top.
 
@@ -31,7 +32,7 @@ def choose_product(
 
     `triton`: the Triton kernels run this model.
 
-    `integer`: float32 rows are rounded to 16 bits where the weight is quantized, see IntegerProduct.
+    `cpu_weights`: how a CPU multiplies float32 rows by quantized weights, see IntegerProduct.
     """
     if triton:
         from quire.runtime.layers.skinny import TritonProduct
@@ -48,8 +49,8 @@ def choose_product(
     from quire.kernels.native.ops import has_tile_units
     from quire.runtime.layers.native import IntegerProduct, PanelProduct, TileProduct
 
-    if dtype == torch.float32 and integer:
-        return IntegerProduct(dtype, keeps_weight=keeps_weight)
+    if dtype == torch.float32 and cpu_weights != "float":
+        return IntegerProduct(dtype, keeps_weight=keeps_weight, cpu_weights=cpu_weights)
     if dtype == torch.bfloat16 and has_tile_units():
         return TileProduct()
     if dtype == torch.bfloat16 and units:  # dot products of pairs, which the panels' kernel has not

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.config.model import CpuWeights
 from quire.kernels.clamp import Clamp
 from quire.kernels.native import ops
 from quire.kernels.native.int8_panels import HALF_GROUP, cut_int8_panels
@@ -163,14 +164,26 @@ class PanelProduct(LevelProduct):
 
 
 class IntegerProduct(PanelProduct):
-    """Rounds float32 rows to 16 bits, 32 numbers with a scale of their own, and multiplies them in whole numbers by
-    quantized weights. These stay in the bits that their file has. All others are multiplied as PanelProduct does it."""
+    """Rounds float32 rows to 8 or 16 bits, 32 numbers with a scale of their own, and multiplies them in whole numbers
+    by quantized weights. Of rows of 8 bits, 32 numbers with an outlier get 16. The weights stay in the bits that their
+    file has. All others are multiplied as PanelProduct does it.
+
+    `cpu_weights`: rows get 8 bits where the weight's format says so ("integer"), for all weights ("integer8"), or for
+    none ("integer16"). Rows that the checkpoint has rounded in another way before get 16, which hold them."""
+
+    def __init__(self, dtype: torch.dtype, *, keeps_weight: bool, cpu_weights: CpuWeights = "integer") -> None:
+        super().__init__(dtype, keeps_weight=keeps_weight)
+        self._cpu_weights = cpu_weights
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
         native = weight.as_native(HALF_GROUP) if isinstance(weight, LevelWeight) else None
         if native is None:
             return super().pack_quantized(weight, bias)
-        panels = cut_int8_panels(native.levels, native.scales, native.offsets, nibbles=native.nibbles)
+        by_choice = {"integer8": True, "integer16": False}.get(self._cpu_weights, native.byte_rows)
+        panels = cut_int8_panels(
+            native.levels, native.scales, native.offsets, nibbles=native.nibbles,
+            byte_rows=by_choice and weight.activations is None,
+        )  # fmt: skip
         multiply: Multiply = NativeMultiply(panels, bias)
         if native.columns is not None:
             multiply = GatheredMultiply(multiply, native.columns)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.config.model import Quantization
+from quire.config.model import CpuWeights, Quantization
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.layers.choice import choose_product
 from quire.runtime.layers.product import Multiply, NumbersProduct, Product
@@ -30,11 +30,16 @@ class QuantizingProduct(NumbersProduct):
 
 
 def choose_quantizing_product(
-    quantization: Quantization, dtype: torch.dtype, device: torch.device, *, triton: bool
+    quantization: Quantization,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    triton: bool,
+    cpu_weights: CpuWeights = "float",
 ) -> Product:
     """The product of weights that become fp8, int8 or int4. `triton`: the Triton kernels run this model; float8 is else
-    held and multiplied as numbers that were rounded to it."""
-    plain = choose_product(dtype, device, triton=triton)
+    held and multiplied as numbers that were rounded to it. `cpu_weights`: see `choose_product`."""
+    plain = choose_product(dtype, device, triton=triton, cpu_weights=cpu_weights)
     if quantization != "fp8":
         return QuantizingProduct(plain, QUANTIZERS[quantization])
     if not triton:

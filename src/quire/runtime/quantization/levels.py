@@ -32,6 +32,7 @@ class LevelWeight:
     nibbles: bool
     columns: Tensor | None = None  # [inputs], int64
     activations: ActivationScheme | None = None
+    byte_rows: bool = False  # its format's own engine rounds rows to 8 bits, 32 numbers or more with a scale
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -142,10 +143,12 @@ def _widened(weight: LevelWeight, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def stack(weights: Sequence[LevelWeight]) -> LevelWeight | None:
     """Weights of the same inputs as one, outputs one behind the other; None where they differ in the order of columns
-    or in their activations. Where some have 4 bits and others 8, all get 8."""
+    or in how rows are rounded. Where some have 4 bits and others 8, all get 8."""
     first = weights[0]
     for other in weights[1:]:
-        if other.activations != first.activations or not _same_columns(first.columns, other.columns):
+        if other.activations != first.activations or other.byte_rows != first.byte_rows:
+            return None
+        if not _same_columns(first.columns, other.columns):
             return None
     nibbles = all(weight.nibbles for weight in weights)
     size = math.gcd(*(weight.group for weight in weights))

@@ -89,6 +89,8 @@ class BatchBuilder:
         self.adapters = adapters
         self._window, self._all_windows = cache.window, not any(cache.sources)
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
+        # whether the layers of all tables but the first have their heads at the same places of a block
+        self._alike = len({(len(each.heads), each.stride) for each in self._heads[1:]}) == 1
         self._tables = tuple(zip(tables_of(rows, cache), cache.of_tables, cache.sources, strict=True))
 
     def build(self, plan: StepPlan) -> Batch:
@@ -142,6 +144,9 @@ class BatchBuilder:
             held = rows.tables.view(-1).index_select(0, places)[None]
         else:
             held = rows.windows.at(places)[: len(plans)]  # another pipeline stage may have more tables
+        if self._alike:
+            slots = slots_of(held.reshape(-1), positions.repeat(len(held)), self._heads[1], rows.block_size)
+            return tuple(WindowStep(*each) for each in zip(slots.view(len(held), -1), plans, strict=True))
         return tuple(
             WindowStep(slots_of(blocks, positions, heads, rows.block_size), attention)
             for blocks, heads, attention in zip(held, self._heads[1:], plans, strict=True)

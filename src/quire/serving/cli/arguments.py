@@ -74,7 +74,7 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "--cpu-weights": (
         str,
-        "integer: a CPU multiplies quantized weights in whole numbers, rows rounded to 16 bits; float: not rounded",
+        "integer8, integer16: a CPU rounds rows to 8 or 16 bits for quantized weights; integer: 8 for GGUF; float: not",
     ),
     "--kv-cache-dtype": (
         str,

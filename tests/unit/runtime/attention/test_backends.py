@@ -13,6 +13,7 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import why_not_native
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, LayerCache
 from quire.runtime.attention.gather import GatherAttention, split_by_length
+from quire.runtime.attention.native import NativeAttention
 from quire.runtime.attention.reference import ReferenceAttention
 from quire.runtime.attention.registry import make_backend
 from quire.runtime.layers.weights import Placement
@@ -228,3 +229,16 @@ def test_a_key_that_is_no_number_is_not_lost_where_it_is_alone_in_its_piece(
     assert found[sees, :3].isnan().all()
     assert found[~sees].isfinite().all()
     assert found[:, 3:].isfinite().all()
+
+
+@needs_native
+def test_the_native_plans_of_a_steps_tables_share_their_spans_and_no_others_do() -> None:
+    backend = NativeAttention()
+    batch, _, _ = batch_of([20, 3], [(0, 6)], 4, HEADS)
+    other = replace(batch, block_ids=batch.block_ids.flip(1))  # another table of the same step
+    shorter = replace(batch, chunks=(replace(batch.chunks[0], num_tokens=5),))
+    first, second, third = map(backend.prepare, (batch, other, shorter))
+    assert second.spans is first.spans
+    assert second.tables.tolist() == [*batch.block_ids.flip(1).flatten(), *batch.chunks[0].block_ids]
+    assert first.spans.tolist() == [[0, 1, 20, 0], [1, 1, 3, 5], [2, 6, 1, 10]]
+    assert third.spans.tolist() == [[0, 1, 20, 0], [1, 1, 3, 5], [2, 5, 1, 10]]

@@ -70,7 +70,7 @@ def test_matrices_are_those_that_the_tool_itself_makes_of_its_files(name: str) -
 
 def last_logits(name: str, attention: str, dtype: str = "float32", *, integer: bool = True) -> Tensor:
     config = engine_config(device="cpu", dtype=dtype)  # type: ignore[arg-type]
-    config = replace(config, device=replace(config.device, integer_products=integer))
+    config = replace(config, device=replace(config.device, cpu_weights="integer" if integer else "float"))
     bench = Bench(opened(name), config, attention=attention)
     bench.add(0, TOKENS)
     bench.run((), (Chunk(0, 0, len(TOKENS), (0,)),))

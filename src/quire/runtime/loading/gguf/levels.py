@@ -53,7 +53,7 @@ def read_levels(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> LevelWei
     groups = (shape[0], shape[1] // form.group)
     return LevelWeight(
         levels.view(torch.uint8 if form.nibbles else torch.int8).view(shape), scales.reshape(groups),
-        offsets.reshape(groups), nibbles=form.nibbles,
+        offsets.reshape(groups), nibbles=form.nibbles, byte_rows=True,
     )  # fmt: skip
 
 
