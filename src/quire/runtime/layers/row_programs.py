@@ -145,8 +145,9 @@ class RowPrograms:
             return _Traced(None, caches, sys.maxsize)
         try:
             run = self._kernel.make(writer.phases, device)
-        except ValueError as reason:
-            logger.info("steps of one row run layer by layer: %s", reason)
+        except (ValueError, RuntimeError) as reason:  # the last of the compiler or the driver
+            level = logging.INFO if isinstance(reason, ValueError) else logging.WARNING
+            logger.log(level, "steps of one row run layer by layer: %s", reason)
             return _Traced(None, caches, sys.maxsize)
         logger.info("steps of one row run as one kernel of %d phases", len(writer.phases))
         return _Traced(run, caches, writer.max_length)
