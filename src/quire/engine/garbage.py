@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-_NEW = 4_000  # new objects that stay, after which they are looked at: some milliseconds
+_NEW = 8_000  # new objects that stay, after which they are looked at: some milliseconds
 _MORE = 500_000  # frozen objects that may be added besides as many as there were
 
 
