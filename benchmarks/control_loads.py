@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections import deque
@@ -19,13 +18,13 @@ from quire.config.speculation import SpeculationConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.grammar_compiler import GrammarCompiler
 from quire.engine.decoding.tools import DecodingTools
+from quire.engine.garbage import GarbageCollector
 from quire.engine.recording.recorder import make_recorded_core
 from quire.engine.recording.writer import RecordingWriter
 from quire.engine.speculation.registry import make_proposers
 from quire.runtime.loading.catalogue import DEFAULT
 from quire.runtime.loading.progress import silent
 from quire.runtime.loading.resolve import resolve_model
-from quire.serving.process.engine_process import GC_THRESHOLDS
 from quire.serving.text.structure import Structure, grammar_of
 from quire.serving.text.token_table import vocabulary_of
 from quire.serving.text.tokenizer import load_tokenizer
@@ -68,9 +67,7 @@ class Engine:
             writer = RecordingWriter.from_config(config, VOCAB, 1)
             self.core = make_recorded_core(self.executor, cache, scheduler, vocab_size, writer=writer)
         self.submitting: list[int] = []  # nanoseconds of each submission
-        gc.collect()
-        gc.freeze()  # this and the thresholds as a server's engine does when it is ready
-        gc.set_threshold(*GC_THRESHOLDS)
+        self._garbage = GarbageCollector()  # as in a server's engine
 
     def submit(self, name: str, prompt: list[int] | tuple[int, ...], max_tokens: int, **fields: str) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -83,6 +80,7 @@ class Engine:
         """One step: the engine's own nanoseconds, and how many requests it ended."""
         spent, start = self.executor.spent_ns, CLOCK.now_ns()
         out = self.core.step()
+        self._garbage.collect()
         own = CLOCK.now_ns() - start - (self.executor.spent_ns - spent)
         return own, len(out.finished)
 

@@ -77,9 +77,8 @@ class Committer:
         if ahead:
             rows = np.concatenate([rows, np.array(ahead, dtype=np.int32)])
         leases, lease_of = table.leases[rows.astype(np.intp)], table.lease_of
-        noted = {chunk.row: lease_of[chunk.row] for chunk in plan.chunks}
-        for new in plan.new_rows:
-            noted[new.row] = lease_of[new.row]
+        others = [*[chunk[0] for chunk in plan.chunks], *[new[0] for new in plan.new_rows]]
+        noted = {row: lease_of[row] for row in others}
         for each in paced:
             noted[each.row] = each.lease
         now, version = self._clock(), table.version
@@ -165,11 +164,13 @@ class Committer:
 
     def _note_first_tokens(self, step: InFlightStep) -> None:
         now, table, leases = self._clock(), self._scheduler.rows, step.other_leases
-        is_changed = table.version != step.version
+        is_changed, sequences = table.version != step.version, table.sequences
         for row in [row for chunk in step.plan.chunks for row in chunk.sample_rows]:
             if is_changed and table.lease_of[row] != (leases[row] if row in leases else step.lease_of(row)):
                 continue
-            group = table.sequence_at(row).group
+            sequence = sequences[row]
+            assert sequence is not None
+            group = sequence.group
             if group.held_chunks is not None:  # after a preemption it may be in another slot
                 self._scheduler.note_token(group)
             if not group.has_token:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.decoding.group import SequenceState
+from quire.engine.decoding.group import Sequence, SequenceState
 from quire.engine.executor import Executor
 from quire.engine.scheduler.row_table import RowTable
 from quire.types.step import Ints, Masks, StepPlan, StepResult
 
+_AWAITING = SequenceState.AWAITING  # a member of an Enum is slow to look up
 _LEAD_SECONDS, _LEAD_SHARE = 0.8e-3, 0.15  # a step is planned at least this long before the end of the one before
 _DRIFT = 1.02  # the expected duration may grow by this factor with each step
 _SIZE_STEP = 8  # rows
@@ -175,15 +176,18 @@ def find_awaited(
 
     The first `num_ahead` samples are of decoding rows that run ahead.
     """
-    samples = [(row, 1) for row in plan.decode_rows[num_ahead:].tolist()] if num_ahead < len(plan.decode_rows) else []
+    if num_ahead == len(plan.decode_rows):
+        sampled = [row for chunk in plan.chunks for row in chunk.sample_rows]
+        if not any(map(_awaits, [table.sequences[row] for row in sampled])):  # as usual
+            return (), sampled, None
+    samples = [(row, 1) for row in plan.decode_rows[num_ahead:].tolist()]
     samples += [(row, chunk.num_sampled) for chunk in plan.chunks for row in chunk.sample_rows]
     paced: list[AwaitedSamples] = []
     ahead: list[int] = []
     places: list[int] = []
     place = num_ahead
     for row, count in samples:
-        sequence = table.sequences[row]
-        if sequence is not None and sequence.state is SequenceState.AWAITING:
+        if _awaits(table.sequences[row]):
             paced.append(AwaitedSamples(row, table.lease_of[row], place, count))
         else:
             ahead.append(row)
@@ -192,3 +196,8 @@ def find_awaited(
     if not paced:
         return (), ahead, None
     return tuple(paced), ahead, np.concatenate([np.arange(num_ahead), np.array(places, dtype=np.intp)])
+
+
+def _awaits(sequence: Sequence | None) -> bool:
+    """Whether a sequence is paced and in a step."""
+    return sequence is not None and sequence.state is _AWAITING

@@ -72,6 +72,7 @@ class EngineLoop:
         self._stopping = self._closed = False
         self._reader = ThreadPoolExecutor(1, "adapters")  # reads LoRA adapters, one after the other
         self._read: deque[tuple[int, LoadAdapter, AdapterInfo | InvalidRequest]] = deque()  # filled by that thread
+        self.between_steps: Callable[[], None] = lambda: None  # called after each step, when its output is sent
         self.on_adapters: Callable[[tuple[AdapterInfo, ...]], None] = lambda _: None  # told of every change
 
     # ------------------------------------------------------------------------------------------ called by any thread
@@ -106,6 +107,7 @@ class EngineLoop:
                 progress.end_step(core.num_ready)
                 self._deliver(out)
             self._flush()
+            self.between_steps()
             if not core.has_work:
                 progress.idle()
                 self._sleep()

@@ -8,7 +8,7 @@ Offline and served requests are followed by the same code. What differs is where
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quire.serving.text.detokenizer import Detokenizer
 from quire.serving.text.repetition import REPEATED, RepetitionWatch
@@ -149,8 +149,7 @@ def settled(end: SampleEnd, text: SampleText | None) -> SampleEnd:
     if text is None or text.stopped_by is None:
         return end
     count = text.num_tokens
-    return replace(
-        end,
+    return end._replace(
         token_ids=end.token_ids[:count],
         logprobs=end.logprobs[:count],
         finish_reason="repetition" if text.is_loop else "stop",

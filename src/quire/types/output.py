@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +15,10 @@ from quire.types.step import Ints, LogprobTable, TokenLogprobs
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
-@dataclass(frozen=True, slots=True)
-class SampleEnd:
+class SampleEnd(NamedTuple):
     """The end of one sample of a request, with all that it generated."""
 
-    index: int
+    index: int  # type: ignore[assignment] # of the sample: `index` of a tuple is not needed
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: int | str | None = None  # the stop token id or stop string; None for eos and length
@@ -28,8 +27,7 @@ class SampleEnd:
     score: float | None = None  # the score by which best_of or beam search ranks it
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """The terminal message of a request. Every accepted request has exactly one.
 
     Samples are in the order of their indices, which is best first for ranked samples. A beam search may have fewer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -21,7 +21,7 @@ from quire.types.ledger import LedgerEntry, LedgerKind, PrefixMiss
 from quire.types.output import Finished, FinishReason, SampleEnd
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams
-from quire.types.step import Chunk, Ints, LogprobTable, TokenLogprobs
+from quire.types.step import Chunk, LogprobTable, TokenLogprobs
 
 MAX_ENTRIES = 64  # entries of a ledger
 _MERGE_FROM = 32  # from this number of entries on, consecutive chunks share one
@@ -59,7 +59,7 @@ class RunAhead:
     event: int  # the tick at which the scheduler must handle the sequence
     source: Ticking  # the AheadSet
     base: int = 0  # computed tokens minus tick
-    until: int = 0  # the number of computed tokens at which it must leave the AheadSet
+    last: int = 0  # the tick at which it must leave the AheadSet; 0: it has not joined yet
 
 
 class Sequence:
@@ -149,13 +149,13 @@ class Ledger:
     __slots__ = ("_entries", "_left_out")
 
     def __init__(self) -> None:
-        self._entries: list[tuple[LedgerKind, float, int, str, PrefixMiss | None]] = []  # the fields of each
+        self._entries: list[LedgerEntry] = []
         self._left_out = 0
 
     @property
     def entries(self) -> list[LedgerEntry]:
         """The entries so far."""
-        return list(map(_make_entry, self._entries))
+        return self._entries.copy()
 
     def note(
         self, kind: LedgerKind, at: float, amount: int = 0, note: str = "", miss: PrefixMiss | None = None
@@ -163,11 +163,11 @@ class Ledger:
         """Add an entry. Many consecutive chunks become one entry."""
         entries = self._entries
         if len(entries) < _MERGE_FROM:
-            entries.append((kind, at, amount, note, miss))
-        elif kind == "chunk" and entries[-1][0] == "chunk":
-            entries[-1] = kind, entries[-1][1], entries[-1][2] + amount, "several chunks", None
+            entries.append(_make_entry((kind, at, amount, note, miss)))
+        elif kind == "chunk" and entries[-1].kind == "chunk":
+            entries[-1] = LedgerEntry(kind, entries[-1].at, entries[-1].amount + amount, "several chunks")
         elif len(entries) < MAX_ENTRIES - 1:
-            entries.append((kind, at, amount, note, miss))
+            entries.append(LedgerEntry(kind, at, amount, note, miss))
         else:
             self._left_out += 1
 
@@ -179,7 +179,7 @@ class Ledger:
         """Return all entries, with the end as the last."""
         if self._left_out:
             note = f"{note}; {self._left_out} entries were left out"
-        return (*map(_make_entry, self._entries), LedgerEntry("finished", at, amount, note))
+        return (*self._entries, LedgerEntry("finished", at, amount, note))
 
 
 class Hit(NamedTuple):
@@ -193,13 +193,12 @@ class Hit(NamedTuple):
 
     def is_held(self, tree: PrefixTree, salt: str) -> bool:
         """Whether the tree still holds the blocks that the lookup found, and nothing was added where they ended."""
-        match = self.whole
-        node, closest = match.node, match.closest
+        node, num_blocks, _, _, closest = self.whole
         if node is None:
             return not tree.has(salt)
-        if node.changes != self.changes or node.is_detached or node.end < match.num_blocks:
+        if node.changes != self.changes or node.is_detached or node.end < num_blocks:
             return False
-        return closest is None or (not closest.is_detached and closest.end > match.num_blocks)
+        return closest is None or (not closest.is_detached and closest.end > num_blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -239,6 +238,7 @@ class Group:
     num_reusable: int = field(init=False)  # first tokens that may come from the cache
     prompt_limit: int = field(init=False)  # the same of its prompt, whose last token is always computed
     reads_cache: bool = field(init=False)  # False: it wants something of every position
+    is_ranked: bool = field(init=False)  # its samples are ranked at their end, and not streamed (best_of, beam search)
     cache_root: str = field(init=False)  # of its request
     # Its tokens as int32 bytes, those of images replaced by their content: slices are keys, and comparing is a memcmp.
     prompt: bytes = field(init=False)
@@ -253,22 +253,13 @@ class Group:
             self.num_reusable = max((sampling.prompt_logprobs_start or 0) - 1, 0)
         self.prompt_limit = min(self.num_prompt - 1, self.num_reusable)
         self.reads_cache, self.cache_root = self.num_reusable > 0, self.request.cache_root
+        self.is_ranked = self.search is not None or sampling.num_sequences > sampling.n
         self.prompt = self.request.key_tokens
-
-    @property
-    def prompt_ids(self) -> Ints:
-        """The prompt as an array that shares its memory."""
-        return np.frombuffer(self.request.prompt_token_ids, np.int32)
 
     @property
     def leader(self) -> Sequence:
         """The first live sequence, which computes the prompt for all."""
         return self.live[0]
-
-    @property
-    def is_ranked(self) -> bool:
-        """Whether its samples are ranked when all have ended (best_of, beam search). Their tokens are not streamed."""
-        return self.search is not None or self.request.sampling.num_sequences > self.request.sampling.n
 
     @property
     def num_candidates(self) -> int:
@@ -294,18 +285,26 @@ class Group:
         if sampling.prompt_logprobs is not None:
             start = min(max(sampling.prompt_logprobs_start or 0, 1), self.num_prompt)
             entries = join_tables(self.prompt_logprobs, start, self.num_prompt)
-        if len(samples) > 1:
-            samples = tuple(sorted(samples, key=lambda sample: sample.index))
-        if self.sampling is not sampling and self.search is None:  # logprobs were only for ranking
-            samples = tuple(replace(sample, logprobs=()) for sample in samples)
-        if self.search is None and self.is_ranked:
-            samples = rank(samples, sampling.n, sampling.rank_by)
-        num_outputs = sum([len(sample.token_ids) for sample in samples])
-        reasons: list[str] = ["error"] if error is not None else [sample.finish_reason for sample in samples]
-        ledger = self.ledger.finish(at, num_outputs, reasons[0] if len(reasons) == 1 else _without_repeats(reasons))
+        if len(samples) == 1 and not self.is_ranked:
+            num_outputs = len(samples[0].token_ids)
+            reason: str = samples[0].finish_reason
+        else:
+            samples = self._in_order(samples)
+            num_outputs = sum([len(sample.token_ids) for sample in samples])
+            reason = ", ".join(dict.fromkeys([sample.finish_reason for sample in samples]))
+        ledger = self.ledger.finish(at, num_outputs, reason if error is None else "error")
         cached, preempted = self.num_cached or 0, self.num_preemptions
         request_id, pooled = self.request.request_id, self.pooled
         return Finished(request_id, samples, entries, error, cached, preempted, ledger, invalid_field, pooled)
+
+    def _in_order(self, samples: tuple[SampleEnd, ...]) -> tuple[SampleEnd, ...]:
+        """Return the samples by their indices. Those of best_of are ranked, and only the best are returned."""
+        samples, sampling = tuple(sorted(samples, key=lambda sample: sample.index)), self.request.sampling
+        if self.search is not None or not self.is_ranked:
+            return samples
+        if self.sampling is not sampling:  # logprobs were only for ranking
+            samples = tuple(sample._replace(logprobs=()) for sample in samples)
+        return rank(samples, sampling.n, sampling.rank_by)
 
 
 def join_tables(tables: list[LogprobTable], start: int, end: int) -> LogprobTable:
@@ -322,18 +321,14 @@ def join_tables(tables: list[LogprobTable], start: int, end: int) -> LogprobTabl
     return LogprobTable(start, ids.reshape(-1), values.reshape(-1), ranks)
 
 
-def _without_repeats(reasons: list[str]) -> str:
-    return ", ".join(dict.fromkeys(reasons))
-
-
 def rank(samples: Iterable[SampleEnd], n: int, rank_by: str) -> tuple[SampleEnd, ...]:
     """Return the n best samples of best_of by the mean or the sum of their logprobs, best first, with new indices.
 
     Samples that were aborted or failed come last; equal ones keep their order.
     """
-    scored = [replace(sample, score=_score(sample, rank_by)) for sample in samples]
+    scored = [sample._replace(score=_score(sample, rank_by)) for sample in samples]
     scored.sort(key=lambda sample: (sample.finish_reason in ("abort", "error"), -_order(sample)))
-    return tuple(replace(sample, index=place) for place, sample in enumerate(scored[:n]))
+    return tuple(sample._replace(index=place) for place, sample in enumerate(scored[:n]))
 
 
 def _score(sample: SampleEnd, rank_by: str) -> float | None:

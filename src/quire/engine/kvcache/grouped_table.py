@@ -131,6 +131,9 @@ class GroupedTable(BlockTable):
         self._first_read = 0
 
     # ------------------------------------------------------------------------------------------------------- growing
+    def fill(self, num_tokens: int) -> bool:  # noqa: ARG002 - windows and states move with every token
+        return False
+
     def append(self, num_tokens: int = 1) -> list[BlockCopy]:
         last = self.blocks[-1] if self.blocks else None
         copies = super().append(num_tokens)

@@ -99,7 +99,8 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Count one holder less of each of these private blocks, the last one first; free those without a holder."""
-        holders, freed = self._holders, list[int]()
+        holders = self._holders
+        freed: list[int] = []
         for block in reversed(blocks):
             count = holders[block] - 1
             if count < 0:
@@ -120,7 +121,7 @@ class BlockPool:
         """Move these private blocks to the prefix tree, which counts their holders from now on. A block with several
         holders loses one here."""
         holders = self._holders
-        if self.num_unshared(blocks) == len(blocks):
+        if not self._num_shared and all(map(holders.__getitem__, blocks)):  # each has one holder, as usual
             for block in blocks:
                 holders[block] = 0
             return
@@ -143,10 +144,10 @@ class BlockPool:
 
     def num_unshared(self, blocks: Sequence[int]) -> int:
         """Return how many of these private blocks, from the first on, have exactly one holder."""
-        counts = list(map(self._holders.__getitem__, blocks))
-        if counts.count(1) == len(counts):  # as usual
-            return len(counts)
-        return next(place for place, count in enumerate(counts) if count != 1)
+        if not self._num_shared:
+            return len(blocks)
+        holders = self._holders
+        return next((place for place, block in enumerate(blocks) if holders[block] != 1), len(blocks))
 
     def holders(self, block: int) -> int:
         """Return how many tables hold a private block; 0 for a free or cached block."""

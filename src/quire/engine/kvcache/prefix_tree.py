@@ -135,12 +135,11 @@ class PrefixTree:
             return _new_match(Match, (node, num_blocks, num_blocks * self.block_size, None, None))
         wanted, keys = tokens[place : min(place + self._width, stop)], node.first_keys
         position = bisect_left(keys, wanted)
-        nearest, most = keys[position - 1 if position else 0], 0
-        for key in keys[position - 1 if position else 0 : position + 1]:  # in sorted order the closest is a neighbour
-            if key[:TOKEN_BYTES] == wanted[:TOKEN_BYTES]:
-                common = common_bytes(key, wanted, 0, len(wanted))
-                if common > most:
-                    nearest, most = key, common
+        before = position - 1 if position else 0
+        nearest, most, first = keys[before], 0, wanted[:TOKEN_BYTES]
+        for key in keys[before : position + 1]:  # in sorted order the closest is a neighbour
+            if key.startswith(first) and (common := common_bytes(key, wanted, 0, len(wanted))) > most:
+                nearest, most = key, common
         common, closest = most // TOKEN_BYTES, node.children[nearest]
         partial = closest.blocks[0] if common else None
         return _new_match(Match, (node, num_blocks, num_blocks * self.block_size + common, partial, closest))

@@ -11,7 +11,7 @@ from quire.types.ledger import PrefixMiss
 from quire.types.request import Submit
 
 if TYPE_CHECKING:
-    from quire.engine.kvcache.prefix_tree import Match, PrefixTree
+    from quire.engine.kvcache.prefix_tree import Match, Node, PrefixTree
 
 MAX_GHOSTS = 8  # evicted runs ("ghosts") that one node remembers
 MAX_SALTS = 256  # salts without cached blocks whose evictions are remembered
@@ -105,25 +105,28 @@ def why_missed(
     The answer names no request of another tenant, and mentions no eviction of another tenant's blocks, even if the
     tenants share a cache.
     """
-    evicted = _find_eviction(tree, match, request, tokens)
+    node, num_blocks, num_tokens, _, closest = match
+    if node is None:
+        node = tree.root(request.cache_root)
+    evicted = _find_eviction(tree, node, num_blocks, tokens) if node.ghosts else None
     if evicted is not None and evicted.owner.tenant == request.tenant:
-        end = min((match.num_blocks + evicted.num_blocks) * tree.block_size, len(tokens) // TOKEN_BYTES)
+        end = min((num_blocks + evicted.num_blocks) * tree.block_size, len(tokens) // TOKEN_BYTES)
         if end > num_found:
             return PrefixMiss("evicted", num_found, "", end - num_found, now - evicted.at, tree.policy_name)
-    if match.closest is None or num_found > match.num_tokens:
+    if closest is None or num_found > num_tokens:
         return PrefixMiss("not_cached", num_found)
-    owner = match.closest.owner_of(match.num_blocks)
-    name = owner.request_id if owner.tenant == request.tenant else ""
+    owner_id, tenant = closest.owner_of(num_blocks)
+    name = owner_id if tenant == request.tenant else ""
     return tuple.__new__(PrefixMiss, ("differs", num_found, name, 0, 0.0, ""))  # PrefixMiss() takes longer
 
 
-def _find_eviction(tree: PrefixTree, match: Match, request: Submit, tokens: bytes) -> Eviction | None:
-    """Return the eviction of the run that began right after the whole blocks of a match."""
-    node = tree.root(request.cache_root) if match.node is None else match.node
-    if not node.ghosts or node.end != match.num_blocks:
+def _find_eviction(tree: PrefixTree, node: Node, num_blocks: int, tokens: bytes) -> Eviction | None:
+    """Return the eviction of the run that began right after a match of `num_blocks` whole blocks, the last of them in
+    the run of `node`."""
+    if not node.ghosts or node.end != num_blocks:
         return None
     width = tree.block_size * TOKEN_BYTES
-    start = match.num_blocks * width
+    start = num_blocks * width
     return node.ghosts.get(tokens[start : start + width])
 
 

@@ -130,24 +130,33 @@ class BlockTable:
         self.blocks += blocks
         self.num_tokens = num_tokens
 
+    def fill(self, num_tokens: int) -> bool:
+        """Make room for more tokens in the last block, if they fit and no private block is shared. Returns whether
+        there is room now; otherwise `append` makes it."""
+        total = self.num_tokens + num_tokens
+        if total > len(self.blocks) * self._block_size or self._pool.num_shared:
+            return False
+        self.num_tokens = total
+        return True
+
     def append(self, num_tokens: int = 1) -> list[BlockCopy]:
         """Make room for more tokens. A partly filled last block that other tables hold is replaced by a copy
         (copy-on-write). Returns the block copies to run before the next forward pass.
 
         Raises OutOfBlocks and changes nothing if the pool has too few blocks.
         """
-        blocks, size, before = self.blocks, self._block_size, self.num_tokens
+        blocks, size, pool, before = self.blocks, self._block_size, self._pool, self.num_tokens
         total = before + num_tokens
         missing = -(-total // size) - len(blocks)
         copies: list[BlockCopy] = []
-        if before % size and num_tokens > 0 and self._pool.holders(blocks[-1]) != 1:
-            (own, *fresh) = self._pool.take(missing + 1)
+        if before % size and num_tokens > 0 and pool.holders(blocks[-1]) != 1:
+            (own, *fresh) = pool.take(missing + 1)
             copies.append(BlockCopy(blocks[-1], own))
-            self._pool.release(blocks[-1:])
+            pool.release(blocks[-1:])
             blocks[-1] = own
             blocks += fresh
         elif missing > 0:
-            blocks += self._pool.take(missing)
+            blocks += pool.take(missing)
         self.num_tokens = total
         return copies
 

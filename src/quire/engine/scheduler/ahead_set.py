@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
+from quire.engine.decoding.controller import PLAIN
 from quire.engine.decoding.group import Group, RunAhead, Sequence, SequenceState
 from quire.types.step import NO_ROWS, Ints
 
@@ -49,9 +50,11 @@ class AheadSet:
         row, ahead, computed = sequence.row, sequence.ahead, sequence.num_computed
         assert row is not None
         assert ahead is not None
-        num_ahead = sequence.controller.num_ahead  # if this raises, nothing has changed
-        ahead.until = min(sequence.group.limit - 1, computed + max(num_ahead, 1))
+        until = sequence.group.limit - 1
+        if sequence.controller is not PLAIN:  # if this raises, nothing has changed
+            until = min(until, computed + max(sequence.controller.num_ahead, 1))
         ahead.base, sequence.state = computed - self.tick, _AHEAD
+        ahead.last = until - ahead.base
         positions = self._position
         self._rows[len(positions)] = row
         positions[row] = len(positions)
@@ -83,34 +86,41 @@ class AheadSet:
     # ---------------------------------------------------------------------------------------------------- events
     def schedule(self, sequence: Sequence, ahead: RunAhead, capacity: int) -> None:
         """Set a member's next event: when it has computed `capacity` tokens or must leave, whichever comes first."""
-        ahead.event = event = (capacity if capacity < ahead.until else ahead.until) - ahead.base
+        event, last = capacity - ahead.base, ahead.last
+        ahead.event = event = event if event < last else last
         self._events[event].append(sequence)
 
     def append_blocks(self, sequences: list[Sequence], blocks: list[int], size: int) -> list[int]:
-        """Give each of these members, whose blocks are full, a block. Returns row, slot and block of each, one after
-        the other. This is the only work of steady decoding in Python, so it is one loop."""
-        events, grants = self._events, list[int]()
+        """Give each of these members, whose blocks are full, a block. Returns the slots of the blocks in their tables.
+        This is the only work of steady decoding in Python, so it is one loop."""
+        events, when_full = self._events, self.tick + size
+        full, slots = events[when_full], []  # those whose next event is that their new block is full
         for sequence, block in zip(sequences, blocks, strict=True):
             table, ahead = sequence.table, sequence.ahead
             held = table.blocks
             slot = len(held)
+            slots.append(slot)
             held.append(block)
             table.num_tokens = slot * size + 1
-            grants += (sequence.row, slot, block)  # type: ignore[arg-type]
-            capacity = slot * size + size
-            ahead.event = event = (capacity if capacity < ahead.until else ahead.until) - ahead.base  # type: ignore[union-attr]
-            events[event].append(sequence)
-        return grants
+            if when_full < ahead.last:  # type: ignore[union-attr]
+                ahead.event = when_full  # type: ignore[union-attr]
+                full.append(sequence)
+            else:
+                ahead.event = last = ahead.last  # type: ignore[union-attr]
+                events[last].append(sequence)
+        return slots
 
     def take_events(self) -> tuple[list[Sequence], list[Sequence]]:
         """Return the sequences whose event is at this tick, each once: members that need a block, and all others. Each
         must be scheduled again or leave the set. (A sequence that left and joined again may have two entries.)"""
-        tick, full, others = self.tick, list[Sequence](), list[Sequence]()
+        tick = self.tick
+        full: list[Sequence] = []
+        others: list[Sequence] = []
         for sequence in self._events.pop(tick, ()):
             ahead = sequence.ahead
             if ahead is not None and ahead.event == tick:
                 ahead.event = -1
-                if sequence.state is _AHEAD and tick + ahead.base < ahead.until:
+                if tick < ahead.last:
                     full.append(sequence)
                 else:
                     others.append(sequence)

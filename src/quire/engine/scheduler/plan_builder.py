@@ -40,7 +40,7 @@ class PlanBuilder:
         self._paced: dict[int, int] = {}  # paced rows that compute one token -> its position
         self._chunks: dict[int, Chunk] = {}  # by row
         self._new_rows: list[NewRow] = []
-        self._grants: list[int] = []  # row, slot and block of each, one after the other
+        self._grants: tuple[list[int], list[int], list[int]] = [], [], []  # rows, slots and blocks
         self._copies: list[tuple[int, BlockCopy]] = []  # row, copy
         self._writes: list[tuple[int, int, tuple[int, ...]]] = []  # row, start, tokens
         self._states: list[StateMove] = []
@@ -64,18 +64,19 @@ class PlanBuilder:
 
     def introduce(self, sequence: Sequence) -> None:
         """Send the workers a new row: all known tokens of its sequence, and the blocks it holds."""
-        group, row, request = sequence.group, sequence.row, sequence.group.request
+        group, row, request, outputs = sequence.group, sequence.row, sequence.group.request, sequence.outputs
         assert row is not None
         self.prompts[group] = None
-        sequence.is_introduced, sequence.synced_tokens, sequence.synced_blocks = True, sequence.num_tokens, None
+        num_prompt = group.num_prompt
+        sequence.is_introduced, sequence.synced_tokens, sequence.synced_blocks = True, num_prompt + len(outputs), None
         sequence.num_encoded = 0
-        tokens = group.prompt_ids
-        if sequence.outputs:
-            tokens = np.concatenate([tokens, np.array(sequence.outputs, dtype=np.int32)])
+        tokens = np.frombuffer(request.prompt_token_ids, np.int32)
+        if outputs:
+            tokens = np.concatenate([tokens, np.array(outputs, dtype=np.int32)])
         fields = (
             row,
             tokens,
-            group.num_prompt,
+            num_prompt,
             tuple(sequence.table.blocks),
             group.sampling,
             request.rules,
@@ -106,29 +107,35 @@ class PlanBuilder:
         first = sequence.synced_blocks
         if first is not None:
             assert sequence.row is not None
-            for slot, block in enumerate(sequence.table.blocks[first:], first):
-                self._grants += (sequence.row, slot, block)
+            self._grant(sequence.row, first, sequence.table.blocks[first:])
             sequence.synced_blocks = None
 
     def append(self, row: int, table: BlockTable, num_tokens: int) -> None:
         """Make room for more tokens in a row's table, and send the workers its new blocks and copies. Raises
         OutOfBlocks and changes nothing."""
         slot = len(table.blocks)
-        copies = table.append(num_tokens)
-        if copies:  # the shared last block was replaced by a copy
+        if copies := table.append(num_tokens):  # the shared last block was replaced by a copy
             self._copies += [(row, copy) for copy in copies]
-            self._grants += (row, slot - 1, table.blocks[slot - 1])
-        for block in table.blocks[slot:]:
-            self._grants += (row, slot, block)
-            slot += 1
+            slot -= 1
+        if fresh := table.blocks[slot:]:
+            self._grant(row, slot, fresh)
+
+    def _grant(self, row: int, slot: int, blocks: list[int]) -> None:
+        """Send the workers the blocks of a row's table from a slot on."""
+        rows, slots, granted = self._grants
+        rows += [row] * len(blocks)
+        slots += range(slot, slot + len(blocks))
+        granted += blocks
 
     def move_state(self, row: int, moves: list[tuple[int, int, int]]) -> None:
         """Tell the workers where the state of a row goes, as (position, slot, source)."""
         self._states += [StateMove(row, *move) for move in moves]
 
-    def grant(self, grants: list[int]) -> None:
-        """Send the workers blocks that rows got: row, slot and block of each, one after the other."""
-        self._grants += grants
+    def grant(self, sequences: list[Sequence], slots: list[int], blocks: list[int]) -> None:
+        """Send the workers the block that each of these sequences got, as its `slots[i]`-th."""
+        self._grants[0].extend([sequence.row for sequence in sequences])  # type: ignore[misc]
+        self._grants[1].extend(slots)
+        self._grants[2].extend(blocks)
 
     def copy(self, row: int, copy: BlockCopy) -> None:
         """Copy a block into the target block of a row that this plan introduces."""
@@ -223,8 +230,8 @@ class PlanBuilder:
         before |= {row: self._chunks.pop(row).start for row in dropped if row in self._chunks}
         before |= {new.row: 0 for new in self._new_rows if new.row in dropped}
         self._new_rows = [new for new in self._new_rows if new.row not in dropped]
-        kept = [grant for grant in zip(*[iter(self._grants)] * 3, strict=True) if grant[0] not in dropped]
-        self._grants = list(chain.from_iterable(kept))
+        kept = [grant for grant in zip(*self._grants, strict=True) if grant[0] not in dropped]
+        self._grants = [row for row, _, _ in kept], [slot for _, slot, _ in kept], [block for _, _, block in kept]
         self._undone |= {copy.target: copy.source for row, copy in self._copies if row in dropped}
         self._copies = [(row, copy) for row, copy in self._copies if row not in dropped]
         self._writes = [write for write in self._writes if write[0] not in dropped]
@@ -251,10 +258,11 @@ class PlanBuilder:
         if pool.names_memory:
             self._name_memory(pool)
         rows = slots = blocks = decode_rows = NO_ROWS
-        if self._grants:
-            packed = bytearray(4 * len(self._grants))  # torch takes no array that is read-only
-            pack_into(f"{len(self._grants)}i", packed, 0, *self._grants)  # faster than numpy reads a list
-            rows, slots, blocks = np.frombuffer(packed, np.int32).reshape(-1, 3).T
+        if self._grants[0]:
+            numbers = [*self._grants[0], *self._grants[1], *self._grants[2]]
+            packed = bytearray(4 * len(numbers))  # torch takes no array that is read-only
+            pack_into(f"{len(numbers)}i", packed, 0, *numbers)  # faster than numpy reads a list
+            rows, slots, blocks = np.frombuffer(packed, np.int32).reshape(3, -1)
         decode_rows = ahead_rows
         if self._paced:
             decode_rows = np.concatenate([ahead_rows, np.fromiter(self._paced, dtype=np.int32)])
@@ -284,7 +292,7 @@ class PlanBuilder:
 
     def _name_memory(self, pool: BlockPool) -> None:
         """Name the memory of blocks in place of the blocks that tables list. What has none is never read again."""
-        self._grants[2::3] = [pool.memory_of(block) or 0 for block in self._grants[2::3]]
+        self._grants[2][:] = [pool.memory_of(block) or 0 for block in self._grants[2]]
         for place, new in enumerate(self._new_rows):
             memory = tuple([pool.memory_of(block) or 0 for block in new.block_ids])
             self._new_rows[place] = new._replace(block_ids=memory)

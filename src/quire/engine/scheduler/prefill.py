@@ -54,7 +54,7 @@ class Prefill:
         """Plan the tokens that running groups owe, then admit waiting groups."""
         scheduler = self._scheduler
         self._resume_waiting()
-        if owing := self._owing_here():
+        if self._owing and (owing := self._owing_here()):
             held = 0
             builder.prompts.update(owing)
             if scheduler.waiting.num_ready and self._next_to_admit(builder)[0] is not None:
@@ -152,7 +152,7 @@ class Prefill:
         is paced and awaits the result."""
         scheduler = self._scheduler
         if sequence.controller is PLAIN or scheduler.paced.num_ahead(sequence):
-            scheduler.ahead.start_at(sequence, scheduler.next_tick)
+            scheduler.ahead.start_at(sequence, scheduler.ahead.tick + scheduler.stride)
         else:
             sequence.state = _AWAITING
             builder.paced_in_step.append(sequence)
@@ -170,13 +170,14 @@ class Prefill:
                 if scheduler.waiting.is_deferred(group):
                     scheduler.waiting.resume(group)
                     scheduler.policy.resumed(group)
-            ready.clear()
+            if ready:
+                ready.clear()
 
     def _admit(self, builder: PlanBuilder) -> None:
         """Admit waiting groups, in the policy's order, while rows, budget and blocks last. Running groups are not
         preempted for them."""
         scheduler, rows = self._scheduler, self._scheduler.rows
-        waiting = scheduler.waiting
+        waiting, running, policy = scheduler.waiting, scheduler.running, scheduler.policy
         while waiting.num_ready:
             group, obstacle = self._next_to_admit(builder)
             if group is None:
@@ -186,9 +187,10 @@ class Prefill:
                 group.wait_reason = self._stopped_for
             if group.slot_wait_since is not None:
                 group.wait_reason = f"{NO_SLOT} for {scheduler.now - group.slot_wait_since:.3f} s"
-            group.ledger.note("admitted", scheduler.now, 0, f"waited: {group.wait_reason}" if group.wait_reason else "")
+            reason = group.wait_reason
+            group.ledger.note("admitted", scheduler.now, 0, f"waited: {reason}" if reason else "")
             waiting.remove(group)
-            scheduler.running.add(group)
+            running.add(group)
             group.is_running, group.is_forked, group.micro_batch = True, False, scheduler.micro_batch
             for sequence in group.live:
                 sequence.state = _PREFILL
@@ -199,7 +201,7 @@ class Prefill:
             if group.request.adapter_digest:
                 scheduler.adapters.enter(group)
             scheduler.allocation.admitted(group)
-            scheduler.policy.admitted(group, scheduler)
+            policy.admitted(group, scheduler)
             self._owing[group] = None
             self._compute_owed(builder, group)  # attaches the prefix-cache hit first
             scheduler.reuse.forget(group)
@@ -210,21 +212,18 @@ class Prefill:
         scheduler = self._scheduler
         is_single = len(scheduler.micro_batches.sets) == 1
         while True:
-            num_free = scheduler.rows.num_free
             if not is_single and not self._takes_more:
                 return None, "turn of another micro-batch"
-            if builder.budget <= 0 or num_free <= 0:
-                return None, "token budget" if builder.budget <= 0 else "no free row"
+            if builder.budget <= 0:
+                return None, "token budget"
+            if (num_free := scheduler.rows.num_free) <= 0:
+                return None, "no free row"
             if (group := scheduler.policy.choose(scheduler)) is None:
                 return None, "not its turn"
             if group in builder.prompts:  # it was preempted in this plan
                 return None, "preempted in this step"
-            if group.request.adapter_digest and not scheduler.adapters.may_enter(group):
-                scheduler.adapters.wait(group, scheduler.now)
-                self._defer(group, NO_SLOT)
-                continue
-            if group.request.adapter_digest and self._awaits_adapter(group):
-                self._defer(group, READING)
+            if group.request.adapter_digest and (lack := self._lacks_adapter(group)):
+                self._defer(group, lack)
                 continue
             if num_free < len(group.live) + (0 if group.search is None else group.num_beams_to_come):
                 return None, "no free row"
@@ -245,10 +244,14 @@ class Prefill:
         num_waiting = min(scheduler.waiting.num_ready, scheduler.rows.num_free)
         return batches.takes_more(scheduler.micro_batch, scheduler.running, num_waiting)
 
-    def _awaits_adapter(self, group: Group) -> bool:
-        """Whether the adapter of a group has a slot, and is still to be read into host memory."""
-        adapters = self._scheduler.adapters
-        return adapters.needs_host(group) and adapters.host.awaits(group)
+    def _lacks_adapter(self, group: Group) -> str:
+        """Return why a group must wait for its adapter: there is no slot for it, or it is still to be read into host
+        memory. Empty: it need not wait."""
+        scheduler, adapters = self._scheduler, self._scheduler.adapters
+        if not adapters.may_enter(group):
+            adapters.wait(group, scheduler.now)
+            return NO_SLOT
+        return READING if adapters.needs_host(group) and adapters.host.awaits(group) else ""
 
     def _defer(self, group: Group, reason: str) -> None:
         """Let others overtake a waiting group until it is resumed."""
@@ -258,8 +261,9 @@ class Prefill:
 
     def _is_unchanged(self) -> bool:
         """Whether the blocked group still has no room: no row was assigned or released, and no block became free."""
-        (version, *free), (now, *free_now) = self._blocked_at, self._room
-        return now == version and all(count <= before for count, before in zip(free_now, free, strict=True))
+        version, num_blocks, num_states = self._blocked_at
+        rows, pool = self._scheduler.rows, self._scheduler.pool
+        return rows.version == version and pool.num_free <= num_blocks and pool.num_free_states <= num_states
 
     @property
     def _room(self) -> tuple[int, int, int]:

@@ -73,9 +73,10 @@ class PrefixReuse:
     def _look(self, tree: PrefixTree, group: Group) -> Match:
         whole = self._match(tree, group.live[0], self._leader_limit(group))
         match = whole if self._cut is None else self._cut(tree, whole)
-        changes = 0 if whole.node is None else whole.node.changes
+        node, num_blocks, _, _, _ = whole
+        changes = 0 if node is None else node.changes
         group.hit = tuple.__new__(Hit, (match, changes, self._plan, whole, self._pool.version))
-        group.num_known = whole.num_blocks * self._block_size
+        group.num_known = num_blocks * self._block_size
         return match
 
     def num_cached(self, group: Group) -> int:
@@ -102,10 +103,10 @@ class PrefixReuse:
             return self.prefetch.reason
         before = group.hit
         self.lookup(group)
-        if not self._unpublished or group.hit is None:
-            return ""
         is_made_now = group.hit is not before and self._cut is None and not group.request.images
         if is_made_now and self._publisher.next_owner is None:
+            return ""
+        if not self._unpublished or group.hit is None:
             return ""
         limit, tokens = self._leader_limit(group), group.leader.tokens()
         other = self._unpublished.find(group.hit.whole, tokens, limit)
@@ -118,10 +119,10 @@ class PrefixReuse:
         return f"{name_for(group.request, other.group.request)} computes the same prefix"
 
     def _leader_limit(self, group: Group) -> int:
-        live = group.live
-        if not live[0].outputs or len(live) > 1:
+        outputs = group.live[0].outputs
+        if not outputs or len(group.live) > 1:
             return group.prompt_limit
-        return min(group.num_prompt - 1 + len(live[0].outputs), group.num_reusable)
+        return min(group.num_prompt - 1 + len(outputs), group.num_reusable)
 
     def _limits(self, group: Group) -> dict[Sequence, int]:
         """Return which sequences are looked up when the group is admitted, and how many tokens of each at most: all
@@ -131,11 +132,12 @@ class PrefixReuse:
         return {group.leader: self._leader_limit(group)}
 
     def _match(self, tree: PrefixTree, sequence: Sequence, limit: int) -> Match:
-        publisher, salt, tokens = self._publisher, sequence.group.cache_root, sequence.tokens()
+        publisher, group = self._publisher, sequence.group
+        salt, tokens = group.cache_root, sequence.tokens() if sequence.outputs else group.prompt
         match, publisher.next_owner = tree.match(salt, tokens, limit), None
         while match.num_tokens < limit and publisher.publish_at(match, tokens, limit):
             match = tree.match(salt, tokens, limit)
-        inside = sequence.image_begun_at(match.num_tokens) if sequence.group.request.images else None
+        inside = sequence.image_begun_at(match.num_tokens) if group.request.images else None
         return match if inside is None else tree.match(salt, tokens, inside)
 
     def _query(self, sequence: Sequence, limit: int) -> TierQuery:
@@ -259,14 +261,15 @@ class PrefixReuse:
 
     def _fill_from_tree(self, sequence: Sequence, match: Match) -> None:
         """Fill an empty table with the whole blocks of a match in the prefix tree."""
-        tree, table, node = self._tree, sequence.table, match.node
+        tree, table = self._tree, sequence.table
         if tree is not None:
+            node, num_blocks, _, partial, closest = match
             if node is None:
                 node = tree.root(sequence.group.cache_root)
-            elif node.end != match.num_blocks:
-                node = tree.node_at(node, match.num_blocks)
+            elif node.end != num_blocks:
+                node = tree.node_at(node, num_blocks)
             table.start_with(node)
-            tree.used(node if match.partial is None or match.closest is None else match.closest)
+            tree.used(node if partial is None or closest is None else closest)
         sequence.num_computed = sequence.num_readable = table.num_tokens
 
     def _num_shared(self, group: Group, origin: Sequence, builder: PlanBuilder) -> int:
@@ -290,16 +293,15 @@ class PrefixReuse:
         `in_tiers` tokens, if that is more than the match."""
         if num_found:
             group.ledger.note("cached", now, num_found, sources_of(num_found, loaded) if loaded else "")
-        tree = self._tree
-        is_read = tree is not None and group.reads_cache
-        if is_read and tree is not None and num_found < limit and num_found == max(match.num_tokens, in_tiers):
-            miss = why_missed(tree, match, group.request, group.leader.tokens(), num_found, now)
+        tree = self._tree if group.reads_cache else None
+        if tree is not None and num_found < limit and num_found == max(match.num_tokens, in_tiers):
+            miss = why_missed(tree, match, group.request, group.live[0].tokens(), num_found, now)
             group.ledger.note_miss(now, miss)
         if group.num_cached is None:
             num_prompt = group.num_prompt
             group.num_cached = num_cached = num_found if num_found < num_prompt else num_prompt
             self.num_hits += num_cached
-            self.num_queries += num_prompt if is_read else 0
+            self.num_queries += 0 if tree is None else num_prompt
             if loaded:
                 self.tier_hits += loaded
 

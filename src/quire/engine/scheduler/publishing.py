@@ -5,6 +5,7 @@ tokens. PrefixReuse calls all three."""
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 
 from quire.engine.decoding.group import Group, Sequence
 from quire.engine.kvcache.keys import TOKEN_BYTES, common_bytes
@@ -15,7 +16,7 @@ from quire.engine.kvcache.table import num_same
 from quire.engine.kvcache.tiers.base import Tiers
 from quire.engine.scheduler.row_table import RowTable
 
-Place = tuple[Node, bytes]  # the run that a block will follow, and the block's tokens
+Place = tuple[Node, bytes]  # a run, and tokens that follow it: of a block, or the rest of a prompt
 
 
 class LiveSuffixIndex:
@@ -27,9 +28,10 @@ class LiveSuffixIndex:
 
     def __init__(self, block_size: int) -> None:
         self._width = block_size * TOKEN_BYTES
-        self._places: dict[Sequence, tuple[Node, bytes]] = {}
+        self._places: dict[Sequence, Place] = {}
         # By the last published run, then by the rest of the prompt, which is less than a block.
         self._sequences: dict[Node, dict[bytes, dict[Sequence, None]]] = {}
+        self._first_tokens: dict[Place, int] = {}  # how many rests after a run begin with a token, or are empty
 
     def enter(self, sequence: Sequence) -> None:
         """Add a generating sequence, or move it behind the blocks it has published. Idempotent."""
@@ -40,11 +42,13 @@ class LiveSuffixIndex:
             return  # its prompt is not published yet
         rest = prompt[node.end * self._width :]
         self._places[sequence] = node, rest
-        by_rest = self._sequences.get(node)
-        if by_rest is None:
-            self._sequences[node] = {rest: {sequence: None}}
-        else:
-            by_rest.setdefault(rest, {})[sequence] = None
+        by_rest = self._sequences.setdefault(node, {})
+        if rest in by_rest:
+            by_rest[rest][sequence] = None
+            return
+        by_rest[rest] = {sequence: None}
+        first = node, rest[:TOKEN_BYTES]
+        self._first_tokens[first] = self._first_tokens.get(first, 0) + 1
 
     def refresh(self, sequence: Sequence) -> None:
         """Move a sequence that has published blocks behind them, if it is in the index."""
@@ -59,22 +63,25 @@ class LiveSuffixIndex:
         node, rest = place
         by_rest = self._sequences[node]
         del by_rest[rest][sequence]
-        if not by_rest[rest]:
-            del by_rest[rest]
-            if not by_rest:
-                del self._sequences[node]
-
-    def __contains__(self, node: object) -> bool:
-        """Whether the published blocks of any sequence end with a node."""
-        return node in self._sequences
+        if by_rest[rest]:
+            return
+        del by_rest[rest]
+        if not by_rest:
+            del self._sequences[node]
+        first = node, rest[:TOKEN_BYTES]
+        self._first_tokens[first] -= 1
+        if not self._first_tokens[first]:
+            del self._first_tokens[first]
 
     def find(self, match: Match, tokens: bytes) -> list[Sequence]:
         """Return the sequences that could extend a match of these tokens: their published blocks end where the match
         does, and the rest of their prompt is the same."""
-        node = match.node
-        if node is None or node.end != match.num_blocks or (by_rest := self._sequences.get(node)) is None:
+        node, num_blocks, _, _, _ = match
+        if node is None or node.end != num_blocks or (by_rest := self._sequences.get(node)) is None:
             return []
-        start = match.num_blocks * self._width
+        start = num_blocks * self._width
+        if b"" not in by_rest and (node, tokens[start : start + TOKEN_BYTES]) not in self._first_tokens:
+            return []
         wanted = tokens[start : start + self._width]
         if len(by_rest) < len(wanted) // TOKEN_BYTES:
             rests = [rest for rest in by_rest if wanted.startswith(rest)]
@@ -87,6 +94,8 @@ class LiveSuffixIndex:
         assert self._places == entered
         assert all(found for by_rest in self._sequences.values() for found in by_rest.values())
         assert all(self._sequences.values())
+        rests = [(node, rest) for node, by_rest in self._sequences.items() for rest in by_rest]
+        assert self._first_tokens == Counter((node, rest[:TOKEN_BYTES]) for node, rest in rests)
         for sequence, (node, _) in self._places.items():
             assert sequence.row is not None
             assert sequence.table.node is node
@@ -114,17 +123,16 @@ class UnpublishedPrefixes:
 
     def enter(self, sequence: Sequence) -> None:
         """Add a sequence, or move it behind the blocks it has published."""
-        table, width = sequence.table, self._width
+        table, width, places = sequence.table, self._width, self._places
         node = table.node
-        if sequence in self._places:
+        if sequence in places:
             self._forget_place(sequence)
         if node is None or node.is_detached or table.is_duplicate:
             return
         start = node.end * width
-        tokens = sequence.group.prompt[start : start + width]
-        if len(tokens) == width and (place := (node, tokens)) not in self._sequences:  # else another computes it
-            self._places[sequence] = place
-            self._sequences[place] = sequence
+        place = node, sequence.group.prompt[start : start + width]
+        if len(place[1]) == width and self._sequences.setdefault(place, sequence) is sequence:  # or another computes it
+            places[sequence] = place
 
     def has(self, node: Node, tokens: bytes) -> bool:
         """Whether a running sequence computes the block of these tokens after a node."""
@@ -133,10 +141,11 @@ class UnpublishedPrefixes:
     def find(self, match: Match, tokens: bytes, limit: int) -> Sequence | None:
         """Return the sequence that computes the block after a match, if that block is within the first `limit`
         tokens."""
-        node, count = match.node, match.num_blocks
+        node, count, _, _, _ = match
         if node is None or node.end != count or (count + 1) * self._block_size > limit:
             return None
-        return self._sequences.get((node, tokens[count * self._width : (count + 1) * self._width]))
+        start = count * self._width
+        return self._sequences.get((node, tokens[start : start + self._width]))
 
     def remove(self, sequence: Sequence) -> list[Group]:
         """Remove a sequence that loses its row. Returns the groups that waited for it. Idempotent."""
@@ -220,28 +229,20 @@ class Publisher:
 
     def publish_last(self, sequence: Sequence, tokens: bytes) -> None:
         """See PrefixReuse.publish_last."""
-        node, num_tokens = sequence.table.node, len(tokens) // TOKEN_BYTES
-        num_tokens = sequence.num_computed if sequence.num_computed < num_tokens else num_tokens
-        if self._tree is not None and node is not None and num_tokens // self._block_size > node.end:
+        if self._tree is not None:
+            num_tokens = min(sequence.num_computed, len(tokens) // TOKEN_BYTES)
             self._publish(self._tree, sequence, tokens, num_tokens, leaving=True, with_group=False)
 
     def publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
         """Publish the blocks of running sequences that could extend a match, within the first `limit` tokens. Returns
         whether any was published."""
-        if match.node is None or match.node.end != match.num_blocks:
-            return False
         sequence = self.next_owner = self.unpublished.find(match, tokens, limit)
         if sequence is None or not self.has_more(sequence):
-            return match.node in self.live and self.publish_live(match, tokens)
+            sequences = self.live.find(match, tokens)
+            return bool(sequences) and sum([self.publish_running(each) for each in sequences]) > 0
         is_published = self.publish_running(sequence)
         self.unpublished.enter(sequence)
         return is_published
-
-    def publish_live(self, match: Match, tokens: bytes) -> bool:
-        """Publish the blocks of every generating sequence that could extend a match. Returns whether any block was
-        published."""
-        sequences = self.live.find(match, tokens)
-        return bool(sequences) and sum([self.publish_running(sequence) for sequence in sequences]) > 0
 
     def publish_running(self, sequence: Sequence) -> bool:
         """Publish the full blocks that a running sequence has computed. Returns whether any block was published. All
@@ -271,12 +272,13 @@ class Publisher:
         with_group: bool,
     ) -> bool:
         """Publish the full blocks of the first `num_tokens` tokens. Returns whether any of them are new in the tree."""
-        table, last = sequence.table, num_tokens // self._block_size
-        node, first = table.node, table.num_cached
-        if node is None or node.is_detached or last <= first or (table.is_duplicate and not leaving):
+        table, last, request = sequence.table, num_tokens // self._block_size, sequence.group.request
+        node = table.node
+        if node is None or node.is_detached or last <= node.end or (table.is_duplicate and not leaving):
             return False
         if sequence.group.held_chunks is not None:
             return False
+        first = node.end
         deepest, count = tree.descend(node, tokens, last)
         if count > first:
             if not leaving:
@@ -295,7 +297,6 @@ class Publisher:
             return False
         assert table.node is not None
         published = tokens[first * width : (first + fresh) * width]
-        request = sequence.group.request
         owner = tuple.__new__(Owner, (request.request_id, request.tenant))
         added = table.cache(table.node, published, fresh, owner)
         self._tiers.on_publish(added, len(added.blocks) - fresh)

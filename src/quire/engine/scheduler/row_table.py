@@ -40,9 +40,10 @@ class RowTable:
         self.observed: Bools = np.zeros(num_rows, dtype=np.bool_)  # a draft proposer observes its tokens
         self.end_ids: Ints = np.full((1, num_rows), -1, dtype=np.int32)  # [k, rows]
         self._end_ids: list[tuple[int, ...]] = [()] * num_rows  # what each column of `end_ids` holds
-        self._outputs: Ints = np.empty((num_rows, 256), dtype=np.int32)  # [rows, capacity]
+        self._capacity = 256  # outputs that a row has memory for
+        self._outputs: Ints = np.empty((num_rows, self._capacity), dtype=np.int32)  # [rows, capacity]
         self._flat = self._outputs.reshape(-1)  # the same memory
-        self.starts: Index = np.arange(num_rows) * 256  # where the outputs of each row begin in that memory
+        self.starts: Index = np.arange(num_rows) * self._capacity  # where the outputs of each row begin in that memory
 
     @property
     def num_rows(self) -> int:
@@ -67,24 +68,25 @@ class RowTable:
     def assign(self, sequence: Sequence) -> int:
         """Give the sequence a row and a new lease, and copy its outputs into the table."""
         row, lease, group = self._free.pop(), self._next_lease, sequence.group
-        ends, limit = group.request.rules.end_ids, group.limit - group.num_prompt
-        if limit > self._outputs.shape[1] or len(ends) > len(self.end_ids):
+        ends, limit, outputs = group.request.rules.end_ids, group.limit - group.num_prompt, sequence.outputs
+        if limit > self._capacity or len(ends) > len(self.end_ids):
             self._make_room(limit, len(ends))
         sequence.row = row
         self.sequences[row] = sequence
         self.leases[row] = self.lease_of[row] = lease
         self._next_lease = lease + 1
         self.version += 1
-        self.handles[row] = sequence.handle
-        self.num_not_streamed += sequence.handle < 0
+        self.handles[row] = handle = sequence.handle
+        if handle < 0:
+            self.num_not_streamed += 1
         self.limits[row] = limit
-        self.counts[row] = len(sequence.outputs)
-        if sequence.outputs:
-            self._outputs[row, : len(sequence.outputs)] = sequence.outputs
+        self.counts[row] = len(outputs)
+        if outputs:
+            self._outputs[row, : len(outputs)] = outputs
         if ends != self._end_ids[row]:
-            self.end_ids[:, row] = -1
-            self.end_ids[: len(ends), row] = ends
-            self._end_ids[row] = ends
+            column, self._end_ids[row] = self.end_ids[:, row], ends
+            for place in range(len(column)):  # few: faster than numpy reads a tuple
+                column[place] = ends[place] if place < len(ends) else -1
         if sequence.controller is not PLAIN:
             self._note_controller(row, sequence.controller)
         return row
@@ -107,12 +109,13 @@ class RowTable:
         """Take the sequence's row back, and copy its outputs into the sequence."""
         row = sequence.row
         assert row is not None
-        sequence.outputs = self.outputs(row)
+        sequence.outputs = self._outputs[row, : self.counts[row]].tolist()
         sequence.row = None
         self.sequences[row] = None
         self.leases[row] = self.lease_of[row] = 0
         self.version += 1
-        self.num_not_streamed -= sequence.handle < 0
+        if sequence.handle < 0:
+            self.num_not_streamed -= 1
         if self.num_guided and self.guided[row]:
             self.guided[row] = False
             self.num_guided -= 1
@@ -154,10 +157,11 @@ class RowTable:
     def _make_room(self, outputs: int, end_ids: int) -> None:
         rows, capacity = self._outputs.shape
         if outputs > capacity:
-            grown = np.empty((rows, max(outputs, 2 * capacity)), dtype=np.int32)  # unwritten pages take no memory
+            self._capacity = max(outputs, 2 * capacity)
+            grown = np.empty((rows, self._capacity), dtype=np.int32)  # unwritten pages take no memory
             grown[:, :capacity] = self._outputs
             self._outputs, self._flat = grown, grown.reshape(-1)
-            self.starts = np.arange(rows) * grown.shape[1]
+            self.starts = np.arange(rows) * self._capacity
         width = len(self.end_ids)
         if end_ids > width:
             self.end_ids = np.pad(self.end_ids, ((0, end_ids - width), (0, 0)), constant_values=-1)

@@ -51,7 +51,7 @@ class Scheduler:
         self.micro_batch, self.ahead = 0, self.micro_batches.sets[0]  # of the current plan, or of the last one
         self.adapters = AdapterSlots(config.adapter_slots, config.host_adapters)
         self.prefill = Prefill(self, self._budget, 0 if config.images is None else config.images.max_encoded_tokens)
-        self._stride = 1  # ticks by which the current plan advances the AheadSet; 0 while decoding is paused
+        self.stride = 1  # ticks by which the current plan advances the AheadSet; 0 while decoding is paused
         self.ahead_rows: Ints = NO_ROWS  # the rows of the last plan that run ahead: the first of its decode_rows
         self.masks: Masks | None = None  # the masks of the last plan, as far as they were known when it was made
         self._released: list[int] = []
@@ -112,11 +112,6 @@ class Scheduler:
         return self.micro_batches.tick
 
     @property
-    def next_tick(self) -> int:
-        """The tick after the current plan; the present one while decoding is paused."""
-        return self.ahead.tick + self._stride
-
-    @property
     def num_decoding(self) -> int:
         """How many tokens of the next step decoding sequences take."""
         return len(self.ahead) + (len(self.paced.due_in(self.micro_batch)) if self.paced.due else 0)
@@ -149,17 +144,17 @@ class Scheduler:
         self.tree.now = now
         self.pool.begin_plan()
         builder = PlanBuilder(self._budget)
-        self._stride = 0 if self.policy.pauses_decoding(self) else 1
-        if self._stride:
+        self.stride = 0 if self.policy.pauses_decoding(self) else 1
+        if self.stride:
             self._decode(builder)
         if self.prefill or len(self.waiting):
             self.prefill.plan(builder)
-        if not self._stride and builder.computes_only_ahead:  # no prompt can be computed, so decoding need not pause
-            self._stride = 1
+        if not self.stride and builder.computes_only_ahead:  # no prompt can be computed, so decoding need not pause
+            self.stride = 1
             self._decode(builder)
         if builder.paced_in_step:
             self.paced.add_drafts_and_masks(builder)
-        self.ahead_rows = self.ahead.snapshot() if self._stride else NO_ROWS
+        self.ahead_rows = self.ahead.snapshot() if self.stride else NO_ROWS
         if (
             builder.computes_only_ahead
             and not len(self.ahead_rows)
@@ -179,7 +174,7 @@ class Scheduler:
         )
         self._released.clear()
         self.num_plans += 1
-        self.ahead.tick += self._stride
+        self.ahead.tick += self.stride
         self.reuse.plan_completed(plan.chunks)
         return plan
 
@@ -210,12 +205,14 @@ class Scheduler:
         for sequence in others:
             if sequence.ahead is None:
                 continue  # it was preempted for a sequence before it
-            is_member = sequence.state is _AHEAD
-            if is_member or sequence.num_computed >= sequence.group.limit - 1:
+            if sequence.state is _AHEAD or sequence.num_computed >= sequence.group.limit - 1:
                 self._stop_running_ahead(sequence)
-            elif self.grow_table(builder, sequence, sequence.num_computed + 1 - sequence.table.num_tokens):
+                continue
+            num_tokens = sequence.num_computed + 1 - sequence.table.num_tokens
+            if sequence.table.fill(num_tokens) or self.grow_table(builder, sequence, num_tokens):
                 if sequence.controller is PLAIN:
-                    ahead_set.schedule(sequence, ahead_set.join(sequence), sequence.table.capacity)
+                    capacity = len(sequence.table.blocks) * self.block_size
+                    ahead_set.schedule(sequence, ahead_set.join(sequence), capacity)
                     continue
                 builder.write(sequence)
                 with self.paced.guarded(sequence.group):
@@ -230,7 +227,8 @@ class Scheduler:
         all get theirs in one loop; otherwise one after the other, with preemptions."""
         ahead_set, pool = self.ahead, self.pool
         if pool.num_free >= len(full) and not self._is_grouped:
-            builder.grant(ahead_set.append_blocks(full, pool.take(len(full)), self.block_size))
+            blocks = pool.take(len(full))
+            builder.grant(full, ahead_set.append_blocks(full, blocks, self.block_size), blocks)
             return
         for sequence in full:
             ahead = sequence.ahead
@@ -269,7 +267,7 @@ class Scheduler:
                     builder.append(sequence.row, sequence.table, num_tokens)
                 return True
             except OutOfBlocks:
-                victim = self._choose_victim(sequence)
+                victim = self.running.last() or sequence.group  # the least urgent one by the policy's key
                 self._preempt(builder, victim)
                 if victim is sequence.group:
                     return False
@@ -286,11 +284,6 @@ class Scheduler:
         last = (sequence.num_tokens - 1) // self.block_size * self.block_size if is_prompt else 0
         lasting = (last, sequence.group.num_known)
         builder.move_state(row, table.plan_states(start, end, lasting, trails=not is_prompt))
-
-    def _choose_victim(self, sequence: Sequence) -> Group:
-        """Return the group to preempt so that a sequence gets blocks: the last of the running queue, which is the least
-        urgent by the policy's key. It may be the sequence's own group."""
-        return self.running.last() or sequence.group
 
     def _preempt(self, builder: PlanBuilder, group: Group) -> None:
         """Take a running group out of the plan, its rows and its blocks, and put it back into the waiting queue."""

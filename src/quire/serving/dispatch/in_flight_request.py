@@ -139,7 +139,7 @@ class InFlightRequest:
     def finish(self, finished: Finished, tokenizer: Tokenizer) -> None:
         """Keep the engine's result, and put the last deltas of streamed samples into the mailbox."""
         if self.restarts:
-            finished = replace(finished, ledger=(*self.restarts, *finished.ledger))
+            finished = finished._replace(ledger=(*self.restarts, *finished.ledger))
         self.finished = finished
         if self._follower is None:  # it ended before it was accepted
             self._follower = RequestFollower(self.submit, tokenizer, wants_all=self.streams)

@@ -22,6 +22,7 @@ from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.vocabulary import Vocabulary
 from quire.engine.encoder_core import EncoderCore
+from quire.engine.garbage import GarbageCollector
 from quire.engine.process import EngineLoop
 from quire.engine.progress import ProgressRecord
 from quire.engine.transport import EngineSocket
@@ -43,7 +44,6 @@ from quire.types.errors import ConfigError, EngineDead, InvalidRequest, ModelLoa
 
 logger = logging.getLogger("quire.engine")
 
-GC_THRESHOLDS = (10_000, 20, 50)  # a request leaves no cycles, and each collection delays a step
 _RANK_SHARE = 0.8  # of the time for a step: that in which a rank may be behind
 _SLOW_CPU_FLOPS = 1e10  # operations a second of one thread of a slow CPU
 
@@ -81,10 +81,7 @@ def run_engine(arguments: list[str], load: Load, prepare: Callable[[], None] = l
     except Exception as error:
         logger.debug("loading failed", exc_info=True)
         return _fail(channel, f"loading failed: {error!r}", EXIT_FAILED, retry=True)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
-    gc.enable()
+    loop.between_steps = GarbageCollector().collect
     control.watch(loop)
     channel.send(EngineUp(ready, start.address, str(progress)))
     return _serve(loop, channel)
