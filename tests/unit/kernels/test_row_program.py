@@ -42,6 +42,19 @@ def test_records_are_those_of_the_source() -> None:
         assert ctypes.sizeof(record) % 8 == 0  # copied by words of eight bytes
 
 
+def test_numbers_that_stand_in_both_languages_are_the_same() -> None:
+    text = "".join((FOLDER / name).read_text() for name in row_program._FILES)
+    found = dict(re.findall(r"constexpr int (\w+) = (\d+);", text))
+    ours = {"WARPS": row_records.WARPS, "COPYING": row_records.COPYING, "TILE": row_records.TILE}
+    ours |= {"UNIT": row_records.UNIT, "PIECE_STEPS": row_records.PIECE_STEPS, "MOST_TABLES": row_records.MOST_TABLES}
+    assert {name: int(found[name]) for name in ours} == ours
+    assert row_records.TILE * int(found["PITCH"]) == row_records._PIECE
+    kinds = re.search(r"enum Kind \{(.*?)\}", text)
+    assert kinds is not None
+    numbers = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", kinds.group(1))}
+    assert numbers == {name: getattr(row_records, name) for name in numbers}
+
+
 def product(outputs: int, inputs: int, *, device: str = "meta") -> ProductPhase:
     return ProductPhase(torch.empty(outputs, inputs, dtype=BF16, device=device), None, torch.empty(outputs, dtype=BF16))
 
@@ -79,6 +92,11 @@ def test_phases_that_the_kernel_lacks() -> None:
         ProductPhase(torch.zeros(64, 40, dtype=BF16), vector[:40], None)
     )  # no whole units
     assert row_program.takes_phase(attention())
+    odd = torch.zeros(2, 2, 16, 80, dtype=BF16)  # heads of 80 numbers
+    vectors = torch.zeros(8 * 80, dtype=BF16), torch.zeros(4 * 80, dtype=BF16)
+    assert not row_program.takes_phase(
+        AttentionPhase(*vectors, 4, 2, 80, None, None, odd, odd, None, 0, AttentionRule(0.1))
+    )
 
 
 def test_a_machine_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,12 @@ def _keep(place: Path, code: bytes) -> None:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
-            file.write(code)
+            try:
+                file.write(code)
+                file.flush()
+            except OSError:
+                Path(file.name).unlink()
+                raise
         Path(file.name).replace(place)
     except OSError:
         return

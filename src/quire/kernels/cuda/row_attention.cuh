@@ -218,6 +218,7 @@ __device__ __forceinline__ void join_shares(
     const int each = (QUERIES * HEAD_DIM + shares - 1) / shares, last = min(QUERIES * HEAD_DIM, (share + 1) * each);
 #pragma unroll 1
     for (int begin = share * each; begin < last; begin += THREADS / JOINING) {
+        if (begin + threadIdx.x / 32 * (32 / JOINING) >= last) break;  // others need not wait for this warp
         const int place = begin + threadIdx.x / JOINING, i = min(place, last - 1);
         const int ends = QUERIES * HEAD_DIM + 2 * (i / HEAD_DIM);
         float most = NOTHING, total = 0.0f, sum = 0.0f;

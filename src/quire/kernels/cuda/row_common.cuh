@@ -15,7 +15,7 @@ template <class First, class Second> struct Choice<false, First, Second> { typed
 
 enum Kind { BF16 = 0, FLOAT8 = 1, INT8 = 2, NIBBLES = 3, ATTENTION = 4 };
 
-// One phase. Its fields are written by row_program.py, in this order. An address of 0 means none.
+// One phase. Its fields are written by row_records.py, in this order. An address of 0 means none.
 //
 // Vectors that phases hand on are words: a bfloat16 number in the upper half, the number of the phase that wrote it in
 // the lower one, counted over all launches. A reader looks at a word until it has the number that it waits for, so nobody
@@ -33,7 +33,7 @@ struct Phase {
     int activation, adds, norm_is_wide, steps;
     int group_shift, factor_stride, num_query;
     int num_kv, turned, table, window;
-    int shift;               // program 0 begins with tile `grid - shift`, so that all get as many in the end
+    int shift;               // program 0 begins with this tile, so that all get as many in the end
     int source_phase, before_phase;  // that wrote the source, and what is added to
     float eps, factor, softcap, value_scale;
 };

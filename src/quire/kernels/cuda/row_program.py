@@ -1,8 +1,9 @@
-"""Phases as one kernel: a program on every multiprocessor, which go through the phases together.
+"""Phases as one kernel: a program on every multiprocessor, each of which goes through all phases.
 
-Between two phases all programs wait for one another. That costs about a microsecond, less than a launch, and memory is
-read meanwhile: each warp copies the weights of its next rows into shared memory ahead of time, across phases. So a step
-of one row takes little longer than reading its weights. See row_program.cu and the files it is made of.
+A program waits in a phase for the numbers that it reads and for nothing else, which takes about two microseconds, less
+than a launch. Memory is read meanwhile: other warps copy weights into shared memory ahead of time, across phases. See
+row_program.cu and the files it is made of. All programs must be on the device at once, so nothing may hold a
+multiprocessor for good meanwhile, as a second such kernel would that shares the GPU by MPS.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda.nvrtc import CudaKernel, compile_source, why_no_nvrtc
+from quire.kernels.cuda.nvrtc import CudaError, CudaKernel, compile_source, why_no_nvrtc
 from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight
 from quire.kernels.cuda.row_records import (
     COPYING,
@@ -86,7 +87,7 @@ def why_not_faster(phases: Sequence[Phase]) -> str | None:
 
 
 def _takes_attention(phase: AttentionPhase) -> bool:
-    caches, rule = (phase.key_cache, phase.value_cache), phase.rule
+    caches, rule, norms = (phase.key_cache, phase.value_cache), phase.rule, phase.norms
     is_plain = phase.key_cache.dtype == torch.bfloat16 and phase.scales is None
     is_scaled = phase.key_cache.dtype in SMALL and phase.scales is not None
     return (
@@ -97,9 +98,11 @@ def _takes_attention(phase: AttentionPhase) -> bool:
         and (is_plain or is_scaled)
         and all(_is_aligned(cache) and cache.stride(3) == 1 and cache.stride(2) == phase.dim for cache in caches)
         and all(stride % 8 == 0 for cache in caches for stride in cache.stride()[:2])
+        and (phase.key_cache.dtype, phase.key_cache.stride()) == (phase.value_cache.dtype, phase.value_cache.stride())
+        and (norms is None or norms.query.dtype == norms.key.dtype in (torch.bfloat16, torch.float32))
         and (phase.angles is None or (phase.angles.dtype == torch.bfloat16 and phase.angles.is_contiguous()))
         and (rule.sinks is None or rule.sinks.dtype == torch.bfloat16)
-        and rule.key_scale == 1.0
+        and rule.key_scale == rule.value_scale == 1.0
     )
 
 
@@ -109,24 +112,31 @@ def _takes_product(phase: ProductPhase) -> bool:
         return False
     if not all(vector.dtype == torch.bfloat16 and _is_aligned(vector) for vector in vectors):
         return False
-    if phase.bias is not None and phase.bias.dtype != torch.bfloat16:
+    if phase.bias is not None and not (phase.bias.dtype == torch.bfloat16 and phase.bias.is_contiguous()):
         return False
-    if phase.norm is not None and phase.norm.weight.dtype not in (torch.bfloat16, torch.float32):
+    norm = None if phase.norm is None else phase.norm.weight
+    if norm is not None and not (norm.dtype in (torch.bfloat16, torch.float32) and _is_plain(norm)):
         return False
     if phase.activation is not None and phase.activation not in ACTIVATIONS:
         return False
     if isinstance(weight, PackedNibbles):
         is_even = phase.activation is None or weight.outputs % (2 * TILE) == 0
         is_even &= weight.group & (weight.group - 1) == 0
-        halves = weight.scales.dtype in (torch.bfloat16, torch.float16)
-        return is_even and halves and weight.inputs % 8 == 0 and weight.scales.shape[1] % TILE == 0
+        factors = [weight.scales] if weight.offsets is None else [weight.scales, weight.offsets]
+        are_alike = len({(each.dtype, each.stride()) for each in factors}) == 1 and all(map(_is_plain, factors))
+        halves = weight.scales.dtype in (torch.bfloat16, torch.float16) and weight.scales.shape[1] % TILE == 0
+        return is_even and are_alike and halves and weight.inputs % 8 == 0 and _is_plain(weight.data)
     numbers = weight.numbers if isinstance(weight, ScaledRowsWeight) else weight
     if isinstance(weight, ScaledRowsWeight) and (numbers.dtype not in SMALL or weight.scale.dtype != torch.float32):
         return False
     if isinstance(weight, Tensor) and weight.dtype != torch.bfloat16:
         return False
     even = numbers.shape[1] * numbers.element_size() % UNIT == 0
-    return even and numbers.is_contiguous() and _is_aligned(numbers)
+    return even and _is_plain(numbers)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and _is_aligned(tensor)
 
 
 def _is_aligned(tensor: Tensor) -> bool:
@@ -137,8 +147,8 @@ class RowProgram:
     """Phases, all of which `takes_phase` takes, as one kernel for one device. Compiles it unless it is kept on disk.
 
     A vector may be written again only by a phase that depends on all phases that read it before: nothing else holds it
-    back. Raises ValueError if the phases do not go together, or if all of them in one launch do not give what they give
-    one by one.
+    back. Raises ValueError if the phases do not go together, and CudaError if all of them in one launch do not make of
+    a row of padding what they make of it one by one.
     """
 
     def __init__(self, phases: Sequence[Phase], device: torch.device) -> None:
@@ -190,7 +200,8 @@ class RowProgram:
         )  # fmt: skip
 
     def _check(self, device: torch.device) -> None:
-        """Compare a row of padding with what single launches make of it: equal to the last bit, or nothing runs."""
+        """Compare what all phases make of a row of padding, which has no context, with what single launches make of it:
+        streams that are equal to the last bit, or nothing runs."""
         generator = torch.Generator(device).manual_seed(0)
         numbers = torch.randn(1, self._vectors.width, generator=generator, device=device).to(torch.bfloat16)
         at = torch.zeros(1, dtype=torch.int64, device=device)
@@ -208,7 +219,7 @@ class RowProgram:
             torch.cuda.synchronize(device)  # what was uploaded is freed now
             number += is_product
         if not torch.equal(together.view(torch.int16), apart.view(torch.int16)):
-            raise ValueError("all phases together do not give what they give one by one")
+            raise CudaError("the kernel of one row failed its check: all phases differ from single ones")
 
 
 def _upload(record: ctypes.Structure | ctypes.Array[Any], device: torch.device) -> Tensor:

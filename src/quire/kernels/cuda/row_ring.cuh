@@ -1,8 +1,8 @@
 // Other warps copy the weights of those that compute ahead, through rings of slots in shared memory.
 //
 // A weight is cut into tiles of 16 outputs; a program takes whole tiles, and its warps share the inputs of a tile. All
-// that a warp multiplies by is known before the launch, so copies run ahead of the products, across phases and grid
-// barriers: memory is read while the grid waits. What the cursor asks for is in the order in which products take it.
+// that a warp multiplies by is known before the launch, so copies run ahead of the products, across phases: memory is read
+// while others wait. What the cursor asks for is in the order in which products take it.
 
 constexpr int TILE = 16;            // outputs
 constexpr int UNIT = 64;            // bytes of a dense row: 16 for each of the four lanes that read it

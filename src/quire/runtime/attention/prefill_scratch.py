@@ -19,8 +19,8 @@ from quire.runtime.attention.backend import LayerCache
 Spans = npt.NDArray[np.int64]  # [chunks, 4]: first token in the batch, its position, tokens, row
 
 # Packed query rows that must read an average key for a copy to pay. By the rates of both attention kernels on an H200
-# (269 and 566 TFLOP/s: `python -m benchmarks.gpu.kernels_attention --only "2048 after 6144"`) and by its bandwidth, 220
-# rows save what it costs to dequantize a key of 128 numbers.
+# (269 and 566 TFLOP/s: `python -m benchmarks.gpu.kernels_attention --json FILE --only "2048 after 6144"`) and by its
+# bandwidth, 220 rows save what it costs to dequantize a key of 128 numbers.
 LEAST_ROWS = 256
 PAGE = 64  # tokens: the kernel for Hopper GPUs loads as many by one copy
 

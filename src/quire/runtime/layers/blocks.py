@@ -43,7 +43,7 @@ class Blocks(nn.ModuleList):
         self._beside = config.num_layers * config.per_layer_input
         self.adapters: ActiveAdapters | None = None  # what linear layers are told of a step's LoRA adapters
         self._programs: dict[int, Program] = {}  # by the number of blocks
-        self.run_rows_by(CudaRowKernel())
+        self._row_programs: RowPrograms | None = None  # until `trace_row`: steps of one row run layer by layer
         self._caches: tuple[LayerCache, ...] = ()
         self._pairs: list[tuple[Tensor, Tensor]] = []  # the same caches
 
@@ -62,7 +62,7 @@ class Blocks(nn.ModuleList):
             return self._run_program(x, step)
         if self.adapters is not None:
             self.adapters.begin(step.adapters)
-        if self._row_programs.run(x, step, self._write_phases):
+        if self._row_programs is not None and self._row_programs.run(x, step, self._write_phases):
             return x
         return cast("Tensor", self._go_through(x, step))
 
@@ -87,6 +87,9 @@ class Blocks(nn.ModuleList):
         program."""
         nothing = torch.empty(0, dtype=torch.int64)
         step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
+        if self._row_programs is None:
+            self.run_rows_by(CudaRowKernel())
+        assert self._row_programs is not None
         program = self._row_programs.find(step, dtype, self._write_phases)
         return None if program is None else program.longest
 

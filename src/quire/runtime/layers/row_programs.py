@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.config.environment import ROW_PROGRAM, read_environment
+from quire.kernels.cuda.nvrtc import CudaError
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.row_writer import RowSymbol, RowWriter, Untold, Untraceable
 from quire.runtime.layers.step import ForwardStep
@@ -52,7 +53,7 @@ class RowKernel(Protocol):
 
     def make(self, phases: Sequence[Phase], device: torch.device) -> RowRun:
         """Phases that it takes, for a device that it runs on. Keeps all their tensors. Raises ValueError if it cannot
-        run them together, or not faster than layer by layer."""
+        run them together, or not faster than layer by layer, and CudaError if the kernel cannot be made."""
 
 
 class CudaRowKernel:
@@ -101,6 +102,7 @@ class RowPrograms:
         """num_layers: of all blocks; width: of the residual stream."""
         self._kernel, self._num_layers, self._width = kernel, num_layers, width
         self._traced: dict[tuple[int, int], _Traced] = {}  # by the number of layers and the id of the caches
+        self._has_said = False  # in the log, why the device has no kernel
 
     def run(self, x: Tensor, step: ForwardStep, go_through: GoThrough) -> bool:
         """Run a step by its program, which changes x [1, hidden]. False: it has none, and nothing was done."""
@@ -116,7 +118,7 @@ class RowPrograms:
 
     def find(self, step: ForwardStep, dtype: torch.dtype, go_through: GoThrough) -> RowRun | None:
         """The program of a step's layers over its caches, traced now if it was not yet. dtype: of the stream."""
-        if not step.caches or self._kernel.why_not(step.caches[0].key.device) is not None:
+        if not step.caches or self._why_not(step.caches[0].key.device) is not None:
             return None
         most = self._num_layers
         key = most if step.num_layers is None else min(step.num_layers, most), id(step.caches)
@@ -126,6 +128,13 @@ class RowPrograms:
                 return None
             found = self._traced[key] = self._trace(step, dtype, go_through)
         return found.run
+
+    def _why_not(self, device: torch.device) -> str | None:
+        reason = self._kernel.why_not(device)
+        if reason is not None and device.type == "cuda" and not self._has_said:
+            logger.info("steps of one row run layer by layer: %s", reason)
+            self._has_said = True
+        return reason
 
     def _trace(self, step: ForwardStep, dtype: torch.dtype, go_through: GoThrough) -> _Traced:
         caches, device = step.caches, step.caches[0].key.device
@@ -145,9 +154,11 @@ class RowPrograms:
             return _Traced(None, caches, sys.maxsize)
         try:
             run = self._kernel.make(writer.phases, device)
-        except (ValueError, RuntimeError) as reason:  # the last of the compiler or the driver
-            level = logging.INFO if isinstance(reason, ValueError) else logging.WARNING
-            logger.log(level, "steps of one row run layer by layer: %s", reason)
+        except ValueError as reason:
+            logger.info("steps of one row run layer by layer: %s", reason)
+            return _Traced(None, caches, sys.maxsize)
+        except CudaError as reason:  # of the compiler or the driver, or the kernel has failed its own check
+            logger.warning("steps of one row run layer by layer: %s", reason)
             return _Traced(None, caches, sys.maxsize)
         logger.info("steps of one row run as one kernel of %d phases", len(writer.phases))
         return _Traced(run, caches, writer.max_length)

@@ -47,15 +47,23 @@ class RowSymbol:
     def __torch_function__(cls, function: Any, *_: object) -> NoReturn:
         raise Untraceable(f"a layer calls {getattr(function, '__name__', function)!r} with the row")
 
-    __len__ = __iter__ = __getitem__ = __setitem__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = _refuse
+    __len__ = __iter__ = __getitem__ = __setitem__ = __bool__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __neg__ = __pow__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
 class Untold:
     """Stands for what steps are told, while phases are written: they are the same for all steps."""
 
+    def _refuse(self, *_: object) -> NoReturn:
+        raise Untraceable("a layer computes with what the step is told")
+
     def __getattr__(self, name: str) -> NoReturn:
         raise Untraceable(f"a layer asks for {name!r} of the step")
+
+    __len__ = __iter__ = __getitem__ = __bool__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __floordiv__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
 class RowWriter:

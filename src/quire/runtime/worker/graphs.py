@@ -154,6 +154,11 @@ class DecodeGraphs:
         return self._buckets
 
     @property
+    def has_long_rows(self) -> bool:
+        """Whether a row may grow too long for the kernel that runs all of its layers."""
+        return self._longest_row is not None and self._longest_row < self._rows.capacity
+
+    @property
     def has_adapters(self) -> bool:
         """Whether rows may use LoRA adapters."""
         return self._adapters is not None
@@ -212,15 +217,11 @@ class DecodeGraphs:
         listed = self._sampling.num_listed(rows, guided=guided)
         assert listed is not None
         place = bisect_left(self._buckets, len(rows))
-        kind = Kind(
-            self._buckets[place],
-            self._choice.is_narrow(rows),
-            self._state.shared.announce(rows),
-            self._lists.room(listed),
-            guided,
-            self._state.adapters is not None and self._state.adapters.are_used(rows),
-            self._is_long(rows),
-        )
+        cascade = self._state.shared.announce(rows)
+        adapters = self._state.adapters is not None and self._state.adapters.are_used(rows)
+        is_long = not cascade and not adapters and self._is_long(rows)
+        narrow, listed = self._choice.is_narrow(rows), self._lists.room(listed)
+        kind = Kind(self._buckets[place], narrow, cascade, listed, guided, adapters, is_long)
         if kind in self._graphs or self._borrowed[kind] >= BORROWED_RUNS:
             return kind
         larger = (kind._replace(bucket=bucket, long=False) for bucket in self._buckets[place + 1 :])

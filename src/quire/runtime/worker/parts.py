@@ -154,7 +154,7 @@ def _device_parts(
         batches = DeviceBatchBuilder(state, (), plain=not model.is_static)
         return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
     model.reserve(rows.capacity)
-    longest = model.trace_row(cache.layers)
+    longest = None if images is not None else model.trace_row(cache.layers)
     capture = CudaCapture(rows.device, alone=group.size == 1) if on_gpu else NoCapture()
     batches = DeviceBatchBuilder(state, token_buckets(model_config, config), plain=False)
     choice, forward = _device_choice(sampler), ForwardGraphs(model, capture)

@@ -46,6 +46,8 @@ def prepare(
                 graphs.rehearse(Kind(bucket, adapters=True))
         for listed in (0, 8):
             graphs.rehearse(Kind(first, listed=listed))
+        if graphs.has_long_rows:
+            graphs.rehearse(Kind(first, long=True))
         graphs.rehearse(Kind(first, guided=True))  # masks are applied by one kernel, whatever the bucket
         for shape in shapes:
             forward.rehearse(batches.blank(shape))

@@ -16,6 +16,7 @@ from family_models import CASES, COMMON
 from quire.config.model import Heads, ModelConfig, Rope
 from quire.kernels.cuda.row_phases import AttentionPhase, ProductPhase, ScaledRowsWeight
 from quire.kernels.triton.nibble_products import PackedNibbles
+from quire.runtime.layers import row_programs
 from quire.runtime.layers.adapted import ActiveAdapters
 from quire.runtime.layers.row_programs import CudaRowKernel
 from quire.runtime.layers.row_writer import RowWriter, Untraceable
@@ -221,3 +222,4 @@ def test_the_kernel_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatch) ->
     assert CudaRowKernel().why_not(torch.device("cpu")) == "it is for GPUs"
     monkeypatch.setenv("QUIRE_ROW_PROGRAM", "0")
     assert CudaRowKernel().why_not(torch.device("cuda", 7)) == "QUIRE_ROW_PROGRAM is 0"
+    row_programs._why_not.cache_clear()  # another test may have that device
