@@ -90,6 +90,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--peer-model", help="Hugging Face directory for the peers; default: written from --model")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    parser.add_argument("--cpu-weights", help="Quire's setting: integer, integer8, integer16 or float")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--max-model-len", type=int, default=2_048)
     parser.add_argument("--repeats", type=int, default=3)
@@ -121,6 +122,8 @@ def _dtype_chosen_by_quire(model: str | None) -> str:
 
 def _contestant(name: str, arguments: argparse.Namespace, peer_model: str | None) -> Contestant:
     engine, options = ENGINES[name]
+    if engine == "quire" and arguments.cpu_weights is not None:
+        options = options | {"cpu_weights": arguments.cpu_weights}
     is_vllm = engine == "vllm"
     job = Job(
         engine=engine,

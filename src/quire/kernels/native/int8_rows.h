@@ -75,7 +75,7 @@ constexpr bool has_sum_origin(int64_t format) { return BY_LANES && digits_of(for
 // one of 16 bits. Sums: 32 numbers times levels below 256, and what they begin with, at most 128 times the same numbers.
 //
 // Outliers: where one of 32 numbers is far larger than the others, one digit leaves little of these. So with BYTE_ROWS such
-// 32 numbers get a low digit too, which is multiplied by itself: what that costs, few rows pay.
+// 32 numbers get a low digit too, which is multiplied in a pass of its own: what that costs, few rows pay.
 constexpr int32_t LARGEST_DIGIT = 127, LARGEST_NUMBER = 127 * 256 + 127;
 constexpr float OUTLIER = 12.0f;  // times the mean size of the 32
 static_assert(INT8_GROUP * (255 + 128) * (LARGEST_NUMBER + 256) <= INT32_MAX);
@@ -102,8 +102,9 @@ template <int64_t FORMAT> inline void store_numbers(const int16_t (&numbers)[INT
 
 // Rows as they are multiplied: a row is number * scale. Of n rows that are multiplied together, what belongs to 32 inputs
 // lies in one record, one record behind the other: [n][32] numbers; [n] scales; [n] marks, with loose digits 1 where the
-// row has low ones, and in the first mark twice the distance to the next record where a row has some; then for each weight scale of these inputs [n] sums of the numbers times their scale, and [n] numbers that
-// sums begin with, with loose digits first those of the high ones, then those of the low ones.
+// row has low ones, and in the first mark twice the distance to the next record where a row has some; then for each weight
+// scale of these inputs [n] sums of the numbers times their scale, and [n] numbers that sums begin with, with loose digits
+// first those of the high ones, then those of the low ones.
 template <int64_t FORMAT> struct IntegerRows {
     static constexpr int64_t SCALES = scales_of(FORMAT), DIGITS = has_loose_digits(FORMAT) ? 2 : 1;
     static constexpr int64_t ROW_BYTES = NUMBERS_BYTES + 8 + 4 * SCALES * (1 + DIGITS);  // of a record

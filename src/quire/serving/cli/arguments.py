@@ -74,7 +74,7 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "--cpu-weights": (
         str,
-        "integer8, integer16: a CPU rounds rows to 8 or 16 bits for quantized weights; integer: 8 for GGUF; float: not",
+        "integer8, integer16: a CPU rounds rows so for quantized weights; integer: 8 for GGUF, else 16; float: not",
     ),
     "--kv-cache-dtype": (
         str,
