@@ -70,7 +70,7 @@ def test_weights_of_gguf_files_are_multiplied_in_whole_numbers(
 
 
 @pytest.mark.parametrize("cpu_weights", ["integer", "integer8", "integer16"])
-def test_rows_of_checkpoints_whose_engines_do_not_round_them_get_16_bits_unless_8_are_asked_for(cpu_weights: CpuWeights) -> None:
+def test_rows_that_other_engines_do_not_round_get_16_bits_unless_8_are_asked_for(cpu_weights: CpuWeights) -> None:
     weight = replace(gguf_weight("Q4_1", 48, 64), byte_rows=False)
     multiply = IntegerProduct(torch.float32, keeps_weight=False, cpu_weights=cpu_weights).pack_quantized(weight, None)
     assert isinstance(multiply, NativeMultiply)
