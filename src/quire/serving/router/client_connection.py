@@ -294,10 +294,11 @@ class ClientConnection(asyncio.Protocol):
             self._close()
 
     # --------------------------------------------------------------------------------- of who answers a request
-    def go_on(self, work: Coroutine[Any, Any, None]) -> None:
+    def go_on(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Let a task do the rest of answering the request, which is complete with it. It ends with the client."""
-        self._task = self._loop.create_task(work)
-        self._task.add_done_callback(self._done)
+        self._task = task = self._loop.create_task(work)
+        task.add_done_callback(self._done)
+        return task
 
     def complete(self) -> None:
         """The request is answered: the next one may come."""

@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from quire.config.router import RouterConfig
 from quire.serving.http.errors import ApiError
@@ -54,7 +55,7 @@ class Router:
             if page is None:
                 self.proxy.forward(request, client)
             else:
-                client.go_on(self.proxy.guard(self._pages.answer(page, request, client), request, client))
+                client.go_on(self.proxy.guard(partial(self._pages.answer, page, request, client), request, client))
         except Exception as error:  # noqa: BLE001 - of one request
             self.proxy.reply_error(request, client, error)
             client.complete()
