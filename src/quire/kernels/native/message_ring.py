@@ -19,8 +19,8 @@ MOST_BYTES = SLOT_BYTES - _HEAD.size  # of a message
 _ELSEWHERE = 2**32 - 1  # in place of a length
 _NUMBERS = 2**32 - 1
 
-# not by the table of the loader, which looks after every call whether it failed: these cannot fail
 Received = tuple[int, bytearray | None]  # the kind and the bytes of a message; None: they are elsewhere
+# not by the table of the loader, which looks after every call whether it failed: these cannot fail
 _Post = CFUNCTYPE(c_int64, c_void_p, c_int64, c_int64, c_char_p, c_int64)
 _Await = CFUNCTYPE(c_int64, c_void_p, c_int64, c_int64, c_int64)
 
