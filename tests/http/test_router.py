@@ -13,6 +13,7 @@ import pytest
 from quire.config.keys import digests
 from quire.config.router import WaitConfig
 from quire.config.server import AccessConfig
+from quire.serving.router.client_connection import ClientConnection
 from stub_replica import QUICK, Asked, Bench, Script, StubReplica, bench, drop, events, whole
 
 TOKENS = tuple(f'data: {{"id": "cmpl-7", "text": "{number}"}}\n\n'.encode() for number in range(20))
@@ -459,7 +460,18 @@ def test_a_client_that_asks_again_at_once_is_answered_on_the_same_connection() -
     run(test)
 
 
-def test_a_head_that_is_known_is_not_parsed_again_and_its_requests_arrive_as_others_do() -> None:
+def test_a_head_that_is_known_is_not_parsed_again_and_its_requests_arrive_as_others_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_parsed, begin = 0, ClientConnection.on_message_begin
+
+    def count(connection: ClientConnection) -> None:
+        nonlocal num_parsed
+        num_parsed += 1
+        begin(connection)
+
+    monkeypatch.setattr(ClientConnection, "on_message_begin", count)
+
     async def test() -> None:
         async with bench(StubReplica("a"), limits={"body_bytes": 5_000}) as one:
             reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
@@ -477,12 +489,44 @@ def test_a_head_that_is_known_is_not_parsed_again_and_its_requests_arrive_as_oth
             assert [each.body for each in asked] == bodies
             assert {each.header("content-length") for each in asked} == {str(len(body)) for body in bodies}
             assert {each.header("x-own") for each in asked} == {"1"}
+            assert num_parsed == 2  # the first, and the one in two pieces
             assert len(one.router._state.heads) == 1
             assert one.router._state.held_bytes == 0
             writer.write(head % 6_000 + b"x" * 6_000)
             assert b" 413 " in await asyncio.wait_for(reader.read(), 10)
             writer.close()
             assert len(asked) == len(bodies)
+
+    run(test)
+
+
+def test_an_idle_connection_holds_no_body() -> None:
+    async def test() -> None:
+        async with bench(StubReplica("a")) as one:
+            reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            body = b'{"prompt": "x"}'
+            for _ in range(2):  # the parser reads the first, and the head of the second is known
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 15\r\n\r\n" + body)
+                await reader.readuntil(b'"cmpl-1"}')
+                (connection,) = one.router._state.connections
+                await one.until(lambda connection=connection: not connection.is_busy)
+                assert (connection._whole, connection._chunks) == (None, [])
+            writer.close()
+
+    run(test)
+
+
+def test_the_head_of_a_request_that_is_refused_is_not_kept() -> None:
+    async def test() -> None:
+        access = AccessConfig(key_digests=digests("api_key", ["right"]))
+        async with bench(StubReplica("a"), access=access) as one:
+            lines = "POST /v1/completions HTTP/1.1\r\nhost: a\r\nx-api-key: {}\r\ncontent-length: 2\r\n\r\n{{}}"
+            for key, status, kept in (("wrong", 401, 0), ("right", 200, 1), ("wrong", 401, 1)):
+                reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+                writer.write(lines.format(key).encode())
+                assert (await reader.readline()).startswith(b"HTTP/1.1 %d " % status)
+                assert len(one.router._state.heads) == kept
+                writer.close()
 
     run(test)
 

@@ -28,7 +28,7 @@ namespace {
 // In shared memory, so it cannot be the Bell of parking.h, whose sleepers are threads of one process.
 struct Doorbell {
     std::atomic<uint32_t> number;    // of messages
-    std::atomic<uint32_t> wanted;    // the number at which sleepers are woken
+    std::atomic<uint32_t> wanted;    // no sleeper is woken before this number
     std::atomic<uint32_t> sleepers;  // processes that wait, or are about to
 
     // After a message was published.
@@ -43,7 +43,9 @@ struct Doorbell {
 
     // Waits until nothing is missing; `missing` returns how many messages must come for that at least. Returns whether
     // they came in time. No wake-up is lost: the number is read before `missing` looks, and whoever sleeps does so only
-    // while it is the same. All who share a doorbell and sleep wait for the next message, or there is one alone.
+    // while it is the same. Who waits for one message stores the number that it saw, which wakes everybody at any later
+    // message: a reader that asks for more would put off the others, which may sleep since an earlier number. Only the
+    // lone reader of several rings misses more than one.
     template <typename Missing> bool wait(Missing missing, int64_t microseconds) {
         const int64_t end = now() + microseconds * 1000;
         for (;;) {
@@ -52,7 +54,7 @@ struct Doorbell {
             if (!count) return true;
             const int64_t left = end - now();
             if (left <= 0) return false;
-            wanted.store(seen + count, std::memory_order_seq_cst);
+            wanted.store(count > 1 ? seen + count : seen, std::memory_order_seq_cst);
             sleepers.fetch_add(1, std::memory_order_seq_cst);
             sleep(seen, left);
             sleepers.fetch_sub(1, std::memory_order_seq_cst);

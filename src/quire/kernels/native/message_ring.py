@@ -6,38 +6,28 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 from ctypes import CFUNCTYPE, c_char_p, c_int64, c_void_p
-from struct import Struct
 
 from quire.kernels.native.loader import open_library
+from quire.kernels.native.ring_layout import HEAD, LINE, SLOT_BYTES, SLOTS, Received
 from quire.kernels.native.structures import CMessageRing
 
-SLOTS, SLOT_BYTES = 8, 1 << 16  # a power of two: the numbers of messages begin again after 2**32
-DOORBELL_BYTES = 64
-_LINE = 64  # bytes of a number that one process writes
-_HEAD = Struct("<II")  # of a slot: length, kind
-MOST_BYTES = SLOT_BYTES - _HEAD.size  # of a message
 _ELSEWHERE = 2**32 - 1  # in place of a length
 _NUMBERS = 2**32 - 1
 
 # not by the table of the loader, which looks after every call whether it failed: these cannot fail
-Received = tuple[int, bytearray | None]  # the kind and the bytes of a message; None: they are elsewhere
 _Post = CFUNCTYPE(c_int64, c_void_p, c_int64, c_int64, c_char_p, c_int64)
 _Await = CFUNCTYPE(c_int64, c_void_p, c_int64, c_int64, c_int64)
 
 
-def ring_bytes(readers: int) -> int:
-    """The memory of a ring. It must be zero before the first message."""
-    return _LINE * (1 + readers) + SLOTS * SLOT_BYTES
-
-
 class MessageRing:
     """A ring in `memory` that begins at byte `at`, with its doorbell at byte `doorbell`; both are multiples of 64. One
-    process posts, and each of `readers` processes reads every message. Raises Unavailable without the kernels."""
+    process posts, and each of `readers` processes reads every message. The memory cannot be closed while a ring is in
+    it. Raises Unavailable without the kernels."""
 
     def __init__(self, memory: mmap.mmap, at: int, doorbell: int, readers: int) -> None:
-        library, base = open_library(), ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._memory = memory  # which the structure points to
-        self._slots_at = at + _LINE * (1 + readers)
+        self._first_byte, library = ctypes.c_char.from_buffer(memory), open_library()  # it holds the memory
+        base, self._memory = ctypes.addressof(self._first_byte), memory
+        self._slots_at = at + LINE * (1 + readers)
         self.structure = CMessageRing(base + at, base + doorbell, readers, SLOTS, SLOT_BYTES)
         self._address = ctypes.addressof(self.structure)
         self._post, self._await = _Post(("quire_post_message", library)), _Await(("quire_await_message", library))
@@ -58,10 +48,10 @@ class MessageRing:
         """The message that has come."""
         at = self._slots_at + self._taken % SLOTS * SLOT_BYTES
         self._taken = (self._taken + 1) & _NUMBERS  # the writer is told by the next `receive`
-        length, kind = _HEAD.unpack_from(self._memory, at)
+        length, kind = HEAD.unpack_from(self._memory, at)
         if length == _ELSEWHERE:
             return kind, None
-        at += _HEAD.size
+        at += HEAD.size
         return kind, bytearray(self._memory[at : at + length])
 
 

@@ -126,15 +126,16 @@ class Channel:
         finally:
             view.release()
 
-    def check(self) -> None:
-        """Raises EOFError where the other end is gone. Takes nothing of what has come."""
+    def check(self) -> bool:
+        """Whether something has come, of which this takes nothing. Raises EOFError where the other end is gone."""
         try:
             if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 raise EOFError
         except BlockingIOError:
-            pass
+            return bool(self._buffer)
         except OSError as error:
             raise EOFError from error
+        return True
 
     def discard(self) -> int:
         """Of a channel without messages: take what has come, and return how many bytes. Never waits or raises."""

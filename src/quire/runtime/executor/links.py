@@ -187,7 +187,9 @@ class ProcessLauncher:
     def close(self) -> None:
         self.rings = None
         while self._memory:
-            self._memory.pop().close()
+            memory = self._memory.pop()
+            with contextlib.suppress(BufferError):  # a thread still reads it; it goes with the last who does
+                memory.close()
 
 
 def _shared_file(num_bytes: int) -> int:

@@ -8,10 +8,11 @@ import selectors
 from collections import deque
 from collections.abc import Sequence
 
+from quire.kernels.native.ring_layout import Received, fits
 from quire.runtime.executor.channel import Kind, Message, frame
 from quire.runtime.executor.codec import Buffer
 from quire.runtime.executor.links import Rank
-from quire.runtime.executor.rings import MOST_BYTES, EngineRings, Received
+from quire.runtime.executor.rings import EngineRings
 from quire.runtime.executor.watch import RankWatch
 from quire.types.errors import EngineDead
 
@@ -37,7 +38,7 @@ class RankMessages:
             if self._rings is not None:
                 while not self._rings.post(kind, payload):
                     self._make_room()
-                if len(payload) <= MOST_BYTES:
+                if fits(payload):
                     return
             rests, data = {}, frame(kind, payload)
             for number, rank in enumerate(self._ranks):
@@ -49,10 +50,9 @@ class RankMessages:
             raise self._watch.death() from None
 
     def send_stop(self) -> None:
-        """Tell ranks to end, those that have read everything before. Never waits or raises."""
-        if self._rings is not None:
-            self._rings.post(Kind.STOP, b"")
-            return
+        """Tell ranks to end, when they have read everything before. Never waits or raises."""
+        if self._rings is not None and self._rings.post(Kind.STOP, b""):
+            return  # else a slow rank leaves no room
         for rank in self._ranks:
             with contextlib.suppress(Exception):
                 rank.control.try_send(frame(Kind.STOP))

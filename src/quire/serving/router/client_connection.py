@@ -42,10 +42,11 @@ class Request:
 class ConnectionState:
     """What all client connections of the router share."""
 
-    def __init__(self, limits: Limits, handle: Callable[[Request, ClientConnection], None], root_path: str) -> None:
-        """`handle` begins to answer a request. It calls `complete` when it has, now or later, or `go_on`."""
+    def __init__(self, limits: Limits, handle: Callable[[Request, ClientConnection], bool], root_path: str) -> None:
+        """`handle` begins to answer a request. It calls `complete` when it has, now or later, or `go_on`. It returns
+        whether the client may ask for this: nothing is kept of requests of others."""
         self.limits, self.handle, self.root_path = limits, handle, root_path
-        self.heads = KnownHeads()
+        self.heads = KnownHeads(limits["idle_seconds"])
         self.connections: set[ClientConnection] = set()
         self.held_bytes = 0  # of bodies, of all connections
         self.is_closing = False
@@ -124,8 +125,8 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._is_full, self._keeps_alive = True, False
             return
-        self._whole = None if self._in_request else split_request(data)
-        if self._whole is not None and self._take_known(self._whole):
+        whole = None if self._in_request else split_request(data)
+        if whole is not None and self._take_known(whole):
             return
         self._fed = len(data) + (self._fed if self._in_head else 0)
         if self._in_head:
@@ -134,12 +135,14 @@ class ClientConnection(asyncio.Protocol):
                 self._refuse_head()
                 return
         self._idle_bytes += len(data)
+        self._whole = whole
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._read_without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse(400, "this is not an HTTP/1.1 request", "bad_http")
+        self._whole = None  # an idle connection holds no body
         if self._next_wait:  # the request is not whole yet
             self._expect_by(self._limits[self._next_wait])
             self._next_wait = ""
@@ -222,13 +225,13 @@ class ClientConnection(asyncio.Protocol):
         method, is_1_1 = self._parser.get_method().decode("ascii"), self._parser.get_http_version() == "1.1"
         keeps = self._parser.should_keep_alive()
         head = Head(method, self._url, path, self._pairs, self._headers, is_1_1, keeps, self._body_limit)
-        if self._whole is not None and body == self._whole.body:
-            self._state.heads.keep(self._whole, head)
-        self._answer(head, body)
+        whole = self._whole
+        if self._answer(head, body) and whole is not None and body == whole.body:
+            self._state.heads.keep(whole, head, self._loop)
 
     def _take_known(self, whole: WholeRequest) -> bool:
         """Answer a request whose head was parsed before, unless it passes a limit."""
-        head, size = self._state.heads.find(whole.key), len(whole.body)
+        head, size = self._state.heads.find(whole.key, self._loop.time()), len(whole.body)
         is_full = size > 2**16 and self._state.held_bytes + size > self._limits["bodies_bytes"]
         if head is None or size > head.body_limit or is_full:
             return False
@@ -237,10 +240,10 @@ class ClientConnection(asyncio.Protocol):
         self._answer(head, whole.body)
         return True
 
-    def _answer(self, head: Head, body: bytes) -> None:
+    def _answer(self, head: Head, body: bytes) -> bool:
         self._is_http_1_1, self._keeps_alive = head.is_http_1_1, head.keeps_alive and not self._state.is_closing
         self._due, self._is_answered, self._is_busy = math.inf, False, True
-        self._state.handle(Request(head.method, head.target, head.path, head.pairs, head.headers, body), self)
+        return self._state.handle(Request(head.method, head.target, head.path, head.pairs, head.headers, body), self)
 
     # ------------------------------------------------------------------------------------------------ a response
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], first: bytes = b"", *, has_body: bool) -> None:
@@ -294,10 +297,11 @@ class ClientConnection(asyncio.Protocol):
             self._close()
 
     # --------------------------------------------------------------------------------- of who answers a request
-    def go_on(self, work: Coroutine[Any, Any, None]) -> None:
+    def go_on(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Let a task do the rest of answering the request, which is complete with it. It ends with the client."""
-        self._task = self._loop.create_task(work)
-        self._task.add_done_callback(self._done)
+        self._task = task = self._loop.create_task(work)
+        task.add_done_callback(self._done)
+        return task
 
     def complete(self) -> None:
         """The request is answered: the next one may come."""

@@ -3,6 +3,7 @@ length of its body, so that most heads need not be parsed again."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,6 +30,7 @@ class Head:
     is_http_1_1: bool
     keeps_alive: bool
     body_limit: int
+    used_at: float = 0.0  # the last time, by the clock of the loop
 
 
 class WholeRequest(NamedTuple):
@@ -40,29 +42,45 @@ class WholeRequest(NamedTuple):
 
 
 class KnownHeads:
-    """The heads by their bytes."""
+    """The heads by their bytes. They hold keys of clients, so one that is not used for `seconds` is dropped."""
 
-    def __init__(self) -> None:
-        self._heads: OrderedDict[Key, Head] = OrderedDict()
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._heads: OrderedDict[Key, Head] = OrderedDict()  # the last used is the last
+        self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._heads)
 
-    def find(self, key: Key) -> Head | None:
+    def find(self, key: Key, now: float) -> Head | None:
         head = self._heads.get(key)
         if head is not None:
+            head.used_at = now
             self._heads.move_to_end(key)
         return head
 
-    def keep(self, request: WholeRequest, head: Head) -> None:
+    def keep(self, request: WholeRequest, head: Head, loop: asyncio.AbstractEventLoop) -> None:
         """Keep a head that the parser read out of a whole request, unless its bytes could mean something else with
         another body: the parser must have found the same lines, and one content-length that counts the body."""
         lengths = [value for name, value in head.pairs if name == b"content-length"]
         is_plain = len(lengths) == 1 and lengths[0].isdigit() and int(lengths[0]) == len(request.body)
         if not is_plain or len(head.pairs) != request.head.count(b"\n") or not _UNKNOWN.isdisjoint(head.headers):
             return
+        head.used_at = loop.time()
         self._heads[request.key] = head
+        self._heads.move_to_end(request.key)
         if len(self._heads) > MAX_HEADS:
+            self._heads.popitem(last=False)
+        if self._timer is None:
+            self._timer = loop.call_later(self._seconds, self._drop_unused, loop)
+
+    def _drop_unused(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer, now = None, loop.time()
+        while self._heads:
+            due = next(iter(self._heads.values())).used_at + self._seconds
+            if due > now:
+                self._timer = loop.call_at(due, self._drop_unused, loop)
+                return
             self._heads.popitem(last=False)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from quire.config.router import RouterConfig
@@ -19,6 +18,7 @@ from quire.serving.router.choice import Choice, Chooser, rendezvous_weight
 from quire.serving.router.client_connection import HOP_BY_HOP, ClientConnection, Request
 from quire.serving.router.connections import ReplicaConnection, ReplicaFailed
 from quire.serving.router.errors import error_body
+from quire.serving.router.path_facts import PathFacts, read_path
 from quire.serving.router.prompt_keys import Prompt, read_prompt
 from quire.serving.router.relay import Outcome, Relay, is_success
 from quire.serving.router.replica import Replica
@@ -26,12 +26,9 @@ from quire.serving.router.replica_set import ReplicaSet
 
 logger = logging.getLogger("quire.router")
 
-_STORED = re.compile(r"/(?:responses|files|batches)/([^/?]+)")
-_OF_TENANT = re.compile(r"/(?:files|batches)(?:/|$)")  # lists and uploads: one replica for each tenant
 _DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"x-replica"}
 _OF_KEY = frozenset({*KEY_HEADERS, CLIENT_HEADER})
 _JSON = (b"application/json", b"text/json", b"")
-_KEPT_PATH = 200  # characters of a path whose facts are kept
 
 
 @dataclass(slots=True)
@@ -43,17 +40,6 @@ class ProxyCounts:
     stale: int = 0  # kept connections that had ended; tried again with the same replica
     refused: int = 0  # requests that no replica took
     errors: int = 0  # requests that the router refused itself
-
-
-class PathFacts(NamedTuple):
-    """What the method and the path of a request tell."""
-
-    may_repeat: bool  # whether it can be sent again if it may have arrived
-    stored: str  # the name of a stored response, file or batch
-    is_of_tenant: bool  # a list or an upload: all those of a tenant go to one replica
-    is_admin: bool
-    changes_replica: bool  # the client must say which one
-    is_fork: bool
 
 
 class Search(NamedTuple):
@@ -77,6 +63,7 @@ class Job:
     tried: list[Replica] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     refusals: dict[str, Outcome] = field(default_factory=dict)  # the last of each kind
+    counted: Replica | None = None  # whose load has this request in it
 
 
 class Proxy:
@@ -98,15 +85,25 @@ class Proxy:
         prompt = self._read(request, facts)
         job = Job(request, client, prompt, self._search(request, prompt, facts), facts, self._config.max_attempts)
         choice = self._choose(job)
-        if choice is None or (connection := self._take_idle(job, choice)) is None:
-            client.go_on(self.guard(self._forward(job, choice), request, client))
+        if choice is None:
+            self._go_on(job)
             return
-        self._begin(job, choice)
+        self._begin(job, choice)  # at once: whoever chooses next must see the load
         try:
-            self._send(job, choice.replica, connection, lambda outcome: self._sent(job, choice, outcome))
+            connection = self._take_idle(job, choice)
+            if connection is None:
+                self._go_on(job, choice)
+            else:
+                self._send(job, choice.replica, connection, lambda outcome: self._sent(job, choice, outcome))
         except BaseException:
-            choice.replica.load -= 1
+            self._release(job)
             raise
+
+    def _go_on(self, job: Job, choice: Choice | None = None, *, is_stale: bool = False) -> None:
+        """Let a task go on. It may be cancelled before its first step, so its end gives the load back."""
+        work = partial(self._forward, job, choice, is_stale=is_stale)
+        task = job.client.go_on(self.guard(work, job.request, job.client))
+        task.add_done_callback(lambda _: self._release(job))
 
     def _take_idle(self, job: Job, choice: Choice) -> ReplicaConnection | None:
         """A kept connection may end just now, and then nobody knows whether the request arrived."""
@@ -115,28 +112,28 @@ class Proxy:
     def _sent(self, job: Job, choice: Choice, outcome: Outcome) -> None:
         """The first attempt has ended. A task does what more there is to do."""
         if outcome.kind == "failed" and outcome.is_stale:
-            job.client.go_on(self.guard(self._forward(job, choice, is_begun=True), job.request, job.client))
+            self._go_on(job, choice, is_stale=True)
         elif self._end(job, choice, outcome):
             job.client.complete()
         else:
-            job.client.go_on(self.guard(self._forward(job), job.request, job.client))
+            self._go_on(job)
 
-    async def _forward(self, job: Job, choice: Choice | None = None, *, is_begun: bool = False) -> None:
-        """Answer a request from an attempt on, for which there may be a choice. `is_begun`: its connection had ended
-        before the replica saw the request."""
+    async def _forward(self, job: Job, choice: Choice | None, *, is_stale: bool) -> None:
+        """Answer a request from an attempt on. `choice`: of that attempt, which was counted. `is_stale`: its connection
+        had ended before the replica saw the request."""
         clock = asyncio.get_running_loop().time
         until = clock() + self._config.waits.connect
         while job.left:
-            if choice is None and (choice := self._choose(job)) is None:
-                if job.tried or clock() >= until or not await self._replicas.wait_up(until - clock()):
-                    break
-                continue
-            if not is_begun:
+            if choice is None:
+                if (choice := self._choose(job)) is None:
+                    if job.tried or clock() >= until or not await self._replicas.wait_up(until - clock()):
+                        break
+                    continue
                 self._begin(job, choice)
-            outcome = await self._attempt(job, choice, is_stale=is_begun)
+            outcome = await self._attempt(job, choice, is_stale=is_stale)
             if self._end(job, choice, outcome):
                 return
-            choice, is_begun = None, False
+            choice, is_stale = None, False
         self._refuse(job)
 
     def _refuse(self, job: Job) -> None:
@@ -156,10 +153,10 @@ class Proxy:
             return
         raise ApiError(503, _nobody(failures), code="no_replica", headers=((b"retry-after", b"1"),))
 
-    async def guard(self, work: Awaitable[None], request: Request, client: ClientConnection) -> None:
+    async def guard(self, work: Callable[[], Awaitable[None]], request: Request, client: ClientConnection) -> None:
         """Do the work of one request, and answer what it raises."""
         try:
-            await work
+            await work()
         except Exception as error:  # noqa: BLE001 - of one request
             self.reply_error(request, client, error)
 
@@ -180,17 +177,24 @@ class Proxy:
         self.counts.retries += bool(job.tried)
         job.tried.append(replica)
         replica.load += 1
+        job.counted = replica
         counts.requests += 1
         counts.prompt_bytes += job.prompt.num_bytes
         counts.matched_bytes += choice.matched
         counts.by_reason[choice.reason] = counts.by_reason.get(choice.reason, 0) + 1
 
+    def _release(self, job: Job) -> None:
+        """The request is no longer with a replica. Does nothing where it is with none."""
+        replica, job.counted = job.counted, None
+        if replica is not None:
+            replica.load -= 1
+            self._replicas.forget_if_done(replica)
+
     def _end(self, job: Job, choice: Choice, outcome: Outcome) -> bool:
         """Count how an attempt ended, and return whether the request has an answer. `left` of the job is 0 where no
         other replica may be asked."""
         replica, counts, kind = choice.replica, choice.replica.counts, outcome.kind
-        replica.load -= 1
-        self._replicas.forget_if_done(replica)
+        self._release(job)
         if kind == "done":
             if job.search.is_open and is_success(outcome.status):
                 self._replicas.note_home(job.search.name, replica)
@@ -223,25 +227,20 @@ class Proxy:
 
     async def _attempt(self, job: Job, choice: Choice, *, is_stale: bool = False) -> Outcome:
         """Send a request that was counted. `is_stale`: a kept connection had ended."""
-        try:
-            while True:
-                self.counts.stale += is_stale
-                connection = None if is_stale else self._take_idle(job, choice)
-                if connection is None:
-                    try:
-                        connection = await self._replicas.pool(choice.replica).connect()
-                    except ReplicaFailed as error:
-                        return Outcome("failed", error.reason, never_sent=True)
-                ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-                self._send(job, choice.replica, connection, partial(_tell, ended))
-                outcome = await ended
-                if is_stale or not (outcome.kind == "failed" and outcome.is_stale):
-                    return outcome
-                is_stale = True
-        except asyncio.CancelledError:  # the client is gone
-            choice.replica.load -= 1
-            self._replicas.forget_if_done(choice.replica)
-            raise
+        while True:
+            self.counts.stale += is_stale
+            connection = None if is_stale else self._take_idle(job, choice)
+            if connection is None:
+                try:
+                    connection = await self._replicas.pool(choice.replica).connect()
+                except ReplicaFailed as error:
+                    return Outcome("failed", error.reason, never_sent=True)
+            ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+            self._send(job, choice.replica, connection, partial(_tell, ended))
+            outcome = await ended
+            if is_stale or not (outcome.kind == "failed" and outcome.is_stale):
+                return outcome
+            is_stale = True
 
     def _send(
         self, job: Job, replica: Replica, connection: ReplicaConnection, on_end: Callable[[Outcome], None]
@@ -257,7 +256,12 @@ class Proxy:
             on_id=self._replicas.note_home if request.method == "POST" else None,
             on_end=on_end,
         )
-        relay.start(connection, (self._head(request, replica), request.body))
+        try:
+            relay.start(connection, (self._head(request, replica), request.body))
+        except BaseException:
+            relay.drop()
+            connection.abort()
+            raise
 
     def _head(self, request: Request, replica: Replica) -> bytes:
         """The request line and the headers for a replica. A UNIX socket has no name: it gets the client's Host.
@@ -361,25 +365,6 @@ def tenant_of(request: Request) -> bytes:
 def _tell(ended: asyncio.Future[Outcome], outcome: Outcome) -> None:
     if not ended.done():
         ended.set_result(outcome)
-
-
-def read_path(method: str, path: str) -> PathFacts:
-    """What a path tells. Generating text changes nothing, so it can be repeated."""
-    return _read_path(method, path) if len(path) <= _KEPT_PATH else _read_path.__wrapped__(method, path)
-
-
-@lru_cache(maxsize=256)
-def _read_path(method: str, path: str) -> PathFacts:
-    stored, is_of_tenant = _STORED.search(path), _OF_TENANT.search(path) is not None
-    is_look = method in ("GET", "HEAD", "OPTIONS")
-    return PathFacts(
-        may_repeat=is_look or (method == "POST" and not is_of_tenant and not is_for_admins(path)),
-        stored=stored[1] if stored else "",
-        is_of_tenant=is_of_tenant,
-        is_admin=path.startswith("/admin"),
-        changes_replica=path.startswith("/admin") and not is_look,
-        is_fork=path.rstrip("/").endswith("/fork"),
-    )
 
 
 def _own_headers(refusal: Outcome) -> list[tuple[bytes, bytes]]:

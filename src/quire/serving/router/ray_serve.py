@@ -27,7 +27,7 @@ from quire.serving.process.control import Fatal, ReplicaReady, ReplicaStart
 from quire.serving.router.client_connection import HOP_BY_HOP
 from quire.serving.router.connections import Headers, ReplicaConnection, ReplicaFailed, ReplicaPool
 from quire.serving.router.errors import error_body
-from quire.serving.router.proxy import read_path
+from quire.serving.router.path_facts import read_path
 from quire.types.errors import ConfigError
 
 START_SECONDS = 600.0  # for an engine to load its model

@@ -137,6 +137,12 @@ class Relay:
         self._stop_replica()
         self.failed(reason)
 
+    def drop(self) -> None:
+        """Tell nobody anything more."""
+        self._has_ended, self._upstream = True, None
+        self._replica.waiting.discard(self)
+        self._client.leave_source()
+
     # ------------------------------------------------------------------------------------------- the works
     def _begin(self, first: bytes) -> None:
         self._has_begun = True
@@ -163,12 +169,9 @@ class Relay:
         return data[:end]
 
     def _end(self, outcome: Outcome) -> None:
-        if self._has_ended:
-            return
-        self._has_ended, self._upstream = True, None
-        self._replica.waiting.discard(self)
-        self._client.leave_source()
-        self._on_end(outcome)
+        if not self._has_ended:
+            self.drop()
+            self._on_end(outcome)
 
     def _stop_replica(self) -> None:
         if self._upstream is not None:

@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from quire.config.router import RouterConfig
 from quire.serving.http.errors import ApiError
@@ -44,20 +45,23 @@ class Router:
         self._pages.connections = self._state
         self.tls = make_context(config.listen)
 
-    def handle(self, request: Request, client: ClientConnection) -> None:
-        """Begin to answer one request."""
+    def handle(self, request: Request, client: ClientConnection) -> bool:
+        """Begin to answer one request. Returns whether its client may ask for this."""
+        is_allowed = False
         try:
             if not request.target.startswith(b"/"):
                 raise ApiError(400, "path: must begin with /; send the path alone", code="bad_http")
             page = self._pages.find(request)
             self._access.check(request, is_page=page is not None)
+            is_allowed = True
             if page is None:
                 self.proxy.forward(request, client)
             else:
-                client.go_on(self.proxy.guard(self._pages.answer(page, request, client), request, client))
+                client.go_on(self.proxy.guard(partial(self._pages.answer, page, request, client), request, client))
         except Exception as error:  # noqa: BLE001 - of one request
             self.proxy.reply_error(request, client, error)
             client.complete()
+        return is_allowed
 
     @contextlib.asynccontextmanager
     async def running(self, listener: socket.socket) -> AsyncIterator[None]:

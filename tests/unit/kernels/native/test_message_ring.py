@@ -11,14 +11,8 @@ from hashlib import blake2b
 import pytest
 
 from quire.kernels.native.loader import Unavailable, open_library
-from quire.kernels.native.message_ring import (
-    DOORBELL_BYTES,
-    MOST_BYTES,
-    SLOTS,
-    MessageRing,
-    RingSet,
-    ring_bytes,
-)
+from quire.kernels.native.message_ring import MessageRing, RingSet
+from quire.kernels.native.ring_layout import DOORBELL_BYTES, MOST_BYTES, SLOTS, ring_bytes
 
 SOON, LONG = 1_000, 30_000_000  # microseconds
 
@@ -98,6 +92,18 @@ def test_a_message_that_lies_elsewhere_has_its_place_in_the_order() -> None:
     assert [data for _, data in read_all(reader, 0, 3)] == [b"before", None, b"after"]
 
 
+def test_memory_cannot_be_closed_while_a_ring_is_in_it() -> None:
+    memory = mmap.mmap(-1, DOORBELL_BYTES + ring_bytes(1))
+    ring = MessageRing(memory, DOORBELL_BYTES, 0, 1)
+    together = RingSet([ring])
+    del ring
+    with pytest.raises(BufferError):
+        memory.close()
+    assert together.receive(0) is None
+    del together
+    memory.close()
+
+
 def test_who_waits_in_vain_is_told_so() -> None:
     writer, reader = make_ring(1)
     assert reader.receive(0, SOON) is None
@@ -105,11 +111,25 @@ def test_who_waits_in_vain_is_told_so() -> None:
     assert reader.receive(0, 0) == (1, b"x")
 
 
+@pytest.mark.parametrize("first", [0, 2**32 - 1])
+def test_a_reader_that_comes_back_does_not_keep_the_writer_from_waking_another_one(first: int) -> None:
+    """The writer has raised the number of the doorbell for a message that one reader sleeps for. Before it looks whom
+    to wake, another reader reads that message and waits for the next one."""
+    writer, quick, _sleeper = make_ring(2, first=first)
+    assert writer.post(1, b"x")
+    assert quick.receive(0, 0) == (1, b"x")
+    assert quick.receive(0, SOON) is None
+    number, wanted = struct.unpack_from("<II", writer._memory, 0)
+    assert number == (first + 1) % 2**32
+    assert (number - wanted) % 2**32 < 2**31, "the writer wakes nobody"
+
+
 @pytest.mark.parametrize("first", [0, 2**32 - 100])
 def test_the_reader_of_several_rings_gets_one_message_of_each_at_a_time(first: int) -> None:
     """Writers may be several messages apart."""
     count, size = 500, ring_bytes(1)
     memory = mmap.mmap(-1, DOORBELL_BYTES + 3 * size)
+    struct.pack_into("<I", memory, 0, first)  # of the doorbell
     writers, own = ([MessageRing(memory, DOORBELL_BYTES + n * size, 0, 1) for n in range(3)] for _ in range(2))
     for number in range(3):
         for line in range(2):

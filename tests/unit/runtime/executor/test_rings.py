@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,10 +16,11 @@ import numpy as np
 import pytest
 
 from quire.config.parallel import ParallelConfig
+from quire.kernels.native.ring_layout import MOST_BYTES, SLOTS
 from quire.runtime.executor import links
 from quire.runtime.executor.channel import Channel, Kind, channel_pair
 from quire.runtime.executor.rank_messages import RankMessages
-from quire.runtime.executor.rings import MOST_BYTES, EngineRings, RankRings, can_ring, rings_bytes
+from quire.runtime.executor.rings import EngineRings, RankRings, can_ring, rings_bytes
 from quire.runtime.executor.watch import Fault
 from quire.types.errors import EngineDead
 from quire.types.step import StepPlan
@@ -122,6 +126,69 @@ def test_a_rank_that_waits_is_told_that_the_engine_is_gone(pair: Ranks) -> None:
     with pytest.raises((EOFError, OSError)):
         for _ in range(1_000):
             pair.ranks[0].send(Kind.RESULT, SMALL)
+
+
+def test_ranks_are_told_to_stop_though_one_is_slow_and_has_the_ring_full(pair: Ranks) -> None:
+    for _ in range(SLOTS - 1):
+        pair.messages.send(Kind.PLAN, SMALL)
+    pair.messages.send(Kind.PLAN, LARGE)
+    pair.messages.send_stop()
+    for rank in pair.ranks:
+        found = [rank.receive() for _ in range(SLOTS + 1)]
+        assert [message.kind for message in found if message is not None] == [Kind.PLAN] * SLOTS + [Kind.STOP]
+
+
+def test_the_memory_of_rings_that_a_thread_reads_stays_until_it_is_done() -> None:
+    memory, launcher = mmap.mmap(-1, rings_bytes(2)), links.ProcessLauncher(ParallelConfig(2), None)
+    launcher._memory, launcher.rings = [memory], EngineRings(memory, 2, range(2))
+    receive = launcher.rings.receive_results
+    launcher.close()
+    assert receive(0) is None
+    assert not memory.closed
+    del receive
+    memory.close()
+
+
+def failure(program: str, **environment: str) -> str:
+    """What a process that runs the program says of its failure; nothing if all its assertions hold."""
+    command, variables = [sys.executable, "-c", program], {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=variables)
+    return done.stderr if done.returncode else ""
+
+
+def test_a_rank_opens_the_kernels_of_the_path_that_the_environment_names() -> None:
+    program = """
+import mmap
+from quire.runtime.executor.channel import Channel, Kind, channel_pair
+from quire.runtime.executor.rings import RankRings, rings_bytes
+from quire.types.errors import ConfigError
+ours, theirs = channel_pair()
+rank = RankRings(Channel(theirs), mmap.mmap(-1, rings_bytes(1)), 1, 0)
+ours.send(Kind.START)
+rank.receive()
+try:
+    rank.send(Kind.RESULT)
+except ConfigError as error:
+    assert "no-such-path" in str(error), error
+else:
+    raise AssertionError("it opened others")
+"""
+    assert failure(program, QUIRE_CPU_PATH="no-such-path") == ""
+
+
+def test_a_rank_is_tied_to_its_engine_and_waits_for_its_job_before_it_imports_torch() -> None:
+    program = """
+import mmap, sys
+import quire.runtime.executor.rank_main
+from quire.runtime.executor.channel import Channel, Kind, channel_pair
+from quire.runtime.executor.rings import RankRings, rings_bytes
+ours, theirs = channel_pair()
+rank = RankRings(Channel(theirs), mmap.mmap(-1, rings_bytes(1)), 1, 0)
+ours.send(Kind.START)
+rank.receive()
+assert "torch" not in sys.modules
+"""
+    assert failure(program) == ""
 
 
 def test_a_closed_line_takes_nothing_more(pair: Ranks) -> None:

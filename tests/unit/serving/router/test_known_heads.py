@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 
 from quire.serving.router.known_heads import MAX_HEAD_BYTES, MAX_HEADS, Head, KnownHeads, WholeRequest, split_request
 
 LINES = (b"POST /v1/completions HTTP/1.1", b"Host: a", b"content-length: 2", b"x-last: 1")
+
+
+class Clock:
+    """The part of an event loop that heads need, whose time is set."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._calls: list[tuple[float, Callable[[], object]]] = []
+
+    def time(self) -> float:
+        return self._now
+
+    def call_later(self, seconds: float, call: Callable[..., object], *arguments: object) -> object:
+        return self.call_at(self._now + seconds, call, *arguments)
+
+    def call_at(self, when: float, call: Callable[..., object], *arguments: object) -> object:
+        self._calls.append((when, partial(call, *arguments)))
+        return self._calls[-1]
+
+    def pass_to(self, now: float) -> None:
+        while due := [each for each in self._calls if each[0] <= now]:
+            first = min(due, key=lambda each: each[0])
+            self._calls.remove(first)
+            self._now = first[0]
+            first[1]()
+        self._now = now
+
+
+def make_clock() -> Any:
+    return Clock()
 
 
 def request(*lines: bytes, body: bytes = b"{}") -> bytes:
@@ -32,9 +66,9 @@ def test_requests_that_differ_in_their_bodies_have_the_same_key(name: bytes, las
     second = split(request(*LINES[:2], name + b"12", *last, body=b'{"prompt":1}'))
     assert first.key == second.key
     assert (first.body, second.body) == (b"{}", b'{"prompt":1}')
-    heads, head = KnownHeads(), parsed(*LINES[:2], name + b"2", *last)
-    heads.keep(first, head)
-    assert heads.find(second.key) is head
+    heads, head = KnownHeads(60), parsed(*LINES[:2], name + b"2", *last)
+    heads.keep(first, head, make_clock())
+    assert heads.find(second.key, 0) is head
 
 
 @pytest.mark.parametrize(
@@ -72,19 +106,40 @@ def test_what_is_no_whole_request_with_a_plain_length_is_left_to_the_parser(data
     ],
 )
 def test_a_head_that_could_be_read_in_another_way_is_not_kept(sent: tuple[bytes, ...], read: tuple[bytes, ...]) -> None:
-    heads = KnownHeads()
-    heads.keep(split(request(*sent)), parsed(*read))
+    heads = KnownHeads(60)
+    heads.keep(split(request(*sent)), parsed(*read), make_clock())
     assert len(heads) == 0
 
 
 def test_the_heads_that_were_used_last_are_kept() -> None:
-    heads = KnownHeads()
+    heads, clock = KnownHeads(60), make_clock()
     some = [(*LINES, b"x-number: %d" % number) for number in range(MAX_HEADS + 1)]
     for lines in some[:-1]:
-        heads.keep(split(request(*lines)), parsed(*lines))
-    assert heads.find(split(request(*some[0])).key) is not None
-    heads.keep(split(request(*some[-1])), parsed(*some[-1]))
+        heads.keep(split(request(*lines)), parsed(*lines), clock)
+    assert heads.find(split(request(*some[0])).key, 0) is not None
+    heads.keep(split(request(*some[-1])), parsed(*some[-1]), clock)
     assert len(heads) == MAX_HEADS
-    assert [heads.find(split(request(*some[number])).key) is None for number in (0, 1, 2, -1)] == [
+    assert [heads.find(split(request(*some[number])).key, 0) is None for number in (0, 1, 2, -1)] == [
         False, True, False, False,
     ]  # fmt: skip
+
+
+def test_a_head_that_is_not_used_is_dropped_in_time_and_one_that_is_used_stays() -> None:
+    heads, clock = KnownHeads(60), make_clock()
+    left, used = LINES, (*LINES, b"x-number: 1")
+    for lines in (left, used):
+        heads.keep(split(request(*lines)), parsed(*lines), clock)
+    key = split(request(*used)).key
+    clock.pass_to(50)
+    assert heads.find(key, 50) is not None
+    clock.pass_to(59)
+    assert len(heads) == 2
+    clock.pass_to(60)
+    assert len(heads) == 1
+    clock.pass_to(109)
+    assert len(heads) == 1
+    clock.pass_to(110)
+    assert len(heads) == 0
+    heads.keep(split(request(*left)), parsed(*left), clock)
+    clock.pass_to(170)
+    assert len(heads) == 0
