@@ -15,7 +15,7 @@ from quire.config.adapters import AdapterConfig
 from quire.config.engine import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
 from quire.config.kv_cache import PLAIN, KVGroups, lay_out, stored_specs
 from quire.config.memory import state_groups
-from quire.config.model import Heads, ModelConfig, Quantization, Rope
+from quire.config.model import CpuWeights, Heads, ModelConfig, Quantization, Rope
 from quire.config.tiers import TierConfig
 from quire.config.vision import ImageLimits
 from quire.runtime.layers.builder import LayerBuilder
@@ -179,6 +179,7 @@ def engine_config(
     groups: KVGroups = PLAIN,
     images: ImageLimits | None = None,
     adapters: AdapterConfig | None = None,
+    cpu_weights: CpuWeights = "integer",
 ) -> EngineConfig:
     return EngineConfig(
         CacheConfig(block_size, num_blocks, layout=layout, tiers=tiers or TierConfig(), groups=groups),
@@ -189,7 +190,7 @@ def engine_config(
             images=images,
             adapter_slots=0 if adapters is None else adapters.slots,
         ),
-        DeviceConfig(device, dtype, kv_dtype or dtype, quantization=quantization),  # type: ignore[arg-type]
+        DeviceConfig(device, dtype, kv_dtype or dtype, quantization=quantization, cpu_weights=cpu_weights),  # type: ignore[arg-type]
         adapters=adapters,
     )
 
