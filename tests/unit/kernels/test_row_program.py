@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.cuda import nvrtc, row_program, row_records
 from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight
+from quire.kernels.norm import Norm
 from quire.kernels.triton.nibble_products import pack_nibbles
 
 FOLDER = Path(row_program.__file__).parent
@@ -97,6 +99,68 @@ def test_phases_that_the_kernel_lacks() -> None:
     assert not row_program.takes_phase(
         AttentionPhase(*vectors, 4, 2, 80, None, None, odd, odd, None, 0, AttentionRule(0.1))
     )
+
+
+class Launches:
+    """In the place of the kernel: keeps what it was launched with. `spoils`: a launch that changes its stream."""
+
+    def __init__(self, spoils: int | None = None) -> None:
+        self.spoils = spoils
+        self.seen: list[tuple[int, list[row_records.PhaseRecord]]] = []
+
+    def launch(self, programs: int, threads: int, arguments: tuple[row_records.RunRecord, ctypes.c_uint64]) -> None:
+        run, address = arguments
+        assert (programs, threads) == (4, 32 * (row_records.WARPS + row_records.COPYING))
+        records = (row_records.PhaseRecord * run.num_phases).from_address(address.value)
+        copies = [row_records.PhaseRecord.from_buffer_copy(record) for record in records]
+        if len(self.seen) == self.spoils:
+            ctypes.memset(run.stream, 0, 2)
+        self.seen.append((run.num_sources, copies))
+
+
+def layer() -> list[Phase]:
+    vectors = [torch.zeros(size, dtype=BF16) for size in (8 * 64, 4 * 64, 128)]
+    weights = [torch.zeros(sizes, dtype=BF16) for sizes in ((512, 256), (256, 256), (256, 256), (256, 128))]
+    norm, cache = Norm(torch.ones(256, dtype=BF16), 1e-6), torch.zeros(2, 2, 16, 64, dtype=BF16)
+    qkv, attended, gated = vectors
+    return [
+        ProductPhase(weights[0], None, qkv, norm=norm),
+        AttentionPhase(qkv, attended, 4, 2, 64, None, None, cache, cache, None, 0, AttentionRule(0.125)),
+        ProductPhase(weights[1], attended, None, adds=True),
+        ProductPhase(weights[2], None, gated, norm=norm, activation="silu"),
+        ProductPhase(weights[3], gated, None, adds=True),
+    ]
+
+
+def made(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> row_program.RowProgram:
+    """A program of two layers on the CPU, whose kernel does nothing."""
+    monkeypatch.setattr(row_program, "compile_source", lambda *_: b"")
+    monkeypatch.setattr(row_program, "CudaKernel", lambda *_: launches)
+    monkeypatch.setattr(row_program, "shared_limit", lambda _: 225_000)
+    for name in ("device", "get_device_capability", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    first = layer()
+    return row_program.RowProgram([*first, *first], torch.device("cpu"))
+
+
+def test_phases_know_who_wrote_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches()
+    program = made(monkeypatch, launches)
+    (num_sources, together), *apart = launches.seen
+    assert num_sources == 8
+    assert [record.source_phase for record in together] == [-1, 0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert [record.before_phase for record in together if record.adds] == [-1, 2, 4, 7]
+    assert [bool(record.plain_source) for record in together] == [True] + [False] * 9  # the stream as it came
+    assert [bool(record.plain_target) for record in together] == [False] * 5 + [True, True, False, True, True]
+    assert [num_sources for num_sources, _ in apart] == [1, 0, 1, 1, 1] * 2  # each phase once, by itself
+    assert all(record.plain_source and record.plain_target for _, (record,) in apart)
+    assert program.longest == 4_096
+
+
+@pytest.mark.parametrize("spoils", [0, 1, 10])
+def test_a_program_that_differs_from_its_phases_is_refused(spoils: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(nvrtc.CudaError, match="failed its check"):
+        made(monkeypatch, Launches(spoils))
 
 
 def test_a_machine_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
