@@ -25,26 +25,25 @@ KINDS = ["bf16", "fp8", "int8", "nibbles 32", "nibbles 64", "nibbles 128", "offs
 SIZES = [(48, 64), (100, 576), (1000, 1536), (576, 1536), (4096, 14336), (1, 4096), (6144, 4096)]
 
 
-def fits(kind: str, inputs: int) -> bool:
+def made(kind: str, outputs: int, inputs: int, **more: Any) -> ProductPhase:
+    """A product, where the groups of its weight divide the inputs; else the test is skipped."""
     group = kind.partition(" ")[2]
-    return not group or inputs % int(group) == 0
+    if group and inputs % int(group):
+        pytest.skip("its groups do not divide the inputs")
+    return product_of(kind, outputs, inputs, **more)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_a_vector(kind: str, outputs: int, inputs: int) -> None:
-    if not fits(kind, inputs):
-        pytest.skip("its groups do not divide the inputs")
-    check_program(RowProgram, [product_of(kind, outputs, inputs)], rand(1, 64, dtype=BF16))
+    check_program(RowProgram, [made(kind, outputs, inputs)], rand(1, 64, dtype=BF16))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(100, 576), (1536, 1536), (6144, 4096)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_the_norm_of_the_stream(kind: str, outputs: int, inputs: int, bias: bool) -> None:
-    if not fits(kind, inputs):
-        pytest.skip("its groups do not divide the inputs")
-    phase = product_of(kind, outputs, inputs, norm=True, bias=bias, of_stream=True)
+    phase = made(kind, outputs, inputs, norm=True, bias=bias, of_stream=True)
     check_program(RowProgram, [phase], rand(1, inputs, dtype=BF16, seed=3, scale=2.0))
 
 
@@ -53,9 +52,7 @@ def test_products_of_the_norm_of_the_stream(kind: str, outputs: int, inputs: int
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_products(kind: str, outputs: int, inputs: int, activation: str, bias: bool) -> None:
-    if not fits(kind, inputs):
-        pytest.skip("its groups do not divide the inputs")
-    phase = product_of(kind, outputs, inputs, norm=True, bias=bias, activation=activation, of_stream=True)
+    phase = made(kind, outputs, inputs, norm=True, bias=bias, activation=activation, of_stream=True)
     check_program(RowProgram, [phase], rand(1, inputs, dtype=BF16, seed=3))
 
 
@@ -63,9 +60,7 @@ def test_gated_products(kind: str, outputs: int, inputs: int, activation: str, b
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_that_are_added_to_the_stream(kind: str, outputs: int, inputs: int, bias: bool) -> None:
-    if not fits(kind, inputs):
-        pytest.skip("its groups do not divide the inputs")
-    phase = product_of(kind, outputs, inputs, bias=bias, to_stream=True, adds=True)
+    phase = made(kind, outputs, inputs, bias=bias, to_stream=True, adds=True)
     check_program(RowProgram, [phase], rand(1, outputs, dtype=BF16, seed=3))
 
 
@@ -119,8 +114,7 @@ def test_attention_with(feature: str, context: int) -> None:
 
 def run_attention(case: AttentionCase, context: int) -> None:
     phase, tables = case.make(context)
-    if not takes_phase(phase):
-        pytest.skip("the kernel does not take it")
+    assert takes_phase(phase)
     places = [(1, context - 1), (2, context // 2), (-1, context - 1)]
     check_program(RowProgram, [phase], rand(1, 64, dtype=BF16), tables, places)
 
@@ -177,9 +171,12 @@ def test_a_program_can_be_captured() -> None:
 
 
 class CountingKernel(CudaRowKernel):
-    """Makes programs whether they are faster or not, and counts those that it has made."""
+    """Makes programs whether they are asked for, or faster, or not, and counts those that it has made."""
 
     num_made = 0
+
+    def why_not(self, device: torch.device) -> str | None:
+        return why_not_row_program(device)
 
     def make(self, phases: Sequence[Phase], device: torch.device) -> RowRun:
         made = RowProgram(phases, device)

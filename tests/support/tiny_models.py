@@ -448,3 +448,19 @@ def greedy_reference(model: torch.nn.Module, prompt: Sequence[int], count: int) 
             tokens.append(int(logits[-1].argmax()))
             fed = torch.tensor([[tokens[-1]]])
     return tokens[len(prompt) :], torch.stack(logits)
+
+
+def mix_steps(made: Bench) -> Bench:
+    """Run prompts of 5, 9 and 24 tokens in chunks beside decodes: steps of all kinds."""
+    prompt = list(range(3, 27))
+    made.add(0, prompt[:5])
+    made.add(1, prompt[:9])
+    made.run(chunks=[Chunk(0, 0, 5, (0,)), Chunk(1, 0, 6)])
+    made.run(decode=[0], chunks=[Chunk(1, 6, 3, (1,))])
+    made.add(4, prompt)
+    made.run(decode=[1, 0], chunks=[Chunk(4, 0, 7)])
+    made.run(decode=[0, 1], chunks=[Chunk(4, 7, 1)])
+    made.run(decode=[1], chunks=[Chunk(4, 8, 15)])
+    made.run(chunks=[Chunk(4, 23, 1, (4,))])
+    made.run(decode=[4, 0, 1])
+    return made

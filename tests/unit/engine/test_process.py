@@ -74,6 +74,7 @@ def test_garbage_can_be_collected_between_steps(start: Start, connect: Connect) 
     edge = connect(engine)
     edge.submit("a", [1, 2, 3], max_tokens=5)
     edge.wait(lambda: edge.has_ended("a") and len(calls) >= 5)
+    assert len(calls) >= 5  # one for each step; the last may come after the answer
 
 
 def test_a_request_is_accepted_streamed_and_ended(start: Start, connect: Connect) -> None:

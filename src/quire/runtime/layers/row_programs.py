@@ -81,7 +81,7 @@ def _why_not(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "it is for GPUs"
     if not read_environment().row_program:
-        return f"{ROW_PROGRAM} is 0"
+        return f"{ROW_PROGRAM} is not 1"
     from quire.kernels.cuda.row_program import why_not_row_program
 
     return why_not_row_program(device)
@@ -131,8 +131,8 @@ class RowPrograms:
 
     def _why_not(self, device: torch.device) -> str | None:
         reason = self._kernel.why_not(device)
-        if reason is not None and device.type == "cuda" and not self._has_said:
-            logger.info("steps of one row run layer by layer: %s", reason)
+        if reason is not None and not self._has_said:
+            logger.debug("steps of one row run layer by layer: %s", reason)
             self._has_said = True
         return reason
 

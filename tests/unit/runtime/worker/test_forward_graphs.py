@@ -15,7 +15,15 @@ from quire.runtime.worker import forward_graphs
 from quire.runtime.worker.batch import StepShape
 from quire.runtime.worker.forward_graphs import ForwardGraphs
 from quire.types.step import Chunk
-from tiny_models import Bench, GreedySampler, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
+from tiny_models import (
+    Bench,
+    GreedySampler,
+    MemoryCheckpoint,
+    engine_config,
+    mix_steps,
+    random_checkpoint,
+    tiny_config,
+)
 
 LONG = list(range(3, 27))
 
@@ -51,16 +59,7 @@ def assert_same(plain: Bench, graphed: Bench) -> None:
 def test_steps_of_one_shape_run_by_one_graph_whatever_their_rows_and_lengths() -> None:
     plain, graphed, graphs = both()
     for made in (plain, graphed):
-        made.add(0, LONG[:5])
-        made.add(1, LONG[:9])
-        made.run(chunks=[Chunk(0, 0, 5, (0,)), Chunk(1, 0, 6)])
-        made.run(decode=[0], chunks=[Chunk(1, 6, 3, (1,))])
-        made.add(4, LONG)
-        made.run(decode=[1, 0], chunks=[Chunk(4, 0, 7)])
-        made.run(decode=[0, 1], chunks=[Chunk(4, 7, 1)])
-        made.run(decode=[1], chunks=[Chunk(4, 8, 15)])
-        made.run(chunks=[Chunk(4, 23, 1, (4,))])
-        made.run(decode=[4, 0, 1])
+        mix_steps(made)
     assert_same(plain, graphed)
     assert set(graphs._graphs) == {
         StepShape(16, False, True, False),

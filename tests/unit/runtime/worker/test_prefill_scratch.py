@@ -17,8 +17,7 @@ from quire.runtime.attention.prefill_scratch import ScratchConfig
 from quire.runtime.worker import forward_graphs, parts
 from quire.runtime.worker.batch import StepShape
 from quire.runtime.worker.forward_graphs import ForwardGraphs
-from quire.types.step import Chunk
-from tiny_models import Bench, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
+from tiny_models import Bench, MemoryCheckpoint, engine_config, mix_steps, random_checkpoint, tiny_config
 
 LONG = list(range(3, 27))
 PAGE = 8
@@ -44,25 +43,10 @@ def copying(monkeypatch: pytest.MonkeyPatch, kv_dtype: str, *, tokens: int = 64,
         return bench(kv_dtype, eager=eager)
 
 
-def drive(made: Bench) -> Bench:
-    """Prompts in chunks beside decodes, with steps of all kinds."""
-    made.add(0, LONG[:5])
-    made.add(1, LONG[:9])
-    made.run(chunks=[Chunk(0, 0, 5, (0,)), Chunk(1, 0, 6)])
-    made.run(decode=[0], chunks=[Chunk(1, 6, 3, (1,))])
-    made.add(4, LONG)
-    made.run(decode=[1, 0], chunks=[Chunk(4, 0, 7)])
-    made.run(decode=[0, 1], chunks=[Chunk(4, 7, 1)])  # too few tokens
-    made.run(decode=[1], chunks=[Chunk(4, 8, 15)])
-    made.run(chunks=[Chunk(4, 23, 1, (4,))])
-    made.run(decode=[4, 0, 1])
-    return made
-
-
 @pytest.mark.parametrize("kv_dtype", ["float8", "int4"])
 def test_tokens_and_logits_are_those_over_the_cache(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 0)
-    plain, copied = drive(bench(kv_dtype)), drive(copying(monkeypatch, kv_dtype))
+    plain, copied = mix_steps(bench(kv_dtype)), mix_steps(copying(monkeypatch, kv_dtype))
     assert copied.tokens == plain.tokens
     for row, seen in plain.sampler.seen.items():
         torch.testing.assert_close(torch.stack(copied.sampler.seen[row]), torch.stack(seen), rtol=0.0, atol=1e-2)
@@ -78,10 +62,10 @@ def test_tokens_and_logits_are_those_over_the_cache(kv_dtype: str, monkeypatch: 
 
 
 def test_steps_that_do_not_fit_or_are_not_padded_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = drive(bench("float8")).tokens
+    wanted = mix_steps(bench("float8")).tokens
     tight = copying(monkeypatch, "float8", tokens=PAGE)  # one sequence of up to 8 tokens
-    assert drive(tight).tokens == wanted
-    assert drive(copying(monkeypatch, "float8", eager=True)).tokens == wanted
+    assert mix_steps(tight).tokens == wanted
+    assert mix_steps(copying(monkeypatch, "float8", eager=True)).tokens == wanted
 
 
 def test_usual_steps_are_prepared_with_a_copy_where_their_chunks_take_one(monkeypatch: pytest.MonkeyPatch) -> None:
