@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
-from quire.kernels.cuda.row_phases import AttentionPhase, HeadNormWeights, Phase, ProductPhase, ScaledRowsWeight, Weight
+from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight, Weight
 from quire.kernels.norm import Norm
 from quire.kernels.reference.cache_quantize import dequantize_heads, quantize_heads, split_heads
 from quire.kernels.reference.quantize import quantize_rows, quantize_rows_int8
 from quire.kernels.reference.row_program import ReferenceRowProgram
 from quire.kernels.triton.nibble_products import pack_nibbles
+from quire.kernels.triton.rotary import HeadNorms
 from triton_cases import DEVICE, rand
 
 BF16, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
@@ -90,7 +91,7 @@ class AttentionCase:
             rand((self.num_query + 2 * self.num_kv) * self.dim, dtype=BF16, seed=seed + 30),
             torch.zeros(self.num_query * self.dim, dtype=BF16, device=DEVICE),
             self.num_query, self.num_kv, self.dim,
-            HeadNormWeights(weights[0], weights[1], 1e-6) if self.norms else None,
+            HeadNorms(weights[0], weights[1], 1e-6) if self.norms else None,
             _angles(max_length, turned) if turned else None, key, value,
             None if key_scales is None or value_scales is None else (key_scales, value_scales), self.table, rule,
         )  # fmt: skip

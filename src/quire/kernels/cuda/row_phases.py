@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.kernels.attention_rule import AttentionRule, CacheScales
 from quire.kernels.norm import Norm
 from quire.kernels.triton.nibble_products import PackedNibbles
+from quire.kernels.triton.rotary import HeadNorms
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +48,6 @@ class ProductPhase:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNormWeights:
-    """Root-mean-square norms of every query and key head."""
-
-    query: Tensor  # [dim]
-    key: Tensor  # [dim]
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionPhase:
     """Norms and turns the heads of a token, puts its key and value into the paged cache, and lets it attend.
 
@@ -67,7 +59,7 @@ class AttentionPhase:
     num_query: int
     num_kv: int
     dim: int
-    norms: HeadNormWeights | None
+    norms: HeadNorms | None  # of queries and keys alone
     angles: Tensor | None  # [positions, turned]: cos of turned / 2 frequencies, then sin, bfloat16
     key_cache: Tensor  # [blocks, kv heads, block, dim]
     value_cache: Tensor

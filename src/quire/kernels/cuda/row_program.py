@@ -53,6 +53,7 @@ _FILES = (
 )
 _CAPABILITY = 9  # the major one of GPUs that the kernel was made for and tried on
 _ALIGNED = 16
+_NORM_DTYPES = (torch.bfloat16, torch.float32)
 _MOST_LAYER_BYTES = 200 << 20  # of bfloat16 weights, up to which it was faster
 # Tokens of a context up to which it was faster, by weights of 4 bits and by others: its attention is the slower one.
 _LONGEST_NIBBLES, _LONGEST = 16_384, 4_096
@@ -99,7 +100,7 @@ def _takes_attention(phase: AttentionPhase) -> bool:
         and all(_is_aligned(cache) and cache.stride(3) == 1 and cache.stride(2) == phase.dim for cache in caches)
         and all(stride % 8 == 0 for cache in caches for stride in cache.stride()[:2])
         and (phase.key_cache.dtype, phase.key_cache.stride()) == (phase.value_cache.dtype, phase.value_cache.stride())
-        and (norms is None or norms.query.dtype == norms.key.dtype in (torch.bfloat16, torch.float32))
+        and (norms is None or (not norms.of_values and norms.query.dtype == norms.key.dtype in _NORM_DTYPES))
         and (phase.angles is None or (phase.angles.dtype == torch.bfloat16 and phase.angles.is_contiguous()))
         and (rule.sinks is None or rule.sinks.dtype == torch.bfloat16)
         and rule.key_scale == rule.value_scale == 1.0
@@ -115,7 +116,7 @@ def _takes_product(phase: ProductPhase) -> bool:
     if phase.bias is not None and not (phase.bias.dtype == torch.bfloat16 and phase.bias.is_contiguous()):
         return False
     norm = None if phase.norm is None else phase.norm.weight
-    if norm is not None and not (norm.dtype in (torch.bfloat16, torch.float32) and _is_plain(norm)):
+    if norm is not None and not (norm.dtype in _NORM_DTYPES and _is_plain(norm)):
         return False
     if phase.activation is not None and phase.activation not in ACTIVATIONS:
         return False

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight
+from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight, count_outputs
 from quire.kernels.triton.activation import ACTIVATIONS
 from quire.kernels.triton.launch import shared_memory
 from quire.kernels.triton.nibble_products import STEP, PackedNibbles
@@ -174,7 +174,7 @@ def _count_outputs(phase: Phase) -> int:
     """Numbers of a phase's target."""
     if isinstance(phase, AttentionPhase):
         return phase.num_query * phase.dim
-    return int(_product_record(phase).outputs)
+    return count_outputs(phase.weight) // (1 if phase.activation is None else 2)
 
 
 def _inputs_of(phase: ProductPhase) -> int:
@@ -219,18 +219,18 @@ def _product_record(phase: ProductPhase) -> PhaseRecord:
         norm=_address(None if norm is None else norm.weight), eps=0.0 if norm is None else norm.eps,
         norm_is_wide=int(norm is not None and norm.weight.dtype == torch.float32), adds=int(phase.adds),
         activation=-1 if phase.activation is None else ACTIVATIONS[phase.activation], inputs=_inputs_of(phase),
+        outputs=_count_outputs(phase),
     )  # fmt: skip
     if isinstance(weight, PackedNibbles):
-        record.kind, outputs, record.steps = NIBBLES, weight.outputs, weight.data.shape[1]
+        record.kind, record.steps = NIBBLES, weight.data.shape[1]
         record.weight, record.scale = _address(weight.data), _address(weight.scales)
         record.offset, record.factor_stride = _address(weight.offsets), weight.scales.stride(0)
         record.group_shift = max(weight.group // STEP, 1).bit_length() - 1
     else:
         numbers = weight.numbers if isinstance(weight, ScaledRowsWeight) else weight
-        record.kind, outputs = SMALL.get(numbers.dtype, BF16), numbers.shape[0]
+        record.kind = SMALL.get(numbers.dtype, BF16)
         record.weight, record.row_bytes = _address(numbers), numbers.shape[1] * numbers.element_size()
         record.scale = _address(weight.scale if isinstance(weight, ScaledRowsWeight) else None)
-    record.outputs = outputs if phase.activation is None else outputs // 2
     return record
 
 

@@ -97,7 +97,8 @@ class RowWriter:
         angles: Tensor | None,
     ) -> RowSymbol:  # fmt: skip
         """x: query, key and value heads. angles: of every position."""
-        from quire.kernels.cuda.row_phases import AttentionPhase, HeadNormWeights
+        from quire.kernels.cuda.row_phases import AttentionPhase
+        from quire.kernels.triton.rotary import HeadNorms
 
         if x.vector is None or x.width != heads.query_size + 2 * heads.kv_size:
             raise Untraceable("attention is given other vectors than queries, keys and values")
@@ -105,7 +106,7 @@ class RowWriter:
             raise Untraceable("value heads are normed")
         if angles is not None:
             self.max_length = min(self.max_length, len(angles))
-        norms = None if norm is None else HeadNormWeights(norm.of_queries, norm.of_keys, norm.eps)
+        norms = None if norm is None else HeadNorms(norm.of_queries, norm.of_keys, norm.eps)
         out = self._new("attended", heads.query_size)
         assert out.vector is not None
         phase = AttentionPhase(
