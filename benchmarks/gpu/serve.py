@@ -2,8 +2,8 @@
 
 Starts `quire serve` on random weights of the real shape with a byte-level tokenizer of the same vocabulary, and sends
 512 chat-shaped requests of token ids at each rate: streaming, greedy, answers of the length asked for, from the same
-machine. `inf` is one every 2 ms. An unmeasured round comes first. Beside Quire's figures stand those of vLLM 0.26.0 on
-one H200. Time per token is that of an answer; the gap between tokens is counted from one arrival of bytes to the next.
+machine. `inf` is one every 2 ms. An unmeasured round comes first: `--warm-up 0 --rates inf,inf` shows the first burst
+after the start beside the second. Beside Quire's figures stand those of vLLM 0.26.0 on one H200. Time per token is that of an answer; the gap between tokens is counted from one arrival of bytes to the next.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks.gpu.serve: {error}", file=sys.stderr)
         return 1
     header = ["arrivals", "by", "out tok/s", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "ITL p99 ms", "failed"]
-    publish(title, header, [line for rate in rates for line in _lines(options.model, rate, found[rate])], where)
+    publish(title, header, [line for rate, figures in found for line in _lines(options.model, rate, figures)], where)
     save(options.json, title, where, {"boot_seconds": server.boot_seconds, "rates": found})
     return 0
 
@@ -125,14 +125,16 @@ def _path() -> str:
     return ":".join([str(ROOT / "src"), *sys.path[1:]])
 
 
-def _rounds(options: argparse.Namespace, url: str, rates: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _rounds(options: argparse.Namespace, url: str, rates: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """The figures of each round with its rate, in the order in which they were run."""
     ask = (url, SERVED, options.clients, options.time_limit)
     if options.warm_up:
         measure(jobs_at(SATURATING, options.warm_up, 0), *ask)
-    found = {}
+    found = []
     for place, rate in enumerate(rates, start=1):
-        found[rate] = measure(jobs_at(rate, options.requests, place), *ask)
-        print("RESULT " + json.dumps({"model": options.model, "rate": rate, **found[rate]}), flush=True)
+        figures = measure(jobs_at(rate, options.requests, place), *ask)
+        print("RESULT " + json.dumps({"model": options.model, "rate": rate, **figures}), flush=True)
+        found.append((rate, figures))
     return found
 
 
