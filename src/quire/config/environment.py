@@ -24,7 +24,7 @@ class Environment:
     api_key: str | None = field(default=None, repr=False)  # QUIRE_API_KEY: a server requires it, a client sends it
     admin_key: str | None = field(default=None, repr=False)  # QUIRE_ADMIN_KEY: opens a server's /admin
     cpu_path: str | None = None  # QUIRE_CPU_PATH: the path of the CPU kernels to use instead of the best one
-    row_program: bool = False  # QUIRE_ROW_PROGRAM: a GPU runs steps of one row as one kernel, where it can
+    row_program: bool = True  # QUIRE_ROW_PROGRAM: a GPU runs steps of one row as one kernel, where it can
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -36,7 +36,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         api_key=variables.get(API_KEY),
         admin_key=variables.get(ADMIN_KEY),
         cpu_path=variables.get(CPU_PATH, "").strip() or None,
-        row_program=_read_flag(variables, ROW_PROGRAM),
+        row_program=_read_flag(variables, ROW_PROGRAM, default=True),
     )
 
 
@@ -85,4 +85,4 @@ def _read_flag(variables: Mapping[str, str], name: str, *, default: bool = False
         return True
     if value in _FALSE:
         return False
-    raise ConfigError(name, f"must be 0 or 1, is {variables[name]!r}", "set it to 1 or unset it")
+    raise ConfigError(name, f"must be 0 or 1, is {variables[name]!r}", "set it to 0 or 1, or unset it")

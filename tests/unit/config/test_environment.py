@@ -23,10 +23,10 @@ def test_offline_is_a_switch(value: str, offline: bool) -> None:
     assert read_environment({"QUIRE_OFFLINE": value}).offline is offline
 
 
-@pytest.mark.parametrize(("value", "used"), [("1", True), ("on", True), ("0", False), ("", False)])
-def test_the_kernel_of_one_row_is_used_if_it_is_switched_on(value: str, used: bool) -> None:
+@pytest.mark.parametrize(("value", "used"), [("1", True), ("on", True), ("0", False), ("off", False), ("", True)])
+def test_the_kernel_of_one_row_is_used_unless_it_is_switched_off(value: str, used: bool) -> None:
     assert read_environment({"QUIRE_ROW_PROGRAM": value}).row_program is used
-    assert not read_environment({}).row_program
+    assert read_environment({}).row_program
 
 
 @pytest.mark.parametrize(

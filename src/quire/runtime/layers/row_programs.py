@@ -81,7 +81,7 @@ def _why_not(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "it is for GPUs"
     if not read_environment().row_program:
-        return f"{ROW_PROGRAM} is not 1"
+        return f"{ROW_PROGRAM} is 0"
     from quire.kernels.cuda.row_program import why_not_row_program
 
     return why_not_row_program(device)
