@@ -2,8 +2,9 @@
 
 Starts `quire serve` on random weights of the real shape with a byte-level tokenizer of the same vocabulary, and sends
 512 chat-shaped requests of token ids at each rate: streaming, greedy, answers of the length asked for, from the same
-machine. `inf` is one every 2 ms. An unmeasured round comes first: `--warm-up 0 --rates inf,inf` shows the first burst
-after the start beside the second. Beside Quire's figures stand those of vLLM 0.26.0 on one H200. Time per token is that of an answer; the gap between tokens is counted from one arrival of bytes to the next.
+machine. `inf` is one every 2 ms. An unmeasured round comes first; without it (`--warm-up 0 --rates inf,inf`) the first
+burst after the start stands beside the second. Beside Quire's figures stand those of vLLM 0.26.0 on one H200. Time per
+token is that of an answer; the gap between tokens is counted from one arrival of bytes to the next.
 """
 
 from __future__ import annotations
