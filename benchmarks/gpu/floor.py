@@ -55,7 +55,7 @@ def step_seconds(model: BenchModel, rows: int, cached_tokens: int, precision: Pr
 def _step_seconds(model: BenchModel, lengths: Sequence[float], precision: Precision) -> float:
     """One decode step of sequences of these lengths. Layers with a window read no more than that."""
     rows, weights, head = len(lengths), model.layer_parameters, model.head_parameters
-    read = (model.read_parameters(rows) * precision.weight_bytes + head * HEAD_BYTES) / BANDWIDTH
+    read = (model.read_bytes(rows, precision.weight_bytes) + head * HEAD_BYTES) / BANDWIDTH
     matrix = 2 * rows * (weights / precision.rate + head / BF16_RATE)
     seen = sum(layers * _tokens_seen(lengths, window) for window, layers in model.windows.items())
     numbers = seen * model.kv_numbers / model.windows.total()

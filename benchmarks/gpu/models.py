@@ -21,15 +21,19 @@ class BenchModel:
         c = self.config
         return self._attention + 3 * c["hidden_size"] * self._widths(c)
 
-    def read_parameters(self, rows: int) -> float:
-        """Weights of all layers that a step of so many tokens reads. Routers spread tokens evenly over experts."""
+    def read_bytes(self, rows: int, weight_bytes: float) -> float:
+        """Of the weights of all layers that a step of so many tokens reads. Routers spread tokens evenly over experts.
+
+        weight_bytes: of a weight; those of experts may be stored in fewer."""
         c = self.config
         experts = self._num_experts
         if not experts:
-            return self.layer_parameters
-        used = experts * (1 - (1 - c["num_experts_per_tok"] / experts) ** rows) - c["num_experts_per_tok"]
-        each = 3 * c["hidden_size"] * self._expert_width
-        return self.layer_parameters + self._num_mixtures * used * each
+            return self.layer_parameters * weight_bytes
+        chosen, each = c["num_experts_per_tok"], 3 * c["hidden_size"] * self._expert_width
+        others = self.layer_parameters - self._num_mixtures * chosen * each
+        used = experts * (1 - (1 - chosen / experts) ** rows)
+        expert_bytes = MXFP4_BYTES if "quantization_config" in c else weight_bytes
+        return others * weight_bytes + self._num_mixtures * used * each * expert_bytes
 
     @property
     def _num_mixtures(self) -> int:
@@ -102,6 +106,7 @@ class BenchModel:
         return folder
 
 
+MXFP4_BYTES = 0.5 + 1 / 32  # of a weight, with its share of the exponent of 32
 SLIDING, FULL = "sliding_attention", "full_attention"
 _LATENT = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 _COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False}
@@ -192,3 +197,6 @@ MODELS = {
         }
     ),
 }  # fmt: skip
+MODELS["gpt-oss-20b-mxfp4"] = BenchModel(
+    {**MODELS["gpt-oss-20b"].config, "quantization_config": {"quant_method": "mxfp4"}}
+)

@@ -9,10 +9,10 @@ from torch import Tensor
 from quire.kernels.clamp import Clamp
 from quire.kernels.triton import grouped_nibbles
 from quire.kernels.triton.grouped import GroupedTiling, Stack, grouped_product, route
-from quire.kernels.triton.grouped_nibbles import NibbleStack, grouped_nibble_product
+from quire.kernels.triton.grouped_nibbles import NibbleStack, choose_nibble_tilings, grouped_nibble_product
 from quire.kernels.triton.nibble_products import pack_nibbles
 from quire.runtime.quantization.mxfp4 import LEVELS
-from triton_cases import DEVICE, rand
+from triton_cases import DEVICE, ON_GPU, rand
 
 TILING = GroupedTiling(16, 64, 32, 4, 2)
 NUM, USED = 5, 2
@@ -39,12 +39,14 @@ def make_stack(outputs: int, inputs: int, group: int, kind: str) -> tuple[Nibble
     return NibbleStack.of(packed, bias, has_codes=kind == "codes"), Stack(values.to(DEVICE), None, bias)
 
 
-def products(x: Tensor, stacks: tuple[NibbleStack, Stack], **options: object) -> tuple[Tensor, Tensor]:
+def products(
+    x: Tensor, stacks: tuple[NibbleStack, Stack], tiling: GroupedTiling = TILING, **options: object
+) -> tuple[Tensor, Tensor]:
     used = int(options["num_used"])  # type: ignore[call-overload]
     tokens = len(x) if used > 1 else len(x) // USED
-    routing = route(rand(tokens, NUM, seed=5), USED, TILING, is_normalized=True)
-    found = grouped_nibble_product(x, stacks[0], routing, TILING, **options)  # type: ignore[arg-type]
-    return found, grouped_product(x, stacks[1], routing, TILING, **options)  # type: ignore[arg-type]
+    routing = route(rand(tokens, NUM, seed=5), USED, tiling, is_normalized=True)
+    found = grouped_nibble_product(x, stacks[0], routing, tiling, **options)  # type: ignore[arg-type]
+    return found, grouped_product(x, stacks[1], routing, tiling, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,28 @@ def test_experts_multiply_by_weights_as_they_are_stored(inputs: int, group: int,
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     found, wanted = products(rand(6 * USED, inputs, scale=0.3), stacks, num_used=1)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_m", [16, 32, 64])
+@pytest.mark.parametrize(
+    ("inputs", "group", "kind"), [(160, 32, "codes"), (256, 128, "levels"), (192, 64, "levels"), (192, 64, "offsets")]
+)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_rows_of_16_bits(inputs: int, group: int, kind: str, block_m: int, activation: str | None) -> None:
+    """Tiles of all widths, of weights whose factors are folded into the numbers and of others."""
+    stored, values = make_stack(280, inputs, group, kind)
+    dtype = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter multiplies no bfloat16 numbers
+    numbers = values.numbers.to(dtype)
+    bias = None if values.bias is None else values.bias.to(dtype)
+    x, tiling = rand(7, inputs, scale=0.3).to(dtype), TILING._replace(block_m=block_m)
+    stacks = stored._replace(bias=bias), Stack(numbers, None, bias)
+    found, wanted = products(x, stacks, tiling, num_used=USED, activation=activation)
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_tiles_hold_an_experts_share_and_weights_are_expanded_for_many_pairs() -> None:
+    sizes = [choose_nibble_tilings(pairs * 32, 32, 2, DEVICE)[0].block_m for pairs in (1, 12, 24, 64, 384, 385)]
+    assert sizes == [16, 16, 32, 64, 64, 128]
 
 
 @pytest.mark.parametrize("clamp", [None, Clamp(1.0, 1.7, 1.0)])

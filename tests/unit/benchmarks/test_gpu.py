@@ -70,10 +70,10 @@ def test_latents_and_experts_are_counted_as_the_engine_does(tmp_path: Path) -> N
     model = MODELS["deepseek-v2-lite"]
     config = hf_model_config(model.write(tmp_path))
     assert model.kv_numbers == sum(spec.numbers for spec in config.kv_specs) == 27 * 576
-    assert model.read_parameters(1) == model.layer_parameters
+    assert model.read_bytes(1, 1) == model.layer_parameters
     both = model.head_parameters * 2  # and the embedding
     assert model.layer_parameters + both == pytest.approx(config.num_active, rel=0.01)
-    assert model.read_parameters(10_000) + both == pytest.approx(config.num_parameters, rel=0.01)
+    assert model.read_bytes(10_000, 1) + both == pytest.approx(config.num_parameters, rel=0.01)
 
 
 def test_a_bench_runs_requests_and_says_how_far_they_are_from_the_floor(

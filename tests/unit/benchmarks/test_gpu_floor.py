@@ -74,8 +74,8 @@ def test_experts_are_counted_as_the_engine_does(name: str, tmp_path: Path) -> No
     model, read = MODELS[name], hf_model_config(MODELS[name].write(tmp_path))
     both = 2 * model.head_parameters  # the head and the embedding
     assert model.layer_parameters + both == pytest.approx(read.num_active, rel=0.01)
-    assert model.read_parameters(1) == pytest.approx(model.layer_parameters)
-    assert model.read_parameters(10_000) + both == pytest.approx(read.num_parameters, rel=0.01)
+    assert model.read_bytes(1, 1) == pytest.approx(model.layer_parameters)
+    assert model.read_bytes(10_000, 1) + both == pytest.approx(read.num_parameters, rel=0.01)
 
 
 def test_a_small_gpt_oss_loads_and_answers(tmp_path: Path) -> None:
@@ -92,3 +92,10 @@ def test_a_small_gpt_oss_loads_and_answers(tmp_path: Path) -> None:
 def test_every_kind_of_cache_that_the_engine_has_can_be_measured() -> None:
     assert floor.KV_BYTES.keys() == {"auto", *CACHE_DTYPES}
     assert floor.Precision.of(None, "int4").kv_bytes == 80 / 128  # of a head of 128 numbers
+
+
+def test_experts_in_mxfp4_are_read_as_stored() -> None:
+    wide, stored = MODELS["gpt-oss-20b"], MODELS["gpt-oss-20b-mxfp4"]
+    experts = 24 * 32 * 3 * 2880**2
+    saved = wide.read_bytes(10_000, 2) - stored.read_bytes(10_000, 2)
+    assert saved == pytest.approx(experts * (2 - 0.53125))

@@ -25,12 +25,13 @@ from quire.kernels.triton.grouped import (
     grouped_product,
     store_pairs,
 )
-from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_rows
+from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_rows, power_of_two
 from quire.kernels.triton.nibble_products import PANEL, STEP, PackedNibbles, expand_nibbles
 from quire.kernels.triton.nibble_steps import sum_steps
 
 _MOST_ROWS = 64  # of a tile; larger ones are multiplied by expanded weights
-_EXPANDED_PAIRS = 192  # for each expert, from which weights are expanded
+_EXPANDED_PAIRS = 384  # for each expert, from which weights are expanded
+_FEWEST_ROWS = 16
 _EXPANDED_BYTES = 256 << 20  # of numbers at a time
 
 
@@ -64,13 +65,36 @@ class NibbleStack(NamedTuple):
             yield PackedNibbles(data, self.scales[number], offsets, self.outputs, self.inputs, self.group)
 
 
+class _Tile(NamedTuple):
+    """What a program computes, and how."""
+
+    outputs: int
+    stages: int
+    folded: bool  # factors are folded into the numbers, which are rounded to the dtype of the rows
+
+
 def choose_nibble_tilings(
     pairs: int, num: int, x_bytes: int, device: torch.device
 ) -> tuple[GroupedTiling, GroupedTiling]:
-    """As for 16-bit weights, in smaller tiles unless weights are expanded, which pays from many pairs on."""
+    """As for 16-bit weights if weights are expanded, which pays from many pairs on. Else tiles that hold a quarter more
+    than an expert's usual share: numbers are made of words for each tile again, but a tile's empty rows cost as much as
+    others."""
     first, second = choose_grouped_tilings(pairs, num, x_bytes, device)
-    most = first.block_m if pairs > num * _EXPANDED_PAIRS else min(first.block_m, _MOST_ROWS)
-    return first._replace(block_m=most), second._replace(block_m=most)
+    if pairs > num * _EXPANDED_PAIRS:
+        return first, second
+    share = -(-pairs // num)
+    block_m = max(_FEWEST_ROWS, min(_MOST_ROWS, power_of_two(share + share // 4)))
+    return first._replace(block_m=block_m), second._replace(block_m=block_m)
+
+
+def _choose_tile(stack: NibbleStack, block_m: int, x_bytes: int) -> _Tile:
+    """As measured on an H200. Sums of groups are scaled one by one unless factors are folded: that is more work than to
+    scale the numbers as soon as a step has several groups, or sums of inputs are needed for offsets."""
+    if x_bytes > 2:
+        return _Tile(PANEL, 3, folded=False)
+    if stack.group < STEP or stack.offsets is not None:
+        return _Tile(2 * PANEL, 4 if block_m == _FEWEST_ROWS else 3, folded=True)
+    return _Tile(2 * PANEL if block_m <= 32 else PANEL, 3, folded=False)
 
 
 @triton.jit(do_not_specialize=["tiles", "num_x", "K", "total_steps", "group_steps"])
@@ -79,8 +103,8 @@ def _grouped_nibble_kernel(
     total_steps, x_stride, w_stride, factor_stride, factors_stride, out_stride, group_steps, limit, alpha, shift,
     USED: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_STEP: tl.constexpr,
     GATED: tl.constexpr, KIND: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    HAS_TAIL: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
-    COMPILED: tl.constexpr,
+    HAS_TAIL: tl.constexpr, FOLDED: tl.constexpr, CODES: tl.constexpr, PRECISION: tl.constexpr,
+    DEPENDENT: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     PANEL_ROWS: tl.constexpr = 64
     WORDS: tl.constexpr = 32  # of an output in a step
@@ -108,7 +132,7 @@ def _grouped_nibble_kernel(
         offset_at = offset_ptr + expert * factors_stride + w_row if HAS_OFFSET else scale_at
         acc, acc_up = sum_steps(
             x_at, w_at, up_at, scale_at, offset_at, word, 0, total_steps, N, K, group_steps, factor_stride, BLOCK_M,
-            BLOCK_N, PER_STEP, GATED, HAS_OFFSET, HAS_TAIL, False, CODES, PRECISION, COMPILED,
+            BLOCK_N, PER_STEP, GATED, HAS_OFFSET, HAS_TAIL, FOLDED, CODES, PRECISION, COMPILED,
         )  # fmt: skip
         first = expert * (2 * N if GATED else N)
         store_pairs(
@@ -128,7 +152,10 @@ def grouped_nibble_product(
     clamp: Clamp | None = None,  # of the gate
     dependent: bool = False,
 ) -> Tensor:  # [pairs, outputs]
-    """Each pair's row by the weight of its expert, summed in float32. What pairs of padding get is not written."""
+    """Each pair's row by the weight of its expert, summed in float32. What pairs of padding get is not written.
+
+    A weight that has several groups in a step, or offsets, is rounded to the dtype of x where that is 16 bits wide; for
+    codes, whose scales are powers of two, that changes nothing."""
     if tiling.block_m > _MOST_ROWS:
         return _expanded_product(
             x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
@@ -145,16 +172,17 @@ def grouped_nibble_product(
     if pairs == 0:
         return out
     tiles, steps, has_offset = len(routing.tile_experts), stack.data.shape[2], stack.offsets is not None
-    _grouped_nibble_kernel[(tiles * triton.cdiv(outputs, PANEL),)](
+    tile = _choose_tile(stack, tiling.block_m, x.element_size())
+    _grouped_nibble_kernel[(tiles * triton.cdiv(outputs, tile.outputs),)](
         x, stack.data, stack.scales, stack.offsets, stack.bias, out, routing.places, routing.tile_experts, tiles,
         len(x), outputs, inputs, steps, x.stride(0), stack.data.stride(0), stack.scales.stride(1),
         stack.scales.stride(0), outputs, max(stack.group // STEP, 1), limit, alpha, shift,
-        USED=num_used, TOGETHER=tiling.together, BLOCK_M=tiling.block_m, BLOCK_N=PANEL,
+        USED=num_used, TOGETHER=tiling.together, BLOCK_M=tiling.block_m, BLOCK_N=tile.outputs,
         PER_STEP=max(STEP // stack.group, 1), GATED=gated, KIND=ACTIVATIONS[activation or "silu"],
         CLAMPED=clamp is not None, HAS_BIAS=stack.bias is not None, HAS_OFFSET=has_offset,
-        HAS_TAIL=inputs % STEP != 0, CODES=stack.has_codes,
+        HAS_TAIL=inputs % STEP != 0, FOLDED=tile.folded, CODES=stack.has_codes,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", DEPENDENT=dependent, COMPILED=not INTERPRETED,
-        num_warps=4, num_stages=3, launch_pdl=dependent,
+        num_warps=4, num_stages=tile.stages, launch_pdl=dependent,
     )  # fmt: skip
     return out
 
