@@ -91,7 +91,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             path = self._model.write(Path(folder))
             usual: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 512}
-            self.llm = LLM(path, load_format="dummy", skip_tokenizer_init=True, **(usual | settings))
+            self.llm = LLM(path, load_format=self._model.load_format, skip_tokenizer_init=True, **(usual | settings))
         kinds = settings.get("quantization"), settings.get("kv_cache_dtype", "auto")
         self._precision = floor.Precision.of(*kinds)
         self.title = name + TITLES.get(kinds, f" {kinds[0]} weights{'' if kinds[1] == 'auto' else ', fp8 cache'}")

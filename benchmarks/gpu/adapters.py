@@ -43,7 +43,7 @@ def make_executor(options: argparse.Namespace) -> SingleExecutor:
         planned = plan_engine(files, arguments)
         adapters = AdapterConfig(slots=options.adapters, max_rank=options.rank, host_adapters=1)
         config = replace(planned.config, adapters=adapters)
-        return SingleExecutor(files, planned.model, config, load_format="dummy")
+        return SingleExecutor(files, planned.model, config, load_format=MODELS[options.model].load_format)
 
 
 def random_adapter(slots: AdapterSlots, rank: int) -> HostAdapter:

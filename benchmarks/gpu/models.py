@@ -6,7 +6,9 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from benchmarks.gpu.stored import write_gpt_oss
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +102,16 @@ class BenchModel:
     def _expert_width(self) -> int:
         return int(self.config.get("moe_intermediate_size", self.config["intermediate_size"]))
 
+    @property
+    def load_format(self) -> Literal["auto", "dummy"]:
+        """By which an engine loads it: its random weights are made at load, but for those that are stored quantized."""
+        return "auto" if "quantization_config" in self.config else "dummy"
+
     def write(self, folder: Path) -> Path:
-        """A model directory of nothing but the config, for load_format dummy."""
+        """A model directory: of nothing but the config, unless weights are stored quantized (gpt-oss)."""
         (folder / "config.json").write_text(json.dumps(self.config))
+        if self.load_format == "auto":
+            write_gpt_oss(self.config, folder)
         return folder
 
 

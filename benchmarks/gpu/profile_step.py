@@ -89,7 +89,9 @@ def steady_engine(options: argparse.Namespace) -> tuple[EngineCore, TimedExecuto
         )  # fmt: skip
         planned = plan_engine(files, arguments)
         ranks = one_rank() if options.group else ALONE
-        executor = SingleExecutor(files, planned.model, planned.config, load_format="dummy", ranks=ranks)
+        executor = SingleExecutor(
+            files, planned.model, planned.config, load_format=MODELS[options.model].load_format, ranks=ranks
+        )
     timed = TimedExecutor(executor)
     core = EngineCore(timed, planned.config.cache, planned.config.scheduler, planned.model.vocab_size)
     sampling = SamplingParams(temperature=options.temperature, max_tokens=longest - options.context, ignore_eos=True)

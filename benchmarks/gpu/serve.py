@@ -114,7 +114,8 @@ def _write_model(model: BenchModel, folder: Path) -> Path:
 
 def _contestant(options: argparse.Namespace, folder: Path) -> Contestant:
     command = [
-        sys.executable, "-m", "quire", "serve", str(folder), "--served-model-name", SERVED, "--load-format", "dummy",
+        sys.executable, "-m", "quire", "serve", str(folder), "--served-model-name", SERVED, "--load-format",
+        SHAPES[options.model].load_format,
         "--dtype", options.dtype, "--max-model-len", "4096", "--max-num-seqs", "512", "--log-level", "warning",
         "--no-enable-prefix-caching",
         "--api-workers", str(options.api_workers), *shlex.split(options.flags),

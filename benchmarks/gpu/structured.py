@@ -68,7 +68,7 @@ def load_random(model: BenchModel, tokenizer: Path | None, **settings: Any) -> L
             write_tokenizer(path / "tokenizer.json", VOCABULARY)
         else:
             shutil.copy(tokenizer, path / "tokenizer.json")
-        return LLM(path, load_format="dummy", **settings)
+        return LLM(path, load_format=model.load_format, **settings)
 
 
 def tokens_per_second(llm: LLM, kind: str, count: int, rng: random.Random) -> tuple[float, int]:
