@@ -1,5 +1,7 @@
 """Where a steady decode step's time goes: python -m benchmarks.gpu.profile_step --model llama-3.1-8b --batch 64
 
+With --prompts, where the time of reading prompts goes: as many as --batch, of --context tokens each.
+
 Prints the wall time of a step, the host's share of it, the share of time in which the GPU was busy, and the kernels
 that took most. Without --trace nothing is kept. With --group the sums of layers go over a NCCL group of one rank.
 """
@@ -10,7 +12,10 @@ import argparse
 import json
 import tempfile
 import time
+from array import array
 from collections import defaultdict
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ import torch
 
 from benchmarks.gpu import floor
 from benchmarks.gpu.models import MODELS
+from benchmarks.gpu.workloads import Workload
 from quire.config.arguments import EngineArguments
 from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
@@ -77,8 +83,8 @@ class TimedExecutor:
         self._inner.close()
 
 
-def steady_engine(options: argparse.Namespace) -> tuple[EngineCore, TimedExecutor]:
-    """An engine in which `batch` sequences decode and nothing else happens for a while."""
+def make_engine(options: argparse.Namespace) -> tuple[EngineCore, TimedExecutor]:
+    """An engine with room for `batch` sequences of `context` tokens that decode for some steps."""
     with tempfile.TemporaryDirectory() as folder:
         files = resolve_model(str(MODELS[options.model].write(Path(folder))))
         longest = options.context + 40 + 4 * options.steps
@@ -93,14 +99,50 @@ def steady_engine(options: argparse.Namespace) -> tuple[EngineCore, TimedExecuto
             files, planned.model, planned.config, load_format=MODELS[options.model].load_format, ranks=ranks
         )
     timed = TimedExecutor(executor)
-    core = EngineCore(timed, planned.config.cache, planned.config.scheduler, planned.model.vocab_size)
-    sampling = SamplingParams(temperature=options.temperature, max_tokens=longest - options.context, ignore_eos=True)
-    for number in range(options.batch):
-        prompt = tuple((7 * number + i) % 9_000 + 10 for i in range(options.context))
-        core.submit(Submit(str(number), prompt, sampling, TokenRules()))
-    while core.stats().output_tokens < options.batch * 20:
+    return EngineCore(timed, planned.config.cache, planned.config.scheduler, planned.model.vocab_size), timed
+
+
+def submit(core: EngineCore, options: argparse.Namespace, number: int, max_tokens: int) -> None:
+    """The prompts of round `number`, which have no prefix in common with others."""
+    sampling = SamplingParams(temperature=options.temperature, max_tokens=max_tokens, ignore_eos=True)
+    for row in range(number * options.batch, (number + 1) * options.batch):
+        prompt = array("i", [(7 * row + i) % 9_000 + 10 for i in range(options.context)])
+        core.submit(Submit(str(row), prompt, sampling, TokenRules()))
+
+
+def run_until(core: EngineCore, output_tokens: int) -> int:
+    """Returns the steps it took."""
+    steps = 0
+    while core.stats().output_tokens < output_tokens:
         core.step()
-    return core, timed
+        steps += 1
+    return steps
+
+
+def decode(core: EngineCore, options: argparse.Namespace) -> Callable[[], int]:
+    """What runs some steps in which all sequences decode and nothing else happens."""
+    submit(core, options, 0, 40 + 4 * options.steps)
+    run_until(core, options.batch * 20)
+
+    def steps() -> int:
+        for _ in range(options.steps):
+            core.step()
+        return int(options.steps)
+
+    return steps
+
+
+def read_prompts(core: EngineCore, options: argparse.Namespace) -> Callable[[], int]:
+    """What runs the steps of a round of prompts; one was run before."""
+    rounds = count()
+
+    def steps() -> int:
+        number = next(rounds)
+        submit(core, options, number, 1)
+        return run_until(core, (number + 1) * options.batch)
+
+    steps()
+    return steps
 
 
 def one_rank() -> Ranks:
@@ -121,18 +163,26 @@ def busy_share(events: list[dict[str, Any]]) -> tuple[float, float]:
     return busy * 1e-6, (end - spans[0][0]) * 1e-6
 
 
-def traced(core: EngineCore, steps: int, keep: Path | None) -> list[dict[str, Any]]:
-    """What the device did in `steps` steps."""
+def traced(work: Callable[[], int], keep: Path | None) -> tuple[list[dict[str, Any]], int]:
+    """What the device did, and in how many steps."""
     kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds) as profile:
-        for _ in range(steps):
-            core.step()
+        steps = work()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = keep or Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return [event for event in events if event.get("cat") in DEVICE_WORK]
+    return [event for event in events if event.get("cat") in DEVICE_WORK], steps
+
+
+def least_seconds(options: argparse.Namespace, steps: int) -> float:
+    """The floor of a step."""
+    model, precision = MODELS[options.model], floor.Precision.of(options.quantization, options.kv_cache_dtype)
+    if options.prompts:
+        prompts = Workload([[1] * options.context] * options.batch, [1] * options.batch)
+        return floor.prefill_seconds(model, prompts, precision) / steps
+    return floor.step_seconds(model, options.batch, options.batch * (options.context + 40), precision)
 
 
 def main() -> None:
@@ -141,6 +191,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=512, help="tokens each sequence holds at the start")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument(
+        "--prompts", action="store_true", help="read prompts instead of decoding; --steps does not count"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--enforce-eager", action="store_true")
@@ -150,22 +203,20 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     parser.add_argument("--trace", type=Path, help="keep the trace here")
     options = parser.parse_args()
-    core, timed = steady_engine(options)
+    core, timed = make_engine(options)
+    work = (read_prompts if options.prompts else decode)(core, options)
     timed.launching = timed.waiting = 0.0
     begin = time.perf_counter()
-    for _ in range(options.steps):
-        core.step()
-    wall, steps = time.perf_counter() - begin, options.steps
-    precision = floor.Precision.of(options.quantization, options.kv_cache_dtype)
-    cached = options.batch * (options.context + 40)
-    least = floor.step_seconds(MODELS[options.model], options.batch, cached, precision)
+    steps = work()
+    wall = time.perf_counter() - begin
+    least = least_seconds(options, steps)
     print(
         f"{options.model}, batch {options.batch}, context {options.context}: step {wall / steps * 1e6:.0f} us, "
         f"floor {least * 1e6:.0f} us ({100 * least * steps / wall:.0f} %)\n"
         f"host: {(wall - timed.waiting) / steps * 1e6:.0f} us a step at work, "
         f"{timed.launching / steps * 1e6:.0f} us of them launching; {timed.waiting / steps * 1e6:.0f} us waiting"
     )
-    events = traced(core, steps, options.trace)
+    events, steps = traced(work, options.trace)
     if not events:
         print("the profiler saw no device work")
         return
