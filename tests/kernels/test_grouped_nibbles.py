@@ -66,8 +66,12 @@ def test_experts_multiply_by_weights_as_they_are_stored(inputs: int, group: int,
     ("inputs", "group", "kind"), [(160, 32, "codes"), (256, 128, "levels"), (192, 64, "levels"), (192, 64, "offsets")]
 )
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_rows_of_16_bits(inputs: int, group: int, kind: str, block_m: int, activation: str | None) -> None:
+@pytest.mark.parametrize("fewest", [0, 1_000])
+def test_rows_of_16_bits(
+    inputs: int, group: int, kind: str, block_m: int, activation: str | None, fewest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """Tiles of all widths, of weights whose factors are folded into the numbers and of others."""
+    monkeypatch.setattr(grouped_nibbles, "_FEWEST_PROGRAMS", fewest)
     stored, values = make_stack(280, inputs, group, kind)
     dtype = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter multiplies no bfloat16 numbers
     numbers = values.numbers.to(dtype)

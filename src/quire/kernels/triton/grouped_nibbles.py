@@ -25,13 +25,14 @@ from quire.kernels.triton.grouped import (
     grouped_product,
     store_pairs,
 )
-from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_rows, power_of_two
+from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_rows, num_processors, power_of_two
 from quire.kernels.triton.nibble_products import PANEL, STEP, PackedNibbles, expand_nibbles
 from quire.kernels.triton.nibble_steps import sum_steps
 
 _MOST_ROWS = 64  # of a tile; larger ones are multiplied by expanded weights
 _EXPANDED_PAIRS = 384  # for each expert, from which weights are expanded
 _FEWEST_ROWS = 16
+_FEWEST_PROGRAMS = 2  # for each multiprocessor, with which tiles of two panels pay
 _EXPANDED_BYTES = 256 << 20  # of numbers at a time
 
 
@@ -87,10 +88,12 @@ def choose_nibble_tilings(
     return first._replace(block_m=block_m), second._replace(block_m=block_m)
 
 
-def _choose_tile(stack: NibbleStack, block_m: int, x_bytes: int) -> _Tile:
+def _choose_tile(stack: NibbleStack, block_m: int, x_bytes: int, wide_programs: float) -> _Tile:
     """As measured on an H200. Sums of groups are scaled one by one unless factors are folded: that is more work than to
-    scale the numbers as soon as a step has several groups, or sums of inputs are needed for offsets."""
-    if x_bytes > 2:
+    scale the numbers as soon as a step has several groups, or sums of inputs are needed for offsets.
+
+    wide_programs: for each multiprocessor, with tiles of two panels."""
+    if x_bytes > 2 or wide_programs < _FEWEST_PROGRAMS:
         return _Tile(PANEL, 3, folded=False)
     if stack.group < STEP or stack.offsets is not None:
         return _Tile(2 * PANEL, 4 if block_m == _FEWEST_ROWS else 3, folded=True)
@@ -172,7 +175,8 @@ def grouped_nibble_product(
     if pairs == 0:
         return out
     tiles, steps, has_offset = len(routing.tile_experts), stack.data.shape[2], stack.offsets is not None
-    tile = _choose_tile(stack, tiling.block_m, x.element_size())
+    wide = tiles * triton.cdiv(outputs, 2 * PANEL) / num_processors(x.device)
+    tile = _choose_tile(stack, tiling.block_m, x.element_size(), wide)
     _grouped_nibble_kernel[(tiles * triton.cdiv(outputs, tile.outputs),)](
         x, stack.data, stack.scales, stack.offsets, stack.bias, out, routing.places, routing.tile_experts, tiles,
         len(x), outputs, inputs, steps, x.stride(0), stack.data.stride(0), stack.scales.stride(1),

@@ -63,8 +63,9 @@ def to_small(x, amax, dtype: tl.constexpr):
     amax = tl.where(amax == amax, tl.maximum(amax, SMALLEST_AMAX), amax)
     scaled = x * tl.div_rn(MOST, amax)
     if dtype == tl.int8:
-        whole = (scaled + ROUNDING) - ROUNDING  # to the nearest whole number, ties to even
-        small = tl.where(whole == whole, tl.minimum(tl.maximum(whole, -MOST), MOST), 0.0).to(tl.int8)
+        bounded = tl.minimum(tl.maximum(scaled, -MOST), MOST)  # before the sum, or both would be rounded as one
+        whole = (bounded + ROUNDING) - ROUNDING  # to the nearest whole number, ties to even
+        small = tl.where(scaled == scaled, whole, 0.0).to(tl.int8)
     else:
         small = clamp_float8(scaled).to(tl.float8e4nv)
     return small, tl.div_rn(amax, MOST)
