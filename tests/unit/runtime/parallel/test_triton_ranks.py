@@ -8,7 +8,7 @@ import torch
 from interpreter import HAS_TRITON
 from local_ranks import run_ranks
 from quire.config.model import Heads
-from quire.runtime.worker.graphs import Kind
+from quire.runtime.worker.decode_forward import Kind
 from quire.runtime.worker.parts import _agree
 from tiny_models import random_checkpoint, tiny_config
 from worker_executor import TinyEngine
