@@ -16,6 +16,7 @@ from quire.kernels.norm import Norm
 from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.ops import LayerOps, normalize
 from quire.runtime.layers.product import Multiply, Product
+from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, PostNormed, Projected, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
@@ -321,7 +322,7 @@ class PairedEmbedding(nn.Module):
         return torch.cat([table.newest(rows, tokens, lengths, positions) for table in self._tables], dim=1)
 
 
-TokenTable = Embedding | PairedEmbedding
+TokenTable = Embedding | PairedEmbedding | ReceivedStream
 
 
 class PositionEmbedding(WeightLayer):

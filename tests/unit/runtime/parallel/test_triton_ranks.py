@@ -39,3 +39,17 @@ def test_all_ranks_go_on_as_long_as_the_first_one() -> None:
     assert answers == [True, True]
     answers = run_ranks(2, lambda group: _agree(group, torch.device("cpu"), group.index == 1))
     assert answers == [False, False]
+
+
+def test_all_stages_run_their_steps_by_graphs() -> None:
+    checkpoint = random_checkpoint(tiny_config("qwen3", heads=Heads(4, 2, 16), hidden_size=32, num_layers=2))
+    alone, staged = (
+        TinyEngine(checkpoint, attention="triton", block_size=16, num_blocks=8, rows=2, max_len=32, stages=stages)
+        for stages in (1, 2)
+    )
+    prompts = [[5, 9, 2, 11, 7], [4, 17]]
+    assert staged.answers(prompts, max_tokens=4) == alone.answers(prompts, max_tokens=4)
+    first, last = (worker._graphs._graphs for worker in staged.executor.workers)
+    assert set(first._graphs) == {Kind(1)}  # a micro-batch of each request
+    assert set(last._graphs) == {Kind(1)}
+    staged.executor.close()
