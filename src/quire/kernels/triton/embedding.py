@@ -110,7 +110,9 @@ def take_newest(
     check_rows(vectors, "vectors")
     check_rows(out, "out")
     check(vectors.shape == out.shape and vectors.dtype == out.dtype, "out is like vectors")
-    check(positions.shape == rows.shape == out.shape[:1] and rows.dtype != torch.bool, "a position is a number per entry")
+    check(
+        positions.shape == rows.shape == out.shape[:1] and rows.dtype != torch.bool, "positions is a number per entry"
+    )
     size = vectors.shape[1]
     block = min(power_of_two(size), _BLOCK)
     _take_newest_kernel[(len(rows), triton.cdiv(size, block))](

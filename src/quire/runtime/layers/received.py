@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 
 class ReceivedStream(nn.Module):
-    """Stands for the embedding on all stages but the first. Holds the stream [tokens, width] of the step that runs next,
-    and what blocks read of its tokens besides [tokens, beside], if they do.
+    """Stands for the embedding on all stages but the first. Holds the stream [tokens, width] of the step that runs
+    next, and what blocks read of its tokens besides [tokens, beside], if they do.
 
     Graphs read both where they lie: `reserve` makes that memory. A step of so many tokens computes with a copy of the
     stream, so it can be captured after its stream was received, and padding keeps finite numbers. A larger step gets

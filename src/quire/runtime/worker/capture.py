@@ -39,7 +39,8 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, launch: Launch, rehearse: Launch) -> Launch:
-        """Waits for the device, on a stage for its steps. Rehearses twice: to compile kernels, then to make libraries set themselves up."""
+        """Waits for the device, on a stage for its steps. Rehearses twice: to compile kernels, then to make libraries
+        set themselves up."""
         graph = torch.cuda.CUDAGraph()
         if self._is_stage:
             torch.cuda.current_stream().synchronize()

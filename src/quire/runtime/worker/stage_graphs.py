@@ -1,5 +1,5 @@
-"""Decode steps of pipeline stages as captured graphs. Only layers are captured: what stages send one another is received
-before a graph is launched, and sent after it."""
+"""Decode steps of pipeline stages as captured graphs. Only layers are captured: what stages send one another is
+received before a graph is launched, and sent after it."""
 
 from __future__ import annotations
 
