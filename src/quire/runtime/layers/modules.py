@@ -62,6 +62,9 @@ class RMSNorm(WeightLayer):
     def of(self, x: Value) -> Value:
         return self._ops.rms_norm(x, self.weight.data, self._eps)
 
+    def of_sum(self, x: Tensor, change: Tensor) -> Tensor:
+        return self._ops.add_rms_norm(x, change, self.weight.data, self._eps)
+
     def of_first(self, x: Value) -> Value:
         """The norm of the first numbers of each row: [tokens, at least size] -> [tokens, size]."""
         if isinstance(x, Symbol):
@@ -95,6 +98,9 @@ class LayerNorm(WeightLayer):
 
     def of(self, x: Value) -> Value:
         return self._ops.layer_norm(x, self.weight.data, self._eps)
+
+    def of_sum(self, x: Tensor, change: Tensor) -> Tensor:
+        return self._ops.layer_norm(x.add_(change), self.weight.data, self._eps)
 
     def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
         super().randomize(part, generator, dtype)
