@@ -3,7 +3,8 @@
 With --prompts, where the time of reading prompts goes: as many as --batch, of --context tokens each.
 
 Prints the wall time of a step, the host's share of it, the share of time in which the GPU was busy, and the kernels
-that took most. Without --trace nothing is kept. With --group the sums of layers go over a NCCL group of one rank.
+that took most. Without --trace nothing is kept. With --group layers sum over a NCCL group of one rank,
+which an engine with one rank does not: so what these launches cost is seen on one GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,11 @@ from benchmarks.gpu import floor
 from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.workloads import Workload
 from quire.config.arguments import EngineArguments
-from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor
-from quire.runtime.executor.life import PAGE_BYTES, LifePage
 from quire.runtime.executor.single import SingleExecutor
 from quire.runtime.loading.resolve import resolve_model
-from quire.runtime.parallel.make import join_ranks
+from quire.runtime.parallel.group import TorchGroup
 from quire.runtime.parallel.ranks import ALONE, Ranks
 from quire.serving.assembly import plan_engine
 from quire.types.adapters import AdapterInfo
@@ -146,11 +146,12 @@ def read_prompts(core: EngineCore, options: argparse.Namespace) -> Callable[[], 
 
 
 def one_rank() -> Ranks:
-    """A rank without others, in a group all the same."""
-    from torch.distributed import HashStore
+    """A rank without others, whose layers sum over a group all the same: those of an engine with one rank do not."""
+    import torch.distributed as dist
 
-    place = ParallelConfig(executor="processes").place(0)
-    return join_ranks(place, HashStore(), "nccl", 60.0, LifePage(bytearray(PAGE_BYTES)), on_cpu=False)
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    return replace(ALONE, tensor=TorchGroup([0], "nccl", 60.0))
 
 
 def busy_share(events: list[dict[str, Any]]) -> tuple[float, float]:
@@ -199,7 +200,7 @@ def main() -> None:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--quantization", choices=("fp8", "int8", "int4"), default=None)
     parser.add_argument("--kv-cache-dtype", choices=tuple(floor.KV_BYTES), default="auto")
-    parser.add_argument("--group", action="store_true", help="of one rank, over NCCL")
+    parser.add_argument("--group", action="store_true", help="sum over a NCCL group of one rank")
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     parser.add_argument("--trace", type=Path, help="keep the trace here")
     options = parser.parse_args()

@@ -74,8 +74,8 @@ def test_so_do_ranks_that_share_a_gpu(name: str, shape: str, tmp_path: Path) -> 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_so_does_one_rank_whose_sums_are_captured(tmp_path: Path) -> None:
-    """Over NCCL."""
+def test_so_does_one_rank_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Which has nothing to sum."""
     case = FamilyCase("qwen3", tmp_path)
     assert case.model is not None
     prompts, settings = [case.prompt(length, length) for length in (30, 7, 22)], {"device": "cuda", "block_size": 16}

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels.reference import activation as reference_activation
 from quire.kernels.reference import elementwise, embedding, norm, quantize
 from quire.kernels.triton.activation import activate_rows, gate
-from quire.kernels.triton.embedding import embed, embed_newest
+from quire.kernels.triton.embedding import embed, embed_newest, take_newest
 from quire.kernels.triton.layer_norm import layer_norm
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.quantize import quantize_rows
@@ -193,3 +193,16 @@ def test_a_decode_step_starts_from_the_newest_token_of_each_row() -> None:
     ids, wanted_positions = embedding.newest_tokens(rows, tokens, lengths)
     torch.testing.assert_close(out, embedding.embed(ids, table), rtol=0, atol=0)
     assert positions.tolist() == wanted_positions.tolist() == [6, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_or_from_vectors_that_are_known_already(dtype: torch.dtype) -> None:
+    vectors, lengths = rand(5, 40, dtype=dtype), torch.tensor([3, 0, 7, 1], device=DEVICE)
+    rows = torch.tensor([2, 0, -1, 3, 1], dtype=torch.int32, device=DEVICE)
+    out, positions = torch.full_like(vectors, 9.0), torch.full((5,), 9, dtype=torch.int64, device=DEVICE)
+    kept = vectors.clone()
+    kept[[2, 4]] = 0.0  # padding, and a row that is empty
+    vectors[2] = float("nan")
+    take_newest(rows, lengths, vectors, out, positions)
+    torch.testing.assert_close(out, kept, rtol=0, atol=0)
+    assert positions.tolist() == [6, 2, 0, 0, 0]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import Queue
 from typing import Any
 
 import torch
 
-from local_ranks import local_groups
+from local_ranks import LocalGroup, local_groups
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.parallel import ParallelConfig
@@ -45,11 +45,15 @@ def sampler_of(config: EngineConfig, model: ModelConfig, builder: LayerBuilder) 
 
 
 def make_workers(
-    checkpoint: MemoryCheckpoint, config: EngineConfig, num_stages: int, sampler: Any = None
+    checkpoint: MemoryCheckpoint,
+    config: EngineConfig,
+    num_stages: int,
+    sampler: Any = None,
+    groups: Sequence[LocalGroup] | None = None,
 ) -> list[Worker]:
     """A worker of each stage. All have the same `config`, which says that there are so many."""
     assert config.parallel.pipeline == num_stages
-    groups, workers = local_groups(num_stages), []
+    groups, workers = groups or local_groups(num_stages), []
     for number, model_config in enumerate(stage_models(checkpoint.config, num_stages)):
         builder = LayerBuilder(config.device, model_config.heads, config.cache.block_size, model_config.local_heads)
         model = load_model(checkpoint, builder, model_config)

@@ -21,7 +21,7 @@ from quire.config.vision import ImageLimits
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.row_programs import RowKernel
 from quire.runtime.loading.weights import load_weights
-from quire.runtime.models.build import build_model, count_weights
+from quire.runtime.models.build import build_model, count_weights, describe_weights
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.sampling.samples import Samples
@@ -160,6 +160,14 @@ def random_checkpoint(config: ModelConfig, seed: int = 0) -> MemoryCheckpoint:
             shapes |= {f"{path}.self_attn.{kind}_norm.weight": (heads.dim,) for kind in "qk"}
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+    return MemoryCheckpoint(config, {name: t + 1.0 if "norm" in name else t for name, t in tensors.items()})
+
+
+def family_checkpoint(config: ModelConfig, seed: int = 0) -> MemoryCheckpoint:
+    """Random weights of any family, whose layers say what they are called."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = describe_weights(config).items()
+    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes}
     return MemoryCheckpoint(config, {name: t + 1.0 if "norm" in name else t for name, t in tensors.items()})
 
 

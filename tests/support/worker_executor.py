@@ -158,6 +158,7 @@ class TinyEngine:
         tensor: int = 1,
         expert: bool = False,
         stages: int = 1,  # of a pipeline, each of them a worker in a thread
+        ranks: Ranks = ALONE,  # of the one worker, where there is one
         **settings: Any,
     ) -> None:
         speculation = read_speculation(speculative_config)
@@ -177,7 +178,7 @@ class TinyEngine:
             self.config = config = self.executor.config
         else:
             parallel = ParallelConfig(tensor=tensor, expert=expert)
-            self.executor = WorkerExecutor(make(ALONE), depth) if tensor == 1 else RanksExecutor(parallel, make, depth)
+            self.executor = WorkerExecutor(make(ranks), depth) if tensor == 1 else RanksExecutor(parallel, make, depth)
         self.proposers = make_proposers(speculation, depth)
         self.core = EngineCore(
             self.executor,

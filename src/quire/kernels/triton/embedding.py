@@ -1,4 +1,5 @@
-"""The vectors of tokens: of a list of ids, or of the newest token of persistent rows."""
+"""The vectors of tokens: of a list of ids, or of the newest token of persistent rows, which another pipeline stage may
+have computed."""
 
 from __future__ import annotations
 
@@ -42,6 +43,21 @@ def _embed_newest_kernel(
         tl.store(position_ptr + entry, tl.where(known, length - 1, 0).to(position_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _take_newest_kernel(
+    row_ptr, lengths_ptr, vectors_ptr, out_ptr, position_ptr, vectors_stride, out_stride, size, BLOCK: tl.constexpr
+):  # fmt: skip
+    entry = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_ptr + entry).to(tl.int64)
+    length = tl.load(lengths_ptr + row, mask=row >= 0, other=0).to(tl.int64)
+    known = length > 0
+    x = tl.load(vectors_ptr + entry * vectors_stride + column, mask=(column < size) & known, other=0.0)
+    tl.store(out_ptr + entry * out_stride + column, x, mask=column < size)
+    if tl.program_id(1) == 0:
+        tl.store(position_ptr + entry, tl.where(known, length - 1, 0).to(position_ptr.dtype.element_ty))
+
+
 def embed(token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
     """Lines of table [vocab, size] for ids [tokens], which may be any integers: outside the vocabulary is zero."""
     check_rows(table, "table")
@@ -80,4 +96,26 @@ def embed_newest(
     _embed_newest_kernel[(len(rows), triton.cdiv(size, block))](
         rows, tokens, lengths, table, out, positions, tokens.stride(0), table.stride(0), out.stride(0),
         first, vocab_size, size, BLOCK=block, num_warps=max(1, block // 512), num_stages=1,
+    )  # fmt: skip
+
+
+def take_newest(
+    rows: Tensor,  # [entries] int: rows to take, negative for padding
+    lengths: Tensor,  # [all rows] int: tokens known of each row
+    vectors: Tensor,  # [entries, size]: of their newest tokens; those of padding mean nothing
+    out: Tensor,  # [entries, size]
+    positions: Tensor,  # [entries] int: becomes the place of the newest token in its sequence
+) -> None:
+    """`embed_newest` where the vectors are known already: copies them. Padding gives zeros."""
+    check_rows(vectors, "vectors")
+    check_rows(out, "out")
+    check(vectors.shape == out.shape and vectors.dtype == out.dtype, "out is like vectors")
+    check(
+        positions.shape == rows.shape == out.shape[:1] and rows.dtype != torch.bool, "positions is a number per entry"
+    )
+    size = vectors.shape[1]
+    block = min(power_of_two(size), _BLOCK)
+    _take_newest_kernel[(len(rows), triton.cdiv(size, block))](
+        rows, lengths, vectors, out, positions, vectors.stride(0), out.stride(0), size,
+        BLOCK=block, num_warps=max(1, block // 512), num_stages=1,
     )  # fmt: skip

@@ -102,7 +102,8 @@ class Blocks(nn.ModuleList):
 
     def _go_through(self, x: Value, step: ForwardStep) -> Value:
         is_triton = not isinstance(x, RowSymbol) and getattr(step.backend, "kernels", None) == "triton"
-        stream = Stream(x, step.attention.rows if is_triton else None, step.memo.get(BESIDE), self.adapters)
+        rows = step.attention.rows if is_triton else None
+        stream = Stream(x, rows, step.memo.get(BESIDE), self.adapters, leaves_pending=is_triton)
         *others, last = self.own[: step.num_layers]
         for block in others:
             block(stream, step)

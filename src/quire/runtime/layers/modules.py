@@ -16,6 +16,7 @@ from quire.kernels.norm import Norm
 from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.ops import LayerOps, normalize
 from quire.runtime.layers.product import Multiply, Product
+from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, PostNormed, Projected, Stream, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
@@ -61,6 +62,9 @@ class RMSNorm(WeightLayer):
     def of(self, x: Value) -> Value:
         return self._ops.rms_norm(x, self.weight.data, self._eps)
 
+    def of_sum(self, x: Tensor, change: Tensor) -> Tensor:
+        return self._ops.add_rms_norm(x, change, self.weight.data, self._eps)
+
     def of_first(self, x: Value) -> Value:
         """The norm of the first numbers of each row: [tokens, at least size] -> [tokens, size]."""
         if isinstance(x, Symbol):
@@ -94,6 +98,9 @@ class LayerNorm(WeightLayer):
 
     def of(self, x: Value) -> Value:
         return self._ops.layer_norm(x, self.weight.data, self._eps)
+
+    def of_sum(self, x: Tensor, change: Tensor) -> Tensor:
+        return self._ops.layer_norm(x.add_(change), self.weight.data, self._eps)
 
     def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
         super().randomize(part, generator, dtype)
@@ -321,7 +328,7 @@ class PairedEmbedding(nn.Module):
         return torch.cat([table.newest(rows, tokens, lengths, positions) for table in self._tables], dim=1)
 
 
-TokenTable = Embedding | PairedEmbedding
+TokenTable = Embedding | PairedEmbedding | ReceivedStream
 
 
 class PositionEmbedding(WeightLayer):

@@ -22,6 +22,9 @@ class LayerOps(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [tokens, size] over its root mean square, times weight [size]."""
 
+    def add_rms_norm(self, x: Tensor, change: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`rms_norm` of x + change [tokens, size], which is left in x. May overwrite change."""
+
     def layer_norm(self, x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:
         """x [tokens, size] with zero mean and unit variance, times weight, plus bias: [2, size]."""
 
@@ -50,6 +53,9 @@ class LayerOps(Protocol):
 class TorchOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return normalize(x, eps).mul_(weight)
+
+    def add_rms_norm(self, x: Tensor, change: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.rms_norm(x.add_(change), weight, eps)
 
     def layer_norm(self, x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], weight_bias[0], weight_bias[1], eps)
@@ -91,6 +97,9 @@ class TritonOps(TorchOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, change: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm.add_rms_norm(change, x, weight, eps)
 
     def gate(self, gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
         return super().gate(gate_up, activation, clamp) if clamp else self._activation.gate(gate_up, activation)

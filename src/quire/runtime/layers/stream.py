@@ -26,12 +26,17 @@ class StreamNorm(Protocol):
     def of(self, x: Value) -> Value:
         """The norm of x [tokens, size]."""
 
+    def of_sum(self, x: Tensor, change: Tensor) -> Tensor:
+        """The norm of x + change [tokens, size], which is left in x."""
+
 
 class Stream:
     """The residual stream x [tokens, hidden].
 
-    A change may be left `pending` for the next norm, which reads the stream anyway. `beside` [tokens, size] is what
-    layers read of tokens besides. `adapters` is told when the stream keeps only the wanted tokens.
+    A change may be left `pending` for the next norm, which reads the stream anyway. With `leaves_pending`, for kernels
+    that add and norm at once, all are, but for those of a single row, whose norm its next product takes along. `beside`
+    [tokens, size] is what layers read of tokens besides. `adapters` is told when the stream keeps only the wanted
+    tokens.
     """
 
     def __init__(
@@ -40,8 +45,10 @@ class Stream:
         rows: Tensor | None = None,
         beside: Value | None = None,
         adapters: ActiveAdapters | None = None,
+        *,
+        leaves_pending: bool = False,
     ) -> None:
-        self.x, self.beside, self._adapters = x, beside, adapters
+        self.x, self.beside, self._adapters, self._leaves_pending = x, beside, adapters, leaves_pending
         self.rows = rows  # [tokens], or None: below 0 for a token of padding, whose numbers mean nothing
         self.pending: Tensor | None = None
         self._wanted: Tensor | None = None
@@ -115,8 +122,12 @@ class Stream:
         value = value_of(change)
         if isinstance(self.x, Symbol):
             self.x.writer.add(self.x, value, scale)
+            return
+        value = value if scale == 1.0 else value.mul_(scale)
+        if self._leaves_pending and len(self.x) > 1:
+            self.pending = value
         else:
-            self.x.add_(value if scale == 1.0 else value.mul_(scale))
+            self.x.add_(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +138,8 @@ class Normed:
     norm: StreamNorm
 
     def value(self) -> Value:
-        return self.norm.of(self.stream.settle())
+        pending = self.stream.take_pending()
+        return self.norm.of(self.stream.x) if pending is None else self.norm.of_sum(self.stream.x, pending)
 
 
 @dataclass(frozen=True, slots=True)

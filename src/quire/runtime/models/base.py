@@ -18,9 +18,10 @@ from quire.runtime.layers.experts import EachExpert
 from quire.runtime.layers.latent import LatentAttention
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import TiedHead, TokenTable
+from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.stacked_experts import StackedExperts
-from quire.runtime.layers.step import AdaptedRows, ForwardStep
+from quire.runtime.layers.step import BESIDE, AdaptedRows, ForwardStep
 from quire.runtime.layers.vision import VisionTower
 
 
@@ -77,7 +78,12 @@ class BaseModel(nn.Module):
         found = embedding(step.token_ids) if vectors is None else vectors
         if step.features is not None:
             found.index_copy_(0, step.features.places, step.features.vectors)
-        hidden: Tensor = blocks(self.embed(found, step), step)
+        if isinstance(embedding, ReceivedStream):  # an earlier pipeline stage has embedded the tokens
+            if (beside := embedding.beside(len(found))) is not None:
+                step.memo[BESIDE] = beside
+        else:
+            found = self.embed(found, step)
+        hidden: Tensor = blocks(found, step)
         return hidden
 
     def normed(self, hidden: Tensor) -> Tensor:

@@ -9,16 +9,9 @@ from torch import nn
 
 from quire.config.model import ModelConfig
 from quire.runtime.layers.blocks import Absent
+from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.layers.weights import WeightLayer
 from quire.runtime.models.base import BaseModel
-
-
-class AbsentTable(Absent):
-    """Stands for the embedding. It knows the dtype of the residual stream."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
 
 
 def keep_stage(model: BaseModel, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -27,17 +20,18 @@ def keep_stage(model: BaseModel, config: ModelConfig, dtype: torch.dtype) -> Non
     _, blocks, norm, head = model.parts
     labels = model.labels
     behind = [part for part in (norm, head, labels) if part is not None]
-    table: nn.Module = model.embedding
+    table = model.embedding
     if not config.is_first_stage:
         kept = [blocks, *behind]
         if config.is_last_stage and config.tie_word_embeddings:
             kept += [layer for layer in model.modules() if layer is getattr(head, "table", None)]
         _remove(model, [path for path, _ in _layers_outside(model, kept)])
-        table = AbsentTable(dtype)
+        beside = config.num_layers * config.per_layer_input
+        table = ReceivedStream(config.hidden_size, beside, dtype)
     if not config.is_last_stage:
         _remove(model, [path for path, module in model.named_modules() if any(module is part for part in behind)])
         norm, head, labels = Absent(), Absent(), None
-    model.assemble(table, blocks, norm, head, labels)  # type: ignore[arg-type]
+    model.assemble(table, blocks, norm, head, labels)
 
 
 def _layers_outside(model: nn.Module, kept: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

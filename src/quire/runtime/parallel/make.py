@@ -30,10 +30,13 @@ def join_ranks(
     place: RankPlace, store: Store, backend: str, seconds: float, counter: Counter, *, on_cpu: bool
 ) -> Ranks:
     """Meet the other ranks through a store, and make the groups. Called once by every rank's process. `seconds` is the
-    deadline of every wait for another rank, but for the first: ranks may start at different times."""
+    deadline of every wait for another rank, but for the first: ranks may start at different times. A rank without
+    others joins nobody, and computes as in the engine's process: its layers have nothing to sum."""
     import torch.distributed as dist
 
     config = place.config
+    if config.num_ranks == 1:
+        return Ranks(place, ONE_RANK, ONE_RANK)
     limit = timedelta(seconds=max(seconds, _JOINING_SECONDS))
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
     dist.init_process_group(
@@ -57,13 +60,13 @@ def make_ranks(place: RankPlace, backend: str, seconds: float, counter: Counter,
 
 
 def _own_group(groups: list[range], rank: int, backend: str, seconds: float, counter: Counter) -> RankGroup:
-    """Make all these groups, as every rank of the world must, and return the one that has `rank`. A GPU's rank without
-    others gets a group too if it is asked for as a process: what the group costs can be measured."""
+    """Make all these groups, as every rank of the world must, and return the one that has `rank`. A rank without others
+    has nothing to send or to sum."""
     import torch.distributed as dist
 
     own: RankGroup = ONE_RANK
     for members in groups:
-        if len(members) == 1 and (backend != "nccl" or dist.get_world_size() > 1):
+        if len(members) == 1:
             continue
         if rank in members:
             own = CountedGroup(TorchGroup(members, backend, seconds), counter)

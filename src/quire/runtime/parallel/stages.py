@@ -10,15 +10,12 @@ from quire.runtime.parallel.ranks import Ranks
 
 class StageLink:
     """The place of a stage between the one before it and the one behind it. All stages run the same plans in the same
-    order, so every message is expected; none says what it is.
+    order, so every message is expected; none says what it is."""
 
-    `width`: of the residual stream; `beside`: of what blocks read of tokens besides, 0: nothing.
-    """
-
-    def __init__(self, ranks: Ranks, width: int, beside: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._hidden, self._tokens = ranks.pipeline, ranks.tokens
         self.stage, self.num_stages = ranks.place.stage, ranks.place.config.pipeline
-        self._widths, self._dtype, self._device = (width, beside), dtype, device
+        self.device = device
 
     @property
     def is_first(self) -> bool:
@@ -28,16 +25,12 @@ class StageLink:
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
 
-    def receive_hidden(self, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-        """The residual stream [tokens, width] behind the stage before, and what blocks read beside it."""
-        hidden, beside = (
-            self._hidden.receive(torch.empty(num_tokens, width, dtype=self._dtype, device=self._device), self.stage - 1)
-            if width
-            else None
-            for width in self._widths
-        )
-        assert hidden is not None
-        return hidden, beside
+    def receive_hidden(self, hidden: Tensor, beside: Tensor | None) -> None:
+        """Overwrite `hidden` by the residual stream [tokens, width] behind the stage before, and `beside` by what
+        blocks read of the tokens besides."""
+        self._hidden.receive(hidden, self.stage - 1)
+        if beside is not None:
+            self._hidden.receive(beside, self.stage - 1)
 
     def send_hidden(self, hidden: Tensor, beside: Tensor | None) -> None:
         """To the next stage. Nobody may change them afterwards."""
@@ -46,11 +39,13 @@ class StageLink:
             self._hidden.send(beside, self.stage + 1)
 
     def send_tokens(self, token_ids: Tensor) -> None:
-        """From the last stage to all others: the tokens of a step [samples], int64."""
+        """From the last stage to all others: the tokens of a step [samples], int64, which the next step may
+        overwrite."""
         if len(token_ids):
+            kept = token_ids.clone()
             for stage in range(self.num_stages - 1):
-                self._tokens.send(token_ids, stage)
+                self._tokens.send(kept, stage)
 
     def receive_tokens(self, count: int) -> Tensor:  # [samples], int64
         """The tokens of the oldest step whose tokens this stage has not received."""
-        return self._tokens.receive(torch.empty(count, dtype=torch.int64, device=self._device), self.num_stages - 1)
+        return self._tokens.receive(torch.empty(count, dtype=torch.int64, device=self.device), self.num_stages - 1)

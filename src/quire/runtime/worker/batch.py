@@ -45,6 +45,7 @@ class Batch:
     wanted: Tensor  # [positions]: batch tokens whose logits are needed; one for each sample but for forks
     spread: Tensor | None  # [samples] into `wanted`, when several rows sample from one position
     grown: tuple[Longs, Tensor] | None  # samples [grown] that their rows grow by, twice; None: all of them
+    num_tokens: int  # without padding
     shape: StepShape | None = None  # of a padded step
 
     @property
@@ -129,7 +130,7 @@ class BatchBuilder:
             axes=axes_tensor(self._images, rows, token_rows, positions, spans),
             adapters=None if self.adapters is None else self.adapters.step(token_rows, places.wanted),
         )
-        return make_batch(step, places, chosen)
+        return make_batch(step, places, chosen, count)
 
     def _state_step(self, plan: StepPlan, decodes: Longs, spans: Longs) -> StateStep | None:
         states = self._states
@@ -281,8 +282,10 @@ def _before(ends: Longs, counts: Longs) -> Longs:
     return np.repeat(ends - np.cumsum(counts), counts) + np.arange(int(counts.sum()))
 
 
-def make_batch(step: ForwardStep, places: Places, on_device: Sequence[Tensor], shape: StepShape | None = None) -> Batch:
-    """`on_device` holds the first five of `places`."""
+def make_batch(
+    step: ForwardStep, places: Places, on_device: Sequence[Tensor], num_tokens: int, shape: StepShape | None = None
+) -> Batch:
+    """`on_device` holds the first five of `places`; `num_tokens`: of the plan, without padding."""
     rows, lengths, wanted, spread, grown = on_device
     samples = Samples(places.rows.astype(np.int32), places.lengths, lengths, np.arange(len(places.rows)))
     return Batch(
@@ -292,5 +295,6 @@ def make_batch(step: ForwardStep, places: Places, on_device: Sequence[Tensor], s
         wanted,
         spread if len(places.spread) else None,
         (places.grown, grown) if places.verifies else None,
+        num_tokens,
         shape,
     )

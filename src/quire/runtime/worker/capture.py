@@ -31,16 +31,21 @@ class Capture(Protocol):
 class CudaCapture:
     """CUDA graphs that share one pool of memory: they may never run at the same time."""
 
-    def __init__(self, device: torch.device, *, alone: bool) -> None:
-        """`alone`: no other ranks capture what this one does."""
-        self._alone = alone
+    def __init__(self, device: torch.device, *, alone: bool, is_stage: bool = False) -> None:
+        """`alone`: no other ranks capture what this one does. `is_stage`: of a pipeline, whose messages may be on their
+        way for as long as their receiver likes: a capture does not wait for them."""
+        self._alone, self._is_stage = alone, is_stage
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, launch: Launch, rehearse: Launch) -> Launch:
-        """Waits for the device. Rehearses twice: to compile kernels, then to make libraries set themselves up."""
+        """Waits for the device, on a stage for its steps. Rehearses twice: to compile kernels, then to make libraries
+        set themselves up."""
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
+        if self._is_stage:
+            torch.cuda.current_stream().synchronize()
+        else:
+            torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             with compiling_only():
                 rehearse()

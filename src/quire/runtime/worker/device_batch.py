@@ -69,7 +69,8 @@ class DeviceBatchBuilder:
         found = find_samples(plan, np.arange(len(decodes)), rows.lengths, spans)
         chosen = rows.courier.send(found.rows.astype(np.int32), *found[1:5])
         segments = None if self._states is None else self._states.segments(plan, decodes, spans)
-        room, decoded = self._room(len(positions), spans, segments), rows.lengths[decodes]
+        count, decoded = len(positions), rows.lengths[decodes]
+        room = self._room(count, spans, segments)
         adapted = self.adapters is not None and self.adapters.are_used(token_rows)
         scratch, kind = self._attention.takes_scratch(spans), (len(decodes) > 0, len(spans) > 0, cascade, adapted)
         shape = None if room is None else StepShape(room, *kind, scratch)
@@ -81,7 +82,7 @@ class DeviceBatchBuilder:
         step = self._step(token_rows, positions, spans, decoded, tiles, segments, shape, (cascade, scratch))
         if adapted:
             step = replace(step, adapters=self._adapter_step(step, token_rows, found.wanted))
-        return make_batch(step, found, chosen, shape)
+        return make_batch(step, found, chosen, count, shape)
 
     def usual_shapes(self) -> list[StepShape]:
         """Those that most steps have: chunks alone, and chunks beside decodes."""
@@ -116,7 +117,7 @@ class DeviceBatchBuilder:
         step = self._step(padding, np.zeros_like(padding), spans, decoded, tiles, segments, shape, attended)
         found = find_samples(nothing, np.zeros(0, dtype=np.int64), self._rows.lengths, spans)
         chosen = self._rows.courier.send(found.rows.astype(np.int32), *found[1:5])
-        return make_batch(step, found, chosen, shape)
+        return make_batch(step, found, chosen, 0, shape)
 
     def _looked_at(self, shape: StepShape) -> int:
         """How many tokens of a padded step are looked at for rows that decode: all those, then chunks and padding."""

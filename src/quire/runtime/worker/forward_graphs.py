@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from quire.kernels.delta import NO_STATE
-from quire.runtime.layers.step import StateStep
+from quire.runtime.layers.step import BESIDE, StateStep
 from quire.runtime.models.build import Model
 from quire.runtime.worker.batch import Batch, StepShape
 from quire.runtime.worker.capture import Capture, Launch
@@ -45,6 +45,8 @@ class ForwardGraphs:
         if graph is None:
             return self._model(batch.step)
         graph.launch()
+        if graph.layers.beside is not None:
+            batch.step.memo[BESIDE] = graph.layers.beside
         return graph.layers.hidden
 
     def rehearse(self, batch: Batch) -> None:
@@ -93,9 +95,11 @@ class _Layers:
     def __init__(self, model: Model, batch: Batch) -> None:
         self._model, self._step = model, batch.step
         self.hidden: Tensor
+        self.beside: Tensor | None = None  # what blocks read of tokens besides the stream
 
     def __call__(self) -> None:
         self.hidden = self._model(self._step)
+        self.beside = self._step.memo.get(BESIDE)
 
 
 class _Graph:

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from quire.config.attention_memory import scratch_tokens
-from quire.config.engine import EngineConfig, token_buckets
+from quire.config.engine import EngineConfig, row_buckets, token_buckets
 from quire.config.kv_cache import lay_out, stored_specs
 from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import TORCH_DTYPES
+from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.models.build import Model
 from quire.runtime.parallel.group import RankGroup
 from quire.runtime.parallel.ranks import Ranks
@@ -143,24 +144,32 @@ def _device_parts(
     from quire.runtime.worker.graphs import DecodeGraphs
     from quire.runtime.worker.prepare import prepare
     from quire.runtime.worker.shared_runs import SharedRuns
+    from quire.runtime.worker.stage_graphs import HiddenGraphs
 
     rows = DeviceRows(*row_shape)
     backend.reserve(cache.of_tables, config.scheduler.num_rows, scratch_tokens(model_config, config))
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
     state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states, images, adapters)
     on_gpu, group = rows.device.type == "cuda", ranks.tensor
-    is_captured = model.is_static and ranks.place.config.pipeline == 1 and (group.in_graphs or not on_gpu)
+    is_captured, is_stage = model.is_static and (group.in_graphs or not on_gpu), ranks.place.config.pipeline > 1
     if config.device.enforce_eager or not is_captured:
         batches = DeviceBatchBuilder(state, (), plain=not model.is_static)
         return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
     model.reserve(rows.capacity)
-    longest = None if images is not None else model.trace_row(cache.layers)
-    capture = CudaCapture(rows.device, alone=group.size == 1) if on_gpu else NoCapture()
-    batches = DeviceBatchBuilder(state, token_buckets(model_config, config), plain=False)
+    buckets = token_buckets(model_config, config)
+    if isinstance(model.embedding, ReceivedStream):
+        model.embedding.reserve(max(*buckets, *row_buckets(rows.spare)), rows.device)
+    longest = None if images is not None or is_stage else model.trace_row(cache.layers)
+    capture = CudaCapture(rows.device, alone=group.size == 1, is_stage=is_stage) if on_gpu else NoCapture()
+    batches = DeviceBatchBuilder(state, buckets, plain=False)
     choice, forward = _device_choice(sampler), ForwardGraphs(model, capture)
-    if choice is None:
+    graphs: DecodeGraphs | HiddenGraphs
+    if not ranks.place.is_last_stage:
+        graphs = HiddenGraphs(model, state, capture)
+    elif choice is None:
         return Parts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
-    graphs = DecodeGraphs(model, state, *choice, capture, vocabulary, longest_row=longest)
+    else:
+        graphs = DecodeGraphs(model, state, *choice, capture, vocabulary, longest_row=longest)
     agree = partial(_agree, group, rows.device)
     return Parts(
         rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs, agree), states, images

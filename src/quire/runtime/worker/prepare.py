@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Protocol
 
 from quire.kernels.triton.compiling import compiling_only
 from quire.runtime.worker.batch import StepShape
+from quire.runtime.worker.decode_forward import Kind
 from quire.runtime.worker.device_batch import DeviceBatchBuilder
 from quire.runtime.worker.forward_graphs import ForwardGraphs
-from quire.runtime.worker.graphs import DecodeGraphs, Kind
 
 Agree = Callable[[bool], bool]  # what one rank of a group says, on all of them
 
 
+class PreparedGraphs(Protocol):
+    """Graphs of decode steps."""
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The numbers of rows for which there are graphs."""
+
+    def rarer_kinds(self) -> Iterable[Kind]:
+        """Those whose kernels may be compiled after the first request."""
+
+    def rehearse(self, kind: Kind) -> None:
+        """Launch the kernels of a graph, each once, over nothing but padding."""
+
+    def capture(self, bucket: int) -> None:
+        """Capture plain decoding of so many rows now, if it was not yet."""
+
+
 def prepare(
-    batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: DecodeGraphs, agree: Agree, seconds: float
+    batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: PreparedGraphs, agree: Agree, seconds: float
 ) -> None:
     """What any first request needs, then more for as long as `seconds` last; the rest is captured when it is met. All
     ranks of a group do the same: what is captured has sums over them.
@@ -38,17 +56,8 @@ def prepare(
     with compiling_only(wait=False):
         for bucket in others:
             forward.rehearse(batches.blank_large(bucket))
-        for bucket in graphs.buckets:
-            graphs.rehearse(Kind(bucket))
-            graphs.rehearse(Kind(bucket, narrow=True))
-            graphs.rehearse(Kind(bucket, cascade=True))
-            if graphs.has_adapters:
-                graphs.rehearse(Kind(bucket, adapters=True))
-        for listed in (0, 8):
-            graphs.rehearse(Kind(first, listed=listed))
-        if graphs.has_long_rows:
-            graphs.rehearse(Kind(first, long=True))
-        graphs.rehearse(Kind(first, guided=True))  # masks are applied by one kernel, whatever the bucket
+        for kind in graphs.rarer_kinds():
+            graphs.rehearse(kind)
         for shape in shapes:
             forward.rehearse(batches.blank(shape))
 

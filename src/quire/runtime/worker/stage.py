@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from quire.config.engine import EngineConfig
-from quire.config.model import ModelConfig
-from quire.runtime.layers.builder import TORCH_DTYPES
+from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.layers.step import BESIDE
-from quire.runtime.models.base import BaseModel
 from quire.runtime.models.build import Model
 from quire.runtime.parallel.ranks import Ranks
 from quire.runtime.parallel.stages import StageLink
@@ -28,42 +26,52 @@ from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.samples import Longs, Samples
 from quire.runtime.worker.batch import Batch
 from quire.runtime.worker.rows import Rows
-from quire.runtime.worker.runner import Runner, Sampled, SampleStep, StepOutput
+from quire.runtime.worker.runner import Forward, Runner, Sampled, SampleStep, StepOutput
 from quire.types.step import Ints, Masks, NewRow, StepPlan
 
 
-def make_link(model: ModelConfig, config: EngineConfig, ranks: Ranks) -> StageLink | None:
+def make_link(config: EngineConfig, ranks: Ranks) -> StageLink | None:
     """None: there is one stage."""
-    if ranks.place.config.pipeline == 1:
-        return None
-    assert model.stage is not None, "the model of a stage says which layers it has"
-    beside, device = model.num_layers * model.per_layer_input, torch.device(config.device.device)
-    return StageLink(ranks, model.hidden_size, beside, TORCH_DTYPES[config.device.dtype], device)
+    return None if ranks.place.config.pipeline == 1 else StageLink(ranks, torch.device(config.device.device))
+
+
+class StageStreams:
+    """What a stage receives before a step and sends after it: the residual stream of the step's tokens."""
+
+    def __init__(self, model: Model, link: StageLink) -> None:
+        table = model.embedding
+        self._received = table if isinstance(table, ReceivedStream) else None
+        assert (self._received is None) == link.is_first
+        self._link = link
+
+    def receive(self, num_tokens: int) -> None:
+        """From the stage before, into the memory that the step reads. The first stage receives nothing."""
+        if self._received is not None:
+            self._link.receive_hidden(*self._received.place(num_tokens, self._link.device))
+
+    def send(self, hidden: Tensor, beside: Tensor | None, num_tokens: int, *, is_kept: bool) -> None:
+        """To the next stage, without padding. The last stage sends nothing. `is_kept`: a later step does not overwrite
+        these; a graph does, while they may still be on their way."""
+        if not self._link.is_last:
+            parts = (None if part is None else part[:num_tokens] for part in (hidden, beside))
+            stream, other = (part if part is None or is_kept else part.clone() for part in parts)
+            assert stream is not None
+            self._link.send_hidden(stream, other)
 
 
 class StageForward:
-    """Implements Forward: from the hidden states of the stage before to those for the next one. Only the last stage
-    leaves tokens out that are not wanted."""
+    """Implements Forward over another one: from the hidden states of the stage before to those for the next one. Only
+    the last stage leaves tokens out that are not wanted."""
 
-    def __init__(self, model: Model, link: StageLink) -> None:
-        assert isinstance(model, BaseModel), "only whole decoders are divided into stages"
-        self._model, self._link = model, link
+    def __init__(self, forward: Forward, streams: StageStreams) -> None:
+        self._forward, self._streams = forward, streams
 
     def __call__(self, batch: Batch) -> Tensor:
-        model, link = self._model, self._link
-        step = batch.step if link.is_last else replace(batch.step, wanted=None)
-        if link.is_first:
-            hidden = model(step)
-        else:
-            x, beside = link.receive_hidden(len(step.token_ids))
-            step.memo.clear()
-            if beside is not None:
-                step.memo[BESIDE] = beside
-            hidden = model.blocks(x, step)
-        if not link.is_last:
-            link.send_hidden(hidden, step.memo.get(BESIDE))
-        found: Tensor = hidden
-        return found
+        self._streams.receive(batch.num_tokens)
+        hidden = self._forward(batch)
+        beside, is_kept = batch.step.memo.get(BESIDE), batch.shape is None
+        self._streams.send(hidden, beside, batch.num_tokens, is_kept=is_kept)
+        return hidden
 
 
 @dataclass(slots=True)
@@ -84,11 +92,10 @@ class AwaitedTokens:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def expect(self, batch: Batch) -> None:
-        """A step was run whose tokens come later."""
-        rows = batch.samples.rows
+    def expect(self, rows: Ints, grown: Longs | None = None) -> None:
+        """A step was run in which these rows are sampled, whose tokens come later. `grown`: see `Batch`."""
         if len(rows):
-            self._steps.append(_Awaited(rows, np.arange(len(rows)) if batch.grown is None else batch.grown[0]))
+            self._steps.append(_Awaited(rows, np.arange(len(rows)) if grown is None else grown))
 
     def receive_for(self, plan: StepPlan) -> None:
         """Wait for the tokens that a plan needs, before anything of it is done. Those of rows that it releases are
@@ -137,11 +144,12 @@ class StageRunner(Runner):
     def begin(self, plan: StepPlan, failed: frozenset[int]) -> SampleStep:  # noqa: ARG002
         batch = self._batches.build(plan)
         self._forward(batch)
-        self.awaited.expect(batch)
-        return partial(_nothing_sampled, plan, self._rows.device)
+        self.awaited.expect(batch.samples.rows, None if batch.grown is None else batch.grown[0])
+        return partial(nothing_sampled, plan, self._rows.device)
 
 
-def _nothing_sampled(plan: StepPlan, device: torch.device, masks: Masks | None) -> StepOutput:  # noqa: ARG001
+def nothing_sampled(plan: StepPlan, device: torch.device, masks: Masks | None) -> StepOutput:  # noqa: ARG001
+    """What a stage that does not sample makes of a plan."""
     return StepOutput(plan, torch.empty(0, dtype=torch.int64, device=device))
 
 

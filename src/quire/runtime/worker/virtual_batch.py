@@ -61,7 +61,7 @@ class VirtualBatchBuilder:
             axes=axes_tensor(self._images, rows, token_rows, positions, spans),
             adapters=None if self.adapters is None else self.adapters.step(token_rows, places.wanted),
         )
-        return make_batch(step, places, chosen)
+        return make_batch(step, places, chosen, len(positions))
 
     def _firsts(self, rows: Longs) -> Longs:
         """Where each row's tokens begin among those of the cache."""

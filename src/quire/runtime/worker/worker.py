@@ -23,8 +23,8 @@ from quire.runtime.tiers.tiers import NO_TIERS, Tiers
 from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.parts import make_parts
-from quire.runtime.worker.runner import RowSampler, Runner, SampleStep, StepOutput
-from quire.runtime.worker.stage import AwaitedTokens, NoSampler, StageForward, StageRunner, make_link
+from quire.runtime.worker.runner import NoGraphs, RowSampler, Runner, SampleStep, StepOutput
+from quire.runtime.worker.stage import AwaitedTokens, NoSampler, StageForward, StageRunner, StageStreams, make_link
 from quire.types.adapters import NO_ADAPTER
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
@@ -59,7 +59,7 @@ class Worker:
         """`model`, `backend` and `adapters` are those of this rank; `model_config` is that of its stage, with the heads
         and sizes of all ranks of the stage."""
         self.ranks = ranks
-        self._link = link = make_link(model_config, config, ranks)
+        self._link = link = make_link(config, ranks)
         if link is not None and not link.is_last:
             sampler = NoSampler()
         vocabulary = None if ranks.tensor is ONE_RANK else Vocabulary(model_config.vocab_size, ranks.tensor)
@@ -71,11 +71,16 @@ class Worker:
         self._sampler, self._vocab_size, self._prepare = sampler, model_config.vocab_size, parts.prepare
         num_samples = config.scheduler.num_samples
         kind = Runner if link is None or link.is_last else StageRunner
-        forward = parts.forward if link is None else StageForward(model, link)
+        streams = None if link is None else StageStreams(model, link)
+        forward = parts.forward if streams is None else StageForward(parts.forward, streams)
         self._runner = kind(model, self.rows, parts.batches, forward, sampler, vocabulary, num_samples, parts.images)
         self._awaited: AwaitedTokens | None = None  # tokens that another pipeline stage samples
         if link is not None and isinstance(self._runner, StageRunner):
             self._awaited = self._runner.awaited = AwaitedTokens(self.rows, link)
+        if streams is not None and not isinstance(parts.graphs, NoGraphs):
+            from quire.runtime.worker.stage_graphs import StageGraphs
+
+            self._graphs = StageGraphs(parts.graphs, streams, self._awaited)
         self.drafter: Drafter = NO_DRAFTER
         self.tiers: Tiers = NO_TIERS
         self._failed: set[int] = set()  # live rows whose own code raised when they were added

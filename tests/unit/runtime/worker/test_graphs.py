@@ -14,9 +14,10 @@ from quire.config.engine import row_buckets
 from quire.config.model import Heads
 from quire.runtime.layers.row_programs import RowKernel
 from quire.runtime.sampling.make import make_sampler
-from quire.runtime.worker import graphs as graphs_module
+from quire.runtime.worker import decode_forward
 from quire.runtime.worker.capture import Launch
-from quire.runtime.worker.graphs import DecodeGraphs, Kind
+from quire.runtime.worker.decode_forward import Kind
+from quire.runtime.worker.graphs import DecodeGraphs
 from quire.runtime.worker.parts import NoGraphs
 from quire.types.step import Chunk
 from row_bench import ReferenceKernel
@@ -125,7 +126,7 @@ def test_a_lone_row_that_has_grown_too_long_runs_layer_by_layer() -> None:
 def test_a_kind_runs_by_the_graph_of_a_larger_bucket_until_it_has_been_met_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(graphs_module, "BORROWED_RUNS", 2)
+    monkeypatch.setattr(decode_forward, "BORROWED_RUNS", 2)
     plain, triton = bench("reference"), bench("triton")
     graphs, _ = graphs_of(triton)
     buckets = []
@@ -206,7 +207,7 @@ def test_rows_are_written_only_when_they_change(monkeypatch: pytest.MonkeyPatch)
     assert sent == []
     made.run(decode=[1, 0])
     assert sent == [[1, 0], [1, 0]]
-    assert graphs._entries[:2].tolist() == [1, 0]
+    assert graphs._forward.entries[:2].tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(

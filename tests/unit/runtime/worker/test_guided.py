@@ -394,7 +394,7 @@ def test_candidates_of_a_guided_step_are_those_the_mask_allows(attention: str) -
 
 def test_capturing_guided_graphs_changes_no_row_and_no_block() -> None:
     pytest.importorskip("triton")
-    from quire.runtime.worker.graphs import Kind
+    from quire.runtime.worker.decode_forward import Kind
 
     made = bench("triton")
     start(made, [0, 1])

@@ -1,0 +1,63 @@
+"""The residual stream that a pipeline stage receives, in the place where other stages embed tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class ReceivedStream(nn.Module):
+    """Stands for the embedding on all stages but the first. Holds the stream [tokens, width] of the step that runs
+    next, and what blocks read of its tokens besides [tokens, beside], if they do.
+
+    Graphs read both where they lie: `reserve` makes that memory. A step of so many tokens computes with a copy of the
+    stream, so it can be captured after its stream was received, and padding keeps finite numbers. A larger step gets
+    memory of its own, which it overwrites.
+    """
+
+    def __init__(self, width: int, beside: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self._widths = (width, beside)
+        self._kept: tuple[Tensor, Tensor] | None = None  # [most, width], [most, beside]
+        self._own: tuple[Tensor, Tensor] | None = None  # of the step that runs next, if it is a larger one
+
+    def reserve(self, most: int, device: torch.device) -> None:
+        """Steps of up to so many tokens are captured from now on."""
+        stream, beside = self._new(most, device)
+        self._kept = (stream.zero_(), beside.zero_())
+
+    def place(self, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Where the stream of the next step belongs, and what is beside it; None: nothing is."""
+        kept, self._own = self._kept, None
+        if kept is None or num_tokens > len(kept[0]):
+            kept = self._own = self._new(num_tokens, device)
+        stream, beside = (each[:num_tokens] for each in kept)
+        return stream, beside if self._widths[1] else None
+
+    def beside(self, num_tokens: int) -> Tensor | None:
+        """What was received beside the stream of the step that runs, with padding."""
+        held = self._own or self._kept
+        return held[1][:num_tokens] if self._widths[1] and held is not None else None
+
+    def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, width]
+        """The stream of a step of so many tokens, whose ids are not looked at. May be overwritten."""
+        count = len(token_ids)
+        if self._own is not None:
+            return self._own[0]
+        if self._kept is not None and count <= len(self._kept[0]):
+            return self._kept[0][:count].clone()
+        return torch.zeros(count, self._widths[0], dtype=self.dtype, device=token_ids.device)  # of a rehearsal
+
+    def newest(self, rows: Tensor, tokens: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002
+        """By Triton: the stream of the newest tokens of `rows` [entries]; see Embedding."""
+        from quire.kernels.triton.embedding import take_newest
+
+        assert self._kept is not None, "reserve() was not called"
+        x = torch.empty(len(rows), self._widths[0], dtype=self.dtype, device=rows.device)
+        take_newest(rows, lengths, self._kept[0][: len(rows)], x, positions)
+        return x
+
+    def _new(self, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        stream, beside = (torch.empty(num_tokens, width, dtype=self.dtype, device=device) for width in self._widths)
+        return stream, beside
