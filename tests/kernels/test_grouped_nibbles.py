@@ -68,7 +68,8 @@ def test_experts_multiply_by_weights_as_they_are_stored(inputs: int, group: int,
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("fewest", [0, 1_000])
 def test_rows_of_16_bits(
-    inputs: int, group: int, kind: str, block_m: int, activation: str | None, fewest: int, monkeypatch: pytest.MonkeyPatch
+    inputs: int, group: int, kind: str, block_m: int, activation: str | None, fewest: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Tiles of all widths, of weights whose factors are folded into the numbers and of others."""
     monkeypatch.setattr(grouped_nibbles, "_FEWEST_PROGRAMS", fewest)
