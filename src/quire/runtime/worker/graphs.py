@@ -70,7 +70,7 @@ class _Graph(NamedTuple):
     sample: Launch | None = None  # of a guided kind: what comes after the masks
 
 
-class _Adapters:
+class GraphAdapters:
     """Where graphs read which rows of a step use which LoRA adapters."""
 
     def __init__(self, adapters: RowAdapters, most: int, device: torch.device) -> None:
@@ -144,7 +144,7 @@ class DecodeGraphs:
         self._state_spans[:, 0] = torch.arange(most)
         self._state_slots = torch.full((most, 2), PADDING, dtype=torch.int32, device=device)
         self._lists = ListSpace(most, choice.vocab_size, device)
-        self._adapters = None if state.adapters is None else _Adapters(state.adapters, most, device)
+        self._adapters = None if state.adapters is None else GraphAdapters(state.adapters, most, device)
         self._written, self._written_bucket = NO_ROWS, 0  # what entries and places hold
         self._graphs: dict[Kind, _Graph] = {}
         self._borrowed: Counter[Kind] = Counter()  # steps that ran by the graph of a larger bucket

@@ -143,9 +143,11 @@ def _device_parts(
     from quire.runtime.worker.graphs import DecodeGraphs
     from quire.runtime.worker.prepare import prepare
     from quire.runtime.worker.shared_runs import SharedRuns
+    from quire.runtime.worker.short_graphs import AllGraphs, ShortGraphs
 
-    rows = DeviceRows(*row_shape)
-    backend.reserve(cache.of_tables, config.scheduler.num_rows, scratch_tokens(model_config, config))
+    rows, scheduler = DeviceRows(*row_shape), config.scheduler
+    most = scheduler.num_rows if config.speculation is None else scheduler.num_samples  # lines that attend as decodes
+    backend.reserve(cache.of_tables, most, scratch_tokens(model_config, config))
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
     state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states, images, adapters)
     on_gpu, group = rows.device.type == "cuda", ranks.tensor
@@ -161,10 +163,11 @@ def _device_parts(
     if choice is None:
         return Parts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
     graphs = DecodeGraphs(model, state, *choice, capture, vocabulary, longest_row=longest)
-    agree = partial(_agree, group, rows.device)
-    return Parts(
-        rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs, agree), states, images
-    )  # fmt: skip
+    ready = partial(prepare, batches, forward, graphs, partial(_agree, group, rows.device))
+    if config.speculation is None or states is not None or images is not None:
+        return Parts(rows, cache, batches, forward, graphs, ready, states, images)
+    short = ShortGraphs(model, state, *choice, capture, vocabulary, most=most)
+    return Parts(rows, cache, batches, forward, AllGraphs(graphs, short), partial(ready, short=short))
 
 
 def _agree(group: RankGroup, device: torch.device, answer: bool) -> bool:

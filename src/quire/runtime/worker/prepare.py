@@ -11,12 +11,19 @@ from quire.runtime.worker.batch import StepShape
 from quire.runtime.worker.device_batch import DeviceBatchBuilder
 from quire.runtime.worker.forward_graphs import ForwardGraphs
 from quire.runtime.worker.graphs import DecodeGraphs, Kind
+from quire.runtime.worker.short_graphs import ShortGraphs, ShortKind
 
 Agree = Callable[[bool], bool]  # what one rank of a group says, on all of them
 
 
 def prepare(
-    batches: DeviceBatchBuilder, forward: ForwardGraphs, graphs: DecodeGraphs, agree: Agree, seconds: float
+    batches: DeviceBatchBuilder,
+    forward: ForwardGraphs,
+    graphs: DecodeGraphs,
+    agree: Agree,
+    seconds: float,
+    *,
+    short: ShortGraphs | None = None,  # of an engine that drafts
 ) -> None:
     """What any first request needs, then more for as long as `seconds` last; the rest is captured when it is met. All
     ranks of a group do the same: what is captured has sums over them.
@@ -31,13 +38,19 @@ def prepare(
             forward.rehearse(batches.blank(shape))
         forward.rehearse(batches.blank_large(first))
     graphs.capture(first)
-    tasks: list[Callable[[], None]] = [partial(graphs.capture, bucket) for bucket in others]
+    tasks: list[Callable[[], None]] = []
+    if short is not None:
+        tasks += [partial(short.capture, bucket) for bucket in short.buckets]
+    tasks += [partial(graphs.capture, bucket) for bucket in others]
     tasks += [partial(_capture, batches, forward, shape) for shape in shapes]
     while tasks and agree(time.monotonic() < deadline):
         tasks.pop(0)()
     with compiling_only(wait=False):
         for bucket in others:
             forward.rehearse(batches.blank_large(bucket))
+        for bucket in () if short is None else short.buckets:
+            short.rehearse(ShortKind(bucket))
+            short.rehearse(ShortKind(bucket, narrow=True))
         for bucket in graphs.buckets:
             graphs.rehearse(Kind(bucket))
             graphs.rehearse(Kind(bucket, narrow=True))
