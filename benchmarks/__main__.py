@@ -77,6 +77,7 @@ GPU_BENCHMARKS: dict[str, str] = {
     "gpu.swap": "GB/s of blocks to host memory and back",
     "gpu.accuracy": "what bf16, fp8, int8 and int4 cost in perplexity and logprobs",
     "gpu.kernels_attention": "every attention kernel: right, and how fast",
+    "gpu.memory": "the memory plan beside what the device says: after the start, and the most that steps take",
     "gpu.mixed_attention": "attention of steps with decode rows and prompt chunks, one after the other and on branches",
     "gpu.mixed_steps": "time between tokens while long prompts are read, without and with a target, any device",
     "gpu.kernels_rest": "every other kernel: right, and how fast",

@@ -57,9 +57,10 @@ def prepare(
     with compiling_only(wait=False):
         for bucket in others:
             forward.rehearse(batches.blank_large(bucket))
-        for bucket in () if short is None else short.buckets:
-            short.rehearse(ShortKind(bucket))
-            short.rehearse(ShortKind(bucket, narrow=True))
+        if short is not None:
+            for bucket in short.buckets:
+                short.rehearse(ShortKind(bucket))
+                short.rehearse(ShortKind(bucket, narrow=True))
         for bucket in graphs.buckets:
             graphs.rehearse(Kind(bucket))
             graphs.rehearse(Kind(bucket, narrow=True))
