@@ -11,13 +11,13 @@ from quire.config.facts import HardwareFacts
 from quire.config.kv_cache import PLAIN, SCALED_DTYPES, KVGroups, lay_out, stored_specs
 from quire.config.model import DTYPE_BYTES, Experts, ModelConfig
 from quire.config.rank_model import largest_rank
+from quire.config.sampling_memory import mask_memory, rotary_memory, sampling_memory
 from quire.config.sizes import MIB, at_least, at_most, format_size, format_table
 from quire.config.vision import image_bytes
 from quire.config.weight_memory import weight_memory
 from quire.types.errors import DoesNotFit
 
 PROCESS_BYTES = {"cpu": 320 * MIB, "cuda": 768 * MIB}  # Python, torch and its libraries; on a GPU the CUDA context
-SAMPLING_BYTES_PER_LOGIT = 64  # logits, a float32 copy, probabilities, their sort and its float64 sum
 GATHERED_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}  # keys that gathering attention copies at once, or one sequence
 IN_PLACE_BYTES = {  # work lists and partial results of attention backends that read the cache in place
     "native": 16 * MIB,
@@ -29,16 +29,10 @@ TABLE_BYTES = 4  # a token or a block in the tables of rows
 GRAPH_BYTES = 16 * MIB  # one captured decode graph: its nodes and kernels
 TOKEN_GRAPH_BYTES = 8 * MIB  # the captured graphs of one token bucket: prompts, decodes, or both
 NUM_GRAPHS = 32  # captured decode graphs: row buckets, some with and without top_k and top_p
+SHORT_GRAPHS = 12  # captured steps that verify drafts, likewise
 SAVE_STAGING_BYTES = 512 * MIB  # GPU buffer for blocks being copied to host memory: what PCIe carries in a long step
 LOAD_STAGING_BYTES = 256 * MIB  # GPU buffer for blocks being copied from host memory
-MASK_COPIES = {
-    "device": 2,  # masks of allowed tokens on a GPU: one per row that stays, and those that are being sent
-    "host": 3,  # masks of this step and of the step before, and a copy of those that are sent
-}
-MASK_PARCELS = 16  # batches of masks in pinned memory that may be on their way to a GPU
 ADAPTER_FIX = "lower max_loras, max_cpu_loras or max_lora_rank"
-PROMPT_POSITIONS = 128  # prompt logprobs are computed for so many positions at a time ...
-PROMPT_BYTES_PER_LOGIT = 24  # ... with these buffers: logits in float32, log-softmax, comparison for ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +62,8 @@ class MemoryPlan:
     images: int = 0  # encoding the largest image, and vectors of images that are kept
     adapters: int = 0  # slots for LoRA adapters
     host_adapters: int = 0  # LoRA adapters in host memory; on a CPU they take from the same memory as all else
+    rotary: int = 0  # tables of rotary positions
+    held_sampling: int = 0  # the part of `sampling` that is held from the start
 
     @property
     def state_bytes(self) -> int:
@@ -89,9 +85,15 @@ class MemoryPlan:
     @property
     def fixed(self) -> int:
         """Bytes of everything but the KV cache."""
-        needed = self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs
+        needed = self.process + self.weights + self.activations + self.sampling + self.rows + self.graphs + self.rotary
         host = self.host_cache if self.device == "cpu" else 0
         return needed + self.images + self.all_adapters + self.masks + self.draft + self.staging + self.states + host
+
+    @property
+    def held(self) -> int:
+        """Bytes of a GPU that are held when the engine has started and no step runs, with all graphs captured."""
+        steps = self.activations + self.images + self.sampling - self.held_sampling + self.masks // 2
+        return self.total - steps
 
     @property
     def all_adapters(self) -> int:
@@ -196,6 +198,7 @@ class MemoryPlan:
             ("logits, sampling", self.sampling, ""),
             ("masks", self.masks, self._where_masks_are),
             ("rows", self.rows, ""),
+            ("rotary tables", self.rotary, ""),
             *([("graphs", self.graphs, "captured decode steps")] if self.graphs else []),
             ("KV cache", self.kv_cache, f"{self.num_blocks:,} blocks of {self.block_size} tokens"),
             *([("states", self.states, f"{self.groups.num_states:,} sequences")] if self.states else []),
@@ -238,22 +241,24 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
     does not fit."""
     model = largest_rank(model, config.parallel)
     device, kind = config.device.device, config.device.device.partition(":")[0]
-    has_triton = _attention(config, facts) == "triton"
     scheduler, block_size, kv_dtype = config.scheduler, config.cache.block_size, config.device.kv_dtype
     drafting = config.speculation is not None and config.speculation.method != "ngram"
     draft = None if config.speculation is None else config.speculation.draft
     draft = None if draft is None else largest_rank(draft, config.parallel)
     groups = config.cache.groups
-    sampling, rows = _sampling(model, scheduler), _rows(scheduler, block_size, groups)
-    masks, host_masks = _masks(model, config, facts)
+    attention, value_bytes = _attention(config, facts), facts.weight_bytes(config.device.dtype, device)
+    rows, (sampling, held_sampling) = _rows(scheduler, block_size, groups), sampling_memory(model, scheduler, attention)
+    masks, host_masks = mask_memory(model, config, attention)
     drafted = sampling + masks + rows + _graphs(draft or model, config, facts) if drafting else 0
     block_bytes = kv_block_bytes(model, kv_dtype, block_size, groups)
     tier = config.cache.tiers.host_blocks * block_bytes  # the host tier does not hold the draft model's keys and values
     block_bytes += groups.num_window_blocks * TABLE_BYTES  # which window blocks belong to it
+    has_triton = attention == "triton"
     if drafting:
         drafted += scratch_memory(draft or model, config, facts, has_triton=has_triton)
     if draft is not None:
         drafted += weight_memory(draft, config, facts, has_triton=has_triton)
+        drafted += rotary_memory(draft, scheduler.max_model_len, value_bytes)
         block_bytes += kv_block_bytes(draft, kv_dtype, block_size)
     return MemoryPlan(
         device=device,
@@ -276,9 +281,11 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         staging=0 if kind == "cpu" else min(SAVE_STAGING_BYTES, tier) + min(LOAD_STAGING_BYTES, tier),
         groups=groups,
         max_chunk=scheduler.max_num_batched_tokens,
-        images=_images(model, scheduler, facts.weight_bytes(config.device.dtype, device)),
+        images=_images(model, scheduler, value_bytes),
         adapters=_adapters(model, config, facts),
         host_adapters=host_adapter_memory(model, config.adapters, DTYPE_BYTES[config.device.dtype]),
+        rotary=rotary_memory(model, scheduler.max_model_len, value_bytes),
+        held_sampling=held_sampling,
     )
 
 
@@ -292,25 +299,6 @@ def _images(model: ModelConfig, scheduler: SchedulerConfig, weight_bytes: int) -
     if model.vision is None or scheduler.images is None:
         return 0
     return image_bytes(model.vision, scheduler.images, model.hidden_size, weight_bytes)
-
-
-def _sampling(model: ModelConfig, scheduler: SchedulerConfig) -> int:
-    bytes_per_token = max(scheduler.num_samples * SAMPLING_BYTES_PER_LOGIT, PROMPT_POSITIONS * PROMPT_BYTES_PER_LOGIT)
-    return model.vocab_size * bytes_per_token
-
-
-def _masks(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> tuple[int, int]:
-    """Bytes of the masks of all rows on the device, and beside a GPU in host memory. A mask has a bit for each token.
-
-    On a GPU the Triton kernels keep a mask for each row; other backends send masks as logits, which count as sampling.
-    Pinned memory is allocated in powers of two."""
-    step = config.scheduler.num_rows * -(-model.vocab_size // 32) * 4  # the masks of all rows
-    host = MASK_COPIES["host"] * step
-    if config.device.device == "cpu":
-        return host, 0
-    if _attention(config, facts) != "triton":
-        return 0, host
-    return MASK_COPIES["device"] * step, host + MASK_PARCELS * (1 << (step - 1).bit_length())
 
 
 def _attention(config: EngineConfig, facts: HardwareFacts) -> str:
@@ -382,7 +370,8 @@ def _graphs(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     tokens = token_buckets(model, config)
     widest = widest_activations(model)
     kinds = 1 if config.adapters is None else 2  # steps with and without LoRA adapters
-    choosing = kinds * NUM_GRAPHS * GRAPH_BYTES + 2 * rows * (widest + model.vocab_size) * value_bytes
+    num_graphs = NUM_GRAPHS if config.speculation is None else NUM_GRAPHS + SHORT_GRAPHS
+    choosing = kinds * num_graphs * GRAPH_BYTES + 2 * rows * (widest + model.vocab_size) * value_bytes
     if scratch_memory(model, config, facts, has_triton=True):
         kinds *= 2  # steps whose prompts read a copy of the cache, and the cache itself
     return choosing + kinds * len(tokens) * TOKEN_GRAPH_BYTES + 2 * max(tokens, default=0) * widest * value_bytes

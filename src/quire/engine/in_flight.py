@@ -61,6 +61,13 @@ class InFlightStep:
         ahead = len(self.rows)
         return ahead + sum(awaited.count for awaited in self.paced) if self.paced else ahead
 
+    @property
+    def is_mostly_paced(self) -> bool:
+        """Whether most of the rows wait for the result, and there are no prompts in the step. The next step then waits
+        for it too: without these rows it would cost as much and generate less."""
+        paced = self.paced
+        return bool(paced) and len(paced) > len(self.rows) and self.num_samples == self.plan.num_tokens
+
     def lease_of(self, row: int) -> int | None:
         """Return the lease that a row had in this step; None if the row was not in it."""
         if row in self.other_leases:
@@ -117,18 +124,22 @@ class Pipeline:
         return sum([step.micro_batch == micro_batch for step in self._steps])
 
     def fill(self, prepare: Callable[[], InFlightStep | None], supply: Callable[[InFlightStep], Masks | None]) -> None:
-        """Plan and launch steps until `depth` are in flight, there is nothing to plan, or the last one awaits its
-        masks. `supply` returns the masks of a guided step."""
+        """Plan and launch steps until `depth` are in flight, there is nothing to plan, the last one awaits its masks,
+        or most of its rows wait for their results. `supply` returns the masks of a guided step."""
         while True:
             if (step := self.guided_step) is not None:
                 self._executor.supply_masks(supply(step))
                 step.awaits_masks = False
-            if len(self._steps) == self.depth or (self._steps and self._steps[-1].awaits_masks):
+            if len(self._steps) == self.depth or (self._steps and self._is_last(self._steps[-1])):
                 return
             if (step := prepare()) is None:
                 return
             self._steps.append(step)
             self._executor.launch(step.plan)
+
+    def _is_last(self, step: InFlightStep) -> bool:
+        """Whether no step is launched before the result of this one has come, or its masks."""
+        return step.awaits_masks or (self._micro_batches == 1 and step.is_mostly_paced)
 
     def collect(self) -> tuple[InFlightStep, StepResult]:
         """Wait for the oldest step in flight. Returns it and its result."""

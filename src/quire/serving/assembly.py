@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,9 @@ from quire.config.embedding import (
     resolve_encoder_config,
 )
 from quire.config.engine import EngineConfig, SchedulerConfig
+from quire.config.facts import HardwareFacts, cuda_index
 from quire.config.memory import MemoryPlan
+from quire.config.memory_check import check_memory
 from quire.config.model import ModelConfig
 from quire.config.parallel import check_one_rank
 from quire.config.resolve import resolve_engine_config
@@ -33,6 +36,7 @@ from quire.engine.decoding.vocabulary import VocabularySource
 from quire.engine.encoder_core import EncoderCore
 from quire.engine.executor import Executor
 from quire.engine.speculation.registry import make_proposers
+from quire.runtime.device_memory import read_device_memory
 from quire.runtime.encoder.encoder import TextEncoder
 from quire.runtime.encoder.executor import EncoderExecutor
 from quire.runtime.executor.single import SingleExecutor
@@ -47,6 +51,8 @@ from quire.runtime.models.build import count_rank_weights
 from quire.runtime.models.registry import ENTRIES, check_generates
 from quire.types.errors import ConfigError, InvalidRequest
 
+logger = logging.getLogger("quire")
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngine:
@@ -59,6 +65,7 @@ class PlannedEngine:
     draft_files: ModelFiles | None = None  # of the model that guesses ahead, where there is one
     settings: EmbeddingSettings | None = None  # of what it makes of texts; None: it generates text
     modules: tuple[AdapterModule, ...] = ()  # LoRA adapters that it has from the start
+    free_memory: int | None = None  # bytes of the GPU that were free when it was planned; None: a CPU
 
     @property
     def pooling(self) -> PoolingModel | None:
@@ -80,6 +87,7 @@ class PlannedEngine:
             config = replace(config, cache=replace(config.cache, namespace=namespace))
         executor = self._make_executor(config, load_format, progress)
         give_back()  # what loading took and freed
+        self._check_memory(config)
         proposers = make_proposers(config.speculation, executor.depth)
         tools = replace(tools or DecodingTools(), proposers=proposers)
         try:
@@ -104,6 +112,14 @@ class PlannedEngine:
         from quire.runtime.executor.ranked import RankJob
 
         return make_executor(RankJob(self.files, self.model, config, load_format, self.draft_files), progress)
+
+    def _check_memory(self, config: EngineConfig) -> None:
+        """Log what the GPU says of its memory beside the plan. A warning if they differ by much. Ranks that are other
+        processes hold theirs."""
+        if self.free_memory is None or config.parallel.executor != "single":
+            return
+        found = check_memory(self.memory, self.free_memory, read_device_memory(config.device.device))
+        logger.log(logging.WARNING if found.is_off else logging.INFO, "%s", found)
 
     def tools(self, vocabulary: VocabularySource | None, *, warm: bool = False) -> DecodingTools:
         """What the engine decodes with. `vocabulary` is asked for with the first grammar, or now if `warm`."""
@@ -203,9 +219,16 @@ def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArgumen
     if draft is not None:
         check_generates(draft.architecture, "speculative_config")
     counted = count_rank_weights(model, read_arguments(arguments).parallel)
-    config, memory = resolve_engine_config(arguments, detect_hardware(), counted, draft, offline=offline)
+    facts = detect_hardware()
+    config, memory = resolve_engine_config(arguments, facts, counted, draft, offline=offline)
     modules = read_modules(arguments.lora_modules, enable=arguments.enable_lora)
-    return PlannedEngine(files, model, config, memory, draft_files, modules=modules)
+    free = free_memory(facts, config.device.device)
+    return PlannedEngine(files, model, config, memory, draft_files, modules=modules, free_memory=free)
+
+
+def free_memory(facts: HardwareFacts, device: str) -> int | None:
+    """Bytes of a GPU that were free when the facts were collected; None for a CPU."""
+    return None if device == "cpu" else facts.cuda[cuda_index(device)].free_memory
 
 
 def find_draft(arguments: EngineArguments, *, offline: bool = False) -> ModelFiles | None:

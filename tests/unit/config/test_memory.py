@@ -9,8 +9,6 @@ from quire.config.facts import HardwareFacts
 from quire.config.memory import (
     GATHERED_BYTES,
     LOAD_STAGING_BYTES,
-    MASK_PARCELS,
-    PROMPT_POSITIONS,
     SAVE_STAGING_BYTES,
     MemoryPlan,
     kv_block_bytes,
@@ -18,6 +16,7 @@ from quire.config.memory import (
 )
 from quire.config.model import Dtype, Experts, Heads, Latent, Quantization, StoredLevels
 from quire.config.parallel import ParallelConfig
+from quire.config.sampling_memory import MASK_PARCELS, PROMPT_POSITIONS
 from quire.config.sizes import GIB, MIB
 from quire.config.tiers import TierConfig
 from quire.config.weight_memory import weight_memory

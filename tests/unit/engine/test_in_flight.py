@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from quire.engine.in_flight import InFlightStep, Pipeline
+from quire.engine.in_flight import AwaitedSamples, InFlightStep, Pipeline
 from quire.types.step import Chunk, Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
@@ -159,3 +159,31 @@ def test_a_step_knows_the_leases_its_rows_had() -> None:
     rows, leases = np.array([3, 1], dtype=np.int32), np.array([30, 10], dtype=np.int64)
     step = InFlightStep(StepPlan(0, rows), rows, leases, 0, {2: 20}, 0.0)
     assert [step.lease_of(row) for row in range(4)] == [None, 10, 20, 30]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "paced", "chunks", "launched"),
+    [
+        (0, 2, (), 1),
+        (1, 2, (), 1),
+        (2, 2, (), 2),  # as many run ahead: they do not wait for the others
+        (0, 2, (Chunk(9, 0, 8),), 2),  # prompts are read meanwhile
+    ],
+)
+def test_no_step_is_launched_while_most_rows_wait_for_their_results(
+    ahead: int, paced: int, chunks: tuple[Chunk, ...], launched: int
+) -> None:
+    device = Device(1.0)
+    pipeline = Pipeline(device, None, lambda: device.now)  # type: ignore[arg-type]
+
+    def prepare() -> InFlightStep:
+        step = in_flight(len(device.ends), device, ahead + paced, chunks)
+        step.rows = step.rows[:ahead]
+        step.paced = tuple(AwaitedSamples(ahead + place, 0, ahead + place, 1) for place in range(paced))
+        return step
+
+    pipeline.fill(prepare, no_masks)
+    assert len(pipeline) == launched
+    pipeline.collect()
+    pipeline.fill(prepare, no_masks)
+    assert len(pipeline) == launched

@@ -1,13 +1,19 @@
-"""Estimates how long steps and tokens take, from the times of past steps. Policies, prefetch and preemption use it."""
+"""Estimates how long steps and tokens take, from the times of past steps. The policy by deadlines uses StepCurve,
+prefetch and preemption ComputeTime."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from quire.types.step import StepPlan
 
 _REMEMBERED = 64  # steps
 _STEEPNESS = 1e-12  # seconds per token; a smaller slope counts as none
+_CLASSES_PER_OCTAVE = 2  # of StepCurve
+_RATE = 0.25  # the weight of a new step in the figures of its size class
+_MOST_SLOWER = 2.0  # a step counts for at most so many times what its class takes: it may be a pause of the machine
+_FARTHEST = 4  # times the largest known step: what StepCurve says of larger ones is not trusted
 
 
 class StepTime:
@@ -23,13 +29,6 @@ class StepTime:
             self._add(*self._steps[0], -1)
         self._steps.append((num_tokens, seconds))
         self._add(num_tokens, seconds, 1)
-
-    def tokens_within(self, seconds: float, limit: int) -> int:
-        """Return how many tokens a step may have to end within `seconds`, at most `limit`."""
-        if not self._steps:
-            return limit
-        base, slope = self._line()
-        return limit if slope <= 0.0 else min(limit, max(int((seconds - base) / slope), 0))
 
     @property
     def per_token(self) -> float | None:
@@ -55,6 +54,48 @@ class StepTime:
             squares + signed * num_tokens,
             products + signed * seconds,
         )
+
+
+class StepCurve:
+    """Seconds of steps by their number of tokens: running means of size classes, and straight lines between them.
+
+    A class keeps its figures while no step of its size comes. So long decoding does not make it forget what prompt
+    tokens cost, and the first chunk of the next prompt has the right size already."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, tuple[float, float, int]] = {}  # tokens, seconds, steps
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Note that a step of `num_tokens` tokens took `seconds`. The first step of a size may have compiled kernels:
+        the second replaces it if that was faster."""
+        key = round(_CLASSES_PER_OCTAVE * math.log2(max(num_tokens, 1)))
+        tokens, known, count = self._classes.get(key, (float(num_tokens), seconds, 0))
+        if count == 1:
+            known = min(known, seconds)
+        known += _RATE * (min(seconds, _MOST_SLOWER * known) - known)
+        self._classes[key] = (tokens + _RATE * (num_tokens - tokens), known, count + 1)
+        if count:
+            self._follow(key, known)
+
+    def _follow(self, key: int, seconds: float) -> None:
+        """Have the other classes agree with the newest figure: no smaller step takes longer, no larger one less."""
+        for other, (tokens, known, count) in self._classes.items():
+            if known > seconds if other < key else known < seconds:
+                self._classes[other] = (tokens, seconds, count)
+
+    def tokens_within(self, seconds: float, limit: int) -> int:
+        """Return how many tokens a step may have to end within `seconds`, at most `limit`."""
+        left_tokens = left_seconds = slope = 0.0  # a step of no tokens takes no time, as far as is known
+        for tokens, known, _ in sorted(self._classes.values()):
+            if known > seconds:
+                share = (seconds - left_seconds) / (known - left_seconds)
+                return min(limit, int(left_tokens + share * (tokens - left_tokens)))
+            slope = (known - left_seconds) / max(tokens - left_tokens, 1.0)
+            left_tokens, left_seconds = tokens, known
+        if not self._classes:
+            return limit
+        farther = (seconds - left_seconds) / slope if slope > _STEEPNESS else math.inf
+        return min(limit, int(min(left_tokens + farther, _FARTHEST * left_tokens)))
 
 
 class ComputeTime:

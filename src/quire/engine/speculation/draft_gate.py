@@ -8,6 +8,8 @@ _WINDOW, _LEAST_WINDOW = 24, 6  # steps with drafts that are compared together: 
 _CLEAN = 3  # after this many steps without a draft, a step counts as plain: no row waits for a result any more
 _RECENT = 16  # the batch size is the largest of this many steps: some lack the rows that wait for results
 _RATE = 0.1  # the weight of a new step in the running mean of plain steps
+_LEFT_OUT = 8  # one step in so many of a window is left out at either end, at least one: a kernel may compile in it
+_AS_FAST = 1 - 1e-6  # rates that differ by less are equal
 _FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096  # plain steps after a window that was slower; doubles each time
 
 
@@ -53,7 +55,8 @@ class _Octave:
         self.pause = 0  # plain steps before drafts are allowed again
         self._next_pause = _FIRST_PAUSE
         self._plain: float | None = None  # tokens a second
-        self._tokens, self._seconds, self._drafts = 0, 0.0, 0  # of the window
+        self._steps: list[tuple[int, float]] = []  # tokens and seconds of the window's steps
+        self._drafts = 0  # steps of the window that verified a draft
 
     def note_plain(self, rows: int, seconds: float) -> None:
         self.pause = max(0, self.pause - 1)
@@ -63,18 +66,29 @@ class _Octave:
 
     def note_drafted(self, num_tokens: int, seconds: float, *, is_draft: bool) -> None:
         """Note a step that verified drafts, or one soon after it: rows that wait for results are part of the cost."""
-        self._tokens += num_tokens
-        self._seconds += seconds
+        self._steps.append((num_tokens, seconds))
         self._drafts += is_draft
         if self._drafts >= self._window:
             self._judge()
 
     def _judge(self) -> None:
-        rate = self._tokens / max(self._seconds, 1e-9)
-        self._tokens, self._seconds, self._drafts = 0, 0.0, 0
+        rate = _usual_rate(self._steps)
+        self._steps, self._drafts = [], 0
         if self._plain is None:
             self.pause = 2 * _CLEAN  # long enough to see plain steps
-        elif rate < self._plain:
+        elif rate < _AS_FAST * self._plain:
             self.pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
         else:
             self._next_pause = _FIRST_PAUSE
+
+
+def _usual_rate(steps: list[tuple[int, float]]) -> float:
+    """Tokens a second of some steps, without the slowest and the fastest of them: one step in which a graph is captured
+    would outweigh a whole window."""
+    left_out = max(1, len(steps) // _LEFT_OUT)
+    kept = sorted(steps, key=_seconds)[left_out:-left_out] or steps
+    return sum(tokens for tokens, _ in kept) / max(sum(seconds for _, seconds in kept), 1e-9)
+
+
+def _seconds(step: tuple[int, float]) -> float:
+    return step[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,12 +34,17 @@ from quire.kernels.triton.attention_schedule import (
     with_config,
     with_own_lists,
 )
+from quire.kernels.triton.launch import num_processors
 from quire.runtime.attention.backend import Kernels, LayerCache
+from quire.runtime.attention.branches import Launch, SideBranch
 from quire.runtime.attention.prefill_scratch import PrefillScratch, ScratchConfig, ScratchPlan, Spans
 from quire.runtime.transfer import Courier
 
 SPARE_TILES = 48  # that are not full, one at most of each chunk
 CASCADE_BYTES = 40 << 20  # of keys and values that are read while a cascade's second launch ramps up and down
+# Where the chunks of a step would give each multiprocessor more tiles than this, they fill the device by themselves,
+# and attention kernels run in turn. An estimate: `python -m benchmarks.gpu.mixed_attention` times both ways.
+BRANCHED_TILES = 8
 Splits = Mapping[int | None, SplitPlan]  # by the window of the layers that read it
 
 
@@ -83,6 +89,8 @@ class TritonAttention:
         self._windows: dict[int | None, None] = {}  # of all layers, each once, in their order
         self._prefill = prefill_config(heads.dim, dtype, device)
         self._reserved: Reserved | None = None
+        self._side: SideBranch | None = None
+        self._most_branched = 0  # tokens of a step whose chunks attend beside its decode rows
 
     def accept(self, rule: AttentionRule) -> None:
         """All of them, before `reserve`."""
@@ -97,6 +105,13 @@ class TritonAttention:
             self._scratch = PrefillScratch(self._scratch_config, self._heads, scratch_tokens, key.device)
         cascade = allocate_cascade_plan(key, self._heads.num_query, max_rows, max_rows)
         self._reserved = Reserved.of(key, self._heads, max_rows, tuple(self._windows), cascade)
+        self._reserve_branch(key.device)
+
+    def _reserve_branch(self, device: torch.device) -> None:
+        """Have a second stream, where the device has streams."""
+        tokens_per_tile = self._prefill.block_m / self._heads.num_query  # a tile is under one key/value head
+        self._most_branched = int(BRANCHED_TILES * num_processors(device) * tokens_per_tile)
+        self._side = SideBranch(device) if device.type == "cuda" else None
 
     def is_dependent(self, num_tokens: int) -> bool:
         """Whether kernels of a step are launched while the ones before them still run."""
@@ -188,23 +203,46 @@ class TritonAttention:
         plan: TritonPlan,
         rule: AttentionRule,
     ) -> Tensor:
-        """Chunks read their own keys from the cache too: measured on an H200, that is no slower than `key` itself."""
+        """Chunks read their own keys from the cache too: measured on an H200, that is no slower than `key` itself.
+        Decode rows, after the prefixes that they share, attend beside the chunks of the same step."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [tokens, query heads, dim]
-        more: dict[str, Any] = {"scales": cache.scales, "dependent": self.is_dependent(len(query))}
+        chunks = partial(self._attend_chunks, query, cache, plan, rule, out)
+        decodes = partial(self._attend_decodes, query, cache, plan, rule, out)
+        self._attend_both(plan, chunks, decodes, len(query))
+        return out.flatten(1)
+
+    def _attend_both(self, plan: TritonPlan, chunks: Launch, decodes: Launch, num_tokens: int) -> None:
+        """Launch what the plan has of the two: on parallel branches where that pays, else one after the other. They
+        write different tokens of one tensor, and have no other memory in common that either writes."""
+        has_chunks = plan.prefill is not None or plan.scratch is not None
+        if plan.num_decodes and has_chunks and self._side is not None and num_tokens <= self._most_branched:
+            self._side.run_beside(chunks, decodes)
+            return
         if plan.num_decodes:
-            count, prefix = plan.num_decodes, None
-            memory = (query[:count], cache.key, cache.value, plan.tables)
-            if plan.cascade is not None and rule.window is None:
-                prefix = attend_prefixes(*memory, plan.cascade, rule, **more)
-            split = plan.splits[rule.window]
-            paged_decode(*memory, split, rule, out=out[:count], prefix=prefix, **more)
+            decodes()
+        if has_chunks:
+            chunks()
+
+    def _attend_decodes(
+        self, query: Tensor, cache: LayerCache, plan: TritonPlan, rule: AttentionRule, out: Tensor
+    ) -> None:
+        more: dict[str, Any] = {"scales": cache.scales, "dependent": self.is_dependent(len(query))}
+        count, prefix = plan.num_decodes, None
+        memory = (query[:count], cache.key, cache.value, plan.tables)
+        if plan.cascade is not None and rule.window is None:
+            prefix = attend_prefixes(*memory, plan.cascade, rule, **more)
+        paged_decode(*memory, plan.splits[rule.window], rule, out=out[:count], prefix=prefix, **more)
+
+    def _attend_chunks(
+        self, query: Tensor, cache: LayerCache, plan: TritonPlan, rule: AttentionRule, out: Tensor
+    ) -> None:
+        dependent = self.is_dependent(len(query))
         if plan.scratch is not None and rule.window is None:
-            copied, dependent = plan.scratch, self.is_dependent(len(query))
+            copied = plan.scratch
             copied.memory.attend(query, cache, plan.tables, copied, rule, out, dependent=dependent)
         elif plan.prefill is not None:
             memory = (query, cache.key, cache.value, plan.tables)
-            paged_prefill(*memory, plan.prefill, rule, out=out, **more)
-        return out.flatten(1)
+            paged_prefill(*memory, plan.prefill, rule, out=out, scales=cache.scales, dependent=dependent)
 
     @property
     def memory(self) -> Reserved:

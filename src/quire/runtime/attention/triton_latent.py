@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class LatentTritonAttention(TritonAttention):
         cascade = allocate_cascade_plan(seen, heads, max_rows, max_rows, config=together)
         least_saved = -(-CASCADE_BYTES // (key.shape[3] * key.element_size()))
         self._reserved = Reserved(((max_rows, {None: split}),), cascade, least_saved, Courier(key.device))
+        self._reserve_branch(key.device)
 
     def attend(
         self,
@@ -46,17 +48,26 @@ class LatentTritonAttention(TritonAttention):
         rule: AttentionRule,
     ) -> Tensor:
         out = torch.empty(*query.shape[:2], cache.value.shape[3], dtype=query.dtype, device=query.device)
-        dependent, count = self.is_dependent(len(query)), plan.num_decodes
-        memory = (cache.key, plan.tables)
-        if count:
-            prefix = None
-            if plan.cascade is not None:
-                prefix = _attend_prefixes(query[:count], *memory, plan.cascade, rule, dependent=dependent)
-            split = plan.splits[None]
-            latent_decode(query[:count], *memory, split, rule, out=out[:count], prefix=prefix, dependent=dependent)
-        if plan.prefill is not None:
-            latent_prefill(query, *memory, plan.prefill, rule, out=out, dependent=dependent)
+        chunks = partial(self._attend_chunks, query, cache, plan, rule, out)
+        decodes = partial(self._attend_decodes, query, cache, plan, rule, out)
+        self._attend_both(plan, chunks, decodes, len(query))
         return out.flatten(1)
+
+    def _attend_decodes(
+        self, query: Tensor, cache: LayerCache, plan: TritonPlan, rule: AttentionRule, out: Tensor
+    ) -> None:
+        dependent, count, prefix = self.is_dependent(len(query)), plan.num_decodes, None
+        memory, split = (query[:count], cache.key, plan.tables), plan.splits[None]
+        if plan.cascade is not None:
+            prefix = _attend_prefixes(*memory, plan.cascade, rule, dependent=dependent)
+        latent_decode(*memory, split, rule, out=out[:count], prefix=prefix, dependent=dependent)
+
+    def _attend_chunks(
+        self, query: Tensor, cache: LayerCache, plan: TritonPlan, rule: AttentionRule, out: Tensor
+    ) -> None:
+        assert plan.prefill is not None
+        dependent = self.is_dependent(len(query))
+        latent_prefill(query, cache.key, plan.tables, plan.prefill, rule, out=out, dependent=dependent)
 
 
 def _attend_prefixes(

@@ -18,8 +18,8 @@ from quire.types.step import RowDraft, StepPlan
 class Drafter(Protocol):
     """Guesses what may follow the rows of a step. It is shown every step, in order, and may keep a cache of its own.
 
-    A guess is verified by the target and so never changes what is sampled: a drafter may be wrong. It may wait for the
-    device only in steps with orders.
+    A guess is verified by the target and so never changes what is sampled: a drafter may be wrong. Steps without orders
+    never wait for the device in it.
     """
 
     def prepare(self, seconds: float) -> None:

@@ -11,6 +11,7 @@ from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.build import Model
+from quire.runtime.parallel.ranks import ALONE
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.speculation.coverage import Coverage, OwnCoverage, TargetCoverage
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
@@ -51,4 +52,5 @@ def make_drafter(
         coverage,
         budget=scheduler.max_num_batched_tokens,
         shares_cache=cache is not None,
+        defers=ranks is ALONE and device.type == "cuda",  # a rank reads results in a thread of its own
     )

@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from quire.runtime.sampling.samples import Longs
 from quire.runtime.speculation.coverage import Coverage
 from quire.runtime.speculation.drafter import NO_DRAFTS
-from quire.runtime.speculation.truth import Span, accepted, read_rows, samples_of
+from quire.runtime.speculation.truth import Span, accepted, samples_of, tokens_of
 from quire.runtime.transfer import Pending
 from quire.runtime.worker.rows import Rows
 from quire.runtime.worker.worker import Worker
@@ -38,6 +40,17 @@ class _Told:
 
 
 @dataclass(frozen=True, slots=True)
+class _Look:
+    """Rows that drafts were ordered for after a step, and what tells what they hold then: on its way to the host."""
+
+    orders: tuple[DraftOrder, ...]
+    told: tuple[_Told, ...]  # of each order's row
+    samples: tuple[range, ...]  # where the samples of each are among those of the plan
+    counts: tuple[int, ...]  # tokens of each that are told
+    found: Tensor  # [tokens of all of them, then all samples], int64
+
+
+@dataclass(frozen=True, slots=True)
 class _Pass:
     """One forward pass: the rows that sampled in it and what they did."""
 
@@ -49,12 +62,16 @@ class ModelDrafter:
     """Implements Drafter. `target` are the rows that the target's worker keeps; `budget` bounds the tokens of one pass
     that catches up: a row that is not there yet has no draft and goes on with its next order.
 
-    With orders it waits for the step's samples; the drafts are made while the host goes on.
+    What a draft begins with depends on the step's samples. With `defers` the host does not wait for them: the draft is
+    made when the step's result is read. The thread that reads results must then be the one that launches steps.
+    Otherwise the host waits in steps with orders, and the drafts are made while it goes on.
     """
 
-    def __init__(self, worker: Worker, target: Rows, coverage: Coverage, *, budget: int, shares_cache: bool) -> None:
+    def __init__(
+        self, worker: Worker, target: Rows, coverage: Coverage, *, budget: int, shares_cache: bool, defers: bool = False
+    ) -> None:
         self._worker, self._target, self._coverage = worker, target, coverage
-        self._budget, self._shares_cache = budget, shares_cache
+        self._budget, self._shares_cache, self._defers = budget, shares_cache, defers
         self._told: dict[int, _Told] = {}
         self._step = 0
 
@@ -63,8 +80,11 @@ class ModelDrafter:
 
     def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:
         self._mirror(plan)
-        orders = [order for order in plan.drafts if order.row in self._told]
-        return self._draft(plan, orders, token_ids) if orders else NO_DRAFTS
+        orders = tuple(order for order in plan.drafts if order.row in self._told)
+        if not orders:
+            return NO_DRAFTS
+        look = self._look(plan, orders, token_ids)
+        return Pending((look.found,), partial(self._draft_now, look)) if self._defers else self._draft(look)
 
     def check(self) -> None:
         """Waits for the device."""
@@ -101,8 +121,27 @@ class ModelDrafter:
                 told = self._told[row]
                 told.kept = min(told.kept, slot * size)
 
-    def _draft(self, plan: StepPlan, orders: Sequence[DraftOrder], token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:
-        writes = self._learn(plan, [order.row for order in orders], token_ids)
+    def _look(self, plan: StepPlan, orders: tuple[DraftOrder, ...], token_ids: Tensor) -> _Look:
+        places, rows = samples_of(plan), [order.row for order in orders]
+        told, lengths = tuple(self._told[row] for row in rows), self._target.lengths[rows].tolist()
+        spans = [Span(row, each.right, length) for row, each, length in zip(rows, told, lengths, strict=True)]
+        samples = tuple(places.get(row, range(0)) for row in rows)
+        counts = tuple(span.stop - span.start for span in spans)
+        return _Look(orders, told, samples, counts, tokens_of(self._target, spans, token_ids))
+
+    @torch.inference_mode()
+    def _draft_now(self, look: _Look, found: Tensor) -> tuple[RowDraft, ...]:
+        """The drafts, given `look.found` on the host. Waits for the device."""
+        drafts = self._draft(look, found)
+        if not drafts.tensors:
+            return drafts.finish(())
+        sizes = [len(tensor) for tensor in drafts.tensors]
+        return drafts.finish(torch.split(torch.cat(drafts.tensors).cpu(), sizes))
+
+    def _draft(self, look: _Look, found: Tensor | None = None) -> Pending[tuple[RowDraft, ...]]:
+        """Begin the drafts; without `found`, after waiting for the device. Rows that changed hands since get none."""
+        writes = self._learn(look, (look.found.cpu() if found is None else found).numpy())
+        orders = [order for order, told in zip(look.orders, look.told, strict=True) if self._is_there(order, told)]
         tasks, passes = self._catch_up(orders, writes)
         for place in range(2, max((task.num_tokens for task in tasks), default=0) + 1):
             rows = [task.row for task in tasks if task.num_tokens >= place]
@@ -111,20 +150,22 @@ class ModelDrafter:
         read = partial(_read, told, [each.rows for each in passes])
         return Pending(tuple(each.token_ids for each in passes), read)
 
-    def _learn(self, plan: StepPlan, rows: Sequence[int], token_ids: Tensor) -> tuple[RowTokens, ...]:
+    def _is_there(self, order: DraftOrder, told: _Told) -> bool:
+        """Whether the row is still that of the sequence which the draft was ordered for."""
+        return self._told.get(order.row) is told
+
+    def _learn(self, look: _Look, found: Longs) -> tuple[RowTokens, ...]:
         """What the rows hold since they were last drafted for, as our worker must be told of it."""
-        places, told = samples_of(plan), [self._told[row] for row in rows]
-        lengths = self._target.lengths[list(rows)].tolist()
-        spans = [Span(row, each.right, length) for row, each, length in zip(rows, told, lengths, strict=True)]
-        tails, sampled = read_rows(self._target, spans, token_ids)
+        *tails, sampled = np.split(found, np.cumsum(look.counts))
         writes = []
-        for row, each, tail in zip(rows, told, tails, strict=True):
-            samples = places.get(row, range(0))
+        for order, each, tail, samples in zip(look.orders, look.told, tails, look.samples, strict=True):
+            if not self._is_there(order, each):
+                continue
             truth = accepted(tail, sampled[samples.start : samples.stop])
             if each.computed == each.right:
                 each.computed += _common(each.guess[:-1], truth)
             each.computed, each.kept = min(each.computed, each.kept), _ALL
-            writes.append(RowTokens(row, each.right, np.asarray(truth, dtype=np.int32)))
+            writes.append(RowTokens(order.row, each.right, np.asarray(truth, dtype=np.int32)))
             each.right, each.guess = each.right + len(truth), ()
         return tuple(writes)
 

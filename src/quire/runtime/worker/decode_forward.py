@@ -71,7 +71,7 @@ class Hidden(NamedTuple):
     adapted: AdaptedRows | None  # the LoRA adapters of the rows
 
 
-class _Adapters:
+class GraphAdapters:
     """Where graphs read which rows of a step use which LoRA adapters."""
 
     def __init__(self, adapters: RowAdapters, most: int, device: torch.device) -> None:
@@ -117,7 +117,7 @@ class DecodeForward:
         self._state_spans = torch.ones(most, 2, dtype=torch.int32, device=device)  # a token of each row
         self._state_spans[:, 0] = torch.arange(most)
         self._state_slots = torch.full((most, 2), PADDING, dtype=torch.int32, device=device)
-        self._adapters = None if state.adapters is None else _Adapters(state.adapters, most, device)
+        self._adapters = None if state.adapters is None else GraphAdapters(state.adapters, most, device)
         self._written, self._written_bucket = NO_ROWS, 0  # what entries and places hold
 
     @property

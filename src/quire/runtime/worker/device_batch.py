@@ -62,6 +62,10 @@ class DeviceBatchBuilder:
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
         self._token_ids = torch.zeros(most, dtype=torch.int32, device=rows.device)
 
+    @property
+    def device(self) -> torch.device:
+        return self._rows.device
+
     def build(self, plan: StepPlan) -> Batch:
         rows, decodes = self._rows, plan.decode_rows.astype(np.int64)
         spans, cascade = find_spans(plan), self._shared.announce(plan.decode_rows)

@@ -144,10 +144,12 @@ def _device_parts(
     from quire.runtime.worker.graphs import DecodeGraphs
     from quire.runtime.worker.prepare import prepare
     from quire.runtime.worker.shared_runs import SharedRuns
+    from quire.runtime.worker.short_graphs import AllGraphs, ShortGraphs
     from quire.runtime.worker.stage_graphs import HiddenGraphs
 
-    rows = DeviceRows(*row_shape)
-    backend.reserve(cache.of_tables, config.scheduler.num_rows, scratch_tokens(model_config, config))
+    rows, scheduler = DeviceRows(*row_shape), config.scheduler
+    most = scheduler.num_rows if config.speculation is None else scheduler.num_samples  # lines that attend as decodes
+    backend.reserve(cache.of_tables, most, scratch_tokens(model_config, config))
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
     state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states, images, adapters)
     on_gpu, group = rows.device.type == "cuda", ranks.tensor
@@ -170,10 +172,12 @@ def _device_parts(
         return Parts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
     else:
         graphs = DecodeGraphs(model, state, *choice, capture, vocabulary, longest_row=longest)
-    agree = partial(_agree, group, rows.device)
-    return Parts(
-        rows, cache, batches, forward, graphs, partial(prepare, batches, forward, graphs, agree), states, images
-    )  # fmt: skip
+    ready = partial(prepare, batches, forward, graphs, partial(_agree, group, rows.device))
+    has_short = config.speculation is not None and states is None and images is None and not is_stage
+    if not has_short or not isinstance(graphs, DecodeGraphs) or choice is None:
+        return Parts(rows, cache, batches, forward, graphs, ready, states, images)
+    short = ShortGraphs(model, state, *choice, capture, vocabulary, most=most)
+    return Parts(rows, cache, batches, forward, AllGraphs(graphs, short), partial(ready, short=short))
 
 
 def _agree(group: RankGroup, device: torch.device, answer: bool) -> bool:

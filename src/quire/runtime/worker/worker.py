@@ -153,7 +153,9 @@ class Worker:
             raise RuntimeError(f"step {plan.step} is guided and has masks: its masks must come with supply_masks")
 
     def _by_graph(self, plan: StepPlan) -> bool:
-        return not self._failed and self._graphs.takes(plan)
+        if self._failed or (plan.chunks and (self._runner.pooled.works or self._runner.scored.asked)):
+            return False
+        return self._graphs.takes(plan)
 
     def _update(self, plan: StepPlan) -> tuple[RowFailure, ...]:
         """All that comes before the forward pass."""

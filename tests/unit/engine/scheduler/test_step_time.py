@@ -11,7 +11,7 @@ import pytest
 from quire.engine.decoding.group import Group
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.preemption import Recompute
-from quire.engine.scheduler.step_time import ComputeTime
+from quire.engine.scheduler.step_time import ComputeTime, StepCurve
 from quire.types.step import Chunk, StepPlan
 from quire.types.transfer import SlotMove, Transfers
 
@@ -49,6 +49,61 @@ def test_a_step_that_also_moved_blocks_says_nothing() -> None:
     compute.note_step(prompt(500), 0.05)
     compute.note_step(prompt(500, Transfers(saves=(SlotMove(0, 0),))), 5.0)
     assert compute.seconds(500) == pytest.approx(0.05)
+
+
+# ------------------------------------------------------------------------------------------------------- StepCurve
+def curve(*sizes: int) -> StepCurve:
+    """After some steps of each size, of 8 ms and a hundredth for each token."""
+    found = StepCurve()
+    for size in sizes:
+        for _ in range(4):
+            found.note(size, 0.008 + 1e-5 * size)
+    return found
+
+
+def test_before_the_first_step_there_is_no_bound() -> None:
+    assert StepCurve().tokens_within(0.001, 512) == 512
+
+
+def test_a_step_takes_as_many_tokens_as_end_within_the_time() -> None:
+    assert curve(64, 512, 2048).tokens_within(0.020, 8192) == pytest.approx(1_200, rel=0.02)
+    assert curve(64, 512, 2048).tokens_within(0.020, 1000) == 1000
+    assert curve(64, 512).tokens_within(0.020, 8192) == pytest.approx(1_200, rel=0.02)  # beyond what is known
+
+
+def test_long_decoding_does_not_make_it_forget_what_prompts_cost() -> None:
+    found = curve(64, 512, 2048)
+    for _ in range(10_000):
+        found.note(64, 0.008 + 1e-5 * 64)
+    assert found.tokens_within(0.020, 8192) == pytest.approx(1_200, rel=0.02)
+
+
+def test_where_a_bare_step_is_too_long_nothing_is_added() -> None:
+    assert curve(64, 512).tokens_within(0.004, 8192) < 64
+
+
+def test_what_is_far_from_all_steps_so_far_is_not_trusted() -> None:
+    found = curve(64)
+    found.note(80, 0.008)  # no dearer, by chance
+    assert found.tokens_within(1.0, 8192) <= 4 * 80
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_step_that_compiled_kernels_soon_counts_for_nothing(first: bool) -> None:
+    found = StepCurve() if first else curve(64, 512, 2048)
+    for size in (64, 512, 2048):
+        found.note(size, 3.0)
+        for _ in range(12):
+            found.note(size, 0.008 + 1e-5 * size)
+    assert found.tokens_within(0.020, 8192) == pytest.approx(1_200, rel=0.05)
+
+
+def test_it_follows_a_machine_that_becomes_faster() -> None:
+    found = curve(64, 512, 2048)
+    for _ in range(60):
+        size = found.tokens_within(0.020, 8192)
+        found.note(size, 0.004 + 0.5e-5 * size)
+    assert found.tokens_within(0.020, 8192) > 2_000
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,18 @@ class PretendEngine:
 
     def run(self) -> None:
         while self._rows or self._in_flight:
-            while len(self._in_flight) < self._depth and (step := self._plan()).num_tokens:
+            while self._may_launch and (step := self._plan()).num_tokens:
                 self._in_flight.append(step)
             self._commit(self._in_flight.popleft())
             for row in [row for row in self._rows if row.num_known == len(row.answer)]:
                 self._rows.remove(row)
                 row.proposer.close()
+
+    @property
+    def _may_launch(self) -> bool:
+        """Like Pipeline: a step that is mostly of rows that wait for its result is the last one in flight."""
+        last = self._in_flight[-1] if self._in_flight else None
+        return len(self._in_flight) < self._depth and (last is None or len(last.paced) <= len(last.ahead))
 
     def _plan(self) -> Step:
         step = Step()

@@ -76,3 +76,11 @@ def test_rows_that_wait_for_their_results_do_not_make_the_batch_smaller() -> Non
         assert gate.octave == 7
     plain(gate, 20, rows=60)
     assert gate.octave == 6
+
+
+def test_a_step_in_which_a_graph_is_captured_does_not_forbid_drafts_that_pay() -> None:
+    gate = DraftGate()
+    plain(gate, 20)
+    for step in range(500):
+        assert gate.allows
+        gate.note(4, 2, 3, 300.0 if step % 40 == 5 else 1.3)

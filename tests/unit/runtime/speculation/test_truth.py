@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.runtime.speculation.truth import Span, accepted, read_rows, samples_of
+from quire.runtime.speculation.truth import Span, accepted, samples_of, tokens_of
 from quire.runtime.worker.rows import Rows
 from quire.types.step import Chunk, RowTokens, StepPlan
 
@@ -34,9 +34,9 @@ def test_samples_are_found_by_their_rows() -> None:
     assert [row for row, where in places.items() for _ in where] == plan.sample_rows.tolist()
 
 
-def test_tokens_of_several_rows_are_read_at_once() -> None:
+def test_tokens_of_several_rows_are_looked_at_in_one_piece() -> None:
     rows = Rows(3, 10, 4, torch.device("cpu"))
     rows.write([RowTokens(row, 0, np.arange(row * 10, row * 10 + 6, dtype=np.int32)) for row in range(3)])
-    tails, others = read_rows(rows, [Span(2, 1, 4), Span(0, 3, 3), Span(1, 5, 6)], torch.tensor([8, 9]))
-    assert [tail.tolist() for tail in tails] == [[21, 22, 23], [], [15]]
-    assert others.tolist() == [8, 9]
+    found = tokens_of(rows, [Span(2, 1, 4), Span(0, 3, 3), Span(1, 5, 6)], torch.tensor([8, 9]))
+    assert found.tolist() == [21, 22, 23, 15, 8, 9]
+    assert found.dtype == torch.int64

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from quire.engine.decoding.group import Group
 from quire.engine.scheduler.policies.base import Key, Policy, SchedulerView
-from quire.engine.scheduler.step_time import StepTime
+from quire.engine.scheduler.step_time import StepCurve
 
-_LEAST_SHARE = 8  # at least 1 / _LEAST_SHARE of a full step's budget is for prompts, however late the decodes are
+_LEAST_SHARE = 32  # at least 1 / _LEAST_SHARE of a full step's budget is for prompts, however late the decodes are
+_AIM = 0.9  # of the target: steps of one size do not all take the same time
 
 
 class ByDeadline(Policy):
     """A first token is due `ttft` seconds after arrival, plus `ttft_per_token` seconds for each token of the prompt.
 
-    While any sequence decodes, a step computes no more tokens than are expected to take `tpot` seconds. Bound: a
-    request is overtaken only by requests that arrive before its deadline.
+    While any sequence decodes, a step computes no more tokens than are expected to take `tpot` seconds, by the
+    measured times of steps of each size. Bound: a request is overtaken only by requests that arrive before its
+    deadline.
     """
 
     def __init__(self, ttft: float, ttft_per_token: float, tpot: float) -> None:
         self._ttft, self._ttft_per_token, self._tpot = ttft, ttft_per_token, tpot
-        self._step_time = StepTime()
+        self._curve = StepCurve()
 
     def key(self, group: Group) -> Key:
         return (group.arrival + self._ttft + self._ttft_per_token * group.num_prompt, group.ordinal)
@@ -31,7 +33,7 @@ class ByDeadline(Policy):
         if not decoding:
             return limit
         least = decoding + max(limit // _LEAST_SHARE, 1)
-        return min(limit, max(least, self._step_time.tokens_within(self._tpot, limit)))
+        return min(limit, max(least, self._curve.tokens_within(_AIM * self._tpot, limit)))
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        self._step_time.note(num_tokens, seconds)
+        self._curve.note(num_tokens, seconds)

@@ -1,0 +1,240 @@
+"""Steps in which rows compute a few tokens each, as captured graphs: drafts that are verified, and what a draft model
+has to catch up on.
+
+Such a step runs like a decode step: every token is a line of its own, which sees the keys up to its position through
+the block table of its row. So attention is cut over long contexts as in decoding, and one launch runs all from the
+tokens to the next ones. The host says which tokens they are; it knows all lengths.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections import Counter
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config.engine import row_buckets
+from quire.runtime.layers.step import ForwardStep, WindowStep
+from quire.runtime.models.build import Model
+from quire.runtime.parallel.vocabulary import Vocabulary
+from quire.runtime.sampling.samples import Longs
+from quire.runtime.sampling.triton_choice import TritonChoice
+from quire.runtime.worker.batch import find_spans, find_tokens, tables_of
+from quire.runtime.worker.capture import Capture, Launch
+from quire.runtime.worker.decode_forward import BORROWED_RUNS, PADDING, GraphAdapters
+from quire.runtime.worker.device_lists import NOTHING_LISTED
+from quire.runtime.worker.device_state import DeviceState
+from quire.runtime.worker.graphs import DecodeGraphs, Sampling
+from quire.runtime.worker.runner import SampleStep, StepOutput
+from quire.types.step import StepPlan
+
+logger = logging.getLogger("quire.runtime")
+
+FEWEST, MOST = 8, 128  # tokens of the smallest and of the largest graph: smaller steps take no less time
+SHORT = 8  # tokens of a chunk that are no draft; longer chunks are read by the kernels for prompts
+_BYTES_PER_TOKEN = 36  # of what the host says of one
+_BYTES_BESIDE = 1 << 10  # alignment
+
+
+class ShortKind(NamedTuple):
+    """All that makes one graph differ from another."""
+
+    bucket: int  # tokens
+    narrow: bool = False  # a row has top_k or top_p
+    adapters: bool = False  # a row uses a LoRA adapter
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a step, in the order of the plan: decode rows, then chunks."""
+
+    rows: Longs  # [tokens]
+    positions: Longs  # [tokens]
+    wanted: Longs  # [samples]: tokens that are sampled from
+    grown: Longs  # [grown]: those of them that their rows grow by
+
+
+class _Given(NamedTuple):
+    """What a graph reads of a step, on the device."""
+
+    rows: Tensor  # [bucket], int32; below 0: padding
+    places: Tensor  # [bucket], int64: of the tokens in the history of all rows
+    positions: Tensor  # [bucket], int64
+    lengths: Tensor  # [bucket], int64: keys that the token sees, its own included; 0: padding
+    sampled: Tensor  # [bucket], int32: rows of tokens that are sampled from; below 0: none
+    grown: Tensor  # [bucket], int32: rows that grow by the sample; below 0: none
+
+
+class ShortGraphs:
+    """Runs steps with short chunks by graphs. Owns the memory graphs read and write.
+
+    What a step leaves is overwritten by the next one. Models with recurrent layers or images have no such graphs.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        state: DeviceState,
+        sampling: Sampling,
+        choice: TritonChoice,
+        capture: Capture,
+        vocabulary: Vocabulary | None = None,
+        *,
+        most: int,  # tokens that attention has work lists for, and that can be sampled at once
+    ) -> None:
+        self._model, self._state, self._rows, self._vocabulary = model, state, state.rows, vocabulary
+        self._sampling, self._choice, self._capture = sampling, choice, capture
+        self._tables = tables_of(state.rows, state.cache)
+        self._buckets = tuple(bucket for bucket in row_buckets(min(most, MOST)) if bucket >= FEWEST)
+        device = state.rows.device
+        largest = self._buckets[-1]
+        self._memory = torch.empty(largest * _BYTES_PER_TOKEN + _BYTES_BESIDE, dtype=torch.uint8, device=device)
+        self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._adapters = None if state.adapters is None else GraphAdapters(state.adapters, largest, device)
+        self._graphs: dict[ShortKind, Launch] = {}
+        self._borrowed: Counter[ShortKind] = Counter()  # steps that ran by the graph of a larger bucket
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return self._buckets
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether the step can go by a graph: all its chunks are short, nothing changes logits, and nobody wants to
+        know more than tokens."""
+        if not plan.chunks or plan.masks is not None or plan.guided or plan.num_tokens > self._buckets[-1]:
+            return False
+        if any(len(chunk.sample_rows) > 1 or chunk.num_known > SHORT for chunk in plan.chunks):
+            return False
+        rows = plan.sample_rows
+        listed = self._sampling.num_listed(rows, guided=False)
+        return listed == NOTHING_LISTED and self._sampling.only_chooses(rows)
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Compute and sample the plan's tokens. Only enqueues, unless it must capture."""
+        tokens = self._tokens(plan)
+        kind = self._kind(plan, tokens)
+        launch = self._graphs.get(kind) or self._make(kind)
+        self._write(tokens, kind)
+        self._choice.settle()
+        launch()
+        self._rows.lengths[tokens.rows[tokens.grown]] += 1
+        found = self._token_ids[: len(tokens.rows)]
+        if len(tokens.wanted) < len(found):
+            found = found.index_select(0, self._rows.upload(tokens.wanted))
+        return StepOutput(plan, found)
+
+    def rehearse(self, kind: ShortKind) -> None:
+        """Launch the kernels of a graph, each once, over nothing but padding."""
+        given = self._write(_NO_TOKENS, kind)
+        self._launch(kind, given, layers=self._model.num_varied)
+
+    def capture(self, bucket: int) -> None:
+        """Capture steps of so many tokens now, if they were not yet."""
+        if ShortKind(bucket) not in self._graphs:
+            self._make(ShortKind(bucket))
+
+    def _tokens(self, plan: StepPlan) -> _Tokens:
+        decodes, spans = plan.decode_rows.astype(np.int64), find_spans(plan)
+        rows, positions = find_tokens(decodes, self._rows.lengths, spans)
+        wanted, grown = list(range(len(decodes))), list(range(len(decodes)))
+        for chunk, (begin, _, count, _) in zip(plan.chunks, spans.tolist(), strict=True):
+            if chunk.sample_rows:
+                wanted += range(begin + count - chunk.num_sampled, begin + count)
+                grown += [begin + count - 1] if chunk.num_sampled == 1 else []
+        return _Tokens(rows, positions, np.array(wanted, dtype=np.int64), np.array(grown, dtype=np.int64))
+
+    def _kind(self, plan: StepPlan, tokens: _Tokens) -> ShortKind:
+        place = bisect_left(self._buckets, len(tokens.rows))
+        adapters = self._state.adapters is not None and self._state.adapters.are_used(tokens.rows)
+        kind = ShortKind(self._buckets[place], self._choice.is_narrow(plan.sample_rows), adapters)
+        if kind in self._graphs or self._borrowed[kind] >= BORROWED_RUNS:
+            return kind
+        larger = (kind._replace(bucket=bucket) for bucket in self._buckets[place + 1 :])
+        borrowed = next((other for other in larger if other in self._graphs), None)
+        if borrowed is None:
+            return kind
+        self._borrowed[kind] += 1
+        return borrowed
+
+    def _make(self, kind: ShortKind) -> Launch:
+        """Capture over nothing but padding, which changes no row."""
+        start, given = time.perf_counter(), self._write(_NO_TOKENS, kind)
+        launch = self._capture.record(partial(self._launch, kind, given), partial(self.rehearse, kind))
+        self._graphs[kind] = launch
+        logger.info("captured steps with short chunks: %s, in %.2f s", kind, time.perf_counter() - start)
+        return launch
+
+    def _write(self, tokens: _Tokens, kind: ShortKind) -> _Given:
+        """Say which tokens the next step is about: for all steps of a bucket in the same place."""
+        rows, bucket, count = self._rows, kind.bucket, len(tokens.rows)
+        entries = np.full(bucket, PADDING, dtype=np.int32)
+        entries[:count] = tokens.rows
+        positions, lengths = np.zeros(bucket, dtype=np.int64), np.zeros(bucket, dtype=np.int64)
+        positions[:count], lengths[:count] = tokens.positions, tokens.positions + 1
+        sampled, grown = np.full_like(entries, PADDING), np.full_like(entries, PADDING)
+        sampled[tokens.wanted], grown[tokens.grown] = tokens.rows[tokens.wanted], tokens.rows[tokens.grown]
+        places = np.where(entries == PADDING, rows.spare, entries).astype(np.int64) * rows.capacity + positions
+        if kind.adapters:
+            assert self._adapters is not None
+            self._adapters.write(entries[:count], bucket, rows.courier)
+        return _Given(*rows.courier.send(entries, places, positions, lengths, sampled, grown, into=self._memory))
+
+    def _launch(self, kind: ShortKind, given: _Given, *, layers: int | None = None) -> None:
+        """What graphs hold; fewer `layers` launch the same kernels less often."""
+        rows, attention, nothing = self._rows, self._state.attention, given.positions[:0]
+        token_ids = rows.tokens.view(-1).index_select(0, given.places)
+        plan = attention.plan(given.rows, given.positions, given.lengths, rows.tables, None)
+        step = ForwardStep(
+            token_ids=token_ids,
+            positions=given.positions,
+            lengths=given.lengths,
+            max_length=rows.capacity,
+            slots=nothing,  # layers find them through the tables
+            caches=self._state.cache.layers,
+            attention=plan,
+            backend=attention,
+            num_layers=layers,
+            windows=tuple(WindowStep(nothing, plan.over(tables)) for tables in self._tables[1:]),
+            adapters=self._adapters.step(kind.bucket) if self._adapters is not None and kind.adapters else None,
+        )
+        logits = self._model.logits(self._model(step), None if step.adapters is None else step.adapters.wanted)
+        self._choose(kind, logits, given)
+        rows.append_on_device(given.grown, self._token_ids[: kind.bucket])
+
+    def _choose(self, kind: ShortKind, logits: Tensor, given: _Given) -> None:
+        token_ids, vocabulary, history = self._token_ids[: kind.bucket], self._vocabulary, self._rows.history
+        if vocabulary is None:
+            self._choice.choose_into(token_ids, logits, given.sampled, given.lengths, history, narrow=kind.narrow)
+            return
+        logits, own = vocabulary.of_rows(logits), vocabulary.rows(kind.bucket)
+        share = slice(own.start, own.stop)
+        chosen = token_ids[share].clone()
+        if len(own):
+            sampled, lengths = given.sampled[share], given.lengths[share]
+            self._choice.choose_into(chosen, logits, sampled, lengths, history, narrow=kind.narrow)
+        token_ids.copy_(vocabulary.tokens(chosen, kind.bucket))
+
+
+_NOTHING: Longs = np.empty(0, dtype=np.int64)
+_NO_TOKENS = _Tokens(_NOTHING, _NOTHING, _NOTHING, _NOTHING)
+
+
+class AllGraphs:
+    """Graphs of an engine that drafts: of decode steps, and of steps with short chunks. Implements runner.Graphs."""
+
+    def __init__(self, decode: DecodeGraphs, short: ShortGraphs) -> None:
+        self.decode, self.short = decode, short
+
+    def takes(self, plan: StepPlan) -> bool:
+        return self.short.takes(plan) if plan.chunks else self.decode.takes(plan)
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        return self.short.run(plan) if plan.chunks else self.decode.run(plan)
+
+    def begin(self, plan: StepPlan) -> SampleStep:
+        return self.decode.begin(plan)
