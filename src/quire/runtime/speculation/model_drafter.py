@@ -136,7 +136,7 @@ class ModelDrafter:
         if not drafts.tensors:
             return drafts.finish(())
         sizes = [len(tensor) for tensor in drafts.tensors]
-        return drafts.finish(torch.cat(drafts.tensors).cpu().split(sizes))
+        return drafts.finish(torch.split(torch.cat(drafts.tensors).cpu(), sizes))
 
     def _draft(self, look: _Look, found: Tensor | None = None) -> Pending[tuple[RowDraft, ...]]:
         """Begin the drafts; without `found`, after waiting for the device. Rows that changed hands since get none."""
