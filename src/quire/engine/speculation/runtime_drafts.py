@@ -17,18 +17,48 @@ _COMMON_WEIGHT = 2.0  # how many of a sequence's own tokens the experience of al
 _OWN_FORGET, _ALL_FORGET = 0.9, 0.995
 
 
+class Trials:
+    """When sequences for which drafts do not pay may try one, for all sequences of an engine: after 16 tokens, twice as
+    many after each trial that failed, and 16 again after a draft that paid. So a draft model that is of no use costs
+    little, however short the answers are."""
+
+    def __init__(self) -> None:
+        self._tokens = FIRST_REST  # that must be generated between two trials
+        self._since = 0  # tokens that resting sequences have generated since the last trial
+
+    @property
+    def have_failed(self) -> bool:
+        """Whether the last trial failed."""
+        return self._tokens > FIRST_REST
+
+    @property
+    def are_due(self) -> bool:
+        return not self.have_failed or self._since >= self._tokens
+
+    def note_tokens(self, num_tokens: int) -> None:
+        """Note tokens of a resting sequence."""
+        self._since += num_tokens
+
+    def note_trial(self) -> None:
+        self._since = 0
+
+    def note_result(self, *, pays: bool) -> None:
+        """Note whether drafts are expected to pay after one was verified."""
+        self._tokens = FIRST_REST if pays else min(2 * self._tokens, LONGEST_REST)
+
+
 class RuntimeDraftProposers:
     """Orders drafts from the runtime while they pay. A sequence runs ahead while they do not."""
 
     def __init__(self, config: SpeculationConfig, depth: int) -> None:
         self._num_tokens = config.num_tokens
         self.lengths = DraftLengths(depth)
-        self._all = Experience(_ALL_FORGET)
+        self._all, self._trials = Experience(_ALL_FORGET), Trials()
 
     def begin(self, request: Submit) -> DraftProposer:
         if request.sampling.max_tokens == 1:
             return NO_PROPOSER
-        return RuntimeDraftProposer(self._num_tokens, self.lengths, self._all)
+        return RuntimeDraftProposer(self._num_tokens, self.lengths, self._all, self._trials)
 
     def observe(self, proposers: Sequence[DraftProposer], tokens: Ints) -> Sequence[int]:
         raise AssertionError(
@@ -41,29 +71,32 @@ class RuntimeDraftProposers:
 
 class RuntimeDraftProposer:
     """Orders the drafts of one sequence. While drafts do not pay, the sequence rests: it runs ahead, each time twice as
-    far, before a short trial draft. A draft that was lost, as in a preemption, is not proposed."""
+    far, before a short trial draft, for which the trials of all sequences must be due. A draft that was lost, as in a
+    preemption, is not proposed."""
 
     is_observed = False
 
-    def __init__(self, num_tokens: int, lengths: DraftLengths, common: Experience) -> None:
+    def __init__(self, num_tokens: int, lengths: DraftLengths, common: Experience, trials: Trials) -> None:
         self._num_tokens, self._lengths = num_tokens, lengths
-        self._common, self._own = common, Experience(_OWN_FORGET)
+        self._common, self._own, self._trials = common, Experience(_OWN_FORGET), trials
         self._paced_since: int | None = None  # the number of steps when its last paced result came
-        self._rest, self._next_rest, self._on_trial = (
-            0,
-            FIRST_REST,
-            False,
-        )  # `_rest`: tokens to run ahead first
+        self._rest, self._next_rest = 0, FIRST_REST  # `_rest`: tokens to run ahead first
+        self._on_trial = trials.have_failed
+        if not trials.are_due:
+            self._begin_rest()
         self._offered: tuple[int, ...] = ()
         self._orders_probe = self._offers_probe = False  # whether the draft ordered, and offered, last is a probe
-        self.num_ahead = 0
+        self.num_ahead = self._rest
 
     def observe(self, tokens: Sequence[int]) -> None:
         self._offered = ()  # the offered draft followed the tokens before these
         self._note_rounds()
         if self._rest > 0:
+            self._trials.note_tokens(len(tokens))
             self._rest = max(0, self._rest - len(tokens))
-            self._on_trial = self._rest == 0
+            self._on_trial = self._rest == 0 and self._trials.are_due
+            if self._rest == 0 and not self._on_trial:
+                self._begin_rest()
         self.num_ahead = self._rest
 
     def propose(self, limit: int) -> tuple[int, ...]:
@@ -76,6 +109,7 @@ class RuntimeDraftProposer:
         length, self._orders_probe = self._length(limit)
         if not length and self._on_trial and self._lengths.allows_drafts:
             length = min(limit, TRIAL)
+            self._trials.note_trial()
         if length:
             self._lengths.note_order(length)
             if self._orders_probe:
@@ -93,13 +127,15 @@ class RuntimeDraftProposer:
             for guesses in (self._own, self._common):
                 guesses.add(is_right=place < num_accepted)
         self._on_trial = False
-        if self._length(self._num_tokens).num_tokens:
+        pays = self._length(self._num_tokens).num_tokens > 0
+        self._trials.note_result(pays=pays)
+        if pays:
             self._next_rest = FIRST_REST
         else:
             self._begin_rest()
 
     def clone(self) -> RuntimeDraftProposer:
-        return RuntimeDraftProposer(self._num_tokens, self._lengths, self._common)
+        return RuntimeDraftProposer(self._num_tokens, self._lengths, self._common, self._trials)
 
     def close(self) -> None: ...
 

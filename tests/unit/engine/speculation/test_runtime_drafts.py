@@ -81,6 +81,48 @@ def test_a_model_whose_drafts_fail_is_asked_ever_less(depth: int) -> None:
     assert 2 < orders < 40
 
 
+def generate(proposers: RuntimeDraftProposers, length: int, accepts: bool) -> int:
+    """Let a sequence of so many tokens be generated; returns how often it was given a draft."""
+    proposer = proposers.begin(request((1, 2, 3), 10_000))
+    orders = tokens = 0
+    while tokens < length:
+        if proposer.num_ahead:
+            ahead = min(proposer.num_ahead, length - tokens)
+            for _ in range(ahead):
+                proposers.note_step(1, 1, 0.01)
+            proposer.observe((7,) * ahead)
+            tokens += ahead
+            continue
+        ordered = proposer.order(8)
+        proposer.observe((4,))
+        proposers.note_step(1, 1, 0.01)
+        tokens += 1
+        if ordered:
+            orders += 1
+            proposer.offer((5,) * ordered)
+            right = len(proposer.propose(8)) if accepts else 0
+            proposer.result(ordered, right)
+            proposer.observe((5,) * right + (6,))
+            proposers.note_step(1 + ordered, 1 + ordered, 0.012)
+            tokens += right + 1
+    return orders
+
+
+def test_a_model_whose_drafts_fail_is_soon_not_asked_for_each_new_sequence() -> None:
+    proposers = RuntimeDraftProposers(DRAFT, 2)
+    orders = [generate(proposers, 160, accepts=False) for _ in range(100)]
+    assert sum(orders[20:]) <= 80 * 160 / 400  # fewer than one in 400 tokens
+
+
+def test_drafts_that_begin_to_pay_are_found_however_short_the_answers_are() -> None:
+    proposers = RuntimeDraftProposers(DRAFT, 2)
+    for _ in range(50):
+        generate(proposers, 160, accepts=False)
+    orders = [generate(proposers, 160, accepts=True) for _ in range(60)]
+    assert sum(orders[:20]) > 0
+    assert min(orders[-10:]) > 5
+
+
 def test_a_sequence_for_which_no_draft_pays_runs_ahead_and_is_tried_later() -> None:
     proposers = RuntimeDraftProposers(DRAFT, 2)
     proposers.lengths.length = lambda *_, **__: DraftLength(0)  # type: ignore[method-assign]
