@@ -86,7 +86,7 @@ def bytes_of(llm: LLM, prompt: list[int]) -> torch.Tensor:
     tree, packed = core._scheduler.tree, Submit("x", prompt, ONE).key_tokens  # type: ignore[arg-type]
     match = tree.match("", packed, len(prompt) // BLOCK * BLOCK)
     assert match.node is not None
-    worker = core._executor._worker  # type: ignore[attr-defined]
+    worker = core.executor._worker  # type: ignore[attr-defined]
     return worker.cache.blocks[:, tree.path(match.node)[: match.num_blocks]].view(torch.uint8).clone()
 
 

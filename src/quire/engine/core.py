@@ -66,7 +66,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         observer: EngineObserver | None = None,
     ) -> None:
-        self._executor, self._cache, self._config, self._vocab_size = executor, cache, scheduler, vocab_size
+        self.executor, self._cache, self._config, self._vocab_size = executor, cache, scheduler, vocab_size
         self._tools, self._clock, self._observer = tools or DecodingTools(), clock, observer or EngineObserver()
         self._scheduler = Scheduler(cache, scheduler)
         self.adapters = AdapterTable(self._scheduler.adapters, executor, self._observer)
@@ -214,7 +214,7 @@ class EngineCore:
             if self._scheduler.adapters.host.missing:
                 self.adapters.take_fetched()
             if self._scheduler.tiers.expects_report:
-                self._scheduler.tiers.apply_report(self._executor.transfers())
+                self._scheduler.tiers.apply_report(self.executor.transfers())
             self._pipeline.fill(self._plan_step, self._guided.supply)
             if len(self._pipeline):
                 batch = self._commit_oldest()
@@ -395,6 +395,6 @@ class EngineCore:
                 self.step()
             self._guided.close()
             self._tools.grammars.close()
-            self._executor.close()
+            self.executor.close()
         finally:
             self._observer.close()

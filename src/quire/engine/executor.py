@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from quire.types.adapters import AdapterInfo
 from quire.types.step import Masks, StepPlan, StepResult
@@ -44,3 +44,12 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release devices and processes. Idempotent."""
+
+
+@runtime_checkable
+class PreparesMore(Protocol):
+    """An executor that can do ahead, while there are no requests, what later steps would wait for."""
+
+    def prepare_more(self) -> float | None:
+        """Do a little of it. Called between steps, with none in flight. Returns after how many seconds there may be
+        more to do; None: nothing is left. Never raises."""

@@ -73,6 +73,7 @@ class EngineLoop:
         self._reader = ThreadPoolExecutor(1, "adapters")  # reads LoRA adapters, one after the other
         self._read: deque[tuple[int, LoadAdapter, AdapterInfo | InvalidRequest]] = deque()  # filled by that thread
         self.between_steps: Callable[[], None] = lambda: None  # called after each step, when its output is sent
+        self.when_idle: Callable[[], float | None] = lambda: None  # see PreparesMore.prepare_more
         self.on_adapters: Callable[[tuple[AdapterInfo, ...]], None] = lambda _: None  # told of every change
 
     # ------------------------------------------------------------------------------------------ called by any thread
@@ -137,8 +138,9 @@ class EngineLoop:
         raise EngineDead(reason)
 
     def _sleep(self) -> None:
-        """Block until an edge sends a message or another thread calls `_wake_up`."""
-        self._edges.wait(self._wake)
+        """Prepare a little of what later steps would wait for. Then block until an edge sends a message, another thread
+        calls `_wake_up`, or there is more to prepare."""
+        self._edges.wait(self._wake, self.when_idle())
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 

@@ -77,6 +77,25 @@ def test_garbage_can_be_collected_between_steps(start: Start, connect: Connect) 
     assert len(calls) >= 5  # one for each step; the last may come after the answer
 
 
+def test_idle_time_is_used_until_a_request_comes(start: Start, connect: Connect) -> None:
+    engine, calls = start(), list[int]()
+
+    def prepare_more() -> float:
+        calls.append(1)
+        return 0.001 * (len(calls) % 2)  # at once again, and after a while
+
+    engine.loop.when_idle = prepare_more
+    edge = connect(engine)
+    edge.submit("a", [1, 2, 3], max_tokens=5)
+    edge.wait(lambda: edge.has_ended("a"))
+    seen = len(calls)
+    edge.wait(lambda: len(calls) > seen + 10)
+    assert len(calls) > seen + 10
+    edge.submit("b", [1, 2, 3], max_tokens=5)
+    edge.wait(lambda: edge.has_ended("b"))
+    assert edge.has_ended("b")
+
+
 def test_a_request_is_accepted_streamed_and_ended(start: Start, connect: Connect) -> None:
     edge = connect(start())
     edge.submit("a", [1, 2, 3], n=2)

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from quire.kernels.triton.compile_process import CompileProcesses, describe
 from quire.kernels.triton.launch import INTERPRETED
 
-MOST_THREADS, MOST_PROCESSES = 16, 4
+MOST_THREADS, MOST_PROCESSES = 16, 8
 _lock = threading.RLock()
 _begun: dict[str, Future[Any]] = {}  # by Triton's own key of a compilation
 _here_alone = threading.Lock()  # held by the one background thread that compiles in this process
@@ -58,6 +58,11 @@ def is_compiling_only() -> bool:
     """Whether this thread is inside `compiling_only`: kernels write nothing, and numbers that they should have written
     are whatever was in memory."""
     return getattr(_here, "inside", False)
+
+
+def is_compiling() -> bool:
+    """Whether kernels are compiled in the background, or are to be."""
+    return bool(_begun)
 
 
 def report_compilations(report: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -39,10 +40,13 @@ from quire.types.errors import EngineDead, InvalidRequest
 from quire.types.step import Masks, StepPlan, StepResult
 from quire.types.transfer import NOTHING_MOVED, TransferReport
 
+logger = logging.getLogger("quire.runtime")
+
 Progress = Callable[[str, int, int], None]
 Load = Callable[[ModelFiles, ModelConfig, LayerBuilder], BaseModel]
 DEPTHS = {"cpu": 1, "cuda": 2}
 PREPARING_SECONDS = 4.0  # in which a GPU compiles and captures ahead of the first request
+COMPILING_SECONDS = 0.1  # between looks at kernels that are compiled in the background
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,20 @@ class SingleExecutor:
     @property
     def depth(self) -> int:
         return self._depth
+
+    def prepare_more(self) -> float | None:
+        if self._worker is None or not self._compiles:
+            return None
+        from quire.kernels.triton.compiling import is_compiling
+
+        if is_compiling():  # what is captured now would wait for it
+            return COMPILING_SECONDS
+        try:
+            return 0.0 if self._worker.prepare_more() else None
+        except Exception:  # what was not prepared is when it is needed, or fails there
+            logger.warning("no more is prepared while there are no requests", exc_info=True)
+            self._worker.stop_preparing()
+            return None
 
     def launch(self, plan: StepPlan) -> None:
         if self._worker is None:

@@ -70,10 +70,12 @@ class DecodeGraphs:
         capture: Capture,
         vocabulary: Vocabulary | None = None,
         *,
-        longest_row: int | None = None,  # that one kernel runs all layers of; None: there is no such kernel
+        has_programs: bool = False,  # steps of one row may run as one kernel
     ) -> None:
-        self._longest_row = longest_row
+        self._has_programs = has_programs
+        self._longest_row: int | None = None  # that one kernel runs all layers of; None: there is no such kernel
         self._model, self._rows, self._vocabulary = model, state.rows, vocabulary
+        self._caches = state.cache.layers
         self._sampling, self._choice, self._capture = sampling, choice, capture
         self._forward = DecodeForward(model, state)
         most, device = self._forward.buckets[-1], state.rows.device
@@ -87,10 +89,9 @@ class DecodeGraphs:
         return self._forward.buckets
 
     def rarer_kinds(self) -> Iterator[Kind]:
-        """Those whose kernels may be compiled after the first request: of each bucket the usual ones, and others."""
+        """All but plain decoding of each bucket."""
         first = self.buckets[0]
         for bucket in self.buckets:
-            yield Kind(bucket)
             yield Kind(bucket, narrow=True)
             yield Kind(bucket, cascade=True)
             if self._forward.has_adapters:
@@ -99,6 +100,11 @@ class DecodeGraphs:
         if self._longest_row is not None and self._longest_row < self._rows.capacity:
             yield Kind(first, long=True)
         yield Kind(first, guided=True)  # masks are applied by one kernel, whatever the bucket
+
+    def trace_row(self) -> None:
+        """Have steps of one row run as one kernel, where there is one: before anything is captured."""
+        if self._has_programs:
+            self._longest_row = self._model.trace_row(self._caches)
 
     def rehearse(self, kind: Kind) -> None:
         """Launch the kernels of a graph, each once, over nothing but padding."""

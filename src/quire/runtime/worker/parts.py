@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -33,12 +34,14 @@ RowShape = tuple[int, int, int, torch.device, int, int]  # what Rows are made of
 
 
 class Preparing(Protocol):
-    def __call__(self, seconds: float) -> None:
-        """Do for about so long what the first requests would wait for. Changes no row and no block."""
+    def __call__(self, seconds: float) -> Iterable[Callable[[], None]]:
+        """Do for about so long what the first requests would wait for. Returns what is left, which may be done between
+        steps, bit by bit. Changes no row and no block."""
 
 
-def nothing_to_prepare(seconds: float) -> None:
+def nothing_to_prepare(seconds: float) -> tuple[()]:  # noqa: ARG001
     """Nothing is compiled or captured here."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,6 @@ def _device_parts(
     buckets = token_buckets(model_config, config)
     if isinstance(model.embedding, ReceivedStream):
         model.embedding.reserve(max(*buckets, *row_buckets(rows.spare)), rows.device)
-    longest = None if images is not None or is_stage else model.trace_row(cache.layers)
     capture = CudaCapture(rows.device, alone=group.size == 1, is_stage=is_stage) if on_gpu else NoCapture()
     batches = DeviceBatchBuilder(state, buckets, plain=False)
     choice, forward = _device_choice(sampler), ForwardGraphs(model, capture)
@@ -171,8 +173,10 @@ def _device_parts(
     elif choice is None:
         return Parts(rows, cache, batches, forward, NoGraphs(), states=states, images=images)
     else:
-        graphs = DecodeGraphs(model, state, *choice, capture, vocabulary, longest_row=longest)
-    ready = partial(prepare, batches, forward, graphs, partial(_agree, group, rows.device))
+        has_programs = images is None and not is_stage
+        graphs = DecodeGraphs(model, state, *choice, capture, vocabulary, has_programs=has_programs)
+    agree, alone = partial(_agree, group, rows.device), group.size == 1 and not is_stage
+    ready = partial(prepare, batches, forward, graphs, agree, alone=alone)
     has_short = config.speculation is not None and states is None and images is None and not is_stage
     if not has_short or not isinstance(graphs, DecodeGraphs) or choice is None:
         return Parts(rows, cache, batches, forward, graphs, ready, states, images)

@@ -21,6 +21,7 @@ from quire.runtime.worker.short_graphs import ShortGraphs, ShortKind
 logger = logging.getLogger("quire.runtime")
 
 Agree = Callable[[bool], bool]  # what one rank of a group says, on all of them
+Task = Callable[[], None]
 
 
 class PreparedGraphs(Protocol):
@@ -31,7 +32,10 @@ class PreparedGraphs(Protocol):
         """The numbers of rows for which there are graphs."""
 
     def rarer_kinds(self) -> Iterable[Kind]:
-        """Those whose kernels may be compiled after the first request."""
+        """All but plain decoding of each bucket."""
+
+    def trace_row(self) -> None:
+        """Have steps of one row run as one kernel, where there is one: before anything is captured."""
 
     def rehearse(self, kind: Kind) -> None:
         """Launch the kernels of a graph, each once, over nothing but padding."""
@@ -47,22 +51,25 @@ def prepare(
     agree: Agree,
     seconds: float,
     *,
+    alone: bool,  # no other ranks do the same
     short: ShortGraphs | None = None,  # of an engine that drafts
-) -> None:
-    """What any first request needs, then more for as long as `seconds` last; the rest is captured when it is met. All
-    ranks of a group do the same: what is captured has sums over them.
+) -> list[Task]:
+    """What any first request needs, then more for as long as `seconds` last. Returns what is left, which a rank without
+    others does while there are no requests; what is not done then is captured when it is met. All ranks of a group do
+    the same: what is captured has sums over them.
 
     Kernels that are left are compiled in the background, unless a request comes first.
     """
     deadline, free = time.monotonic() + seconds, _free_bytes(batches.device)
     shapes, (first, *others) = batches.usual_shapes(), graphs.buckets
     with compiling_only():
-        graphs.rehearse(Kind(first))
         for shape in shapes[:1]:
             forward.rehearse(batches.blank(shape))
         forward.rehearse(batches.blank_large(first))
+        graphs.trace_row()  # compiles by itself, beside those that were begun
+        graphs.rehearse(Kind(first))
     graphs.capture(first)
-    tasks: list[Callable[[], None]] = []
+    tasks: list[Task] = []
     if short is not None:
         tasks += [partial(short.capture, bucket) for bucket in short.buckets]
     tasks += [partial(graphs.capture, bucket) for bucket in others]
@@ -73,16 +80,24 @@ def prepare(
     taken = format_size(free - _free_bytes(batches.device))
     logger.info("captured %d of %d graphs ahead of requests: %s", 1 + most - len(tasks), 1 + most, taken)
     with compiling_only(wait=False):
+        for shape in shapes:
+            forward.rehearse(batches.blank(shape))
         for bucket in others:
+            graphs.rehearse(Kind(bucket))
             forward.rehearse(batches.blank_large(bucket))
         if short is not None:
             for bucket in short.buckets:
                 short.rehearse(ShortKind(bucket))
-                short.rehearse(ShortKind(bucket, narrow=True))
-        for kind in graphs.rarer_kinds():
-            graphs.rehearse(kind)
-        for shape in shapes:
-            forward.rehearse(batches.blank(shape))
+    tasks += [partial(_compile_later, partial(graphs.rehearse, kind)) for kind in graphs.rarer_kinds()]
+    if short is not None:
+        rarer = (ShortKind(bucket, narrow=True) for bucket in short.buckets)
+        tasks += [partial(_compile_later, partial(short.rehearse, kind)) for kind in rarer]
+    return tasks if alone else []
+
+
+def _compile_later(rehearse: Task) -> None:
+    with compiling_only(wait=False):
+        rehearse()
 
 
 def _free_bytes(device: torch.device) -> int:

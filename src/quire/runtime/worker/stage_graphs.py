@@ -54,12 +54,14 @@ class HiddenGraphs:
         return self._forward.buckets
 
     def rarer_kinds(self) -> Iterator[Kind]:
-        """Those whose kernels may be compiled after the first request."""
+        """All but plain decoding of each bucket."""
         for bucket in self.buckets:
-            yield Kind(bucket)
             yield Kind(bucket, cascade=True)
             if self._forward.has_adapters:
                 yield Kind(bucket, adapters=True)
+
+    def trace_row(self) -> None:
+        """Stages run layer by layer."""
 
     def rehearse(self, kind: Kind) -> None:
         """Launch the kernels of a graph, each once, over nothing but padding."""

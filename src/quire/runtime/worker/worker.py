@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,13 +86,26 @@ class Worker:
         self.tiers: Tiers = NO_TIERS
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
         self._owed: _Owed | None = None
+        self._later: deque[Callable[[], None]] = deque()  # what is prepared while there are no requests
 
     @torch.inference_mode()
     def prepare(self, seconds: float) -> None:
         """Do for about so long what the first requests would wait for. Changes no row and no block."""
-        self._prepare(seconds)
+        self._later.extend(self._prepare(seconds))
         self.tiers.prepare()
         self.drafter.prepare(seconds)
+
+    @torch.inference_mode()
+    def prepare_more(self) -> bool:
+        """Do some of what there was no time for; only while no step is in flight. Returns False if nothing is left."""
+        if not self._later:
+            return False
+        self._later.popleft()()
+        return True
+
+    def stop_preparing(self) -> None:
+        """Nothing is left for `prepare_more`."""
+        self._later.clear()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:

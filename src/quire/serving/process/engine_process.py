@@ -22,6 +22,7 @@ from quire.config.parallel import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.decoding.vocabulary import Vocabulary
 from quire.engine.encoder_core import EncoderCore
+from quire.engine.executor import PreparesMore
 from quire.engine.garbage import GarbageCollector
 from quire.engine.process import EngineLoop
 from quire.engine.progress import ProgressRecord
@@ -82,6 +83,8 @@ def run_engine(arguments: list[str], load: Load, prepare: Callable[[], None] = l
         logger.debug("loading failed", exc_info=True)
         return _fail(channel, f"loading failed: {error!r}", EXIT_FAILED, retry=True)
     loop.between_steps = GarbageCollector().collect
+    if isinstance(core, EngineCore) and isinstance(core.executor, PreparesMore):
+        loop.when_idle = core.executor.prepare_more
     control.watch(loop)
     channel.send(EngineUp(ready, start.address, str(progress)))
     return _serve(loop, channel)

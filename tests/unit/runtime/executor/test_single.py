@@ -306,3 +306,38 @@ def test_triton_answers_as_the_reference_does_under_preemption_forks_and_run_ahe
 def test_depth_is_what_was_asked_for() -> None:
     config = engine_config(block_size=16, rows=4)
     assert SingleExecutor(FILES, tiny_config(), config, load_format="dummy", depth=3).depth == 3
+
+
+def test_what_is_left_to_prepare_is_done_bit_by_bit_and_never_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    from quire.kernels.triton import compiling
+    from quire.runtime.executor.single import COMPILING_SECONDS
+
+    single, done = executor(), list[str]()
+    monkeypatch.setattr(single, "_compiles", True)
+    worker = single._worker
+    assert worker is not None
+    worker._later.extend((lambda: done.append("first"), lambda: done.append("second")))
+    monkeypatch.setitem(compiling._begun, "kernel", None)
+    assert single.prepare_more() == COMPILING_SECONDS  # others are compiled still
+    monkeypatch.delitem(compiling._begun, "kernel")
+    assert [single.prepare_more() for _ in range(3)] == [0.0, 0.0, None]
+    assert done == ["first", "second"]
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    worker._later.extend((fail, lambda: done.append("third")))
+    assert single.prepare_more() is single.prepare_more() is None
+    assert "out of memory" in caplog.text
+    assert done == ["first", "second"]
+    single.close()
+    assert single.prepare_more() is None
+
+
+def test_nothing_is_prepared_on_a_cpu() -> None:
+    single = executor()
+    assert DEVICE != "cpu" or single.prepare_more() is None
+    single.close()

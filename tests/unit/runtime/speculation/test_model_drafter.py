@@ -90,7 +90,7 @@ def late_engine(draft: MemoryCheckpoint, source: MemoryCheckpoint) -> tuple[Tiny
     assert isinstance(worker.drafter, ModelDrafter)
     worker.drafter._defers = True
     late = LateExecutor(worker, 2)
-    made.executor = made.core._executor = made.core._pipeline._executor = late
+    made.executor = made.core.executor = made.core._pipeline._executor = late
     begin = made.proposers.begin
     made.proposers.begin = lambda request: (  # type: ignore[method-assign]
         NO_PROPOSER if request.request_id.startswith("plain") else begin(request)

@@ -152,3 +152,19 @@ def test_engines_without_drafts_have_no_such_graphs() -> None:
     sampler = make_sampler(ROWS, VOCAB, torch.device(DEVICE), "triton")
     made = Bench(checkpoint(), config, attention="triton", sampler=sampler)
     assert isinstance(made.worker._graphs, DecodeGraphs)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="processes go on to compile")
+def test_what_there_was_no_time_for_is_prepared_later_and_changes_nothing() -> None:
+    made, other = begun("triton", [0, 1]), begun("triton", [0, 1])
+    made.worker.prepare(0.0)
+    graphs = made.worker._graphs
+    assert isinstance(graphs, AllGraphs)
+    assert len(graphs.decode._graphs) == 1
+    steps = 0
+    while made.worker.prepare_more():
+        steps += 1
+    assert steps > len(graphs.decode._graphs) >= len(graphs.decode.buckets)
+    assert len(graphs.short._graphs) >= len(graphs.short.buckets)
+    made.worker.check()
+    assert made.run(decode=[0, 1]) == other.run(decode=[0, 1])

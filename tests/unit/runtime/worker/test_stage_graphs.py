@@ -148,6 +148,7 @@ def test_stages_prepare_alone_and_change_nothing() -> None:
     plans, stages = plans_of(2), stages_of(2)
     for worker in stages:
         worker.prepare(0.0)
+        assert not worker.prepare_more()  # stages would do different things
     assert in_turns(stages, plans) == expected(2)
 
 
