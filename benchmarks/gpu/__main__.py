@@ -13,7 +13,9 @@ With --full-cache every repeat is run once more with a prefix cache that is full
 hour of serving, and the table says what that costs.
 
 With --check FILE, which an earlier run wrote with --json, it fails if a figure lost more than 3 %.
-With --executor processes the worker is a process of its own, and its sums go over NCCL, inside the graphs.
+With --executor processes the worker is a process of its own.
+With --stages 2 there are two pipeline stages, processes that share the GPU and meet over Gloo: compare that with one
+process, or with --enforce-eager, for what graphs save.
 """
 
 from __future__ import annotations
@@ -251,6 +253,7 @@ def main() -> None:
     )
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--executor", choices=("single", "processes"), default="single")
+    parser.add_argument("--stages", type=int, default=1, help="of a pipeline, which share the GPU")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--check", type=Path, help="fail if a figure of this file was better by more than 3 %%")
     options = parser.parse_args()
@@ -260,8 +263,10 @@ def main() -> None:
     if LONG in rows and options.max_model_len < workloads.LONG_CONTEXT:
         parser.error(f"the row {LONG} needs --max-model-len {workloads.LONG_CONTEXT}, not {options.max_model_len}")
     settings = {"enforce_eager": options.enforce_eager, "block_size": options.block_size}
-    settings |= {"max_model_len": options.max_model_len}
-    settings |= {"executor": options.executor}
+    settings |= {"max_model_len": options.max_model_len, "executor": options.executor}
+    if options.stages > 1:
+        settings |= {"executor": "processes", "pipeline_parallel_size": options.stages, "device": "cuda:0"}
+        settings |= {"gpu_memory_utilization": 0.8 / options.stages}
     settings |= {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
     if options.max_num_batched_tokens is not None:
         settings["max_num_batched_tokens"] = options.max_num_batched_tokens

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adapter_batches import check_batch
-from adapter_files import SMALL
+from adapter_files import SMALL, change_adapter
 from expert_adapters import Form, make_expert_adapter, merged_experts
 from family_bench import BACKENDS
 from family_models import NUM_TOKENS, VOCAB, FamilyCase
@@ -75,6 +75,61 @@ def test_parts_that_an_adapter_leaves_alone_stay_as_they_are(attention: str, tmp
     bench.put_adapter(1, first)  # nothing of the one before is left
     models = [merged_experts(case.model, folder) for folder in (first, second)]
     check_batch(bench, [models[0], case.model, models[1]], [1, -1, 0])
+
+
+# Patterns of single experts, of the matrices of all of them, and of parameters; the first that fits counts.
+SINGLE = {
+    "rank_pattern": {r"experts\.[0-2]\.up_proj": 7, "layers.1.mlp.experts.1.down_proj": 2, "up_proj": 3},
+    "alpha_pattern": {r"experts\.2\.gate_proj": 3.0, "down_proj": 9.5},
+}
+WHOLE = {
+    "rank_pattern": {"experts.down_proj": 7, r"layers\.0\.mlp\.experts\.gate_up_proj": 3},
+    "alpha_pattern": {"gate_up_proj": 2.5},
+}
+
+
+def patterned(case: FamilyCase, folder: Path) -> tuple[Path, Path]:
+    """Adapters of experts as modules and as parameters, with patterns."""
+    first = make_expert_adapter(folder / "first", case.model, "each", seed=1, others=False, **SINGLE)
+    return first, make_expert_adapter(folder / "second", case.model, "fused", seed=2, others=False, **WHOLE)
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_patterns_say_the_ranks_and_scales_of_experts(attention: str, tmp_path: Path) -> None:
+    case = FamilyCase("qwen3_moe", tmp_path / "model")
+    first, second = patterned(case, tmp_path)
+    bench = bench_of(case, attention)
+    bench.put_adapter(2, first)
+    bench.put_adapter(0, second)
+    models = [merged_experts(case.model, folder) for folder in (first, second)]
+    check_batch(bench, [models[0], case.model, models[1]], [2, -1, 0])
+
+
+@pytest.mark.parametrize("ranks", [{"tensor": 2}, {"tensor": 2, "expert": True}, {"stages": 2}])
+def test_ranks_follow_patterns_too(ranks: dict[str, Any], tmp_path: Path) -> None:
+    case = FamilyCase("qwen3_moe", tmp_path / "model")
+    folders, prompt = patterned(case, tmp_path), case.prompt(11)
+    made = TinyEngine(case.checkpoint(), adapters=EXPERTS, **ranks)  # type: ignore[arg-type]
+    for folder in folders:
+        made.core.adapters.load(folder.name, str(folder))
+        made.submit(folder.name, prompt, adapter=folder.name, max_tokens=NUM_TOKENS)
+    made.run()
+    made.executor.close()
+    found = [list(made.finished[folder.name].samples[0].token_ids) for folder in folders]
+    models = [merged_experts(case.model, folder) for folder in folders]
+    assert found == [greedy_reference(model, prompt, NUM_TOKENS)[0] for model in models]
+    assert case.expected(prompt) not in found
+
+
+def test_tensors_of_experts_that_patterns_do_not_fit_are_refused(tmp_path: Path) -> None:
+    case = FamilyCase("qwen3_moe", tmp_path / "model")
+    bench, (single, whole) = bench_of(case, "auto"), patterned(case, tmp_path)
+    change_adapter(single, rank_pattern={**SINGLE["rank_pattern"], r"experts\.3\.gate_proj": 5})
+    assert "experts.3.gate_proj.lora_A.weight has shape [4, 64], the model and" in refusal(bench, single)
+    change_adapter(single, rank_pattern={"experts.0.up_proj": 17})
+    assert "mlp.experts.0.up_proj has rank 17, the limit is 16" in refusal(bench, single)
+    change_adapter(whole, rank_pattern={"experts.down_proj": 17})
+    assert "mlp.experts.down_proj has rank 17, the limit is 16" in refusal(bench, whole)
 
 
 def test_experts_without_compiled_products_are_changed_in_python(

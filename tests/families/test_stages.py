@@ -11,6 +11,7 @@ import pytest
 from adapter_files import SMALL, make_adapter, merged
 from family_bench import BACKENDS
 from family_models import CONFIGS, NUM_TOKENS, FamilyCase
+from interpreter import HAS_TRITON
 from quire.config.stages import stage_models
 from quire.types.errors import ConfigError
 from quire.types.request import Submit
@@ -67,6 +68,14 @@ def test_every_backend_runs_stages(attention: str, tmp_path: Path) -> None:
     case = FamilyCase("gemma3_text", tmp_path, CHANGES["gemma3_text"])
     made = engine(case, stages=2, attention=attention, rows=2, max_len=32)
     check(case, made, [case.prompt(11), case.prompt(3, 1)], count=3)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="no triton")
+@pytest.mark.parametrize("name", ["gemma4_text", "qwen3_next"])
+def test_graphs_of_stages_hand_on_what_is_beside_the_stream_and_move_states(name: str, tmp_path: Path) -> None:
+    case = FamilyCase(name, tmp_path, CHANGES[name])
+    made = engine(case, stages=2, attention="triton", rows=2, max_len=32, block_size=16)
+    check(case, made, [case.prompt(5), case.prompt(3, 1)], count=3)
 
 
 def test_windows_have_blocks_of_their_own_on_every_stage_or_on_none(tmp_path: Path) -> None:

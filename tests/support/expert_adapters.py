@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -60,7 +61,7 @@ def make_expert_adapter(
     only: Callable[[str, int], bool] = lambda name, expert: True, dtype: torch.dtype = torch.float32, **config: Any,
 ) -> Path:  # fmt: skip
     """Write an adapter of routed experts, and with `others` of all linear modules too; return its folder. `only`: by
-    the name of a parameter and the number of an expert."""
+    the name of a parameter and the number of an expert. Tensors of experts have the ranks that `rank_pattern` says."""
     make_adapter(folder, model, rank=rank, seed=seed + 100, only=lambda _: others, **config)
     tensors, settings = load_file(folder / "adapter_model.safetensors"), _settings(folder)
     generator = torch.Generator().manual_seed(seed)
@@ -71,15 +72,17 @@ def make_expert_adapter(
         if form == "each":
             parts = ["down_proj"] if parameter.name == "down_proj" else ["gate_proj", "up_proj"]
             for expert, part in ((e, p) for e in range(experts) for p in parts if only(p, e)):
-                a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
-                b = torch.randn(outputs // len(parts), rank, generator=generator) * 0.3
                 name = f"{PREFIX}{module}.{expert}.{_MIXTRAL[part] if is_mixtral else part}"
+                mine = _pattern(settings, "rank_pattern", name, rank)
+                a = torch.randn(mine, inputs, generator=generator) * inputs**-0.5
+                b = torch.randn(outputs // len(parts), mine, generator=generator) * 0.3
                 tensors |= {f"{name}.lora_A.weight": a.to(dtype), f"{name}.lora_B.weight": b.to(dtype)}
         elif only(parameter.name, 0):
             if form == "old" and not parameter.turned:
                 inputs, outputs = outputs, inputs
-            a = torch.randn(experts * rank, inputs, generator=generator) * inputs**-0.5
-            b = torch.randn(outputs, rank * experts, generator=generator) * 0.3
+            mine = _pattern(settings, "rank_pattern", f"{parameter.module}.{parameter.name}", rank)
+            a = torch.randn(experts * mine, inputs, generator=generator) * inputs**-0.5
+            b = torch.randn(outputs, mine * experts, generator=generator) * 0.3
             is_inner = parameter.name == "gate_up_proj" and only("down_proj", 0)  # PEFT wraps it first
             name = f"{PREFIX}{parameter.module}{'.base_layer' if is_inner else ''}"
             tensors |= {f"{name}.lora_A.weight": a.to(dtype), f"{name}.lora_B.weight": b.to(dtype)}
@@ -95,12 +98,11 @@ def merged_experts(model: nn.Module, folder: Path) -> nn.Module:
     of_experts = {name: value for name, value in tensors.items() if ".experts." in name}
     plain = write_adapter(folder / "plain", settings, {k: v for k, v in tensors.items() if k not in of_experts})
     result = merged(copy.deepcopy(model), plain)
-    scale = settings["lora_alpha"] / (settings["r"] ** 0.5 if settings.get("use_rslora") else settings["r"])
     parameters = {(each.module, each.name): each for each in expert_parameters(result)}
     for name, a in of_experts.items():
         if ".lora_A." in name:
             path, b = name.removeprefix(PREFIX).partition(".lora_A.")[0], of_experts[name.replace("lora_A", "lora_B")]
-            _merge(parameters, path, a.float(), b.float() * scale, settings)
+            _merge(parameters, path, a.float(), b.float(), settings)
     return result
 
 
@@ -111,7 +113,7 @@ def _merge(parameters: dict[tuple[str, str], Parameter], path: str, a: Tensor, b
         expert, _, name = rest.partition(".")
         part = next((part for part, short in _MIXTRAL.items() if short == name), name)
         parameter = parameters[module, "down_proj" if part == "down_proj" else "gate_up_proj"]
-        parameter.add(int(expert), parameter.rows(part), b @ a)
+        parameter.add(int(expert), parameter.rows(part), _scale(settings, path, len(a)) * b @ a)
         return
     for name in ("gate_up_proj", "down_proj"):
         parameter = parameters[module, name]
@@ -119,9 +121,21 @@ def _merge(parameters: dict[tuple[str, str], Parameter], path: str, a: Tensor, b
         is_old = settings["peft_version"] < "0.19" and not parameter.turned
         if (a.shape[1], b.shape[0]) != ((outputs, inputs) if is_old else (inputs, outputs)):
             continue
+        b = b * _scale(settings, f"{module}.{name}", len(a) // experts)
         delta = torch.einsum("ore,eri->eoi", b.reshape(len(b), -1, experts), a.reshape(experts, -1, a.shape[1]))
         for expert, change in enumerate(delta):
             parameter.add(expert, slice(None), change.t() if is_old else change)
+
+
+def _scale(settings: Any, name: str, rank: int) -> float:
+    alpha = _pattern(settings, "alpha_pattern", name, settings["lora_alpha"])
+    return float(alpha / (rank**0.5 if settings.get("use_rslora") else rank))
+
+
+def _pattern(settings: Any, key: str, name: str, usual: Any) -> Any:
+    """The number of the first pattern that fits the end of a name, as PEFT's `get_pattern_key` finds it."""
+    fitting = (value for pattern, value in settings.get(key, {}).items() if re.match(rf"(.*\.)?({pattern})$", name))
+    return next(fitting, usual)
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -50,8 +50,8 @@ class StageStreams:
             self._link.receive_hidden(*self._received.place(num_tokens, self._link.device))
 
     def send(self, hidden: Tensor, beside: Tensor | None, num_tokens: int, *, is_kept: bool) -> None:
-        """To the next stage, without padding. The last stage sends nothing. `is_kept`: a later step does not overwrite
-        these; a graph does, while they may still be on their way."""
+        """To the next stage, without padding. The last stage sends nothing. `is_kept`: no later step overwrites these,
+        as the next run of a graph does. What is not kept is copied, since it may be on its way for longer."""
         if not self._link.is_last:
             parts = (None if part is None else part[:num_tokens] for part in (hidden, beside))
             stream, other = (part if part is None or is_kept else part.clone() for part in parts)
@@ -69,8 +69,8 @@ class StageForward:
     def __call__(self, batch: Batch) -> Tensor:
         self._streams.receive(batch.num_tokens)
         hidden = self._forward(batch)
-        beside, is_kept = batch.step.memo.get(BESIDE), batch.shape is None
-        self._streams.send(hidden, beside, batch.num_tokens, is_kept=is_kept)
+        beside = batch.step.memo.get(BESIDE)  # the next step may be received into its memory
+        self._streams.send(hidden, beside, batch.num_tokens, is_kept=batch.shape is None and beside is None)
         return hidden
 
 
