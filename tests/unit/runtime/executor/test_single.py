@@ -319,10 +319,11 @@ def test_what_is_left_to_prepare_is_done_bit_by_bit_and_never_raises(
     monkeypatch.setattr(single, "_compiles", True)
     worker = single._worker
     assert worker is not None
+    worker.stop_preparing()
     worker._later.extend((lambda: done.append("first"), lambda: done.append("second")))
-    monkeypatch.setitem(compiling._begun, "kernel", None)
+    monkeypatch.setattr(compiling, "_begun", {"kernel": None})
     assert single.prepare_more() == COMPILING_SECONDS  # others are compiled still
-    monkeypatch.delitem(compiling._begun, "kernel")
+    monkeypatch.setattr(compiling, "_begun", {})
     assert [single.prepare_more() for _ in range(3)] == [0.0, 0.0, None]
     assert done == ["first", "second"]
 
