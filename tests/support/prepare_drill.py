@@ -39,6 +39,8 @@ def main() -> None:
         worker = SingleExecutor(files, tiny_config(), config, load_format="dummy")._worker
         assert worker is not None
         worker.prepare(0.0)
+        while worker.prepare_more():  # as while there are no requests
+            pass
     prepared = len(compiled)
     tokens = np.array([1, 2, 3], dtype=np.int32)
     row = NewRow(0, tokens, 3, (0,), SamplingParams(temperature=0.0), TokenRules(), sample_index=0, seed=7)

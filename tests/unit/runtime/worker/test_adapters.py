@@ -166,7 +166,7 @@ def test_an_adapter_of_the_head_changes_prompt_logprobs_and_samples_in_parts(att
     bench.run(chunks=[Chunk(row, 0, len(prompt), (row,)) for row, prompt in enumerate(PROMPTS)])
     for row, (prompt, wanted) in enumerate(zip(PROMPTS, models, strict=True)):
         with torch.no_grad():
-            logits = wanted(torch.tensor([prompt], device=DEVICE)).logits[0].cpu()
+            logits = wanted(torch.tensor([prompt], device=wanted.device)).logits[0].cpu()
         expected = logits.log_softmax(1)[range(len(prompt) - 1), prompt[1:]]
         (table,) = bench.prompt_tables(row)
         torch.testing.assert_close(torch.from_numpy(table.logprobs), expected, rtol=1e-3, atol=1e-3)

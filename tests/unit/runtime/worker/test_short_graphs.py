@@ -48,7 +48,8 @@ def short_of(made: Bench) -> tuple[ShortGraphs, Recorder]:
     assert isinstance(graphs, AllGraphs)
     recorder = Recorder(graphs.short._capture)
     graphs.short._capture = recorder
-    graphs.short._graphs.clear()  # that of the prompts
+    made.kept = graphs.short._graphs  # that of the prompts: the memory of graphs is given back with the last one
+    graphs.short._graphs = {}
     return graphs.short, recorder
 
 
