@@ -73,7 +73,7 @@ def prepare(
     if short is not None:
         tasks += [partial(short.capture, bucket) for bucket in short.buckets]
     tasks += [partial(graphs.capture, bucket) for bucket in others]
-    tasks += [partial(_capture, batches, forward, shape) for shape in shapes]
+    tasks += [partial(_capture, batches, forward, shape) for shape in reversed(shapes)]  # a burst has the largest
     most = len(tasks)
     while tasks and agree(time.monotonic() < deadline):
         tasks.pop(0)()
