@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import http
 import math
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import unquote
@@ -36,6 +36,7 @@ class Request:
     pairs: list[tuple[bytes, bytes]]
     headers: dict[bytes, bytes]
     body: bytes
+    forwarded: dict[Hashable, bytes]  # of its head
     owner: str = ""  # the digest of the API key that the router checked; "": it asks for none
 
 
@@ -243,7 +244,8 @@ class ClientConnection(asyncio.Protocol):
     def _answer(self, head: Head, body: bytes) -> bool:
         self._is_http_1_1, self._keeps_alive = head.is_http_1_1, head.keeps_alive and not self._state.is_closing
         self._due, self._is_answered, self._is_busy = math.inf, False, True
-        return self._state.handle(Request(head.method, head.target, head.path, head.pairs, head.headers, body), self)
+        request = Request(head.method, head.target, head.path, head.pairs, head.headers, body, head.forwarded)
+        return self._state.handle(request, self)
 
     # ------------------------------------------------------------------------------------------------ a response
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], first: bytes = b"", *, has_body: bool) -> None:
