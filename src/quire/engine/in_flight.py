@@ -55,6 +55,7 @@ class InFlightStep:
     masks: Masks | None = None  # of a guided step: the masks that were known when it was planned
     awaits_masks: bool = False
     micro_batch: int = 0
+    num_tokens: int = 0  # that it computes
 
     @property
     def num_samples(self) -> int:

@@ -65,11 +65,11 @@ class ComputeTime:
         self._steps = StepTime()
         self._decodes_next = False
 
-    def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Note how long a step took."""
+    def note_step(self, plan: StepPlan, num_tokens: int, seconds: float) -> None:
+        """Note how long a step of `num_tokens` tokens took."""
         has_prompt = bool(plan.chunks)
         if (has_prompt or self._decodes_next) and not plan.transfers.saves and not plan.transfers.loads:
-            self._steps.note(plan.num_tokens, seconds)
+            self._steps.note(num_tokens, seconds)
             self._decodes_next = has_prompt
 
     def seconds(self, num_tokens: int) -> float | None:
