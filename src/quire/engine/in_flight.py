@@ -159,8 +159,9 @@ class Pipeline:
         now, before = self._clock(), self._collected
         self._collected = now
         if (size := _decode_size(step)) is not None:
-            taken = now - max(step.launched, before)
-            self._durations[size] = min(taken, _DRIFT * self._durations.get(size, taken))
+            taken = now - (step.launched if step.launched > before else before)
+            most = _DRIFT * self._durations.get(size, taken)
+            self._durations[size] = taken if taken < most else most
 
 
 def _decode_size(step: InFlightStep) -> int | None:

@@ -19,10 +19,15 @@ class StepTime:
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Note that a step of `num_tokens` tokens took `seconds`."""
-        if len(self._steps) == _REMEMBERED:
-            self._add(*self._steps[0], -1)
+        old_tokens, old_seconds = self._steps[0] if len(self._steps) == _REMEMBERED else (0, 0.0)
         self._steps.append((num_tokens, seconds))
-        self._add(num_tokens, seconds, 1)
+        tokens, total, squares, products = self._sums
+        self._sums = (
+            tokens + num_tokens - old_tokens,
+            total + seconds - old_seconds,
+            squares + num_tokens * num_tokens - old_tokens * old_tokens,
+            products + num_tokens * seconds - old_tokens * old_seconds,
+        )
 
     def tokens_within(self, seconds: float, limit: int) -> int:
         """Return how many tokens a step may have to end within `seconds`, at most `limit`."""
@@ -45,16 +50,6 @@ class StepTime:
         if slope < _STEEPNESS:  # all steps had about the same size: take the base as 0
             return 0.0, total / max(tokens, 1.0)
         return max((total - slope * tokens) / count, 0.0), slope
-
-    def _add(self, num_tokens: int, seconds: float, sign: int) -> None:
-        tokens, total, squares, products = self._sums
-        signed = sign * num_tokens
-        self._sums = (
-            tokens + signed,
-            total + sign * seconds,
-            squares + signed * num_tokens,
-            products + signed * seconds,
-        )
 
 
 class ComputeTime:
