@@ -120,10 +120,10 @@ def why_missed(
             if end > num_found:
                 return PrefixMiss("evicted", num_found, "", end - num_found, now - evicted.at, tree.policy_name)
     if closest is None or num_found > num_tokens:
-        return PrefixMiss("not_cached", num_found)
+        return tuple.__new__(PrefixMiss, ("not_cached", num_found, "", 0, 0.0, ""))  # PrefixMiss() takes longer
     owner_id, tenant = closest.owner_of(num_blocks)
     name = owner_id if tenant == request.tenant else ""
-    return tuple.__new__(PrefixMiss, ("differs", num_found, name, 0, 0.0, ""))  # PrefixMiss() takes longer
+    return tuple.__new__(PrefixMiss, ("differs", num_found, name, 0, 0.0, ""))
 
 
 def _find_eviction(tree: PrefixTree, node: Node, num_blocks: int, tokens: bytes) -> Eviction | None:
