@@ -107,8 +107,8 @@ class Ranks:
     def receive(self) -> list[Buffer]:
         if self.rings is None:
             return [message.data for channel in self.channels if (message := channel.receive()) is not None]
-        found = self.rings.receive_results(10_000_000)
-        assert found is not None, "a rank gave no result within 10 s"
+        found = self.rings.receive_results(60_000_000)  # before its first result a rank imports torch
+        assert found is not None, "a rank gave no result within 60 s"
         return [data for _, data in found if data is not None]
 
     def close(self) -> None:

@@ -146,6 +146,27 @@ def test_with_a_key_of_its_own_the_router_says_which_client_a_request_is_for() -
     run(test)
 
 
+def test_a_head_that_is_known_names_the_replica_that_gets_it() -> None:
+    async def test() -> None:
+        stubs = [StubReplica(f"r{number}") for number in range(10)]
+        async with bench(*stubs) as one:
+            reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+            for number in range(60):
+                body = json.dumps({"prompt": f"{number} " * 400}).encode()
+                head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+                writer.write(head % len(body) + body)
+                await reader.readuntil(b'"cmpl-1"}')
+            writer.close()
+            assert sum(len(stub.asked) for stub in stubs) == 60
+            for stub in stubs:
+                assert {asked.header("host") for asked in stub.asked} <= {f"127.0.0.1:{stub.port}"}
+                assert all(asked.header("content-length") == str(len(asked.body)) for asked in stub.asked)
+            (known,) = one.router._state.heads._heads.values()
+            assert 0 < len(known.forwarded) <= 8 < sum(bool(stub.asked) for stub in stubs)
+
+    run(test)
+
+
 def test_replicas_that_would_mix_the_files_of_clients_are_not_asked_for_them() -> None:
     async def test() -> None:
         stub = StubReplica("a")

@@ -69,20 +69,21 @@ class Committer:
     def prepare(self, plan: StepPlan) -> InFlightStep:
         """Return the step in flight for a plan: which rows get its samples, and the leases they have now."""
         table, rows, micro_batch = self._scheduler.rows, self._scheduler.ahead_rows, self._scheduler.micro_batch
-        masks, awaits = self._scheduler.masks if plan.guided else None, plan.guided
+        masks, awaits, count = self._scheduler.masks if plan.guided else None, plan.guided, plan.num_tokens
         if not plan.chunks and not plan.new_rows and len(rows) == len(plan.decode_rows):
             leases, now = self._gather(rows, micro_batch).leases, self._clock()
-            return InFlightStep(plan, rows, leases, table.version, {}, now, None, (), masks, awaits, micro_batch)
+            return InFlightStep(plan, rows, leases, table.version, {}, now, None, (), masks, awaits, micro_batch, count)
         paced, ahead, places = find_awaited(plan, len(rows), table)
         if ahead:
             rows = np.concatenate([rows, np.array(ahead, dtype=np.int32)])
         leases, lease_of = table.leases[rows.astype(np.intp)], table.lease_of
-        others = [*[chunk[0] for chunk in plan.chunks], *[new[0] for new in plan.new_rows]]
-        noted = {row: lease_of[row] for row in others}
+        noted = {chunk[0]: lease_of[chunk[0]] for chunk in plan.chunks}
+        for new in plan.new_rows:
+            noted[new[0]] = lease_of[new[0]]
         for each in paced:
             noted[each.row] = each.lease
         now, version = self._clock(), table.version
-        return InFlightStep(plan, rows, leases, version, noted, now, places, paced, masks, awaits, micro_batch)
+        return InFlightStep(plan, rows, leases, version, noted, now, places, paced, masks, awaits, micro_batch, count)
 
     def _gather(self, rows: Ints, micro_batch: int) -> RowColumns:
         """Return the table's columns for `rows`. Steady decoding gets the same object again."""

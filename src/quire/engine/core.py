@@ -24,7 +24,7 @@ from quire.engine.in_flight import InFlightStep, Pipeline
 from quire.engine.kvcache.pinned_prefixes import PinnedPrefixes
 from quire.engine.observer import EngineObserver
 from quire.engine.paced_results import PacedResults, beam_ends
-from quire.engine.scheduler.queue import GroupQueue
+from quire.engine.scheduler.queue import RunningGroups
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.engine.submission import (
@@ -252,8 +252,8 @@ class EngineCore:
         plan = None if self._dead else self._scheduler.plan(self._clock(), self._pipeline.busy)
         step = None
         if plan is not None:
-            self._counters.note_plan(plan)
             step = self._committer.prepare(plan)
+            self._counters.note_plan(plan, step.num_tokens)
             self._observer.planned(step)
         if self._scheduler.paced.faults:
             for group, fault in self._scheduler.paced.take_faults():
@@ -268,7 +268,7 @@ class EngineCore:
         now = self._clock()
         self._counters.note_step(now - step.launched, num_outputs)
         since, self._last_commit = max(step.launched, self._last_commit), now
-        if num_tokens := step.plan.num_tokens:
+        if num_tokens := step.num_tokens:
             self._scheduler.note_step(step.plan, num_tokens, now - since)
             self._tools.proposers.note_step(num_tokens, step.num_samples, now - since)
         self._observer.committed(step, now - since)
@@ -342,7 +342,7 @@ class EngineCore:
         return self._scheduler.rows
 
     @property
-    def running(self) -> GroupQueue:
+    def running(self) -> RunningGroups:
         """The running groups, for observers."""
         return self._scheduler.running
 

@@ -19,10 +19,10 @@ class Counters:
         self._steps_by_size = [0] * (len(STEP_SIZES) + 1)
         self._step_seconds = 0.0
 
-    def note_plan(self, plan: StepPlan) -> None:
-        """Count the tokens of a plan."""
-        num_tokens = plan.num_tokens
-        self._prompt_tokens += sum([chunk.num_known for chunk in plan.chunks]) if plan.chunks else 0
+    def note_plan(self, plan: StepPlan, num_tokens: int) -> None:
+        """Count the tokens of a plan, `num_tokens` in all."""
+        for _, _, count, _, num_sampled in plan.chunks:
+            self._prompt_tokens += count - num_sampled + 1
         self._computed_tokens += num_tokens
         self._steps_by_size[min(max(num_tokens - 1, 0).bit_length(), len(STEP_SIZES))] += 1
 

@@ -55,6 +55,7 @@ class InFlightStep:
     masks: Masks | None = None  # of a guided step: the masks that were known when it was planned
     awaits_masks: bool = False
     micro_batch: int = 0
+    num_tokens: int = 0  # that it computes
 
     @property
     def num_samples(self) -> int:
@@ -169,8 +170,9 @@ class Pipeline:
         now, before = self._clock(), self._collected
         self._collected = now
         if (size := _decode_size(step)) is not None:
-            taken = now - max(step.launched, before)
-            self._durations[size] = min(taken, _DRIFT * self._durations.get(size, taken))
+            taken = now - (step.launched if step.launched > before else before)
+            most = _DRIFT * self._durations.get(size, taken)
+            self._durations[size] = taken if taken < most else most
 
 
 def _decode_size(step: InFlightStep) -> int | None:

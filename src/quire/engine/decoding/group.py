@@ -56,10 +56,9 @@ class Ticking(Protocol):
 class RunAhead:
     """How far a sequence has run ahead. The tick of the AheadSet tells it, so no step has to update it."""
 
-    event: int  # the tick at which the scheduler must handle the sequence
+    event: int  # the tick at which it joins the AheadSet, or must leave it
     source: Ticking  # the AheadSet
     base: int = 0  # computed tokens minus tick
-    last: int = 0  # the tick at which it must leave the AheadSet; 0: it has not joined yet
 
 
 class Sequence:
@@ -149,13 +148,13 @@ class Ledger:
     __slots__ = ("_entries", "_left_out")
 
     def __init__(self) -> None:
-        self._entries: list[LedgerEntry] = []
+        self._entries: list[tuple[LedgerKind, float, int, str, PrefixMiss | None]] = []  # what LedgerEntry has
         self._left_out = 0
 
     @property
     def entries(self) -> list[LedgerEntry]:
         """The entries so far."""
-        return self._entries.copy()
+        return [LedgerEntry(*entry) for entry in self._entries]
 
     def note(
         self, kind: LedgerKind, at: float, amount: int = 0, note: str = "", miss: PrefixMiss | None = None
@@ -163,11 +162,12 @@ class Ledger:
         """Add an entry. Many consecutive chunks become one entry."""
         entries = self._entries
         if len(entries) < _MERGE_FROM:
-            entries.append(_make_entry((kind, at, amount, note, miss)))
-        elif kind == "chunk" and entries[-1].kind == "chunk":
-            entries[-1] = LedgerEntry(kind, entries[-1].at, entries[-1].amount + amount, "several chunks")
+            entries.append((kind, at, amount, note, miss))
+        elif kind == "chunk" and entries[-1][0] == "chunk":
+            _, began, before, _, _ = entries[-1]
+            entries[-1] = (kind, began, before + amount, "several chunks", None)
         elif len(entries) < MAX_ENTRIES - 1:
-            entries.append(LedgerEntry(kind, at, amount, note, miss))
+            entries.append((kind, at, amount, note, miss))
         else:
             self._left_out += 1
 
@@ -179,7 +179,10 @@ class Ledger:
         """Return all entries, with the end as the last."""
         if self._left_out:
             note = f"{note}; {self._left_out} entries were left out"
-        return (*self._entries, LedgerEntry("finished", at, amount, note))
+        return tuple(map(_make_entry, [*self._entries, ("finished", at, amount, note, None)]))
+
+
+NO_VERSION = (0, 0)  # of a pool without windows and states
 
 
 class Hit(NamedTuple):
@@ -189,7 +192,7 @@ class Hit(NamedTuple):
     changes: int  # of the match's node, at the time of the lookup
     plan: int  # the number of the plan for which it was looked up
     whole: Match  # the same, or longer: blocks that are cached, but whose windows or states are not
-    version: tuple[int, int] = (0, 0)  # of the pool
+    version: tuple[int, int] = NO_VERSION  # of the pool
 
     def is_held(self, tree: PrefixTree, salt: str) -> bool:
         """Whether the tree still holds the blocks that the lookup found, and nothing was added where they ended."""
@@ -276,7 +279,8 @@ class Group:
         self.live.remove(sequence)
         total = sequence.logprob_sum if self.sampling.logprobs is not None else None
         logprobs = tuple(sequence.logprobs)
-        self.ended.append(SampleEnd(sequence.index, tuple(outputs), reason, stop_reason, logprobs, total))
+        fields = (sequence.index, tuple(outputs), reason, stop_reason, logprobs, total, None)
+        self.ended.append(tuple.__new__(SampleEnd, fields))  # SampleEnd() takes longer
 
     def finish_message(self, at: float, error: str | None = None, invalid_field: str = "") -> Finished:
         """Return the terminal message of the request, made at time `at`. The other two are of its Fault."""
@@ -293,9 +297,18 @@ class Group:
             num_outputs = sum([len(sample.token_ids) for sample in samples])
             reason = ", ".join(dict.fromkeys([sample.finish_reason for sample in samples]))
         ledger = self.ledger.finish(at, num_outputs, reason if error is None else "error")
-        cached, preempted = self.num_cached or 0, self.num_preemptions
-        request_id, pooled = self.request.request_id, self.pooled
-        return Finished(request_id, samples, entries, error, cached, preempted, ledger, invalid_field, pooled)
+        fields = (
+            self.request.request_id,
+            samples,
+            entries,
+            error,
+            self.num_cached or 0,
+            self.num_preemptions,
+            ledger,
+            invalid_field,
+            self.pooled,
+        )
+        return tuple.__new__(Finished, fields)  # likewise
 
     def _in_order(self, samples: tuple[SampleEnd, ...]) -> tuple[SampleEnd, ...]:
         """Return the samples by their indices. Those of best_of are ranked, and only the best are returned."""

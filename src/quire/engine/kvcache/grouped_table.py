@@ -282,8 +282,8 @@ class GroupedTable(BlockTable):
             if len(self._trail) > _TRAIL:
                 states.forget(self._trail.pop(0))
 
-    def check(self) -> None:
-        super().check()
+    def check(self, *, lags: bool = False) -> None:
+        super().check(lags=lags)
         assert 0 <= self._first_read <= len(self.blocks)
         assert all(self._sides.is_read(block) for block in self.blocks[self._first_read :])
         states = self._sides.states

@@ -21,19 +21,19 @@ class Node:
     """
 
     __slots__ = (
-        "blocks", "changes", "children", "end", "first_keys", "ghosts", "is_detached", "keys", "locks", "owners",
+        "blocks", "changes", "children", "end", "first_blocks", "ghosts", "is_detached", "keys", "locks", "owners",
         "parent", "salt", "score", "start", "tokens", "uses",
     )  # fmt: skip
 
     def __init__(self, blocks: list[int], tokens: bytes, parent: Node | None, owner: Owner, salt: str) -> None:
         self.blocks, self.tokens, self.parent, self.salt = blocks, tokens, parent, salt
         self.start: int = 0 if parent is None else parent.end  # the number of blocks above this run
-        self.owners = Owners(self.start, owner)
+        self.owners = Owners(owner)
         self.end: int = self.start + len(blocks)  # `start` plus the blocks of this run
         self.locks = 0
         self.changes = 0  # grows whenever a match that ended at this node may have become longer
         self.children: dict[bytes, Node] = {}  # by the tokens of each child's first block
-        self.first_keys: list[bytes] = []  # the same tokens, sorted
+        self.first_blocks: dict[bytes, list[bytes]] = {}  # the same tokens, by their first token, sorted
         self.keys: list[bytes] = []  # content hashes of the first blocks; computed when a tier asks for them
         self.ghosts: Ghosts | None = None  # evicted runs that followed this one, by the tokens of their first block
         self.is_detached = False  # no lookup finds this run any more: it was evicted, or the tree was cleared
@@ -52,12 +52,15 @@ class Node:
         return node.owners.of(block)
 
     def add(self, child: Node, first_block: bytes) -> None:
-        insort(self.first_keys, first_block)
+        insort(self.first_blocks.setdefault(first_block[:TOKEN_BYTES], []), first_block)
         self.children[first_block] = child
 
     def remove(self, child: Node, first_block: bytes) -> None:
         assert self.children[first_block] is child
-        del self.first_keys[bisect_left(self.first_keys, first_block)], self.children[first_block]
+        similar = self.first_blocks[first_block[:TOKEN_BYTES]]
+        del similar[bisect_left(similar, first_block)], self.children[first_block]
+        if not similar:
+            del self.first_blocks[first_block[:TOKEN_BYTES]]
 
 
 class Match(NamedTuple):
@@ -92,6 +95,7 @@ class PrefixTree:
         self._evicted_salts = EvictedSalts()
         self._num_blocks = self._num_shared = 0
         self.now = 0.0  # seconds on the engine's clock; the scheduler sets it for each plan
+        self.used = policy.used  # tells the eviction policy that a sequence uses all runs up to a node
         self.on_evict: Callable[[Node, int], None] | None = None  # called with a node and the index of a block
         pool.evict = self._evict
 
@@ -133,16 +137,19 @@ class PrefixTree:
         num_blocks = place // self._width
         if not node.children:
             return _new_match(Match, (node, num_blocks, num_blocks * self.block_size, None, None))
-        wanted, keys = tokens[place : min(place + self._width, stop)], node.first_keys
-        position = bisect_left(keys, wanted)
+        wanted = tokens[place : min(place + self._width, stop)]
+        similar = node.first_blocks.get(wanted[:TOKEN_BYTES])
+        if similar is None:
+            closest = next(reversed(node.children.values()))  # the latest: it is evicted last
+            return _new_match(Match, (node, num_blocks, num_blocks * self.block_size, None, closest))
+        position = bisect_left(similar, wanted)
         before = position - 1 if position else 0
-        nearest, most, first = keys[before], 0, wanted[:TOKEN_BYTES]
-        for key in keys[before : position + 1]:  # in sorted order the closest is a neighbour
-            if key.startswith(first) and (common := common_bytes(key, wanted, 0, len(wanted))) > most:
-                nearest, most = key, common
-        common, closest = most // TOKEN_BYTES, node.children[nearest]
-        partial = closest.blocks[0] if common else None
-        return _new_match(Match, (node, num_blocks, num_blocks * self.block_size + common, partial, closest))
+        nearest, most = wanted, 0
+        for block in similar[before : position + 1]:  # in sorted order the closest is a neighbour
+            if (common := common_bytes(block, wanted, 0, len(wanted))) > most:
+                nearest, most = block, common
+        closest, num_tokens = node.children[nearest], num_blocks * self.block_size + most // TOKEN_BYTES
+        return _new_match(Match, (node, num_blocks, num_tokens, closest.blocks[0], closest))
 
     def descend(self, node: Node, tokens: bytes, num_blocks: int) -> tuple[Node, int]:
         """Match whole blocks from the end of `node` on, up to `num_blocks` blocks from the root. Returns the last node
@@ -189,10 +196,6 @@ class PrefixTree:
             runs.append(node.blocks)
             node = node.parent
         return [block for run in reversed(runs) for block in run]
-
-    def used(self, node: Node) -> None:
-        """Tell the eviction policy that a sequence uses all runs up to a node."""
-        self._policy.used(node)
 
     # --------------------------------------------------------------------------------------------------- holding
     def lock(self, node: Node) -> None:
@@ -328,9 +331,9 @@ class PrefixTree:
             if node.locks == 0:
                 freed += len(node.blocks)
                 self.pool.add_free(node.blocks)
-            node.is_detached, node.children, node.first_keys, node.ghosts = True, {}, [], None
+            node.is_detached, node.children, node.first_blocks, node.ghosts = True, {}, {}, None
         for root in self._roots.values():
-            root.is_detached, root.children, root.first_keys, root.ghosts = True, {}, [], None
+            root.is_detached, root.children, root.first_blocks, root.ghosts = True, {}, {}, None
         self._roots.clear()
         self._evicted_salts.clear()
         self._policy.clear()
@@ -382,7 +385,8 @@ class PrefixTree:
             assert not node.is_detached
             assert parent.locks >= node.locks >= sum(child.locks for child in node.children.values())
             assert parent.child(node.tokens[:width]) is node
-            assert node.first_keys == sorted(node.children)
+            listed = [block for token in sorted(node.first_blocks) for block in node.first_blocks[token]]
+            assert sorted(node.children) == listed
             assert (node in self._policy) == (node.locks == 0)
             found += len(node.blocks)
             evictable += len(node.blocks) if node.locks == 0 else 0

@@ -98,7 +98,7 @@ class ReservedTable(BlockTable):
         assert self.num_tokens <= self.capacity
         return []
 
-    def check(self) -> None:
+    def check(self, *, lags: bool = False) -> None:  # noqa: ARG002 - BlockTable's signature
         assert self.num_tokens <= self.capacity
         assert self.blocks == list(range(self.blocks[0], self.blocks[0] + len(self.blocks)))
         assert all(self._pool.holders(block) == 1 for block in self.blocks)

@@ -4,6 +4,7 @@ why no more of its prompt was in the prefix cache."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.engine.kvcache.keys import TOKEN_BYTES
@@ -27,29 +28,32 @@ class Owner(NamedTuple):
 class Owners:
     """The requests that computed the blocks of one run, each from some block on. Blocks count from the root."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_first", "_later")
 
-    def __init__(self, start: int, owner: Owner) -> None:
-        self._parts = [(start, owner)]
+    def __init__(self, first: Owner) -> None:
+        self._first = first
+        self._later: list[tuple[int, Owner]] | None = None  # by block; as a rule one request computed the whole run
 
     def of(self, block: int) -> Owner:
         """Return the request that computed a block of the run."""
-        if len(self._parts) == 1:
-            return self._parts[0][1]
-        return next((owner for start, owner in reversed(self._parts) if start <= block), self._parts[0][1])
+        if self._later is None:
+            return self._first
+        return next((owner for start, owner in reversed(self._later) if start <= block), self._first)
 
     def extend(self, end: int, owner: Owner) -> None:
         """Note that `owner` computed the blocks from `end` on. Blocks that others had computed there were evicted."""
-        while self._parts[-1][0] >= end:
-            del self._parts[-1]
-        if self._parts[-1][1] != owner:
-            self._parts.append((end, owner))
+        if self._later is not None:
+            self._later = [part for part in self._later if part[0] < end] or None
+        if self.of(end) != owner:
+            self._later = [*(self._later or ()), (end, owner)]
 
     def split(self, block: int) -> Owners:
         """Keep the owners of the blocks from `block` on. Returns the owners of the blocks before it."""
-        head = Owners(*self._parts[0])
-        head._parts = [part for part in self._parts if part[0] < block]
-        self._parts = [(block, self.of(block)), *(part for part in self._parts if part[0] > block)]
+        head, later = Owners(self._first), self._later
+        self._first = self.of(block)
+        if later is not None:
+            head._later = [part for part in later if part[0] < block] or None
+            self._later = [part for part in later if part[0] > block] or None
         return head
 
 
@@ -97,10 +101,10 @@ class EvictedSalts:
 
 
 def why_missed(
-    tree: PrefixTree, match: Match, request: Submit, tokens: bytes, num_found: int, now: float
+    tree: PrefixTree, match: Match, request: Submit, tokens: Callable[[], bytes], num_found: int, now: float
 ) -> PrefixMiss:
     """Return why no more of a request's tokens were found than `num_found`: those of `match` in the prefix tree, and
-    those that follow in a tier.
+    those that follow in a tier. `tokens` returns all tokens that were looked up.
 
     The answer names no request of another tenant, and mentions no eviction of another tenant's blocks, even if the
     tenants share a cache.
@@ -108,16 +112,18 @@ def why_missed(
     node, num_blocks, num_tokens, _, closest = match
     if node is None:
         node = tree.root(request.cache_root)
-    evicted = _find_eviction(tree, node, num_blocks, tokens) if node.ghosts else None
-    if evicted is not None and evicted.owner.tenant == request.tenant:
-        end = min((num_blocks + evicted.num_blocks) * tree.block_size, len(tokens) // TOKEN_BYTES)
-        if end > num_found:
-            return PrefixMiss("evicted", num_found, "", end - num_found, now - evicted.at, tree.policy_name)
+    if node.ghosts:
+        known = tokens()
+        evicted = _find_eviction(tree, node, num_blocks, known)
+        if evicted is not None and evicted.owner.tenant == request.tenant:
+            end = min((num_blocks + evicted.num_blocks) * tree.block_size, len(known) // TOKEN_BYTES)
+            if end > num_found:
+                return PrefixMiss("evicted", num_found, "", end - num_found, now - evicted.at, tree.policy_name)
     if closest is None or num_found > num_tokens:
-        return PrefixMiss("not_cached", num_found)
+        return tuple.__new__(PrefixMiss, ("not_cached", num_found, "", 0, 0.0, ""))  # PrefixMiss() takes longer
     owner_id, tenant = closest.owner_of(num_blocks)
     name = owner_id if tenant == request.tenant else ""
-    return tuple.__new__(PrefixMiss, ("differs", num_found, name, 0, 0.0, ""))  # PrefixMiss() takes longer
+    return tuple.__new__(PrefixMiss, ("differs", num_found, name, 0, 0.0, ""))
 
 
 def _find_eviction(tree: PrefixTree, node: Node, num_blocks: int, tokens: bytes) -> Eviction | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from quire.engine.decoding.controller import PLAIN
 from quire.engine.decoding.group import Group, RunAhead, Sequence, SequenceState
+from quire.engine.kvcache.table import BlockTable
 from quire.types.step import NO_ROWS, Ints
 
 _STARTING, _AHEAD = SequenceState.STARTING, SequenceState.AHEAD  # a member of an Enum is slow to look up
@@ -20,15 +21,19 @@ class AheadSet:
 
     Each member computes one token in every step in which the set advances; such a step is a tick. The tick tells how
     many tokens a member has computed, so steady decoding costs nothing per member. The scheduler handles a member only
-    at its event: the tick at which it needs a block or must leave the set.
+    when it needs a block or must leave the set. The ticks of both are known when it joins.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, block_size: int) -> None:
         self.tick = 0
+        self._block_size = block_size
         self._rows: Ints = np.empty(num_rows, dtype=np.int32)
         self._position: dict[int, int] = {}  # row -> its place in `_rows`
         self._snapshot: Ints | None = NO_ROWS
-        self._events: defaultdict[int, list[Sequence]] = defaultdict(list)  # by tick
+        # By tick: the sequences that join or must leave then, and by row the blocks of the tables that are full then.
+        # A member is in both, until it leaves.
+        self._events: defaultdict[int, dict[Sequence, None]] = defaultdict(dict)
+        self._full: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
 
     def __len__(self) -> int:
         return len(self._position)
@@ -38,15 +43,15 @@ class AheadSet:
         """Let a sequence run ahead from a tick on. That tick is its event: the scheduler then gives it a block and
         calls `join`."""
         sequence.state, sequence.ahead = _STARTING, RunAhead(tick, self)
-        self._events[tick].append(sequence)
+        self._events[tick][sequence] = None
 
     def start(self, sequence: Sequence) -> None:
         """Let a sequence run ahead from the present tick on."""
         self.start_at(sequence, self.tick)
 
-    def join(self, sequence: Sequence) -> RunAhead:
+    def join(self, sequence: Sequence) -> None:
         """Add a sequence at the tick of `start_at`. It computes a token in every tick until its controller must be
-        asked again."""
+        asked again: that tick is its next event."""
         row, ahead, computed = sequence.row, sequence.ahead, sequence.num_computed
         assert row is not None
         assert ahead is not None
@@ -54,20 +59,28 @@ class AheadSet:
         if sequence.controller is not PLAIN:  # if this raises, nothing has changed
             until = min(until, computed + max(sequence.controller.num_ahead, 1))
         ahead.base, sequence.state = computed - self.tick, _AHEAD
-        ahead.last = until - ahead.base
+        ahead.event = until - ahead.base
+        self._events[ahead.event][sequence] = None
         positions = self._position
         self._rows[len(positions)] = row
         positions[row] = len(positions)
         self._snapshot = None
-        return ahead
+        self.schedule(row, sequence.table, ahead)
 
     def leave(self, sequence: Sequence) -> None:
-        """Remove a sequence; its `num_computed` is exact from now on. Idempotent."""
+        """Remove a sequence; its `num_computed` and the tokens of its table are exact from now on. Idempotent."""
         ahead, row = sequence.ahead, sequence.row
         if ahead is None:
             return
+        if (others := self._events.get(ahead.event)) is not None:
+            others.pop(sequence, None)
         if sequence.state is _AHEAD and row is not None:
-            sequence.num_computed = self.tick + ahead.base
+            table = sequence.table
+            sequence.num_computed = computed = self.tick + ahead.base
+            if table.num_tokens < computed:
+                table.num_tokens = computed
+            if (full := self._full.get(len(table.blocks) * self._block_size - ahead.base)) is not None:
+                full.pop(row, None)
             position, last = self._position.pop(row), len(self._position)
             if position != last:
                 moved = int(self._rows[last])
@@ -84,61 +97,57 @@ class AheadSet:
         return self._snapshot
 
     # ---------------------------------------------------------------------------------------------------- events
-    def schedule(self, sequence: Sequence, ahead: RunAhead, capacity: int) -> None:
-        """Set a member's next event: when it has computed `capacity` tokens or must leave, whichever comes first."""
-        event, last = capacity - ahead.base, ahead.last
-        ahead.event = event = event if event < last else last
-        self._events[event].append(sequence)
+    def take_events(self) -> Iterable[Sequence]:
+        """Return the sequences that join at this tick, and the members that must leave."""
+        return self._events.pop(self.tick, ())
 
-    def append_blocks(self, sequences: list[Sequence], blocks: list[int], size: int) -> list[int]:
-        """Give each of these members, whose blocks are full, a block. Returns the slots of the blocks in their tables.
-        This is the only work of steady decoding in Python, so it is one loop."""
-        events, when_full = self._events, self.tick + size
-        full, slots = events[when_full], []  # those whose next event is that their new block is full
-        for sequence, block in zip(sequences, blocks, strict=True):
-            table, ahead = sequence.table, sequence.ahead
-            held = table.blocks
-            slot = len(held)
-            slots.append(slot)
-            held.append(block)
-            table.num_tokens = slot * size + 1
-            if when_full < ahead.last:  # type: ignore[union-attr]
-                ahead.event = when_full  # type: ignore[union-attr]
-                full.append(sequence)
-            else:
-                ahead.event = last = ahead.last  # type: ignore[union-attr]
-                events[last].append(sequence)
+    def take_full(self) -> dict[int, list[int]]:
+        """Return the blocks of the tables that are full at this tick, by row. Each of these members must get a block
+        and be scheduled again, or leave."""
+        return self._full.pop(self.tick, {})
+
+    def schedule(self, row: int, table: BlockTable, ahead: RunAhead) -> None:
+        """Note when the table of a member will be full."""
+        self._full[len(table.blocks) * self._block_size - ahead.base][row] = table.blocks
+
+    def append_blocks(self, full: dict[int, list[int]], blocks: list[int]) -> list[int]:
+        """Append a block to each of these tables, which are full, and schedule them again: all at the same tick.
+        Returns the slots of the blocks in their tables. This is the only work of steady decoding in Python. It touches
+        nothing but the lists of blocks, without a loop."""
+        slots = list(map(len, full.values()))
+        any(map(list.append, full.values(), blocks))  # each returns None
+        when_full = self.tick + self._block_size
+        if others := self._full.get(when_full):
+            others.update(full)
+        else:
+            self._full[when_full] = full
         return slots
-
-    def take_events(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Return the sequences whose event is at this tick, each once: members that need a block, and all others. Each
-        must be scheduled again or leave the set. (A sequence that left and joined again may have two entries.)"""
-        tick = self.tick
-        full: list[Sequence] = []
-        others: list[Sequence] = []
-        for sequence in self._events.pop(tick, ()):
-            ahead = sequence.ahead
-            if ahead is not None and ahead.event == tick:
-                ahead.event = -1
-                if tick < ahead.last:
-                    full.append(sequence)
-                else:
-                    others.append(sequence)
-        return full, others
 
     def check(self) -> None:
         assert sorted(self._position.values()) == list(range(len(self._position)))
         assert all(self._rows[position] == row for row, position in self._position.items())
         assert self._snapshot is None or sorted(self._snapshot.tolist()) == sorted(self._position)
-        assert all(tick >= self.tick for tick in self._events)
+        assert all(tick >= self.tick for tick, sequences in self._events.items() if sequences)
+        assert all(tick >= self.tick for tick, tables in self._full.items() if tables)
+        assert sorted(row for tables in self._full.values() for row in tables) == sorted(self._position)
+
+    def check_member(self, sequence: Sequence) -> None:
+        """Assert that a sequence which runs ahead is handled at the right ticks."""
+        ahead, row = sequence.ahead, sequence.row
+        assert ahead is not None
+        assert row is not None
+        assert ahead.source is self
+        assert sequence in self._events[ahead.event]
+        if sequence.state is _AHEAD:
+            assert self._full[len(sequence.table.blocks) * self._block_size - ahead.base][row] is sequence.table.blocks
 
 
 class MicroBatches:
     """The AheadSet of each micro-batch, and whose turn it is. A running group belongs to one of them as long as it
     runs: plans of different micro-batches have no row in common. Without a pipeline there is one, with everything."""
 
-    def __init__(self, count: int, num_rows: int) -> None:
-        self.sets = tuple(AheadSet(num_rows) for _ in range(count))
+    def __init__(self, count: int, num_rows: int, block_size: int) -> None:
+        self.sets = tuple(AheadSet(num_rows, block_size) for _ in range(count))
         self._last = count - 1  # that was planned last
 
     def __len__(self) -> int:
@@ -177,4 +186,5 @@ class MicroBatches:
         for each in self.sets:
             each.check()
         for sequence in (sequence for group in running for sequence in group.live):
-            assert sequence.ahead is None or sequence.ahead.source is self.of(sequence)
+            if sequence.ahead is not None:
+                self.of(sequence).check_member(sequence)

@@ -16,7 +16,7 @@ from quire.engine.kvcache.window_pool import WindowPool
 from quire.engine.scheduler.kept_hits import num_read
 from quire.engine.scheduler.policies.base import Policy
 from quire.engine.scheduler.prefix_reuse import PrefixReuse
-from quire.engine.scheduler.queue import GroupQueue
+from quire.engine.scheduler.queue import RunningGroups
 from quire.engine.scheduler.row_table import RowTable
 from quire.engine.submission import blocks_at_most
 
@@ -31,7 +31,7 @@ class Allocation(Protocol):
     def new_table(self) -> BlockTable:
         """Return an empty block table."""
 
-    def has_room(self, group: Group, running: GroupQueue) -> bool:
+    def has_room(self, group: Group, running: RunningGroups) -> bool:
         """Whether there are enough blocks to admit a waiting group beside the running ones."""
 
     def admitted(self, group: Group) -> None:
@@ -64,7 +64,7 @@ class OnDemandAllocation:
     def new_table(self) -> BlockTable:
         return self._table_type(self._pool, self._block_size, self._tree)
 
-    def has_room(self, group: Group, running: GroupQueue) -> bool:
+    def has_room(self, group: Group, running: RunningGroups) -> bool:
         """Whether there are blocks for the group's known tokens and for its next growth, so that it is not preempted at
         once, besides the blocks that running prompts still need."""
         if self._has_plenty(group) or not len(running):
@@ -87,14 +87,10 @@ class OnDemandAllocation:
     def _has_plenty(self, group: Group) -> bool:
         """Whether a group of one sequence that was never preempted has room though it shared nothing: the usual case,
         in few operations."""
-        if not self._is_plain or len(group.live) != 1 or group.search is not None:
+        if group.num_preemptions or self._no_preempt or not self._is_plain or len(group.live) != 1 or group.search:
             return False
-        if group.num_preemptions or self._no_preempt:
-            return False
-        size = self._block_size
-        num_blocks = -(-(group.num_prompt + len(group.live[0].outputs)) // size)
-        headroom = -(-self._rows.num_taken * self._headroom_tokens // size)
-        return num_blocks + headroom <= self._pool.num_free - self._num_owed
+        num_tokens = group.num_prompt + len(group.live[0].outputs) + self._rows.num_taken * self._headroom_tokens
+        return num_tokens <= (self._pool.num_free - self._num_owed - 2) * self._block_size  # 2: both are rounded up
 
     def _num_shared(self, group: Group) -> int:
         """Return how many whole blocks of the group's prefix hit are held now: sharing them takes no free block."""
@@ -106,7 +102,7 @@ class OnDemandAllocation:
             node = node.parent
         return 0 if node is None else min(node.end, match.num_blocks)
 
-    def _headroom(self, group: Group, running: GroupQueue, most: int) -> int:
+    def _headroom(self, group: Group, running: RunningGroups, most: int) -> int:
         """Return how many blocks must stay free for growth if the group is admitted: a few tokens for each running
         sequence. A group that was preempted needs more: with each preemption a larger part of its expected growth, and
         after PATIENCE preemptions all that it and all running groups can grow by, so that none of them is preempted.
@@ -121,7 +117,7 @@ class OnDemandAllocation:
             return least
         return least + self._growth(group, _expected_tokens(group)) * group.num_preemptions // PATIENCE
 
-    def _certain_growth(self, group: Group, running: GroupQueue, most: int) -> int:
+    def _certain_growth(self, group: Group, running: RunningGroups, most: int) -> int:
         """Return how many blocks a group and all running groups can grow by. A refusal holds while the same sequences
         run and no more blocks are free: each block they take is one less that they can still take."""
         version = self._rows.version
@@ -176,7 +172,7 @@ def _most_tokens(group: Group) -> int:
 def _expected_tokens(group: Group) -> int:
     """Return how many tokens a group's sequences are expected to reach: as many further tokens as the answer has so
     far, and at least LEAST_EXPECTED."""
-    length = max(max(sequence.num_tokens, sequence.table.num_tokens) for sequence in group.live)
+    length = max(max(sequence.num_tokens, sequence.num_planned) for sequence in group.live)
     return min(group.limit, length + max(length - group.num_prompt, LEAST_EXPECTED))
 
 
@@ -194,7 +190,7 @@ class ReservedAllocation:
     def new_table(self) -> BlockTable:
         return ReservedTable(self._allocator, self._block_size)
 
-    def has_room(self, group: Group, running: GroupQueue) -> bool:  # noqa: ARG002 - Allocation's signature
+    def has_room(self, group: Group, running: RunningGroups) -> bool:  # noqa: ARG002 - Allocation's signature
         return -(-self._policy.reserved(group) // self._block_size) <= self._pool.longest_run
 
     def admitted(self, group: Group) -> None:

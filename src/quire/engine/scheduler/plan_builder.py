@@ -39,7 +39,7 @@ class PlanBuilder:
         self.paced_in_step: list[Sequence] = []  # paced sequences in this step, which may get draft tokens and masks
         self._paced: dict[int, int] = {}  # paced rows that compute one token -> its position
         self._chunks: dict[int, Chunk] = {}  # by row
-        self._new_rows: list[NewRow] = []
+        self._new_rows: dict[int, Sequence] = {}  # sequences whose rows the workers do not know yet, by row
         self._grants: tuple[list[int], list[int], list[int]] = [], [], []  # rows, slots and blocks
         self._copies: list[tuple[int, BlockCopy]] = []  # row, copy
         self._writes: list[tuple[int, int, tuple[int, ...]]] = []  # row, start, tokens
@@ -63,35 +63,18 @@ class PlanBuilder:
         return self._chunks.values()
 
     def introduce(self, sequence: Sequence) -> None:
-        """Send the workers a new row: all known tokens of its sequence, and the blocks it holds."""
-        group, row, request, outputs = sequence.group, sequence.row, sequence.group.request, sequence.outputs
+        """Send the workers a new row: all known tokens of its sequence, and the blocks it has when the plan is
+        complete."""
+        group, row = sequence.group, sequence.row
         assert row is not None
         self.prompts[group] = None
-        num_prompt = group.num_prompt
-        sequence.is_introduced, sequence.synced_tokens, sequence.synced_blocks = True, num_prompt + len(outputs), None
-        sequence.num_encoded = 0
-        tokens = np.frombuffer(request.prompt_token_ids, np.int32)
-        if outputs:
-            tokens = np.concatenate([tokens, np.array(outputs, dtype=np.int32)])
-        fields = (
-            row,
-            tokens,
-            num_prompt,
-            tuple(sequence.table.blocks),
-            group.sampling,
-            request.rules,
-            sequence.index,
-            group.seed,
-            0 if group.search is None else group.num_candidates,
-            request.images,
-            request.pooling,
-            group.slot,
-        )
-        self._new_rows.append(tuple.__new__(NewRow, fields))  # NewRow() takes three times as long
+        sequence.is_introduced, sequence.synced_blocks = True, None
+        sequence.synced_tokens, sequence.num_encoded = group.num_prompt + len(sequence.outputs), 0
+        self._new_rows[row] = sequence
 
     def introduces(self, row: int) -> bool:
         """Whether this plan sends the workers the row as a new one."""
-        return any(new.row == row for new in self._new_rows)
+        return row in self._new_rows
 
     def fork(self, group: Group) -> None:
         """Fork the leader, whose prompt is planned, for every other sequence of its group: they share its blocks."""
@@ -117,7 +100,7 @@ class PlanBuilder:
         if copies := table.append(num_tokens):  # the shared last block was replaced by a copy
             self._copies += [(row, copy) for copy in copies]
             slot -= 1
-        if fresh := table.blocks[slot:]:
+        if row not in self._new_rows and (fresh := table.blocks[slot:]):
             self._grant(row, slot, fresh)
 
     def _grant(self, row: int, slot: int, blocks: list[int]) -> None:
@@ -131,9 +114,9 @@ class PlanBuilder:
         """Tell the workers where the state of a row goes, as (position, slot, source)."""
         self._states += [StateMove(row, *move) for move in moves]
 
-    def grant(self, sequences: list[Sequence], slots: list[int], blocks: list[int]) -> None:
-        """Send the workers the block that each of these sequences got, as its `slots[i]`-th."""
-        self._grants[0].extend([sequence.row for sequence in sequences])  # type: ignore[misc]
+    def grant(self, rows: Iterable[int], slots: list[int], blocks: list[int]) -> None:
+        """Send the workers the block that each of these rows got, as its `slots[i]`-th."""
+        self._grants[0].extend(rows)
         self._grants[1].extend(slots)
         self._grants[2].extend(blocks)
 
@@ -228,8 +211,7 @@ class PlanBuilder:
         self.paced_in_step = [sequence for sequence in self.paced_in_step if sequence.row not in dropped]
         before = {row: self._paced.pop(row) for row in dropped if row in self._paced}
         before |= {row: self._chunks.pop(row).start for row in dropped if row in self._chunks}
-        before |= {new.row: 0 for new in self._new_rows if new.row in dropped}
-        self._new_rows = [new for new in self._new_rows if new.row not in dropped]
+        before |= {row: 0 for row in dropped if self._new_rows.pop(row, None) is not None}
         kept = [grant for grant in zip(*self._grants, strict=True) if grant[0] not in dropped]
         self._grants = [row for row, _, _ in kept], [slot for _, slot, _ in kept], [block for _, _, block in kept]
         self._undone |= {copy.target: copy.source for row, copy in self._copies if row in dropped}
@@ -272,7 +254,7 @@ class PlanBuilder:
             step=step,
             decode_rows=decode_rows,
             chunks=chunks,
-            new_rows=tuple(self._new_rows),
+            new_rows=tuple([_new_row(sequence, pool) for sequence in self._new_rows.values()]),
             grant_rows=rows,
             grant_slots=slots,
             grant_blocks=blocks,
@@ -291,11 +273,8 @@ class PlanBuilder:
         return plan, masks
 
     def _name_memory(self, pool: BlockPool) -> None:
-        """Name the memory of blocks in place of the blocks that tables list. What has none is never read again."""
-        self._grants[2][:] = [pool.memory_of(block) or 0 for block in self._grants[2]]
-        for place, new in enumerate(self._new_rows):
-            memory = tuple([pool.memory_of(block) or 0 for block in new.block_ids])
-            self._new_rows[place] = new._replace(block_ids=memory)
+        """Name the memory of granted blocks in place of the blocks that tables list."""
+        self._grants[2][:] = _memory_of(self._grants[2], pool)
 
     def _row_tokens(self) -> tuple[RowTokens, ...]:
         """Join the writes of each row to one. All are parts of one array."""
@@ -323,3 +302,32 @@ class PlanBuilder:
             bits += masks
             place += count
         return Masks(np.array(places, dtype=np.int32), np.stack(bits))
+
+
+def _new_row(sequence: Sequence, pool: BlockPool) -> NewRow:
+    """Return what the workers must know of a row that is new to them."""
+    group, outputs, blocks = sequence.group, sequence.outputs, sequence.table.blocks
+    request = group.request
+    tokens = np.frombuffer(request.prompt_token_ids, np.int32)
+    if outputs:
+        tokens = np.concatenate([tokens, np.array(outputs, dtype=np.int32)])
+    fields = (
+        sequence.row,
+        tokens,
+        group.num_prompt,
+        tuple(_memory_of(blocks, pool) if pool.names_memory else blocks),
+        group.sampling,
+        request.rules,
+        sequence.index,
+        group.seed,
+        0 if group.search is None else group.num_candidates,
+        request.images,
+        request.pooling,
+        group.slot,
+    )
+    return tuple.__new__(NewRow, fields)  # NewRow() takes three times as long
+
+
+def _memory_of(blocks: list[int], pool: BlockPool) -> list[int]:
+    """Return the memory of blocks that tables list. What has none is never read again."""
+    return [pool.memory_of(block) or 0 for block in blocks]

@@ -204,7 +204,8 @@ class Prefill:
             policy.admitted(group, scheduler)
             self._owing[group] = None
             self._compute_owed(builder, group)  # attaches the prefix-cache hit first
-            scheduler.reuse.forget(group)
+            if reason or scheduler.reuse.prefetch is not None:  # it may have waited for another's prefix, or for files
+                scheduler.reuse.forget(group)
 
     def _next_to_admit(self, builder: PlanBuilder) -> tuple[Group | None, str]:
         """Return the group to admit next, or None and the reason why no group is admitted in this step. Groups that are

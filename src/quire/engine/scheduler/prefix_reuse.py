@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from quire.engine.decoding.group import Group, Hit, Sequence
+from quire.engine.decoding.group import NO_VERSION, Group, Hit, Sequence
 from quire.engine.kvcache.grouped_pool import GroupedPool
 from quire.engine.kvcache.keys import TOKEN_BYTES
 from quire.engine.kvcache.pool import BlockPool
@@ -66,16 +66,18 @@ class PrefixReuse:
             return NO_MATCH
         if hit is None or not hit.is_held(tree, group.cache_root):
             return self._look(tree, group)
-        if hit.version != self._pool.version:
+        if self._cut is not None and hit.version != self._pool.version:
             hit = group.hit = hit._replace(match=cut_again(tree, hit), version=self._pool.version)
         return hit.match
 
     def _look(self, tree: PrefixTree, group: Group) -> Match:
-        whole = self._match(tree, group.live[0], self._leader_limit(group))
-        match = whole if self._cut is None else self._cut(tree, whole)
+        match = whole = self._match(tree, group.live[0], self._leader_limit(group))
+        version = NO_VERSION
+        if self._cut is not None:
+            match, version = self._cut(tree, whole), self._pool.version
         node, num_blocks, _, _, _ = whole
         changes = 0 if node is None else node.changes
-        group.hit = tuple.__new__(Hit, (match, changes, self._plan, whole, self._pool.version))
+        group.hit = tuple.__new__(Hit, (match, changes, self._plan, whole, version))
         group.num_known = num_blocks * self._block_size
         return match
 
@@ -207,12 +209,8 @@ class PrefixReuse:
         sequence, tree, limit = group.live[0], self._tree, self._leader_limit(group)
         match = NO_MATCH
         if tree is not None and group.reads_cache:
-            hit = group.hit
-            is_fresh = hit is not None and hit.plan == self._plan and hit.version == self._pool.version
-            if hit is not None and is_fresh and hit.is_held(tree, group.cache_root):
-                match = hit.match
-            else:
-                match = self._look(tree, group)
+            hit = group.hit  # the tree still holds it: `wait_if_pending` has just looked
+            match = hit.match if hit is not None and hit.plan == self._plan else self._look(tree, group)
         self._fill_from_tree(sequence, match)
         if match.partial is not None:
             self._filler.copy_partials({sequence: match}, builder)
@@ -295,7 +293,7 @@ class PrefixReuse:
             group.ledger.note("cached", now, num_found, sources_of(num_found, loaded) if loaded else "")
         tree = self._tree if group.reads_cache else None
         if tree is not None and num_found < limit and num_found == max(match.num_tokens, in_tiers):
-            miss = why_missed(tree, match, group.request, group.live[0].tokens(), num_found, now)
+            miss = why_missed(tree, match, group.request, group.live[0].tokens, num_found, now)
             group.ledger.note_miss(now, miss)
         if group.num_cached is None:
             num_prompt = group.num_prompt
@@ -352,7 +350,9 @@ class PrefixReuse:
     def publish_last(self, sequence: Sequence, tokens: bytes) -> None:
         """Publish the full blocks of a sequence that has ended and frees its table next, with all its tokens: those
         that are computed by the plans so far. Its copies of blocks that are cached already are released."""
-        self._publisher.publish_last(sequence, tokens)
+        if self._tree is not None:
+            num_tokens = min(sequence.num_computed, len(tokens) // TOKEN_BYTES)
+            self._publisher.publish_tokens(self._tree, sequence, tokens, num_tokens, leaving=True, with_group=False)
 
     def publish_group(self, group: Group, *, leaving: bool = False) -> None:
         """Publish the full blocks of all introduced sequences of a group, which may hold the same blocks, as far as

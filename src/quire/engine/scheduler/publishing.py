@@ -224,14 +224,8 @@ class Publisher:
             num_tokens = min(sequence.num_computed, sequence.num_tokens)
             if num_tokens // self._block_size > sequence.table.num_cached:
                 tokens = sequence.tokens()
-                self._publish(self._tree, sequence, tokens, num_tokens, leaving=leaving, with_group=with_group)
+                self.publish_tokens(self._tree, sequence, tokens, num_tokens, leaving=leaving, with_group=with_group)
                 self.live.refresh(sequence)
-
-    def publish_last(self, sequence: Sequence, tokens: bytes) -> None:
-        """See PrefixReuse.publish_last."""
-        if self._tree is not None:
-            num_tokens = min(sequence.num_computed, len(tokens) // TOKEN_BYTES)
-            self._publish(self._tree, sequence, tokens, num_tokens, leaving=True, with_group=False)
 
     def publish_at(self, match: Match, tokens: bytes, limit: int) -> bool:
         """Publish the blocks of running sequences that could extend a match, within the first `limit` tokens. Returns
@@ -257,11 +251,11 @@ class Publisher:
             return False
         table.num_tokens = max(table.num_tokens, num_computed)  # while a sequence runs ahead, this count lags behind
         tokens = sequence.group.prompt + self._rows.output_bytes(row)
-        is_published = self._publish(tree, sequence, tokens, num_computed, leaving=False, with_group=False)
+        is_published = self.publish_tokens(tree, sequence, tokens, num_computed, leaving=False, with_group=False)
         self.live.enter(sequence)
         return is_published
 
-    def _publish(
+    def publish_tokens(
         self,
         tree: PrefixTree,
         sequence: Sequence,
@@ -271,7 +265,8 @@ class Publisher:
         leaving: bool,
         with_group: bool,
     ) -> bool:
-        """Publish the full blocks of the first `num_tokens` tokens. Returns whether any of them are new in the tree."""
+        """Publish the full blocks of the first `num_tokens` tokens of a sequence, whose tokens are `tokens`. Returns
+        whether any of these blocks are new in the tree. See PrefixReuse.publish_group for the last two."""
         table, last, request = sequence.table, num_tokens // self._block_size, sequence.group.request
         node = table.node
         if node is None or node.is_detached or last <= node.end or (table.is_duplicate and not leaving):

@@ -1,4 +1,4 @@
-"""The queues of waiting and of running groups, sorted by the policy's key."""
+"""The queue of waiting groups, sorted by the policy's key, and the running groups."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class GroupQueue:
         return self._ready[0] if self._ready else None
 
     def last(self) -> Group | None:
-        """Return the least urgent group that is ready. Of the running queue it is the one to preempt."""
+        """Return the least urgent group that is ready."""
         return self._ready[-1] if self._ready else None
 
     def _insert(self, group: Group) -> None:
@@ -91,3 +91,34 @@ class GroupQueue:
         assert self._keys == sorted(set(self._keys))
         assert self._keys == [self._key_of(group) for group in self._ready]
         assert not self._deferred.keys() & set(self._ready)
+
+
+class RunningGroups:
+    """The running groups. They are sorted only when one must be preempted, so that to add and to remove one costs
+    little."""
+
+    def __init__(self, key: Callable[[Group], Key]) -> None:
+        self._key_of = key
+        self._groups: dict[Group, None] = {}
+        self._is_sorted = True
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        """Iterate over a copy, in no order that means anything."""
+        return iter(list(self._groups))
+
+    def add(self, group: Group) -> None:
+        self._groups[group] = None
+        self._is_sorted = False
+
+    def remove(self, group: Group) -> None:
+        del self._groups[group]
+
+    def last(self) -> Group | None:
+        """Return the least urgent group by the policy's key: the one to preempt."""
+        if not self._is_sorted:
+            self._groups = dict.fromkeys(sorted(self._groups, key=self._key_of))
+            self._is_sorted = True
+        return next(reversed(self._groups), None)

@@ -18,7 +18,7 @@ from quire.engine.scheduler.parts import make_parts
 from quire.engine.scheduler.plan_builder import PlanBuilder
 from quire.engine.scheduler.policies.registry import make_policy
 from quire.engine.scheduler.prefill import Prefill
-from quire.engine.scheduler.queue import GroupQueue
+from quire.engine.scheduler.queue import GroupQueue, RunningGroups
 from quire.engine.scheduler.row_table import RowTable
 from quire.types.errors import OutOfBlocks
 from quire.types.stats import BlockMap
@@ -44,10 +44,10 @@ class Scheduler:
         self.new_table, self.preemption, self.pins = parts.allocation.new_table, parts.preemption, parts.pins
         self._compute_time = parts.compute_time
         self.paced = PacedSet(self.rows, self.pool, cache.block_size)
-        self.waiting, self.running = GroupQueue(self.policy.key), GroupQueue(self.policy.key)
+        self.waiting, self.running = GroupQueue(self.policy.key), RunningGroups(self.policy.key)
         self.num_preemptions = 0
         self.block_size, self._budget = cache.block_size, config.max_num_batched_tokens
-        self.micro_batches = MicroBatches(config.micro_batches, config.num_rows)
+        self.micro_batches = MicroBatches(config.micro_batches, config.num_rows, cache.block_size)
         self.micro_batch, self.ahead = 0, self.micro_batches.sets[0]  # of the current plan, or of the last one
         self.adapters = AdapterSlots(config.adapter_slots, config.host_adapters)
         self.prefill = Prefill(self, self._budget, 0 if config.images is None else config.images.max_encoded_tokens)
@@ -88,10 +88,13 @@ class Scheduler:
 
     def remove(self, group: Group) -> None:
         """Take a group out of its queue and of all indexes. Its sequences have no rows any more."""
-        (self.running if group.is_running else self.waiting).remove(group)
+        if group.is_running:
+            self.running.remove(group)
+            self.prefill.remove(group)
+        else:
+            self.waiting.remove(group)
+            self.reuse.forget(group)
         self.policy.removed(group, self)
-        self.prefill.remove(group)
-        self.reuse.forget(group)
         if group.request.adapter_digest:
             self.adapters.leave(group)
         if group.num_spare:
@@ -200,9 +203,8 @@ class Scheduler:
     def _serve_events(self, builder: PlanBuilder) -> None:
         """Handle the sequences whose event is at this tick: they begin to run ahead, need a block, or must stop running
         ahead."""
-        ahead_set, num_preemptions = self.ahead, self.num_preemptions
-        full, others = ahead_set.take_events()
-        for sequence in others:
+        ahead_set = self.ahead
+        for sequence in ahead_set.take_events():
             if sequence.ahead is None:
                 continue  # it was preempted for a sequence before it
             if sequence.state is _AHEAD or sequence.num_computed >= sequence.group.limit - 1:
@@ -211,31 +213,29 @@ class Scheduler:
             num_tokens = sequence.num_computed + 1 - sequence.table.num_tokens
             if sequence.table.fill(num_tokens) or self.grow_table(builder, sequence, num_tokens):
                 if sequence.controller is PLAIN:
-                    capacity = len(sequence.table.blocks) * self.block_size
-                    ahead_set.schedule(sequence, ahead_set.join(sequence), capacity)
+                    ahead_set.join(sequence)
                     continue
                 builder.write(sequence)
                 with self.paced.guarded(sequence.group):
-                    ahead_set.schedule(sequence, ahead_set.join(sequence), sequence.table.capacity)
-        if self.num_preemptions > num_preemptions:
-            full = [sequence for sequence in full if sequence.ahead is not None]
-        if full:
+                    ahead_set.join(sequence)
+        if full := ahead_set.take_full():
             self._append_blocks(builder, full)
 
-    def _append_blocks(self, builder: PlanBuilder, full: list[Sequence]) -> None:
-        """Give a block to each sequence that runs ahead and whose blocks are full. If enough blocks are free, as usual,
-        all get theirs in one loop; otherwise one after the other, with preemptions."""
+    def _append_blocks(self, builder: PlanBuilder, full: dict[int, list[int]]) -> None:
+        """Append a block to the table of each of these rows, which run ahead. If enough blocks are free, as usual, all
+        get theirs at once; otherwise one after the other, with preemptions."""
         ahead_set, pool = self.ahead, self.pool
         if pool.num_free >= len(full) and not self._is_grouped:
             blocks = pool.take(len(full))
-            builder.grant(full, ahead_set.append_blocks(full, blocks, self.block_size), blocks)
+            builder.grant(full, ahead_set.append_blocks(full, blocks), blocks)
             return
-        for sequence in full:
-            ahead = sequence.ahead
-            if ahead is None:
+        for sequence in [self.rows.sequence_at(row) for row in full]:
+            ahead, row, table = sequence.ahead, sequence.row, sequence.table
+            if ahead is None or row is None:
                 continue  # it was preempted for a sequence before it
-            if self.grow_table(builder, sequence, ahead_set.tick + ahead.base + 1 - sequence.table.num_tokens):
-                ahead_set.schedule(sequence, ahead, sequence.table.capacity)
+            table.num_tokens = ahead_set.tick + ahead.base
+            if self.grow_table(builder, sequence, 1):
+                ahead_set.schedule(row, table, ahead)
 
     def _plan_due(self, builder: PlanBuilder) -> None:
         """Plan the tokens that each due sequence owes. There is always budget for one; others may have to wait."""
@@ -329,7 +329,8 @@ class Scheduler:
             self.continue_decoding(sequence)
 
     def _release_row(self, sequence: Sequence) -> int:
-        self.micro_batches.of(sequence).leave(sequence)
+        if sequence.ahead is not None:
+            self.micro_batches.of(sequence).leave(sequence)
         if sequence.controller is not PLAIN:
             self.paced.discard(sequence)
         self.reuse.leave(sequence)
@@ -360,7 +361,7 @@ class Scheduler:
     def note_step(self, plan: StepPlan, num_tokens: int, seconds: float) -> None:
         """Learn from the time that a step of `num_tokens` tokens took."""
         self.policy.note_step(num_tokens, seconds)
-        self._compute_time.note_step(plan, seconds)
+        self._compute_time.note_step(plan, num_tokens, seconds)
 
     def slots_used(self) -> int:
         """Return how many token slots hold a computed token. Shared slots count once."""
@@ -384,7 +385,7 @@ class Scheduler:
         """Assert that every block is held exactly by the tables that list it, and that rows, queues and AheadSet
         agree."""
         self.pool.check(len(self.tree))
-        for owner in (self.reuse, self.tiers, self.rows, self.waiting, self.running, self.paced):
+        for owner in (self.reuse, self.tiers, self.rows, self.waiting, self.paced):
             owner.check()
         accounts.check_blocks(self.running, self.pool, self.allocation.kept, self.pins, self.tree)
         self.micro_batches.check(self.running)

@@ -25,10 +25,15 @@ class StepTime:
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Note that a step of `num_tokens` tokens took `seconds`."""
-        if len(self._steps) == _REMEMBERED:
-            self._add(*self._steps[0], -1)
+        old_tokens, old_seconds = self._steps[0] if len(self._steps) == _REMEMBERED else (0, 0.0)
         self._steps.append((num_tokens, seconds))
-        self._add(num_tokens, seconds, 1)
+        tokens, total, squares, products = self._sums
+        self._sums = (
+            tokens + num_tokens - old_tokens,
+            total + seconds - old_seconds,
+            squares + num_tokens * num_tokens - old_tokens * old_tokens,
+            products + num_tokens * seconds - old_tokens * old_seconds,
+        )
 
     @property
     def per_token(self) -> float | None:
@@ -44,16 +49,6 @@ class StepTime:
         if slope < _STEEPNESS:  # all steps had about the same size: take the base as 0
             return 0.0, total / max(tokens, 1.0)
         return max((total - slope * tokens) / count, 0.0), slope
-
-    def _add(self, num_tokens: int, seconds: float, sign: int) -> None:
-        tokens, total, squares, products = self._sums
-        signed = sign * num_tokens
-        self._sums = (
-            tokens + signed,
-            total + sign * seconds,
-            squares + signed * num_tokens,
-            products + signed * seconds,
-        )
 
 
 class StepCurve:
@@ -106,11 +101,11 @@ class ComputeTime:
         self._steps = StepTime()
         self._decodes_next = False
 
-    def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Note how long a step took."""
+    def note_step(self, plan: StepPlan, num_tokens: int, seconds: float) -> None:
+        """Note how long a step of `num_tokens` tokens took."""
         has_prompt = bool(plan.chunks)
         if (has_prompt or self._decodes_next) and not plan.transfers.saves and not plan.transfers.loads:
-            self._steps.note(plan.num_tokens, seconds)
+            self._steps.note(num_tokens, seconds)
             self._decodes_next = has_prompt
 
     def seconds(self, num_tokens: int) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import http
 import math
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import unquote
@@ -36,6 +36,7 @@ class Request:
     pairs: list[tuple[bytes, bytes]]
     headers: dict[bytes, bytes]
     body: bytes
+    forwarded: dict[Hashable, bytes]  # of its head
     owner: str = ""  # the digest of the API key that the router checked; "": it asks for none
 
 
@@ -70,9 +71,8 @@ class ClientConnection(asyncio.Protocol):
         self._in_head = self._in_request = self._is_full = self._is_chunked = self._is_answered = False
         self._whole: WholeRequest | None = None  # that the parser reads now
         self._is_http_1_1 = self._keeps_alive = True
-        self._fed = 0  # bytes that hold the head of the request, and maybe more
+        self._body_limit = self._fed = 0  # fed: bytes that hold the head of the request, and maybe more
         self._next_wait = ""  # the limit of seconds that begins with what was just received; "": none
-        self._body_limit = 0
         self._idle_bytes = 0  # received since the last of the body: trailers, and what stands between chunks
         self._early = b""  # of the next request
         self._clear()
@@ -243,16 +243,18 @@ class ClientConnection(asyncio.Protocol):
     def _answer(self, head: Head, body: bytes) -> bool:
         self._is_http_1_1, self._keeps_alive = head.is_http_1_1, head.keeps_alive and not self._state.is_closing
         self._due, self._is_answered, self._is_busy = math.inf, False, True
-        return self._state.handle(Request(head.method, head.target, head.path, head.pairs, head.headers, body), self)
+        request = Request(head.method, head.target, head.path, head.pairs, head.headers, body, head.forwarded)
+        return self._state.handle(request, self)
 
     # ------------------------------------------------------------------------------------------------ a response
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], first: bytes = b"", *, has_body: bool) -> None:
         """Send the head of a response, and the first bytes of its body with it. Hop-by-hop headers are left out.
         Without a content-length the body is sent in chunks, or ends with the connection."""
-        kept = [pair for pair in headers if pair[0] not in HOP_BY_HOP]
-        is_framed = not has_body or any(name == b"content-length" for name, _ in kept)
-        parts = [b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"Unknown"))]
-        parts += [b"%b: %b\r\n" % pair for pair in kept]
+        parts, is_framed = [b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"Unknown"))], not has_body
+        for pair in headers:
+            if pair[0] not in HOP_BY_HOP:
+                parts.append(b"%b: %b\r\n" % pair)
+                is_framed = is_framed or pair[0] == b"content-length"
         self._is_chunked = not is_framed and self._is_http_1_1
         if self._is_chunked:
             parts.append(b"transfer-encoding: chunked\r\n")

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MAX_HEADS = 512  # that are kept, the last used
@@ -31,6 +32,7 @@ class Head:
     keeps_alive: bool
     body_limit: int
     used_at: float = 0.0  # the last time, by the clock of the loop
+    forwarded: dict[Hashable, bytes] = field(default_factory=dict)  # the lines that replicas got for it, see Proxy
 
 
 class WholeRequest(NamedTuple):
@@ -89,8 +91,8 @@ def split_request(data: bytes) -> WholeRequest | None:
     end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
     if end < 0:
         return None
-    begin = next((at for name in _LENGTHS if (at := data.find(name, 0, end)) >= 0), -1)
-    if begin < 0:
+    begin = data.find(_LENGTHS[0], 0, end)
+    if begin < 0 and (begin := data.find(_LENGTHS[1], 0, end)) < 0:
         return None
     head, begin = data[:end], begin + len(_LENGTHS[0])
     behind = head.find(b"\r\n", begin)

@@ -53,8 +53,9 @@ class PrefixTree:
         if CHUNK_ENDS[count] > self.capacity:
             count = num_chunks(self.capacity)
         held = min(self.match(keys) if held is None else held, count)
-        used.update(zip(reversed(keys[held:count]), reversed(_SIZES[held:count]), strict=True))
-        self.num_bytes += CHUNK_ENDS[count] - CHUNK_ENDS[held]
+        if held < count:
+            used.update(zip(reversed(keys[held:count]), reversed(_SIZES[held:count]), strict=True))
+            self.num_bytes += CHUNK_ENDS[count] - CHUNK_ENDS[held]
         for key in reversed(keys[:held]):
             touch(key)
         if self.num_bytes > self.capacity:

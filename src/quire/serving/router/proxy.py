@@ -29,6 +29,7 @@ logger = logging.getLogger("quire.router")
 _DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"x-replica"}
 _OF_KEY = frozenset({*KEY_HEADERS, CLIENT_HEADER})
 _JSON = (b"application/json", b"text/json", b"")
+_MAX_FORWARDED = 8  # replicas for which a head is kept
 
 
 @dataclass(slots=True)
@@ -257,15 +258,20 @@ class Proxy:
             on_end=on_end,
         )
         try:
-            relay.start(connection, (self._head(request, replica), request.body))
+            length = b"content-length: %d\r\n\r\n" % len(request.body)
+            relay.start(connection, (self._head(request, replica) + length, request.body))
         except BaseException:
             relay.drop()
             connection.abort()
             raise
 
     def _head(self, request: Request, replica: Replica) -> bytes:
-        """The request line and the headers for a replica. A UNIX socket has no name: it gets the client's Host.
-        Only the replica's own admin keys open its admin paths, so these are always the client's."""
+        """The request line and the headers for a replica, all but the content-length. They are kept with the head,
+        which clients send again and again. A UNIX socket has no name: it gets the client's Host. Only the replica's own
+        admin keys open its admin paths, so these are always the client's."""
+        kept, place = request.forwarded, (replica.place, request.owner)
+        if (lines := kept.get(place)) is not None:
+            return lines
         key, dropped = self._config.replica_key, _DROPPED
         if key is not None:
             key = None if is_for_admins(request.path) else key
@@ -281,8 +287,10 @@ class Proxy:
             parts.append(b"authorization: Bearer %b\r\n" % key.encode())
             if request.owner:
                 parts.append(b"%b: %b\r\n" % (CLIENT_HEADER, request.owner.encode()))
-        parts.append(b"content-length: %d\r\n\r\n" % len(request.body))
-        return b"".join(parts)
+        if len(kept) >= _MAX_FORWARDED:
+            kept.clear()
+        kept[place] = b"".join(parts)
+        return kept[place]
 
     # ------------------------------------------------------------------------------------------------ choosing
     def _read(self, request: Request, facts: PathFacts) -> Prompt:

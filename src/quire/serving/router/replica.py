@@ -39,6 +39,7 @@ class Replica:
         self.address, self.name, self.name_bytes = address, address.name, address.name.encode()
         self.host_bytes = None if address.socket is not None else address.authority.encode()  # the Host header
         self.base_path_bytes = address.base_path.encode()
+        self.place = self.host_bytes, self.base_path_bytes  # what of it stands in the heads of its requests
         self._config = config
         self.load = 0
         self.is_up = True  # until a check or a request shows otherwise

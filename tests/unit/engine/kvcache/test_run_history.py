@@ -158,7 +158,7 @@ def test_a_node_remembers_a_few_evictions_and_the_tree_a_few_salts(monkeypatch: 
 
 def test_a_run_knows_who_computed_each_of_its_blocks_however_it_is_extended_shortened_and_split() -> None:
     a, b, c = Owner("a"), Owner("b"), Owner("c", "tenant")
-    owners = Owners(2, a)
+    owners = Owners(a)
     owners.extend(4, a)
     owners.extend(5, b)
     owners.extend(8, c)

@@ -8,21 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from harness import VOCABULARY, Harness
 from plain_groups import add_sequence, make_group
 from quire.engine.decoding.controller import StepController
 from quire.engine.decoding.group import Sequence, SequenceState
-from quire.engine.decoding.tools import DecodingTools
+from quire.engine.kvcache.pool import BlockPool
+from quire.engine.kvcache.table import BlockTable
 from quire.engine.scheduler.ahead_set import AheadSet
 from quire.types.sampling import TokenRules
-from toy_decoding import ToyGrammars, ToyProposers
-from toy_model import continuation
-
-
-def taken(ahead_set: AheadSet) -> list[Sequence]:
-    """All sequences whose event is at this tick."""
-    full, others = ahead_set.take_events()
-    return [*full, *others]
 
 
 class AheadFor:
@@ -48,25 +40,33 @@ class Counted:
     def is_running(self) -> bool:
         return self.sequence.state is SequenceState.AHEAD
 
+    @property
+    def next_event(self) -> int:
+        """The tick at which it joins, or has computed all that it may."""
+        ahead = self.sequence.ahead
+        return self.joins_at if not self.is_running or ahead is None else ahead.source.tick + self.until - self.computed
+
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 @pytest.mark.parametrize("seed", range(3))
 def test_members_have_computed_what_counting_by_hand_says_and_are_looked_at_when_they_must(
     size: int, seed: int
 ) -> None:
-    rng, ahead_set, members = random.Random(seed), AheadSet(12), list[Counted]()
+    rng, ahead_set, members = random.Random(seed), AheadSet(12, size), list[Counted]()
     free = list(range(12))
     for number in range(500):
         if free and rng.random() < 0.4:
             members.append(_begin(rng, ahead_set, number, free.pop()))
-        looked_at = taken(ahead_set)
-        assert len(set(looked_at)) == len(looked_at)
-        wanted = [each.sequence for each in members if _must_be_looked_at(each, ahead_set.tick)]
-        assert set(looked_at) == set(wanted)
-        full = [each for each in members if each.sequence in looked_at and _serve(ahead_set, each, size)]
-        _append_blocks(ahead_set, full, size)
-        ahead_set.check()
+        looked_at = list(ahead_set.take_events())
+        wanted = [each for each in members if each.next_event == ahead_set.tick]
+        assert set(looked_at) == {each.sequence for each in wanted}
+        for each in wanted:
+            _serve(ahead_set, each, size)
+        _append_blocks(ahead_set, members, size)
         running = [each for each in members if each.is_running]
+        ahead_set.check()
+        for each in running:
+            ahead_set.check_member(each.sequence)
         _compare(ahead_set, running)
         ahead_set.tick += 1
         for each in running:
@@ -90,37 +90,30 @@ def _begin(rng: random.Random, ahead_set: AheadSet, number: int, row: int) -> Co
     return Counted(sequence, group.num_prompt, until, joins_at=joins_at)
 
 
-def _must_be_looked_at(each: Counted, tick: int) -> bool:
-    if not each.is_running:
-        return each.joins_at == tick
-    return each.computed == min(each.capacity, each.until)
-
-
-def _serve(ahead_set: AheadSet, each: Counted, size: int) -> bool:
-    """As the scheduler does: it joins, or leaves because it may run no further. Returns whether it needs a block."""
+def _serve(ahead_set: AheadSet, each: Counted, size: int) -> None:
+    """As the scheduler does: it joins, or leaves because it may run no further."""
     sequence = each.sequence
-    if not each.is_running:
-        sequence.table.blocks = list(range(each.computed // size + 1))
-        each.capacity = len(sequence.table.blocks) * size
-        ahead_set.schedule(sequence, ahead_set.join(sequence), each.capacity)
-        return False
-    if each.computed < each.until:
-        return True
-    ahead_set.leave(sequence)
-    sequence.state = SequenceState.DRAINING
-    assert sequence.num_computed == each.computed
-    return False
+    if each.is_running:
+        ahead_set.leave(sequence)
+        sequence.state = SequenceState.DRAINING
+        assert sequence.num_computed == each.computed
+        return
+    sequence.table = BlockTable(BlockPool(100), size)
+    sequence.table.append(each.computed + 1)
+    each.capacity = sequence.table.capacity
+    ahead_set.join(sequence)
 
 
-def _append_blocks(ahead_set: AheadSet, full: list[Counted], size: int) -> None:
-    """A block for each of them, all at once."""
-    blocks = [1_000 + place for place in range(len(full))]
-    slots = [len(each.sequence.table.blocks) for each in full]
-    assert ahead_set.append_blocks([each.sequence for each in full], blocks, size) == slots
-    for each, slot, block in zip(full, slots, blocks, strict=True):
-        assert each.computed == each.capacity == slot * size
-        assert each.sequence.table.blocks[slot:] == [block]
-        assert each.sequence.table.num_tokens == each.computed + 1
+def _append_blocks(ahead_set: AheadSet, members: list[Counted], size: int) -> None:
+    """A block for each member whose blocks are full, all at once."""
+    full = {each.sequence.row: each for each in members if each.is_running and each.computed == each.capacity}
+    found = ahead_set.take_full()
+    assert found == {row: each.sequence.table.blocks for row, each in full.items()}
+    blocks = {row: 1_000 + place for place, row in enumerate(found)}
+    slots = ahead_set.append_blocks(found, list(blocks.values()))
+    assert dict(zip(found, slots, strict=True)) == {row: each.computed // size for row, each in full.items()}
+    for row, each in full.items():
+        assert each.sequence.table.blocks[each.computed // size :] == [blocks[row]]
         each.capacity += size
 
 
@@ -147,50 +140,65 @@ def _leave(ahead_set: AheadSet, each: Counted) -> int:
 
 def test_a_sequence_that_left_and_joined_again_is_looked_at_once() -> None:
     """With nothing in flight it joins again in the tick in which it left, and needs a block when it would have."""
-    ahead_set = AheadSet(1)
+    ahead_set = AheadSet(1, 4)
     sequence = add_sequence(make_group([1, 2], max_tokens=9))
     sequence.row, sequence.num_computed = 0, 2
+    sequence.table = BlockTable(BlockPool(8), 4)
+    sequence.table.append(3)
     for _ in range(3):
         ahead_set.start_at(sequence, ahead_set.tick)
-        (found,) = taken(ahead_set)
-        ahead_set.schedule(found, ahead_set.join(found), capacity=4)
-        ahead_set.leave(found)
+        assert list(ahead_set.take_events()) == [sequence]
+        ahead_set.join(sequence)
+        ahead_set.leave(sequence)
     ahead_set.start_at(sequence, ahead_set.tick)
-    (found,) = taken(ahead_set)
-    ahead_set.schedule(found, ahead_set.join(found), capacity=4)
-    for looked_at in ([], [sequence], []):
+    assert list(ahead_set.take_events()) == [sequence]
+    ahead_set.join(sequence)
+    for full in ({}, {0: sequence.table.blocks}, {}):
         ahead_set.tick += 1
-        assert taken(ahead_set) == looked_at
+        assert ahead_set.take_full() == full
+        assert not list(ahead_set.take_events())
+
+
+def test_a_sequence_that_leaves_before_it_has_joined_is_not_looked_at() -> None:
+    ahead_set = AheadSet(1, 4)
+    sequence = add_sequence(make_group([1, 2], max_tokens=9))
+    sequence.row = 0
+    ahead_set.start_at(sequence, 1)
+    ahead_set.leave(sequence)
+    ahead_set.tick += 1
+    assert not list(ahead_set.take_events())
+
+
+def test_the_table_of_a_member_counts_its_tokens_when_it_leaves() -> None:
+    ahead_set = AheadSet(1, 4)
+    sequence = add_sequence(make_group([1, 2], max_tokens=99))
+    sequence.row, sequence.num_computed = 0, 2
+    pool = BlockPool(8)
+    sequence.table = BlockTable(pool, 4)
+    sequence.table.append(3)
+    ahead_set.start(sequence)
+    assert list(ahead_set.take_events()) == [sequence]
+    ahead_set.join(sequence)
+    for _ in range(9):
+        ahead_set.tick += 1
+        full = ahead_set.take_full()
+        ahead_set.append_blocks(full, pool.take(len(full)))
+        sequence.table.check(lags=True)
+    ahead_set.leave(sequence)
+    assert sequence.table.num_tokens == sequence.num_computed == 11
 
 
 def test_a_snapshot_is_kept_while_nobody_joins_or_leaves() -> None:
-    ahead_set = AheadSet(2)
+    ahead_set = AheadSet(2, 4)
     sequence = add_sequence(make_group([1, 2], max_tokens=9))
     sequence.row, sequence.num_computed = 1, 2
     before = ahead_set.snapshot()
     ahead_set.start_at(sequence, 0)
     assert ahead_set.snapshot() is before
-    (found,) = taken(ahead_set)
+    (found,) = ahead_set.take_events()
     ahead_set.join(found)
     joined = ahead_set.snapshot()
     assert joined.tolist() == [1]
     ahead_set.leave(sequence)
     assert joined.tolist() == [1], "a plan that was made keeps its rows"
     assert np.array_equal(ahead_set.snapshot(), before)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_an_entry_that_a_sequence_left_behind_when_it_lost_its_row_changes_nothing(depth: int) -> None:
-    proposers = ToyProposers(True, True)
-    engine = Harness(depth=depth, tools=DecodingTools(ToyGrammars(), proposers, lambda: VOCABULARY))
-    asked = {f"r{number}": ([number, 5, 7], 100 + number) for number in range(4)}
-    for name, (prompt, seed) in asked.items():
-        engine.submit(name, prompt, max_tokens=30, seed=seed)
-
-    def list_twice(_: int) -> None:
-        for sequences in engine.core._scheduler.ahead._events.values():
-            sequences[:] = [*dict.fromkeys(sequences)] * 2
-
-    engine.run(each=list_twice)
-    for name, (prompt, seed) in asked.items():
-        assert engine.answer(name) == continuation(prompt, 30, seed=seed)

@@ -9,7 +9,7 @@ import pytest
 from plain_groups import make_group
 from quire.engine.decoding.group import Group
 from quire.engine.scheduler.policies.base import Key
-from quire.engine.scheduler.queue import GroupQueue
+from quire.engine.scheduler.queue import GroupQueue, RunningGroups
 
 
 def by_prompt(group: Group) -> Key:
@@ -80,3 +80,29 @@ def test_a_group_that_is_not_there_is_no_other_group() -> None:
         with pytest.raises(KeyError):
             queue.resume(stranger)
     assert len(queue) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_running_group_is_the_one_with_the_largest_key_whenever_it_came(seed: int) -> None:
+    rng, running, groups = random.Random(seed), RunningGroups(by_prompt), list[Group]()
+    assert running.last() is None
+    for ordinal in range(400):
+        if groups and rng.random() < 0.45:
+            group = rng.choice(groups)
+            running.remove(group)
+            groups.remove(group)
+        else:
+            groups.append(make_group([1] * rng.randint(1, 6), ordinal))
+            running.add(groups[-1])
+        assert len(running) == len(groups)
+        assert set(running) == set(groups)
+        if rng.random() < 0.3:
+            assert running.last() is max(groups, key=by_prompt, default=None)
+    for group in running:
+        running.remove(group)  # while it is walked through
+    assert not len(running)
+
+
+def test_a_running_group_that_is_not_there_cannot_be_removed() -> None:
+    with pytest.raises(KeyError):
+        RunningGroups(by_prompt).remove(make_group([1], 0))

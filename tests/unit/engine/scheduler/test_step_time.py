@@ -31,23 +31,23 @@ def test_nothing_is_known_before_the_first_step() -> None:
 def test_the_base_of_a_step_is_not_the_tokens_cost() -> None:
     compute = ComputeTime()
     for _ in range(20):
-        compute.note_step(prompt(500), 0.010 + 500 * 1e-4)
-        compute.note_step(decode(8), 0.010 + 8 * 1e-4)
+        compute.note_step(prompt(500), 500, 0.010 + 500 * 1e-4)
+        compute.note_step(decode(8), 8, 0.010 + 8 * 1e-4)
     assert compute.seconds(1_000) == pytest.approx(0.1, rel=0.01)
 
 
 def test_many_decode_steps_do_not_drown_a_few_prompts() -> None:
     compute = ComputeTime()
-    compute.note_step(prompt(500), 0.060)
+    compute.note_step(prompt(500), 500, 0.060)
     for _ in range(1_000):
-        compute.note_step(decode(8), 0.0108)
+        compute.note_step(decode(8), 8, 0.0108)
     assert compute.seconds(1_000) == pytest.approx(0.1, rel=0.01)
 
 
 def test_a_step_that_also_moved_blocks_says_nothing() -> None:
     compute = ComputeTime()
-    compute.note_step(prompt(500), 0.05)
-    compute.note_step(prompt(500, Transfers(saves=(SlotMove(0, 0),))), 5.0)
+    compute.note_step(prompt(500), 500, 0.05)
+    compute.note_step(prompt(500, Transfers(saves=(SlotMove(0, 0),))), 500, 5.0)
     assert compute.seconds(500) == pytest.approx(0.05)
 
 

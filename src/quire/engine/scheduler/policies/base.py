@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from quire.engine.decoding.group import Group
     from quire.engine.kvcache.pool import BlockPool
-    from quire.engine.scheduler.queue import GroupQueue
+    from quire.engine.scheduler.queue import GroupQueue, RunningGroups
     from quire.engine.scheduler.row_table import RowTable
     from quire.types.step import Ints
 
@@ -18,7 +18,7 @@ class SchedulerView(Protocol):
     """What policies may read of the scheduler. They change nothing in it."""
 
     waiting: GroupQueue
-    running: GroupQueue
+    running: RunningGroups
     rows: RowTable
     pool: BlockPool
     block_size: int
@@ -53,7 +53,7 @@ class Policy:
     counts_outputs = False  # whether the engine calls `note_generated` and `note_generated_paced`
 
     def key(self, group: Group) -> Key:
-        """Return the sort key of a group in the waiting and the running queue: unique, and it must never change. The
+        """Return the sort key of a waiting or running group: unique, and it must never change. The
         smallest key is admitted first; the group with the largest key is preempted first.
         """
         return (group.ordinal,)
