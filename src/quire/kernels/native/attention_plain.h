@@ -102,14 +102,16 @@ template <typename T> class PlainAttention {
         });
     }
 
-    // Where a full tile of keys (or values) lies. Null where that gains nothing: after the last tile, for many rows,
-    // which take longer than the reading, and for keys that are copied first.
+    // Where a tile of keys (or values) lies, past the last position that one again. Null where that gains nothing: after the
+    // last tile, for many rows, which take longer than the reading, and for keys that are copied first.
     const float* const* look_ahead(const T* cache, const Run& run, int64_t head, int64_t begin,
                                    const float** rows) const {
         if constexpr (std::is_same_v<T, float>) {
-            const bool in_place = shape_.dim == shape_.width() && shape_.stored == AS_ROWS, full = run.longest->end() >= begin + TILE;
-            if (in_place && full && run.rows <= 2 * FUSED) {
-                keys_.locate(cache, *run.longest, head, shape_, begin, TILE, rows);
+            const bool in_place = shape_.dim == shape_.width() && shape_.stored == AS_ROWS;
+            const int64_t count = std::min(TILE, run.longest->end() - begin);
+            if (in_place && count > 0 && run.rows <= 2 * FUSED) {
+                keys_.locate(cache, *run.longest, head, shape_, begin, count, rows);
+                std::fill(rows + count, rows + TILE, rows[count - 1]);
                 return rows;
             }
         }
