@@ -95,7 +95,10 @@ class BatchBuilder:
     def build(self, plan: StepPlan) -> Batch:
         """Also clears blocks that this step enters but does not fill."""
         rows = self._rows
-        order = np.argsort(-rows.lengths[plan.decode_rows], kind="stable")  # longest first
+        if len(plan.decode_rows) == 1:
+            order = np.zeros(1, dtype=np.int64)
+        else:
+            order = np.argsort(-rows.lengths[plan.decode_rows], kind="stable")  # longest first
         decodes = plan.decode_rows[order].astype(np.int64)
         spans = find_spans(plan)
         token_rows, positions = find_tokens(decodes, rows.lengths, spans)
@@ -268,6 +271,8 @@ def find_samples(plan: StepPlan, order: Longs, lengths: Longs, spans: Longs) -> 
     first = np.empty(len(order), dtype=np.int64)
     first[order] = np.arange(len(order))
     rows = plan.sample_rows.astype(np.int64)
+    if not plan.chunks:
+        return Places(rows, lengths[rows], first, _NOTHING, _NOTHING, verifies=False)
     known, ends = lengths[rows], spans[:, 0] + spans[:, 2]
     num_rows = [len(chunk.sample_rows) for chunk in plan.chunks]
     most_sampled = max((chunk.num_sampled for chunk in plan.chunks), default=1)

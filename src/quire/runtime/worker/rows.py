@@ -114,15 +114,25 @@ class Rows:
     def append(self, rows: Ints, rows_on_device: Tensor, token_ids: Tensor) -> None:
         """Each of `rows` (all different) grows by the token sampled for it; negative ids mark failures, kept as 0."""
         lengths = self.history.lengths
-        self.lengths[rows] += 1
-        if self.device.type == "cpu":  # numpy takes a tenth of torch's time for a few numbers
-            known = lengths.numpy()
-            self.tokens.numpy()[rows, known[rows]] = np.maximum(token_ids.numpy(), 0)
-            known[rows] += 1
+        if self.device.type == "cpu":  # a loop takes less time than torch for a few numbers, as numpy for many
+            self._append_on_host(rows, token_ids.numpy(), lengths.numpy())
             return
+        self.lengths[rows] += 1
         where = rows_on_device * self.capacity + lengths.index_select(0, rows_on_device)
         self.tokens.view(-1).index_copy_(0, where, token_ids.clamp(min=0).int())
         lengths.index_add_(0, rows_on_device, torch.ones_like(rows_on_device))
+
+    def _append_on_host(self, rows: Ints, token_ids: Longs, lengths: Longs) -> None:
+        tokens = self.tokens.numpy()
+        if len(rows) > 4:
+            tokens[rows, lengths[rows]] = np.maximum(token_ids, 0)
+            lengths[rows] += 1
+            self.lengths[rows] += 1
+            return
+        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            tokens[row, lengths[row]] = max(token_id, 0)
+            lengths[row] += 1
+            self.lengths[row] += 1
 
     def upload(self, numbers: Longs) -> Tensor:
         """Host numbers to the device, without waiting for it."""

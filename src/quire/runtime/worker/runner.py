@@ -204,7 +204,8 @@ class Runner:
         pooled = self.pooled if self.pooled.works else None
         sums_up = pooled is not None and pooled.want_all(plan)
         if batch.shape is None and not sums_up and not scored:
-            hidden = self._forward(replace(batch, step=replace(batch.step, wanted=batch.wanted)))
+            is_one = len(batch.wanted) == len(batch.step.positions) == 1 and self._rows.device.type == "cpu"
+            hidden = self._forward(batch if is_one else replace(batch, step=replace(batch.step, wanted=batch.wanted)))
         else:
             all_hidden = self._forward(batch)  # [tokens, hidden]
             if scored:

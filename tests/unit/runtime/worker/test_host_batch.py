@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.worker import parts
 from quire.runtime.worker.batch import Batch, BatchBuilder
 from quire.runtime.worker.host_batch import HostBatchBuilder
-from quire.types.step import Chunk, StepPlan
+from quire.runtime.worker.rows import Rows
+from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.step import Chunk, NewRow, StepPlan
 from tiny_models import DEVICE, Bench, engine_config, random_checkpoint, tiny_config
 from window_bench import WindowBench, groups_of
 
@@ -84,3 +87,22 @@ def test_batches_of_any_step_are_those_of_torch(pattern: str, block_size: int, m
     assert ComparedBuilder.num_compared - before == 8
     assert all(len(bench.tokens[row]) == length for row, length in enumerate((30, 11, 30)))
     bench.worker.check()
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_rows_grow_by_their_tokens_and_failures_are_kept_as_zero(count: int) -> None:
+    rows = Rows(8, 16, 4, torch.device("cpu"))
+    news = [
+        NewRow(row, np.arange(2 + row, dtype=np.int32), 1, (), SamplingParams(), TokenRules(), sample_index=0, seed=0)
+        for row in range(8)
+    ]
+    rows.place(news)
+    chosen = np.arange(7, 7 - count, -1, dtype=np.int32)
+    token_ids = torch.arange(50, 50 + count)
+    token_ids[0] = -1
+    rows.append(chosen, torch.from_numpy(chosen.astype(np.int64)), token_ids)
+    for place, row in enumerate(chosen.tolist()):
+        assert rows.tokens[row, 2 + row] == (0 if place == 0 else 50 + place)
+    grown = [2 + row + (row in chosen.tolist()) for row in range(8)]
+    assert rows.lengths.tolist() == grown
+    rows.check()
