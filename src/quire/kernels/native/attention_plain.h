@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int64_t TILE = 32;  // positions whose scores are held at a time; a multiple of LANES
+constexpr int64_t FEW_ROWS = 2 * FUSED;  // reading takes them longer than computing
 
 // One position of four, to PIECES registers of the output of every row. `values` below are a multiple of four like the
 // keys of dot_rows; their weights past the last position are zero.
@@ -19,15 +20,12 @@ inline void add_position(const Quad (&weights)[ROWS], const float* value, Floats
 }
 
 template <int ROWS, int PIECES>
-void add_pieces(const float* weights, const float* const* values, int64_t count, int64_t width,
-                const float* const* ahead, float* out, int64_t i) {
+void add_pieces(const float* weights, const float* const* values, int64_t count, int64_t width, float* out, int64_t i) {
     Floats sums[PIECES][ROWS];
     for (int p = 0; p < PIECES; ++p)
         for (int r = 0; r < ROWS; ++r) sums[p][r] = load(out + r * width + i + p * LANES);
     int64_t t = 0;
     do {
-        if (ahead != nullptr)
-            for (int k = 0; k < 4; ++k) __builtin_prefetch(ahead[t + k] + i);
         Quad four[ROWS];
         for (int r = 0; r < ROWS; ++r) std::memcpy(&four[r], weights + r * TILE + t, sizeof four[r]);
         add_position<0>(four, values[t] + i, sums);
@@ -40,12 +38,36 @@ void add_pieces(const float* weights, const float* const* values, int64_t count,
         for (int r = 0; r < ROWS; ++r) store(out + r * width + i + p * LANES, sums[p][r]);
 }
 
+// `count` values of `width` floats, weighed for each of ROWS rows -> to out [ROWS, width].
 template <int ROWS>
-void add_rows(const float* weights, const float* const* values, int64_t count, int64_t width, const float* const* ahead,
-              float* out) {
+void add_rows(const float* weights, const float* const* values, int64_t count, int64_t width, float* out) {
     int64_t i = 0;
-    for (; i + 4 * LANES <= width; i += 4 * LANES) add_pieces<ROWS, 4>(weights, values, count, width, ahead, out, i);
-    for (; i < width; i += LANES) add_pieces<ROWS, 1>(weights, values, count, width, ahead, out, i);
+    for (; i + 4 * LANES <= width; i += 4 * LANES) add_pieces<ROWS, 4>(weights, values, count, width, out, i);
+    for (; i < width; i += LANES) add_pieces<ROWS, 1>(weights, values, count, width, out, i);
+}
+
+// The same sums in the same order for values that come from memory, four whole ones at a time: they are read as they lie.
+// `ahead`: see dot_rows.
+template <int ROWS>
+void add_rows_from_memory(const float* weights, const float* const* values, int64_t count, int64_t width,
+                          const float* const* ahead, float* out) {
+    for (int64_t t = 0; t < count; t += 4) {
+        Quad four[ROWS];
+        for (int r = 0; r < ROWS; ++r) std::memcpy(&four[r], weights + r * TILE + t, sizeof four[r]);
+        for (int64_t i = 0; i < width; i += LANES) {
+            if (ahead != nullptr && i % LINE == 0)
+                for (int k = 0; k < 4; ++k) __builtin_prefetch(ahead[t + k] + i);
+            Floats entries[4];
+            for (int k = 0; k < 4; ++k) entries[k] = load(values[t + k] + i);
+            for (int r = 0; r < ROWS; ++r) {
+                Floats sum = load(out + r * width + i);
+                sum = add_scaled<0>(sum, entries[0], four[r]);
+                sum = add_scaled<1>(sum, entries[1], four[r]);
+                sum = add_scaled<2>(sum, entries[2], four[r]);
+                store(out + r * width + i, add_scaled<3>(sum, entries[3], four[r]));
+            }
+        }
+    }
 }
 
 template <typename T> class PlainAttention {
@@ -98,18 +120,23 @@ template <typename T> class PlainAttention {
         if (rule_.window > 0) hide(run.rows, count, where);
         ahead = look_ahead(keys_.keys, run, head, tile + TILE, next);
         by_rows<FUSED>(0, run.rows, [&](auto n, int64_t row) {
-            add_rows<n>(scores + row * TILE, where, count, value_width, ahead, out + row * value_width);
+            const float* weights = scores + row * TILE;
+            float* to = out + row * value_width;
+            if (run.rows <= FEW_ROWS) add_rows_from_memory<n>(weights, where, count, value_width, ahead, to);
+            else add_rows<n>(weights, where, count, value_width, to);
         });
     }
 
-    // Where a full tile of keys (or values) lies. Null where that gains nothing: after the last tile, for many rows,
-    // which take longer than the reading, and for keys that are copied first.
+    // Where a tile of keys (or values) lies, past the last position that one again. Null where that gains nothing: after the
+    // last tile, for many rows, which take longer than the reading, and for keys that are copied first.
     const float* const* look_ahead(const T* cache, const Run& run, int64_t head, int64_t begin,
                                    const float** rows) const {
         if constexpr (std::is_same_v<T, float>) {
-            const bool in_place = shape_.dim == shape_.width() && shape_.stored == AS_ROWS, full = run.longest->end() >= begin + TILE;
-            if (in_place && full && run.rows <= 2 * FUSED) {
-                keys_.locate(cache, *run.longest, head, shape_, begin, TILE, rows);
+            const bool in_place = shape_.dim == shape_.width() && shape_.stored == AS_ROWS;
+            const int64_t count = std::min(TILE, run.longest->end() - begin);
+            if (in_place && count > 0 && run.rows <= FEW_ROWS) {
+                keys_.locate(cache, *run.longest, head, shape_, begin, count, rows);
+                std::fill(rows + count, rows + TILE, rows[count - 1]);
                 return rows;
             }
         }

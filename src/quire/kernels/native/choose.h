@@ -94,10 +94,27 @@ class RowChooser {
 
     // The largest number of each tile and of all; NaN where there is one.
     void find_tops(const float* x) {
+        constexpr int64_t AT_ONCE = 256;  // tiles
         tops_.resize(tiles());
-        Words odd = {};
+        bests_.resize((tiles() + AT_ONCE - 1) / AT_ONCE);
+        for_each(static_cast<int64_t>(bests_.size()), size_ > MANY_LOGITS, [&](int64_t part) {
+            bests_[part] = find_some_tops(x, part * AT_ONCE, std::min((part + 1) * AT_ONCE, tiles()));
+        });
         best_ = -INFINITY;
-        for (int64_t tile = 0; tile < tiles(); ++tile) {
+        for (const float best : bests_) {
+            if (best != best) {
+                best_ = NAN;
+                return;
+            }
+            best_ = std::max(best_, best);
+        }
+    }
+
+    // Of tiles [begin, end): returns the largest of all.
+    float find_some_tops(const float* x, int64_t begin, int64_t end) {
+        Words odd = {};
+        float best = -INFINITY;
+        for (int64_t tile = begin; tile < end; ++tile) {
             const float* from = x + tile * VOCABULARY_TILE;
             Floats most = all(-INFINITY);
             const int64_t count = end_of(tile) - tile * VOCABULARY_TILE, whole = count / LANES * LANES;
@@ -112,10 +129,11 @@ class RowChooser {
                 top = std::max(top, from[i]);
             }
             tops_[tile] = top;
-            best_ = std::max(best_, top);
+            best = std::max(best, top);
         }
         for (int64_t i = 0; i < LANES; ++i)
-            if (odd[i]) best_ = NAN;
+            if (odd[i]) best = NAN;
+        return best;
     }
 
     int64_t find_best(const float* x) const {
@@ -227,7 +245,7 @@ class RowChooser {
 
     const int64_t size_;
     float units_ = 0, best_ = 0;
-    std::vector<float> tops_, weights_, weight_tops_, order_;
+    std::vector<float> tops_, bests_, weights_, weight_tops_, order_;
     std::vector<double> sums_;
     std::vector<Ranked> ranked_;
 };

@@ -15,11 +15,10 @@ template <int ROWS>
 void dot_rows(const float* rows, const float* const* keys, int64_t count, int64_t width, const float* const* ahead,
               float* scores, int64_t stride) {
     for (int64_t t = 0; t < count; t += 4) {
-        if (ahead != nullptr)
-            for (int k = 0; k < 4; ++k)
-                for (int64_t i = 0; i < width; i += LINE) __builtin_prefetch(ahead[t + k] + i);
         Floats sums[ROWS][4] = {};
         for (int64_t i = 0; i < width; i += LANES) {
+            if (ahead != nullptr && i % LINE == 0)
+                for (int k = 0; k < 4; ++k) __builtin_prefetch(ahead[t + k] + i);
             Floats entries[4];
             for (int k = 0; k < 4; ++k) entries[k] = load(keys[t + k] + i);
             for (int r = 0; r < ROWS; ++r) {

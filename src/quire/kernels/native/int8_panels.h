@@ -32,7 +32,8 @@ void multiply_int8_some(const float* x, const uint8_t* weight, const float* bias
             Rows::template quantize<n>(x, row, inputs, room);
         });
     });
-    share_out(panels, PANELS_IN_TURN, product.is_large(), [&] {
+    const int64_t in_turn = product.panels_in_turn(int8_panel_bytes(FORMAT, inputs));
+    share_out(panels, in_turn, product.is_large(), [&] {
         return [&](int64_t panel) {
             const uint8_t* own = weight + panel * int8_panel_bytes(FORMAT, inputs);
             const int64_t begin = panel * INT8_OUTPUTS, count = std::min(INT8_OUTPUTS, product.outputs - begin);
@@ -63,6 +64,45 @@ void multiply_int8(const float* x, const uint8_t* weight, const float* bias, con
         multiply_int8_some<FORMAT>(x + row * product.inputs, weight, bias, some, room.data(),
                                    out + row * product.out_stride);
     }
+}
+
+// Level `input` of 32 of an output, whose first byte of the first line this is.
+inline int32_t stored_level(int64_t format, const uint8_t* first, int64_t input) {
+    const int64_t bits = bits_of(format), line = input / 4, at = input % 4;
+    const auto byte = [&](int64_t of) -> int32_t { return first[of * LINE_BYTES + at]; };
+    if (bits == 8) return static_cast<int8_t>(byte(line));
+    int32_t level = byte(line % 4) >> (line < 4 ? 0 : 4) & 15;
+    if (bits == 5) level |= (byte(4) >> line & 1) << 4;
+    if (bits == 6) level |= (byte(4 + line / 4) >> 2 * (line % 4) & 3) << 4;
+    return level - (has_offsets(format) ? 0 : 1 << (bits - 1));
+}
+
+// The numbers of outputs `places` [count] of a weight -> out [count, inputs]. False, and nothing done, if it does not have
+// one of them.
+inline bool read_int8_rows(int64_t format, const uint8_t* panels, const int64_t* places, const Product& product,
+                           float* out) {
+    const int64_t count = product.rows, inputs = product.inputs;
+    for (int64_t row = 0; row < count; ++row)
+        if (places[row] < 0 || places[row] >= product.outputs) return false;
+    const int64_t groups = inputs / INT8_GROUP, scales = scales_of(format), each = INT8_GROUP / scales;
+    for_each(count, count * inputs > MANY_NUMBERS, [&](int64_t row) {
+        const uint8_t* panel = panels + places[row] / INT8_OUTPUTS * int8_panel_bytes(format, inputs);
+        const int64_t place = places[row] % INT8_OUTPUTS;
+        const auto factor = [&](int64_t index) {
+            return load_float16(panel + 2 * (index * INT8_OUTPUTS + place / LANES * LANES))[place % LANES];
+        };
+        for (int64_t part = 0; part < groups * scales; ++part) {
+            const uint8_t* lines = panel + groups * int8_factor_bytes(format) + part / scales * int8_group_bytes(format);
+            const float scale = factor(part), offset = has_offsets(format) ? factor(groups * scales + part) : 0.0f;
+            float* to = out + row * inputs + part * each;
+            for (int64_t i = 0; i < each; ++i) {
+                const int32_t level = stored_level(format, lines + 4 * place, part % scales * each + i);
+                to[i] = static_cast<float>(level) * scale;
+                if (has_offsets(format)) to[i] = to[i] + offset;
+            }
+        }
+    });
+    return true;
 }
 
 }  // namespace

@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_multiply_rows": [None, *[c_void_p] * 3, *[c_int64] * 3],
     "quire_read_blocks": [c_int64, c_int64, c_void_p, c_int64, c_void_p],
     "quire_pack_int8": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
+    "quire_read_int8_rows": [c_int64, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
     "quire_pack_low_rank": [None, c_int64, c_int64, c_void_p, *[c_int64] * 5, c_void_p],
     "quire_low_rank_add": [None, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_int64, c_int64],
     "quire_give_and_meet": [None, c_void_p, c_void_p, c_int64],
@@ -49,6 +50,9 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
         None, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 5,
     ],
     "quire_choose": [None, c_void_p, c_int64, c_int64, *[c_void_p] * 5],
+    "quire_choose_by_head": [
+        c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 5,
+    ],
     "quire_mask_logits": [None, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "quire_paged_attention": [
         None, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p, *[c_int64] * 8, c_double, c_double,

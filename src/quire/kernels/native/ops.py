@@ -225,30 +225,16 @@ def panel_bytes(form: Int8Format, inputs: int) -> int:
 
 
 def read_rows(weight: PackedWeight, rows: Tensor) -> Tensor:  # [n] -> [n, inputs], float32
-    """The numbers of some outputs of a packed weight."""
-    form = Int8Format(weight.format & 15, bool(weight.format & _WITH_OFFSETS), bool(weight.format & _BY_HALVES))
-    panel, place, scaled = rows // INT8_OUTPUTS, rows % INT8_OUTPUTS, weight.inputs // INT8_GROUP * (1 + form.by_halves)
-    data = weight.data.view(-1, panel_bytes(form, weight.inputs))
-    num_factors = (1 + form.has_offsets) * scaled
-    halves = data[:, : num_factors * INT8_OUTPUTS * 2].view(torch.float16).unflatten(1, (num_factors, INT8_OUTPUTS))
-    factors = halves[panel, :, place].float()  # [n, scales, then offsets]
-    stored = data[:, num_factors * INT8_OUTPUTS * 2 :].unflatten(1, (-1, form.bits, INT8_OUTPUTS, 4))
-    lines = stored[panel, :, :, place]  # [n, groups, lines, 4]
-    levels = _levels(lines, form).view(len(rows), scaled, -1).float().mul_(factors[:, :scaled, None])
-    return (levels.add_(factors[:, scaled:, None]) if form.has_offsets else levels).flatten(1)
-
-
-def _levels(lines: Tensor, form: Int8Format) -> Tensor:
-    """Lines [..., bits, 4] uint8 -> [..., 8 lines, 4], signed where the format is."""
-    if form.bits == 8:
-        return lines.view(torch.int8)
-    low = lines[..., :4, :]
-    levels, each = torch.cat((low & 15, low >> 4), dim=-2), form.bits - 4
-    if each:
-        shifts = torch.arange(INT8_LINES // each, dtype=torch.uint8).mul_(each).view(-1, 1)
-        high = lines[..., 4:, None, :] >> shifts & ((1 << each) - 1)  # [..., each, lines of one, 4]
-        levels |= high.flatten(-3, -2) << 4
-    return levels.to(torch.int8) - form.middle
+    """The numbers of some outputs of a packed weight, which is in panels of an Int8Format."""
+    places = rows.to(torch.int64).contiguous()
+    out = torch.empty(len(places), weight.inputs)
+    has_all = open_library().quire_read_int8_rows(
+        weight.format, weight.data.data_ptr(), places.data_ptr(), out.data_ptr(), len(places), weight.inputs,
+        weight.outputs,
+    )  # fmt: skip
+    if not has_all:
+        raise IndexError(f"rows of a weight with {weight.outputs} outputs must be below that and not negative")
+    return out
 
 
 def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ void multiply_some(const T* x, const uint8_t* weight, const T* bias, const Produ
     for_each((product.rows + MOST_ROWS - 1) / MOST_ROWS, product.rows * product.inputs > MANY_NUMBERS, [&](int64_t i) {
         weave_rows(x, i * MOST_ROWS, std::min((i + 1) * MOST_ROWS, product.rows), product.inputs, woven);
     });
-    share_out(panels, PANELS_IN_TURN, product.is_large(), [&] {
+    share_out(panels, product.panels_in_turn(panel_bytes(FORMAT, product.inputs)), product.is_large(), [&] {
         std::vector<float> room(FORMAT == PLAIN ? 0 : MOST_INPUTS * PANEL_OUTPUTS), sums(product.rows * PANEL_OUTPUTS);
         return [&, room = std::move(room), sums = std::move(sums)](int64_t panel) mutable {
             multiply_panel<FORMAT>(woven, weight + panel * panel_bytes(FORMAT, product.inputs), product, room.data(),

@@ -10,11 +10,19 @@ namespace {
 // by 32 neighbouring inputs of an output. HALVES: bfloat16 numbers, whatever the type of the rows.
 enum Format : int64_t { PLAIN = 0, NIBBLES = 1, BYTES = 2, HALVES = 3 };
 
+constexpr int64_t PANELS_IN_TURN = 4;      // neighbours in memory that a thread takes at once, at least
+constexpr int64_t TURN_BYTES = 1 << 19;    // of a weight, which a thread reads in a turn for one row
+
 struct Product {
     int64_t rows, inputs, outputs, out_stride;  // out_stride: from one row of the result to the next
     bool is_large() const { return rows * inputs * outputs > 65536; }  // takes microseconds: threads share it
+
+    // Panels that a thread takes at once. What was asked of memory ahead of the last one is lost, and the first one of the
+    // next turn waits for memory: where rows are few and the reading takes the time, turns are long.
+    int64_t panels_in_turn(int64_t panel_bytes) const {
+        return std::max(PANELS_IN_TURN, TURN_BYTES / std::max<int64_t>(1, panel_bytes * rows));
+    }
 };
-constexpr int64_t PANELS_IN_TURN = 4;      // neighbours in memory that a thread takes at once
 constexpr int64_t MANY_NUMBERS = 1 << 15;  // of rows: threads share what is done to each
 
 // LANES float16 numbers, none of them infinite or NaN.

@@ -166,6 +166,15 @@ void quire_pack_int8(int64_t format, const uint8_t* levels, int64_t middle, cons
     guarded([&] { pack_int8({levels, scales, offsets, outputs, inputs, static_cast<uint8_t>(middle)}, format, panels); });
 }
 
+// The numbers of outputs `places` [count] of a weight in panels of `format` -> out [count, inputs]. Returns whether the
+// weight has all of them.
+int64_t quire_read_int8_rows(int64_t format, const uint8_t* panels, const int64_t* places, float* out, int64_t count,
+                             int64_t inputs, int64_t outputs) {
+    bool has_all = false;
+    guarded([&] { has_all = read_int8_rows(format, panels, places, Product{count, inputs, outputs, inputs}, out); });
+    return has_all;
+}
+
 // See pack_panels; tiled: for tile units, two inputs to a line.
 void quire_pack_low_rank(int64_t type, int64_t tiled, const void* matrix, int64_t stride, int64_t rows, int64_t inputs,
                          int64_t first, int64_t lines, void* panels) {
@@ -224,6 +233,22 @@ void quire_paged_attention(int64_t type, const void* query, int64_t query_stride
 void quire_choose(float* logits, int64_t samples, int64_t size, const ChoiceColumns* by, const int64_t* rows,
                   const int64_t* lengths, const int64_t* num_prompt, int64_t* tokens) {
     guarded([&] { choose_tokens(logits, samples, size, *by, {rows, lengths, num_prompt}, tokens); });
+}
+
+// The same from states [samples, inputs], float32, by a head whose weight is packed in `format`; bias [size] or null. Keeps
+// memory for the logits of the largest call. False, and nothing done, when there is no kernel for the weight here.
+int64_t quire_choose_by_head(int64_t format, const float* states, int64_t inputs, const uint8_t* weight, const float* bias,
+                             int64_t samples, int64_t size, const ChoiceColumns* by, const int64_t* rows,
+                             const int64_t* lengths, const int64_t* num_prompt, int64_t* tokens) {
+    const Multiply<float> multiply = multiply_for<float>(format);
+    if (multiply == nullptr) return false;
+    guarded([&] {
+        static thread_local std::vector<float> logits;
+        logits.resize(std::max<size_t>(logits.size(), samples * size));
+        multiply(states, weight, bias, Product{samples, inputs, size, size}, logits.data());
+        choose_tokens(logits.data(), samples, size, *by, {rows, lengths, num_prompt}, tokens);
+    });
+    return true;
 }
 
 void quire_mask_logits(float* logits, int64_t size, const int64_t* places, const uint32_t* bits, int64_t masked,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.loader import open_library
+from quire.kernels.native.weights import LinearWeights
 
 Longs = npt.NDArray[np.int64]
 
@@ -56,16 +57,33 @@ class RowChoices:
         """
         samples, size = logits.shape
         _check(logits)
-        assert rows.dtype == np.int64
-        assert rows.flags.c_contiguous
-        for numbers in (lengths, num_prompt):
-            assert (numbers.dtype, numbers.is_contiguous()) == (torch.int64, True)
-        assert len(rows) == len(lengths) == samples
         tokens = torch.empty(samples, dtype=torch.int64)
-        self._library.quire_choose(
-            logits.data_ptr(), samples, size, self._address, rows.ctypes.data, lengths.data_ptr(),
-            num_prompt.data_ptr(), tokens.data_ptr(),
+        of_samples = _addresses(samples, rows, lengths, num_prompt)
+        self._library.quire_choose(logits.data_ptr(), samples, size, self._address, *of_samples, tokens.data_ptr())
+        return tokens
+
+    def choose_by_head(
+        self, states: Tensor, head: LinearWeights, rows: Longs, lengths: Tensor, num_prompt: Tensor
+    ) -> Tensor:
+        """The tokens that `choose` finds in the products of states [samples, inputs] with the weight of a head. The
+        logits stay in the kernels' own memory."""
+        samples, weight, bias = len(states), head.weight, head.bias
+        _check(states)
+        assert (weight.dtype, weight.inputs) == (torch.float32, states.shape[1])
+        assert bias is None or (bias.dtype, bias.shape, bias.is_contiguous()) == (
+            torch.float32,
+            (weight.outputs,),
+            True,
+        )
+        tokens = torch.empty(samples, dtype=torch.int64)
+        of_samples = _addresses(samples, rows, lengths, num_prompt)
+        done = self._library.quire_choose_by_head(
+            weight.format, states.data_ptr(), weight.inputs, weight.data.data_ptr(),
+            None if bias is None else bias.data_ptr(), samples, weight.outputs, self._address, *of_samples,
+            tokens.data_ptr(),
         )  # fmt: skip
+        if not done:
+            raise ValueError(f"this CPU has no kernel for float32 rows and format {weight.format}")
         return tokens
 
 
@@ -81,6 +99,15 @@ def mask_logits(logits: Tensor, places: Longs, bits: npt.NDArray[np.uint32]) -> 
     open_library().quire_mask_logits(
         logits.data_ptr(), logits.shape[1], places.ctypes.data, bits.ctypes.data, len(places), bits.shape[1]
     )
+
+
+def _addresses(samples: int, rows: Longs, lengths: Tensor, num_prompt: Tensor) -> tuple[int, int, int]:
+    assert rows.dtype == np.int64
+    assert rows.flags.c_contiguous
+    for numbers in (lengths, num_prompt):
+        assert (numbers.dtype, numbers.is_contiguous()) == (torch.int64, True)
+    assert len(rows) == len(lengths) == samples
+    return rows.ctypes.data, lengths.data_ptr(), num_prompt.data_ptr()
 
 
 def _check(logits: Tensor) -> None:

@@ -34,8 +34,10 @@ class NativeAttention:
 
     def prepare(self, batch: AttentionBatch) -> NativePlan:
         """The batches of a step's tables have their lengths in the same memory; they share one tensor of spans."""
-        places = ((chunk.begin, chunk.start, chunk.num_tokens, len(chunk.block_ids)) for chunk in batch.chunks)
-        key = (*batch.block_ids.shape, *chain.from_iterable(places))
+        key = tuple(batch.block_ids.shape)
+        if batch.chunks:
+            places = ((chunk.begin, chunk.start, chunk.num_tokens, len(chunk.block_ids)) for chunk in batch.chunks)
+            key = (*key, *chain.from_iterable(places))
         if self._last is None or self._last[0] is not batch.lengths or self._last[1] != key:
             self._last = batch.lengths, key, torch.from_numpy(_spans(batch))
         tables = batch.block_ids.reshape(-1)

@@ -351,7 +351,7 @@ class TiedHead(WeightLayer):
     def __init__(self, embedding: Embedding, product: Product) -> None:
         super().__init__()
         self._embedding, self._product = (embedding,), product  # in a tuple: not a child of this module
-        self._multiply: Multiply | None = None
+        self.multiply: Multiply | None = None
         self.num_parts, self.num_inputs, self.num_outputs = 1, embedding.size, embedding.vocab.count
 
     @property
@@ -361,14 +361,14 @@ class TiedHead(WeightLayer):
     def finish(self) -> None:
         table, product = self._embedding[0], self._product
         if table.panels is not None:
-            self._multiply = NativeMultiply(table.panels, None)
+            self.multiply = NativeMultiply(table.panels, None)
         elif table.levels is None:
-            self._multiply = product.pack(table.weight.data, None)
+            self.multiply = product.pack(table.weight.data, None)
         else:
-            self._multiply = product.pack_quantized(table.levels, None)
-            if isinstance(self._multiply, NativeMultiply) and is_int8_format(self._multiply.weight):
-                table.levels, table.panels = None, self._multiply.weight
+            self.multiply = product.pack_quantized(table.levels, None)
+            if isinstance(self.multiply, NativeMultiply) and is_int8_format(self.multiply.weight):
+                table.levels, table.panels = None, self.multiply.weight
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, size] -> [tokens, vocab]
-        assert self._multiply is not None, "finish() was not called"
-        return self._multiply(x)
+        assert self.multiply is not None, "finish() was not called"
+        return self.multiply(x)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from quire.config.model import ModelConfig
 from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.attention import Attention
@@ -18,6 +19,7 @@ from quire.runtime.layers.experts import EachExpert
 from quire.runtime.layers.latent import LatentAttention
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import TiedHead, TokenTable
+from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.stacked_experts import StackedExperts
@@ -110,6 +112,19 @@ class BaseModel(nn.Module):
             logits = logits.mul_(self._logit_scale)
         cap = self._logit_softcap
         return logits if cap is None else torch.tanh_(logits.div_(cap)).mul_(cap)
+
+    @property
+    def native_head(self) -> LinearWeights | None:
+        """The weight of the head as the compiled kernels read it; None where logits are more than products with it."""
+        head = self._parts[3]
+        if self._logit_scale != 1.0 or self._logit_softcap is not None or self.head_adapters is not None:
+            return None
+        if not isinstance(head, Linear | TiedHead) or (isinstance(head, Linear) and head.adapters is not None):
+            return None
+        multiply = head.multiply
+        if not isinstance(multiply, NativeMultiply) or multiply.weight.dtype != torch.float32:
+            return None
+        return LinearWeights(multiply.weight, multiply.bias)
 
     @property
     def is_static(self) -> bool:

@@ -13,6 +13,7 @@ from quire.config.adapter_memory import OUTPUT_STEP
 from quire.config.engine import DeviceConfig
 from quire.config.model import DTYPE_BYTES, INT4_GROUP, ModelConfig, WeightCounts
 from quire.config.parallel import ParallelConfig
+from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
@@ -51,6 +52,10 @@ class Model(Protocol):
 
     def head_logits(self, states: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
         """[n, hidden] after the last norm -> [n, vocab]."""
+
+    @property
+    def native_head(self) -> LinearWeights | None:
+        """The weight of the head as the compiled kernels read it; None where logits are more than products with it."""
 
     @property
     def classifies(self) -> bool:

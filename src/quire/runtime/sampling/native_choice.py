@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.kernels.native.sampling import RowChoices, mask_logits
+from quire.kernels.native.weights import LinearWeights
 from quire.runtime.sampling.rng import stream_start
 from quire.runtime.sampling.samples import Longs, Samples
 from quire.runtime.sampling.transforms.temperature import COLDEST
@@ -45,6 +46,10 @@ class NativeChoice:
 
     def choose(self, logits: Tensor, prepared: Longs, step: Step) -> Tensor:  # [S]
         return self._rows.choose(logits, prepared, step.samples.on_device, step.history.num_prompt)
+
+    def choose_by_head(self, states: Tensor, head: LinearWeights, prepared: Longs, step: Step) -> Tensor:  # [S]
+        """The same from states [S, hidden] after the last norm, by the weight of a head."""
+        return self._rows.choose_by_head(states, head, prepared, step.samples.on_device, step.history.num_prompt)
 
     def check(self) -> None:
         assert set(np.flatnonzero(self._rows.temperature).tolist()) == self._drawn

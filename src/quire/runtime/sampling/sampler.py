@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.native.weights import LinearWeights
 from quire.runtime.sampling.choice import Choice, TorchChoice
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.logprobs import Listing, list_logprobs
+from quire.runtime.sampling.native_choice import NativeChoice
 from quire.runtime.sampling.ranking import best_tokens
 from quire.runtime.sampling.reports import NO_CANDIDATES, NO_LOGPROBS, NO_REPORT, Report, Reports, all_candidates
 from quire.runtime.sampling.samples import Longs, Part, Samples
@@ -119,6 +121,21 @@ class Sampler:
         if batch.logprobs is not None and raw is not None:
             logprobs = self._logprobs(raw, batch.logprobs, samples, token_ids)
         return Sampled(token_ids, Report(logprobs, candidates))
+
+    def needs_logits(self, samples: Samples) -> bool:
+        """Whether `sample` does more with the logits of these samples than choose tokens by the compiled kernels."""
+        if not isinstance(self.choice, NativeChoice) or samples.masks is not None or not len(samples):
+            return True
+        batch = self._batch_of(samples.rows)
+        return bool(batch.transforms) or batch.candidates is not None or batch.logprobs is not None
+
+    @torch.inference_mode()
+    def sample_by_head(self, states: Tensor, head: LinearWeights, samples: Samples, history: TokenHistory) -> Sampled:
+        """What `sample` chooses from the logits that a head makes of states [S, hidden]. Only where it does not need
+        them."""
+        assert isinstance(self.choice, NativeChoice)
+        step = Step(samples, history, self._num_prompt)
+        return Sampled(self.choice.choose_by_head(states, head, self._batch_of(samples.rows).choice, step))
 
     def only_chooses(self, rows: Ints) -> bool:
         """Whether nothing changes the logits of any of `rows` before their tokens are chosen."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.modules import TokenTable
 from quire.runtime.layers.step import AdaptedRows, ForwardStep
@@ -55,6 +56,10 @@ class ShallowDecoder:
 
     def head_logits(self, states: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
         return self._model.head_logits(states, adapted)
+
+    @property
+    def native_head(self) -> LinearWeights | None:
+        return self._model.native_head
 
     @property
     def classifies(self) -> bool:

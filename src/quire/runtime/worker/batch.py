@@ -65,13 +65,12 @@ class Places(NamedTuple):
     verifies: bool  # some samples verify a draft: their rows do not grow
 
 
-class _Seen(NamedTuple):
-    """The decode rows of a batch."""
+class Gathered(NamedTuple):
+    """What tensors on the device say of a batch's tokens."""
 
-    lengths: Longs
-    needed: Longs  # blocks of each
-    rows: Tensor
-    needed_on_device: Tensor
+    token_ids: Tensor  # [tokens]
+    slots: tuple[Tensor, ...]  # of each table, see ForwardStep
+    numbers: Sequence[Tensor]  # what the host knows, uploaded
 
 
 class BatchBuilder:
@@ -92,65 +91,75 @@ class BatchBuilder:
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
         # whether the layers of all tables but the first have their heads at the same places of a block
         self._alike = len({(len(each.heads), each.stride) for each in self._heads[1:]}) == 1
-        self._tables = tuple(zip(tables_of(rows, cache), cache.of_tables, cache.sources, strict=True))
+        self._tables = tables_of(rows, cache)
 
     def build(self, plan: StepPlan) -> Batch:
         """Also clears blocks that this step enters but does not fill."""
         rows = self._rows
-        order = np.argsort(-rows.lengths[plan.decode_rows], kind="stable")  # longest first
+        if len(plan.decode_rows) == 1:
+            order = np.zeros(1, dtype=np.int64)
+        else:
+            order = np.argsort(-rows.lengths[plan.decode_rows], kind="stable")  # longest first
         decodes = plan.decode_rows[order].astype(np.int64)
         spans = find_spans(plan)
         token_rows, positions = find_tokens(decodes, rows.lengths, spans)
         lengths = rows.lengths[token_rows]
         places = find_samples(plan, order, rows.lengths, spans)
-        numbers = np.concatenate((
-            token_rows * rows.capacity + positions,
-            token_rows * rows.max_blocks + positions // rows.block_size,
-            positions,
-            lengths,
-            *places[:5],
-        ))  # fmt: skip
-        count = len(positions)
-        where, blocks, position, length, *chosen = torch.split(
-            rows.upload(numbers), [count, count, count, count, *map(len, places[:5])]
-        )
         self._clear_entered(plan, decodes)
         attention, *others = self._plans(plan, decodes)
+        found = self._gather(token_rows, positions, (positions, lengths, *places[:5]))
+        position, length, *chosen = found.numbers
         step = ForwardStep(
-            token_ids=rows.tokens.view(-1).index_select(0, where),
+            token_ids=found.token_ids,
             positions=position,
             lengths=length,
             max_length=int(lengths.max()),
-            slots=slots_of(rows.tables.view(-1).index_select(0, blocks), position, self._heads[0], rows.block_size),
+            slots=found.slots[0],
             caches=self._cache.layers,
             attention=attention,
             backend=self._backend,
-            windows=self._window_steps(blocks, position, others),
+            windows=tuple(map(WindowStep, found.slots[1:], others)),
             states=self._state_step(plan, decodes, spans),
             axes=axes_tensor(self._images, rows, token_rows, positions, spans),
             adapters=None if self.adapters is None else self.adapters.step(token_rows, places.wanted),
         )
         return make_batch(step, places, chosen, count)
 
+    def _gather(self, token_rows: Longs, positions: Longs, numbers: Sequence[Longs]) -> Gathered:
+        """What the device knows of the batch's tokens, and `numbers` there."""
+        rows, count = self._rows, len(positions)
+        where, blocks, *uploaded = torch.split(
+            rows.upload(np.concatenate((
+                token_rows * rows.capacity + positions,
+                token_rows * rows.max_blocks + positions // rows.block_size,
+                *numbers,
+            ))),
+            [count, count, *map(len, numbers)],
+        )  # fmt: skip
+        held = rows.tables.view(-1).index_select(0, blocks)
+        slots = slots_of(held, uploaded[0], self._heads[0], rows.block_size)
+        others = self._other_slots(held, blocks, uploaded[0])
+        return Gathered(rows.tokens.view(-1).index_select(0, where), (slots, *others), uploaded)
+
     def _state_step(self, plan: StepPlan, decodes: Longs, spans: Longs) -> StateStep | None:
         states = self._states
         return None if states is None else StateStep(states.layers, states.segments(plan, decodes, spans))
 
-    def _window_steps(self, places: Tensor, positions: Tensor, plans: Sequence[Any]) -> tuple[WindowStep, ...]:
-        """What the layers of each table but the first are told, whose plans are given."""
-        rows = self._rows
-        if not plans:
+    def _other_slots(self, held: Tensor, places: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Where the layers of each table but the first put tokens, which lie in the blocks `held` of the first one."""
+        rows, num_others = self._rows, len(self._heads) - 1
+        if not num_others:
             return ()
         if rows.windows is None:  # layers whose heads are others, over the same blocks
-            held = rows.tables.view(-1).index_select(0, places)[None]
+            all_held = held[None]
         else:
-            held = rows.windows.at(places)[: len(plans)]  # another pipeline stage may have more tables
+            all_held = rows.windows.at(places)[:num_others]  # another pipeline stage may have more tables
         if self._alike:
-            slots = slots_of(held.reshape(-1), positions.repeat(len(held)), self._heads[1], rows.block_size)
-            return tuple(WindowStep(*each) for each in zip(slots.view(len(held), -1), plans, strict=True))
+            slots = slots_of(all_held.reshape(-1), positions.repeat(num_others), self._heads[1], rows.block_size)
+            return slots.view(num_others, -1).unbind()
         return tuple(
-            WindowStep(slots_of(blocks, positions, heads, rows.block_size), attention)
-            for blocks, heads, attention in zip(held, self._heads[1:], plans, strict=True)
+            slots_of(blocks, positions, heads, rows.block_size)
+            for blocks, heads in zip(all_held, self._heads[1:], strict=True)
         )
 
     def _plans(self, plan: StepPlan, decodes: Longs) -> list[Any]:
@@ -158,28 +167,35 @@ class BatchBuilder:
         rows, size = self._rows, self._rows.block_size
         lengths = rows.lengths[decodes]
         needed = -(-lengths // size)  # blocks
-        seen = _Seen(lengths, needed, *rows.upload(np.stack((decodes, needed))))
+        block_ids = self._decode_blocks(decodes, needed)
         batches = [
-            self._attention(plan, seen, tables, layer, self._window if source or self._all_windows else None)
-            for tables, layer, source in self._tables
+            self._attention(plan, lengths, tables, index, self._window if source or self._all_windows else None)
+            for index, (tables, source) in enumerate(zip(block_ids, self._cache.sources, strict=True))
         ]
         return [self._backend.prepare(batch) for batch in batches]
 
+    def _decode_blocks(self, decodes: Longs, needed: Longs) -> Sequence[Tensor]:
+        """The blocks of decode rows in each table [decodes, widest], int64; past those that a row needs, its first."""
+        widest = int(needed.max(initial=0))
+        places, counts = self._rows.upload(np.stack((decodes, needed)))
+        found = [tables[:, :widest].index_select(0, places).long() for tables in self._tables]
+        if len(needed) and needed[-1] < widest:
+            held = torch.arange(widest, device=self._rows.device)[None, :] < counts[:, None]
+            return [torch.where(held, tables, tables[:, :1]) for tables in found]
+        return found
+
     def _attention(
-        self, plan: StepPlan, seen: _Seen, all_tables: Tensor, layer: LayerCache, window: int | None
+        self, plan: StepPlan, lengths: Longs, block_ids: Tensor, index: int, window: int | None
     ) -> AttentionBatch:
-        size, widest = self._rows.block_size, int(seen.needed.max(initial=0))
-        tables = all_tables[:, :widest].index_select(0, seen.rows).long()
-        if len(seen.needed) and seen.needed[-1] < widest:
-            held = torch.arange(widest, device=tables.device)[None, :] < seen.needed_on_device[:, None]
-            tables = torch.where(held, tables, tables[:, :1])
-        chunks, begin = [], len(seen.lengths)
+        """Of the decodes, whose lengths and blocks these are, and of the chunks, in the table of this index."""
+        size, all_tables = self._rows.block_size, self._tables[index]
+        chunks, begin = [], len(lengths)
         for chunk in plan.chunks:
             num_blocks = -(-(chunk.start + chunk.num_tokens) // size)
             table = all_tables[chunk.row, :num_blocks].long()
             chunks.append(ChunkSpan(begin, chunk.start, chunk.num_tokens, table))
             begin += chunk.num_tokens
-        return AttentionBatch(seen.lengths, tables, tuple(chunks), size, layer, window)
+        return AttentionBatch(lengths, block_ids, tuple(chunks), size, self._cache.of_tables[index], window)
 
     def _clear_entered(self, plan: StepPlan, decodes: Longs) -> None:
         """Zero blocks whose first slot is written in this step and whose last is not."""
@@ -256,6 +272,8 @@ def find_samples(plan: StepPlan, order: Longs, lengths: Longs, spans: Longs) -> 
     first = np.empty(len(order), dtype=np.int64)
     first[order] = np.arange(len(order))
     rows = plan.sample_rows.astype(np.int64)
+    if not plan.chunks:
+        return Places(rows, lengths[rows], first, _NOTHING, _NOTHING, verifies=False)
     known, ends = lengths[rows], spans[:, 0] + spans[:, 2]
     num_rows = [len(chunk.sample_rows) for chunk in plan.chunks]
     most_sampled = max((chunk.num_sampled for chunk in plan.chunks), default=1)

@@ -22,6 +22,7 @@ from quire.runtime.parallel.vocabulary import Vocabulary
 from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.batch import BatchBuilder
 from quire.runtime.worker.cache import KVCache
+from quire.runtime.worker.host_batch import HostBatchBuilder
 from quire.runtime.worker.images import ImageRows
 from quire.runtime.worker.rows import Rows
 from quire.runtime.worker.runner import Batches, Forward, Graphs, NoGraphs, PlainForward, RowSampler
@@ -94,7 +95,8 @@ def make_parts(
         model.trace(cache.layers)
     rows = Rows(*row_shape)
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
-    batches = BatchBuilder(rows, cache, backend, states, images, adapters)
+    make_builder = HostBatchBuilder if device.type == "cpu" else BatchBuilder
+    batches = make_builder(rows, cache, backend, states, images, adapters)
     return Parts(rows, cache, batches, PlainForward(model), NoGraphs(), states=states, images=images)
 
 

@@ -38,11 +38,10 @@ class Rows:
         self.max_blocks = -(-capacity // block_size)
         self.courier = Courier(device)
         self.tokens = _zeros(num_rows, capacity, device)  # [rows, capacity]
-        self.tables = _zeros(num_rows, self.max_blocks, device)  # [rows, max blocks]
-        self.windows: WindowTables | None = None
-        if num_windows:
-            memory = _zeros(num_windows * num_rows, self.max_blocks, device).view(num_windows, num_rows, -1)
-            self.windows = WindowTables(memory, num_blocks, self.courier)
+        memory = _zeros((1 + num_windows) * num_rows, self.max_blocks, device)
+        self.all_tables = memory.view(1 + num_windows, num_rows, -1)  # [tables, rows, max blocks]
+        self.tables = self.all_tables[0]  # [rows, max blocks]
+        self.windows = WindowTables(self.all_tables[1:], num_blocks, self.courier) if num_windows else None
         self.history = TokenHistory(
             tokens=self.tokens,
             lengths=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -115,10 +114,25 @@ class Rows:
     def append(self, rows: Ints, rows_on_device: Tensor, token_ids: Tensor) -> None:
         """Each of `rows` (all different) grows by the token sampled for it; negative ids mark failures, kept as 0."""
         lengths = self.history.lengths
+        if self.device.type == "cpu":  # a loop takes less time than torch for a few numbers, as numpy for many
+            self._append_on_host(rows, token_ids.numpy(), lengths.numpy())
+            return
+        self.lengths[rows] += 1
         where = rows_on_device * self.capacity + lengths.index_select(0, rows_on_device)
         self.tokens.view(-1).index_copy_(0, where, token_ids.clamp(min=0).int())
         lengths.index_add_(0, rows_on_device, torch.ones_like(rows_on_device))
-        self.lengths[rows] += 1
+
+    def _append_on_host(self, rows: Ints, token_ids: Longs, lengths: Longs) -> None:
+        tokens = self.tokens.numpy()
+        if len(rows) > 4:
+            tokens[rows, lengths[rows]] = np.maximum(token_ids, 0)
+            lengths[rows] += 1
+            self.lengths[rows] += 1
+            return
+        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            tokens[row, lengths[row]] = max(token_id, 0)
+            lengths[row] += 1
+            self.lengths[row] += 1
 
     def upload(self, numbers: Longs) -> Tensor:
         """Host numbers to the device, without waiting for it."""

@@ -17,6 +17,7 @@ from quire.runtime.parallel.vocabulary import Vocabulary
 from quire.runtime.sampling.choice import row_failures
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.reports import NO_REPORT, Report, merged
+from quire.runtime.sampling.sampler import Sampler
 from quire.runtime.sampling.samples import Samples
 from quire.runtime.speculation.drafter import NO_DRAFTS
 from quire.runtime.transfer import Pending
@@ -40,6 +41,7 @@ from quire.types.step import (
 )
 
 _Part = TypeVar("_Part")
+_KEPT_LOGITS = 1 << 22  # numbers, 16 MiB: that the compiled kernels keep memory for
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,7 @@ class _Computed:
     batch: Batch
     hidden: Tensor  # [positions, hidden], of batch.wanted
     logits: Tensor | None  # [own samples, vocab], if all samples are chosen at once
+    token_ids: Tensor | None  # [samples], if they are chosen already
     failed: frozenset[int]
     prompt_logprobs: Pending[tuple[PromptLogprobs, ...]]
 
@@ -201,7 +204,8 @@ class Runner:
         pooled = self.pooled if self.pooled.works else None
         sums_up = pooled is not None and pooled.want_all(plan)
         if batch.shape is None and not sums_up and not scored:
-            hidden = self._forward(replace(batch, step=replace(batch.step, wanted=batch.wanted)))
+            is_one = len(batch.wanted) == len(batch.step.positions) == 1 and self._rows.device.type == "cpu"
+            hidden = self._forward(batch if is_one else replace(batch, step=replace(batch.step, wanted=batch.wanted)))
         else:
             all_hidden = self._forward(batch)  # [tokens, hidden]
             if scored:
@@ -209,19 +213,36 @@ class Runner:
             if sums_up:
                 self.pooled.add_up(plan, all_hidden)
             hidden = all_hidden.index_select(0, batch.wanted)
-        logits = None
+        logits = token_ids = None
         sampled = batch.samples.rows
         is_sampled = pooled is None or not pooled.are_all(sampled)
         if is_sampled and 0 < len(sampled) <= self._num_samples and failed.isdisjoint(sampled.tolist()):
-            logits = self._model.logits(hidden, batch.adapted)  # [positions, vocab]
-            logits = logits if batch.spread is None else logits.index_select(0, batch.spread)
-            logits = logits if self._vocabulary is None else self._vocabulary.of_rows(logits)
-        return partial(self._finish, _Computed(plan, batch, hidden, logits, failed, prompt_logprobs))
+            token_ids = self._choose_by_head(plan, batch, hidden)
+            if token_ids is None:
+                logits = self._model.logits(hidden, batch.adapted)  # [positions, vocab]
+                logits = logits if batch.spread is None else logits.index_select(0, batch.spread)
+                logits = logits if self._vocabulary is None else self._vocabulary.of_rows(logits)
+        return partial(self._finish, _Computed(plan, batch, hidden, logits, token_ids, failed, prompt_logprobs))
+
+    def _choose_by_head(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> Tensor | None:
+        """The tokens of all samples by one call of the compiled kernels, without a tensor of logits; None where that is
+        not possible, as where masks may come later, or would keep much memory."""
+        sampler, samples = self._sampler, batch.samples
+        if not isinstance(sampler, Sampler) or self._vocabulary is not None or plan.guided or plan.masks is not None:
+            return None
+        if batch.spread is not None or batch.adapted is not None:
+            return None
+        head = self._model.native_head
+        if head is None or len(samples) * head.weight.outputs > _KEPT_LOGITS or sampler.needs_logits(samples):
+            return None
+        return sampler.sample_by_head(self._model.normed(hidden), head, samples, self._rows.history).token_ids
 
     def _finish(self, computed: _Computed, masks: Masks | None) -> StepOutput:
         batch, samples = computed.batch, computed.batch.samples.under(masks)
         if len(samples) == 0 or (self.pooled.works and self.pooled.are_all(samples.rows)):
             token_ids, report = torch.zeros(len(samples), dtype=torch.int64, device=computed.hidden.device), NO_REPORT
+        elif computed.token_ids is not None:
+            token_ids, report = computed.token_ids, NO_REPORT
         elif computed.logits is not None:
             token_ids, report = self._sample(computed.logits, samples)
         else:

@@ -198,6 +198,13 @@ def test_rows_of_a_packed_table_are_its_numbers(bits: int, form: str) -> None:
     weight = random_weight(form, 83, 96)
     places = torch.tensor([0, 82, 17, 16, 17])
     assert torch.equal(read_rows(packed(weight, bits), places), weight.values()[places])
+    assert torch.equal(read_rows(packed(weight, bits), places.int()[:2]), weight.values()[places[:2]])
+
+
+@pytest.mark.parametrize("place", [-1, 83])
+def test_rows_that_a_packed_table_does_not_have_are_refused(place: int) -> None:
+    with pytest.raises(IndexError, match="83 outputs"):
+        read_rows(packed(random_weight("Q8_0", 83, 96)), torch.tensor([0, place]))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -12,6 +12,10 @@ from torch import Tensor
 
 from kernel_threads import kernel_threads
 from quire.kernels.native.loader import why_not_native
+from quire.kernels.native.ops import multiply
+from quire.kernels.native.panels import cut_panels
+from quire.kernels.native.weights import LinearWeights
+from quire.runtime.sampling.choice import NOT_FINITE
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.make import make_sampler
 from quire.runtime.sampling.samples import Samples
@@ -110,3 +114,62 @@ def test_tokens_do_not_depend_on_threads() -> None:
         with kernel_threads(threads):
             tokens.append(choose("native", logits, asked))
     assert tokens[0] == tokens[1]
+
+
+def choose_by_head(states: Tensor, head: LinearWeights, asked: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """Tokens without a tensor of logits, and those from the logits."""
+    count = len(asked)
+    sampler = make_sampler(count, head.weight.outputs, CPU, "native")
+    for row in range(count):
+        sampler.add(new_row(row, asked[row]))
+    lengths = 2 + np.arange(count, dtype=np.int64) % 5
+    history = TokenHistory(
+        torch.zeros(count, 7, dtype=torch.int32), torch.full((count,), 7), 1 + torch.arange(count) % 2
+    )
+    samples = Samples(np.arange(count, dtype=np.int32), lengths, torch.from_numpy(lengths), np.arange(count))
+    assert not sampler.needs_logits(samples)
+    alone = sampler.sample_by_head(states, head, samples, history).token_ids
+    from_logits = sampler.sample(multiply(states, head.weight, head.bias), samples, history).token_ids
+    return alone.tolist(), from_logits.tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("vocab_size", [5, 1000, 40_001])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_by_the_head_it_chooses_what_it_chooses_from_logits(has_bias: bool, vocab_size: int, threads: int) -> None:
+    weight = torch.randn(vocab_size, 32, generator=torch.Generator().manual_seed(vocab_size))
+    head = LinearWeights(cut_panels(weight, torch.float32), weight[:, 3].contiguous() if has_bias else None)
+    asked = every_way(vocab_size)[:: 17 if vocab_size > 1000 else 1]
+    states = torch.randn(len(asked), 32, generator=torch.Generator().manual_seed(1))
+    states[len(asked) // 2, 5] = torch.nan
+    with kernel_threads(threads):
+        alone, from_logits = choose_by_head(states, head, asked)
+    assert alone == from_logits
+    assert [token for token in alone if token < 0] == [NOT_FINITE]
+
+
+def test_rows_that_ask_for_more_than_a_token_need_logits() -> None:
+    sampler = make_sampler(4, 50, CPU, "native")
+    for row, asked in enumerate(({}, {"logprobs": 1}, {"frequency_penalty": 0.5}, {"temperature": 0.7})):
+        sampler.add(new_row(row, asked))
+    for row, needs_logits in enumerate((False, True, True, False)):
+        lengths = np.array([2])
+        samples = Samples(np.array([row], dtype=np.int32), lengths, torch.from_numpy(lengths), np.arange(1))
+        assert sampler.needs_logits(samples) == needs_logits
+        bits = np.ones((1, 2), dtype=np.uint32)
+        assert sampler.needs_logits(samples.under(Masks(np.array([0], dtype=np.int32), bits)))
+    by_torch = make_sampler(4, 50, CPU, "torch")
+    by_torch.add(new_row(0, {}))
+    assert by_torch.needs_logits(
+        Samples(np.array([0], dtype=np.int32), lengths, torch.from_numpy(lengths), np.arange(1))
+    )
+
+
+@pytest.mark.parametrize("place", [0, 40_000, 65_537])
+def test_a_number_that_is_none_fails_a_row_of_a_large_vocabulary_wherever_it_is(place: int) -> None:
+    logits = torch.randn(2, 65_538, generator=torch.Generator().manual_seed(5))
+    logits[1, place] = 100.0
+    with kernel_threads(2):
+        assert choose("native", logits, [{"temperature": 0.0}] * 2)[1] == place
+        logits[1, place] = torch.nan
+        assert choose("native", logits, [{"temperature": 0.0}] * 2)[1] == NOT_FINITE
