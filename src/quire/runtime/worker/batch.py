@@ -123,7 +123,7 @@ class BatchBuilder:
             axes=axes_tensor(self._images, rows, token_rows, positions, spans),
             adapters=None if self.adapters is None else self.adapters.step(token_rows, places.wanted),
         )
-        return make_batch(step, places, chosen, count)
+        return make_batch(step, places, chosen, len(positions))
 
     def _gather(self, token_rows: Longs, positions: Longs, numbers: Sequence[Longs]) -> Gathered:
         """What the device knows of the batch's tokens, and `numbers` there."""

@@ -21,7 +21,6 @@ from quire.runtime.worker import forward_graphs
 from quire.runtime.worker.adapters import tile_tokens
 from quire.types.step import Chunk
 from tiny_models import (
-    DEVICE,
     VOCAB,
     Bench,
     GreedySampler,
