@@ -11,7 +11,7 @@ namespace {
 enum Format : int64_t { PLAIN = 0, NIBBLES = 1, BYTES = 2, HALVES = 3 };
 
 constexpr int64_t PANELS_IN_TURN = 4;      // neighbours in memory that a thread takes at once, at least
-constexpr int64_t TURN_BYTES = 1 << 19;    // of a weight, which a thread reads in a turn for one row
+constexpr int64_t TURN_BYTES = 1 << 20;    // of a weight, which a thread reads in a turn for one row
 
 struct Product {
     int64_t rows, inputs, outputs, out_stride;  // out_stride: from one row of the result to the next

@@ -26,13 +26,14 @@ class Turns {
    public:
     Turns(int64_t count, int64_t most, int64_t threads) : count_(count), most_(most), threads_(threads) {}
 
-    // Items [begin, end) for the thread that asks; false: all are taken. The last ones go one by one, so that threads
-    // end at about the same time.
+    // Items [begin, end) for the thread that asks; false: all are taken. The first turns are long, three quarters of a fair
+    // share of what is left, as neighbours are read faster; the last items go one by one, so that threads end at about the
+    // same time.
     bool take(int64_t& begin, int64_t& end) {
         begin = next_.load(std::memory_order_relaxed);
         do {
             if (begin >= count_) return false;
-            end = begin + std::clamp<int64_t>((count_ - begin) / (2 * threads_), 1, most_);
+            end = begin + std::clamp<int64_t>((count_ - begin) * 3 / (4 * threads_), 1, most_);
         } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
         return true;
     }
