@@ -52,7 +52,10 @@ class HostBatchBuilder(BatchBuilder):
             token_ids = tokens[token_rows, positions]
             slots = held * self._strides[:, None] + offsets
         found = torch.from_numpy(slots[:, :, None] + self._first_slots)  # [tables, tokens, heads]
-        own = [every[:, :count].reshape(-1) for every, count in zip(found.unbind(), self._num_heads, strict=True)]
+        own = [  # side by side: of a table with fewer heads than others this is no view
+            every[:, :count].reshape(-1).contiguous()
+            for every, count in zip(found.unbind(), self._num_heads, strict=True)
+        ]
         return Gathered(torch.from_numpy(token_ids), tuple(own), [torch.from_numpy(each) for each in numbers])
 
     def _decode_blocks(self, decodes: Longs, needed: Longs) -> Sequence[Tensor]:

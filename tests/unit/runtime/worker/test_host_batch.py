@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from family_models import FamilyCase
 from quire.config.model import Heads
 from quire.runtime.attention.native import NativePlan
 from quire.runtime.layers.step import ForwardStep
@@ -19,7 +21,7 @@ from quire.runtime.worker.host_batch import HostBatchBuilder
 from quire.runtime.worker.rows import Rows
 from quire.types.sampling import SamplingParams, TokenRules
 from quire.types.step import Chunk, NewRow, StepPlan
-from tiny_models import DEVICE, Bench, engine_config, random_checkpoint, tiny_config
+from tiny_models import DEVICE, Bench, engine_config, greedy_reference, random_checkpoint, tiny_config
 from window_bench import WindowBench, groups_of
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="for rows in host memory")
@@ -87,6 +89,23 @@ def test_batches_of_any_step_are_those_of_torch(pattern: str, block_size: int, m
     assert ComparedBuilder.num_compared - before == 8
     assert all(len(bench.tokens[row]) == length for row, length in enumerate((30, 11, 30)))
     bench.worker.check()
+
+
+def test_so_are_those_of_layers_with_fewer_heads_than_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(parts, "HostBatchBuilder", ComparedBuilder)
+    case = FamilyCase("gemma4_text-moe", tmp_path)  # one head for all tokens, four in windows
+    bench = Bench(case.checkpoint(), engine_config(block_size=4, num_blocks=64), attention="native")
+    before = ComparedBuilder.num_compared
+    prompts = [[(5 * i) % 90 for i in range(11)], [3, 1, 4]]
+    for row, prompt in enumerate(prompts):
+        bench.add(row, prompt)
+    bench.run(chunks=[Chunk(0, 0, 11, (0,)), Chunk(1, 0, 3, (1,))])
+    bench.run(decode=[0, 1])
+    bench.run(decode=[1])
+    assert ComparedBuilder.num_compared - before == 3
+    for row, (prompt, count) in enumerate(zip(prompts, (2, 3), strict=True)):
+        assert bench.tokens[row] == [*prompt, *greedy_reference(case.model, prompt, count)[0]]
 
 
 @pytest.mark.parametrize("count", [1, 3, 6])
