@@ -17,6 +17,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.runtime.loading.gguf.checkpoint import GgufCheckpoint
+from tiny_models import greedy_reference
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif("QUIRE_TEST_WHOLE" not in os.environ, reason="fetches 240 MB; make parity runs it")
@@ -83,17 +84,26 @@ def reference(path: Path) -> torch.nn.Module:
     return model.float().eval()  # type: ignore[no-any-return]
 
 
-def test_greedy_tokens_are_those_of_transformers(file: Path) -> None:
+def test_greedy_tokens_are_those_of_transformers(file: Path, tmp_path: Path) -> None:
+    """On the numbers that the file stands for, token for token. With `"float"` levels in groups of 16 are rounded again:
+    there tokens may part where transformers sees next to no difference between the two."""
     model, params = reference(file), SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    exact = {"dtype": "float32", "cpu_weights": "float"}
-    with LLM(file, device="cpu", kv_cache_memory="300MiB", max_model_len=2_048, **exact) as llm:
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    usual = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "300MiB", "max_model_len": 2_048}
+    with LLM(file, cpu_weights="float", **usual) as llm:  # type: ignore[arg-type]
         answers = llm.generate(list(PROMPTS), params)
-    for answer in answers:
-        ids = torch.tensor([answer.prompt_token_ids])
-        with torch.no_grad():
-            whole = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)  # type: ignore[operator]
-        assert whole[0, ids.shape[1] :].tolist() == list(answer.outputs[0].token_ids)
-    assert len(answers[-1].prompt_token_ids) > 512
+    prompts = [list(answer.prompt_token_ids) for answer in answers]
+    with LLM(tmp_path, skip_tokenizer_init=True, **usual) as llm:  # type: ignore[arg-type]
+        params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, detokenize=False)
+        plain = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    for prompt, exact, answer in zip(prompts, plain, answers, strict=True):
+        wanted, logits = greedy_reference(model, prompt, 24)
+        assert list(exact.outputs[0].token_ids) == wanted
+        found = list(answer.outputs[0].token_ids)
+        parted = next((place for place in range(24) if found[place] != wanted[place]), None)
+        if parted is not None:
+            assert logits[parted, wanted[parted]] - logits[parted, found[parted]] < 0.05
+    assert len(prompts[-1]) > 512
 
 
 def test_blocks_of_windows_are_freed_behind_them(file: Path) -> None:
