@@ -17,7 +17,7 @@ from quire.types.errors import ConfigError
 from quire.types.request import Submit
 from quire.types.sampling import SamplingParams, TokenRules
 from tests.families.features import engine, prompts_of
-from tiny_models import greedy_reference
+from tiny_models import DEVICE, greedy_reference
 from worker_executor import TinyEngine
 
 pytest.importorskip("transformers")
@@ -68,6 +68,16 @@ def test_every_backend_runs_stages(attention: str, tmp_path: Path) -> None:
     case = FamilyCase("gemma3_text", tmp_path, CHANGES["gemma3_text"])
     made = engine(case, stages=2, attention=attention, rows=2, max_len=32)
     check(case, made, [case.prompt(11), case.prompt(3, 1)], count=3)
+
+
+@pytest.mark.skipif(not HAS_TRITON or DEVICE != "cpu", reason="needs Triton's interpreter")
+def test_stages_whose_layers_have_inputs_beside_the_stream_are_prepared(tmp_path: Path) -> None:
+    case = FamilyCase("gemma4_text", tmp_path, CHANGES["gemma4_text"])
+    made = engine(case, stages=2, attention="triton", rows=2, max_len=32, block_size=16, budget=16)
+    for worker in made.executor.workers:
+        worker.prepare(0.0)  # also a step of more tokens than any graph has
+        assert not worker.prepare_more()  # stages would do different things
+    made.executor.close()
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no triton")

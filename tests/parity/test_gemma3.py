@@ -85,8 +85,8 @@ def reference(path: Path) -> torch.nn.Module:
 
 
 def test_greedy_tokens_are_those_of_transformers(file: Path, tmp_path: Path) -> None:
-    """On the numbers that the file stands for, token for token. With `"float"` levels in groups of 16 are rounded again:
-    there tokens may part where transformers sees next to no difference between the two."""
+    """On the numbers that the file stands for, token for token. With `"float"` levels in groups of 16 are rounded
+    again: there tokens may part where transformers sees next to no difference between the two."""
     model, params = reference(file), SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     usual = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "300MiB", "max_model_len": 2_048}

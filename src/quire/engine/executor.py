@@ -53,3 +53,6 @@ class PreparesMore(Protocol):
     def prepare_more(self) -> float | None:
         """Do a little of it. Called between steps, with none in flight. Returns after how many seconds there may be
         more to do; None: nothing is left. Never raises."""
+
+    def compile_rest(self) -> None:
+        """Begin all compilations that are left, in the background: nobody calls `prepare_more`."""

@@ -46,6 +46,7 @@ from quire.types.request import Abort, Submit
 
 logger = logging.getLogger("quire.engine")
 _POOLED_BYTES = 16 * 2**20  # of one message
+IDLE_SECONDS = 0.05  # without a message, after which there seem to be no requests
 
 
 class EngineLoop:
@@ -70,6 +71,7 @@ class EngineLoop:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._waking = threading.Lock()
         self._stopping = self._closed = False
+        self._prepares = True  # there may be something left for `when_idle`
         self._reader = ThreadPoolExecutor(1, "adapters")  # reads LoRA adapters, one after the other
         self._read: deque[tuple[int, LoadAdapter, AdapterInfo | InvalidRequest]] = deque()  # filled by that thread
         self.between_steps: Callable[[], None] = lambda: None  # called after each step, when its output is sent
@@ -138,9 +140,12 @@ class EngineLoop:
         raise EngineDead(reason)
 
     def _sleep(self) -> None:
-        """Prepare a little of what later steps would wait for. Then block until an edge sends a message, another thread
-        calls `_wake_up`, or there is more to prepare."""
-        self._edges.wait(self._wake, self.when_idle())
+        """Block until an edge sends a message or another thread calls `_wake_up`. After some silence, prepare what
+        later steps would wait for, a little at a time."""
+        pause = IDLE_SECONDS if self._prepares else None
+        while not self._edges.wait(self._wake, pause):
+            pause = self.when_idle()
+            self._prepares = pause is not None
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 

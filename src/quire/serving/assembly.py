@@ -87,10 +87,10 @@ class PlannedEngine:
             config = replace(config, cache=replace(config.cache, namespace=namespace))
         executor = self._make_executor(config, load_format, progress)
         give_back()  # what loading took and freed
-        self._check_memory(config)
-        proposers = make_proposers(config.speculation, executor.depth)
-        tools = replace(tools or DecodingTools(), proposers=proposers)
         try:
+            self._check_memory(config)
+            proposers = make_proposers(config.speculation, executor.depth)
+            tools = replace(tools or DecodingTools(), proposers=proposers)
             return load_modules(_make_core(executor, config, self.model.vocab_size, tools), self.modules)
         except BaseException:
             executor.close()

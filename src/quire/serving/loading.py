@@ -15,6 +15,7 @@ from quire.config.embedding import PoolingModel
 from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
 from quire.config.model import ModelConfig
+from quire.engine.executor import PreparesMore
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.generation import check_generation_config, read_sampling_defaults
 from quire.runtime.loading.progress import Progress
@@ -160,6 +161,8 @@ def _load_engine(
     checker = None if vocabulary is None else GrammarChecker(vocabulary)
     requests = RequestMaker(text, planned.model.eos_ids, checker)
     core = planned.build(load_format, progress, planned.tools(vocabulary))
+    if isinstance(core.executor, PreparesMore):
+        core.executor.compile_rest()
     return LoadedModel(
         files=planned.files,
         model_config=planned.model,

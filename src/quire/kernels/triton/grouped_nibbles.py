@@ -88,12 +88,13 @@ def choose_nibble_tilings(
     return first._replace(block_m=block_m), second._replace(block_m=block_m)
 
 
-def _choose_tile(stack: NibbleStack, block_m: int, x_bytes: int, wide_programs: float) -> _Tile:
+def _choose_tile(stack: NibbleStack, block_m: int, dtype: torch.dtype, wide_programs: float) -> _Tile:
     """As measured on an H200. Sums of groups are scaled one by one unless factors are folded: that is more work than to
     scale the numbers as soon as a step has several groups, or sums of inputs are needed for offsets.
 
     wide_programs: for each multiprocessor, with tiles of two panels."""
-    if x_bytes > 2 or wide_programs < _FEWEST_PROGRAMS:
+    is_unscalable = stack.has_codes and dtype == torch.float16  # does not hold all powers of two
+    if dtype.itemsize > 2 or is_unscalable or wide_programs < _FEWEST_PROGRAMS:
         return _Tile(PANEL, 3, folded=False)
     if stack.group < STEP or stack.offsets is not None:
         return _Tile(2 * PANEL, 4 if block_m == _FEWEST_ROWS else 3, folded=True)
@@ -158,7 +159,8 @@ def grouped_nibble_product(
     """Each pair's row by the weight of its expert, summed in float32. What pairs of padding get is not written.
 
     A weight that has several groups in a step, or offsets, is rounded to the dtype of x where that is 16 bits wide; for
-    codes, whose scales are powers of two, that changes nothing."""
+    codes, whose scales are powers of two, that changes nothing in bfloat16. float16 does not hold all of these: there
+    codes are scaled after the products."""
     if tiling.block_m > _MOST_ROWS:
         return _expanded_product(
             x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
@@ -176,7 +178,7 @@ def grouped_nibble_product(
         return out
     tiles, steps, has_offset = len(routing.tile_experts), stack.data.shape[2], stack.offsets is not None
     wide = tiles * triton.cdiv(outputs, 2 * PANEL) / num_processors(x.device)
-    tile = _choose_tile(stack, tiling.block_m, x.element_size(), wide)
+    tile = _choose_tile(stack, tiling.block_m, x.dtype, wide)
     _grouped_nibble_kernel[(tiles * triton.cdiv(outputs, tile.outputs),)](
         x, stack.data, stack.scales, stack.offsets, stack.bias, out, routing.places, routing.tile_experts, tiles,
         len(x), outputs, inputs, steps, x.stride(0), stack.data.stride(0), stack.scales.stride(1),

@@ -112,6 +112,7 @@ class RankServer:
             depth=job["depth"],
             ranks=ranks,
         )
+        self._executor.compile_rest()
         self._sends_results = place.is_last_stage
         if device.type == "cuda":
             self._collecting = SimpleQueue()

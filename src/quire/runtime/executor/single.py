@@ -130,8 +130,12 @@ class SingleExecutor:
             return 0.0 if self._worker.prepare_more() else None
         except Exception:  # what was not prepared is when it is needed, or fails there
             logger.warning("no more is prepared while there are no requests", exc_info=True)
-            self._worker.stop_preparing()
+            self._worker.take_rest()
             return None
+
+    def compile_rest(self) -> None:
+        if self._worker is not None and self._compiles:
+            self._worker.compile_rest()
 
     def launch(self, plan: StepPlan) -> None:
         if self._worker is None:

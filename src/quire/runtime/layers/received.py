@@ -36,9 +36,14 @@ class ReceivedStream(nn.Module):
         return stream, beside if self._widths[1] else None
 
     def beside(self, num_tokens: int) -> Tensor | None:
-        """What was received beside the stream of the step that runs, with padding."""
+        """What was received beside the stream of the step that runs, with padding; zeros for a rehearsal, as `forward`
+        gives."""
         held = self._own or self._kept
-        return held[1][:num_tokens] if self._widths[1] and held is not None else None
+        if not self._widths[1] or held is None:
+            return None
+        if num_tokens > len(held[1]):
+            return held[1].new_zeros(num_tokens, self._widths[1])
+        return held[1][:num_tokens]
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, width]
         """The stream of a step of so many tokens, whose ids are not looked at. May be overwritten."""

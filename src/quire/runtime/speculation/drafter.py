@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.runtime.transfer import Pending
+from quire.runtime.worker.rest import NOTHING_LEFT, Rest
 from quire.types.step import RowDraft, StepPlan
 
 
@@ -22,8 +23,8 @@ class Drafter(Protocol):
     never wait for the device in it.
     """
 
-    def prepare(self, seconds: float) -> None:
-        """Do for about so long what the first draft would wait for."""
+    def prepare(self, seconds: float) -> Rest:
+        """Do for about so long what the first draft would wait for. Returns what is left."""
 
     def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:
         """Carry out plan.drafts, given what each of plan.sample_rows sampled: [samples] int64, negative if it failed.
@@ -36,8 +37,8 @@ class Drafter(Protocol):
 class NoDrafter:
     """Guesses nothing."""
 
-    def prepare(self, seconds: float) -> None:
-        """There is nothing to wait for."""
+    def prepare(self, seconds: float) -> Rest:  # noqa: ARG002
+        return NOTHING_LEFT
 
     def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:  # noqa: ARG002
         return NO_DRAFTS

@@ -21,6 +21,7 @@ from quire.runtime.speculation.coverage import Coverage
 from quire.runtime.speculation.drafter import NO_DRAFTS
 from quire.runtime.speculation.truth import Span, accepted, samples_of, tokens_of
 from quire.runtime.transfer import Pending
+from quire.runtime.worker.rest import Rest
 from quire.runtime.worker.rows import Rows
 from quire.runtime.worker.worker import Worker
 from quire.types.adapters import NO_ADAPTER
@@ -75,8 +76,9 @@ class ModelDrafter:
         self._told: dict[int, _Told] = {}
         self._step = 0
 
-    def prepare(self, seconds: float) -> None:
+    def prepare(self, seconds: float) -> Rest:
         self._worker.prepare(seconds)
+        return self._worker.take_rest()
 
     def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:
         self._mirror(plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from quire.runtime.worker.batch import BatchBuilder
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.host_batch import HostBatchBuilder
 from quire.runtime.worker.images import ImageRows
+from quire.runtime.worker.rest import NOTHING_LEFT, Rest
 from quire.runtime.worker.rows import Rows
 from quire.runtime.worker.runner import Batches, Forward, Graphs, NoGraphs, PlainForward, RowSampler
 from quire.runtime.worker.states import RowStates
@@ -35,14 +35,13 @@ RowShape = tuple[int, int, int, torch.device, int, int]  # what Rows are made of
 
 
 class Preparing(Protocol):
-    def __call__(self, seconds: float) -> Iterable[Callable[[], None]]:
-        """Do for about so long what the first requests would wait for. Returns what is left, which may be done between
-        steps, bit by bit. Changes no row and no block."""
+    def __call__(self, seconds: float) -> Rest:
+        """Do for about so long what the first requests would wait for. Changes no row and no block."""
 
 
-def nothing_to_prepare(seconds: float) -> tuple[()]:  # noqa: ARG001
+def nothing_to_prepare(seconds: float) -> Rest:  # noqa: ARG001
     """Nothing is compiled or captured here."""
-    return ()
+    return NOTHING_LEFT
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from quire.runtime.worker.batch import StepShape
 from quire.runtime.worker.decode_forward import Kind
 from quire.runtime.worker.device_batch import DeviceBatchBuilder
 from quire.runtime.worker.forward_graphs import ForwardGraphs
+from quire.runtime.worker.rest import NOTHING_LEFT, Rest, Task
 from quire.runtime.worker.short_graphs import ShortGraphs, ShortKind
 
 logger = logging.getLogger("quire.runtime")
 
 Agree = Callable[[bool], bool]  # what one rank of a group says, on all of them
-Task = Callable[[], None]
 
 
 class PreparedGraphs(Protocol):
@@ -53,12 +53,12 @@ def prepare(
     *,
     alone: bool,  # no other ranks do the same
     short: ShortGraphs | None = None,  # of an engine that drafts
-) -> list[Task]:
-    """What any first request needs, then more for as long as `seconds` last. Returns what is left, which a rank without
-    others does while there are no requests; what is not done then is captured when it is met. All ranks of a group do
-    the same: what is captured has sums over them.
+) -> Rest:
+    """What any first request needs, then more for as long as `seconds` last. What is left a rank without others does
+    while there are no requests; what is not captured then is when it is met. All ranks of a group do the same: what is
+    captured has sums over them. They have nothing left.
 
-    Kernels that are left are compiled in the background, unless a request comes first.
+    Kernels that usual steps need are compiled in the background from now on; those of rarer ones are left, too.
     """
     deadline, free = time.monotonic() + seconds, _free_bytes(batches.device)
     shapes, (first, *others) = batches.usual_shapes(), graphs.buckets
@@ -73,7 +73,8 @@ def prepare(
     if short is not None:
         tasks += [partial(short.capture, bucket) for bucket in short.buckets]
     tasks += [partial(graphs.capture, bucket) for bucket in others]
-    tasks += [partial(_capture, batches, forward, shape) for shape in reversed(shapes)]  # a burst has the largest
+    by_use = sorted(shapes, key=lambda shape: (shape.adapters, -shape.tokens))  # a burst has the largest
+    tasks += [partial(_capture, batches, forward, shape) for shape in by_use]
     most = len(tasks)
     while tasks and agree(time.monotonic() < deadline):
         tasks.pop(0)()
@@ -88,14 +89,19 @@ def prepare(
         if short is not None:
             for bucket in short.buckets:
                 short.rehearse(ShortKind(bucket))
-    tasks += [partial(_compile_later, partial(graphs.rehearse, kind)) for kind in graphs.rarer_kinds()]
+    rarer = [partial(graphs.rehearse, kind) for kind in graphs.rarer_kinds()]
     if short is not None:
-        rarer = (ShortKind(bucket, narrow=True) for bucket in short.buckets)
-        tasks += [partial(_compile_later, partial(short.rehearse, kind)) for kind in rarer]
-    return tasks if alone else []
+        rarer += [partial(short.rehearse, ShortKind(bucket, narrow=True)) for bucket in short.buckets]
+    rest = Rest(tasks, [partial(_compile, rehearse) for rehearse in rarer])
+    if alone:
+        return rest
+    for compile_later in rest.compilations:
+        compile_later()
+    return NOTHING_LEFT
 
 
-def _compile_later(rehearse: Task) -> None:
+def _compile(rehearse: Task) -> None:
+    """In the background."""
     with compiling_only(wait=False):
         rehearse()
 

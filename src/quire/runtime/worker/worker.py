@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from quire.runtime.tiers.tiers import NO_TIERS, Tiers
 from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.parts import make_parts
+from quire.runtime.worker.rest import Rest, Task
 from quire.runtime.worker.runner import NoGraphs, RowSampler, Runner, SampleStep, StepOutput
 from quire.runtime.worker.stage import AwaitedTokens, NoSampler, StageForward, StageRunner, StageStreams, make_link
 from quire.types.adapters import NO_ADAPTER
@@ -86,26 +87,39 @@ class Worker:
         self.tiers: Tiers = NO_TIERS
         self._failed: set[int] = set()  # live rows whose own code raised when they were added
         self._owed: _Owed | None = None
-        self._later: deque[Callable[[], None]] = deque()  # what is prepared while there are no requests
+        self._captures: deque[Task] = deque()  # what `prepare` had no time for
+        self._compilations: deque[Task] = deque()  # likewise
 
     @torch.inference_mode()
     def prepare(self, seconds: float) -> None:
         """Do for about so long what the first requests would wait for. Changes no row and no block."""
-        self._later.extend(self._prepare(seconds))
+        own = self._prepare(seconds)
         self.tiers.prepare()
-        self.drafter.prepare(seconds)
+        for rest in (own, self.drafter.prepare(seconds)):
+            self._captures.extend(rest.captures)
+            self._compilations.extend(rest.compilations)
 
     @torch.inference_mode()
     def prepare_more(self) -> bool:
         """Do some of what there was no time for; only while no step is in flight. Returns False if nothing is left."""
-        if not self._later:
-            return False
-        self._later.popleft()()
-        return True
+        for tasks in (self._captures, self._compilations):
+            if tasks:
+                tasks.popleft()()
+                return True
+        return False
 
-    def stop_preparing(self) -> None:
-        """Nothing is left for `prepare_more`."""
-        self._later.clear()
+    @torch.inference_mode()
+    def compile_rest(self) -> None:
+        """Begin all compilations that are left, in the background; then nothing is left for `prepare_more`."""
+        for compile_later in self.take_rest().compilations:
+            compile_later()
+
+    def take_rest(self) -> Rest:
+        """What is left; nothing is for `prepare_more` then."""
+        rest = Rest(tuple(self._captures), tuple(self._compilations))
+        self._captures.clear()
+        self._compilations.clear()
+        return rest
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:

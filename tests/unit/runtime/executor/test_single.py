@@ -319,8 +319,8 @@ def test_what_is_left_to_prepare_is_done_bit_by_bit_and_never_raises(
     monkeypatch.setattr(single, "_compiles", True)
     worker = single._worker
     assert worker is not None
-    worker.stop_preparing()
-    worker._later.extend((lambda: done.append("first"), lambda: done.append("second")))
+    worker.take_rest()
+    worker._captures.extend((lambda: done.append("first"), lambda: done.append("second")))
     monkeypatch.setattr(compiling, "_begun", {"kernel": None})
     assert single.prepare_more() == COMPILING_SECONDS  # others are compiled still
     monkeypatch.setattr(compiling, "_begun", {})
@@ -330,7 +330,7 @@ def test_what_is_left_to_prepare_is_done_bit_by_bit_and_never_raises(
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    worker._later.extend((fail, lambda: done.append("third")))
+    worker._captures.extend((fail, lambda: done.append("third")))
     assert single.prepare_more() is single.prepare_more() is None
     assert "out of memory" in caplog.text
     assert done == ["first", "second"]

@@ -36,7 +36,7 @@ def checkpoint() -> MemoryCheckpoint:
 
 
 def bench(attention: str) -> Bench:
-    config = replace(engine_config(rows=ROWS, num_blocks=64, max_len=64), speculation=DRAFTS)
+    config = replace(engine_config(rows=ROWS, num_blocks=64, max_len=64, budget=32), speculation=DRAFTS)
     kernels = "triton" if attention == "triton" else "torch"
     num_samples = config.scheduler.num_samples
     sampler = make_sampler(ROWS, VOCAB, torch.device(DEVICE), kernels, num_samples)  # type: ignore[arg-type]
