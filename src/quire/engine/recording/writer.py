@@ -27,7 +27,7 @@ from quire.types.errors import ConfigError
 
 logger = logging.getLogger("quire.engine")
 
-FORMAT = 1
+FORMAT = 2
 MAX_PENDING = 16_384  # events that are not written yet
 MAX_FILES = 10_000  # with the same path and different numbers, of engines that were restarted
 _FLUSH_SECONDS, _FLUSH_BYTES = 1.0, 2**18

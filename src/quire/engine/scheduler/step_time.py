@@ -79,15 +79,17 @@ class StepCurve:
                 self._classes[other] = (tokens, seconds, count)
 
     def tokens_within(self, seconds: float, limit: int) -> int:
-        """Return how many tokens a step may have to end within `seconds`, at most `limit`."""
+        """Return how many tokens a step may have to end within `seconds`, at most `limit`. A size that was met once says
+        nothing: if that step was slow for another reason, its size would never be met again."""
         left_tokens = left_seconds = slope = 0.0  # a step of no tokens takes no time, as far as is known
-        for tokens, known, _ in sorted(self._classes.values()):
+        met_again = sorted(known for known in self._classes.values() if known[2] > 1)
+        for tokens, known, _ in met_again:
             if known > seconds:
                 share = (seconds - left_seconds) / (known - left_seconds)
                 return min(limit, int(left_tokens + share * (tokens - left_tokens)))
             slope = (known - left_seconds) / max(tokens - left_tokens, 1.0)
             left_tokens, left_seconds = tokens, known
-        if not self._classes:
+        if not met_again:
             return limit
         farther = (seconds - left_seconds) / slope if slope > _STEEPNESS else math.inf
         return min(limit, int(min(left_tokens + farther, _FARTHEST * left_tokens)))

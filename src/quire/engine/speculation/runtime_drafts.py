@@ -19,12 +19,13 @@ _OWN_FORGET, _ALL_FORGET = 0.9, 0.995
 
 class Trials:
     """When sequences for which drafts do not pay may try one, for all sequences of an engine: after 16 tokens, twice as
-    many after each trial that failed, and 16 again after a draft that paid. So a draft model that is of no use costs
-    little, however short the answers are."""
+    many after each step in which drafts failed, and 16 again after a draft that paid. So a draft model that is of no use
+    costs little, however short the answers are."""
 
     def __init__(self) -> None:
         self._tokens = FIRST_REST  # that must be generated between two trials
         self._since = 0  # tokens that resting sequences have generated since the last trial
+        self._failed_in: int | None = None  # the step in which drafts failed last
 
     @property
     def have_failed(self) -> bool:
@@ -42,9 +43,12 @@ class Trials:
     def note_trial(self) -> None:
         self._since = 0
 
-    def note_result(self, *, pays: bool) -> None:
-        """Note whether drafts are expected to pay after one was verified."""
-        self._tokens = FIRST_REST if pays else min(2 * self._tokens, LONGEST_REST)
+    def note_result(self, step: int, *, pays: bool) -> None:
+        """Note whether drafts are expected to pay after one was verified. Those of one step fail together."""
+        if pays:
+            self._tokens = FIRST_REST
+        elif step != self._failed_in:
+            self._tokens, self._failed_in = min(2 * self._tokens, LONGEST_REST), step
 
 
 class RuntimeDraftProposers:
@@ -96,7 +100,7 @@ class RuntimeDraftProposer:
             self._rest = max(0, self._rest - len(tokens))
             self._on_trial = self._rest == 0 and self._trials.are_due
             if self._rest == 0 and not self._on_trial:
-                self._begin_rest()
+                self._rest = FIRST_REST  # nothing was tried: it rests no longer for that
         self.num_ahead = self._rest
 
     def propose(self, limit: int) -> tuple[int, ...]:
@@ -128,7 +132,7 @@ class RuntimeDraftProposer:
                 guesses.add(is_right=place < num_accepted)
         self._on_trial = False
         pays = self._length(self._num_tokens).num_tokens > 0
-        self._trials.note_result(pays=pays)
+        self._trials.note_result(self._lengths.num_steps, pays=pays)
         if pays:
             self._next_rest = FIRST_REST
         else:

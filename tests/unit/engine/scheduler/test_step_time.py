@@ -98,6 +98,18 @@ def test_a_step_that_compiled_kernels_soon_counts_for_nothing(first: bool) -> No
     assert found.tokens_within(0.020, 8192) == pytest.approx(1_200, rel=0.05)
 
 
+@pytest.mark.parametrize("limit", [2_048, 8_192])
+def test_slow_first_steps_of_every_size_do_not_hold_the_budget_down(limit: int) -> None:
+    """Each step is as large as the ones before allow."""
+    found, met = StepCurve(), set[int]()
+    for _ in range(300):
+        size = max(64 + limit // 32, found.tokens_within(0.045, limit))
+        key = size.bit_length()
+        found.note(size, 0.020 + 2e-5 * size + (0.0 if key in met else 1.0))
+        met.add(key)
+    assert found.tokens_within(0.045, limit) == pytest.approx(1_250, rel=0.05)
+
+
 def test_it_follows_a_machine_that_becomes_faster() -> None:
     found = curve(64, 512, 2048)
     for _ in range(60):
