@@ -79,8 +79,8 @@ class StepCurve:
                 self._classes[other] = (tokens, seconds, count)
 
     def tokens_within(self, seconds: float, limit: int) -> int:
-        """Return how many tokens a step may have to end within `seconds`, at most `limit`. A size that was met once says
-        nothing: if that step was slow for another reason, its size would never be met again."""
+        """Return how many tokens a step may have to end within `seconds`, at most `limit`. A size that was met once
+        says nothing: if that step was slow for another reason, its size would never be met again."""
         left_tokens = left_seconds = slope = 0.0  # a step of no tokens takes no time, as far as is known
         met_again = sorted(known for known in self._classes.values() if known[2] > 1)
         for tokens, known, _ in met_again:

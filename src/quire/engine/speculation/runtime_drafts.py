@@ -19,8 +19,8 @@ _OWN_FORGET, _ALL_FORGET = 0.9, 0.995
 
 class Trials:
     """When sequences for which drafts do not pay may try one, for all sequences of an engine: after 16 tokens, twice as
-    many after each step in which drafts failed, and 16 again after a draft that paid. So a draft model that is of no use
-    costs little, however short the answers are."""
+    many after each step in which drafts failed, and 16 again after a draft that paid. So a draft model that is of no
+    use costs little, however short the answers are."""
 
     def __init__(self) -> None:
         self._tokens = FIRST_REST  # that must be generated between two trials
