@@ -258,7 +258,7 @@ def test_a_tcp_store_that_evicted_a_prompt_gets_it_again(cases: dict[str, Family
     with socket.create_server(("127.0.0.1", 0)) as probe:
         url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     with open_llm(case, "prefill", url) as prefill, open_llm(case, "decode", url) as decode:
-        store = core_of(prefill)._executor._worker.tiers._remote._transport  # type: ignore[attr-defined]
+        store = core_of(prefill).executor._worker.tiers._remote._transport  # type: ignore[attr-defined]
         store._most = 20  # blocks: one prompt and a part of another
         for prompt in (first, other, first):
             tokens(prefill, [prompt], ONE)

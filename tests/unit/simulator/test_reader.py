@@ -43,8 +43,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_another_format_is_refused_with_its_maker(path: Path) -> None:
-    path.write_text(path.read_text().replace('"format":1', '"format":7'))
-    with pytest.raises(RecordingError, match=r"format 7, made by quire .*; this version reads format 1"):
+    path.write_text(path.read_text().replace('"format":2', '"format":7'))
+    with pytest.raises(RecordingError, match=r"format 7, made by quire .*; this version reads format 2"):
         read_recording(path)
 
 
@@ -53,7 +53,7 @@ def test_another_format_is_refused_with_its_maker(path: Path) -> None:
     [
         ("{broken", "line 3: damaged"),
         ("[1, 2]", "line 3: is no object"),
-        ('{"is": "step"}', "line 3: not a record of format 1: has no 'plans'"),
+        ('{"is": "step"}', "line 3: not a record of format 2: has no 'plans'"),
         ('{"is": "other"}', "'other' is unknown"),
         ('{"is": "tokens", "of": [0, 0], "at": 0, "ids": ["a"]}', "ids that are no whole numbers"),
         ('{"is": "beams", "of": 0, "at": 0, "sampled": [], "ids": [[1]], "scores": [[1.0]]}', "of different shapes"),

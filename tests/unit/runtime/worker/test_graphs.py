@@ -98,6 +98,7 @@ def test_the_graph_of_a_lone_row_runs_its_program() -> None:
     kernel = ReferenceKernel()
     plain, triton = bench("reference"), bench("triton", kernel)
     graphs, _ = graphs_of(triton)
+    graphs.trace_row()
     (program,) = kernel.made  # before any graph is captured
     graphs.rehearse(Kind(1))
     for made in (plain, triton):
@@ -113,7 +114,7 @@ def test_the_graph_of_a_lone_row_runs_its_program() -> None:
 def test_a_lone_row_that_has_grown_too_long_runs_layer_by_layer() -> None:
     kernel = ReferenceKernel(longest=len(PROMPTS[0]) + 1)
     plain, triton = bench("reference"), bench("triton", kernel)
-    graphs_of(triton)
+    graphs_of(triton)[0].trace_row()
     (program,) = kernel.made
     for made in (plain, triton):
         start(made, [0])
