@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,13 @@ def lines_of(server: TestServer, file_id: str | None) -> list[Any]:
     return [json.loads(line) for line in server.get(f"/v1/files/{file_id}/content").content.splitlines()]
 
 
-def test_the_official_client_uploads_runs_and_reads_a_batch(server: TestServer) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+@pytest.fixture
+def client(server: TestServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as one:
+        yield one
+
+
+def test_the_official_client_uploads_runs_and_reads_a_batch(server: TestServer, client: openai.OpenAI) -> None:
     file = client.files.create(file=("in.jsonl", as_lines([chat_line("a"), chat_line("b", "ho")])), purpose="batch")
     batch = client.batches.create(
         input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"run": "one"}
@@ -315,7 +320,8 @@ def test_the_guide_does_what_it_says(server: TestServer, tmp_path: Path, capfd: 
     (tmp_path / "in.jsonl").write_text(lines)
     code = code.replace("http://127.0.0.1:8000", server.url).replace('open("in.jsonl", "rb")', "REQUESTS")
     with (tmp_path / "in.jsonl").open("rb") as requests:
-        exec(code, {"REQUESTS": requests})
+        exec(code, names := dict[str, Any](REQUESTS=requests))
+    names["client"].close()
     shown = capfd.readouterr().out
     assert shown.startswith("completed BatchRequestCounts(completed=2, failed=0, total=2)")
     assert '"custom_id":"two"' in shown

@@ -69,16 +69,16 @@ def test_base64_holds_the_same_numbers(encoder: EncoderServer) -> None:
 
 def test_the_official_client_reads_embeddings(encoder: EncoderServer) -> None:
     openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{encoder.url}/v1", api_key="none", max_retries=0)
-    found = client.embeddings.create(model=MODEL, input=["abc", "d"])
-    assert [one.embedding for one in found.data] == [vector(ids("abc")), vector(ids("d"))]
-    assert found.usage.total_tokens == 4
-    plain = client.embeddings.create(model=MODEL, input="abc", encoding_format="float", user="me")
-    assert plain.data[0].embedding == vector(ids("abc"))
-    with pytest.raises(openai.BadRequestError, match="dimensions: cannot be chosen"):
-        client.embeddings.create(model=MODEL, input="abc", dimensions=2)
-    with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="another", input="abc")
+    with openai.OpenAI(base_url=f"{encoder.url}/v1", api_key="none", max_retries=0) as client:
+        found = client.embeddings.create(model=MODEL, input=["abc", "d"])
+        assert [one.embedding for one in found.data] == [vector(ids("abc")), vector(ids("d"))]
+        assert found.usage.total_tokens == 4
+        plain = client.embeddings.create(model=MODEL, input="abc", encoding_format="float", user="me")
+        assert plain.data[0].embedding == vector(ids("abc"))
+        with pytest.raises(openai.BadRequestError, match="dimensions: cannot be chosen"):
+            client.embeddings.create(model=MODEL, input="abc", dimensions=2)
+        with pytest.raises(openai.NotFoundError):
+            client.embeddings.create(model="another", input="abc")
 
 
 @pytest.mark.parametrize(

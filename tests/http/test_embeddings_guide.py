@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -59,7 +60,8 @@ def test_the_client_is_answered(server: RealServer) -> None:
     (block,) = blocks("python")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(compile(block.replace(WRITTEN, server.url), "guide", "exec"), {})
+        exec(compile(block.replace(WRITTEN, server.url), "guide", "exec"), names := dict[str, Any]())
+    names["client"].close()
     assert len(json.loads(out.getvalue())) == 4
 
 
