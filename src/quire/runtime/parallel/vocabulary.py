@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,15 @@ class Vocabulary:
         """Logits [rows, vocabulary] of all rows, on every rank: for few rows at a time."""
         shapes = [(len(logits), count) for count in self._counts]
         return torch.cat(self._group.all_to_all([logits] * self._size, shapes), dim=1)
+
+    def choose_into(self, token_ids: Tensor, choose: Callable[[Tensor, slice], None]) -> None:
+        """Fill in the tokens of all rows [rows]. choose(tokens, own rows) chooses those that this rank samples."""
+        rows = self.rows(len(token_ids))
+        own = slice(rows.start, rows.stop)
+        chosen = token_ids[own].clone()
+        if len(rows):
+            choose(chosen, own)
+        token_ids.copy_(self.tokens(chosen, len(token_ids)))
 
     def tokens(self, own: Tensor, count: int) -> Tensor:
         """What ranks sampled [own rows] -> the tokens of all rows [count]."""

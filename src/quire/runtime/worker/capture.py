@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from quire.kernels.triton.compiling import compiling_only
 
 Launch = Callable[[], None]
+T = TypeVar("T")
 
 
 class Capture(Protocol):
@@ -73,6 +74,34 @@ class NoCapture:
 
     def is_idle(self) -> bool:
         return False
+
+
+class Kept(Generic[T]):
+    """A call that keeps what it returned."""
+
+    result: T
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        self.result = self._call()
+
+
+class ResultGraph(NamedTuple, Generic[T]):
+    """A captured call: every launch leaves its result where the capture left it."""
+
+    launch: Launch
+    kept: Kept[T]
+
+    @property
+    def result(self) -> T:
+        return self.kept.result
+
+
+def record_result(capture: Capture, call: Callable[[], T], rehearse: Launch) -> ResultGraph[T]:
+    kept = Kept(call)
+    return ResultGraph(capture.record(kept, rehearse), kept)
 
 
 @contextmanager

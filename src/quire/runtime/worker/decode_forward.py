@@ -7,8 +7,6 @@ is about from memory that is written when they change, and everything else from 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Container
 from typing import NamedTuple
 
 import numpy as np
@@ -21,13 +19,11 @@ from quire.runtime.models.build import Model
 from quire.runtime.transfer import Courier
 from quire.runtime.worker.adapters import RowAdapters, tile_rows
 from quire.runtime.worker.batch import tables_of
+from quire.runtime.worker.device_batch import PADDING
 from quire.runtime.worker.device_lists import NOTHING_LISTED
 from quire.runtime.worker.device_state import DeviceState
 from quire.types.adapters import NO_ADAPTER
 from quire.types.step import NO_ROWS, Ints
-
-PADDING = -1
-BORROWED_RUNS = 8  # steps of a kind that run by the graph of a larger bucket before their own is captured
 
 
 class Kind(NamedTuple):
@@ -41,26 +37,9 @@ class Kind(NamedTuple):
     adapters: bool = False  # a row uses a LoRA adapter
     long: bool = False  # one row, too long for the kernel that runs all of its layers
 
-
-class Borrowing:
-    """Has a kind that is new run by the graph of a larger bucket, if there is one, until it has been met a few times: a
-    capture waits for the device."""
-
-    def __init__(self, buckets: tuple[int, ...]) -> None:
-        self._buckets = buckets
-        self._counts: Counter[Kind] = Counter()  # steps that ran by the graph of a larger bucket
-
-    def kind(self, wanted: Kind, captured: Container[Kind]) -> Kind:
-        """The kind whose graph runs a step of the kind `wanted`; it may have to be captured first."""
-        if wanted in captured or self._counts[wanted] >= BORROWED_RUNS:
-            return wanted
-        place = bisect_left(self._buckets, wanted.bucket)
-        larger = (wanted._replace(bucket=bucket, long=False) for bucket in self._buckets[place + 1 :])
-        borrowed = next((other for other in larger if other in captured), None)
-        if borrowed is None:
-            return wanted
-        self._counts[wanted] += 1
-        return borrowed
+    def in_bucket(self, bucket: int) -> Kind:
+        """The kind whose graph runs the same steps in a larger bucket: there, layers run one by one."""
+        return self._replace(bucket=bucket, long=False)
 
 
 class Hidden(NamedTuple):

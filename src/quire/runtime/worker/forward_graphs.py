@@ -13,14 +13,14 @@ from functools import partial
 from torch import Tensor
 
 from quire.kernels.delta import NO_STATE
-from quire.runtime.layers.step import BESIDE, StateStep
+from quire.runtime.layers.step import BESIDE, ForwardStep, StateStep
 from quire.runtime.models.build import Model
 from quire.runtime.worker.batch import Batch, StepShape
-from quire.runtime.worker.capture import Capture, Launch
+from quire.runtime.worker.capture import Capture, ResultGraph, record_result
 
 logger = logging.getLogger("quire.runtime")
 
-
+_LayersGraph = ResultGraph[tuple[Tensor, Tensor | None]]
 EAGER_RUNS = 3  # of a shape before it is captured: to capture takes about as long as they lose
 
 
@@ -35,7 +35,7 @@ class ForwardGraphs:
 
     def __init__(self, model: Model, capture: Capture) -> None:
         self._model, self._capture = model, capture
-        self._graphs: dict[StepShape, _Graph] = {}
+        self._graphs: dict[StepShape, _LayersGraph] = {}
         self._met: Counter[StepShape] = Counter()  # how often, of shapes without a graph
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -45,9 +45,10 @@ class ForwardGraphs:
         if graph is None:
             return self._model(batch.step)
         graph.launch()
-        if graph.layers.beside is not None:
-            batch.step.memo[BESIDE] = graph.layers.beside
-        return graph.layers.hidden
+        hidden, beside = graph.result
+        if beside is not None:
+            batch.step.memo[BESIDE] = beside
+        return hidden
 
     def rehearse(self, batch: Batch) -> None:
         """Launch the kernels of a batch, each once."""
@@ -58,7 +59,7 @@ class ForwardGraphs:
         if batch.shape is not None and batch.shape not in self._graphs:
             self._make(batch, batch.shape)
 
-    def _graph_of(self, batch: Batch, shape: StepShape) -> _Graph | None:
+    def _graph_of(self, batch: Batch, shape: StepShape) -> _LayersGraph | None:
         """The graph of a shape; None if the shape is not captured now."""
         if (graph := self._graphs.get(shape)) is not None:
             return graph
@@ -66,15 +67,19 @@ class ForwardGraphs:
         is_due = self._met[shape] > EAGER_RUNS or self._capture.is_idle()
         return self._make(batch, shape) if is_due else None
 
-    def _make(self, batch: Batch, shape: StepShape) -> _Graph:
+    def _make(self, batch: Batch, shape: StepShape) -> _LayersGraph:
         """Computing a batch again while capturing writes the same keys and values where they belong. States would move
         on: none is written meanwhile."""
         start = time.perf_counter()
-        layers = _Layers(self._model, batch)
+        layers, rehearse = partial(self._layers, batch.step), partial(self.rehearse, batch)
         with _frozen(batch.step.states):
-            graph = self._graphs[shape] = _Graph(self._capture.record(layers, partial(self.rehearse, batch)), layers)
+            graph = self._graphs[shape] = record_result(self._capture, layers, rehearse)
         logger.info("captured a step of %d tokens in %.2f s", shape.tokens, time.perf_counter() - start)
         return graph
+
+    def _layers(self, step: ForwardStep) -> tuple[Tensor, Tensor | None]:
+        """Hidden states, and what blocks read of tokens besides the stream."""
+        return self._model(step), step.memo.get(BESIDE)
 
 
 @contextmanager
@@ -87,21 +92,3 @@ def _frozen(states: StateStep | None) -> Iterator[None]:
     states.slots.fill_(NO_STATE)
     yield
     states.slots.copy_(slots)
-
-
-class _Layers:
-    """One forward pass, and where it leaves its hidden states."""
-
-    def __init__(self, model: Model, batch: Batch) -> None:
-        self._model, self._step = model, batch.step
-        self.hidden: Tensor
-        self.beside: Tensor | None = None  # what blocks read of tokens besides the stream
-
-    def __call__(self) -> None:
-        self.hidden = self._model(self._step)
-        self.beside = self._step.memo.get(BESIDE)
-
-
-class _Graph:
-    def __init__(self, launch: Launch, layers: _Layers) -> None:
-        self.launch, self.layers = launch, layers

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -17,13 +15,12 @@ from quire.runtime.sampling.logprobs import Listing
 from quire.runtime.sampling.reports import NO_REPORT, Report
 from quire.runtime.sampling.triton_choice import TritonChoice
 from quire.runtime.worker.capture import Capture, Launch
-from quire.runtime.worker.decode_forward import Borrowing, DecodeForward, Kind
+from quire.runtime.worker.decode_forward import DecodeForward, Kind
 from quire.runtime.worker.device_lists import NOTHING_LISTED, ListSpace
 from quire.runtime.worker.device_state import DeviceState
+from quire.runtime.worker.kind_graphs import KindGraphs
 from quire.runtime.worker.runner import SampleStep, StepOutput, masked_samples
 from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
-
-logger = logging.getLogger("quire.runtime")
 
 
 class Sampling(Protocol):
@@ -55,9 +52,6 @@ class _Logits:
 class DecodeGraphs:
     """Runs decode steps by graphs. Owns the memory graphs read and write.
 
-    A capture waits for the device. So a kind that is new runs by the graph of a larger bucket, if there is one, until
-    it has been met a few times.
-
     What a step leaves is overwritten by the next one.
     """
 
@@ -81,8 +75,7 @@ class DecodeGraphs:
         most, device = self._forward.buckets[-1], state.rows.device
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._lists = ListSpace(most, choice.vocab_size, device)
-        self._graphs: dict[Kind, _Graph] = {}
-        self._borrowing = Borrowing(self._forward.buckets)
+        self._graphs = KindGraphs("decoding", self._forward.buckets, self._make)
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -113,8 +106,7 @@ class DecodeGraphs:
 
     def capture(self, bucket: int) -> None:
         """Capture plain decoding of so many rows now, if it was not yet."""
-        if Kind(bucket) not in self._graphs:
-            self._make(Kind(bucket))
+        self._graphs.capture(Kind(bucket))
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the step can go by a graph: nothing but decoding, nothing changes logits, and what rows want to
@@ -136,8 +128,8 @@ class DecodeGraphs:
 
     def _launch(self, plan: StepPlan) -> _Graph:
         rows = plan.decode_rows
-        kind = self._kind(rows, guided=plan.guided)
-        graph = self._graphs.get(kind) or self._make(kind)
+        kind = self._graphs.lender(self._kind(rows, guided=plan.guided))
+        graph = self._graphs[kind]
         self._forward.write(rows, kind)
         self._choice.settle()
         graph.launch()
@@ -162,24 +154,19 @@ class DecodeGraphs:
         kind = self._forward.kind(rows)
         is_long = not kind.cascade and not kind.adapters and self._is_long(rows)
         narrow, listed = self._choice.is_narrow(rows), self._lists.room(listed)
-        kind = kind._replace(narrow=narrow, listed=listed, guided=guided, long=is_long)
-        return self._borrowing.kind(kind, self._graphs)
+        return kind._replace(narrow=narrow, listed=listed, guided=guided, long=is_long)
 
     def _is_long(self, rows: Ints) -> bool:
         return self._longest_row is not None and len(rows) == 1 and self._rows.lengths[rows[0]] > self._longest_row
 
     def _make(self, kind: Kind) -> _Graph:
         """Capture over nothing but padding, which changes no row."""
-        start, listing = time.perf_counter(), self._listing(kind)
+        listing = self._listing(kind)
         self._forward.write(NO_ROWS, kind)
         if kind.guided:
-            graph = self._make_guided(kind, listing)
-        else:
-            whole, few = (lambda: self._choose(kind, self._logits(kind), listing)), partial(self.rehearse, kind)
-            graph = _Graph(self._capture.record(whole, few), listing)
-        self._graphs[kind] = graph
-        logger.info("captured decoding: %s, in %.2f s", kind, time.perf_counter() - start)
-        return graph
+            return self._make_guided(kind, listing)
+        whole, few = (lambda: self._choose(kind, self._logits(kind), listing)), partial(self.rehearse, kind)
+        return _Graph(self._capture.record(whole, few), listing)
 
     def _make_guided(self, kind: Kind, listing: Listing | None) -> _Graph:
         """Two graphs. The memory of the logits between them is kept while both are captured. Afterwards it belongs to
@@ -208,7 +195,7 @@ class DecodeGraphs:
         """The second part: from logits, which masks change, to the token that each row grows by."""
         entries, token_ids, raw = self._forward.entries[: kind.bucket], self._token_ids[: kind.bucket], logits
         if self._vocabulary is not None:
-            self._choose_own(kind, logits, self._vocabulary)
+            self._vocabulary.choose_into(token_ids, partial(self._choose_own, kind, logits))
             self._rows.append_on_device(entries, token_ids)
             return
         lengths = self._forward.lengths[: kind.bucket]
@@ -221,17 +208,12 @@ class DecodeGraphs:
             self._lists.fill(listing, raw)
         self._rows.append_on_device(entries, token_ids)
 
-    def _choose_own(self, kind: Kind, logits: Tensor, vocabulary: Vocabulary) -> None:
-        """The tokens of all rows, of which this rank samples a share."""
-        rows = vocabulary.rows(kind.bucket)
-        own = slice(rows.start, rows.stop)
-        entries, chosen = self._forward.entries[own], self._token_ids[own].clone()
-        if len(rows):
-            if kind.guided:
-                self._choice.masks.apply(logits, entries)
-            lengths = self._forward.lengths[own]
-            self._choice.choose_into(chosen, logits, entries, lengths, self._rows.history, narrow=kind.narrow)
-        self._token_ids[: kind.bucket].copy_(vocabulary.tokens(chosen, kind.bucket))
+    def _choose_own(self, kind: Kind, logits: Tensor, chosen: Tensor, own: slice) -> None:
+        """The tokens of the rows that this rank samples."""
+        entries, lengths = self._forward.entries[own], self._forward.lengths[own]
+        if kind.guided:
+            self._choice.masks.apply(logits, entries)
+        self._choice.choose_into(chosen, logits, entries, lengths, self._rows.history, narrow=kind.narrow)
 
     def _listing(self, kind: Kind) -> Listing | None:
         return None if kind.listed == NOTHING_LISTED else self._lists.make(self._token_ids[: kind.bucket], kind.listed)

@@ -8,10 +8,7 @@ tokens to the next ones. The host says which tokens they are; it knows all lengt
 
 from __future__ import annotations
 
-import logging
-import time
 from bisect import bisect_left
-from collections import Counter
 from functools import partial
 from typing import NamedTuple
 
@@ -27,14 +24,14 @@ from quire.runtime.sampling.samples import Longs
 from quire.runtime.sampling.triton_choice import TritonChoice
 from quire.runtime.worker.batch import find_spans, find_tokens, tables_of
 from quire.runtime.worker.capture import Capture, Launch
-from quire.runtime.worker.decode_forward import BORROWED_RUNS, PADDING, GraphAdapters
+from quire.runtime.worker.decode_forward import GraphAdapters
+from quire.runtime.worker.device_batch import PADDING
 from quire.runtime.worker.device_lists import NOTHING_LISTED
 from quire.runtime.worker.device_state import DeviceState
 from quire.runtime.worker.graphs import DecodeGraphs, Sampling
+from quire.runtime.worker.kind_graphs import KindGraphs
 from quire.runtime.worker.runner import SampleStep, StepOutput
 from quire.types.step import StepPlan
-
-logger = logging.getLogger("quire.runtime")
 
 FEWEST, MOST = 8, 128  # tokens of the smallest and of the largest graph: smaller steps take no less time
 SHORT = 8  # tokens of a chunk that are no draft; longer chunks are read by the kernels for prompts
@@ -48,6 +45,10 @@ class ShortKind(NamedTuple):
     bucket: int  # tokens
     narrow: bool = False  # a row has top_k or top_p
     adapters: bool = False  # a row uses a LoRA adapter
+
+    def in_bucket(self, bucket: int) -> ShortKind:
+        """The kind whose graph runs the same steps in a larger bucket."""
+        return self._replace(bucket=bucket)
 
 
 class _Tokens(NamedTuple):
@@ -96,8 +97,7 @@ class ShortGraphs:
         self._memory = torch.empty(largest * _BYTES_PER_TOKEN + _BYTES_BESIDE, dtype=torch.uint8, device=device)
         self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
         self._adapters = None if state.adapters is None else GraphAdapters(state.adapters, largest, device)
-        self._graphs: dict[ShortKind, Launch] = {}
-        self._borrowed: Counter[ShortKind] = Counter()  # steps that ran by the graph of a larger bucket
+        self._graphs = KindGraphs("steps with short chunks", self._buckets, self._make)
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -117,8 +117,8 @@ class ShortGraphs:
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute and sample the plan's tokens. Only enqueues, unless it must capture."""
         tokens = self._tokens(plan)
-        kind = self._kind(plan, tokens)
-        launch = self._graphs.get(kind) or self._make(kind)
+        kind = self._graphs.lender(self._kind(plan, tokens))
+        launch = self._graphs[kind]
         self._write(tokens, kind)
         self._choice.settle()
         launch()
@@ -135,8 +135,7 @@ class ShortGraphs:
 
     def capture(self, bucket: int) -> None:
         """Capture steps of so many tokens now, if they were not yet."""
-        if ShortKind(bucket) not in self._graphs:
-            self._make(ShortKind(bucket))
+        self._graphs.capture(ShortKind(bucket))
 
     def _tokens(self, plan: StepPlan) -> _Tokens:
         decodes, spans = plan.decode_rows.astype(np.int64), find_spans(plan)
@@ -149,25 +148,14 @@ class ShortGraphs:
         return _Tokens(rows, positions, np.array(wanted, dtype=np.int64), np.array(grown, dtype=np.int64))
 
     def _kind(self, plan: StepPlan, tokens: _Tokens) -> ShortKind:
-        place = bisect_left(self._buckets, len(tokens.rows))
+        bucket = self._buckets[bisect_left(self._buckets, len(tokens.rows))]
         adapters = self._state.adapters is not None and self._state.adapters.are_used(tokens.rows)
-        kind = ShortKind(self._buckets[place], self._choice.is_narrow(plan.sample_rows), adapters)
-        if kind in self._graphs or self._borrowed[kind] >= BORROWED_RUNS:
-            return kind
-        larger = (kind._replace(bucket=bucket) for bucket in self._buckets[place + 1 :])
-        borrowed = next((other for other in larger if other in self._graphs), None)
-        if borrowed is None:
-            return kind
-        self._borrowed[kind] += 1
-        return borrowed
+        return ShortKind(bucket, self._choice.is_narrow(plan.sample_rows), adapters)
 
     def _make(self, kind: ShortKind) -> Launch:
         """Capture over nothing but padding, which changes no row."""
-        start, given = time.perf_counter(), self._write(_NO_TOKENS, kind)
-        launch = self._capture.record(partial(self._launch, kind, given), partial(self.rehearse, kind))
-        self._graphs[kind] = launch
-        logger.info("captured steps with short chunks: %s, in %.2f s", kind, time.perf_counter() - start)
-        return launch
+        given = self._write(_NO_TOKENS, kind)
+        return self._capture.record(partial(self._launch, kind, given), partial(self.rehearse, kind))
 
     def _write(self, tokens: _Tokens, kind: ShortKind) -> _Given:
         """Say which tokens the next step is about: for all steps of a bucket in the same place."""
@@ -207,17 +195,17 @@ class ShortGraphs:
         rows.append_on_device(given.grown, self._token_ids[: kind.bucket])
 
     def _choose(self, kind: ShortKind, logits: Tensor, given: _Given) -> None:
-        token_ids, vocabulary, history = self._token_ids[: kind.bucket], self._vocabulary, self._rows.history
+        token_ids, vocabulary = self._token_ids[: kind.bucket], self._vocabulary
+
+        def choose(chosen: Tensor, rows: slice) -> None:
+            sampled, lengths = given.sampled[rows], given.lengths[rows]
+            self._choice.choose_into(chosen, logits, sampled, lengths, self._rows.history, narrow=kind.narrow)
+
         if vocabulary is None:
-            self._choice.choose_into(token_ids, logits, given.sampled, given.lengths, history, narrow=kind.narrow)
-            return
-        logits, own = vocabulary.of_rows(logits), vocabulary.rows(kind.bucket)
-        share = slice(own.start, own.stop)
-        chosen = token_ids[share].clone()
-        if len(own):
-            sampled, lengths = given.sampled[share], given.lengths[share]
-            self._choice.choose_into(chosen, logits, sampled, lengths, history, narrow=kind.narrow)
-        token_ids.copy_(vocabulary.tokens(chosen, kind.bucket))
+            choose(token_ids, slice(None))
+        else:
+            logits = vocabulary.of_rows(logits)
+            vocabulary.choose_into(token_ids, choose)
 
 
 _NOTHING: Longs = np.empty(0, dtype=np.int64)

@@ -3,38 +3,17 @@ received before a graph is launched, and sent after it."""
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 from quire.runtime.models.build import Model
-from quire.runtime.worker.capture import Capture, Launch
-from quire.runtime.worker.decode_forward import Borrowing, DecodeForward, Hidden, Kind
+from quire.runtime.worker.capture import Capture, ResultGraph, record_result
+from quire.runtime.worker.decode_forward import DecodeForward, Hidden, Kind
 from quire.runtime.worker.device_state import DeviceState
+from quire.runtime.worker.kind_graphs import KindGraphs
 from quire.runtime.worker.runner import Graphs, SampleStep, StepOutput
 from quire.runtime.worker.stage import AwaitedTokens, StageStreams, nothing_sampled
 from quire.types.step import NO_ROWS, StepPlan
-
-logger = logging.getLogger("quire.runtime")
-
-
-class _Layers:
-    """The forward pass of a kind, and where it leaves its hidden states."""
-
-    hidden: Hidden
-
-    def __init__(self, forward: DecodeForward, kind: Kind) -> None:
-        self._forward, self._kind = forward, kind
-
-    def __call__(self) -> None:
-        self.hidden = self._forward.hidden(self._kind)
-
-
-class _Graph(NamedTuple):
-    launch: Launch
-    layers: _Layers
 
 
 class HiddenGraphs:
@@ -46,8 +25,7 @@ class HiddenGraphs:
     def __init__(self, model: Model, state: DeviceState, capture: Capture) -> None:
         self._model, self._capture, self._device = model, capture, state.rows.device
         self._forward = DecodeForward(model, state)
-        self._graphs: dict[Kind, _Graph] = {}
-        self._borrowing = Borrowing(self._forward.buckets)
+        self._graphs = KindGraphs("decoding of a stage", self._forward.buckets, self._make)
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -70,8 +48,7 @@ class HiddenGraphs:
 
     def capture(self, bucket: int) -> None:
         """Capture plain decoding of so many rows now, if it was not yet."""
-        if Kind(bucket) not in self._graphs:
-            self._make(Kind(bucket))
+        self._graphs.capture(Kind(bucket))
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the step is nothing but decoding. How its rows are sampled does not matter here."""
@@ -80,24 +57,21 @@ class HiddenGraphs:
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute the plan's rows. Only enqueues, unless it must capture."""
         rows = plan.decode_rows
-        kind = self._borrowing.kind(self._forward.kind(rows), self._graphs)
-        graph = self._graphs.get(kind) or self._make(kind)
+        kind = self._graphs.lender(self._forward.kind(rows))
+        graph = self._graphs[kind]
         self._forward.write(rows, kind)
         graph.launch()
-        self.left = graph.layers.hidden
+        self.left = graph.result
         return nothing_sampled(plan, self._device, None)
 
     def begin(self, plan: StepPlan) -> SampleStep:
         self.run(plan)
         return partial(nothing_sampled, plan, self._device)
 
-    def _make(self, kind: Kind) -> _Graph:
+    def _make(self, kind: Kind) -> ResultGraph[Hidden]:
         """Capture over nothing but padding, which changes no row."""
-        start, layers = time.perf_counter(), _Layers(self._forward, kind)
         self._forward.write(NO_ROWS, kind)
-        graph = self._graphs[kind] = _Graph(self._capture.record(layers, partial(self.rehearse, kind)), layers)
-        logger.info("captured decoding of a stage: %s, in %.2f s", kind, time.perf_counter() - start)
-        return graph
+        return record_result(self._capture, partial(self._forward.hidden, kind), partial(self.rehearse, kind))
 
 
 class StageGraphs:

@@ -14,7 +14,7 @@ from quire.config.engine import row_buckets
 from quire.config.model import Heads
 from quire.runtime.layers.row_programs import RowKernel
 from quire.runtime.sampling.make import make_sampler
-from quire.runtime.worker import decode_forward
+from quire.runtime.worker import kind_graphs
 from quire.runtime.worker.capture import Launch
 from quire.runtime.worker.decode_forward import Kind
 from quire.runtime.worker.graphs import DecodeGraphs
@@ -127,7 +127,7 @@ def test_a_lone_row_that_has_grown_too_long_runs_layer_by_layer() -> None:
 def test_a_kind_runs_by_the_graph_of_a_larger_bucket_until_it_has_been_met_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decode_forward, "BORROWED_RUNS", 2)
+    monkeypatch.setattr(kind_graphs, "BORROWED_RUNS", 2)
     plain, triton = bench("reference"), bench("triton")
     graphs, _ = graphs_of(triton)
     buckets = []
@@ -169,7 +169,7 @@ def test_capturing_changes_no_row_and_no_block() -> None:
     before = [each.clone() for each in (rows.tokens, rows.history.lengths, memory)]
     with torch.inference_mode():
         for kind in (Kind(1), Kind(4, narrow=True), Kind(2, listed=8)):
-            graphs._make(kind)
+            graphs._graphs.capture(kind)
     for was, each in zip(before, (rows.tokens, rows.history.lengths, memory), strict=True):
         assert torch.equal(was, each)
     made.worker.check()

@@ -48,8 +48,8 @@ def short_of(made: Bench) -> tuple[ShortGraphs, Recorder]:
     assert isinstance(graphs, AllGraphs)
     recorder = Recorder(graphs.short._capture)
     graphs.short._capture = recorder
-    made.kept = graphs.short._graphs  # that of the prompts: the memory of graphs is given back with the last one
-    graphs.short._graphs = {}
+    made.kept = dict(graphs.short._graphs)  # that of the prompts: the memory of graphs is given back with the last one
+    graphs.short._graphs.clear()
     return graphs.short, recorder
 
 

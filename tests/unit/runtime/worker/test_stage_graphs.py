@@ -17,7 +17,7 @@ from quire.config.engine import EngineConfig
 from quire.config.model import Heads
 from quire.config.parallel import ParallelConfig
 from quire.runtime.layers.received import ReceivedStream
-from quire.runtime.worker import decode_forward, forward_graphs
+from quire.runtime.worker import forward_graphs, kind_graphs
 from quire.runtime.worker.batch import StepShape
 from quire.runtime.worker.decode_forward import Kind
 from quire.runtime.worker.forward_graphs import ForwardGraphs
@@ -45,7 +45,7 @@ class SharingGroup(LocalGroup):
 def capture_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row alone runs twice by the graph of two."""
     monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 0)
-    monkeypatch.setattr(decode_forward, "BORROWED_RUNS", 2)
+    monkeypatch.setattr(kind_graphs, "BORROWED_RUNS", 2)
 
 
 def config_of(num_stages: int, *, eager: bool = False) -> EngineConfig:
