@@ -79,14 +79,14 @@ CONTEXTS = [1, 15, 16, 17, 700, 5000]
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_attention_over_contexts_of_every_length(dim: int, block: int, context: int) -> None:
-    run_attention(AttentionCase(dim=dim, block=block), context)
+    check_attention(AttentionCase(dim=dim, block=block), context)
 
 
 @pytest.mark.parametrize("context", [1, 17, 700])
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
 @pytest.mark.parametrize("num_kv", [1, 2, 8])
 def test_attention_of_every_group_of_query_heads(num_kv: int, group: int, context: int) -> None:
-    run_attention(AttentionCase(num_query=num_kv * group, num_kv=num_kv), context)
+    check_attention(AttentionCase(num_query=num_kv * group, num_kv=num_kv), context)
 
 
 FEATURES: dict[str, AttentionCase] = {
@@ -109,10 +109,10 @@ FEATURES: dict[str, AttentionCase] = {
 @pytest.mark.parametrize("context", [1, 16, 129, 1500])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_attention_with(feature: str, context: int) -> None:
-    run_attention(FEATURES[feature], context)
+    check_attention(FEATURES[feature], context)
 
 
-def run_attention(case: AttentionCase, context: int) -> None:
+def check_attention(case: AttentionCase, context: int) -> None:
     phase, tables = case.make(context)
     assert takes_phase(phase)
     places = [(1, context - 1), (2, context // 2), (-1, context - 1)]

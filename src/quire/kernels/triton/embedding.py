@@ -26,21 +26,27 @@ def _embed_kernel(
 
 
 @triton.jit
+def _newest_position(row_ptr, lengths_ptr, position_ptr, entry):
+    """The row of an entry and its length, 0 for padding. Stores the place of the newest token."""
+    row = tl.load(row_ptr + entry).to(tl.int64)
+    length = tl.load(lengths_ptr + row, mask=row >= 0, other=0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        tl.store(position_ptr + entry, tl.maximum(length - 1, 0).to(position_ptr.dtype.element_ty))
+    return row, length
+
+
+@triton.jit
 def _embed_newest_kernel(
     row_ptr, tokens_ptr, lengths_ptr, table_ptr, out_ptr, position_ptr, tokens_stride, table_stride, out_stride,
     first, vocab_size, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(row_ptr + entry).to(tl.int64)
-    length = tl.load(lengths_ptr + row, mask=row >= 0, other=0).to(tl.int64)
-    known = length > 0
-    token_id = tl.load(tokens_ptr + row * tokens_stride + length - 1, mask=known, other=-1).to(tl.int64) - first
+    row, length = _newest_position(row_ptr, lengths_ptr, position_ptr, entry)
+    token_id = tl.load(tokens_ptr + row * tokens_stride + length - 1, mask=length > 0, other=-1).to(tl.int64) - first
     inside = (column < size) & (token_id >= 0) & (token_id < vocab_size)
     x = tl.load(table_ptr + token_id * table_stride + column, mask=inside, other=0.0)
     tl.store(out_ptr + entry * out_stride + column, x, mask=column < size)
-    if tl.program_id(1) == 0:
-        tl.store(position_ptr + entry, tl.where(known, length - 1, 0).to(position_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -49,13 +55,9 @@ def _take_newest_kernel(
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(row_ptr + entry).to(tl.int64)
-    length = tl.load(lengths_ptr + row, mask=row >= 0, other=0).to(tl.int64)
-    known = length > 0
-    x = tl.load(vectors_ptr + entry * vectors_stride + column, mask=(column < size) & known, other=0.0)
+    _, length = _newest_position(row_ptr, lengths_ptr, position_ptr, entry)
+    x = tl.load(vectors_ptr + entry * vectors_stride + column, mask=(column < size) & (length > 0), other=0.0)
     tl.store(out_ptr + entry * out_stride + column, x, mask=column < size)
-    if tl.program_id(1) == 0:
-        tl.store(position_ptr + entry, tl.where(known, length - 1, 0).to(position_ptr.dtype.element_ty))
 
 
 def embed(token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:

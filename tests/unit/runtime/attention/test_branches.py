@@ -13,6 +13,7 @@ from quire.runtime.attention.reference import ReferenceAttention
 from quire.runtime.attention.registry import make_backend
 from quire.runtime.layers.weights import Placement
 from tests.unit.runtime.attention.test_backends import batch_of
+from tests.unit.runtime.attention.test_triton import plan_of
 from tiny_models import DEVICE
 
 pytest.importorskip("triton")
@@ -41,11 +42,6 @@ def attended(
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
     """How often branches were taken by one layer, what it found and what the reference finds."""
     batch, cache, tensors = batch_of(decodes, chunks, SIZE, HEADS)
-    held = [*batch.block_ids, *(chunk.block_ids for chunk in batch.chunks)]
-    tables = torch.nn.utils.rnn.pad_sequence(held, batch_first=True).int()
-    spans = [(each.begin, each.start, each.num_tokens, len(decodes) + i) for i, each in enumerate(batch.chunks)]
-    rows = [*range(len(decodes)), *(row for *_, tokens, row in spans for _ in range(tokens))]
-    positions = [int(length) - 1 for length in batch.lengths] + [s + i for _, s, n, _ in spans for i in range(n)]
     backend = make_backend("triton", HEADS, torch.float32, Placement(torch.float32, torch.device(DEVICE)), SIZE)
     backend.accept(RULE)
     layer = LayerCache.of(cache.key.to(DEVICE), cache.value.to(DEVICE))
@@ -55,14 +51,7 @@ def attended(
         backend._most_branched = most
     if shared:  # a group of one: what it shares is read by another launch
         backend.set_groups([SharedPrefix((0,), SIZE, 0)])
-    plan = backend.plan(
-        torch.tensor(rows, dtype=torch.int32, device=DEVICE),
-        torch.tensor(positions, device=DEVICE),
-        torch.from_numpy(batch.lengths).to(DEVICE),
-        tables.to(DEVICE),
-        backend.tiles(spans).to(DEVICE) if spans else None,
-        cascade=shared,
-    )
+    plan = plan_of(backend, batch, cascade=shared)
     found = backend.attend(*(tensor.to(DEVICE) for tensor in tensors), layer, plan, RULE)
     reference = ReferenceAttention()
     return branch.count, found.cpu(), reference.attend(*tensors, cache, reference.prepare(batch), RULE)

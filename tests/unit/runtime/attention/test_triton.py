@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
-from quire.runtime.attention.backend import LayerCache, layer_cache
+from quire.runtime.attention.backend import AttentionBatch, LayerCache, layer_cache
 from quire.runtime.attention.reference import ReferenceAttention
 from quire.runtime.attention.registry import make_backend, resolve_backend
 from quire.runtime.layers.weights import Placement
@@ -35,6 +36,24 @@ WINDOWED = (  # rules of the layers of one model
 PLACEMENT = Placement(torch.float32, torch.device(DEVICE))
 
 
+def plan_of(backend: Any, batch: AttentionBatch, *, cascade: bool = False) -> Any:
+    """The batch's plan by a backend that reads tables of rows: decode rows first, then a row for each chunk."""
+    num_decodes = len(batch.lengths)
+    held = [*batch.block_ids, *(chunk.block_ids for chunk in batch.chunks)]
+    tables = torch.nn.utils.rnn.pad_sequence(held, batch_first=True).int()
+    spans = [(each.begin, each.start, each.num_tokens, num_decodes + i) for i, each in enumerate(batch.chunks)]
+    rows = [*range(num_decodes), *(row for *_, tokens, row in spans for _ in range(tokens))]
+    positions = [int(length) - 1 for length in batch.lengths] + [s + i for _, s, n, _ in spans for i in range(n)]
+    return backend.plan(
+        torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+        torch.tensor(positions, device=DEVICE),
+        torch.from_numpy(batch.lengths).to(DEVICE),
+        tables.to(DEVICE),
+        backend.tiles(spans).to(DEVICE) if spans else None,
+        cascade=cascade,
+    )
+
+
 @pytest.mark.parametrize("size", [1, 16])
 @pytest.mark.parametrize(
     ("decodes", "chunks"),
@@ -45,23 +64,12 @@ def test_it_gives_what_the_reference_gives(
     decodes: list[int], chunks: list[tuple[int, int]], size: int, rules: tuple[AttentionRule, ...]
 ) -> None:
     batch, cache, tensors = batch_of(decodes, chunks, size, HEADS)
-    held = [*batch.block_ids, *(chunk.block_ids for chunk in batch.chunks)]
-    tables = torch.nn.utils.rnn.pad_sequence(held, batch_first=True).int()
-    spans = [(each.begin, each.start, each.num_tokens, len(decodes) + i) for i, each in enumerate(batch.chunks)]
-    rows = [*range(len(decodes)), *(row for *_, tokens, row in spans for _ in range(tokens))]
-    positions = [int(length) - 1 for length in batch.lengths] + [s + i for _, s, n, _ in spans for i in range(n)]
     backend = make_backend("triton", HEADS, torch.float32, PLACEMENT, size)
     key, value = cache.key.to(DEVICE), cache.value.to(DEVICE)
     for rule in rules:
         backend.accept(rule)
     backend.reserve([LayerCache.of(key, value)], 8)
-    plan = backend.plan(
-        torch.tensor(rows, dtype=torch.int32, device=DEVICE),
-        torch.tensor(positions, device=DEVICE),
-        torch.from_numpy(batch.lengths).to(DEVICE),
-        tables.to(DEVICE),
-        backend.tiles(spans).to(DEVICE) if spans else None,
-    )
+    plan = plan_of(backend, batch)
     reference, given = ReferenceAttention(), [tensor.to(DEVICE) for tensor in tensors]
     for rule in rules:
         here = rule if rule.sinks is None else replace(rule, sinks=rule.sinks.cpu())
