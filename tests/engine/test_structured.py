@@ -124,6 +124,21 @@ def test_an_answer_that_is_cut_short_says_so(llm: LLM) -> None:
     assert len(output.outputs[0].token_ids) == 5
 
 
+def test_an_answer_that_is_complete_with_its_last_allowed_token_ends_by_its_grammar(folder: Path, llm: LLM) -> None:
+    def answers(made: LLM) -> list[tuple[int, str | None]]:
+        fields = {"structured_outputs": {"regex": "[a-c]{4}"}}
+        whole = made.generate(["a"] * 4, asked("regex", **fields))
+        cut = [asked("regex", **fields, max_tokens=len(each.outputs[0].token_ids)) for each in whole]
+        ended = [output.outputs[0] for output in made.generate(["a"] * 4, cut)]
+        return [(len(sample.token_ids), sample.finish_reason) for sample in ended]
+
+    ran_ahead = answers(llm)
+    assert {reason for _, reason in ran_ahead} == {"stop"}
+    guess = {"speculative_config": {"method": "ngram"}, "kv_cache_memory": "8MiB"}  # its rows with grammars are paced
+    with LLM(folder, load_format="dummy", dtype="float32", threads=1, **guess) as paced:
+        assert answers(paced) == ran_ahead
+
+
 def test_with_eos_ignored_an_answer_ends_where_the_grammar_does(llm: LLM) -> None:
     (output,) = llm.generate("a", asked("regex", structured_outputs={"regex": "[ab]{1,9}"}, ignore_eos=True))
     assert len(output.outputs[0].text) == 9

@@ -225,6 +225,23 @@ def test_noise_on_the_port_does_not_fill_the_log(serve: Serve) -> None:
     assert any("left out" in line for line in lines)
 
 
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_request_that_asks_for_an_upgrade_is_answered_with_its_body_read(serve: Serve, is_chunked: bool) -> None:
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    framing, sent = b"Content-Length: %d\r\n" % len(body), body
+    if is_chunked:
+        framing, sent = b"Transfer-Encoding: chunked\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", serve().port), timeout=30) as connection:
+        for _ in range(2):  # and the connection goes on
+            connection.sendall(head + upgrade + framing + b"\r\n" + sent[:4])
+            connection.sendall(sent[4:])
+            answer = connection.recv(65_536)
+            assert answer.startswith(b"HTTP/1.1 200 "), answer
+            assert b"text_completion" in answer
+
+
 def test_errors_of_the_guard_the_router_and_the_connection_are_counted(serve: Serve) -> None:
     class Counting(NullObserver):
         def __init__(self) -> None:

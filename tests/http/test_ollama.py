@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gguf_files import tiny_weights, write_tiny_gguf
 from http_server import MODEL, TestServer, digests
 from quire.config.server import AccessConfig, ModelSource
 from quire.types.sampling_defaults import SamplingDefaults
@@ -233,6 +235,15 @@ def test_models_are_listed_with_tags_and_found_with_and_without(server: TestServ
         answer = server.post(CHAT, chat("hello?", model=missing))
         assert answer.status_code == 404
         assert answer.json()["error"].startswith("model: ")
+
+
+def test_a_gguf_file_has_the_quantization_that_most_of_its_weights_have(serve: Serve, tmp_path: Path) -> None:
+    weights = tiny_weights()
+    kinds = {name: "Q8_0" for name, item in weights.items() if item.ndim == 2}
+    path = write_tiny_gguf(tmp_path / "model.gguf", weights, kinds)
+    server = serve(source=ModelSource(model=str(path), served_names=(MODEL,), chat_template=TEMPLATE))
+    (model,) = server.get("/api/tags").json()["models"]
+    assert (model["details"]["format"], model["details"]["quantization_level"]) == ("gguf", "Q8_0")
 
 
 def test_a_model_is_shown_with_its_context_and_what_it_can_do(server: TestServer) -> None:

@@ -126,9 +126,21 @@ class Committer:
             batch = _with_paced(columns, tokens, paced, logprobs)
         for sequence, token in ended:
             if sequence.row is not None:  # otherwise its group has failed meanwhile
-                self._end(sequence, explain_end(token, sequence.group.request.rules))
+                self._end_with(sequence, token)
         self._follow_up(columns, tokens, paced)
         return batch, len(tokens) + (sum([len(verified.tokens) for _, verified in paced]) if paced else 0)
+
+    def _end_with(self, sequence: Sequence, token: int) -> None:
+        """End a sequence that ran ahead to an end token or to its length limit. A grammar that is complete with the
+        last token within the limit counts as the end, as in paced steps."""
+        ending: Ending = explain_end(token, sequence.group.request.rules)
+        if sequence.controller.is_guided and ending[0] == "length":
+            try:
+                ending = sequence.controller.ending_with(token) or ending
+            except Exception as error:  # noqa: BLE001 - one request's fault must not become everyone's
+                self._fail(sequence.group, fault_of(error))
+                return
+        self._end(sequence, ending)
 
     def _follow_up(self, columns: RowColumns, tokens: Ints, paced: list[PacedResult]) -> None:
         """Pass the tokens of rows that run ahead to their grammars and draft proposers. Continue paced

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict, TypeGuard, TypeVar
 
 from quire.serving.process.grammar_check import GrammarChecker
 from quire.serving.text.answer_grammar import plan_of
@@ -58,7 +59,8 @@ class Prompt:
 
 def read_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
     """Read one prompt, or any iterable of them, generators too. A bare list of whole numbers is one prompt of token
-    ids."""
+    ids. Arrays and tensors count as the lists that they hold."""
+    prompts = _as_list(prompts)
     if _is_one_prompt(prompts):
         return [_read_prompt(prompts, "prompts")]
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
@@ -130,10 +132,16 @@ def _is_one_prompt(prompts: object) -> bool:
         return True
     if isinstance(prompts, bytes | bytearray):
         return False
-    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], Integral)
+
+
+def _as_list(given: Any) -> Any:
+    """Return the list that an array of numpy or a tensor holds; anything else as it is."""
+    return given.tolist() if hasattr(given, "tolist") else given
 
 
 def _read_prompt(prompt: object, where: str) -> Prompt:
+    prompt = _as_list(prompt)
     if isinstance(prompt, str):
         return Prompt(text=prompt)
     if isinstance(prompt, Mapping):
@@ -155,6 +163,7 @@ def _read_mapping(prompt: Mapping[object, object], where: str) -> Prompt:
             raise InvalidRequest(f"{where}.{name}", f"must be text, got {type(given).__name__}")
     cache_salt = str(salt or "")
     if ids is not None:
+        ids = _as_list(ids)
         if isinstance(ids, str) or not isinstance(ids, Sequence):
             raise InvalidRequest(f"{where}.prompt_token_ids", f"must be a list, got {type(ids).__name__}")
         read = _read_ids(ids, f"{where}.prompt_token_ids")
@@ -186,9 +195,9 @@ def _read_ids(ids: Sequence[object], where: str) -> tuple[int, ...]:
     if set(map(type, tokens)) <= {int}:  # nearly always, and faster than the loop, which knows kinds of int too
         return tokens  # type: ignore[return-value]
     for token in tokens:
-        if isinstance(token, bool) or not isinstance(token, int):
+        if isinstance(token, bool) or not isinstance(token, Integral):
             raise InvalidRequest(where, f"must hold token ids (whole numbers), got {token!r}")
-    return tokens  # type: ignore[return-value]
+    return tuple(map(int, tokens))  # type: ignore[call-overload]
 
 
 class RequestMaker:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.serving.requests import Prompt, RequestMaker, pair_sampling, read_conversations, read_prompts
@@ -110,6 +112,27 @@ def test_the_item_that_is_no_token_id_is_named_wherever_it_stands_in_a_long_prom
 def test_a_kind_of_whole_number_is_a_token_id() -> None:
     token = IntEnum("Token", {"END": 5}).END  # type: ignore[attr-defined]
     assert read_prompts([[1, token]]) == [Prompt(token_ids=(1, 5))]
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (np.array([5, 6]), [(5, 6)]),
+        (np.array([[5, 6], [7, 8]]), [(5, 6), (7, 8)]),
+        ([np.array([5]), [np.int64(6), 7]], [(5,), (6, 7)]),
+        ([np.int32(5), np.int32(6)], [(5, 6)]),
+        ({"prompt_token_ids": np.array([5, 6])}, [(5, 6)]),
+    ],
+)
+def test_arrays_of_token_ids_are_taken_for_the_lists_they_hold(given: Any, read: list[tuple[int, ...]]) -> None:
+    prompts = read_prompts(given)
+    assert [prompt.token_ids for prompt in prompts] == read
+    assert {type(token) for prompt in prompts for token in prompt.token_ids or ()} == {int}
+
+
+def test_an_array_that_holds_no_token_ids_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="token ids"):
+        read_prompts([np.array([0.5])])
 
 
 def test_one_sampling_serves_all_prompts_and_a_list_must_match() -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.serving.http.errors import ApiError
@@ -41,7 +42,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._deadline: asyncio.TimerHandle | None = None
         self._reading = ReadingTimer(self.loop, transport, self.limits["stall_seconds"])
-        self._in_head = self._is_full = False
+        self._in_head = self._is_full = self._asks_upgrade = False
         self._raw_bytes = self._head_bytes = 0  # of the head: received after its first piece; in its headers
         self._idle_bytes = 0  # received since the last of the body: trailers, and what stands between chunks
         if len(self.connections) > self.limits["connections"]:
@@ -76,9 +77,20 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse_head()
         if not self.transport.is_closing():
             self._idle_bytes += len(data)
-            super().data_received(data)
+            self._parse(data)
             if not self._in_head and self._idle_bytes > self.limits["header_bytes"]:
                 self.transport.abort()
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._asks_upgrade:
+                self._read_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("")
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - says nothing a client could use
         self._refuse(400, "this is not an HTTP/1.1 request", "bad_http")
@@ -112,7 +124,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._is_full, running.keep_alive = True, False
             self._expect_by(None)
             return
-        super().on_headers_complete()
+        self._asks_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if not self._asks_upgrade:  # else it is read again without
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._idle_bytes = 0
@@ -121,11 +135,23 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._idle_bytes = 0
+        if self._asks_upgrade:
+            return
         self._expect_by(None)
         if not self.transport.is_closing() and not self._is_full:
             super().on_message_complete()
 
     # -------------------------------------------------------------------------------------------------- the works
+    def _read_without_upgrade(self, rest: bytes) -> None:
+        """Read the request again without the header Upgrade, which a server may ignore. With it the parser takes the
+        body for bytes of the other protocol; Java's HTTP client asks for HTTP/2 so with its first request."""
+        lines = [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        head = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        self._asks_upgrade = False
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+        self._parse(b"".join((head, *lines, b"\r\n", rest)))
+
     def _expect_by(self, seconds: float | None) -> None:
         """Cut the connection off unless called again within `seconds`."""
         if self._deadline is not None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.gguf.reader import GgufFile
 from quire.runtime.loading.gguf.shards import shard_paths
 from quire.runtime.loading.resolve import resolve_model
 from quire.serving.http.endpoints.ollama_format import timestamp
@@ -27,11 +30,12 @@ _PARAMETERS = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predic
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The model's files: their kind, their bytes, and when they were written."""
+    """The model's files: their kind, their bytes, when they were written, and the type of a GGUF file's weights."""
 
     kind: str
     num_bytes: int
     written_at: float
+    weight_type: str = ""  # "Q4_K"; "" for safetensors
 
 
 @lru_cache(maxsize=4)
@@ -40,12 +44,25 @@ def read_facts(model: str) -> Facts | None:
     try:
         files = resolve_model(model, offline=True)
         statuses = [path.stat() for path in _weight_files(files)]
+        weight_type = _weight_type(files) if files.kind == "gguf" else ""
     except (QuireError, OSError) as error:
         logger.warning("the model's files cannot be described: %s", error)
         return None
     kind = "gguf" if files.kind == "gguf" else "safetensors"
     written_at = max((status.st_mtime for status in statuses), default=0.0)
-    return Facts(kind, sum(status.st_size for status in statuses), written_at)
+    return Facts(kind, sum(status.st_size for status in statuses), written_at, weight_type)
+
+
+def _weight_type(files: ModelFiles) -> str:
+    """The type that most numbers of a GGUF file's first part are stored in."""
+    file = GgufFile(files.path)
+    try:
+        sizes: Counter[str] = Counter()
+        for tensor in file.tensors.values():
+            sizes[tensor.ggml_type.name] += math.prod(tensor.shape)
+    finally:
+        file.close()
+    return sizes.most_common(1)[0][0] if sizes else ""
 
 
 class ModelCard:
@@ -120,7 +137,7 @@ class ModelCard:
             "family": family,
             "families": [family] if family else [],
             "parameter_size": _rounded(engine.model.parameters) if engine.model.parameters else "",
-            "quantization_level": engine.dtype,
+            "quantization_level": (self._facts.weight_type if self._facts is not None else "") or engine.dtype,
         }
 
     def _sizes(self) -> dict[str, Any]:
