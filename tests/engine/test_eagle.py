@@ -150,10 +150,10 @@ def check(drafts: Sequence[Draft], head: MemoryCheckpoint = HEAD, target: Memory
 def test_drafts_are_those_of_the_reference_and_answers_those_of_plain_decoding(
     head: MemoryCheckpoint, attention: str
 ) -> None:
-    asked = prompts(6)
+    asked = prompts(5)
     made = engine(head, attention=attention)
     drafts = record(made)
-    assert made.answers(asked) == engine(None).answers(asked)
+    assert made.answers(asked, max_tokens=12) == engine(None).answers(asked, max_tokens=12)
     check(drafts, head)
     made.executor.worker.check()
 
@@ -224,6 +224,18 @@ def test_a_head_that_knows_its_target_is_right_after_forks_prefix_hits_and_preem
         stats = made.core.stats()
         assert stats.preemptions > 0 if num_blocks == 30 else stats.prefix_hits > 0
         assert stats.accepted_tokens == stats.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8", "int8", "int4"])
+def test_every_token_of_a_prompt_leaves_its_feature_whatever_the_cache_holds(kv_dtype: str) -> None:
+    """What the first layer is given is the embedding."""
+    head = random_head(head_config(CONFIG, (0,)))
+    made, prompt = engine(head, kv_dtype=kv_dtype, budget=5, rows=2), prompts(1, 30, seed=12)[0]
+    made.answers([prompt], max_tokens=1)
+    lines = made.executor.worker.drafter._features._lines
+    found = {tuple(line.tolist()) for line in lines[lines.any(dim=1)].round(decimals=3)}
+    wanted = F.linear(TARGET.tensors["model.embed_tokens.weight"][prompt], head.tensors["fc.weight"])
+    assert found == {tuple(line.tolist()) for line in wanted.round(decimals=3)}
 
 
 def test_windows_of_the_target_change_nothing() -> None:

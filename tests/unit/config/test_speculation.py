@@ -98,7 +98,11 @@ def test_the_memory_plan_counts_a_draft_model_its_blocks_and_its_rows() -> None:
 
 
 HEAD = replace(
-    SMALL, architecture="eagle3", num_layers=1, per_layer_input=SMALL.hidden_size, eagle=EagleHead(SMALL.vocab_size // 4)
+    SMALL,
+    architecture="eagle3",
+    num_layers=1,
+    per_layer_input=SMALL.hidden_size,
+    eagle=EagleHead(SMALL.vocab_size // 4),
 )
 
 
@@ -137,6 +141,7 @@ def test_a_head_has_a_vector_of_every_token_in_the_plan() -> None:
         (HEAD, replace(SMALL, num_layers=5), r"layers 2, 2, 2 are given, and the model has 5 layers.*trained for this"),
         (HEAD, replace(SMALL, latent=Latent(8, 8, 8, 8)), "attention over latents"),
         (HEAD, replace(SMALL, local_heads=Heads(2, 2, 8)), "two kinds of heads"),
+        (HEAD, replace(SMALL, embedding_scale=8.0), "scaled embeddings"),
     ],
 )
 def test_a_head_that_does_not_fit_the_model_is_refused(head: ModelConfig, target: ModelConfig, words: str) -> None:

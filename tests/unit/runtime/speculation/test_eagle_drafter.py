@@ -1,5 +1,5 @@
-"""EAGLE heads over Triton kernels, as a GPU runs them, and drafts made when results are read; over the CPU's kernels see
-tests/engine/test_eagle.py."""
+"""EAGLE heads over Triton kernels, as a GPU runs them, and drafts made when results are read. Over the CPU's kernels
+see tests/engine/test_eagle.py."""
 
 from __future__ import annotations
 
