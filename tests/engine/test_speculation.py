@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from eagle_heads import head_config, random_head
 from quire.config.model import Heads, ModelConfig
 from quire.engine.speculation.draft_length import DraftLength
 from quire.kernels.native.loader import set_threads
@@ -25,7 +26,9 @@ SIMILAR = similar_checkpoint(TARGET, 0.1)
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}
 SELF: dict[str, Any] = {"method": "self_draft", "num_layers": 2, "num_speculative_tokens": 3}
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "similar", "num_speculative_tokens": 4}
-METHODS = pytest.mark.parametrize("method", [NGRAM, SELF, DRAFT], ids=lambda method: method["method"])
+EAGLE: dict[str, Any] = {"method": "eagle3", "model": "head", "num_speculative_tokens": 3}
+HEAD = random_head(head_config(CONFIG, (0, 1, 2), drafted=60))  # is right by chance
+METHODS = pytest.mark.parametrize("method", [NGRAM, SELF, DRAFT, EAGLE], ids=lambda method: method["method"])
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +42,8 @@ def one_thread() -> Iterator[None]:
 
 def engine(method: dict[str, Any] | None, *, always: bool = True, **settings: Any) -> TinyEngine:
     """`always`: drafts are as long as they may be, whatever they cost."""
-    draft = settings.pop("draft", SIMILAR) if method is not None and method["method"] == "draft_model" else None
+    drafts = {} if method is None else {"draft_model": SIMILAR, "eagle3": HEAD}
+    draft = settings.pop("draft", drafts.get("" if method is None else method["method"]))
     made = TinyEngine(settings.pop("target", TARGET), method, draft=draft, **settings)
     if method is not None and always:
         made.proposers.lengths.length = lambda *given, **rest: DraftLength(given[1])  # type: ignore[attr-defined]

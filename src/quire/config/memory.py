@@ -260,6 +260,10 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
         drafted += weight_memory(draft, config, facts, has_triton=has_triton)
         drafted += rotary_memory(draft, scheduler.max_model_len, value_bytes)
         block_bytes += kv_block_bytes(draft, kv_dtype, block_size)
+        if draft.eagle is not None:  # a vector of each token in the cache, and the hidden states that a step joins
+            vector = draft.hidden_size * DTYPE_BYTES[config.device.dtype]
+            block_bytes += block_size * vector
+            drafted += (draft.eagle.num_states + 1) * scheduler.max_num_batched_tokens * vector
     return MemoryPlan(
         device=device,
         capacity=capacity,

@@ -146,6 +146,20 @@ class Recurrent:
 
 
 @dataclass(frozen=True, slots=True)
+class EagleHead:
+    """What only EAGLE-3 heads have: one layer that drafts tokens from hidden states of another model, its target."""
+
+    vocab_size: int  # tokens that it can draft; fewer than the target's vocabulary: a map says which
+    layers: tuple[int, ...] = ()  # the target's layers whose inputs it reads; (): the usual three
+    norms_stream: bool = False  # the normed hidden state is the residual stream, not the hidden state itself
+
+    @property
+    def num_states(self) -> int:
+        """How many hidden states of a token it reads."""
+        return len(self.layers) or 3
+
+
+@dataclass(frozen=True, slots=True)
 class WeightCounts:
     """How many weights the layers of a model hold, as the layers themselves say: all of them; those in the matrices of
     blocks, which quantization shrinks; and the output features of these matrices, each of which has a scale. Of linear
@@ -243,6 +257,7 @@ class ModelConfig:
     recurrent: Recurrent | None = None  # None: all layers attend
     vision: Vision | None = None  # None: the model takes no images
     num_labels: int = 0  # of a decoder that classifies texts by their last token; 0: it generates text
+    eagle: EagleHead | None = None  # None: a whole model, no head of another one
     attention_gate: bool = False  # what a token has read is multiplied by the sigmoid of logits of its own
     dtype: Dtype = "bfloat16"  # the checkpoint's dtype
     bos_id: int | None = None

@@ -26,7 +26,7 @@ from quire.config.parallel import check_parallel
 from quire.config.policy import RESERVING
 from quire.config.rank_model import largest_rank, planned_rank
 from quire.config.sizes import GIB, MIB, format_size, parse_size
-from quire.config.speculation import SpeculationConfig, resolve_speculation
+from quire.config.speculation import SpeculationConfig, check_head, resolve_speculation
 from quire.config.stages import heaviest_stage, resolve_pipeline, stage_models
 from quire.config.tiers import resolve_tiers
 from quire.config.vision import check_media_path, resolve_images
@@ -97,6 +97,7 @@ def resolve_engine_config(
     groups = _groups(own, scheduler, device, parsed.layout, speculation)
     block_bytes = kv_block_bytes(own, device.kv_dtype, args.block_size, groups)
     tiers = resolve_tiers(parsed.tiers, block_bytes, host_field)
+    check_head(speculation, num_ranks=parallel.num_ranks, layout=parsed.layout, has_tiers=tiers.enabled)
     cache = CacheConfig(args.block_size, 1, caching, parsed.layout, parsed.eviction, tiers=tiers, groups=groups)
     unsized = EngineConfig(cache, scheduler, device, speculation, parsed.recording, parsed.adapters, parallel)
     unsized = resolve_pipeline(_resolve_layout(unsized, facts, model), model)

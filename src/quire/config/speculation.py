@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from quire.config.model import ModelConfig
+from quire.config.model import EagleHead, ModelConfig
 from quire.types.errors import ConfigError
 
-Method = Literal["ngram", "draft_model", "self_draft"]
+Method = Literal["ngram", "draft_model", "self_draft", "eagle3"]
 METHODS: tuple[Method, ...] = get_args(Method)
 MAX_TOKENS = 64  # tokens of a draft
 MAX_LOOKUP = 32  # tokens of an n-gram
 # The engine adapts the length of drafts up to these. An n-gram draft is free; a model runs once per draft token.
-DEFAULT_TOKENS: dict[Method, int] = {"ngram": 16, "draft_model": 5, "self_draft": 3}
+DEFAULT_TOKENS: dict[Method, int] = {"ngram": 16, "draft_model": 5, "self_draft": 3, "eagle3": 5}
 DEFAULT_LOOKUP = (2, 4)
 SELF_DRAFT_SHARE = 3  # self_draft runs the first 1 / SELF_DRAFT_SHARE of the layers by default
 
@@ -23,6 +23,7 @@ _FIELDS: dict[Method, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model",),
     "self_draft": ("num_layers",),
+    "eagle3": ("model",),
 }
 
 
@@ -30,14 +31,15 @@ _FIELDS: dict[Method, tuple[str, ...]] = {
 class SpeculationConfig:
     """How draft tokens are proposed, which the model then verifies in one step.
 
-    `resolve_speculation` sets `draft`, the shape of the draft model `model`, or the default of `num_layers`.
+    `resolve_speculation` sets `draft`, the shape of the draft model `model`, or the default of `num_layers`. A draft
+    model that is an EAGLE head makes the method "eagle3".
     """
 
     method: Method
     num_tokens: int  # maximum length of a draft
     lookup_min: int = DEFAULT_LOOKUP[0]  # ngram: length of the shortest n-gram that is looked up
     lookup_max: int = DEFAULT_LOOKUP[1]  # ngram: length of the longest n-gram that is looked up
-    model: str | None = None  # draft_model: name or path of the draft model
+    model: str | None = None  # draft_model, eagle3: name or path of the draft model, or of the head
     num_layers: int | None = None  # self_draft: the first layers, which propose the draft tokens
     draft: ModelConfig | None = None
 
@@ -59,7 +61,7 @@ def read_speculation(value: Mapping[str, Any] | None) -> SpeculationConfig | Non
     settings["num_tokens"] = settings["num_tokens"] or DEFAULT_TOKENS[method]
     if method == "ngram":
         settings["lookup_min"], settings["lookup_max"] = _lookup(value)
-    elif method == "draft_model":
+    elif "model" in _FIELDS[method]:
         settings["model"] = _model(value.get("model"))
     else:
         settings["num_layers"] = _whole(value, "num_layers", 10_000)
@@ -80,6 +82,11 @@ def resolve_speculation(config: SpeculationConfig, target: ModelConfig, draft: M
             reason = f"must be below the model's {target.num_layers} layers, got {layers}"
             raise ConfigError(f"{_SETTING}.num_layers", reason, "lower it; a third is usual")
         return replace(config, num_layers=layers)
+    if draft is not None and draft.eagle is not None:
+        return replace(config, method="eagle3", draft=_fit_head(draft, draft.eagle, target))
+    if config.method == "eagle3":
+        reason = "is a model of its own: its config.json does not describe an EAGLE-3 head"
+        raise ConfigError(f"{_SETTING}.model", reason, 'name an EAGLE-3 head, or set "method" to "draft_model"')
     if config.method == "draft_model":
         assert draft is not None, "the draft model was not read"
         if draft.vocab_size != target.vocab_size:
@@ -87,6 +94,46 @@ def resolve_speculation(config: SpeculationConfig, target: ModelConfig, draft: M
             raise ConfigError(f"{_SETTING}.model", sizes, "choose a draft model of the same family")
         return replace(config, draft=draft)
     return config
+
+
+def _fit_head(draft: ModelConfig, head: EagleHead, target: ModelConfig) -> ModelConfig:
+    """The EAGLE head with the target's layers that it reads. Raises ConfigError if it does not fit the target."""
+    setting, fix = f"{_SETTING}.model", "choose a head that was trained for this model"
+    for size, what in (("hidden_size", "numbers in a hidden state"), ("vocab_size", "tokens in its vocabulary")):
+        own, wanted = getattr(draft, size), getattr(target, size)
+        if own != wanted:
+            raise ConfigError(setting, f"is an EAGLE head for {own} {what}, the model has {wanted}", fix)
+    lacks = {
+        "recurrent layers": target.recurrent is not None,
+        "attention over latents": target.latent is not None,
+        "two kinds of heads": target.local_heads is not None,
+        "a vision tower": target.vision is not None,
+        "scaled embeddings": target.embedding_scale != 1.0,
+    }
+    for what, is_there in lacks.items():
+        if is_there:
+            reason = f"is an EAGLE head, and {target.architecture} models of this config have {what}"
+            raise ConfigError(setting, reason, 'use "ngram" or a draft model')
+    count = target.num_layers
+    layers = head.layers or (2, count // 2, count - 3)
+    if layers[-1] >= count or layers != tuple(sorted(set(layers))):
+        reason = f"reads what layers {', '.join(map(str, layers))} are given, and the model has {count} layers"
+        raise ConfigError(setting, reason, fix)
+    return replace(draft, eagle=replace(head, layers=layers))
+
+
+def check_head(config: SpeculationConfig | None, *, num_ranks: int, layout: str, has_tiers: bool) -> None:
+    """Raise ConfigError for settings that an EAGLE head does not work with."""
+    if config is None or config.method != "eagle3":
+        return
+    setting, whose = f"{_SETTING}.model", "is an EAGLE head, which reads hidden states of the model"
+    if num_ranks > 1:
+        raise ConfigError(setting, f"{whose}, and {num_ranks} ranks share it", "use one rank, or a draft model")
+    if layout != "paged":
+        raise ConfigError(setting, f"{whose} by block, and kv_layout is {layout!r}", 'set kv_layout to "paged"')
+    if has_tiers:
+        reason = f"{whose}, and tiers behind the device (host_cache_memory, swap_space) do not keep them"
+        raise ConfigError(setting, reason, "leave the tiers out, or use a draft model")
 
 
 def _method(value: Mapping[str, Any]) -> Method:

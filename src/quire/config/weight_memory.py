@@ -35,7 +35,7 @@ def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     with integer products a tied head is the table."""
     quantization, levels, dtype = config.device.quantization, model.levels, config.device.dtype
     weight_bytes = facts.weight_bytes(dtype, "cpu")
-    table = model.vocab_size * model.hidden_size
+    table = (model.vocab_size if model.eagle is None else model.eagle.vocab_size) * model.hidden_size
     tied = table if model.tie_word_embeddings else 0
     has_head = not tied and model.encoder is None and config.parallel.num_ranks == 1  # ranks have a part of it, or none
     copied = tied if weight_bytes < DTYPE_BYTES["float32"] else 0

@@ -48,7 +48,7 @@ from quire.runtime.loading.namespace import cache_namespace
 from quire.runtime.loading.progress import Progress
 from quire.runtime.loading.resolve import resolve_model
 from quire.runtime.models.build import count_rank_weights
-from quire.runtime.models.registry import ENTRIES, check_generates
+from quire.runtime.models.registry import ENTRIES, check_drafts, check_generates
 from quire.types.errors import ConfigError, InvalidRequest
 
 logger = logging.getLogger("quire")
@@ -196,6 +196,8 @@ def plan_model(
     ModelLoadError."""
     model = read_model_config(files)
     kind = ENTRIES[model.architecture].kind
+    if kind == "draft head":
+        check_generates(model.architecture)
     if offline and kind == "decoder" and arguments.task in ("auto", "generate"):
         return _plan_engine(files, model, arguments, offline=offline)  # it generates and embeds: calls say which
     settings = read_pooling_settings(files, arguments.task)
@@ -217,7 +219,7 @@ def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArgumen
     draft_files = find_draft(arguments)
     draft = None if draft_files is None else read_model_config(draft_files)
     if draft is not None:
-        check_generates(draft.architecture, "speculative_config")
+        check_drafts(draft.architecture)
     counted = count_rank_weights(model, read_arguments(arguments).parallel)
     facts = detect_hardware()
     config, memory = resolve_engine_config(arguments, facts, counted, draft, offline=offline)

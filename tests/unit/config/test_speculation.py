@@ -7,6 +7,7 @@ import pytest
 
 from quire.config.arguments import EngineArguments
 from quire.config.memory import kv_block_bytes
+from quire.config.model import EagleHead, Heads, Latent, ModelConfig
 from quire.config.resolve import resolve_engine_config
 from quire.config.speculation import read_speculation, resolve_speculation
 from quire.types.errors import ConfigError
@@ -94,3 +95,74 @@ def test_the_memory_plan_counts_a_draft_model_its_blocks_and_its_rows() -> None:
         EngineArguments(num_kv_blocks=500, speculative_config={"method": "ngram"}), SERVER, SMALL
     )[1]
     assert looked_up == plain
+
+
+HEAD = replace(
+    SMALL,
+    architecture="eagle3",
+    num_layers=1,
+    per_layer_input=SMALL.hidden_size,
+    eagle=EagleHead(SMALL.vocab_size // 4),
+)
+
+
+def with_head(head: ModelConfig = HEAD, target: ModelConfig = SMALL, **settings: Any) -> Any:
+    method = settings.pop("method", None)
+    asked = {"model": "head"} | ({} if method is None else {"method": method})
+    return resolve_engine_config(EngineArguments(speculative_config=asked, **settings), LAPTOP, target, head)
+
+
+@pytest.mark.parametrize("method", [None, "draft_model", "eagle3"])
+def test_a_head_makes_the_method_and_reads_three_layers_of_the_model(method: str | None) -> None:
+    found = with_head(method=method)[0].speculation
+    assert found is not None
+    assert found.method == "eagle3"
+    assert found.draft is not None
+    assert found.draft.eagle is not None
+    count = SMALL.num_layers
+    assert found.draft.eagle.layers == (2, count // 2, count - 3)
+
+
+def test_a_head_has_a_vector_of_every_token_in_the_plan() -> None:
+    _, plain = resolve_engine_config(EngineArguments(kv_cache_memory="64MiB"), LAPTOP, SMALL)
+    config, plan = with_head(kv_cache_memory="64MiB")
+    size, kv_dtype = config.cache.block_size, config.device.kv_dtype
+    vector = 4 * HEAD.hidden_size  # float32
+    assert config.device.dtype == "float32"
+    assert plan.block_bytes == plain.block_bytes + kv_block_bytes(HEAD, kv_dtype, size) + size * vector
+
+
+@pytest.mark.parametrize(
+    ("head", "target", "words"),
+    [
+        (replace(HEAD, hidden_size=64), SMALL, "64 numbers in a hidden state, the model has"),
+        (replace(HEAD, vocab_size=100), SMALL, "100 tokens in its vocabulary, the model has"),
+        (replace(HEAD, eagle=EagleHead(9, (2, 9_999))), SMALL, "reads what layers 2, 9999 are given"),
+        (HEAD, replace(SMALL, num_layers=5), r"layers 2, 2, 2 are given, and the model has 5 layers.*trained for this"),
+        (HEAD, replace(SMALL, latent=Latent(8, 8, 8, 8)), "attention over latents"),
+        (HEAD, replace(SMALL, local_heads=Heads(2, 2, 8)), "two kinds of heads"),
+        (HEAD, replace(SMALL, embedding_scale=8.0), "scaled embeddings"),
+    ],
+)
+def test_a_head_that_does_not_fit_the_model_is_refused(head: ModelConfig, target: ModelConfig, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        with_head(head, target)
+    assert refused.value.setting == "speculative_config.model"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"host_cache_memory": "64MiB"}, "tiers behind the device"),
+        ({"kv_layout": "virtual", "block_size": 64}, "kv_layout is 'virtual'"),
+        ({"tensor_parallel_size": 2}, "2 ranks share it"),
+    ],
+)
+def test_settings_that_leave_no_hidden_states_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        with_head(**settings)
+
+
+def test_a_whole_model_is_no_head() -> None:
+    with pytest.raises(ConfigError, match=r"not describe an EAGLE-3 head.*draft_model"):
+        with_head(SMALL, method="eagle3")

@@ -20,6 +20,7 @@ from quire.runtime.layers.row_programs import CudaRowKernel, RowKernel, RowProgr
 from quire.runtime.layers.row_writer import RowSymbol, Untraceable
 from quire.runtime.layers.step import BESIDE, ForwardStep
 from quire.runtime.layers.stream import Stream, Value
+from quire.runtime.layers.taps import LayerTaps
 
 
 class Absent(nn.Module):
@@ -42,6 +43,7 @@ class Blocks(nn.ModuleList):
         # Of what blocks read of tokens besides: `step.memo[BESIDE]`.
         self._beside = config.num_layers * config.per_layer_input
         self.adapters: ActiveAdapters | None = None  # what linear layers are told of a step's LoRA adapters
+        self._taps: LayerTaps | None = None  # who reads the stream between blocks
         self._programs: dict[int, Program] = {}  # by the number of blocks
         self._row_programs: RowPrograms | None = None  # until `trace_row`: steps of one row run layer by layer
         self._caches: tuple[LayerCache, ...] = ()
@@ -51,6 +53,12 @@ class Blocks(nn.ModuleList):
     def own(self) -> list[nn.Module]:
         """The blocks of this stage."""
         return list(self)[self._own.start : self._own.stop]
+
+    def tap(self, taps: LayerTaps) -> None:
+        """Let `taps` read the stream of every step from now on. Steps of one row then run layer by layer on a GPU."""
+        self._taps = taps
+        self._programs.clear()
+        self._row_programs = None
 
     def run_rows_by(self, kernel: RowKernel) -> None:
         """From now on, run steps of one row by this kernel, where it can."""
@@ -96,6 +104,8 @@ class Blocks(nn.ModuleList):
     def _write_phases(self, x: RowSymbol, step: ForwardStep) -> Value:
         if self._beside:
             raise Untraceable("layers read more of a token than the stream")
+        if self._taps is not None:
+            raise Untraceable("a draft head reads the stream between layers")
         if self.adapters is not None:
             self.adapters.begin(None)
         return self._go_through(x, step)
@@ -105,11 +115,18 @@ class Blocks(nn.ModuleList):
         rows = step.attention.rows if is_triton else None
         stream = Stream(x, rows, step.memo.get(BESIDE), self.adapters, leaves_pending=is_triton)
         *others, last = self.own[: step.num_layers]
-        for block in others:
+        for layer, block in enumerate(others):
+            self._look(layer, stream, step)
             block(stream, step)
+        self._look(len(others), stream, step)
         stream.narrow_next(step.wanted)
         last(stream, step)
         return stream.settle()
+
+    def _look(self, layer: int, stream: Stream, step: ForwardStep) -> None:
+        """Let the taps read what a layer is given."""
+        if self._taps is not None and layer in self._taps.layers:
+            self._taps.take(layer, stream.settle(), step)
 
     def _run_program(self, x: Tensor, step: ForwardStep) -> Tensor:
         program = self.trace(step.caches, x.dtype, step.num_layers)

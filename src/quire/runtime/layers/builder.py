@@ -20,6 +20,7 @@ from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
 from quire.runtime.layers.choice import choose_product
 from quire.runtime.layers.delta import DeltaRule, apart
+from quire.runtime.layers.draft_tokens import DraftTokens
 from quire.runtime.layers.experts import (
     EachExpert,
     ExpertScales,
@@ -114,6 +115,10 @@ class LayerBuilder:
     def dtype(self) -> torch.dtype:
         """Of activations."""
         return self._placement.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._placement.device
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
         """One that every rank holds whole."""
@@ -378,6 +383,9 @@ class LayerBuilder:
 
     def position_embedding(self, name: str, num_positions: int, size: int, *, offset: int = 0) -> PositionEmbedding:
         return PositionEmbedding(name, num_positions, size, self._placement, offset=offset)
+
+    def draft_tokens(self, num: int, vocab_size: int) -> DraftTokens | None:
+        return DraftTokens(num, vocab_size, self._placement) if num < vocab_size else None
 
     def label_head(self, name: str, config: ModelConfig) -> Linear:
         """The head of a classifier. Never quantized."""

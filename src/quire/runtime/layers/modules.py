@@ -328,7 +328,27 @@ class PairedEmbedding(nn.Module):
         return torch.cat([table.newest(rows, tokens, lengths, positions) for table in self._tables], dim=1)
 
 
-TokenTable = Embedding | PairedEmbedding | ReceivedStream
+class LentEmbedding(nn.Module):
+    """The table of another model, which lends it. Holds no weights."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self._lent: tuple[TokenTable, ...] = ()  # in a tuple: no child of this module
+
+    def lend(self, table: TokenTable) -> None:
+        self._lent = (table,)
+
+    def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, size]
+        vectors: Tensor = self._lent[0](token_ids)
+        return vectors
+
+    def newest(self, rows: Tensor, tokens: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
+        """See Embedding."""
+        return self._lent[0].newest(rows, tokens, lengths, positions)
+
+
+TokenTable = Embedding | PairedEmbedding | ReceivedStream | LentEmbedding
 
 
 class PositionEmbedding(WeightLayer):

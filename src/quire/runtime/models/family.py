@@ -104,6 +104,7 @@ class Family:
     drops_layers: bool = False  # checkpoints may hold layers past the last, which draft tokens: they are left out
     is_unread: Callable[[ModelConfig, str], bool] = reads_all  # whether no layer reads a renamed tensor: it is left out
     stacked: Mapping[str, Stacked] = field(default_factory=dict)  # by what stands behind `experts.` in their names
+    integers: frozenset[str] = frozenset()  # tensors of layers that are whole numbers
     embedding: str = "model.embed_tokens.weight"  # which tied heads are
     nested: str | None = None  # the key of config.json that may hold all numbers of a model for text
     gguf: GgufFamily | None = None  # None: not read from GGUF

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 # a decoder generates text, an encoder makes embeddings; classifiers have a head for labels: of an encoder, or of a
-# decoder
-Kind = Literal["decoder", "encoder", "classifier", "decoder classifier"]
+# decoder. A draft head is a part beside a decoder, and no model by itself.
+Kind = Literal["decoder", "encoder", "classifier", "decoder classifier", "draft head"]
 CLASSIFIERS: tuple[Kind, ...] = ("classifier", "decoder classifier")
 
 
@@ -67,6 +67,12 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",)),
     "deepseek_v2": Entry("deepseek", "DEEPSEEK_V2", ("DeepseekV2ForCausalLM",)),
     "deepseek_v3": Entry("deepseek", "DEEPSEEK_V3", ("DeepseekV3ForCausalLM",)),
+    "eagle3": Entry(
+        "eagle",
+        "EAGLE3",
+        ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator"),
+        kind="draft head",
+    ),
     "llama-classifier": Entry(
         "decoder", "LLAMA_CLASSIFIER", ("LlamaForSequenceClassification",), kind="decoder classifier"
     ),
@@ -104,11 +110,20 @@ def of_kind(kind: Kind) -> tuple[str, ...]:
 def check_generates(name: str, setting: str = "model") -> None:
     """Raise ConfigError for a family that generates no text. `setting`: the one that names the model."""
     kind = ENTRIES[name].kind
+    if kind == "draft head":
+        reason = f"is an EAGLE head ({name}): it drafts for another model and generates no text by itself"
+        raise ConfigError(setting, reason, "use the model that it belongs to, and name the head in speculative_config")
     if kind != "decoder":
         does = "is a classifier" if kind in CLASSIFIERS else "is an encoder"
         makes = "gives texts labels or scores" if kind in CLASSIFIERS else "makes embeddings"
         reason = f"{does} ({name}): it {makes} and generates no text"
         raise ConfigError(setting, reason, "use a model that generates text")
+
+
+def check_drafts(name: str) -> None:
+    """Raise ConfigError for a family that `speculative_config` cannot name: neither a decoder nor a draft head."""
+    if ENTRIES[name].kind != "draft head":
+        check_generates(name, "speculative_config")
 
 
 def find_family(name: str) -> Family:

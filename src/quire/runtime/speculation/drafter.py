@@ -1,19 +1,20 @@
 """What the worker needs of a model that guesses: a smaller one, the first layers of the same one, heads of its own.
 
-A new way to guess (EAGLE-like heads, say) is a class with `follow`, made in `make.py` for a method of its own name in
-`config/speculation.py`. It may read the worker's rows and cache; what it needs of the target's hidden states it asks
-the worker's runner for. The engine side is done: `RuntimeDraftProposers` orders drafts of any method but `ngram`.
+A new way to guess is a class with `follow`, made in `make.py` for a method of its own name in `config/speculation.py`.
+It may read the worker's rows and cache; what it needs of the target's hidden states it takes by `Blocks.tap`, as EAGLE
+heads do. The engine side is done: `RuntimeDraftProposers` orders drafts of any method but `ngram`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from quire.runtime.transfer import Pending
 from quire.runtime.worker.rest import NOTHING_LEFT, Rest
-from quire.types.step import RowDraft, StepPlan
+from quire.types.step import BlockCopy, RowDraft, StepPlan
 
 
 class Drafter(Protocol):
@@ -25,6 +26,9 @@ class Drafter(Protocol):
 
     def prepare(self, seconds: float) -> Rest:
         """Do for about so long what the first draft would wait for. Returns what is left."""
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy what the target's steps leave for us in blocks. Called before the step of the plan that copies them."""
 
     def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:
         """Carry out plan.drafts, given what each of plan.sample_rows sampled: [samples] int64, negative if it failed.
@@ -39,6 +43,8 @@ class NoDrafter:
 
     def prepare(self, seconds: float) -> Rest:  # noqa: ARG002
         return NOTHING_LEFT
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None: ...
 
     def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:  # noqa: ARG002
         return NO_DRAFTS

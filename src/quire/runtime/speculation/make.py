@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,12 +13,17 @@ from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.build import Model
+from quire.runtime.models.eagle import Eagle3
 from quire.runtime.parallel.ranks import ALONE
 from quire.runtime.sampling.make import make_sampler
-from quire.runtime.speculation.coverage import Coverage, OwnCoverage, TargetCoverage
+from quire.runtime.speculation.coverage import OwnCoverage, TargetCoverage
 from quire.runtime.speculation.drafter import NO_DRAFTER, Drafter
+from quire.runtime.speculation.eagle_drafter import EagleCoverage, EagleDrafter
+from quire.runtime.speculation.features import BlockFeatures, FeatureTaps
 from quire.runtime.speculation.model_drafter import ModelDrafter
 from quire.runtime.speculation.shallow import ShallowDecoder
+from quire.runtime.worker.adapters import RowAdapters
+from quire.runtime.worker.cache import KVCache
 from quire.runtime.worker.worker import Worker
 
 LoadDraft = Callable[[ModelConfig, LayerBuilder], BaseModel]
@@ -32,25 +39,51 @@ def make_drafter(
     draft = speculation.draft or model_config
     size, ranks = config.cache.block_size, target.ranks
     builder = LayerBuilder(config.device, draft.heads, size, draft.local_heads, ranks=ranks)
-    model: Model
-    coverage: Coverage
-    if speculation.num_layers is None:
-        model, cache = load(draft, builder), None
-        coverage = OwnCoverage(config.cache, config.scheduler.num_rows, target.rows.max_blocks)
-    else:
-        model = ShallowDecoder(decoder, speculation.num_layers)
+    make = partial(_make_worker, target, builder, draft, config)
+    settings: dict[str, Any] = {
+        "budget": config.scheduler.max_num_batched_tokens,
+        "defers": ranks is ALONE and builder.device.type == "cuda",  # a rank reads results in a thread of its own
+    }
+    if speculation.num_layers is not None:
+        shallow = ShallowDecoder(decoder, speculation.num_layers)
         for rule in decoder.rules:  # its layers have met another backend
             builder.backend.accept(rule)
-        cache, coverage = target.cache.first(speculation.num_layers), TargetCoverage()
-    scheduler, device = config.scheduler, torch.device(config.device.device)
-    sampler = make_sampler(scheduler.num_rows, draft.vocab_size, device, builder.backend.kernels, scheduler.num_samples)
-    adapters = None if cache is None else target.adapters  # those of the target's own layers
-    worker = Worker(model, builder.backend, sampler, draft, config, cache=cache, adapters=adapters, ranks=ranks)
-    return ModelDrafter(
-        worker,
-        target.rows,
-        coverage,
-        budget=scheduler.max_num_batched_tokens,
-        shares_cache=cache is not None,
-        defers=ranks is ALONE and device.type == "cuda",  # a rank reads results in a thread of its own
-    )
+        worker = make(shallow, cache=target.cache.first(speculation.num_layers), adapters=target.adapters)
+        return ModelDrafter(worker, target.rows, TargetCoverage(), shares_cache=True, **settings)
+    model, shape = load(draft, builder), (config.scheduler.num_rows, target.rows.max_blocks)
+    if not isinstance(model, Eagle3):
+        coverage = OwnCoverage(config.cache, *shape)
+        return ModelDrafter(make(model), target.rows, coverage, shares_cache=False, **settings)
+    features = _attach(model, draft, decoder, builder, config)
+    coverage = EagleCoverage(config.cache, *shape)
+    return EagleDrafter(make(model), target.rows, coverage, model, features, **settings)
+
+
+def _make_worker(
+    target: Worker,
+    builder: LayerBuilder,
+    draft: ModelConfig,
+    config: EngineConfig,
+    model: Model,
+    *,
+    cache: KVCache | None = None,  # the target's; None: the draft gets its own
+    adapters: RowAdapters | None = None,
+) -> Worker:
+    """The worker of what drafts, with rows of its own."""
+    scheduler, backend = config.scheduler, builder.backend
+    sampler = make_sampler(
+        scheduler.num_rows, draft.vocab_size, builder.device, backend.kernels, scheduler.num_samples
+    )  # fmt: skip
+    return Worker(model, backend, sampler, draft, config, cache=cache, adapters=adapters, ranks=target.ranks)
+
+
+def _attach(
+    head: Eagle3, draft: ModelConfig, decoder: BaseModel, builder: LayerBuilder, config: EngineConfig
+) -> BlockFeatures:
+    """Let the target leave features for the head, from its next step on."""
+    assert draft.eagle is not None
+    features = BlockFeatures(config.cache, draft.hidden_size, builder.dtype, builder.device)
+    decoder.blocks.tap(FeatureTaps(draft.eagle.layers, head.fc, features))
+    sampled = torch.zeros(config.scheduler.num_samples, draft.hidden_size, dtype=builder.dtype, device=builder.device)
+    head.attach(decoder, features, sampled)
+    return features

@@ -23,9 +23,10 @@ from quire.runtime.speculation.truth import Span, accepted, samples_of, tokens_o
 from quire.runtime.transfer import Pending
 from quire.runtime.worker.rest import Rest
 from quire.runtime.worker.rows import Rows
+from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
 from quire.types.adapters import NO_ADAPTER
-from quire.types.step import Chunk, DraftOrder, NewRow, RowDraft, RowTokens, StepPlan
+from quire.types.step import BlockCopy, Chunk, DraftOrder, NewRow, RowDraft, RowTokens, StepPlan
 
 _ALL = 2**31
 
@@ -52,11 +53,12 @@ class _Look:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class DraftPass:
     """One forward pass: the rows that sampled in it and what they did."""
 
     rows: list[int]
     token_ids: Tensor  # [rows]
+    lines: Tensor | None = None  # [rows]: see StepOutput
 
 
 class ModelDrafter:
@@ -66,7 +68,13 @@ class ModelDrafter:
     What a draft begins with depends on the step's samples. With `defers` the host does not wait for them: the draft is
     made when the step's result is read. The thread that reads results must then be the one that launches steps.
     Otherwise the host waits in steps with orders, and the drafts are made while it goes on.
+
+    `shift`: tokens at the beginning of a target's row that ours leaves out. `keeps_guesses`: what was computed of a
+    draft is right as far as the draft was accepted.
     """
+
+    shift = 0
+    keeps_guesses = True
 
     def __init__(
         self, worker: Worker, target: Rows, coverage: Coverage, *, budget: int, shares_cache: bool, defers: bool = False
@@ -88,6 +96,9 @@ class ModelDrafter:
         look = self._look(plan, orders, token_ids)
         return Pending((look.found,), partial(self._draft_now, look)) if self._defers else self._draft(look)
 
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Ours are copied when the step has run: nothing is written to them before."""
+
     def check(self) -> None:
         """Waits for the device."""
         self._worker.check()
@@ -97,9 +108,10 @@ class ModelDrafter:
         """Let our worker have the same rows and blocks; those of a beam search are none of ours."""
         self._coverage.observe(plan)
         released = tuple(row for row in plan.released if self._told.pop(row, None) is not None)
-        news = tuple(_plain(new, keeps_adapter=self._shares_cache) for new in plan.new_rows if not new.num_candidates)
-        for new in news:
-            self._told[new.row] = _Told(right=len(new.token_ids))
+        ours = [new for new in plan.new_rows if not new.num_candidates]
+        news = tuple(map(self._plain, ours))
+        for new in ours:
+            self._told[new.row] = _Told(right=len(new.token_ids) - self.shift)
         self._forget(plan)
         copies = () if self._shares_cache else plan.copies
         if news or released or copies or len(plan.grant_rows):
@@ -126,7 +138,8 @@ class ModelDrafter:
     def _look(self, plan: StepPlan, orders: tuple[DraftOrder, ...], token_ids: Tensor) -> _Look:
         places, rows = samples_of(plan), [order.row for order in orders]
         told, lengths = tuple(self._told[row] for row in rows), self._target.lengths[rows].tolist()
-        spans = [Span(row, each.right, length) for row, each, length in zip(rows, told, lengths, strict=True)]
+        starts = [each.right + self.shift for each in told]
+        spans = [Span(row, start, length) for row, start, length in zip(rows, starts, lengths, strict=True)]
         samples = tuple(places.get(row, range(0)) for row in rows)
         counts = tuple(span.stop - span.start for span in spans)
         return _Look(orders, told, samples, counts, tokens_of(self._target, spans, token_ids))
@@ -147,6 +160,7 @@ class ModelDrafter:
         tasks, passes = self._catch_up(orders, writes)
         for place in range(2, max((task.num_tokens for task in tasks), default=0) + 1):
             rows = [task.row for task in tasks if task.num_tokens >= place]
+            self._go_on(rows, passes[-1])
             passes.append(self._sample(rows, decode_rows=np.asarray(rows, dtype=np.int32)))
         told = {task.row: self._told[task.row] for task in tasks}
         read = partial(_read, told, [each.rows for each in passes])
@@ -164,7 +178,7 @@ class ModelDrafter:
             if not self._is_there(order, each):
                 continue
             truth = accepted(tail, sampled[samples.start : samples.stop])
-            if each.computed == each.right:
+            if self.keeps_guesses and each.computed == each.right:
                 each.computed += _common(each.guess[:-1], truth)
             each.computed, each.kept = min(each.computed, each.kept), _ALL
             writes.append(RowTokens(order.row, each.right, np.asarray(truth, dtype=np.int32)))
@@ -173,7 +187,7 @@ class ModelDrafter:
 
     def _catch_up(
         self, orders: Sequence[DraftOrder], writes: tuple[RowTokens, ...]
-    ) -> tuple[list[DraftOrder], list[_Pass]]:
+    ) -> tuple[list[DraftOrder], list[DraftPass]]:
         """Compute what was not yet, within the budget. The rows that are done sample their first guess."""
         tasks: list[DraftOrder] = []
         ones: list[int] = []
@@ -202,13 +216,21 @@ class ModelDrafter:
         decodes = np.asarray(ones, dtype=np.int32)
         return tasks, [self._sample(rows, writes=writes, decode_rows=decodes, chunks=tuple(chunks))]
 
-    def _sample(self, rows: list[int], **changes: Any) -> _Pass:
-        return _Pass(rows, self._execute(**changes).clone())
+    def _plain(self, new: NewRow) -> NewRow:
+        """A row of the target as our worker has it."""
+        return _plain(new, keeps_adapter=self._shares_cache)
 
-    def _execute(self, **changes: Any) -> Tensor:
-        """Let our worker run a step; returns what it sampled."""
+    def _go_on(self, rows: Sequence[int], last: DraftPass) -> None:
+        """Called before rows of the last pass are drafted for once more."""
+
+    def _sample(self, rows: list[int], **changes: Any) -> DraftPass:
+        output = self._execute(**changes)
+        return DraftPass(rows, output.token_ids.clone(), output.lines)
+
+    def _execute(self, **changes: Any) -> StepOutput:
+        """Let our worker run a step."""
         self._step += 1
-        return self._worker.execute(StepPlan(self._step, **changes)).token_ids
+        return self._worker.execute(StepPlan(self._step, **changes))
 
 
 def _read(told: dict[int, _Told], rows: Sequence[Sequence[int]], *token_ids: Tensor) -> tuple[RowDraft, ...]:

@@ -56,6 +56,8 @@ class StepOutput:
     drafts: Pending[tuple[RowDraft, ...]] = NO_DRAFTS
     masked: Ints = field(default_factory=lambda: NO_ROWS)  # places of the samples that had a mask
     pooled: tuple[RowPooled, ...] = ()
+    # [samples]: where each is among the rows that logits were computed of; None: they are the samples, in their order
+    lines: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -124,9 +124,10 @@ class ShortGraphs:
         launch()
         self._rows.lengths[tokens.rows[tokens.grown]] += 1
         found = self._token_ids[: len(tokens.rows)]
-        if len(tokens.wanted) < len(found):
-            found = found.index_select(0, self._rows.upload(tokens.wanted))
-        return StepOutput(plan, found)
+        if len(tokens.wanted) == len(found):
+            return StepOutput(plan, found)
+        lines = self._rows.upload(tokens.wanted)
+        return StepOutput(plan, found.index_select(0, lines), lines=lines)
 
     def rehearse(self, kind: ShortKind) -> None:
         """Launch the kernels of a graph, each once, over nothing but padding."""

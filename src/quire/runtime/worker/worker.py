@@ -201,6 +201,8 @@ class Worker:
             self._states.update(plan)
         self.tiers.obey(plan.transfers)
         self.cache.copy(plan.copies)
+        if plan.copies:
+            self.drafter.copy_blocks(plan.copies)
         return failures
 
     def _nothing(self, plan: StepPlan, masks: Masks | None) -> StepOutput:  # noqa: ARG002

@@ -84,7 +84,7 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "--attention-backend": (str, "triton, native, flashinfer, gather, reference or auto"),
     "--speculative-config": (
         json_object,
-        'guess ahead and verify, as JSON: {"method": "ngram"}, "self_draft", or "draft_model" and its "model"',
+        'guess ahead and verify, as JSON: {"method": "ngram"}, "self_draft", or "draft_model" / "eagle3" and "model"',
     ),
     "--limit-mm-per-prompt": (json_object, 'how many images a request may have, as JSON: {"image": 16}'),
     "--mm-processor-kwargs": (

@@ -14,7 +14,7 @@ from quire.runtime.loading.files import files_at
 from quire.runtime.loading.model_config import read_family
 from quire.runtime.loading.progress import Progress, silent
 from quire.runtime.loading.resolve import resolve_model
-from quire.runtime.models.registry import check_generates
+from quire.runtime.models.registry import check_drafts
 from quire.runtime.tiers.folder import PrivateFolder
 from quire.types.errors import ConfigError, ModelLoadError
 
@@ -53,12 +53,12 @@ def find_local_files(config: ServerConfig, progress: Progress = silent) -> Serve
 
 
 def check_model(config: ServerConfig) -> None:
-    """Check that the models whose files are here are of families that can be served, and that a draft model generates
-    text. Raises ConfigError or ModelLoadError. The engine checks their numbers."""
+    """Check that the models whose files are here are of families that can be served, and that a draft model can
+    draft. Raises ConfigError or ModelLoadError. The engine checks their numbers."""
     read_family(files_at(Path(config.source.model)))
     speculation = read_speculation(config.engine.speculative_config)
     if speculation is not None and speculation.model is not None:
-        check_generates(read_family(files_at(Path(speculation.model))), "speculative_config")
+        check_drafts(read_family(files_at(Path(speculation.model))))
 
 
 def check_folders(config: ServerConfig) -> None:

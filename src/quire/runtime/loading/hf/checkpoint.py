@@ -35,6 +35,7 @@ WEIGHT_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
 }
 BYTES = {"U8": torch.uint8}
+INTEGERS = {"I64": torch.int64, "I32": torch.int32}
 
 
 class HfCheckpoint:
@@ -104,7 +105,8 @@ class HfCheckpoint:
         """The tensor on the CPU. Raises ModelLoadError when numbers of its `own` part are damaged beyond doubt."""
         if (quantized := self.read_quantized(name)) is not None:
             return quantized.values()
-        values = self._read_whole(self._pieces[name], WEIGHT_DTYPES)
+        dtypes = INTEGERS if name in self._names.family.integers else WEIGHT_DTYPES
+        values = self._read_whole(self._pieces[name], dtypes)
         refuse_non_finite(own(values), self.source(name), name)
         return values.float() if values.dtype == torch.float64 else values
 

@@ -91,6 +91,8 @@ def _read_name(config: Fields) -> str:
         raise config.refuse("architectures", "must name one architecture", fix=supported)
     if names[0] not in CLASSES:
         raise config.refuse("architectures", f"{names[0]} is not supported", fix=supported)
+    if names[0] == "LlamaForCausalLM" and config.raw("draft_vocab_size") is not None:
+        return "eagle3"  # as the first EAGLE-3 heads were published
     return CLASSES[names[0]]
 
 

@@ -1,0 +1,200 @@
+"""EAGLE-3 heads: one decoder layer that drafts what follows a target model's own hidden states.
+
+The entry at position p is made of the target's hidden states there, joined to one vector (its feature), and of the
+embedding of the token at p + 1; it says which token is at p + 2. Where the target has not been yet, the head's own
+hidden state is the feature of the next position. Embeddings are the target's.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quire.config.fields import Fields
+from quire.config.model import EagleHead, ModelConfig
+from quire.kernels.native.program import Symbol
+from quire.runtime.layers.blocks import Blocks
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.modules import LentEmbedding
+from quire.runtime.layers.step import BESIDE, AdaptedRows, ForwardStep
+from quire.runtime.layers.stream import Projected, Stream, Value, value_of
+from quire.runtime.models.base import BaseModel
+from quire.runtime.models.family import Family
+from quire.runtime.models.hf_config import read_decoder, refuse_set, refuse_windows
+
+
+class Features(Protocol):
+    """The vectors that the target left for the head, one for each token in the cache."""
+
+    def read(self, step: ForwardStep) -> Tensor:
+        """Those of the step's tokens [tokens, hidden]; may be overwritten."""
+
+
+class EagleAttention(nn.Module):
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__()
+        self.qkv_proj = build.qkv_linear(2 * config.hidden_size, config.heads, bias=config.qkv_bias)
+        self.attention = build.attention_of(config, 0)
+        self.o_proj = build.row_linear("o_proj", config.heads, config.hidden_size, bias=config.o_bias)
+
+    def forward(self, x: Value, step: ForwardStep) -> Projected:  # x: [tokens, 2 * hidden]
+        return self.o_proj.later(self.attention(self.qkv_proj(x), step))
+
+
+class EagleBlock(nn.Module):
+    """Attends with the normed embedding and the normed feature side by side; the stream is the feature."""
+
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__()
+        assert config.eagle is not None
+        hidden, eps, self._norms_stream = config.hidden_size, config.norm_eps, config.eagle.norms_stream
+        self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
+        self.hidden_norm = build.rms_norm("hidden_norm", hidden, eps)
+        self.self_attn = EagleAttention(config, build)
+        self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
+        self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=config.mlp_bias)
+
+    def stream_of(self, features: Tensor) -> Tensor:
+        """What the stream begins with."""
+        found: Tensor = self.hidden_norm.of(features) if self._norms_stream else features
+        return found
+
+    def forward(self, x: Stream, step: ForwardStep) -> None:
+        features = x.settle() if self._norms_stream else value_of(self.hidden_norm(x))
+        x.add(self.self_attn(_side_by_side(self.input_layernorm.of(x.beside), features), step))
+        x.add(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Eagle3(BaseModel):
+    """The head of a target, to which `attach` binds it. A row of the head holds the target's tokens but the first.
+
+    `sampled` keeps the hidden states that logits were last computed of, in their order: graphs fill it too.
+    """
+
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__(config)
+        assert config.eagle is not None
+        hidden, eagle = config.hidden_size, config.eagle
+        self.fc = build.linear("fc", eagle.num_states * hidden, hidden, bias=False)
+        self.layers = Blocks((EagleBlock(config, build) for _ in range(1)), config)
+        self.norm = build.rms_norm("norm", hidden, config.norm_eps)
+        self.lm_head = build.linear("lm_head", hidden, eagle.vocab_size, bias=False)
+        self.d2t = build.draft_tokens(eagle.vocab_size, config.vocab_size)
+        self._table = LentEmbedding(build.dtype)
+        self.assemble(self._table, self.layers, self.norm, self.lm_head)
+        self._features: Features | None = None
+        self.sampled = torch.empty(0)
+
+    def attach(self, target: BaseModel, features: Features, sampled: Tensor) -> None:
+        """Read the embeddings and the features of `target`. sampled [most rows of logits, hidden]: see above."""
+        self._table.lend(target.embedding)
+        self._features, self.sampled = features, sampled
+
+    def forward(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
+        assert self._features is not None, "attach() was not called"
+        step.memo.clear()  # of an earlier pass over the same step
+        step.memo[BESIDE] = self._table(step.token_ids) if vectors is None else vectors
+        (block,) = self.layers.own
+        assert isinstance(block, EagleBlock)
+        hidden: Tensor = self.layers(block.stream_of(self._features.read(step)), step)
+        return hidden
+
+    def logits(self, hidden: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
+        self.sampled[: len(hidden)].copy_(hidden)
+        return super().logits(hidden, adapted)
+
+    def head_logits(self, states: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
+        logits = super().head_logits(states, adapted)
+        return logits if self.d2t is None else self.d2t(logits)
+
+    @property
+    def native_head(self) -> None:
+        """Tokens are chosen from logits, so that `sampled` is filled."""
+        return
+
+
+def _side_by_side(left: Value, right: Value) -> Value:  # [tokens, both sizes]
+    if isinstance(left, Symbol):
+        return left.writer.call(_join, (left, right), left.width + right.width)
+    return torch.cat((left, right), dim=1)
+
+
+def _join(left: Tensor, right: Tensor, given: object) -> Tensor:  # noqa: ARG001
+    """An operation of a program."""
+    return torch.cat((left, right), dim=1)
+
+
+def read_eagle3(config: Fields) -> ModelConfig:
+    refuse_windows(config)
+    for key in ("norm_before_fc", "fc_norm", "norm_output"):  # norms that no layer here has
+        refuse_set(config, key, usual=False)
+    if config.integer("num_hidden_layers") != 1:
+        raise config.refuse("num_hidden_layers", f"an EAGLE-3 head has 1, is {config.integer('num_hidden_layers')}")
+    hidden, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
+    if config.integer("target_hidden_size", hidden) != hidden:
+        reason = f"must be hidden_size={hidden}, is {config.integer('target_hidden_size')}: embeddings are the target's"
+        raise config.refuse("target_hidden_size", reason)
+    drafted = config.integer("draft_vocab_size", vocab_size)
+    if not 1 <= drafted <= vocab_size:
+        raise config.refuse("draft_vocab_size", f"must be in [1, {vocab_size}], is {drafted}")
+    is_speculators = isinstance(config.raw("transformer_layer_config"), dict)  # whose silence means another norm
+    norms_stream = config.flag("norm_before_residual", is_speculators)
+    bias = config.flag("attention_bias", False)
+    return read_decoder(
+        config,
+        "eagle3",
+        2_048,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=config.flag("mlp_bias", False),
+        tie_word_embeddings=False,
+        per_layer_input=hidden,
+        eagle=EagleHead(drafted, _read_layers(config), norms_stream),
+    )
+
+
+def _read_layers(config: Fields) -> tuple[int, ...]:
+    """The target's layers whose inputs are read. A layer's input is its number at the top of config.json, and the
+    output of the one before in `eagle_config`."""
+    key, inner = "eagle_aux_hidden_state_layer_ids", config.raw("eagle_config")
+    nested = inner if isinstance(inner, dict) else {}
+    if nested.get("use_aux_hidden_state") is False:
+        raise config.refuse("eagle_config", "only heads that read hidden states of several layers are supported")
+    given, behind = (config.raw(key), 0) if config.raw(key) is not None else (nested.get(key), 1)
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not given or any(type(layer) is not int for layer in given):
+        raise config.refuse(key, f"must be a list of layers, is {given!r}")
+    layers = tuple(layer + behind for layer in given)
+    if layers[0] < 0 or any(first >= second for first, second in pairwise(layers)):
+        raise config.refuse(key, f"must be layers in rising order, is {given!r}")
+    return layers
+
+
+def _rename(name: str) -> str | None:
+    """Left out: the embeddings, which are the target's, and the map from the target's tokens."""
+    name = name.removeprefix("model.")
+    if name in ("t2d", "embed_tokens.weight"):
+        return None
+    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+
+def _is_unread(config: ModelConfig, name: str) -> bool:
+    """A head that can draft every token may have a map all the same."""
+    assert config.eagle is not None
+    return name == "d2t" and config.eagle.vocab_size == config.vocab_size
+
+
+EAGLE3 = Family(
+    name="eagle3",
+    build=Eagle3,
+    read=read_eagle3,
+    rename=_rename,
+    is_unread=_is_unread,
+    integers=frozenset({"d2t"}),
+    embedding="embed_tokens.weight",
+    nested="transformer_layer_config",
+)

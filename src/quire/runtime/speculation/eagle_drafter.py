@@ -1,0 +1,67 @@
+"""Drafts by an EAGLE head. It runs as a draft model does, in a worker of its own, with these differences.
+
+Entry p of the head is made of the target's feature at p and the token at p + 1, so a row of its worker holds the
+target's tokens but the first. What the target has computed, it computes from the target's features; after that, token
+by token, from its own hidden state. When the target has verified a draft, entries of the draft are computed again: now
+the target's features are there. Tokens are its likeliest ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.runtime.models.eagle import Eagle3
+from quire.runtime.speculation.coverage import OwnCoverage
+from quire.runtime.speculation.features import BlockFeatures
+from quire.runtime.speculation.model_drafter import DraftPass, ModelDrafter
+from quire.runtime.worker.rows import Rows
+from quire.runtime.worker.worker import Worker
+from quire.types.adapters import NO_ADAPTER
+from quire.types.sampling import SamplingParams, TokenRules
+from quire.types.step import BlockCopy, NewRow
+
+_LIKELIEST = SamplingParams(temperature=0.0)
+
+
+class EagleDrafter(ModelDrafter):
+    """Implements Drafter; see ModelDrafter for the parameters."""
+
+    shift = 1
+    keeps_guesses = False
+
+    def __init__(
+        self, worker: Worker, target: Rows, coverage: EagleCoverage, head: Eagle3, features: BlockFeatures,
+        *, budget: int, defers: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(worker, target, coverage, budget=budget, shares_cache=False, defers=defers)
+        self._head, self._features = head, features
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        self._features.copy(copies)
+
+    def _plain(self, new: NewRow) -> NewRow:
+        tokens = new.token_ids[min(self.shift, len(new.token_ids) - 1) :]  # no row is empty: one token stands for none
+        num_prompt = max(1, new.num_prompt_tokens - self.shift)
+        return NewRow(new.row, tokens, num_prompt, new.block_ids, _LIKELIEST, TokenRules(), 0, 0, adapter=NO_ADAPTER)
+
+    def _go_on(self, rows: Sequence[int], last: DraftPass) -> None:
+        """Make the head's hidden states of the last pass the features of the tokens that they led to."""
+        places = {row: place for place, row in enumerate(last.rows)}
+        own, wanted = self._worker.rows, np.array([places[row] for row in rows], dtype=np.int64)
+        lines = own.upload(wanted)
+        if last.lines is not None:
+            lines = last.lines.index_select(0, lines)
+        positions = own.lengths[list(rows)].astype(np.int64) - 1
+        self._features.write_at(own, rows, positions, self._head.sampled.index_select(0, lines))
+
+
+class EagleCoverage(OwnCoverage):
+    """The last entry of a block depends on the token behind the block. So a row that finds blocks filled by others
+    computes the last entry of the last one for its own next token, and the others go on with that: their drafts may be
+    a little worse, and nothing else changes."""
+
+    def start(self, row: int, length: int, known: int) -> int:
+        found = super().start(row, length, known)
+        return max(known, found - 1)

@@ -1,0 +1,96 @@
+"""What an EAGLE head reads of its target: a vector for each token in the cache, made of hidden states of some layers.
+
+Features lie by block, as keys and values do, and depend on a token and those before it alone. So they are there
+wherever the target's keys and values are: in prefix hits, after a fork, after a chunk of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config.engine import CacheConfig
+from quire.kernels.native.program import Symbol
+from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Value
+from quire.runtime.sampling.samples import Longs
+from quire.runtime.worker.cache import independent
+from quire.runtime.worker.rows import Rows
+from quire.types.step import BlockCopy
+
+_TAKEN = "taken"  # in the memo: the hidden states that were read so far
+
+
+class BlockFeatures:
+    """Owns the features [blocks * block size, hidden]; implements models.eagle.Features. Padding of a step reads and
+    writes one line behind them."""
+
+    def __init__(self, config: CacheConfig, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._size, self._spare = config.block_size, config.num_blocks * config.block_size
+        self._lines = torch.zeros(self._spare + 1, hidden_size, dtype=dtype, device=device)
+
+    def read(self, step: ForwardStep) -> Tensor:
+        return self._lines.index_select(0, self._places(step))
+
+    def write(self, step: ForwardStep, features: Tensor) -> None:
+        """Those of the step's tokens [tokens, hidden]."""
+        self._lines.index_copy_(0, self._places(step), features)
+
+    def write_at(self, rows: Rows, numbers: Sequence[int], positions: Longs, features: Tensor) -> None:
+        """One vector [n, hidden] for each of n rows, at a position of each."""
+        where = np.asarray(numbers, dtype=np.int64) * rows.max_blocks + positions // self._size
+        where, offsets = rows.upload(np.stack((where, positions % self._size)))
+        blocks = rows.tables.view(-1).index_select(0, where)
+        self._lines.index_copy_(0, blocks.long() * self._size + offsets, features)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Carry copies out as if one after the other."""
+        blocks = self._lines[: self._spare].view(-1, self._size, self._lines.shape[1])
+        for batch in independent(copies):
+            pairs = torch.tensor([(each.source, each.target) for each in batch], device=blocks.device).T.contiguous()
+            blocks.index_copy_(0, pairs[1], blocks.index_select(0, pairs[0]))
+
+    def _places(self, step: ForwardStep) -> Tensor:  # [tokens]
+        """The lines of the step's tokens."""
+        if step.backend.kernels == "triton":
+            plan = step.attention
+            blocks = plan.tables[plan.rows.long().clamp(min=0), plan.positions // self._size].long()
+            places = blocks * self._size + plan.positions % self._size
+            return torch.where(plan.rows < 0, self._spare, places)
+        cache = next(cache for cache in step.caches if cache.table == 0)
+        first = step.slots.view(-1, cache.key.shape[1])[:, 0]  # the slot of the first head
+        return first // (cache.block_heads * self._size) * self._size + first % self._size
+
+
+class FeatureTaps:
+    """Implements LayerTaps: joins the hidden states before some layers of the target by the head's `fc`, and leaves
+    the features of all tokens of a step."""
+
+    def __init__(self, layers: tuple[int, ...], fc: Linear, features: BlockFeatures) -> None:
+        self.layers, self._fc, self._features = layers, fc, features
+
+    def take(self, layer: int, x: Value, step: ForwardStep) -> None:
+        if isinstance(x, Symbol):
+            x.writer.call(partial(self._call, layer), (x,), 1)
+        else:
+            self._take(layer, x, step)
+
+    def _take(self, layer: int, x: Tensor, step: ForwardStep) -> None:
+        if layer == self.layers[0]:
+            step.memo[_TAKEN] = []
+        taken: list[Tensor] = step.memo[_TAKEN]
+        if layer != self.layers[-1]:
+            taken.append(x.clone())
+            return
+        self._features.write(step, self._fc(torch.cat((*taken, x), dim=1)))
+        del step.memo[_TAKEN]
+
+    def _call(self, layer: int, x: Tensor, given: ForwardStep) -> Tensor:
+        """An operation of a program. A program wants a result: nobody reads it."""
+        self._take(layer, x, given)
+        return x[:, :1]
