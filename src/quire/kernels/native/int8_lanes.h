@@ -13,16 +13,23 @@ constexpr int64_t bytes_ahead(int64_t format) { return comes_early(format) ? 153
 constexpr int64_t EARLY_BYTES = 6144;
 constexpr int INT8_TURN = 4;  // rows that a line is multiplied by before the next line is
 
+// Of paired outputs, those of the upper half of a panel are multiplied by 16 times their levels.
+constexpr int64_t HALF_OF_PARTS = PARTS / 2;
+constexpr float unit_of_part(bool is_upper) { return is_upper ? 1.0f / 16 : 1.0f; }
+// The byte of a line where four outputs begin.
+constexpr int64_t place_of_part(int64_t format, int64_t part) {
+    return 16 * (has_paired_outputs(format) ? part % HALF_OF_PARTS : part);
+}
+
 // Line K of 32 inputs, of four outputs, as signed bytes: levels times unit_of(FORMAT), which fills a byte where that takes
-// fewer instructions.
-template <int64_t FORMAT, int K> inline __attribute__((always_inline)) int8x16_t signed_line(const uint8_t* from) {
+// fewer instructions. UPPER: of paired outputs, upper ones.
+template <int64_t FORMAT, int K, bool UPPER> inline __attribute__((always_inline)) int8x16_t signed_line(const uint8_t* from) {
     constexpr int64_t BITS = bits_of(FORMAT);
+    if constexpr (has_paired_outputs(FORMAT))
+        return vreinterpretq_s8_u8(vandq_u8(vld1q_u8(from + K * PAIRED_BYTES), vdupq_n_u8(UPPER ? 0xF0 : 15)));
     const auto read = [&](int line) __attribute__((always_inline)) { return vld1q_u8(from + line * LINE_BYTES); };
     uint8x16_t line = read(BITS == 8 ? K : K % 4);
-    if constexpr (unit_of(FORMAT) == 16) {  // 4 bits, 16 times (level - 8)
-        line = veorq_u8(line, vdupq_n_u8(0x88));
-        line = K < 4 ? vshlq_n_u8(line, 4) : vandq_u8(line, vdupq_n_u8(0xF0));
-    } else if constexpr (unit_of(FORMAT) == 4) {  // 6 bits, 4 times (level - 32)
+    if constexpr (unit_of(FORMAT) == 4) {  // 6 bits, 4 times (level - 32)
         uint8x16_t high = veorq_u8(read(4 + K / 4), vdupq_n_u8(0xAA));
         if constexpr (K % 4 != 0) high = vshrq_n_u8(high, 2 * (K % 4));
         line = K < 4 ? vshlq_n_u8(line, 2) : vandq_u8(vshrq_n_u8(line, 2), vdupq_n_u8(0x3C));
@@ -84,9 +91,10 @@ inline __attribute__((always_inline)) void add_lines(int32x4_t (&sums)[M], const
 
 // What the sums of a row begin with, the sums as floats, and the scale of a loose digit where that of the high one is 1.
 constexpr float digit_unit(int digit) { return digit == 0 ? 1.0f : 1.0f / 256; }
-template <int64_t FORMAT, int DIGIT, typename Record>
+template <int64_t FORMAT, int DIGIT, bool UPPER, typename Record>
 inline __attribute__((always_inline)) int32x4_t first_sums(const Record& record, int64_t row, int64_t half) {
-    if constexpr (zero_of(FORMAT) != 0) return vdupq_n_s32(record.begin(row, half, DIGIT));
+    if constexpr (zero_of(FORMAT) != 0 && (!has_paired_outputs(FORMAT) || UPPER == has_offsets(FORMAT)))
+        return vdupq_n_s32(record.begin(row, half, DIGIT));
     else return vdupq_n_s32(has_sum_origin(FORMAT) ? SUM_ORIGIN_BITS : 0);
 }
 template <int64_t FORMAT> inline __attribute__((always_inline)) Floats as_floats(int32x4_t sums) {
@@ -94,38 +102,49 @@ template <int64_t FORMAT> inline __attribute__((always_inline)) Floats as_floats
     else return (Floats)vcvtq_f32_s32(sums);
 }
 
+// The sums of one row minus others of it, as floats: both begin with the same bits.
+template <int64_t FORMAT> inline __attribute__((always_inline)) Floats difference(int32x4_t sums, int32x4_t others) {
+    if constexpr (has_sum_origin(FORMAT))
+        return (Floats)vsubq_f32(vreinterpretq_f32_s32(sums), vreinterpretq_f32_s32(others));
+    else return (Floats)vcvtq_f32_s32(vsubq_s32(sums, others));
+}
+
 // Half a group or a whole one of M rows from ROW on, of four outputs: N lines -> to sums[row]. DIGIT: which of loose
-// digits, else 0.
-template <int64_t FORMAT, int DIGIT, int ROW, int M, int HALF, int N, typename Record>
+// digits, else 0. UPPER: see signed_line.
+template <int64_t FORMAT, int DIGIT, bool UPPER, int ROW, int M, int HALF, int N, typename Record>
 inline __attribute__((always_inline)) void add_turn(const Record& record, const int8x16_t* lines, Floats scale,
                                                     Floats offset, Floats (&sums)[N]) {
     constexpr int LINES_EACH = INT8_LINES / scales_of(FORMAT);
     constexpr int64_t AT = 4 * HALF * LINES_EACH + DIGIT * INT8_GROUP;
     int32x4_t whole[M];
+    const auto first = [&](int64_t r) { return first_sums<FORMAT, DIGIT, UPPER>(record, ROW + r, HALF); };
     unroll<M>([&](auto r) __attribute__((always_inline)) {
-        whole[r] = first_sums<FORMAT, DIGIT>(record, ROW + r, HALF);
+        whole[r] = has_loose_digits(FORMAT) ? first(r) : vdupq_n_s32(0);
     });
     add_lines<LINES_EACH>(whole, lines, [&](int r) { return record.numbers(ROW + r) + AT; });
     if constexpr (!has_loose_digits(FORMAT)) {
-        unroll<M>([&](auto r) __attribute__((always_inline)) { whole[r] = vshlq_n_s32(whole[r], 8); });
+        unroll<M>([&](auto r) __attribute__((always_inline)) {
+            whole[r] = vaddq_s32(vshlq_n_s32(whole[r], 8), first(r));
+        });
         add_lines<LINES_EACH>(whole, lines, [&](int r) { return record.numbers(ROW + r) + INT8_GROUP + AT; });
     }
     unroll<M>([&](auto i) __attribute__((always_inline)) {
         constexpr int r = ROW + i;
         Floats& sum = sums[r];
         if constexpr (has_offsets(FORMAT) && DIGIT == 0) sum = add_product(sum, offset, all(record.sum(r, HALF)));
-        sum = add_product(sum, as_floats<FORMAT>(whole[i]), scale * (record.scale(r) * digit_unit(DIGIT)));
+        sum = add_product(sum, as_floats<FORMAT>(whole[i]),
+                          scale * (record.scale(r) * (digit_unit(DIGIT) * unit_of_part(UPPER))));
     });
 }
 
-// 32 inputs of N rows, of four outputs: their lines, scales and offsets -> to sums[row]. DIGIT: see add_turn.
-template <int64_t FORMAT, int DIGIT, int N, typename Record>
+// 32 inputs of N rows, of four outputs: their lines, scales and offsets -> to sums[row]. DIGIT, UPPER: see add_turn.
+template <int64_t FORMAT, int DIGIT, bool UPPER, int N, typename Record>
 inline __attribute__((always_inline)) void add_group(const Record& record, const uint8_t* from, const uint8_t* scales,
                                                      const uint8_t* offsets, Floats (&sums)[N]) {
     constexpr int SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
     constexpr int M = N % INT8_TURN == 0 ? INT8_TURN : N;
     int8x16_t lines[INT8_LINES];
-    unroll<INT8_LINES>([&](auto k) __attribute__((always_inline)) { lines[k] = signed_line<FORMAT, k>(from); });
+    unroll<INT8_LINES>([&](auto k) __attribute__((always_inline)) { lines[k] = signed_line<FORMAT, k, UPPER>(from); });
     unroll<SCALES>([&](auto half) __attribute__((always_inline)) {
         const Floats scale = load_float16(scales + half * INT8_OUTPUTS * 2);
         Floats offset{};
@@ -134,7 +153,7 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
         unroll<N / M>([&](auto some) __attribute__((always_inline)) {
             constexpr int ROW = some * M;
             if (DIGIT == 1 && !record.template has_low<ROW, M>()) return;
-            add_turn<FORMAT, DIGIT, ROW, M, half>(record, own, scale, offset, sums);
+            add_turn<FORMAT, DIGIT, UPPER, ROW, M, half>(record, own, scale, offset, sums);
         });
     });
 }
@@ -170,7 +189,7 @@ inline __attribute__((always_inline)) void add_digits_of_one(const Record& recor
                                                              const uint8_t* scales, const uint8_t* offsets,
                                                              Floats (&sums)[PARTS]) {
     constexpr int SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
-    constexpr bool IS_LOOSE = has_loose_digits(FORMAT);
+    constexpr bool IS_LOOSE = has_loose_digits(FORMAT), IS_PAIRED = has_paired_outputs(FORMAT);
     constexpr int LOADED = IS_LOOSE ? 2 : 4;
     int8x16_t digits[LOADED];  // of inputs 0 to 15 and 16 to 31: high ones, then low ones
     unroll<LOADED>([&](auto i) __attribute__((always_inline)) {
@@ -180,27 +199,39 @@ inline __attribute__((always_inline)) void add_digits_of_one(const Record& recor
         int32x4_t high[4], low[4];
         Floats factors[4];
         unroll<4>([&](auto part) __attribute__((always_inline)) {
-            high[part] = low[part] = first_sums<FORMAT, DIGIT>(record, 0, half);
+            constexpr bool IS_WHOLE = IS_PAIRED && part >= HALF_OF_PARTS;  // sums of whole bytes, which hold the lower ones
+            low[part] = first_sums<FORMAT, DIGIT, IS_WHOLE && has_offsets(FORMAT)>(record, 0, half);
+            high[part] = IS_LOOSE ? low[part] : vdupq_n_s32(0);
         });
         unroll<LINES_EACH>([&](auto i) __attribute__((always_inline)) {
-            // two lines of four bits lie in the same bytes
-            constexpr int K = SCALES == 1 && bits_of(FORMAT) < 8 ? i % 2 * 4 + i / 2 : half * LINES_EACH + i;
+            // of 5 and 6 bits, two lines share their first four in the same bytes
+            constexpr int K = SCALES == 1 && bits_of(FORMAT) < 8 && !IS_PAIRED ? i % 2 * 4 + i / 2 : half * LINES_EACH + i;
             int8x16_t line[4];
             unroll<4>([&](auto part) __attribute__((always_inline)) {
-                line[part] = signed_line<FORMAT, K>(from + 16 * part);
+                const uint8_t* own = from + place_of_part(FORMAT, part);
+                if constexpr (IS_PAIRED && part >= HALF_OF_PARTS)
+                    line[part] = vreinterpretq_s8_u8(vld1q_u8(own + K * PAIRED_BYTES));
+                else line[part] = signed_line<FORMAT, K, false>(own);
             });
             if constexpr (IS_LOOSE) add_line<K % 4>(high, line, digits[K / 4]);
             else add_line<K % 4>(high, low, line, digits[K / 4], digits[2 + K / 4]);
             if constexpr (i < 4) {  // a conversion takes one pipe for two cycles: among other instructions it costs less
                 const int64_t at = half * INT8_OUTPUTS * 2 + i * 2 * LANES;
-                factors[i] = load_float16(scales + at) * (record.scale(0) * digit_unit(DIGIT));
+                constexpr float UNIT = digit_unit(DIGIT) * unit_of_part(IS_PAIRED && i >= HALF_OF_PARTS);
+                factors[i] = load_float16(scales + at) * (record.scale(0) * UNIT);
                 if constexpr (has_offsets(FORMAT) && DIGIT == 0)
                     sums[i] = add_product(sums[i], load_float16(offsets + at), all(record.sum(0, half)));
             }
         });
         unroll<4>([&](auto part) __attribute__((always_inline)) {
-            const int32x4_t whole = IS_LOOSE ? high[part] : vaddq_s32(vshlq_n_s32(high[part], 8), low[part]);
-            sums[part] = add_product(sums[part], as_floats<FORMAT>(whole), factors[part]);
+            if constexpr (!IS_LOOSE) high[part] = vaddq_s32(vshlq_n_s32(high[part], 8), low[part]);
+        });
+        unroll<4>([&](auto part) __attribute__((always_inline)) {
+            Floats whole;
+            if constexpr (IS_PAIRED && part >= HALF_OF_PARTS)
+                whole = difference<FORMAT>(high[part], high[part - HALF_OF_PARTS]);
+            else whole = as_floats<FORMAT>(high[part]);
+            sums[part] = add_product(sums[part], whole, factors[part]);
         });
     });
 }
@@ -209,46 +240,45 @@ inline __attribute__((always_inline)) void add_digits_of_one(const Record& recor
 // digits come after all others, so that the loop that all rows need knows nothing of them.
 template <int64_t FORMAT, int N>
 inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
-    constexpr int64_t FACTORS = scales_of(FORMAT) * INT8_OUTPUTS * 2;
-    const int64_t groups = inputs / INT8_GROUP;
-    const uint8_t *scales = panel, *offsets = panel + groups * FACTORS;
-    const uint8_t* lines = panel + groups * int8_factor_bytes(FORMAT);
     using Rows = IntegerRows<FORMAT>;
+    constexpr int64_t GROUP_BYTES = int8_factor_bytes(FORMAT) + int8_group_bytes(FORMAT);
+    constexpr int64_t OFFSETS = places_of(FORMAT, 1, 0).offsets, LINES = places_of(FORMAT, 1, 0).lines;
+    const int64_t groups = inputs / INT8_GROUP;
     const typename Rows::template Record<N> first{rows};
-    if constexpr (N == 1) {
-        Floats own[PARTS] = {};
+    // digit(which, record, its 32 inputs of the panel): first the high digits of all groups, then the low ones that there are
+    const auto for_digits = [&](auto digit) __attribute__((always_inline)) {
         auto record = first;
-        for (int64_t group = 0; group < groups; ++group, record = record.next()) {
-            const uint8_t* from = lines + group * int8_group_bytes(FORMAT);
-            for (int64_t line = 0; line < bits_of(FORMAT); ++line) {
-                __builtin_prefetch(from + bytes_ahead(FORMAT) + line * LINE_BYTES);
-                if constexpr (comes_early(FORMAT)) __builtin_prefetch(from + EARLY_BYTES + line * LINE_BYTES, 0, 2);
-            }
-            add_digits_of_one<FORMAT, 0>(record, from, scales + group * FACTORS, offsets + group * FACTORS, own);
-        }
+        const uint8_t* from = panel;
+        for (int64_t group = 0; group < groups; ++group, record = record.next(), from += GROUP_BYTES)
+            digit(std::integral_constant<int, 0>{}, record, from);
         if constexpr (has_loose_digits(FORMAT))
             Rows::for_low(first, groups, [&](int64_t group, const auto& low) __attribute__((always_inline)) {
-                add_digits_of_one<FORMAT, 1>(low, lines + group * int8_group_bytes(FORMAT), scales + group * FACTORS,
-                                             offsets + group * FACTORS, own);
+                digit(std::integral_constant<int, 1>{}, low, panel + group * GROUP_BYTES);
             });
+    };
+    if constexpr (N == 1) {
+        Floats own[PARTS] = {};
+        for_digits([&](auto digit, const auto& record, const uint8_t* from) __attribute__((always_inline)) {
+            if constexpr (digit == 0)
+                for (int64_t byte = 0; byte < GROUP_BYTES; byte += LINE_BYTES) {
+                    __builtin_prefetch(from + bytes_ahead(FORMAT) + byte);
+                    if constexpr (comes_early(FORMAT)) __builtin_prefetch(from + EARLY_BYTES + byte, 0, 2);
+                }
+            add_digits_of_one<FORMAT, digit>(record, from + LINES, from, from + OFFSETS, own);
+        });
         unroll<PARTS>([&](auto part) __attribute__((always_inline)) { sums[0][part] = own[part]; });
     } else {  // the sums of four outputs stay in registers; the panel stays in the first cache
-        for (int64_t part = 0; part < PARTS; ++part) {
-            Floats own[N] = {};
-            auto record = first;
-            for (int64_t group = 0; group < groups; ++group, record = record.next()) {
-                const int64_t at = group * FACTORS + part * 2 * LANES;
-                add_group<FORMAT, 0>(record, lines + group * int8_group_bytes(FORMAT) + part * 4 * LANES, scales + at,
-                                     offsets + at, own);
-            }
-            if constexpr (has_loose_digits(FORMAT))
-                Rows::for_low(first, groups, [&](int64_t group, const auto& low) __attribute__((always_inline)) {
-                    const int64_t at = group * FACTORS + part * 2 * LANES;
-                    add_group<FORMAT, 1>(low, lines + group * int8_group_bytes(FORMAT) + part * 4 * LANES, scales + at,
-                                         offsets + at, own);
+        constexpr int64_t KINDS = has_paired_outputs(FORMAT) ? 2 : 1;
+        unroll<KINDS>([&](auto kind) __attribute__((always_inline)) {
+            for (int64_t part = kind * PARTS / KINDS; part < (kind + 1) * PARTS / KINDS; ++part) {
+                const int64_t line = LINES + place_of_part(FORMAT, part), factor = part * 2 * LANES;
+                Floats own[N] = {};
+                for_digits([&](auto digit, const auto& record, const uint8_t* from) __attribute__((always_inline)) {
+                    add_group<FORMAT, digit, kind == 1>(record, from + line, from + factor, from + OFFSETS + factor, own);
                 });
-            unroll<N>([&](auto r) __attribute__((always_inline)) { sums[r][part] = own[r]; });
-        }
+                unroll<N>([&](auto r) __attribute__((always_inline)) { sums[r][part] = own[r]; });
+            }
+        });
     }
 }
 

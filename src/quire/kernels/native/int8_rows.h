@@ -32,6 +32,21 @@ constexpr int64_t int8_panel_bytes(int64_t format, int64_t inputs) {
     return inputs / INT8_GROUP * (int8_group_bytes(format) + int8_factor_bytes(format));
 }
 
+// Where a panel of so many times 32 inputs holds what belongs to some 32: bytes from its begin.
+struct GroupPlaces {
+    int64_t scales, offsets, lines;
+};
+constexpr GroupPlaces places_of(int64_t format, int64_t groups, int64_t group) {
+    const int64_t each = scales_of(format) * INT8_OUTPUTS * 2, factors = int8_factor_bytes(format);
+    if (!BY_LANES) return {group * each, (groups + group) * each, groups * factors + group * int8_group_bytes(format)};
+    const int64_t begin = group * (factors + int8_group_bytes(format));
+    return {begin, begin + each, begin + factors};
+}
+
+// Whether the two levels of a byte are of one input and two outputs.
+constexpr bool has_paired_outputs(int64_t format) { return BY_LANES && bits_of(format) == 4; }
+constexpr int64_t PAIRED_BYTES = LINE_BYTES / 2;  // a line of such levels
+
 // x86 without dot products of bytes: those of pairs of 16-bit numbers. AVX2 multiplies bytes too, but its sums of two
 // products have 16 bits, which levels of 8 bits could leave.
 constexpr bool by_pairs([[maybe_unused]] int64_t format) {
@@ -49,9 +64,11 @@ constexpr bool UNSIGNED_LEVELS = true;  // the instructions take unsigned levels
 constexpr bool UNSIGNED_LEVELS = false;
 #endif
 
-// The level that a line's byte 0 means: sums begin with so many times the sum of the row's numbers, negative.
+// The level that a line's byte 0 means: sums begin with so many times the sum of the row's numbers, negative. With paired
+// outputs: of lower ones without offsets, of upper ones, in sixteenths, with offsets; byte 0 of the others means 0.
 constexpr int32_t zero_of(int64_t format) {
     const int32_t middle = has_offsets(format) ? 0 : 1 << (bits_of(format) - 1);
+    if (has_paired_outputs(format)) return has_offsets(format) ? -128 : middle;
     if (bits_of(format) == 8) return UNSIGNED_LEVELS ? 128 : 0;
     // by lanes, levels become signed where that is no more work than adding to the sums of a row, or of several rows
     if (BY_LANES && (digits_of(format) == 2 || bits_of(format) == 5)) return 0;
@@ -60,8 +77,7 @@ constexpr int32_t zero_of(int64_t format) {
 
 // What a level is multiplied by in a register: the scales of rows are so many times smaller.
 constexpr int32_t unit_of(int64_t format) {
-    if (!BY_LANES || has_offsets(format) || zero_of(format) != 0) return 1;
-    return bits_of(format) == 4 ? 16 : bits_of(format) == 6 ? 4 : 1;
+    return BY_LANES && bits_of(format) == 6 && !has_offsets(format) && zero_of(format) == 0 ? 4 : 1;
 }
 
 // Sums of one digit stay below 2^22. By lanes they begin with the bits of the float 1.5 * 2^23, and so end with

@@ -119,10 +119,13 @@ struct Levels {
     uint8_t middle;  // added to each level
 };
 
-// `rows` columns of factors, behind each other: [groups][16 outputs], zeros for outputs that there are not.
-inline void pack_factors(const uint16_t* from, int64_t groups, int64_t rows, uint16_t* to) {
-    for (int64_t group = 0; group < groups; group++)
-        for (int64_t o = 0; o < INT8_OUTPUTS; o++) to[group * INT8_OUTPUTS + o] = o < rows ? from[o * groups + group] : 0;
+// The factors of 32 inputs: `count` of each of `rows` outputs -> [count][16 outputs], zeros for outputs that there are not.
+inline void pack_factors(const uint16_t* from, int64_t stride, int64_t rows, int64_t count, uint8_t* to) {
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t o = 0; o < INT8_OUTPUTS; o++) {
+            const uint16_t factor = o < rows ? from[o * stride + i] : 0;
+            std::memcpy(to + 2 * (i * INT8_OUTPUTS + o), &factor, sizeof factor);
+        }
 }
 
 // 32 inputs of 16 outputs, the lines of a panel.
@@ -135,6 +138,13 @@ inline void pack_lines(const uint8_t* levels, int64_t stride, int64_t rows, uint
             for (int64_t i = 0; i < 4 * rows; i++) lines[k][i] = static_cast<uint8_t>(lines[k][i] + middle);
     if (bits == 8) {
         std::memcpy(to, lines, sizeof lines);
+        return;
+    }
+    if (has_paired_outputs(bits)) {
+        for (int64_t k = 0; k < INT8_LINES; k++)
+            for (int64_t i = 0; i < PAIRED_BYTES; i++)
+                to[k * PAIRED_BYTES + i] =
+                    static_cast<uint8_t>((lines[k][i] & 15) | (lines[k][PAIRED_BYTES + i] ^ 8) << 4);
         return;
     }
     for (int64_t k = 0; k < 4; k++)
@@ -156,16 +166,15 @@ inline void pack_int8(const Levels& weight, int64_t format, uint8_t* data) {
     const int64_t panels = (weight.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS;
     for_each(panels, weight.outputs * weight.inputs > FEW_LEVELS, [&](int64_t panel) {
         const int64_t first = panel * INT8_OUTPUTS, rows = std::min(INT8_OUTPUTS, weight.outputs - first);
-        auto* to = data + panel * int8_panel_bytes(format, weight.inputs);
-        pack_factors(weight.scales + first * factors, factors, rows, reinterpret_cast<uint16_t*>(to));
-        to += factors * INT8_OUTPUTS * 2;
-        if (has_offsets(format)) {
-            pack_factors(weight.offsets + first * factors, factors, rows, reinterpret_cast<uint16_t*>(to));
-            to += factors * INT8_OUTPUTS * 2;
-        }
-        for (int64_t group = 0; group < groups; group++, to += int8_group_bytes(format))
+        uint8_t* to = data + panel * int8_panel_bytes(format, weight.inputs);
+        for (int64_t group = 0; group < groups; group++) {
+            const GroupPlaces places = places_of(format, groups, group);
+            const int64_t count = scales_of(format), at = first * factors + group * count;
+            pack_factors(weight.scales + at, factors, rows, count, to + places.scales);
+            if (has_offsets(format)) pack_factors(weight.offsets + at, factors, rows, count, to + places.offsets);
             pack_lines(weight.levels + first * weight.inputs + group * INT8_GROUP, weight.inputs, rows, weight.middle, bits,
-                       to);
+                       to + places.lines);
+        }
     });
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernel_threads import kernel_threads
 from quire.kernels.native.int8_panels import cut_int8_panels
-from quire.kernels.native.loader import why_not_native
+from quire.kernels.native.loader import choose_path, why_not_native
 from quire.kernels.native.ops import PackedWeight, multiply, read_rows
 from quire.runtime.quantization.levels import LevelWeight
 
@@ -62,14 +62,23 @@ def panels_by_torch(weight: LevelWeight, panels: PackedWeight) -> Tensor:
 
     split = padded((weight.levels + middle).view(torch.uint8)).unflatten(2, (-1, 8, 4))
     lines = split.permute(0, 2, 3, 1, 4).flatten(3)  # [panels, groups, 8 lines, 64]
-    parts = [lines] if bits == 8 else [lines[:, :, :4] & 15 | lines[:, :, 4:] << 4]
+    by_lanes = choose_path().name in ("dotprod", "i8mm")
+    if bits == 4 and by_lanes:
+        parts = [lines[..., :32] | (lines[..., 32:] ^ 8) << 4]
+    else:
+        parts = [lines] if bits == 8 else [lines[:, :, :4] & 15 | lines[:, :, 4:] << 4]
     if bits in (5, 6):
         high = (lines >> 4).unflatten(2, (bits - 4, -1))  # lines of high bits, and the lines that share each
         shifts = torch.arange(high.shape[3], dtype=torch.uint8).mul_(bits - 4)[:, None]
         parts.append((high << shifts).sum(dim=3, dtype=torch.uint8))
-    factors = [padded(each).transpose(1, 2).contiguous().view(torch.uint8).flatten(1)
+    factors = [padded(each).transpose(1, 2).contiguous().view(torch.uint8)
                for each in ((weight.scales, weight.offsets) if has_offsets else (weight.scales,))]  # fmt: skip
-    return torch.cat((*factors, torch.cat(parts, dim=2).flatten(1)), dim=1).flatten()
+    groups = lines.shape[1]
+    pieces = [each.reshape(len(lines), groups, -1) for each in (*factors, *parts)]
+    if by_lanes:
+        return torch.cat(pieces, dim=2).flatten()
+    return torch.cat([*(each.flatten(1) for each in pieces[: len(factors)]),
+                      torch.cat(pieces[len(factors) :], dim=2).flatten(1)], dim=1).flatten()  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (16, 64), (50, 96), (300, 512)])
