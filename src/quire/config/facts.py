@@ -46,6 +46,7 @@ class HardwareFacts:
     cpu_path: str | None = None  # the instruction set that the native CPU kernels in use are compiled for
     unbuilt_path: str | None = None  # a better one that this CPU could run, if its kernels had been built
     tile_units: bool = False  # the CPU has AMX for bfloat16, and the native kernels use it
+    bf16_dots: bool = False  # the native kernels in use multiply bfloat16 by dot products of the CPU
 
     @property
     def device(self) -> str:
@@ -66,8 +67,8 @@ class HardwareFacts:
         return DTYPE_BYTES[dtype if as_asked else "float32"]
 
     def has_halves(self, dtype: Dtype) -> bool:
-        """Whether the native CPU kernels multiply rows of `dtype` by bfloat16 weights without units for it."""
-        return self.cpu_path is not None and (dtype == "float32" or (dtype == "bfloat16" and not self.supports_bf16))
+        """Whether the native CPU kernels multiply rows of `dtype` by bfloat16 weights."""
+        return self.cpu_path is not None and dtype in ("float32", "bfloat16")
 
 
 def cuda_index(device: str) -> int:

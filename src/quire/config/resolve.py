@@ -184,7 +184,7 @@ def resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConf
     if kind == "cuda" and cuda_index(device) >= len(facts.cuda):
         found = f"torch {facts.torch_version} found {len(facts.cuda)} CUDA devices"
         raise ConfigError("device", f"{args.device!r} is not there: {found}", 'use "cpu", or run `quire doctor`')
-    dtype = _auto_dtype(facts, device, model) if args.dtype == "auto" else DTYPES[args.dtype]
+    dtype = _auto_dtype(args, facts, device, model) if args.dtype == "auto" else DTYPES[args.dtype]
     if kind == "cuda" and not facts.computes(dtype, device):
         raise ConfigError("dtype", f"{dtype} needs compute capability 8.0 or newer", "use float16")
     return DeviceConfig(
@@ -239,8 +239,12 @@ def _check_float8(field: str, facts: HardwareFacts, device: str) -> None:
         raise ConfigError(field, "fp8 needs compute capability 8.9 or newer", "leave it out")
 
 
-def _auto_dtype(facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:
+def _auto_dtype(args: EngineArguments, facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:
     if device == "cpu":
+        # integer products keep quantized weights as they are stored, and need float32 rows; tiles keep them in bfloat16
+        by_integers = facts.cpu_path is not None and CPU_WEIGHTS[args.cpu_weights] != "float" and not facts.tile_units
+        if by_integers and model.levels.integer_bytes > 0:
+            return "float32"
         return "bfloat16" if facts.supports_bf16 else "float32"
     if model.dtype == "float16" or not facts.computes("bfloat16", device):
         return "float16"

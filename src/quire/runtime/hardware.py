@@ -23,7 +23,7 @@ from quire.kernels.native.loader import (
     why_not_native,
 )
 from quire.kernels.native.ops import has_tile_units
-from quire.kernels.native.panels import level_panels_pay
+from quire.kernels.native.panels import dot_inputs, level_panels_pay
 from quire.types.errors import ConfigError
 
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
@@ -56,6 +56,7 @@ def _machine() -> HardwareFacts:
         page_size=os.sysconf("SC_PAGE_SIZE"),
         level_panels=refusal is None and level_panels_pay(),
         tile_units=refusal is None and has_tile_units(),
+        bf16_dots=refusal is None and dot_inputs() > 0,
         cpu_path=choose_path().name if refusal is None else None,
         unbuilt_path=None if unbuilt is None else unbuilt.name,
     )

@@ -29,6 +29,7 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_activate": [None, c_int64, c_int64, c_void_p, c_int64],
     "quire_rotate": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 5],
     "quire_panel_outputs": [c_int64],
+    "quire_dot_inputs": [c_int64],
     "quire_level_panels_pay": [c_int64],
     "quire_multiply_rows": [None, *[c_void_p] * 3, *[c_int64] * 3],
     "quire_read_blocks": [c_int64, c_int64, c_void_p, c_int64, c_void_p],

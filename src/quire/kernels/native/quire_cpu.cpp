@@ -124,7 +124,7 @@ int64_t quire_has_tile_units() {
 #endif
 }
 
-// x [rows, inputs] times a weight packed in `format` (see panels.h; for bfloat16 on tile units tiles.h), plus a bias
+// x [rows, inputs] times a weight packed in `format` (see panels.h; PLAIN for bfloat16: tiles.h, bf16_dots.h), plus a bias
 // [outputs] or null. False, and nothing done, when there is no kernel for it here.
 int64_t quire_multiply(int64_t type, int64_t format, const void* x, const uint8_t* weight, const void* bias, void* out,
                        int64_t rows, int64_t inputs, int64_t outputs) {
@@ -141,6 +141,9 @@ int64_t quire_multiply(int64_t type, int64_t format, const void* x, const uint8_
 
 // Outputs of a panel, see panels.h.
 int64_t quire_panel_outputs() { return PANEL_OUTPUTS; }
+
+// Inputs that one instruction adds up, of bfloat16 weights cut as in bf16_dots.h; 0: there is none for dot products.
+int64_t quire_dot_inputs() { return DOT_INPUTS; }
 
 // Whether float32 rows are better multiplied by panels of levels than of their numbers.
 int64_t quire_level_panels_pay() { return LEVELS_PAY; }
