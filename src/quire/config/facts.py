@@ -66,6 +66,12 @@ class HardwareFacts:
         as_asked = device != "cpu" or self.computes(dtype, device) or self.has_halves(dtype)
         return DTYPE_BYTES[dtype if as_asked else "float32"]
 
+    def cpu_dtype(self, *, integer: bool) -> Dtype:
+        """Return the type that the CPU computes in by default. `integer`: weights are quantized, and may be multiplied
+        in whole numbers as they are stored. That takes float32 rows; tile units keep such weights in bfloat16 too."""
+        by_integers = integer and self.cpu_path is not None and not self.tile_units
+        return "bfloat16" if self.supports_bf16 and not by_integers else "float32"
+
     def has_halves(self, dtype: Dtype) -> bool:
         """Whether the native CPU kernels multiply rows of `dtype` by bfloat16 weights."""
         return self.cpu_path is not None and dtype in ("float32", "bfloat16")

@@ -241,11 +241,7 @@ def _check_float8(field: str, facts: HardwareFacts, device: str) -> None:
 
 def _auto_dtype(args: EngineArguments, facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:
     if device == "cpu":
-        # integer products keep quantized weights as they are stored, and need float32 rows; tiles keep them in bfloat16
-        by_integers = facts.cpu_path is not None and CPU_WEIGHTS[args.cpu_weights] != "float" and not facts.tile_units
-        if by_integers and model.levels.integer_bytes > 0:
-            return "float32"
-        return "bfloat16" if facts.supports_bf16 else "float32"
+        return facts.cpu_dtype(integer=CPU_WEIGHTS[args.cpu_weights] != "float" and model.levels.integer_bytes > 0)
     if model.dtype == "float16" or not facts.computes("bfloat16", device):
         return "float16"
     return "bfloat16"

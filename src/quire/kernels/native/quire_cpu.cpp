@@ -61,6 +61,12 @@ void quire_prepare([[maybe_unused]] int64_t tiles, int64_t threads) {
     set_num_threads(threads);
 }
 
+// From now on thread i of the kernels is pinned to cores[i]; see pinning.h.
+void quire_pin_threads(const int64_t* cores, int64_t count) { pin_threads(cores, count); }
+
+// nodes: a mask; 0: where the thread runs that touches a page first.
+int64_t quire_interleave_memory(int64_t nodes) { return interleave_memory(static_cast<uint64_t>(nodes)); }
+
 // Why a call of this thread has failed since this was asked last, or null.
 const char* quire_take_failure() {
     if (!has_failed) return nullptr;
@@ -112,6 +118,7 @@ int64_t quire_can_run(int64_t type, const Operation* operations, int64_t count) 
 
 // Operations in turn; all of them can run.
 void quire_run(int64_t type, const Operation* operations, int64_t count, ProgramRun* run) {
+    const PinnedCaller pinned;
     DISPATCH(type, Interpreter<T>{operations, count, *run}.go())
 }
 
