@@ -2,10 +2,13 @@
 
     python -m benchmarks.cpu_threads                               # 1, 2, 4 ... threads, up to the cores
     python -m benchmarks.cpu_threads --threads 1,2,4,8,16 --neighbours 0,1,4 --streams 1,16 --repeats 5
+    python -m benchmarks.cpu_threads --threads 2 --pin 0,1         # threads that may move, and pinned ones
 
-Each number of threads has an engine in a process of its own, and repeats go round all of them, so that what else the
-machine does falls on all alike. A neighbour is a process that loops for ever. Figures are medians of output tokens per
-second, greedy, prompts of 16 tokens; the last column is the slowest repeat. Compare within one run only.
+Each number of threads, pinned or not, has an engine in a process of its own, and repeats go round all of them, so that
+what else the machine does falls on all alike. A neighbour is a process that loops for ever. Figures are medians of
+output tokens per second, greedy, prompts of 16 tokens; the last column is the slowest repeat. Compare within one run
+only. No two engines are pinned to the same core: with several numbers of threads, `--pin 1` needs as many cores as they
+have together.
 """
 
 from __future__ import annotations
@@ -22,16 +25,22 @@ from pathlib import Path
 
 from benchmarks.report import facts, publish, save
 
-Key = tuple[int, int, int]  # streams, neighbours, threads
+Key = tuple[int, int, int, int]  # streams, neighbours, threads, whether these are pinned
 
 
 class Contestant:
     """An engine with so many threads, in a process of its own."""
 
-    def __init__(self, threads: int, model: str | None, dtype: str) -> None:
+    def __init__(self, threads: int, pin: int, model: str | None, dtype: str) -> None:
         command = [sys.executable, "-m", "benchmarks.cpu_threads", "--serve", "--threads", str(threads)]
         command += ["--dtype", dtype, *(["--model", model] if model else [])]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "QUIRE_CPU_PIN": str(pin)},
+        )
         self._answer()
 
     def seconds(self, streams: int, tokens: int) -> float:
@@ -61,20 +70,25 @@ def main() -> None:
     streams, neighbours = _numbers(arguments.streams), _numbers(arguments.neighbours)
     found: dict[Key, list[float]] = {}
     with ExitStack() as stack:
-        contestants = {count: Contestant(count, arguments.model, arguments.dtype) for count in threads}
+        contestants = {
+            (count, pin): Contestant(count, pin, arguments.model, arguments.dtype)
+            for count in threads
+            for pin in _numbers(arguments.pin)
+        }
         for each in contestants.values():
             stack.callback(each.close)
         for _ in range(arguments.repeats):
             for busy in neighbours:
                 with _busy(busy):
-                    for count, each in contestants.items():
+                    for key, each in contestants.items():
                         for batch in streams:
                             speed = batch * arguments.tokens / each.seconds(batch, arguments.tokens)
-                            found.setdefault((batch, busy, count), []).append(speed)
+                            found.setdefault((batch, busy, *key), []).append(speed)
     rows = [
-        (f"{batch} streams, {busy} neighbours", count, round(statistics.median(speeds), 1), round(min(speeds), 1))
-        for (batch, busy, count), speeds in sorted(found.items())
-    ]
+        (f"{batch} streams, {busy} neighbours", f"{count}, pinned" if pin else str(count),
+         round(statistics.median(speeds), 1), round(min(speeds), 1))
+        for (batch, busy, count, pin), speeds in sorted(found.items())
+    ]  # fmt: skip
     title = "tokens per second by threads"
     publish(title, ("load", "threads", "tok/s", "slowest"), rows, where)
     save(arguments.out, title, where, {"rows": rows})
@@ -116,6 +130,7 @@ def _parse() -> argparse.Namespace:
     doubled = [1 << i for i in range(12) if 1 << i <= cores]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", default=",".join(map(str, doubled)), help="numbers of threads, by commas")
+    parser.add_argument("--pin", default="0", help="0, 1, or both by commas: whether each thread has a core of its own")
     parser.add_argument("--neighbours", default="0,1", help="numbers of busy neighbours, by commas")
     parser.add_argument("--streams", default="1,16", help="numbers of requests at once, by commas")
     parser.add_argument("--tokens", type=int, default=48, help="that each request makes")

@@ -1,8 +1,13 @@
-"""Builds the CPU kernels with each of the compiler's sanitizers and runs tests by them. An access out of bounds, or
-undefined behaviour, ends the run with the line. The package and its libraries are put in `build`, apart from those in
-use.
+"""Runs the CPU kernels under GCC's sanitizers. An access out of bounds, undefined behaviour or a data race ends the run
+with the line.
 
-    python tools/sanitize.py [--path portable] [test ...]
+- address, undefined: the kernels are built with each, and the tests of the kernels and of engines run by them. The
+  package and its libraries are put in `build`, apart from those in use.
+- all three, thread too: C++ programs check the threads of the kernels, what processes share, and, under the thread
+  sanitizer, products and the choice of tokens by several threads. (Python itself cannot run under the thread sanitizer:
+  torch's threads are not compiled for it.)
+
+    python tools/sanitize.py [--path portable] [--only thread] [test ...]
 """
 
 from __future__ import annotations
@@ -15,18 +20,33 @@ import sys
 from pathlib import Path
 
 from quire.kernels.native.loader import choose_path
-from quire.kernels.native.paths import PATHS, CpuPath
+from quire.kernels.native.paths import COMPILE, PATHS, CpuPath
 
 ROOT = Path(__file__).parents[1]
-RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so"}  # GCC's
+RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so"}  # GCC's, preloaded for Python
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+    "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+    "TSAN_OPTIONS": "halt_on_error=1:die_after_fork=0",
+}
+SMALL_CHECKS = ("team_checks", "shared_memory_checks")
+CHECKS = {"address": SMALL_CHECKS, "undefined": SMALL_CHECKS, "thread": (*SMALL_CHECKS, "path_checks")}
 TESTS = [
     *(
         f"tests/unit/kernels/native/test_{name}.py"
-        for name in ("panels", "int8_panels", "low_rank", "delta", "program")
+        for name in ("panels", "int8_panels", "tiles", "low_rank", "delta", "program", "team", "message_ring")
     ),
     *(
         f"tests/unit/runtime/{name}.py"
-        for name in ("loading/test_quantized", "layers/test_experts", "sampling/test_native_choice")
+        for name in (
+            "loading/test_quantized",
+            "layers/test_experts",
+            "layers/test_int8_product",
+            "sampling/test_native_choice",
+            "sampling/test_logprobs",
+            "worker/test_head_choice",
+            "parallel/test_shared_group",
+        )
     ),
     "tests/unit/runtime/attention",
     *(f"tests/engine/test_{name}.py" for name in ("quantized", "groups", "fp8")),
@@ -46,20 +66,41 @@ def main() -> None:
     parser.add_argument(
         "--path", choices=paths, default=choose_path().name, help="of the kernels; default: that in use"
     )
+    parser.add_argument("--only", choices=CHECKS, help="this sanitizer alone")
     parser.add_argument("tests", nargs="*", default=TESTS, help="files or folders of tests")
     given = parser.parse_args()
     path = paths[given.path]
-    for sanitizer in RUNTIMES:
-        folder = ROOT / "build" / sanitizer
-        print(f"{sanitizer}: building {path.name} in {folder.relative_to(ROOT)}", flush=True)
-        build(sanitizer, path, folder)
-        environment = environment_of(sanitizer, path, folder)
-        # without kernels most tests would be skipped
-        opened = subprocess.check_output([sys.executable, "-c", OPEN], env=environment, cwd=ROOT, text=True)
-        if not Path(opened.strip()).is_relative_to(folder):
-            sys.exit(f"the kernels were loaded from {opened.strip()}, not from {folder}")
-        pytest = ["-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-o", "pythonpath=. tests/support"]
-        subprocess.run([sys.executable, *pytest, *given.tests], env=environment, cwd=ROOT, check=True)
+    for sanitizer in [given.only] if given.only else CHECKS:
+        for name in CHECKS[sanitizer]:
+            check(sanitizer, path, name)
+        if sanitizer in RUNTIMES:
+            test(sanitizer, path, given.tests)
+
+
+def check(sanitizer: str, path: CpuPath, name: str) -> None:
+    """Compile a program of checks with a sanitizer, and run it."""
+    program = ROOT / "build" / f"{sanitizer}-{name}"
+    program.parent.mkdir(exist_ok=True)
+    print(f"{sanitizer}: {name}", flush=True)
+    flags = [*COMPILE, *path.flags, "-O1", "-g1", f"-fsanitize={sanitizer}", '-DQUIRE_SOURCE="none"']
+    source = ROOT / "tests" / "support" / f"{name}.cpp"
+    headers = ROOT / "src" / "quire" / "kernels" / "native"
+    subprocess.run(["g++", *flags, f"-I{headers}", str(source), "-o", str(program)], check=True)
+    subprocess.run([str(program)], env={**os.environ, **OPTIONS}, check=True)
+
+
+def test(sanitizer: str, path: CpuPath, tests: list[str]) -> None:
+    """Build the kernels with a sanitizer, and run tests by them."""
+    folder = ROOT / "build" / sanitizer
+    print(f"{sanitizer}: building {path.name} in {folder.relative_to(ROOT)}", flush=True)
+    build(sanitizer, path, folder)
+    environment = environment_of(sanitizer, path, folder)
+    # without kernels most tests would be skipped
+    opened = subprocess.check_output([sys.executable, "-c", OPEN], env=environment, cwd=ROOT, text=True)
+    if not Path(opened.strip()).is_relative_to(folder):
+        sys.exit(f"the kernels were loaded from {opened.strip()}, not from {folder}")
+    pytest = ["-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-o", "pythonpath=. tests/support"]
+    subprocess.run([sys.executable, *pytest, *tests], env=environment, cwd=ROOT, check=True)
 
 
 def build(sanitizer: str, path: CpuPath, folder: Path) -> None:
@@ -75,9 +116,8 @@ def environment_of(sanitizer: str, path: CpuPath, folder: Path) -> dict[str, str
     runtime = subprocess.check_output(["gcc", f"-print-file-name={RUNTIMES[sanitizer]}"], text=True).strip()
     return {
         **os.environ,
+        **OPTIONS,
         "LD_PRELOAD": runtime,
-        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
-        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))),
         "QUIRE_CPU_PATH": path.name,
     }

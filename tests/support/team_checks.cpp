@@ -110,6 +110,46 @@ void child() {  // of fork: it has none of its parent's threads
     expect(each_comes_once(100, 1), "not once after a fork");
 }
 
+// On a core for each thread, whatever the machine has: the caller while it is told to, workers until they are let go.
+void pins() {
+#ifdef __linux__
+    cpu_set_t before, now;
+    sched_getaffinity(0, sizeof before, &before);
+    std::vector<int64_t> cores;
+    for (int64_t core = 0; core < CPU_SETSIZE; ++core)
+        if (CPU_ISSET(core, &before)) cores.push_back(core);
+    const std::vector<int64_t> wanted{cores.front(), cores.back(), cores.back(), cores.back()};
+    pin_threads(wanted.data(), static_cast<int64_t>(wanted.size()));
+    const auto all_have = [&](int64_t workers, int64_t caller) {
+        std::atomic<int64_t> wrong{0};
+        const auto self = std::this_thread::get_id();
+        for_each(64, true, [&](int64_t) {
+            cpu_set_t own;
+            sched_getaffinity(0, sizeof own, &own);
+            wrong += CPU_COUNT(&own) != (std::this_thread::get_id() == self ? caller : workers);
+        });
+        return wrong == 0;
+    };
+    expect(all_take_part(), "a worker does not come to be pinned");  // it may have looked for its core just before
+    for (int round = 0; round < 100; ++round) {
+        const PinnedCaller pinned;
+        const PinnedCaller second;  // one at a time: it changes nothing
+        sched_getaffinity(0, sizeof now, &now);
+        expect(CPU_COUNT(&now) == 1 && CPU_ISSET(cores.front(), &now), "the caller is not pinned");
+        expect(all_have(1, 1), "a thread is not pinned");
+    }
+    sched_getaffinity(0, sizeof now, &now);
+    expect(CPU_EQUAL(&now, &before), "the caller stays pinned");
+    pin_threads(nullptr, 0);
+    const int64_t all = CPU_COUNT(&before);
+    expect(all_take_part(), "a worker does not come to be let go");
+    for (int round = 0; round < 100; ++round) {
+        const PinnedCaller nobody;
+        expect(all_have(all, all), "a thread stays pinned");
+    }
+#endif
+}
+
 }  // namespace
 
 int main() {
@@ -121,5 +161,6 @@ int main() {
     nested();
     callers();
     sizes();
+    pins();
     child();
 }

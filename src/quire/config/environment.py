@@ -11,7 +11,7 @@ from typing import NamedTuple
 from quire.types.errors import ConfigError
 
 CACHE, OFFLINE, API_KEY, ADMIN_KEY = "QUIRE_CACHE", "QUIRE_OFFLINE", "QUIRE_API_KEY", "QUIRE_ADMIN_KEY"
-CPU_PATH, ROW_PROGRAM = "QUIRE_CPU_PATH", "QUIRE_ROW_PROGRAM"
+CPU_PATH, CPU_PIN, ROW_PROGRAM = "QUIRE_CPU_PATH", "QUIRE_CPU_PIN", "QUIRE_ROW_PROGRAM"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -24,6 +24,7 @@ class Environment:
     api_key: str | None = field(default=None, repr=False)  # QUIRE_API_KEY: a server requires it, a client sends it
     admin_key: str | None = field(default=None, repr=False)  # QUIRE_ADMIN_KEY: opens a server's /admin
     cpu_path: str | None = None  # QUIRE_CPU_PATH: the path of the CPU kernels to use instead of the best one
+    cpu_pin: bool = False  # QUIRE_CPU_PIN: each thread of the CPU kernels runs on a core of its own
     row_program: bool = True  # QUIRE_ROW_PROGRAM: a GPU runs steps of one row as one kernel, where it can
 
 
@@ -36,6 +37,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         api_key=variables.get(API_KEY),
         admin_key=variables.get(ADMIN_KEY),
         cpu_path=variables.get(CPU_PATH, "").strip() or None,
+        cpu_pin=_read_flag(variables, CPU_PIN),
         row_program=_read_flag(variables, ROW_PROGRAM, default=True),
     )
 

@@ -46,6 +46,7 @@ class HardwareFacts:
     cpu_path: str | None = None  # the instruction set that the native CPU kernels in use are compiled for
     unbuilt_path: str | None = None  # a better one that this CPU could run, if its kernels had been built
     tile_units: bool = False  # the CPU has AMX for bfloat16, and the native kernels use it
+    bf16_dots: bool = False  # the native kernels in use multiply bfloat16 by dot products of the CPU
 
     @property
     def device(self) -> str:
@@ -65,9 +66,15 @@ class HardwareFacts:
         as_asked = device != "cpu" or self.computes(dtype, device) or self.has_halves(dtype)
         return DTYPE_BYTES[dtype if as_asked else "float32"]
 
+    def cpu_dtype(self, *, integer: bool) -> Dtype:
+        """Return the type that the CPU computes in by default. `integer`: weights are quantized, and may be multiplied
+        in whole numbers as they are stored. That takes float32 rows; tile units keep such weights in bfloat16 too."""
+        by_integers = integer and self.cpu_path is not None and not self.tile_units
+        return "bfloat16" if self.supports_bf16 and not by_integers else "float32"
+
     def has_halves(self, dtype: Dtype) -> bool:
-        """Whether the native CPU kernels multiply rows of `dtype` by bfloat16 weights without units for it."""
-        return self.cpu_path is not None and (dtype == "float32" or (dtype == "bfloat16" and not self.supports_bf16))
+        """Whether the native CPU kernels multiply rows of `dtype` by bfloat16 weights."""
+        return self.cpu_path is not None and dtype in ("float32", "bfloat16")
 
 
 def cuda_index(device: str) -> int:

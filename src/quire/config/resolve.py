@@ -185,7 +185,7 @@ def resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConf
     if kind == "cuda" and cuda_index(device) >= len(facts.cuda):
         found = f"torch {facts.torch_version} found {len(facts.cuda)} CUDA devices"
         raise ConfigError("device", f"{args.device!r} is not there: {found}", 'use "cpu", or run `quire doctor`')
-    dtype = _auto_dtype(facts, device, model) if args.dtype == "auto" else DTYPES[args.dtype]
+    dtype = _auto_dtype(args, facts, device, model) if args.dtype == "auto" else DTYPES[args.dtype]
     if kind == "cuda" and not facts.computes(dtype, device):
         raise ConfigError("dtype", f"{dtype} needs compute capability 8.0 or newer", "use float16")
     return DeviceConfig(
@@ -240,9 +240,9 @@ def _check_float8(field: str, facts: HardwareFacts, device: str) -> None:
         raise ConfigError(field, "fp8 needs compute capability 8.9 or newer", "leave it out")
 
 
-def _auto_dtype(facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:
+def _auto_dtype(args: EngineArguments, facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:
     if device == "cpu":
-        return "bfloat16" if facts.supports_bf16 else "float32"
+        return facts.cpu_dtype(integer=CPU_WEIGHTS[args.cpu_weights] != "float" and model.levels.integer_bytes > 0)
     if model.dtype == "float16" or not facts.computes("bfloat16", device):
         return "float16"
     return "bfloat16"

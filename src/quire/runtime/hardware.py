@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from dataclasses import replace
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from quire.config.environment import CPU_PATH, read_environment
+from quire.config.environment import CPU_PATH, CPU_PIN, read_environment
 from quire.config.facts import CudaDevice, HardwareFacts
+from quire.kernels.native.cores import pin_threads
 from quire.kernels.native.loader import (
     CGROUP,
     LacksPath,
@@ -23,9 +25,10 @@ from quire.kernels.native.loader import (
     why_not_native,
 )
 from quire.kernels.native.ops import has_tile_units
-from quire.kernels.native.panels import level_panels_pay
+from quire.kernels.native.panels import dot_inputs, level_panels_pay
 from quire.types.errors import ConfigError
 
+logger = logging.getLogger("quire.runtime")
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
 
@@ -56,6 +59,7 @@ def _machine() -> HardwareFacts:
         page_size=os.sysconf("SC_PAGE_SIZE"),
         level_panels=refusal is None and level_panels_pay(),
         tile_units=refusal is None and has_tile_units(),
+        bf16_dots=refusal is None and dot_inputs() > 0,
         cpu_path=choose_path().name if refusal is None else None,
         unbuilt_path=None if unbuilt is None else unbuilt.name,
     )
@@ -68,6 +72,19 @@ def use_cpu_path() -> None:
         why_not_native(torch.float32, torch.device("cpu"))
     except LacksPath as error:
         raise ConfigError(CPU_PATH, str(error), "set it to one of them or unset it") from None
+
+
+def pin_cpu_threads() -> None:
+    """Pin the threads of the compiled kernels to cores, if the environment says so, and log where they are."""
+    use_cpu_path()  # before the kernels are opened
+    if why_not_native(torch.float32, torch.device("cpu")) is not None:
+        return
+    wanted = read_environment().cpu_pin
+    cores = pin_threads(wanted=wanted)
+    if cores:
+        logger.info("CPU threads are pinned to cores %s", ",".join(map(str, cores)))
+    elif wanted:
+        logger.warning("%s: threads are not pinned; the process does not have a whole core for each", CPU_PIN)
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:

@@ -23,6 +23,12 @@ def test_offline_is_a_switch(value: str, offline: bool) -> None:
     assert read_environment({"QUIRE_OFFLINE": value}).offline is offline
 
 
+@pytest.mark.parametrize(("value", "pinned"), [("1", True), ("0", False), ("", False)])
+def test_threads_are_pinned_where_it_is_asked_for(value: str, pinned: bool) -> None:
+    assert read_environment({"QUIRE_CPU_PIN": value}).cpu_pin is pinned
+    assert not read_environment({}).cpu_pin
+
+
 @pytest.mark.parametrize(("value", "used"), [("1", True), ("on", True), ("0", False), ("off", False), ("", True)])
 def test_the_kernel_of_one_row_is_used_unless_it_is_switched_off(value: str, used: bool) -> None:
     assert read_environment({"QUIRE_ROW_PROGRAM": value}).row_program is used

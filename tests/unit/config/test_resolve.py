@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
 from quire.config.arguments import EngineArguments, EngineSettings
 from quire.config.facts import HardwareFacts
-from quire.config.model import Experts, Heads, ModelConfig, Rope
+from quire.config.model import Experts, Heads, ModelConfig, Rope, StoredLevels
 from quire.config.resolve import model_length, resolve_engine_config
 from quire.config.sizes import GIB, MIB
 from quire.runtime.models.build import count_weights
@@ -50,6 +51,24 @@ def test_the_gpu_share_is_never_more_than_what_is_free() -> None:
 def test_a_cpu_with_bfloat16_uses_it() -> None:
     config, _ = resolve_engine_config(EngineArguments(device="cpu"), SERVER, SMALL)
     assert config.device.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "dtype"),
+    [
+        ({"cpu_path": "i8mm", "bf16_dots": True}, {}, "float32"),  # rows of integer products
+        ({"cpu_path": "i8mm", "bf16_dots": True}, {"cpu_weights": "float"}, "bfloat16"),
+        ({"cpu_path": "amx", "tile_units": True}, {}, "bfloat16"),
+        ({"cpu_path": None, "native_refusal": "not built"}, {}, "bfloat16"),
+    ],
+)
+def test_a_quantized_model_on_a_cpu_with_bfloat16_runs_in_the_type_that_keeps_its_weights_as_stored(
+    changes: dict[str, Any], arguments: dict[str, Any], dtype: str
+) -> None:
+    levels = StoredLevels(parameters=1000, num_bytes=600, integer_bytes=600)
+    given = EngineArguments(device="cpu", **arguments)
+    config, _ = resolve_engine_config(given, replace(SERVER, **changes), replace(SMALL, levels=levels))
+    assert config.device.dtype == dtype
 
 
 def test_an_old_gpu_gets_float16_for_a_bfloat16_checkpoint() -> None:

@@ -77,3 +77,21 @@ def test_an_unlimited_control_group_changes_nothing(tmp_path: Path, monkeypatch:
     (tmp_path / "memory/memory.usage_in_bytes").write_text("1")
     monkeypatch.setattr(hardware, "CGROUP", tmp_path)
     assert hardware._memory()[0] == total
+
+
+@pytest.mark.parametrize(
+    ("value", "cores", "logged"),
+    [("1", (0, 3), "pinned to cores 0,3"), ("1", (), "threads are not pinned"), ("0", (), "")],
+)
+def test_the_log_says_which_cores_threads_are_pinned_to(
+    value: str, cores: tuple[int, ...], logged: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wishes: list[bool] = []
+    monkeypatch.setenv("QUIRE_CPU_PIN", value)
+    monkeypatch.setattr(hardware, "why_not_native", lambda _dtype, _device: None)
+    monkeypatch.setattr(hardware, "pin_threads", lambda *, wanted: wishes.append(wanted) or cores)
+    with caplog.at_level("INFO", logger="quire.runtime"):
+        hardware.pin_cpu_threads()
+    assert wishes == [value == "1"]
+    assert logged in caplog.text
+    assert bool(caplog.text) == bool(logged)

@@ -23,12 +23,15 @@ _NOT_BUILT = "the native CPU kernels were not built; install a C++ compiler and 
 _OTHER_SOURCES = "the native CPU kernels were built from other sources; reinstall Quire"
 _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_prepare": [None, c_int64, c_int64],
+    "quire_pin_threads": [None, c_void_p, c_int64],
+    "quire_interleave_memory": [c_int64, c_int64],
     "quire_rms_norm": [None, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
     "quire_layer_norm": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_double],
     "quire_log_sum_exp": [None, c_void_p, c_void_p, c_void_p, c_int64, c_int64],
     "quire_activate": [None, c_int64, c_int64, c_void_p, c_int64],
     "quire_rotate": [None, c_int64, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 5],
     "quire_panel_outputs": [c_int64],
+    "quire_dot_inputs": [c_int64],
     "quire_level_panels_pay": [c_int64],
     "quire_multiply_rows": [None, *[c_void_p] * 3, *[c_int64] * 3],
     "quire_read_blocks": [c_int64, c_int64, c_void_p, c_int64, c_void_p],
@@ -126,7 +129,7 @@ def open_library() -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result
         function.errcheck = failures.check
-    library.quire_prepare(path.name == "amx", _threads_that_can_run(_Threads.asked or torch.get_num_threads()))
+    library.quire_prepare(path.name == "amx", kernel_threads())
     return library
 
 
@@ -141,7 +144,12 @@ def set_threads(count: int | None) -> None:
     torch.set_num_threads(count)
     _Threads.asked = count
     if open_library.cache_info().currsize:
-        open_library().quire_prepare(choose_path().name == "amx", _threads_that_can_run(count))
+        open_library().quire_prepare(choose_path().name == "amx", kernel_threads())
+
+
+def kernel_threads() -> int:
+    """The threads that the compiled kernels use."""
+    return _threads_that_can_run(_Threads.asked or torch.get_num_threads())
 
 
 def usable_cores() -> int:

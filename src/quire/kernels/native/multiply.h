@@ -2,6 +2,7 @@
 #pragma once
 
 #include "amx.h"
+#include "bf16_dots.h"
 #include "int8_panels.h"
 #include "panels.h"
 
@@ -45,7 +46,8 @@ template <> inline Multiply<float> multiply_for<float>(int64_t format) {  // in 
     return format & BYTE_ROWS ? multiply_int8_for<BYTE_ROWS>(format & ~BYTE_ROWS) : multiply_int8_for<0>(format);
 }
 
-template <> inline Multiply<bf16> multiply_for<bf16>(int64_t format) {  // in tiles on tile units, elsewhere in panels
+// PLAIN: in tiles on tile units, elsewhere as dot products take them; all others but those of tiles in panels.
+template <> inline Multiply<bf16> multiply_for<bf16>(int64_t format) {
 #ifdef __AMX_BF16__
     if (has_tiles) switch (format) {
             case PLAIN: return multiply_tiles<PLAIN>;
@@ -55,6 +57,9 @@ template <> inline Multiply<bf16> multiply_for<bf16>(int64_t format) {  // in ti
         }
 #endif
     switch (format) {
+#ifdef QUIRE_BF16_DOTS
+        case PLAIN: return multiply_dots;
+#endif
         case NIBBLES: return multiply_panels<NIBBLES>;
         case BYTES: return multiply_panels<BYTES>;
         case HALVES: return multiply_panels<HALVES>;

@@ -21,6 +21,20 @@ def cut_panels(weight: Tensor, rows: torch.dtype = torch.float32) -> PackedWeigh
     return PackedWeight(rows, numbers, outputs, inputs, panels.reshape(-1).view(torch.uint8))
 
 
+def dot_inputs() -> int:
+    """The inputs that one instruction for dot products of bfloat16 adds up; 0: this path has no such instruction."""
+    inputs: int = open_library().quire_dot_inputs()
+    return inputs
+
+
+def cut_dots(weight: Tensor) -> PackedWeight:
+    """A bfloat16 weight [outputs, inputs] for bfloat16 rows and dot products, in the layout of bf16_dots.h."""
+    (outputs, inputs), together = weight.shape, dot_inputs()
+    panels = _panels(pad(weight, (0, -inputs % together))).unflatten(2, (-1, together))
+    data = panels.transpose(1, 2).reshape(-1).view(torch.uint8)  # [panels, inputs / together, outputs, together]
+    return PackedWeight(torch.bfloat16, PLAIN, outputs, inputs, data)
+
+
 def cut_level_panels(
     levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool, rows: torch.dtype = torch.float32
 ) -> PackedWeight:

@@ -61,6 +61,12 @@ void quire_prepare([[maybe_unused]] int64_t tiles, int64_t threads) {
     set_num_threads(threads);
 }
 
+// From now on thread i of the kernels is pinned to cores[i]; see pinning.h.
+void quire_pin_threads(const int64_t* cores, int64_t count) { pin_threads(cores, count); }
+
+// nodes: a mask; 0: where the thread runs that touches a page first.
+int64_t quire_interleave_memory(int64_t nodes) { return interleave_memory(static_cast<uint64_t>(nodes)); }
+
 // Why a call of this thread has failed since this was asked last, or null.
 const char* quire_take_failure() {
     if (!has_failed) return nullptr;
@@ -112,6 +118,7 @@ int64_t quire_can_run(int64_t type, const Operation* operations, int64_t count) 
 
 // Operations in turn; all of them can run.
 void quire_run(int64_t type, const Operation* operations, int64_t count, ProgramRun* run) {
+    const PinnedCaller pinned;
     DISPATCH(type, Interpreter<T>{operations, count, *run}.go())
 }
 
@@ -124,7 +131,7 @@ int64_t quire_has_tile_units() {
 #endif
 }
 
-// x [rows, inputs] times a weight packed in `format` (see panels.h; for bfloat16 on tile units tiles.h), plus a bias
+// x [rows, inputs] times a weight packed in `format` (see panels.h; PLAIN for bfloat16: tiles.h, bf16_dots.h), plus a bias
 // [outputs] or null. False, and nothing done, when there is no kernel for it here.
 int64_t quire_multiply(int64_t type, int64_t format, const void* x, const uint8_t* weight, const void* bias, void* out,
                        int64_t rows, int64_t inputs, int64_t outputs) {
@@ -141,6 +148,9 @@ int64_t quire_multiply(int64_t type, int64_t format, const void* x, const uint8_
 
 // Outputs of a panel, see panels.h.
 int64_t quire_panel_outputs() { return PANEL_OUTPUTS; }
+
+// Inputs that one instruction adds up, of bfloat16 weights cut as in bf16_dots.h; 0: there is none for dot products.
+int64_t quire_dot_inputs() { return DOT_INPUTS; }
 
 // Whether float32 rows are better multiplied by panels of levels than of their numbers.
 int64_t quire_level_panels_pay() { return LEVELS_PAY; }

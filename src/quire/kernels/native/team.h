@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "parking.h"
+#include "pinning.h"
 
 namespace {
 
@@ -96,8 +97,9 @@ class Team {
     }
 
     void work(int64_t index) {
-        for (;;) {
+        for (uint32_t pins = 0;;) {
             const uint32_t heard = opened_.heard();
+            follow_pins(index, pins);
             if (join(index)) {
                 take_part();
                 leave();
@@ -151,7 +153,10 @@ inline std::atomic<int64_t> team_threads{1};
 inline Team& team() {
     Team* found = the_team.load(std::memory_order_acquire);
     if (found != nullptr) return *found;
-    static const int handler = pthread_atfork(nullptr, nullptr, [] { the_team.store(nullptr); });
+    static const int handler = pthread_atfork(nullptr, nullptr, [] {
+        the_team.store(nullptr);
+        forget_pins();  // they are its parent's
+    });
     static_cast<void>(handler);
     Team* made = new Team;
     if (the_team.compare_exchange_strong(found, made)) return *made;

@@ -21,6 +21,7 @@ from quire.kernels.native.loader import set_threads
 from quire.runtime.adapters.store import AdapterStore
 from quire.runtime.executor.tensor_bytes import tensor_bytes
 from quire.runtime.executor.token_ring import Landing, TokenRing
+from quire.runtime.hardware import pin_cpu_threads
 from quire.runtime.layers.builder import TORCH_DTYPES, LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.resolve import ModelFiles
@@ -76,6 +77,8 @@ class SingleExecutor:
         check_folder(config.cache.tiers)  # before the weights are loaded
         if config.device.threads is not None or config.device.device == "cpu":
             set_threads(config.device.threads)
+        if config.device.device == "cpu":
+            pin_cpu_threads()
         self._device = torch.device(config.device.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))

@@ -47,12 +47,15 @@ def choose_product(
     if why_not_native(dtype, device) is not None or (many_rows and dtype == torch.float32):
         return DenseProduct(dtype) if dtype == torch.float32 and not many_rows else PackedProduct(dtype)
     from quire.kernels.native.ops import has_tile_units
-    from quire.runtime.layers.native import IntegerProduct, PanelProduct, TileProduct
+    from quire.kernels.native.panels import dot_inputs
+    from quire.runtime.layers.native import DotProduct, IntegerProduct, PanelProduct, TileProduct
 
     if dtype == torch.float32 and cpu_weights != "float":
         return IntegerProduct(dtype, keeps_weight=keeps_weight, cpu_weights=cpu_weights)
     if dtype == torch.bfloat16 and has_tile_units():
         return TileProduct()
-    if dtype == torch.bfloat16 and units:  # dot products of pairs, which the panels' kernel has not
+    if dtype == torch.bfloat16 and many_rows:
         return PackedProduct(dtype)
+    if dtype == torch.bfloat16 and dot_inputs():
+        return DotProduct()
     return PanelProduct(dtype, keeps_weight=keeps_weight)

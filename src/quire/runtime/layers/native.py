@@ -15,7 +15,7 @@ from quire.kernels.clamp import Clamp
 from quire.kernels.native import ops
 from quire.kernels.native.int8_panels import HALF_GROUP, cut_int8_panels
 from quire.kernels.native.ops import ROW_INPUTS, PackedWeight, multiply, multiply_rows
-from quire.kernels.native.panels import cut_level_panels, cut_panels, level_panels_pay
+from quire.kernels.native.panels import cut_dots, cut_level_panels, cut_panels, level_panels_pay
 from quire.kernels.native.program import Symbol
 from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
 from quire.kernels.native.weights import LinearWeights
@@ -161,6 +161,22 @@ class PanelProduct(LevelProduct):
             return NativeMultiply(cut_panels(weight.values().to(self.held), self.held), bias)
         panels = cut_level_panels(weight.levels, weight.scales, weight.offsets, nibbles=weight.nibbles, rows=self.held)
         return NativeMultiply(panels, bias)
+
+
+class DotProduct(PanelProduct):
+    """bfloat16 by the CPU's dot products of bfloat16 (AVX-512 BF16, Arm BF16). Quantized weights stay as PanelProduct
+    has them where that pays, and are multiplied in float32; elsewhere they are expanded to bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16, keeps_weight=False)
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        return NativeMultiply(cut_dots(weight), bias)
+
+    def pack_levels(self, weight: LevelWeight, bias: Tensor | None) -> Multiply:
+        if not level_panels_pay():
+            return self.pack(weight.values().to(self.held), bias)
+        return super().pack_levels(weight, bias)
 
 
 class IntegerProduct(PanelProduct):

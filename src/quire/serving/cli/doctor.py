@@ -154,10 +154,13 @@ def describe_products(facts: HardwareFacts) -> list[tuple[str, str]]:
     """What multiplies rows by weights on this CPU, for each kind of weight."""
     if facts.native_refusal is not None:
         return [("products", "torch")]
+    halves = f"{facts.cpu_path}, widened to float32 in registers"
+    if facts.bf16_dots:
+        halves = f"{facts.cpu_path}, by dot products of bfloat16"
     return [
         ("float32 weights", str(facts.cpu_path)),
         ("quantized weights", f"{facts.cpu_path}, as stored in the file, float32 rows in whole numbers"),
-        ("bfloat16 weights", "amx" if facts.tile_units else "oneDNN" if facts.supports_bf16 else str(facts.cpu_path)),
+        ("bfloat16 weights", "amx, in tiles" if facts.tile_units else halves),
     ]
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from kernel_threads import kernel_threads
 from quire.config.model import packed_bytes
+from quire.kernels.native import panels as cutting
 from quire.kernels.native.loader import open_library, why_not_native
 from quire.kernels.native.ops import PackedWeight, has_tile_units, log_sum_exp, multiply, multiply_rows
-from quire.kernels.native.panels import cut_level_panels, cut_panels
+from quire.kernels.native.panels import cut_dots, cut_level_panels, cut_panels, dot_inputs
 from random_levels import random_levels
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
@@ -131,6 +132,33 @@ def test_bfloat16_rows_give_the_rounded_products_of_the_same_floats(rows: int, k
         )
     assert torch.equal(multiply(x, narrow), multiply(x.float(), wide).bfloat16())
     assert torch.equal(multiply(x, narrow, bias), multiply(x, narrow) + bias)
+
+
+@pytest.mark.parametrize("together", [2, 4])
+def test_dot_products_find_the_inputs_of_an_output_side_by_side(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "dot_inputs", lambda: together)
+    weight, width = torch.randn(50, 7).bfloat16(), open_library().quire_panel_outputs()
+    packed = cut_dots(weight)
+    numbers = packed.data.view(torch.bfloat16).view(-(-50 // width), -(-7 // together), width, together)
+    assert (packed.outputs, packed.inputs) == (50, 7)
+    for output, i in ((0, 0), (1, 0), (49, 6), (17, 5)):
+        assert numbers[output // width, i // together, output % width, i % together] == weight[output, i]
+    assert numbers.count_nonzero() == weight.count_nonzero()
+
+
+@pytest.mark.skipif(REFUSAL is None and (has_tile_units() or not dot_inputs()), reason="no dot products of bfloat16")
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 8, 9, 40, 300])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (3, 7), (64, 33), (130, 96), (641, 48), (1536, 60)])
+def test_dot_products_of_bfloat16_give_what_torch_would_and_a_row_the_same_alone(
+    rows: int, inputs: int, outputs: int
+) -> None:
+    x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
+    bias, packed = torch.randn(outputs).bfloat16(), cut_dots(weight)
+    product = multiply(x, packed)
+    torch.testing.assert_close(product.float(), F.linear(x.float(), weight.float()), rtol=1e-2, atol=2e-3 * inputs**0.5)
+    assert torch.equal(multiply(x, packed, bias), product + bias)
+    for row in range(min(rows, 11)):
+        assert torch.equal(multiply(x[row : row + 1], packed), product[row : row + 1])
 
 
 @pytest.mark.parametrize("size", [1, 15, 64, 4096, 4100, 49152])

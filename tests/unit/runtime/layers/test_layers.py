@@ -8,11 +8,15 @@ import torch.nn.functional as F
 
 from quire.config.model import Heads
 from quire.kernels.clamp import Clamp
+from quire.kernels.native import ops, panels
+from quire.kernels.native.loader import why_not_native
 from quire.kernels.reference.elementwise import rms_norm, silu_and_multiply
 from quire.runtime.attention.backend import LayerCache
+from quire.runtime.layers import choice
 from quire.runtime.layers.linear import KeysAsValues, Linear
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import Embedding, HeadNorm, RMSNorm, TiedHead
+from quire.runtime.layers.native import DotProduct, PanelProduct
 from quire.runtime.layers.ops import LayerOps, TorchOps, choose_ops
 from quire.runtime.layers.product import DenseProduct, PackedProduct, Product, UpcastProduct
 from quire.runtime.layers.weights import Placement, WeightLayer
@@ -151,3 +155,16 @@ def test_noise_is_the_same_in_keys_and_values() -> None:
     layer.finish()
     _, key, value = layer(torch.randn(3, 24)).split([16, 8, 8], dim=1)
     assert torch.equal(key, value)
+
+
+@pytest.mark.skipif(why_not_native(torch.bfloat16, CPU.device) is not None, reason="no native kernels")
+def test_bfloat16_is_multiplied_by_the_compiled_kernels_with_and_without_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "has_tile_units", lambda: False)
+    for units in (False, True):
+        monkeypatch.setattr(choice, "cpu_multiplies", lambda _dtype, units=units: units)
+        monkeypatch.setattr(panels, "dot_inputs", lambda: 4)
+        assert type(choice.choose_product(torch.bfloat16, CPU.device)) is DotProduct
+        monkeypatch.setattr(panels, "dot_inputs", lambda: 0)
+        assert type(choice.choose_product(torch.bfloat16, CPU.device)) is PanelProduct
+    many = choice.choose_product(torch.bfloat16, CPU.device, many_rows=True)
+    assert type(many) is PackedProduct
