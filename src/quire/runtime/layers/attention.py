@@ -8,14 +8,12 @@ from torch import Tensor, nn
 from quire.config.model import Heads
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.program import Symbol
-from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import HeadNorm
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.rotary import Rotary
 from quire.runtime.layers.row_writer import RowSymbol, Untraceable
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.layers.stream import Normed, Projected, Value
-from quire.runtime.layers.texts import TextAttention, Texts
+from quire.runtime.layers.stream import Value
 
 _LENT = "lent"  # in the memo, with a layer: keys and values of the step's tokens [tokens, kv heads, dim]
 
@@ -128,14 +126,3 @@ class OutputGate(nn.Module):
     def forward(self, attended: Value, wide: Value) -> Value:
         """attended [tokens, size], overwritten; its logits are the last numbers of each row of `wide`."""
         return self._ops.gate_by(attended, wide)
-
-
-class SelfAttention(nn.Module):
-    """Attention between the product for q, k and v and the one that goes back to the stream."""
-
-    def __init__(self, qkv_proj: Linear, attention: Attention | TextAttention, out_proj: Linear) -> None:
-        super().__init__()
-        self.qkv_proj, self.attention, self.out_proj = qkv_proj, attention, out_proj
-
-    def forward(self, x: Value | Normed, step: ForwardStep | Texts) -> Projected:  # x: [tokens, hidden]
-        return self.out_proj.later(self.attention(self.qkv_proj(x), step))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from quire.config.fields import Fields
 from quire.config.model import Encoder, ModelConfig, Rope
-from quire.runtime.layers.attention import SelfAttention
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.self_attention import SelfAttention
 from quire.runtime.layers.stream import Stream
 from quire.runtime.layers.texts import Texts
 from quire.runtime.models.base import BaseEncoder

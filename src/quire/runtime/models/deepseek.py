@@ -20,9 +20,9 @@ from quire.runtime.layers.stream import Normed, Projected
 from quire.runtime.layers.weights import Stored
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import Family
-from quire.runtime.models.hf_config import read_decoder, refuse_set
+from quire.runtime.models.hf_config import check_experts, read_decoder, refuse_set
 from quire.runtime.models.hf_rope import read_rope, score_scale
-from quire.runtime.models.mixture import QwenMoeBlock, check_experts
+from quire.runtime.models.mixture import QwenMoeBlock
 
 LATENT_EPS = 1e-6  # of the norms between the two products of queries and of latents, whatever the others have
 
@@ -129,9 +129,7 @@ def read_experts(config: Fields, scoring: str, *, size: int, num_shared: int, fi
     """`size`, `num_shared` and `first`, the first layer with experts: where config.json is silent."""
     if config.text("scoring_func", scoring) != scoring:
         raise config.refuse("scoring_func", f"only {scoring} is supported")
-    first, every = config.integer("first_k_dense_replace", first), config.integer("moe_layer_freq", 1)
-    if every < 1:
-        raise config.refuse("moe_layer_freq", f"must be at least 1, is {every}")
+    first, every = config.integer("first_k_dense_replace", first), config.integer("moe_layer_freq", 1, least=1)
     size, layers = config.integer("moe_intermediate_size", size), range(config.integer("num_hidden_layers"))
     experts = Experts(
         num=config.integer("n_routed_experts", 64 if scoring == "softmax" else 256),
