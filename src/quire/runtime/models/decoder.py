@@ -6,14 +6,16 @@ of Mistral, Qwen2 and Qwen3 may have windows. Granite scales what it adds; some 
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
+from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.self_attention import DecoderAttention
-from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.modules import PairedEmbedding
+from quire.runtime.layers.side_inputs import SideInputs
+from quire.runtime.layers.step import BESIDE, ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.family import Family, GgufFamily, classifier_of
@@ -42,7 +44,7 @@ class DecoderBlock(nn.Module):
 
 
 class DecoderStack(nn.Module):
-    """Embedding, blocks of a class, and the last norm."""
+    """Embedding, blocks of a class, and the last norm; where layers have inputs of their own, what makes these."""
 
     def __init__(
         self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module], norm_offset: float = 0.0
@@ -51,20 +53,30 @@ class DecoderStack(nn.Module):
         self.embed_tokens = build.embedding("embed_tokens", config.vocab_size, config.hidden_size)
         blocks = (block(config, layer, build) for layer in range(config.num_layers))
         self.layers = Blocks(blocks, config)
+        self.side_inputs = SideInputs(config, build) if config.per_layer_input else None
         self.norm = build.rms_norm("norm", config.hidden_size, config.norm_eps, norm_offset)
 
 
 class Decoder(BaseModel):
-    stack: type[DecoderStack] = DecoderStack
     block: type[nn.Module] = DecoderBlock
     norm_offset = 0.0
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config)
-        self.model = self.stack(config, build, self.block, self.norm_offset)
+        self.model = model = DecoderStack(config, build, self.block, self.norm_offset)
         self.lm_head = build.lm_head("lm_head", self.model.embed_tokens, config)
         self.score = build.label_head("score", config) if config.num_labels else None
-        self.assemble(self.model.embed_tokens, self.model.layers, self.model.norm, self.lm_head, self.score)
+        side, table = model.side_inputs, model.embed_tokens
+        tables = table if side is None else PairedEmbedding(table, side.embed_tokens_per_layer)
+        self.assemble(tables, model.layers, model.norm, self.lm_head, self.score)
+
+    def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:
+        side, size = self.model.side_inputs, self.model.embed_tokens.size
+        if side is None:
+            return super().embed(vectors, step)
+        hidden = super().embed(vectors[:, :size].contiguous(), step)
+        step.memo[BESIDE] = side(vectors[:, size:], hidden)
+        return hidden
 
 
 def read_llama(config: Fields) -> ModelConfig:

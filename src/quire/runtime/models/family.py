@@ -37,6 +37,7 @@ GGUF_INNER = {
     "ffn_down": "mlp.down_proj",
 }
 
+_OUTER = re.compile(r"model\.(?:layers\.\d+\.)?")
 _OWN_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.(?:weight|bias)")
 
 
@@ -89,6 +90,14 @@ def text_part(name: str, others: tuple[str, ...]) -> str | None:
         inner = outer.removeprefix("language_model.")
         return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
     return name
+
+
+def placed(name: str, places: Mapping[str, tuple[str, ...]]) -> str:
+    """A tensor's name in a model that has some layers of a block, or of its own, inside other modules. `places`: these
+    modules, and how the names of layers begin that they hold."""
+    found = _OUTER.match(name)
+    outer, inner = name[: found.end()] if found else "", name[found.end() :] if found else name
+    return next((f"{outer}{place}.{inner}" for place, held in places.items() if inner.startswith(held)), name)
 
 
 def is_unread(config: ModelConfig, name: str) -> bool:

@@ -13,9 +13,9 @@ from torch import nn
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
+from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.modules import RMSNorm
-from quire.runtime.layers.self_attention import DecoderAttention
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import PostNormed, Projected, Stream, Value
 from quire.runtime.models import gguf_config
@@ -81,11 +81,7 @@ class Gemma(Decoder):
 def read_gemma2(config: Fields) -> ModelConfig:
     refuse_bidirectional(config)
     windows = read_windows(config, read_window(config, 4_096), lambda layer: layer % 2 == 0)
-    caps = {
-        "attention_softcap": read_cap(config, "attn_logit_softcapping", 50.0),
-        "logit_softcap": read_cap(config, "final_logit_softcapping", 30.0),
-    }
-    return read_gemma(config, "gemma2", 8_192, windows=windows, **caps)
+    return read_gemma(config, "gemma2", 8_192, caps=(50.0, 30.0), windows=windows)
 
 
 def read_gemma3(config: Fields) -> ModelConfig:
@@ -95,24 +91,26 @@ def read_gemma3(config: Fields) -> ModelConfig:
     every = config.integer("sliding_window_pattern", 6)
     windows = read_windows(config, read_window(config, 4_096), lambda layer: (layer + 1) % every != 0)
     length = config.integer("max_position_embeddings", 131_072)
-    caps = {
-        "attention_softcap": read_cap(config, "attn_logit_softcapping"),
-        "logit_softcap": read_cap(config, "final_logit_softcapping"),
-    }
     return read_gemma(
-        config, "gemma3_text", 131_072, windows=windows, qk_norm=True, **caps,
+        config, "gemma3_text", 131_072, windows=windows, qk_norm=True,
         rope=read_rope(config, length, theta=1_000_000.0, layer_type=FULL),
         local_rope=read_local_rope(config, length, SLIDING),
     )  # fmt: skip
 
 
-def read_gemma(config: Fields, name: str, max_position: int, **fields: object) -> ModelConfig:
+def read_gemma(
+    config: Fields, name: str, max_position: int, caps: tuple[float | None, float | None] = (None, None),
+    **fields: object,
+) -> ModelConfig:  # fmt: skip
+    """`caps`: of scores and of logits, where config.json is silent."""
     bias = config.flag("attention_bias", False)
     return read_decoder(
         config, name, max_position, num_kv_heads=4, head_dim=256, qkv_bias=bias, o_bias=bias,
         activation=read_activation(config, GATED, "hidden_activation", "gelu_pytorch_tanh"),
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
         embedding_scale=config.integer("hidden_size") ** 0.5,
+        attention_softcap=read_cap(config, "attn_logit_softcapping", caps[0]),
+        logit_softcap=read_cap(config, "final_logit_softcapping", caps[1]),
         **{"attention_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5, **fields},
     )  # fmt: skip
 
@@ -151,9 +149,7 @@ GEMMA_INNER = GGUF_INNER | {
 }
 _GGUF2 = GgufFamily(
     inner=GEMMA_INNER, norm_offset=NORM_OFFSET, read=gguf_gemma2,
-    settings=frozenset({
-        "attn_logit_softcapping", gguf_config.LOGIT_CAP, gguf_config.WINDOW, gguf_config.PATTERN,
-    }),
+    settings=frozenset({"attn_logit_softcapping", gguf_config.LOGIT_CAP, gguf_config.WINDOW, gguf_config.PATTERN}),
 )  # fmt: skip
 _GGUF3 = replace(
     _GGUF2, read=gguf_gemma3, settings=_GGUF2.settings - {"attn_logit_softcapping"} | {gguf_config.LOCAL_THETA}

@@ -9,24 +9,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor, nn
-
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig
-from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.modules import PairedEmbedding
-from quire.runtime.layers.self_attention import DecoderAttention
-from quire.runtime.layers.step import BESIDE, ForwardStep
-from quire.runtime.layers.stream import Projected, Stream, Value, sum_of
+from quire.runtime.layers.attention import DecoderAttention
+from quire.runtime.layers.builder import SIDE_NORMS, LayerBuilder
+from quire.runtime.layers.side_inputs import SideInput
+from quire.runtime.layers.step import ForwardStep
+from quire.runtime.layers.stream import Projected, Stream, Value
 from quire.runtime.models import gguf_config
-from quire.runtime.models.decoder import DecoderStack
-from quire.runtime.models.family import GGUF_OUTER, STACKED, Family, GgufFamily, text_part
+from quire.runtime.models.family import GGUF_OUTER, STACKED, Family, GgufFamily, placed, text_part
 from quire.runtime.models.gemma import GEMMA_INNER, Gemma, GemmaBlock, read_gemma
 from quire.runtime.models.hf_config import (
     FULL,
     SLIDING,
     check_experts,
-    read_cap,
     read_heads,
     read_heads_by_window,
     read_kv_layers,
@@ -40,7 +36,6 @@ USUAL_ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-
 _EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
 
@@ -54,75 +49,24 @@ class Gemma4Block(GemmaBlock):
 
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__(config, layer, build)
-        hidden, size = config.hidden_size, config.per_layer_input
         self.layer_scalar = build.scalar("layer_scalar")
-        self.side_gate = build.side_gate(layer * size, config.activation) if size else None
-        if size:
-            self.per_layer_input_gate = build.linear("per_layer_input_gate", hidden, size, bias=False)
-            self.per_layer_projection = build.linear("per_layer_projection", size, hidden, bias=False)
-            self.post_per_layer_input_norm = build.rms_norm("post_per_layer_input_norm", hidden, config.norm_eps)
-        self._settings = config.experts
-        if config.experts is not None:
-            self.router, self.experts = build.normed_router(config), build.experts(config)
-            self.pre_feedforward_layernorm_2 = build.rms_norm("pre_feedforward_layernorm_2", hidden, config.norm_eps)
-            self.post_feedforward_layernorm_1 = build.rms_norm("post_feedforward_layernorm_1", hidden, config.norm_eps)
-            self.post_feedforward_layernorm_2 = build.rms_norm("post_feedforward_layernorm_2", hidden, config.norm_eps)
+        self.side_input = SideInput(config, layer, build) if config.per_layer_input else None
+        self.side_experts = build.side_experts(config) if config.experts is not None else None
 
     def feed_forward(self, x: Stream) -> Projected | Value:
-        """The MLP, and in models that have them the experts beside it, each normed."""
         fed = super().feed_forward(x)
-        if self._settings is None or x.is_empty:
-            return fed
-        first = self.post_feedforward_layernorm_1.of(fed.value())
-        logits, value = self.router(x), self.pre_feedforward_layernorm_2(x).value()
-        mixed = self.experts.mix(value, logits, self._settings, (), x.rows, self.router.factors)
-        return sum_of(first, self.post_feedforward_layernorm_2.of(mixed))
+        return fed if self.side_experts is None or x.is_empty else self.side_experts(x, fed)
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
         super().forward(x, step)
-        if self.side_gate is not None:
-            gated = self.side_gate(self.per_layer_input_gate(x.settle()), x)
-            x.add(self.post_per_layer_input_norm(self.per_layer_projection.later(gated)))
+        if self.side_input is not None:
+            x.add(self.side_input(x))
         x.scale(self.layer_scalar.number)
 
 
-class Gemma4Stack(DecoderStack):
-    """With what makes the inputs of each layer, if they have any."""
-
-    def __init__(
-        self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module], norm_offset: float = 0.0
-    ) -> None:
-        super().__init__(config, build, block, norm_offset)
-        hidden, size, total = config.hidden_size, config.per_layer_input, config.num_layers * config.per_layer_input
-        if size:
-            self.embed_tokens_per_layer = build.embedding("embed_tokens_per_layer", config.vocab_size, total)
-            self.per_layer_model_projection = build.linear("per_layer_model_projection", hidden, total, bias=False)
-            self.per_layer_projection_norm = build.rms_norm("per_layer_projection_norm", size, config.norm_eps)
-
-
 class Gemma4(Gemma):
-    model: Gemma4Stack
-    stack = Gemma4Stack
     block = Gemma4Block
     norm_offset = 0.0
-
-    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
-        super().__init__(config, build)
-        self._hidden, self._size, model = config.hidden_size, config.per_layer_input, self.model
-        self._scales = (build.rounded(self._size**0.5), self._hidden**-0.5, 2**-0.5)
-        if self._size:
-            tables = PairedEmbedding(model.embed_tokens, model.embed_tokens_per_layer)
-            self.assemble(tables, model.layers, model.norm, self.lm_head)
-
-    def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:
-        if not self._size:
-            return super().embed(vectors, step)
-        hidden = super().embed(vectors[:, : self._hidden].contiguous(), step)
-        of_token, of_vector, of_both = self._scales
-        projected = self.model.per_layer_model_projection(hidden).mul_(of_vector)
-        normed = self.model.per_layer_projection_norm(projected.view(-1, self._size)).view_as(projected)
-        step.memo[BESIDE] = normed.add_(vectors[:, self._hidden :].mul_(of_token)).mul_(of_both)
-        return hidden
 
 
 def read_gemma4(config: Fields) -> ModelConfig:
@@ -140,21 +84,30 @@ def read_gemma4(config: Fields) -> ModelConfig:
     heads, local_heads = read_heads_by_window(config, windows, local, usual)
     experts = None
     if config.flag("enable_moe_block", False):
-        experts = Experts(*map(config.integer, _EXPERTS), beside_mlp=True)
+        num, num_used, inner = map(config.integer, _EXPERTS)
+        experts = check_experts(config, Experts(num, num_used, inner, beside_mlp=True), _EXPERTS)
     return read_gemma(
         config, "gemma4_text", 131_072, windows=windows, heads=heads, local_heads=local_heads,
-        logit_softcap=read_cap(config, "final_logit_softcapping"),
         rope=read_rope(given, length, layer_type=FULL), local_rope=read_rope(given, length, layer_type=SLIDING),
         attention_scale=1.0, per_layer_input=size,
         kv_layers=read_kv_layers(config, "num_kv_shared_layers", config.integer("num_hidden_layers"), windows),
         keys_are_values=keys_are_values, double_wide=config.flag("use_double_wide_mlp", False),
-        experts=check_experts(config, experts, _EXPERTS) if experts is not None else None,
+        experts=experts,
     )  # fmt: skip
+
+
+# The modules of the model that hold layers which checkpoints have outside of any.
+PLACES = {
+    "side_inputs": ("embed_tokens_per_layer.", "per_layer_model_projection.", "per_layer_projection_norm."),
+    "side_input": ("per_layer_input_gate.", "per_layer_projection.", "post_per_layer_input_norm."),
+    "side_experts": ("router.", "experts.", *(f"{norm}." for norm in SIDE_NORMS)),
+}
 
 
 def rename(name: str) -> str | None:
     """Towers for images and sound are left out."""
-    return text_part(name, ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."))
+    found = text_part(name, ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."))
+    return None if found is None else placed(found, PLACES)
 
 
 def gguf_gemma4(fields: Fields, config: ModelConfig) -> ModelConfig:
@@ -175,23 +128,23 @@ def _gguf_windows(fields: Fields) -> tuple[int | None, ...]:
 
 GGUF = GgufFamily(
     outer=GGUF_OUTER | {
-        "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
-        "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
-        "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+        "per_layer_token_embd.weight": "model.side_inputs.embed_tokens_per_layer.weight",
+        "per_layer_model_proj.weight": "model.side_inputs.per_layer_model_projection.weight",
+        "per_layer_proj_norm.weight": "model.side_inputs.per_layer_projection_norm.weight",
     },
     inner=GEMMA_INNER | {
-        "inp_gate": "per_layer_input_gate",
-        "proj": "per_layer_projection",
-        "post_norm": "post_per_layer_input_norm",
+        "inp_gate": "side_input.per_layer_input_gate",
+        "proj": "side_input.per_layer_projection",
+        "post_norm": "side_input.post_per_layer_input_norm",
         "layer_output_scale.weight": "layer_scalar",
-        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-        "post_ffw_norm_1": "post_feedforward_layernorm_1",
-        "post_ffw_norm_2": "post_feedforward_layernorm_2",
-        "ffn_gate_inp": "router.proj",
-        "ffn_gate_inp.scale": "router.scale",
-        "ffn_gate_up_exps": "experts.*.gate_up_proj",
-        "ffn_down_exps": "experts.*.down_proj",
-        "ffn_down_exps.scale": "router.per_expert_scale",
+        "pre_ffw_norm_2": "side_experts.pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "side_experts.post_feedforward_layernorm_1",
+        "post_ffw_norm_2": "side_experts.post_feedforward_layernorm_2",
+        "ffn_gate_inp": "side_experts.router.proj",
+        "ffn_gate_inp.scale": "side_experts.router.scale",
+        "ffn_gate_up_exps": "side_experts.experts.*.gate_up_proj",
+        "ffn_down_exps": "side_experts.experts.*.down_proj",
+        "ffn_down_exps.scale": "side_experts.router.per_expert_scale",
     },
     settings=gguf_config.LAYERS | {
         gguf_config.WINDOW, gguf_config.PATTERN, gguf_config.LOCAL_THETA, gguf_config.LOGIT_CAP, *gguf_config.EXPERTS,

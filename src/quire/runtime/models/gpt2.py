@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig, Rope
+from quire.runtime.layers.attention import SelfAttention
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.self_attention import SelfAttention
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.layers.weights import Stored

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 from quire.config.fields import Fields
-from quire.config.model import Experts, Heads, ModelConfig
+from quire.config.model import Encoder, Experts, Heads, ModelConfig, Rope
 from quire.runtime.models.hf_rope import read_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # what `layer_types` says of layers
@@ -55,6 +55,24 @@ def read_decoder(
     return ModelConfig(**(numbers | fields))
 
 
+def read_encoder(config: Fields, name: str, keys: tuple[str, ...], encoder: Encoder, norm_eps: float) -> ModelConfig:
+    """The numbers of an encoder with learned positions. `keys`: of the sizes of the stream and of MLPs, the numbers of
+    layers and heads, and the activation."""
+    hidden, inner, layers, heads, activation = keys
+    return ModelConfig(
+        architecture=name,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer(hidden),
+        intermediate_size=config.integer(inner),
+        num_layers=config.integer(layers),
+        heads=read_heads(config, heads=heads, hidden=hidden),
+        rope=Rope(max_position=config.integer("max_position_embeddings", 512) - encoder.position_offset),
+        norm_eps=norm_eps,
+        activation=read_activation(config, PLAIN, activation, "gelu"),
+        encoder=encoder,
+    )
+
+
 def refuse_windows(config: Fields) -> None:
     """For families that have none."""
     if config.flag("use_sliding_window", False):
@@ -68,6 +86,13 @@ def refuse_set(config: Fields, key: str, *, usual: bool) -> None:
     """Refuse a flag that is set otherwise than the published models have it."""
     if config.flag(key, usual) is not usual:
         raise config.refuse(key, f"only {str(usual).lower()} is supported")
+
+
+def refuse_other(config: Fields, key: str, usual: str) -> None:
+    """Refuse a setting that is not as all published models have it."""
+    found = config.text(key, usual)
+    if found != usual:
+        raise config.refuse(key, f"{found!r} is not supported", fix=f"supported: {usual}")
 
 
 def read_window(config: Fields, default: int | None) -> int | None:

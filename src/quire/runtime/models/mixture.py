@@ -11,10 +11,10 @@ from torch import nn
 
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig
+from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.mlp import GatedMLP
-from quire.runtime.layers.self_attention import DecoderAttention
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.decoder import Decoder

@@ -12,16 +12,16 @@ from torch import nn
 
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig, Recurrent
+from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.delta import GatedDeltaNet
 from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.mlp import GatedMLP
-from quire.runtime.layers.self_attention import DecoderAttention
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import STACKED, Family, text_part
-from quire.runtime.models.hf_config import FULL, read_decoder, read_heads, refuse_set
+from quire.runtime.models.hf_config import FULL, read_decoder, read_heads, refuse_other, refuse_set
 from quire.runtime.models.hf_rope import read_rope
 from quire.runtime.models.mixture import read_qwen_experts
 
@@ -100,8 +100,7 @@ def _read_experts(config: Fields, is_normalized: bool) -> Experts:
 
 def _read_hybrid(config: Fields, name: str, num_kv_heads: int, experts: Experts | None) -> ModelConfig:
     refuse_set(config, "attn_output_gate", usual=True)
-    if config.text("hidden_act", "silu") != "silu":
-        raise config.refuse("hidden_act", "only silu is supported")
+    refuse_other(config, "hidden_act", "silu")
     rope = config.raw("rope_parameters")
     if isinstance(rope, dict):
         plain = {key: value for key, value in rope.items() if key not in _MROPE}

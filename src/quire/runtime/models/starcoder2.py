@@ -6,9 +6,9 @@ from torch import nn
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
+from quire.runtime.layers.attention import SelfAttention
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.self_attention import SelfAttention
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.base import BaseModel
