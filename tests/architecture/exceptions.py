@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MAX_FILE_LINES = 400
+MAX_FAMILY_LINES = 160  # of a file with families of models
 MAX_FUNCTION_LINES = 60
 MAX_CONSTRUCTOR_PARAMETERS = 8  # without self
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from quire.runtime.models.registry import ENTRIES
 from tests.architecture.exceptions import (
     LONG_FILES,
     LONG_FUNCTIONS,
     MAX_CONSTRUCTOR_PARAMETERS,
+    MAX_FAMILY_LINES,
     MAX_FILE_LINES,
     MAX_FUNCTION_LINES,
     MOST_EXCEPTIONS,
@@ -46,6 +48,14 @@ def test_files_are_short_or_excused() -> None:
 
 def test_an_excused_file_does_not_grow() -> None:
     assert not [where for where, num_lines in _long_files().items() if num_lines > LONG_FILES[where][0]]
+
+
+def test_families_are_plain_files_of_flags_and_not_copies() -> None:
+    """What several families need is a layer in `runtime/layers`, or a reader beside `hf_config.py`."""
+    files = {f"quire/runtime/models/{entry.file}.py" for entry in ENTRIES.values()}
+    sizes = {module.where: module.num_lines for module in modules()}
+    assert files <= sizes.keys()
+    assert {where: sizes[where] for where in files if sizes[where] > MAX_FAMILY_LINES} == {}
 
 
 def test_compiled_sources_are_counted_too() -> None:

@@ -198,3 +198,15 @@ def test_so_it_is_by_the_kernels_of_a_gpu(case: FamilyCase, monkeypatch: pytest.
     pytest.importorskip("triton")
     made, knowing = drafting_engine(case, 3, monkeypatch, attention="triton", rows=2, max_len=48, block_size=4)
     check_drafts(case, made, knowing, (5,), 6)
+
+
+# ------------------------------------------------------------------------------------------------------------ eviction
+def test_a_long_prompt_stays_a_hit_while_states_of_short_ones_come_and_go(case: FamilyCase) -> None:
+    """A slot frees the same bytes whoever gives it up: the long prompt would take the most tokens to compute again."""
+    made, prompt = TinyEngine(case.checkpoint(), None, rows=2, num_blocks=256), case.prompt(200)  # type: ignore[arg-type]
+    (answer,) = made.answers([prompt], max_tokens=12)
+    for seed in range(20):
+        made.answers([case.prompt(20, 50 + seed)], max_tokens=2)
+    again, before = [*prompt, *answer[0], *case.prompt(3, 9)], made.core.stats().prompt_tokens
+    made.answers([again], max_tokens=2)
+    assert made.core.stats().prompt_tokens - before < 32

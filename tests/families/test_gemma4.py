@@ -270,12 +270,13 @@ def gguf_file(path: Path, model: Any, kind: str = "F32", **changes: Any) -> Path
     inner = {hf.removesuffix(".weight"): gguf for gguf, hf in GEMMA4.gguf.inner.items()}
     outer = {hf: gguf for gguf, hf in GEMMA4.gguf.outer.items()}
     tensors = []
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight":
+    for theirs, tensor in model.state_dict().items():
+        name = GEMMA4.rename(theirs)
+        if name is None or name == "lm_head.weight":
             continue
         if name.startswith("model.layers."):
             _, _, number, rest = name.split(".", 3)
-            gguf = inner[rest.removesuffix(".weight").replace("experts.", "experts.*.")]
+            gguf = inner[rest.removesuffix(".weight").replace(".experts.", ".experts.*.")]
             place = f"blk.{number}.{gguf}" if gguf.endswith((".weight", ".scale")) else f"blk.{number}.{gguf}.weight"
         else:
             place = outer[name]

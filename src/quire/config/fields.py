@@ -31,14 +31,16 @@ class Fields:
             raise self.refuse(key, f"must be a whole number for each of {count} layers")
         return value
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int | None = None) -> int:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.refuse(key, f"must be a whole number, is {_short(value)}")
+        if least is not None and value < least:
+            raise self.refuse(key, f"must be at least {least}, is {value}")
         return value
 
-    def optional_integer(self, key: str) -> int | None:
-        return None if self.raw(key) is None else self.integer(key)
+    def optional_integer(self, key: str, *, least: int | None = None) -> int | None:
+        return None if self.raw(key) is None else self.integer(key, least=least)
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._value(key, default)

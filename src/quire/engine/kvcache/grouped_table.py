@@ -275,7 +275,7 @@ class GroupedTable(BlockTable):
         states, count = self._sides.states, position // self._block_size
         block = self.blocks[count - 1]
         assert states is not None
-        states.keep(block, self.state, is_end=position in lasting)
+        states.keep(self.blocks, count, self.state, is_end=position in lasting)
         self._sides.note_gain(count, block)
         if position not in lasting and position % self._kept:
             self._trail.append(block)

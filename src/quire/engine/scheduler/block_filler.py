@@ -111,7 +111,7 @@ class GroupedFiller(BlockFiller):
                 for slot in islice(wanted[index].values(), 1):
                     loaded[slot.take_source()] += num_new
                     num_new = 0
-                self._load(block, wanted[index], builder)
+                self._load(block, (table.blocks, blocks), wanted[index], builder)
             else:
                 pool.share([block])
                 if index >= first_seen:
@@ -151,14 +151,18 @@ class GroupedFiller(BlockFiller):
                 return block
             passed.append(block)
 
-    def _load(self, block: int, wanted: Mapping[bytes, Slot], builder: PlanBuilder) -> None:
-        """Load a block that was just taken, and its side blocks, from slots by their names."""
+    def _load(
+        self, block: int, above: tuple[list[int], list[int]], wanted: Mapping[bytes, Slot], builder: PlanBuilder
+    ) -> None:
+        """Load a block that was just taken, and its side blocks, from slots by their names. `above`: the blocks of the
+        sequence before it."""
         pool, states = self._pool, self._pool.states
         targets = {_OWN: block} | dict(pool.sides(block))
         if states is not None and wanted.keys() - targets.keys():
             number = states.take()
             targets |= dict(pool.state_blocks(number))
-            states.keep(block, number)
+            path = [*above[0], *above[1], block]
+            states.keep(path, len(path), number)
             states.release(number)
         for name, slot in wanted.items():
             assert slot.key is not None

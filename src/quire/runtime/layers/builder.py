@@ -29,6 +29,7 @@ from quire.runtime.layers.experts import (
     NormedRouter,
     Router,
     ScoreBias,
+    SideExperts,
     clamp_of,
 )
 from quire.runtime.layers.head_linear import DenseHeads, HeadLinear, PackedHeads, TritonHeads
@@ -67,6 +68,7 @@ TORCH_DTYPES = {
 }
 GATED = ("gate_proj", "up_proj", "down_proj")
 QKV = ("q_proj", "k_proj", "v_proj")
+SIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
 
 
 class LayerBuilder:
@@ -262,17 +264,16 @@ class LayerBuilder:
         bias = ScoreBias(settings.num, self._placement) if settings.by_sigmoid else None
         return MoEMLP(gate, experts, settings, shared, shared_gate, bias)
 
-    def normed_router(self, config: ModelConfig) -> NormedRouter:
-        """Its norm's weights are stored times the root of their number."""
+    def side_experts(self, config: ModelConfig) -> SideExperts:
+        """The weights of the router's norm are stored times the root of their number."""
         assert config.experts is not None
-        hidden, num = config.hidden_size, config.experts.num
-        norm = RMSNorm("scale", hidden, config.norm_eps, self._ops, self._placement, factor=hidden**-0.5)
+        hidden, num, eps = config.hidden_size, config.experts.num, config.norm_eps
+        norm = RMSNorm("scale", hidden, eps, self._ops, self._placement, factor=hidden**-0.5)
         proj = Router(hidden, {"proj": num}, False, self._table_product, self._placement)
-        return NormedRouter(norm, proj, ExpertScales(num, self._placement))
-
-    def experts(self, config: ModelConfig) -> ExpertSet:
-        assert config.experts is not None
-        return self._experts(config.hidden_size, config.experts, config.activation, GATED)
+        router = NormedRouter(norm, proj, ExpertScales(num, self._placement))
+        experts = self._experts(hidden, config.experts, config.activation, GATED)
+        first, second, third = (self.rms_norm(name, hidden, eps) for name in SIDE_NORMS)
+        return SideExperts(router, experts, config.experts, (first, second, third))
 
     def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
         """Those of an outline are stacked too: thousands of layers would take seconds to make."""

@@ -21,7 +21,7 @@ from quire.runtime.layers.linear import Linear, all_reduce
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import AdaptedRows, ForwardStep
-from quire.runtime.layers.stream import Normed, Projected, Stream, Value
+from quire.runtime.layers.stream import Normed, Projected, Stream, Value, sum_of
 from quire.runtime.layers.weights import Placement, WeightLayer
 from quire.runtime.parallel.expert_sum import NO_SUM, ExpertSum
 
@@ -182,6 +182,24 @@ class EachExpert(nn.ModuleDict):
         )  # fmt: skip
         mixed, group = x.writer.mix(x, logits, weights, shared), self._total.group
         return mixed if group is None else cast("Symbol", all_reduce(group, mixed))
+
+
+class SideExperts(nn.Module):
+    """Experts beside an MLP: they read a norm of the stream of their own, and are added to what the MLP gave, each
+    normed. `norms`: of the stream, of what the MLP gave, and of what the experts gave."""
+
+    def __init__(
+        self, router: NormedRouter, experts: ExpertSet, settings: Experts, norms: tuple[RMSNorm, RMSNorm, RMSNorm]
+    ) -> None:
+        super().__init__()
+        self.router, self.experts, self._settings = router, experts, settings
+        self.pre_feedforward_layernorm_2, self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = norms
+
+    def forward(self, x: Stream, fed: Projected) -> Value:  # [tokens, hidden]
+        first = self.post_feedforward_layernorm_1.of(fed.value())
+        logits, value = self.router(x), self.pre_feedforward_layernorm_2(x).value()
+        mixed = self.experts.mix(value, logits, self._settings, (), x.rows, self.router.factors)
+        return sum_of(first, self.post_feedforward_layernorm_2.of(mixed))
 
 
 class MoEMLP(nn.Module):

@@ -1,4 +1,4 @@
-"""What all vision towers have in common: the picture as patches, and attention within parts of it."""
+"""What vision towers have in common: the picture as patches, attention within parts of it, MLPs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.config.vision import Vision
+from quire.runtime.layers.builder import LayerBuilder
 
 
 class VisionTower(nn.Module):
@@ -85,3 +86,48 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Par
         q, k, v = (x[span].view(count, size, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
         found.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(count * size, -1))
     return torch.cat(found)
+
+
+class VisionAttention(nn.Module):
+    """Attention of patches with the products around it, after rotary positions of rows and columns."""
+
+    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
+        super().__init__()
+        size, self._heads = vision.hidden_size, vision.num_heads
+        self.qkv = build.whole_linear("qkv", size, 3 * size)
+        self.proj = build.whole_linear("proj", size, size)
+
+    def forward(self, x: Tensor, rotation: Tensor, parts: Sequence[Part]) -> Tensor:  # x: [patches, size]
+        query, key, value = self.qkv(x).view(len(x), 3, self._heads, -1).unbind(1)
+        query, key = rotate_patches(query, rotation), rotate_patches(key, rotation)
+        found: Tensor = self.proj(attend_within(query, key, value, parts))
+        return found
+
+
+class GatedVisionMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
+        super().__init__()
+        size, inner = vision.hidden_size, vision.intermediate_size
+        self.gate_proj = build.whole_linear("gate_proj", size, inner)
+        self.up_proj = build.whole_linear("up_proj", size, inner)
+        self.down_proj = build.whole_linear("down_proj", inner, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return found
+
+
+class PlainVisionMLP(nn.Module):
+    """fc2 of the quick GELU of fc1(x)."""
+
+    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
+        super().__init__()
+        self.fc1 = build.whole_linear("fc1", vision.hidden_size, vision.intermediate_size)
+        self.fc2 = build.whole_linear("fc2", vision.intermediate_size, vision.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.fc1(x)
+        found: Tensor = self.fc2(inner * torch.sigmoid(1.702 * inner))
+        return found

@@ -9,38 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from quire.config.fields import Fields
-from quire.config.model import Encoder, ModelConfig, Rope
+from quire.config.model import Encoder, ModelConfig
 from quire.runtime.layers.attention import SelfAttention
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.encoders import ClassifierHead, TextEmbeddings
 from quire.runtime.layers.stream import Stream
 from quire.runtime.layers.texts import Texts
 from quire.runtime.models.base import BaseEncoder
 from quire.runtime.models.family import Family
-from quire.runtime.models.hf_config import PLAIN, read_activation, read_heads, refuse_set
+from quire.runtime.models.hf_config import read_encoder, refuse_other, refuse_set
 from quire.runtime.models.labels import read_labels
 
-
-class BertEmbeddings(nn.Module):
-    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
-        super().__init__()
-        hidden, length, own = config.hidden_size, config.rope.max_position, config.encoder or Encoder()
-        types, offset = own.num_types, own.position_offset
-        self.word = build.embedding("word_embeddings", config.vocab_size, hidden)
-        self.position = build.position_embedding("position_embeddings", length, hidden, offset=offset)
-        self.token_type = build.embedding("token_type_embeddings", types, hidden) if types else None
-        self.norm = build.layer_norm("LayerNorm", hidden, config.norm_eps)
-
-    def forward(self, texts: Texts) -> Tensor:  # [tokens, hidden]
-        x: Tensor = self.word(texts.token_ids).add_(self.position(texts.positions))
-        if self.token_type is not None:
-            types = texts.token_ids.new_zeros(1) if texts.type_ids is None else texts.type_ids
-            x.add_(self.token_type(types))
-        normed: Tensor = self.norm(x)
-        return normed
+USUAL_EPS = 1e-12
+BERT_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act")
+DISTILBERT_KEYS = ("dim", "hidden_dim", "n_layers", "n_heads", "activation")
 
 
 class BertBlock(nn.Module):
@@ -66,23 +51,11 @@ class BertBlock(nn.Module):
         x.renew(self.mlp_norm)
 
 
-class ClassifierHead(nn.Module):
-    def __init__(self, config: ModelConfig, own: Encoder, build: LayerBuilder) -> None:
-        super().__init__()
-        self.dense = build.linear("dense", config.hidden_size, config.hidden_size, bias=True)
-        self.out = build.linear("out", config.hidden_size, own.num_labels, bias=True)
-        self._activate = torch.relu_ if own.head_activation == "relu" else torch.tanh_
-
-    def forward(self, x: Tensor) -> Tensor:  # [texts, hidden] -> [texts, labels]
-        logits: Tensor = self.out(self._activate(self.dense(x)))
-        return logits
-
-
 class Bert(BaseEncoder):
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
         own = config.encoder or Encoder()
-        self.embeddings = BertEmbeddings(config, build)
+        self.embeddings = TextEmbeddings(config, build)
         self.layers = nn.ModuleList(BertBlock(config, build) for _ in range(config.num_layers))
         self.head = ClassifierHead(config, own, build) if own.num_labels else None
 
@@ -99,41 +72,21 @@ def read_bert(
 ) -> ModelConfig:
     """`skips_padding`: the first position is in the line after that of the padding token's id. `classifies`: it has a
     head."""
-    kind = config.text("position_embedding_type", "absolute")
-    if kind != "absolute":
-        raise config.refuse("position_embedding_type", f"{kind!r} is not supported", fix="supported: absolute")
+    refuse_other(config, "position_embedding_type", "absolute")
     refuse_set(config, "is_decoder", usual=False)
     refuse_set(config, "add_cross_attention", usual=False)
     offset = config.integer("pad_token_id", 1) + 1 if skips_padding else 0
-    return ModelConfig(
-        architecture=name,
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
-        num_layers=config.integer("num_hidden_layers"),
-        heads=read_heads(config),
-        rope=Rope(max_position=config.integer("max_position_embeddings", 512) - offset),
-        norm_eps=config.number("layer_norm_eps", 1e-12),
-        activation=read_activation(config, PLAIN, default="gelu"),
-        encoder=Encoder(
-            config.integer("type_vocab_size", 2), offset, num_labels=len(read_labels(config)) if classifies else 0
-        ),
-    )
+    encoder = Encoder(config.integer("type_vocab_size", 2), offset, _num_labels(config, classifies))
+    return read_encoder(config, name, BERT_KEYS, encoder, config.number("layer_norm_eps", USUAL_EPS))
 
 
 def read_distilbert(config: Fields, name: str = "distilbert", *, classifies: bool = False) -> ModelConfig:
-    return ModelConfig(
-        architecture=name,
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=config.integer("dim"),
-        intermediate_size=config.integer("hidden_dim"),
-        num_layers=config.integer("n_layers"),
-        heads=read_heads(config, heads="n_heads", hidden="dim"),
-        rope=Rope(max_position=config.integer("max_position_embeddings", 512)),
-        norm_eps=1e-12,
-        activation=read_activation(config, PLAIN, "activation", "gelu"),
-        encoder=Encoder(num_labels=len(read_labels(config)) if classifies else 0, head_activation="relu"),
-    )
+    encoder = Encoder(num_labels=_num_labels(config, classifies), head_activation="relu")
+    return read_encoder(config, name, DISTILBERT_KEYS, encoder, USUAL_EPS)
+
+
+def _num_labels(config: Fields, classifies: bool) -> int:
+    return len(read_labels(config)) if classifies else 0
 
 
 # What stands in names of checkpoints, and the layers' names. In this order: the first ones are parts of others.

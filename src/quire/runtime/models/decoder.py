@@ -6,37 +6,27 @@ of Mistral, Qwen2 and Qwen3 may have windows. Granite scales what it adds; some 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
-from torch import nn
+from torch import Tensor, nn
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
+from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.step import ForwardStep
-from quire.runtime.layers.stream import Normed, Projected, Stream
+from quire.runtime.layers.modules import PairedEmbedding
+from quire.runtime.layers.side_inputs import SideInputs
+from quire.runtime.layers.step import BESIDE, ForwardStep
+from quire.runtime.layers.stream import Stream
 from quire.runtime.models.base import BaseModel
-from quire.runtime.models.family import Family, GgufFamily
-from quire.runtime.models.hf_config import read_decoder, read_window, read_windows, refuse_windows
+from quire.runtime.models.family import Family, GgufFamily, classifier_of
+from quire.runtime.models.hf_config import (
+    read_decoder,
+    read_layers_without_rope,
+    read_window,
+    read_windows,
+    refuse_windows,
+)
 from quire.runtime.models.hf_rope import read_rope
-from quire.runtime.models.labels import read_labels
-
-
-class DecoderAttention(nn.Module):
-    norm_offset = 0.0  # what checkpoints leave out of norm weights
-
-    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
-        super().__init__()
-        self.qkv_proj = build.qkv_linear(config.hidden_size, config.heads, bias=config.qkv_bias)
-        self.qk_norm = build.head_norm(config.heads, config.norm_eps, self.norm_offset) if config.qk_norm else None
-        self.sinks = build.sinks(config.heads) if config.attention_sinks else None
-        self.attention = build.attention_of(config, layer, self.sinks)
-        self.o_proj = build.row_linear("o_proj", config.heads, config.hidden_size, bias=config.o_bias)
-
-    def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
-        return self.o_proj.later(self.attention(self.qkv_proj(x), step, self.qk_norm))
 
 
 class DecoderBlock(nn.Module):
@@ -54,7 +44,7 @@ class DecoderBlock(nn.Module):
 
 
 class DecoderStack(nn.Module):
-    """Embedding, blocks of a class, and the last norm."""
+    """Embedding, blocks of a class, and the last norm; where layers have inputs of their own, what makes these."""
 
     def __init__(
         self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module], norm_offset: float = 0.0
@@ -63,20 +53,30 @@ class DecoderStack(nn.Module):
         self.embed_tokens = build.embedding("embed_tokens", config.vocab_size, config.hidden_size)
         blocks = (block(config, layer, build) for layer in range(config.num_layers))
         self.layers = Blocks(blocks, config)
+        self.side_inputs = SideInputs(config, build) if config.per_layer_input else None
         self.norm = build.rms_norm("norm", config.hidden_size, config.norm_eps, norm_offset)
 
 
 class Decoder(BaseModel):
-    stack: type[DecoderStack] = DecoderStack
     block: type[nn.Module] = DecoderBlock
     norm_offset = 0.0
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__(config)
-        self.model = self.stack(config, build, self.block, self.norm_offset)
+        self.model = model = DecoderStack(config, build, self.block, self.norm_offset)
         self.lm_head = build.lm_head("lm_head", self.model.embed_tokens, config)
         self.score = build.label_head("score", config) if config.num_labels else None
-        self.assemble(self.model.embed_tokens, self.model.layers, self.model.norm, self.lm_head, self.score)
+        side, table = model.side_inputs, model.embed_tokens
+        tables = table if side is None else PairedEmbedding(table, side.embed_tokens_per_layer)
+        self.assemble(tables, model.layers, model.norm, self.lm_head, self.score)
+
+    def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:
+        side, size = self.model.side_inputs, self.model.embed_tokens.size
+        if side is None:
+            return super().embed(vectors, step)
+        hidden = super().embed(vectors[:, :size].contiguous(), step)
+        step.memo[BESIDE] = side(vectors[:, size:], hidden)
+        return hidden
 
 
 def read_llama(config: Fields) -> ModelConfig:
@@ -100,16 +100,9 @@ def read_qwen2(config: Fields) -> ModelConfig:
 def read_qwen3(config: Fields) -> ModelConfig:
     bias, windows = config.flag("attention_bias", False), qwen_windows(config)
     return read_decoder(
-        config,
-        "qwen3",
-        32_768,
-        num_kv_heads=32,
-        head_dim=128,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
+        config, "qwen3", 32_768, num_kv_heads=32, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True,
         windows=windows,
-    )
+    )  # fmt: skip
 
 
 def qwen_windows(config: Fields) -> tuple[int | None, ...]:
@@ -134,34 +127,16 @@ def read_granite(config: Fields) -> ModelConfig:
 
 
 def read_smollm3(config: Fields) -> ModelConfig:
-    count, every = config.integer("num_hidden_layers"), config.integer("no_rope_layer_interval", 4)
-    if every < 1:
-        raise config.refuse("no_rope_layer_interval", f"must be at least 1, is {every}")
-    has_rope = config.raw("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(count)]
-    if not isinstance(has_rope, list) or len(has_rope) != count or any(one not in (0, 1) for one in has_rope):
-        raise config.refuse("no_rope_layers", f"must be 0 or 1 for each of {count} layers")
+    without = read_layers_without_rope(config)
     window = read_window(config, None) if config.flag("use_sliding_window", False) else None
     bias = config.flag("attention_bias", False)
     return read_decoder(
         config, "smollm3", 32_768, num_kv_heads=4, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", False),
         rope=read_rope(config, config.integer("max_position_embeddings", 32_768), theta=2_000_000.0),
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
-        layers_without_rope=tuple(layer for layer in range(count) if not has_rope[layer]),
-        windows=read_windows(config, window, lambda layer: not has_rope[layer]),
+        layers_without_rope=without,
+        windows=read_windows(config, window, lambda layer: layer in without),
     )  # fmt: skip
-
-
-def read_classifier(config: Fields, family: Family) -> ModelConfig:
-    """A decoder of a family with a head for labels in place of one for tokens: the last token of a text is classified.
-    Nothing is sampled, so the head for tokens is the embedding, which takes no memory."""
-    numbers, num_labels = family.read(config), len(read_labels(config))
-    return replace(
-        numbers, architecture=f"{family.name}-classifier", num_labels=num_labels, tie_word_embeddings=True
-    )  # fmt: skip
-
-
-def classifier_of(family: Family) -> Family:
-    return Family(name=f"{family.name}-classifier", build=family.build, read=partial(read_classifier, family=family))
 
 
 LLAMA = Family(name="llama", build=Decoder, read=read_llama, gguf=GgufFamily(has_pairs=True))

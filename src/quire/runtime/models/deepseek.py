@@ -20,9 +20,9 @@ from quire.runtime.layers.stream import Normed, Projected
 from quire.runtime.layers.weights import Stored
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import Family
-from quire.runtime.models.hf_config import read_decoder, refuse_set
+from quire.runtime.models.hf_config import check_experts, read_decoder, refuse_other, refuse_set
 from quire.runtime.models.hf_rope import read_rope, score_scale
-from quire.runtime.models.mixture import QwenMoeBlock, check_experts
+from quire.runtime.models.mixture import QwenMoeBlock
 
 LATENT_EPS = 1e-6  # of the norms between the two products of queries and of latents, whatever the others have
 
@@ -83,8 +83,7 @@ def read_deepseek_v2(config: Fields) -> ModelConfig:
 
 
 def read_deepseek_v3(config: Fields) -> ModelConfig:
-    if config.text("topk_method", "noaux_tc") != "noaux_tc":
-        raise config.refuse("topk_method", "only noaux_tc is supported")
+    refuse_other(config, "topk_method", "noaux_tc")
     some = read_experts(config, "sigmoid", size=2_048, num_shared=1, first=3)
     some = replace(some, by_sigmoid=True, is_normalized=config.flag("norm_topk_prob", True))
     experts = read_groups(config, some, num=8, used=4)
@@ -127,11 +126,8 @@ def read_latent_decoder(
 
 def read_experts(config: Fields, scoring: str, *, size: int, num_shared: int, first: int) -> Experts:
     """`size`, `num_shared` and `first`, the first layer with experts: where config.json is silent."""
-    if config.text("scoring_func", scoring) != scoring:
-        raise config.refuse("scoring_func", f"only {scoring} is supported")
-    first, every = config.integer("first_k_dense_replace", first), config.integer("moe_layer_freq", 1)
-    if every < 1:
-        raise config.refuse("moe_layer_freq", f"must be at least 1, is {every}")
+    refuse_other(config, "scoring_func", scoring)
+    first, every = config.integer("first_k_dense_replace", first), config.integer("moe_layer_freq", 1, least=1)
     size, layers = config.integer("moe_intermediate_size", size), range(config.integer("num_hidden_layers"))
     experts = Experts(
         num=config.integer("n_routed_experts", 64 if scoring == "softmax" else 256),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
+from quire.runtime.models.labels import read_labels
 
 if TYPE_CHECKING:
     from quire.runtime.layers.builder import LayerBuilder
@@ -33,6 +36,9 @@ GGUF_INNER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+
+_OUTER = re.compile(r"model\.(?:layers\.\d+\.)?")
+_OWN_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.(?:weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +92,19 @@ def text_part(name: str, others: tuple[str, ...]) -> str | None:
     return name
 
 
-def reads_all(config: ModelConfig, name: str) -> bool:  # noqa: ARG001
-    return False
+def placed(name: str, places: Mapping[str, tuple[str, ...]]) -> str:
+    """A tensor's name in a model that has some layers of a block, or of its own, inside other modules. `places`: these
+    modules, and how the names of layers begin that they hold."""
+    found = _OUTER.match(name)
+    outer, inner = name[: found.end()] if found else "", name[found.end() :] if found else name
+    return next((f"{outer}{place}.{inner}" for place, held in places.items() if inner.startswith(held)), name)
+
+
+def is_unread(config: ModelConfig, name: str) -> bool:
+    """Whether no layer reads a tensor: checkpoints hold keys and values of layers that read those of others."""
+    found = config.kv_layers and _OWN_KEYS.fullmatch(name)
+    layer = int(found[1]) if found else -1
+    return 0 <= layer < config.num_layers and config.kv_layer_of(layer) != layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +119,19 @@ class Family:
     read: Callable[[Fields], ModelConfig]
     rename: Callable[[str], str | None] = str  # a tensor of the checkpoint to the layer's part; None: it is left out
     drops_layers: bool = False  # checkpoints may hold layers past the last, which draft tokens: they are left out
-    is_unread: Callable[[ModelConfig, str], bool] = reads_all  # whether no layer reads a renamed tensor: it is left out
     stacked: Mapping[str, Stacked] = field(default_factory=dict)  # by what stands behind `experts.` in their names
     integers: frozenset[str] = frozenset()  # tensors of layers that are whole numbers
     embedding: str = "model.embed_tokens.weight"  # which tied heads are
     nested: str | None = None  # the key of config.json that may hold all numbers of a model for text
     gguf: GgufFamily | None = None  # None: not read from GGUF
+
+
+def read_classifier(config: Fields, family: Family) -> ModelConfig:
+    """A decoder of a family with a head for labels in place of one for tokens: the last token of a text is classified.
+    Nothing is sampled, so the head for tokens is the embedding, which takes no memory."""
+    numbers, num_labels = family.read(config), len(read_labels(config))
+    return replace(numbers, architecture=f"{family.name}-classifier", num_labels=num_labels, tie_word_embeddings=True)
+
+
+def classifier_of(family: Family) -> Family:
+    return Family(name=f"{family.name}-classifier", build=family.build, read=partial(read_classifier, family=family))

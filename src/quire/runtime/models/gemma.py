@@ -12,23 +12,27 @@ from dataclasses import replace
 from torch import nn
 
 from quire.config.fields import Fields
-from quire.config.model import ModelConfig, Rope
+from quire.config.model import ModelConfig
+from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import PostNormed, Projected, Stream, Value
-from quire.runtime.models.decoder import Decoder, DecoderAttention
+from quire.runtime.models import gguf_config
+from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily, text_part
 from quire.runtime.models.hf_config import (
     FULL,
     GATED,
     SLIDING,
     read_activation,
+    read_cap,
     read_decoder,
     read_window,
     read_windows,
+    refuse_bidirectional,
 )
-from quire.runtime.models.hf_rope import read_rope
+from quire.runtime.models.hf_rope import read_local_rope, read_rope
 
 NORM_OFFSET = 1.0
 USUAL_GEMMA3 = {
@@ -77,11 +81,7 @@ class Gemma(Decoder):
 def read_gemma2(config: Fields) -> ModelConfig:
     refuse_bidirectional(config)
     windows = read_windows(config, read_window(config, 4_096), lambda layer: layer % 2 == 0)
-    caps = {
-        "attention_softcap": read_cap(config, "attn_logit_softcapping", 50.0),
-        "logit_softcap": read_cap(config, "final_logit_softcapping", 30.0),
-    }
-    return read_gemma(config, "gemma2", 8_192, windows=windows, **caps)
+    return read_gemma(config, "gemma2", 8_192, caps=(50.0, 30.0), windows=windows)
 
 
 def read_gemma3(config: Fields) -> ModelConfig:
@@ -91,68 +91,45 @@ def read_gemma3(config: Fields) -> ModelConfig:
     every = config.integer("sliding_window_pattern", 6)
     windows = read_windows(config, read_window(config, 4_096), lambda layer: (layer + 1) % every != 0)
     length = config.integer("max_position_embeddings", 131_072)
-    caps = {
-        "attention_softcap": read_cap(config, "attn_logit_softcapping"),
-        "logit_softcap": read_cap(config, "final_logit_softcapping"),
-    }
     return read_gemma(
-        config, "gemma3_text", 131_072, windows=windows, qk_norm=True, **caps,
-        rope=read_rope(config, length, theta=1_000_000.0, layer_type=FULL), local_rope=_read_local_rope(config, length),
+        config, "gemma3_text", 131_072, windows=windows, qk_norm=True,
+        rope=read_rope(config, length, theta=1_000_000.0, layer_type=FULL),
+        local_rope=read_local_rope(config, length, SLIDING),
     )  # fmt: skip
 
 
-def refuse_bidirectional(config: Fields) -> None:
-    if config.flag("use_bidirectional_attention", False):
-        raise config.refuse("use_bidirectional_attention", "only causal models generate text")
-
-
-def read_gemma(config: Fields, name: str, max_position: int, **fields: object) -> ModelConfig:
+def read_gemma(
+    config: Fields, name: str, max_position: int, caps: tuple[float | None, float | None] = (None, None),
+    **fields: object,
+) -> ModelConfig:  # fmt: skip
+    """`caps`: of scores and of logits, where config.json is silent."""
     bias = config.flag("attention_bias", False)
     return read_decoder(
         config, name, max_position, num_kv_heads=4, head_dim=256, qkv_bias=bias, o_bias=bias,
         activation=read_activation(config, GATED, "hidden_activation", "gelu_pytorch_tanh"),
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
         embedding_scale=config.integer("hidden_size") ** 0.5,
+        attention_softcap=read_cap(config, "attn_logit_softcapping", caps[0]),
+        logit_softcap=read_cap(config, "final_logit_softcapping", caps[1]),
         **{"attention_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5, **fields},
     )  # fmt: skip
 
 
-def _read_local_rope(config: Fields, length: int) -> Rope:
-    """Scaling in the old spelling is of the other layers only."""
-    parameters = config.raw("rope_parameters")
-    if isinstance(parameters, dict) and SLIDING in parameters:
-        return read_rope(config, length, layer_type=SLIDING)
-    plain = {"rope_theta": config.number("rope_local_base_freq", 10_000.0)}
-    return read_rope(Fields(config.file, plain), length)
-
-
-def read_cap(config: Fields, key: str, default: float | None = None) -> float | None:
-    """Null in config.json: there is none."""
-    cap = config.optional_number(key) if key in config.values else default
-    if cap is not None and cap <= 0:
-        raise config.refuse(key, f"must be above 0, is {cap}")
-    return cap
-
-
 def gguf_gemma2(fields: Fields, config: ModelConfig) -> ModelConfig:
-    caps = (fields.number("attn_logit_softcapping", 50.0), fields.number("final_logit_softcapping", 30.0))
+    caps = (fields.number("attn_logit_softcapping", 50.0), fields.number(gguf_config.LOGIT_CAP, 30.0))
     config = replace(config, attention_softcap=caps[0], logit_softcap=caps[1])
     return _finish_gguf(fields, config, every=2, deepest=46)
 
 
 def gguf_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
-    local = Rope(fields.number("rope.freq_base_swa", 10_000.0), max_position=config.rope.max_position)
-    config = replace(config, qk_norm=True, local_rope=local, logit_softcap=fields.optional_number(_LOGIT_CAP))
+    local, cap = gguf_config.read_local_rope(fields, config), fields.optional_number(gguf_config.LOGIT_CAP)
+    config = replace(config, qk_norm=True, local_rope=local, logit_softcap=cap)
     return _finish_gguf(fields, config, every=6, deepest=62)
 
 
 def _finish_gguf(fields: Fields, config: ModelConfig, *, every: int, deepest: int) -> ModelConfig:
     """`deepest`: how many layers the largest model has, which alone does not scale scores by the size of a head."""
-    window = fields.integer("attention.sliding_window", 4_096)
-    every = fields.integer("attention.sliding_window_pattern", every)
-    if window < 1 or every < 1:
-        raise fields.refuse("attention.sliding_window", f"a window of {window} in {every} layers is not supported")
-    windows = tuple(None if (layer + 1) % every == 0 else window for layer in range(config.num_layers))
+    windows = gguf_config.read_windows(fields, every, usual=4_096)
     size = config.hidden_size // config.heads.num_query if config.num_layers == deepest else config.heads.dim
     return replace(
         config, windows=windows, attention_scale=size**-0.5, activation="gelu_tanh",
@@ -165,7 +142,6 @@ def rename(name: str) -> str | None:
     return text_part(name, ("vision_tower.", "multi_modal_projector."))
 
 
-_LOGIT_CAP = "final_logit_softcapping"
 GEMMA_INNER = GGUF_INNER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -173,12 +149,10 @@ GEMMA_INNER = GGUF_INNER | {
 }
 _GGUF2 = GgufFamily(
     inner=GEMMA_INNER, norm_offset=NORM_OFFSET, read=gguf_gemma2,
-    settings=frozenset({
-        "attn_logit_softcapping", _LOGIT_CAP, "attention.sliding_window", "attention.sliding_window_pattern",
-    }),
+    settings=frozenset({"attn_logit_softcapping", gguf_config.LOGIT_CAP, gguf_config.WINDOW, gguf_config.PATTERN}),
 )  # fmt: skip
 _GGUF3 = replace(
-    _GGUF2, read=gguf_gemma3, settings=_GGUF2.settings - {"attn_logit_softcapping"} | {"rope.freq_base_swa"}
+    _GGUF2, read=gguf_gemma3, settings=_GGUF2.settings - {"attn_logit_softcapping"} | {gguf_config.LOCAL_THETA}
 )
 
 GEMMA2 = Family(name="gemma2", build=Gemma, read=read_gemma2, gguf=_GGUF2)

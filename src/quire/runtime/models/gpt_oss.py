@@ -10,11 +10,12 @@ from dataclasses import replace
 
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig
+from quire.runtime.models import gguf_config
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily, Stacked
-from quire.runtime.models.hf_config import read_activation, read_decoder, read_window, read_windows
+from quire.runtime.models.hf_config import check_experts, read_activation, read_decoder, read_window, read_windows
 from quire.runtime.models.hf_rope import read_rope
-from quire.runtime.models.mixture import QwenMoeBlock, check_experts
+from quire.runtime.models.mixture import QwenMoeBlock
 
 USUAL_ROPE = {
     "rope_type": "yarn",
@@ -74,19 +75,12 @@ STACKED = {
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
     """Files say nothing of the gate's limits, nor that the frequencies of YaRN are not rounded."""
-    experts = Experts(
-        num=fields.integer("expert_count"),
-        num_used=fields.integer("expert_used_count"),
-        size=fields.integer("expert_feed_forward_length", config.intermediate_size),
-        has_bias=True,
-        clamp=(USUAL_LIMIT, USUAL_ALPHA, SHIFT),
-    )
-    window, rope = fields.integer("attention.sliding_window"), config.rope
+    rope, clamp = config.rope, (USUAL_LIMIT, USUAL_ALPHA, SHIFT)
     return replace(
         config,
-        experts=check_experts(fields, experts, ("expert_count", "expert_used_count", "expert_feed_forward_length")),
+        experts=gguf_config.read_experts(fields, config.intermediate_size, has_bias=True, clamp=clamp),
         attention_sinks=True,
-        windows=tuple(None if layer % 2 else window for layer in range(config.num_layers)),
+        windows=gguf_config.read_windows(fields, every=2),
         rope=replace(rope, scaling=(*rope.scaling, ("truncate", 0.0))) if rope.kind == "yarn" else rope,
     )
 
@@ -101,7 +95,7 @@ GGUF = GgufFamily(
         "ffn_up_exps": "mlp.experts.*.up_proj",
         "ffn_down_exps": "mlp.experts.*.down_proj",
     },
-    settings=frozenset({"attention.sliding_window", "expert_count", "expert_used_count", "expert_feed_forward_length"}),
+    settings=frozenset({gguf_config.WINDOW, *gguf_config.EXPERTS}),
     read=read_gguf,
 )
 GPT_OSS = Family(name="gpt_oss", build=GptOss, read=read_gpt_oss, stacked=STACKED, gguf=GGUF)

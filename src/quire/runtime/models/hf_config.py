@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from quire.config.fields import Fields
-from quire.config.model import Heads, ModelConfig
+from quire.config.model import Encoder, Experts, Heads, ModelConfig, Rope
 from quire.runtime.models.hf_rope import read_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # what `layer_types` says of layers
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 GATED = ("silu", "gelu", "gelu_tanh")  # that gates have
 PLAIN = (*GATED, "relu")  # that plain MLPs have
+MOST_EXPERTS = 1_024
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -53,6 +55,24 @@ def read_decoder(
     return ModelConfig(**(numbers | fields))
 
 
+def read_encoder(config: Fields, name: str, keys: tuple[str, ...], encoder: Encoder, norm_eps: float) -> ModelConfig:
+    """The numbers of an encoder with learned positions. `keys`: of the sizes of the stream and of MLPs, the numbers of
+    layers and heads, and the activation."""
+    hidden, inner, layers, heads, activation = keys
+    return ModelConfig(
+        architecture=name,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer(hidden),
+        intermediate_size=config.integer(inner),
+        num_layers=config.integer(layers),
+        heads=read_heads(config, heads=heads, hidden=hidden),
+        rope=Rope(max_position=config.integer("max_position_embeddings", 512) - encoder.position_offset),
+        norm_eps=norm_eps,
+        activation=read_activation(config, PLAIN, activation, "gelu"),
+        encoder=encoder,
+    )
+
+
 def refuse_windows(config: Fields) -> None:
     """For families that have none."""
     if config.flag("use_sliding_window", False):
@@ -68,12 +88,16 @@ def refuse_set(config: Fields, key: str, *, usual: bool) -> None:
         raise config.refuse(key, f"only {str(usual).lower()} is supported")
 
 
+def refuse_other(config: Fields, key: str, usual: str) -> None:
+    """Refuse a setting that is not as all published models have it."""
+    found = config.text(key, usual)
+    if found != usual:
+        raise config.refuse(key, f"{found!r} is not supported", fix=f"supported: {usual}")
+
+
 def read_window(config: Fields, default: int | None) -> int | None:
     """How many tokens a token sees where it does not see all; null in config.json: it always does."""
-    window = config.optional_integer("sliding_window") if "sliding_window" in config.values else default
-    if window is not None and window < 1:
-        raise config.refuse("sliding_window", f"must be at least 1, is {window}")
-    return window
+    return config.optional_integer("sliding_window", least=1) if "sliding_window" in config.values else default
 
 
 def read_windows(config: Fields, window: int | None, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
@@ -98,9 +122,7 @@ def read_heads(
     heads: str = "num_attention_heads",  # the keys
     hidden: str = "hidden_size",
 ) -> Heads:
-    num_query = config.integer(heads)
-    if num_query < 1:
-        raise config.refuse(heads, f"must be at least 1, is {num_query}")
+    num_query = config.integer(heads, least=1)
     if "num_key_value_heads" in config.values or num_kv_heads is None:
         num_kv = config.integer("num_key_value_heads", num_query)
     else:
@@ -110,6 +132,87 @@ def read_heads(
     if explicit is None and size % num_query:
         raise config.refuse(hidden, f"{size} is not a multiple of {num_query} heads, and head_dim is not given")
     return Heads(num_query, num_kv, explicit if explicit is not None else size // num_query)
+
+
+def read_heads_by_window(
+    config: Fields, windows: tuple[int | None, ...], local: Heads, usual: Heads
+) -> tuple[Heads, Heads | None]:
+    """The heads of layers that see all tokens, and of those with a window, where there are some that differ. `local`:
+    of layers with a window, `usual`: of the others, unless `per_layer_config` says what layers change of `local`."""
+    heads = _read_changed_heads(config, windows, local) if "per_layer_config" in config.values else usual
+    return heads, None if heads == local or not any(windows) else local
+
+
+def _read_changed_heads(config: Fields, windows: tuple[int | None, ...], usual: Heads) -> Heads:
+    """The heads of layers that see all tokens, from what each layer says by its number: no other layer may differ."""
+    given = config.raw("per_layer_config") or {}
+    names = {"head_dim": "dim", "num_key_value_heads": "num_kv"}
+    if not isinstance(given, dict) or any(
+        not isinstance(each, dict) or any(key not in names or type(value) is not int for key, value in each.items())
+        for each in given.values()
+    ):
+        raise config.refuse("per_layer_config", f"only {' and '.join(names)} of layers are supported")
+    found: dict[bool, set[Heads]] = {False: set(), True: set()}
+    for layer in range(config.integer("num_hidden_layers")):
+        changes = {names[key]: value for key, value in given.get(str(layer), {}).items()}
+        found[bool(windows and windows[layer] is not None)].add(replace(usual, **changes))
+    if len(found[False]) != 1 or found[True] - {usual}:
+        reason = "layers that see all tokens must have the same heads, and those with a window the model's"
+        raise config.refuse("per_layer_config", reason)
+    return found[False].pop()
+
+
+def read_kv_layers(config: Fields, key: str, count: int, windows: tuple[int | None, ...]) -> tuple[int, ...]:
+    """The layer of each whose keys and values it reads: the last ones, so many as `key` says, read those of the last
+    layer of their kind before them."""
+    shared = config.integer(key, 0)
+    first = count - shared
+    if shared == 0:
+        return ()
+    if not 0 < first <= count:
+        raise config.refuse(key, f"must be in [0, {count - 1}], is {shared}")
+    kinds = windows or (None,) * count
+    own = {kinds[layer]: layer for layer in range(first)}  # the last of each kind
+    if any(kind not in own for kind in kinds):
+        raise config.refuse(key, f"no layer of some kind is left to read from: {shared} of {count}")
+    return tuple(layer if layer < first else own[kinds[layer]] for layer in range(count))
+
+
+def read_layers_without_rope(config: Fields) -> tuple[int, ...]:
+    """By `no_rope_layers`, which is 1 for layers that have rotary positions; where config.json is silent, every fourth
+    or so has none."""
+    count, every = config.integer("num_hidden_layers"), config.integer("no_rope_layer_interval", 4, least=1)
+    has_rope = config.raw("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(count)]
+    if not isinstance(has_rope, list) or len(has_rope) != count or any(one not in (0, 1) for one in has_rope):
+        raise config.refuse("no_rope_layers", f"must be 0 or 1 for each of {count} layers")
+    return tuple(layer for layer in range(count) if not has_rope[layer])
+
+
+def read_cap(config: Fields, key: str, default: float | None = None) -> float | None:
+    """Of scores or logits. Null in config.json: there is none."""
+    cap = config.optional_number(key) if key in config.values else default
+    if cap is not None and cap <= 0:
+        raise config.refuse(key, f"must be above 0, is {cap}")
+    return cap
+
+
+def refuse_bidirectional(config: Fields, *harmless: str) -> None:
+    """`harmless`: values that change nothing for text."""
+    key = "use_bidirectional_attention"
+    if config.raw(key) not in harmless and config.flag(key, False):
+        raise config.refuse(key, "only causal models generate text")
+
+
+def check_experts(config: Fields, experts: Experts, keys: tuple[str, str, str]) -> Experts:
+    """`keys`: of the number of experts, of those that are used, and of their size."""
+    num, num_used, size = keys
+    if not 1 <= experts.num <= MOST_EXPERTS:
+        raise config.refuse(num, f"must be in [1, {MOST_EXPERTS}], is {experts.num}")
+    if not 1 <= experts.num_used <= experts.num:
+        raise config.refuse(num_used, f"must be in [1, {experts.num}], is {experts.num_used}")
+    if experts.size < 1:
+        raise config.refuse(size, f"must be at least 1, is {experts.size}")
+    return experts
 
 
 def read_activation(

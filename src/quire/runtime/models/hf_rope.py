@@ -65,6 +65,15 @@ def read_rope(
     return Rope(theta, cast("Kind", kind), tuple(scaling.items()), max_position, short, long, dim)
 
 
+def read_local_rope(config: Fields, max_position: int, layer_type: str) -> Rope:
+    """That of layers with a window, which are of this type. Scaling in the old spelling is of the other layers only."""
+    parameters = config.raw("rope_parameters")
+    if isinstance(parameters, dict) and layer_type in parameters:
+        return read_rope(config, max_position, layer_type=layer_type)
+    plain = {"rope_theta": config.number("rope_local_base_freq", 10_000.0)}
+    return read_rope(Fields(config.file, plain), max_position)
+
+
 def score_scale(rope: Rope) -> float:
     """What scores are multiplied by where yarn stretches sequences, in families whose scores follow
     `mscale_all_dim`."""

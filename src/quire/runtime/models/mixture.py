@@ -11,16 +11,15 @@ from torch import nn
 
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig
+from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
-from quire.runtime.models.decoder import Decoder, DecoderAttention
+from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import Family
-from quire.runtime.models.hf_config import read_decoder, read_window, read_windows, refuse_windows
-
-MOST_EXPERTS = 1_024
+from quire.runtime.models.hf_config import check_experts, read_decoder, read_window, read_windows, refuse_windows
 
 
 class MixtralBlock(nn.Module):
@@ -101,11 +100,9 @@ def read_qwen2_moe(config: Fields) -> ModelConfig:
 
 def read_qwen_experts(config: Fields, size: int) -> Experts:
     """`size`: of an expert, where config.json is silent."""
-    dense, step = config.raw("mlp_only_layers") or [], config.integer("decoder_sparse_step", 1)
+    dense, step = config.raw("mlp_only_layers") or [], config.integer("decoder_sparse_step", 1, least=1)
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise config.refuse("mlp_only_layers", "must be a list of layers")
-    if step < 1:
-        raise config.refuse("decoder_sparse_step", f"must be at least 1, is {step}")
     layers, num = range(config.integer("num_hidden_layers")), "num_experts"
     num = num if num in config.values else "num_local_experts"
     experts = Experts(
@@ -116,18 +113,6 @@ def read_qwen_experts(config: Fields, size: int) -> Experts:
         dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
     )
     return check_experts(config, experts, (num, "num_experts_per_tok", "moe_intermediate_size"))
-
-
-def check_experts(config: Fields, experts: Experts, keys: tuple[str, str, str]) -> Experts:
-    """`keys`: of the number of experts, of those that are used, and of their size."""
-    num, num_used, size = keys
-    if not 1 <= experts.num <= MOST_EXPERTS:
-        raise config.refuse(num, f"must be in [1, {MOST_EXPERTS}], is {experts.num}")
-    if not 1 <= experts.num_used <= experts.num:
-        raise config.refuse(num_used, f"must be in [1, {experts.num}], is {experts.num_used}")
-    if experts.size < 1:
-        raise config.refuse(size, f"must be at least 1, is {experts.size}")
-    return experts
 
 
 def rename_mixtral(name: str) -> str:

@@ -12,15 +12,16 @@ from torch import nn
 
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig, Recurrent
+from quire.runtime.layers.attention import DecoderAttention
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.delta import GatedDeltaNet
 from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.step import ForwardStep
-from quire.runtime.layers.stream import Normed, Projected, Stream
+from quire.runtime.layers.stream import Stream
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import STACKED, Family, text_part
-from quire.runtime.models.hf_config import FULL, read_decoder, read_heads, refuse_set
+from quire.runtime.models.hf_config import FULL, read_decoder, read_heads, refuse_other, refuse_set
 from quire.runtime.models.hf_rope import read_rope
 from quire.runtime.models.mixture import read_qwen_experts
 
@@ -29,18 +30,8 @@ LINEAR = "linear_attention"  # what `layer_types` says of delta nets
 _MROPE = ("mrope_section", "mrope_interleaved")  # of images: the positions of text are the same in all sections
 
 
-class GatedAttention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
-        super().__init__()
-        self.qkv_proj = build.gated_qkv_linear(config.hidden_size, config.heads, bias=config.qkv_bias)
-        self.qk_norm = build.head_norm(config.heads, config.norm_eps, NORM_OFFSET)
-        self.attention = build.attention_of(config, layer)
-        self.gate = build.output_gate()
-        self.o_proj = build.row_linear("o_proj", config.heads, config.hidden_size, bias=config.o_bias)
-
-    def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
-        qkv = self.qkv_proj(x)
-        return self.o_proj.later(self.gate(self.attention(qkv, step, self.qk_norm), qkv))
+class HybridAttention(DecoderAttention):
+    norm_offset = NORM_OFFSET
 
 
 class HybridBlock(nn.Module):
@@ -55,7 +46,7 @@ class HybridBlock(nn.Module):
         if config.is_recurrent(layer):
             self.linear_attn = delta_net(config, layer, build, joined=self.joined)
         else:
-            self.self_attn = GatedAttention(config, layer, build)
+            self.self_attn = HybridAttention(config, layer, build)
         self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps, NORM_OFFSET)
         self.mlp: GatedMLP | MoEMLP
         if experts is None or layer in experts.dense_layers:
@@ -109,8 +100,7 @@ def _read_experts(config: Fields, is_normalized: bool) -> Experts:
 
 def _read_hybrid(config: Fields, name: str, num_kv_heads: int, experts: Experts | None) -> ModelConfig:
     refuse_set(config, "attn_output_gate", usual=True)
-    if config.text("hidden_act", "silu") != "silu":
-        raise config.refuse("hidden_act", "only silu is supported")
+    refuse_other(config, "hidden_act", "silu")
     rope = config.raw("rope_parameters")
     if isinstance(rope, dict):
         plain = {key: value for key, value in rope.items() if key not in _MROPE}
@@ -127,9 +117,7 @@ def _read_hybrid(config: Fields, name: str, num_kv_heads: int, experts: Experts 
 
 
 def _read_recurrent(config: Fields) -> Recurrent | None:
-    count, every = config.integer("num_hidden_layers"), config.integer("full_attention_interval", 4)
-    if every < 1:
-        raise config.refuse("full_attention_interval", f"must be at least 1, is {every}")
+    count, every = config.integer("num_hidden_layers"), config.integer("full_attention_interval", 4, least=1)
     kinds = config.raw("layer_types") or [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(count)]
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (LINEAR, FULL) for kind in kinds):
         raise config.refuse("layer_types", f"must be {LINEAR} or {FULL} for each of {count} layers")

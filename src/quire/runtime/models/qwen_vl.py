@@ -18,14 +18,15 @@ from quire.config.model import ModelConfig
 from quire.config.vision import Vision
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.vision import (
+    GatedVisionMLP,
     Part,
+    PlainVisionMLP,
+    VisionAttention,
     VisionTower,
-    attend_within,
     cut_patches,
     order_by_windows,
     parts_of,
     patch_rotation,
-    rotate_patches,
 )
 from quire.runtime.models.decoder import Decoder, qwen_windows
 from quire.runtime.models.family import Family
@@ -34,45 +35,6 @@ from quire.runtime.models.hf_rope import read_rope
 from quire.runtime.models.hf_vision import read_sections, read_vision
 
 _EPS = 1e-6
-
-
-class VisionAttention(nn.Module):
-    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
-        super().__init__()
-        size, self._heads = vision.hidden_size, vision.num_heads
-        self.qkv = build.whole_linear("qkv", size, 3 * size)
-        self.proj = build.whole_linear("proj", size, size)
-
-    def forward(self, x: Tensor, rotation: Tensor, parts: Sequence[Part]) -> Tensor:  # x: [patches, size]
-        query, key, value = self.qkv(x).view(len(x), 3, self._heads, -1).unbind(1)
-        query, key = rotate_patches(query, rotation), rotate_patches(key, rotation)
-        found: Tensor = self.proj(attend_within(query, key, value, parts))
-        return found
-
-
-class GatedVisionMLP(nn.Module):
-    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
-        super().__init__()
-        size, inner = vision.hidden_size, vision.intermediate_size
-        self.gate_proj = build.whole_linear("gate_proj", size, inner)
-        self.up_proj = build.whole_linear("up_proj", size, inner)
-        self.down_proj = build.whole_linear("down_proj", inner, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return found
-
-
-class PlainVisionMLP(nn.Module):
-    def __init__(self, vision: Vision, build: LayerBuilder) -> None:
-        super().__init__()
-        self.fc1 = build.whole_linear("fc1", vision.hidden_size, vision.intermediate_size)
-        self.fc2 = build.whole_linear("fc2", vision.intermediate_size, vision.hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.fc1(x)
-        found: Tensor = self.fc2(inner * torch.sigmoid(1.702 * inner))
-        return found
 
 
 class VisionBlock(nn.Module):

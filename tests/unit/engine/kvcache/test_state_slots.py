@@ -8,13 +8,24 @@ from quire.engine.kvcache.state_slots import StateSlots
 from quire.types.errors import OutOfBlocks
 
 
-def kept(states: StateSlots, block: int, *, is_end: bool = True) -> int:
-    """A checkpoint that nobody reads."""
+def kept(states: StateSlots, *path: int, is_end: bool = True) -> int:
+    """A checkpoint of the last of some blocks that nobody reads."""
     slot = states.take()
-    states.keep(block, slot, is_end=is_end)
+    states.keep(path, len(path), slot, is_end=is_end)
     states.release(slot)
     states.check()
     return slot
+
+
+def evicted(states: StateSlots, count: int) -> list[int]:
+    """The blocks whose checkpoints go when so many slots are needed, in order."""
+    gone = []
+    for _ in range(count):
+        before = set(states.blocks)
+        states.take()
+        gone += sorted(before - set(states.blocks))
+        states.check()
+    return gone
 
 
 def test_a_slot_that_is_released_is_free_at_once() -> None:
@@ -40,13 +51,7 @@ def test_checkpoints_in_the_middle_go_before_ends_and_of_each_the_least_recently
     for block, is_end in ((10, True), (11, False), (12, True), (13, False), (14, True)):
         kept(states, block, is_end=is_end)
     states.release(states.hold(states.slot_of(10) or 0))  # read once more
-    gone = []
-    for _ in range(5):
-        before = set(states.blocks)
-        states.take()
-        gone += sorted(before - set(states.blocks))
-        states.check()
-    assert gone == [11, 13, 12, 14, 10]
+    assert evicted(states, 5) == [11, 13, 12, 14, 10]
 
 
 def test_a_checkpoint_that_is_read_is_not_evicted() -> None:
@@ -91,3 +96,55 @@ def test_where_an_answer_ended_its_checkpoint_becomes_an_end() -> None:
     states.take()
     assert 7 in states
     assert 8 not in states
+
+
+def test_the_checkpoint_goes_that_is_cheapest_to_compute_again() -> None:
+    """Not the one that was used longest ago: a long prompt outlives the end of a short answer behind it."""
+    states = StateSlots(4)
+    path = range(20)
+    kept(states, *path[:9])  # the end of a prompt
+    kept(states, *path[:14])  # the last two of its answer
+    kept(states, *path[:15])
+    kept(states, 30, 31)  # a short prompt
+    assert evicted(states, 4) == [14, 31, 13, 8]
+
+
+def test_a_checkpoint_costs_what_is_computed_again_from_the_one_before_that_is_left() -> None:
+    states = StateSlots(3)
+    kept(states, *range(1, 11))
+    kept(states, *range(1, 14))
+    kept(states, *range(20, 24))
+    states.forget(10)  # 13 blocks behind the first token now, not 3
+    assert evicted(states, 3) == [23, 13]
+
+
+def test_a_checkpoint_in_the_middle_of_a_prompt_outlives_an_end_that_costs_much_less() -> None:
+    states = StateSlots(3)
+    kept(states, *range(64), is_end=False)
+    kept(states, *range(100, 102))
+    kept(states, *range(200, 216))
+    assert evicted(states, 3) == [101, 63, 215]
+
+
+def test_what_nobody_reads_goes_in_time_whatever_it_costs() -> None:
+    states = StateSlots(2)
+    kept(states, *range(10))
+    for block in range(100, 130, 2):
+        kept(states, block, block + 1)
+    assert 9 not in states
+
+
+def test_checkpoints_that_are_gone_are_not_remembered() -> None:
+    """A sequence that generates leaves checkpoints behind and forgets them: what is left refers to none of them."""
+    states = StateSlots(4)
+    path = list(range(1_000))
+    for count in range(1, 1_001):
+        kept(states, *path[:count])
+        if count > 2:
+            states.forget(path[count - 3])
+    last = states._checkpoints[999]
+    length = 0
+    while last.before is not None:
+        last, length = last.before, length + 1
+    assert length <= 3
+    assert len(states._heap) < 100

@@ -61,7 +61,7 @@ class Cached:
         states = self.pool.states
         if states is not None:
             slot = states.take()
-            states.keep(own, slot)
+            states.keep([own], 1, slot)
             states.release(slot)
         self.pool.unread([own], at_end=True)
         self.pool.move_sides(own, self.blocks[place], place + 1)

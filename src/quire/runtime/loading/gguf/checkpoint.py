@@ -19,7 +19,7 @@ from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.mapping import Bytes
 from quire.runtime.loading.pieces import Piece
 from quire.runtime.loading.values import Own, all_of_it, refuse_blank, refuse_non_finite
-from quire.runtime.models.family import Stacked
+from quire.runtime.models.family import Stacked, is_unread
 from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.region import Region, blocks_of
@@ -112,7 +112,7 @@ class GgufCheckpoint:
         family = find_family(self.config.architecture)
         for name, owner in self._model.owners.items():
             canonical = canonical_name(self._family, name)
-            if canonical is not None and family.is_unread(self.config, canonical):
+            if canonical is not None and is_unread(self.config, canonical):
                 continue
             if canonical is not None and EXPERT in canonical:
                 found |= self._pieces_of_experts(canonical, owner.tensors[name], owner.name, family.stacked)

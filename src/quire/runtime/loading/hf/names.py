@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from quire.config.model import ModelConfig
-from quire.runtime.models.family import Family
+from quire.runtime.models.family import Family, is_unread
 from quire.runtime.models.registry import find_family
 
 
@@ -24,7 +24,7 @@ class PartNames:
         name = self.family.rename(self.prefix + stored)
         if name is None or (self.family.drops_layers and _layer(name) >= self.config.num_layers):
             return None
-        return None if self.family.is_unread(self.config, name) else name
+        return None if is_unread(self.config, name) else name
 
 
 def part_names(config: ModelConfig, stored: Collection[str]) -> PartNames:

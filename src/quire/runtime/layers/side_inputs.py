@@ -1,0 +1,46 @@
+"""What layers read beside the stream: a vector of each token for each layer, of the token and of its embedding."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from quire.config.model import ModelConfig
+from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.stream import PostNormed, Stream
+
+
+class SideInputs(nn.Module):
+    """Makes the vectors of all layers, side by side: `config.per_layer_input` numbers for each."""
+
+    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
+        super().__init__()
+        hidden, self._size = config.hidden_size, config.per_layer_input
+        total = config.num_layers * self._size
+        self.embed_tokens_per_layer = build.embedding("embed_tokens_per_layer", config.vocab_size, total)
+        self.per_layer_model_projection = build.linear("per_layer_model_projection", hidden, total, bias=False)
+        self.per_layer_projection_norm = build.rms_norm("per_layer_projection_norm", self._size, config.norm_eps)
+        self._scales = (build.rounded(self._size**0.5), hidden**-0.5, 2**-0.5)
+
+    def forward(self, of_tokens: Tensor, hidden: Tensor) -> Tensor:  # [tokens, layers * size]
+        """of_tokens [tokens, layers * size]: lines of the table, overwritten; hidden: the embeddings."""
+        of_token, of_vector, of_both = self._scales
+        projected = self.per_layer_model_projection(hidden).mul_(of_vector)
+        normed: Tensor = self.per_layer_projection_norm(projected.view(-1, self._size)).view_as(projected)
+        return normed.add_(of_tokens.mul_(of_token)).mul_(of_both)
+
+
+class SideInput(nn.Module):
+    """What a layer adds to the stream: its own vector, gated by the stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.per_layer_input
+        self.gate = build.side_gate(layer * size, config.activation)
+        self.per_layer_input_gate = build.linear("per_layer_input_gate", hidden, size, bias=False)
+        self.per_layer_projection = build.linear("per_layer_projection", size, hidden, bias=False)
+        self.post_per_layer_input_norm = build.rms_norm("post_per_layer_input_norm", hidden, config.norm_eps)
+
+    def forward(self, x: Stream) -> PostNormed:
+        gated = self.gate(self.per_layer_input_gate(x.settle()), x)
+        added: PostNormed = self.post_per_layer_input_norm(self.per_layer_projection.later(gated))
+        return added
