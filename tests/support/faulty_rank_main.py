@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 from quire.kernels.native.program import Program
@@ -10,9 +11,10 @@ from quire.runtime.executor import rank_main
 from quire.runtime.executor.single import SingleExecutor
 from quire.types.step import StepPlan
 
-LOOPS, RAISES, LOOPS_INSIDE = 1_003, 1_004, 1_005  # numbers of steps
+LOOPS, RAISES, LOOPS_INSIDE, SLEEPS, SLEEPS_INSIDE = 1_003, 1_004, 1_005, 1_006, 1_007  # numbers of steps
 _launch, _run = SingleExecutor.launch, Program.run
 _looping: list[bool] = []
+_never = threading.Event()
 
 
 def launch(self: SingleExecutor, plan: StepPlan) -> None:
@@ -21,15 +23,18 @@ def launch(self: SingleExecutor, plan: StepPlan) -> None:
             pass
         if plan.step == RAISES:
             raise RuntimeError("the weights are\nwrong")
-        if plan.step == LOOPS_INSIDE:
-            _looping.append(True)
+        if plan.step == SLEEPS:
+            _never.wait()
+        if plan.step in (LOOPS_INSIDE, SLEEPS_INSIDE):
+            _looping.append(plan.step == LOOPS_INSIDE)
     _launch(self, plan)
 
 
 def run(self: Program, *arguments: Any) -> Any:
     """Of a compiled program, within which the other rank waits then."""
     while _looping:
-        pass
+        if not _looping[0]:
+            _never.wait()
     return _run(self, *arguments)
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import mmap
 import os
 import struct
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 PAGE_BYTES = 4096
-_COUNTERS = struct.Struct("<QQQQqQBxxxf")
+_COUNTERS = struct.Struct("<QQQQqQBBxxf")
 _NATIVE = struct.Struct("<Q")
 _NATIVE_AT = 56
 _WORDS = struct.Struct("<I")
 _WORDS_AT = 64
 _BEAT_SECONDS = 0.1
+_AWAKE = frozenset((b"R", b"D"))  # states of threads that compute, or read from a disk
+_MOST_ASLEEP = 255
 
 LOADING, IDLE, BUSY = 0, 1, 2
 
@@ -32,6 +36,7 @@ class Life(NamedTuple):
     step: int = -1  # the number of the last step
     meetings: int = 0  # sums in shared memory that it has come to, those of compiled programs among them
     state: int = LOADING
+    asleep: int = 0  # beats in a row at which a step had got no further and no thread of the rank ran
     crowding: float = 0.0  # of its machine, at its last beat
     native: int = 0  # beats of a thread that needs nothing of the interpreter; 0: there is none
 
@@ -51,13 +56,26 @@ def crowding() -> float:
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
+def any_thread_runs() -> bool:
+    """Whether any thread of this process but the calling one computes, waits for a processor or for a disk."""
+    own = str(threading.get_native_id())
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            stat = (thread / "stat").read_bytes()
+            if thread.name != own and stat.rpartition(b") ")[2][:1] in _AWAKE:
+                return True
+    return False
+
+
 class LifePage:
     """A rank writes to it, without a system call; the engine's process reads it. `memory` is at least one page."""
 
     def __init__(self, memory: mmap.mmap | bytearray, offset: int = 0) -> None:
         self._memory, self._offset = memory, offset
         self._beats = self._steps = self._entered = self._left = 0
-        self._step, self._state, self._crowding = -1, LOADING, 0.0
+        self._step, self._state, self._crowding, self._asleep = -1, LOADING, 0.0, 0
+        self.waits_for_engine = False  # set by the rank while a step is held up by the engine's process
+        self._looks_for_sleep = False
         self._running = 0  # steps that were begun and have not ended
         self._meetings: Callable[[], int] = int
         self._writing = threading.Lock()
@@ -67,10 +85,22 @@ class LifePage:
         threading.Thread(target=self._beat, name="quire-heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
-        pause = threading.Event()
+        pause, before = threading.Event(), ()
         while not pause.wait(_BEAT_SECONDS):
+            progress = self.read().progress
+            is_stuck = progress == before and self._looks_for_sleep and self._could_sleep() and not any_thread_runs()
+            self._asleep, before = min(self._asleep + 1, _MOST_ASLEEP) if is_stuck else 0, progress
             self._beats, self._crowding = self._beats + 1, crowding()
             self._write()
+
+    def look_for_sleep(self) -> None:
+        """From now on tell when a step is stuck and nothing of this process runs. For ranks that compute on the CPU:
+        one with a GPU may sleep while that computes."""
+        self._looks_for_sleep = True
+
+    def _could_sleep(self) -> bool:
+        """Whether a step runs that waits neither for another rank nor for the engine's process."""
+        return self._state == BUSY and self._entered == self._left and not self.waits_for_engine
 
     def start_native_beats(self, socket: int = -1, seconds: float = _BEAT_SECONDS) -> None:
         """Beat from a thread that no holder of the interpreter's lock can hold up, and send a byte to a socket, if
@@ -130,7 +160,7 @@ class LifePage:
 
     def _write_all(self) -> None:
         numbers = self._beats, self._steps, self._entered, self._left, self._step, self._meetings(), self._state
-        _COUNTERS.pack_into(self._memory, self._offset, *numbers, self._crowding)
+        _COUNTERS.pack_into(self._memory, self._offset, *numbers, self._asleep, self._crowding)
 
     # ----------------------------------------------------------------------------------------------------- the engine
     def read(self) -> Life:

@@ -117,6 +117,8 @@ class RankServer:
         if device.type == "cuda":
             self._collecting = SimpleQueue()
             threading.Thread(target=self._collect_steps, name="quire-results", daemon=True).start()
+        else:
+            self._page.look_for_sleep()
         self._page.ready()
         self._control.send(Kind.READY, encode(self._executor.num_bytes))
 
@@ -136,6 +138,7 @@ class RankServer:
             if message.kind is Kind.PLAN:
                 self._launch(message)
             elif message.kind is Kind.MASKS:
+                self._page.waits_for_engine = False
                 self._executor.supply_masks(decode(message.data))
                 self._collect()
             elif message.kind is Kind.REPORT:
@@ -151,7 +154,9 @@ class RankServer:
         plan = self._plans.decode(message.data)
         self._page.begin_step(plan.step)
         self._executor.launch(plan)
-        if not plan.guided:
+        if plan.guided:
+            self._page.waits_for_engine = True
+        else:
             self._collect()
 
     def _collect(self) -> None:
@@ -161,7 +166,9 @@ class RankServer:
             return
         result = self._executor.collect()
         if self._sends_results:
+            self._page.waits_for_engine = True  # which may have no room for a large result yet
             self._control.send(Kind.RESULT, encode(result))
+            self._page.waits_for_engine = False
         self._page.end_step()
 
     def _collect_steps(self) -> None:

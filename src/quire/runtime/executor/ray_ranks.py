@@ -31,6 +31,7 @@ _PLACING_SECONDS = 60.0  # for Ray to reserve room for all ranks
 _STARTING_SECONDS = 180.0  # for actors to start and connect
 _GREETING_SECONDS = 5.0  # for one connection to show that it knows the token
 _NO_CLUSTER = "start one by `ray start --head`, or set RAY_AUTH_MODE=token here if it needs a token"
+_NO_TOKEN = "copy ~/.ray/auth_token of its first machine, or unset RAY_AUTH_MODE if the cluster needs no token"
 _END_SECONDS = 5.0  # from killing an actor to the end of its process
 
 
@@ -171,6 +172,10 @@ class RayLauncher:
                 raise ConfigError("ray_address", reason, _NO_CLUSTER) from None
             num_cpus = max(self._config.num_ranks, os.cpu_count() or 1)
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
+        except Exception as error:
+            if type(error).__name__ != "AuthenticationError":  # which older versions do not have
+                raise
+            raise ConfigError("ray_address", "the cluster needs a token, and there is none here", _NO_TOKEN) from None
         self._owns_cluster = True
 
     def _reserve(self) -> Any:

@@ -18,7 +18,10 @@ logger = logging.getLogger("quire.runtime")
 _TICK_SECONDS = 0.05
 _GRACE_SECONDS = 0.25  # from the first rank's end to the verdict: others end with it, and the first cause counts
 _STOPPED_SECONDS = 0.5  # that a rank may be halted
-_SILENT_SECONDS = 1.5  # without a heartbeat, on a machine that is not crowded
+_SILENT_SECONDS = 1.5  # without a heartbeat, where heartbeats come in time
+_LATE_SECONDS = 0.3  # that pass between two heartbeats on a machine with some load
+_LATE_DECAY = 0.999  # of the longest time between two heartbeats, at each of them: it halves in a minute
+_ASLEEP_BEATS = 12  # at which a step had got no further and no thread of its rank ran
 _LOCKED_SECONDS = 15.0  # the same where the interpreter's lock can hold heartbeats up
 _LOADING_SILENT_SECONDS = 60.0  # the same while modules are imported and weights are read
 _VERDICT_SECONDS = 5.0  # from a broken channel to the verdict
@@ -47,6 +50,7 @@ class RankWatch:
         self._lives: list[Life] = []
         self._beats: list[int] = []
         self._beaten: list[float] = []  # by rank: when it last gave a sign of life
+        self._late: list[float] = []  # by rank: the longest time between two signs of life of late
         self._running: list[float] = []  # by rank: when it was last not halted
         self._moved = 0.0  # when any rank last got on with its work
         self._thread = threading.Thread(target=self._run, name="quire-ranks", daemon=True)
@@ -94,6 +98,7 @@ class RankWatch:
 
     def _watch(self) -> None:
         self._lives, self._beats = [Life() for _ in self._ranks], [0 for _ in self._ranks]
+        self._late = [0.0 for _ in self._ranks]
         self._rest()
         last = time.monotonic()
         while not self._stopping.wait(_TICK_SECONDS):
@@ -132,11 +137,13 @@ class RankWatch:
             self._moved = now
         for number, rank in enumerate(self._ranks):
             if (beats := rank.num_beats()) != self._beats[number]:
+                late = 0.0 if lives[number].state == LOADING else now - self._beaten[number]
+                self._late[number] = max(self._late[number] * _LATE_DECAY, late)
                 self._beats[number], self._beaten[number] = beats, now
             if not rank.is_stopped():
                 self._running[number] = now
         self._lives = lives
-        return self._halted(now) or self._behind(now)
+        return self._halted(now) or self._asleep() or self._behind(now)
 
     def _ended(self) -> Fault:
         """Name the rank that ended first: others only fail because they cannot reach it."""
@@ -162,9 +169,20 @@ class RankWatch:
             limit = _SILENT_SECONDS if life.native else _LOCKED_SECONDS
             if life.state == LOADING:
                 limit = _LOADING_SILENT_SECONDS
-            crowded = max(1.0, life.crowding, here if rank.is_here else 0.0)  # a rank of another machine: as it says
-            if (silent := now - self._beaten[number]) > limit * crowded:
+            crowded = max(life.crowding, here if rank.is_here else 0.0)  # a rank of another machine: as it says
+            if life.native:  # whose beats are hardly late though the machine is crowded
+                crowded = min(crowded, self._late[number] / _LATE_SECONDS)
+            if (silent := now - self._beaten[number]) > limit * max(1.0, crowded):
                 return Fault(f"{describe(rank)} gave no sign of life for {silent:.1f} s {_when(life)}")
+        return None
+
+    def _asleep(self) -> Fault | None:
+        """Find the rank that others wait for while nothing of it runs: it waits for something that does not come."""
+        for number, life in enumerate(self._lives):
+            if life.asleep < _ASLEEP_BEATS or self._waits(number):
+                continue
+            if any(self._waits(other) for other in range(len(self._ranks)) if other != number):
+                return Fault(f"{describe(self._ranks[number])} hangs {_when(life)}: it sleeps, and others wait for it")
         return None
 
     def _behind(self, now: float) -> Fault | None:

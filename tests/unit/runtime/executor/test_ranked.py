@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from adapter_files import SMALL, make_adapter
-from faulty_rank_main import LOOPS, LOOPS_INSIDE, RAISES
+from faulty_rank_main import LOOPS, LOOPS_INSIDE, RAISES, SLEEPS, SLEEPS_INSIDE
 from quire.config.tiers import TierConfig
 from quire.engine.core import EngineCore
 from quire.runtime.executor.channel import Channel, Kind, channel_pair
@@ -200,6 +200,26 @@ def test_a_rank_that_fails_is_named_and_all_are_ended(
         name = rf"^rank 1 of 2 \(stage 0, shard 1, pid {started[1]}\) "
         assert re.search(name + reason, said), said
         executor.close()
+
+
+@pytest.mark.parametrize("step", [SLEEPS, SLEEPS_INSIDE])
+def test_a_rank_that_waits_for_something_that_never_comes_is_named_long_before_the_timeout(step: int) -> None:
+    with leaving_nothing() as started:
+        executor = make_ranked(config_of(timeout=100_000.0), module="faulty_rank_main")
+        started += pids(executor)
+        said = launch_and_wait(executor, step)
+        where = rf"^rank 1 of 2 \(stage 0, shard 1, pid {started[1]}\)"
+        assert re.search(rf"{where} hangs while step {step} ran: it sleeps, and others wait for it$", said), said
+        executor.close()
+
+
+def test_a_guided_step_may_wait_for_its_masks_as_long_as_the_engine_needs(ranked: RankedExecutor) -> None:
+    ranked.launch(replace(first_step(0, new_row(0, 5)), guided=True))
+    time.sleep(2)
+    ranked.supply_masks(None)
+    assert len(ranked.collect().token_ids) == 1
+    ranked.launch(StepPlan(1, released=(0,)))
+    assert ranked.collect().step == 1
 
 
 class ThreadRank:

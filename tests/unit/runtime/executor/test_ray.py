@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,20 @@ def test_a_connection_that_sends_a_byte_now_and_then_is_turned_away_at_one_deadl
     slow = Trickle()
     assert greet(slow, b"token") is None  # type: ignore[arg-type]
     assert slow.num_bytes == ray_ranks._GREETING_SECONDS
+
+
+def test_a_cluster_that_needs_a_token_is_named_with_what_is_missing() -> None:
+    class AuthenticationError(Exception):
+        """As Ray's, which no other version than the newest has."""
+
+    def init(**_: object) -> None:
+        raise AuthenticationError("no authentication token was found")
+
+    launcher = object.__new__(RayLauncher)
+    launcher._ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    launcher._config = ParallelConfig(2, executor="ray", ray_address="auto")
+    with pytest.raises(ConfigError, match="needs a token, and there is none here; copy ~/.ray/auth_token"):
+        launcher._join_cluster()
 
 
 def test_actors_that_do_not_connect_are_killed_before_one_of_them_is_waited_for(

@@ -13,6 +13,7 @@ import torch
 
 from quire.config.parallel import ParallelConfig, RankPlace
 from quire.kernels.native.loader import why_not_native
+from quire.runtime.executor import life as life_module
 from quire.runtime.executor import watch as watch_module
 from quire.runtime.executor.channel import Channel
 from quire.runtime.executor.life import _NATIVE, _NATIVE_AT, PAGE_BYTES, LifePage
@@ -162,6 +163,104 @@ def test_a_rank_is_excused_by_the_load_of_its_own_machine(monkeypatch: pytest.Mo
         launcher.fakes[number].silent, launcher.fakes[number].is_here = True, False
     crowd(launcher.fakes[1].page, 1e6)
     assert verdict(launcher).startswith("rank 2 of 4")
+
+
+def test_a_native_heart_that_was_never_late_is_not_excused_by_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
+    launcher = FakeLauncher()
+    for number in (1, 2):
+        launcher.fakes[number].silent = True
+    _NATIVE.pack_into(launcher.fakes[2].page._memory, _NATIVE_AT, 5)
+    assert verdict(launcher).startswith("rank 2 of 4 (stage 1, shard 0, pid 102) gave no sign of life for ")
+
+
+def test_one_that_was_late_before_is_excused_by_the_load_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(watch_module, "_LATE_SECONDS", 1e-9)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    launcher, seen = FakeLauncher(), threading.Event()
+    for number, load in ((1, 1e6), (2, 0.0)):
+        fake = launcher.fakes[number]
+        fake.is_here = False
+        crowd(fake.page, load)
+        _NATIVE.pack_into(fake.page._memory, _NATIVE_AT, 5)
+    watch = RankWatch(launcher, 1_000.0)
+    assert not seen.wait(0.05)  # beats come, and are counted
+    for number in (1, 2):
+        launcher.fakes[number].silent = True
+    fault = watch.verdict()
+    watch.stop()
+    assert fault.reason.startswith("rank 2 of 4")
+
+
+def sleep(page: LifePage) -> None:
+    """Have a page say that its rank sleeps in a step."""
+    page._asleep = 200
+    page._write()
+
+
+def test_a_rank_that_sleeps_in_a_step_is_named_if_others_wait_for_it() -> None:
+    launcher = FakeLauncher()
+    for number, fake in enumerate(launcher.fakes):
+        fake.page.begin_step(9)
+        if number != 2:
+            fake.page.enter()
+        sleep(fake.page)
+    said = "rank 2 of 4 (stage 1, shard 0, pid 102) hangs while step 9 ran: it sleeps, and others wait for it"
+    assert verdict(launcher) == said
+
+
+def test_ranks_that_all_sleep_in_a_step_are_left_alone() -> None:
+    launcher = FakeLauncher()
+    for fake in launcher.fakes:
+        fake.page.begin_step(9)
+        sleep(fake.page)
+    watch = RankWatch(launcher, 1_000.0)
+    assert not watch._over.wait(0.2)
+    watch.stop()
+    assert watch.fault is None
+
+
+@pytest.mark.parametrize("why", ["", "engine", "collective", "idle", "device"])
+def test_a_rank_tells_that_it_sleeps_unless_it_waits_for_somebody(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life_module, "_BEAT_SECONDS", 0.002)
+    monkeypatch.setattr(life_module, "any_thread_runs", lambda: False)
+    page, pause = LifePage(bytearray(PAGE_BYTES)), threading.Event()
+    if why != "device":
+        page.look_for_sleep()
+    page.ready()
+    if why != "idle":
+        page.begin_step(9)
+    page.waits_for_engine = why == "engine"
+    if why == "collective":
+        page.enter()
+    page.start_beating()
+    while page.read().beats < 10:
+        pause.wait(0.01)
+    assert (page.read().asleep > 3) == (not why)
+    page._looks_for_sleep = False  # the thread goes on
+
+
+def test_a_thread_that_computes_is_seen_and_one_that_sleeps_is_not() -> None:
+    program = """
+import threading
+from quire.runtime.executor.life import any_thread_runs
+over, pause = threading.Event(), threading.Event()
+def count():
+    while not over.is_set():
+        pass
+sleeper, worker = threading.Thread(target=pause.wait, daemon=True), threading.Thread(target=count)
+sleeper.start()
+print(any_thread_runs())
+worker.start()
+print(any(any_thread_runs() for _ in range(100)))
+over.set()
+worker.join()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run([sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE).stdout
+    assert said.split() == [b"False", b"True"]
 
 
 def test_a_heartbeat_tells_how_crowded_its_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:

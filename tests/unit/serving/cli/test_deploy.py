@@ -117,6 +117,8 @@ def test_the_files_for_a_ray_cluster_give_flags_that_exist() -> None:
     compose = yaml.safe_load((DEPLOY / "docker/compose-ray.yaml").read_text())
     (command,) = compose["services"]["server"]["command"]
     assert _parser().parse_args(shlex.split(command.partition("exec quire ")[2])).executor == "ray"
+    for service in compose["services"].values():  # all of them have the same token
+        assert service["environment"]["RAY_AUTH_TOKEN"].startswith("${RAY_AUTH_TOKEN:?")
     (cluster,) = yaml.safe_load_all((DEPLOY / "kubernetes/quire-ray.yaml").read_text())
     _, container = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
     args = _parser().parse_args([*_entry_point()[1:], *container["args"]])
