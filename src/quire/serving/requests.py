@@ -197,7 +197,7 @@ def _read_ids(ids: Sequence[object], where: str) -> tuple[int, ...]:
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise InvalidRequest(where, f"must hold token ids (whole numbers), got {token!r}")
-    return tuple(map(int, tokens))  # type: ignore[call-overload]
+    return tuple(map(int, tokens))  # type: ignore[arg-type]
 
 
 class RequestMaker:

@@ -85,7 +85,7 @@ class LifePage:
         threading.Thread(target=self._beat, name="quire-heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
-        pause, before = threading.Event(), ()
+        pause, before = threading.Event(), tuple[int, ...]()
         while not pause.wait(_BEAT_SECONDS):
             progress = self.read().progress
             is_stuck = progress == before and self._looks_for_sleep and self._could_sleep() and not any_thread_runs()

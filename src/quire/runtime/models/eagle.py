@@ -11,16 +11,15 @@ from itertools import pairwise
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.config.fields import Fields
 from quire.config.model import EagleHead, ModelConfig
-from quire.kernels.native.program import Symbol
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.eagle_block import EagleBlock
 from quire.runtime.layers.modules import LentEmbedding
 from quire.runtime.layers.step import BESIDE, AdaptedRows, ForwardStep
-from quire.runtime.layers.stream import Projected, Stream, Value, value_of
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import read_decoder, refuse_set, refuse_windows
@@ -31,41 +30,6 @@ class Features(Protocol):
 
     def read(self, step: ForwardStep) -> Tensor:
         """Those of the step's tokens [tokens, hidden]; may be overwritten."""
-
-
-class EagleAttention(nn.Module):
-    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
-        super().__init__()
-        self.qkv_proj = build.qkv_linear(2 * config.hidden_size, config.heads, bias=config.qkv_bias)
-        self.attention = build.attention_of(config, 0)
-        self.o_proj = build.row_linear("o_proj", config.heads, config.hidden_size, bias=config.o_bias)
-
-    def forward(self, x: Value, step: ForwardStep) -> Projected:  # x: [tokens, 2 * hidden]
-        return self.o_proj.later(self.attention(self.qkv_proj(x), step))
-
-
-class EagleBlock(nn.Module):
-    """Attends with the normed embedding and the normed feature side by side; the stream is the feature."""
-
-    def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
-        super().__init__()
-        assert config.eagle is not None
-        hidden, eps, self._norms_stream = config.hidden_size, config.norm_eps, config.eagle.norms_stream
-        self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps)
-        self.hidden_norm = build.rms_norm("hidden_norm", hidden, eps)
-        self.self_attn = EagleAttention(config, build)
-        self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps)
-        self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=config.mlp_bias)
-
-    def stream_of(self, features: Tensor) -> Tensor:
-        """What the stream begins with."""
-        found: Tensor = self.hidden_norm.of(features) if self._norms_stream else features
-        return found
-
-    def forward(self, x: Stream, step: ForwardStep) -> None:
-        features = x.settle() if self._norms_stream else value_of(self.hidden_norm(x))
-        x.add(self.self_attn(_side_by_side(self.input_layernorm.of(x.beside), features), step))
-        x.add(self.mlp(self.post_attention_layernorm(x)))
 
 
 class Eagle3(BaseModel):
@@ -114,17 +78,6 @@ class Eagle3(BaseModel):
     def native_head(self) -> None:
         """Tokens are chosen from logits, so that `sampled` is filled."""
         return
-
-
-def _side_by_side(left: Value, right: Value) -> Value:  # [tokens, both sizes]
-    if isinstance(left, Symbol):
-        return left.writer.call(_join, (left, right), left.width + right.width)
-    return torch.cat((left, right), dim=1)
-
-
-def _join(left: Tensor, right: Tensor, given: object) -> Tensor:  # noqa: ARG001
-    """An operation of a program."""
-    return torch.cat((left, right), dim=1)
 
 
 def read_eagle3(config: Fields) -> ModelConfig:
@@ -182,18 +135,11 @@ def _rename(name: str) -> str | None:
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
-def _is_unread(config: ModelConfig, name: str) -> bool:
-    """A head that can draft every token may have a map all the same."""
-    assert config.eagle is not None
-    return name == "d2t" and config.eagle.vocab_size == config.vocab_size
-
-
 EAGLE3 = Family(
     name="eagle3",
     build=Eagle3,
     read=read_eagle3,
     rename=_rename,
-    is_unread=_is_unread,
     integers=frozenset({"d2t"}),
     embedding="embed_tokens.weight",
     nested="transformer_layer_config",

@@ -101,7 +101,10 @@ def placed(name: str, places: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def is_unread(config: ModelConfig, name: str) -> bool:
-    """Whether no layer reads a tensor: checkpoints hold keys and values of layers that read those of others."""
+    """Whether no layer reads a tensor: checkpoints hold keys and values of layers that read those of others, and heads
+    that can draft every token may have a map of tokens all the same."""
+    if config.eagle is not None and name == "d2t":
+        return config.eagle.vocab_size == config.vocab_size
     found = config.kv_layers and _OWN_KEYS.fullmatch(name)
     layer = int(found[1]) if found else -1
     return 0 <= layer < config.num_layers and config.kv_layer_of(layer) != layer
