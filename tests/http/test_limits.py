@@ -121,6 +121,14 @@ def test_a_limit_itself_is_not_over_the_limit(serve: Serve, name: str) -> None:
         assert answer.status_code == 200, answer.text
 
 
+def test_a_header_with_a_longer_id_is_cut_at_the_limit_as_the_table_says(serve: Serve) -> None:
+    server = serve(limits={"identifier": 5})
+    answer = server.get("/v1/models", headers={"X-Request-Id": "abcdefgh"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (200, "abcde")
+    (limit,) = [limit for limit in LIMITS if limit.name == "identifier"]
+    assert limit.bounds == "`request_id`; a longer X-Request-Id header is cut"
+
+
 def test_a_body_that_is_too_large_is_refused_while_it_comes(serve: Serve) -> None:
     server = serve(limits={"body_bytes": 1_000})
     assert server.post(COMPLETIONS, {"prompt": "x" * 2_000}).status_code == 413

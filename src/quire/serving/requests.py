@@ -194,10 +194,12 @@ def _read_ids(ids: Sequence[object], where: str) -> tuple[int, ...]:
     tokens = tuple(ids)
     if set(map(type, tokens)) <= {int}:  # nearly always, and faster than the loop, which knows kinds of int too
         return tokens  # type: ignore[return-value]
+    read = []
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise InvalidRequest(where, f"must hold token ids (whole numbers), got {token!r}")
-    return tuple(map(int, tokens))  # type: ignore[arg-type]
+        read.append(int(token))
+    return tuple(read)
 
 
 class RequestMaker:

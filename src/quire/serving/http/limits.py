@@ -74,7 +74,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("logprob_token_ids", 128, "ids", "`logprob_token_ids`", _BAD, highest=1_024),
     Limit("template_kwargs", 32, "entries", "`chat_template_kwargs`", _BAD, highest=1_024),
     Limit("metadata", 16, "entries", "`metadata` of `/v1/responses`", _BAD, highest=1_024),
-    Limit("identifier", 128, "characters", "`request_id` and the X-Request-Id header", _BAD, highest=512),
+    Limit("identifier", 128, "characters", "`request_id`; a longer X-Request-Id header is cut", _BAD, highest=512),
     Limit("label", 512, "characters", "`user`, `cache_salt`, `model` and other names", _BAD, highest=4_096),
     # what all requests together may hold
     Limit("queue_requests", 1_024, "requests", "requests that wait for the engine, at all edges together", _BUSY),
