@@ -47,6 +47,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of model families and the engine's features, of the cells that were run."""
+    found = [each for some in terminalreporter.stats.values() for each in some]
+    reports = [each for each in found if isinstance(each, pytest.TestReport)]
+    if any(report.user_properties for report in reports):
+        from tests.families.table import cells_of, table_of
+
+        if cells := cells_of(reports):
+            terminalreporter.section("families and features")
+            terminalreporter.write_line("\n".join(table_of(cells)))
+
+
 def pytest_collection_finish() -> None:
     """A process that serves opens one engine, which looks for garbage once and thaws the heap in the end. Tests open
     hundreds, beside all that the test files have imported: a second for each of them."""

@@ -210,3 +210,19 @@ def test_a_long_prompt_stays_a_hit_while_states_of_short_ones_come_and_go(case: 
     again, before = [*prompt, *answer[0], *case.prompt(3, 9)], made.core.stats().prompt_tokens
     made.answers([again], max_tokens=2)
     assert made.core.stats().prompt_tokens - before < 32
+
+
+def test_later_turns_are_prefix_hits_after_a_swap(case: FamilyCase) -> None:
+    """Two conversations for which memory is too short: one is moved to host memory and back while it answers."""
+    settings: dict[str, Any] = {"num_blocks": 160, "max_len": 512, "tiers": TierConfig(host_blocks=512)}
+    made = TinyEngine(case.checkpoint(), None, **settings)  # type: ignore[arg-type]
+    prompts, known = [case.prompt(300, seed) for seed in range(2)], 0
+    for turn in range(3):
+        answers = made.answers(prompts, max_tokens=12)
+        assert answers == [[case.expected(prompt)] for prompt in prompts]
+        for name in list(made.finished)[-2:]:
+            assert made.finished[name].num_cached_tokens >= 0.95 * known
+        known = len(prompts[0]) + 12
+        more = [[*answer[0], *case.prompt(3, turn)] for answer in answers]
+        prompts = [[*prompt, *each] for prompt, each in zip(prompts, more, strict=True)]
+    assert made.core.stats().swaps > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from tiny_models import random_checkpoint, tiny_config
 from worker_executor import TinyEngine
 
 LENGTHS = (5, 37, 1, 18)
+Answers = Sequence[Sequence[int]]
 
 
 def engine(case: FamilyCase, speculative: dict[str, Any] | None = None, **settings: Any) -> TinyEngine:
@@ -27,7 +28,18 @@ def engine(case: FamilyCase, speculative: dict[str, Any] | None = None, **settin
 
 def check(case: FamilyCase, made: TinyEngine, prompts: list[list[int]], count: int = NUM_TOKENS) -> None:
     found = made.answers(prompts, max_tokens=count)
-    assert found == [[case.expected(prompt)[:count]] for prompt in prompts]
+    for prompt, answers in zip(prompts, found, strict=True):
+        same(answers, [case.expected(prompt)[:count]], f"prompt {prompts.index(prompt)} of {len(prompt)} tokens")
+
+
+def same(found: Answers, expected: Answers, what: str, by: str = "transformers") -> None:
+    """Raises an AssertionError that names the first token that differs. `by`: whose the expected ones are."""
+    assert len(found) == len(expected), f"{what}: {len(found)} answers, {by} has {len(expected)}"
+    for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        which = f"{what}: " if len(found) == 1 else f"{what}, answer {number}: "
+        for place, (own, other) in enumerate(zip(mine, theirs, strict=False)):
+            assert own == other, f"{which}token {place} is {own}, {by} has {other}"
+        assert len(mine) == len(theirs), f"{which}{len(mine)} tokens, {by} has {len(theirs)}"
 
 
 def prompts_of(case: FamilyCase) -> list[list[int]]:
@@ -52,7 +64,8 @@ def prefix(case: FamilyCase) -> None:
         before = made.core.stats().prompt_tokens
         check(case, made, [prompt])
         if turn:
-            assert made.core.stats().prompt_tokens - before < len(prompt) / 2
+            computed = made.core.stats().prompt_tokens - before
+            assert computed < len(prompt) / 2, f"turn {turn}: {computed} of {len(prompt)} tokens were computed again"
         prompt = [*prompt, *case.expected(prompt), *case.prompt(3, 9 + turn)]
 
 
@@ -61,34 +74,39 @@ def preemption(case: FamilyCase) -> None:
     for tiers in (TierConfig(), TierConfig(host_blocks=64)):
         made = engine(case, num_blocks=17, tiers=tiers)
         check(case, made, [case.prompt(3, seed) for seed in range(8)])
-        assert made.core.stats().preemptions > 0
+        assert made.core.stats().preemptions > 0, "nothing was preempted"
 
 
 def forks(case: FamilyCase) -> None:
-    """Several samples of one prompt share its blocks; each is what it is alone."""
-    made = engine(case)
-    (several,) = made.answers([case.prompt(9)], n=3, temperature=0.8, seed=7, max_tokens=NUM_TOKENS)
-    assert len(several) == 3
+    """Several samples of one prompt share its blocks; each is what it is alone, with transformers' logprobs."""
+    made, prompt = engine(case), case.prompt(9)
+    (several,) = made.answers([prompt], n=3, temperature=0.8, seed=7, max_tokens=NUM_TOKENS, logprobs=1)
+    assert len(several) == 3, f"{len(several)} samples of 3"
+    (ended,) = made.finished.values()
+    for number, sample in enumerate(ended.samples):
+        own, theirs = sample.cumulative_logprob, case.logprob(prompt, sample.token_ids)
+        assert own == pytest.approx(theirs, abs=1e-2), f"sample {number}: logprob {own}, transformers has {theirs}"
     again = engine(case)
-    for tokens in ([case.prompt(30, 5)], [case.prompt(9)]):
-        found = again.answers(tokens, n=3, temperature=0.8, seed=7, max_tokens=NUM_TOKENS)
-    assert found == [several]
-    (greedy,) = made.answers([case.prompt(9)], n=2, max_tokens=NUM_TOKENS)
-    assert greedy == [case.expected(case.prompt(9))] * 2
+    for tokens in (case.prompt(30, 5), prompt):
+        found = again.answers([tokens], n=3, temperature=0.8, seed=7, max_tokens=NUM_TOKENS)
+    same(found[0], several, "samples after another prompt", "the first run")
+    (greedy,) = made.answers([prompt], n=2, max_tokens=NUM_TOKENS)
+    same(greedy, [case.expected(prompt)] * 2, "two greedy samples")
 
 
 def beams(case: FamilyCase) -> None:
-    """Beams share their past, and leave it: the best are the same whatever the size of blocks and whoever else runs."""
-    found = []
+    """Beams share their past, and leave it: the best are those of a plain search over transformers' model, whatever
+    the size of blocks and whoever else runs."""
+    expected = case.beams(case.prompt(13), 3)
+    assert len(set(expected)) == 3, "two beams are the same"
     for block_size, others in ((16, 0), (3, 2)):
         made = engine(case, block_size=block_size)
         made.core.submit(_search(case.prompt(13)))
         for seed in range(others):
             made.submit(f"other {seed}", case.prompt(8, seed))
         made.run()
-        found.append([sample.token_ids for sample in made.finished["beams"].samples])
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 3
+        found = [sample.token_ids for sample in made.finished["beams"].samples]
+        same(found, expected, f"beams in blocks of {block_size} tokens")
 
 
 def _search(prompt: list[int]) -> Submit:
@@ -111,7 +129,7 @@ def speculation(case: FamilyCase) -> None:
         made = engine(case, method, draft=draft)
         made.proposers.lengths.length = lambda *given, **rest: DraftLength(given[1])  # type: ignore[attr-defined]
         check(case, made, [said_twice, case.prompt(11, 3)])
-    assert made.core.stats().drafted_tokens > 0
+    assert made.core.stats().drafted_tokens > 0, "nothing was drafted"
 
 
 def program(case: FamilyCase) -> None:
@@ -120,7 +138,7 @@ def program(case: FamilyCase) -> None:
     made = engine(case, attention="native")
     check(case, made, prompts_of(case))
     blocks = made.executor.worker._runner._model._parts[1]  # type: ignore[attr-defined]
-    assert len(blocks._programs) == 1
+    assert len(blocks._programs) == 1, f"{len(blocks._programs)} programs"
 
 
 def graphs(case: FamilyCase) -> None:
@@ -138,8 +156,8 @@ def float8(case: FamilyCase) -> None:
         )
         for budget in (512, 9)
     ]
-    assert found[0] == found[1]
-    assert len(found[0][0][0]) == NUM_TOKENS
+    same(found[1][0], found[0][0], "a prompt in pieces of 9 tokens", "the whole prompt")
+    assert len(found[0][0][0]) == NUM_TOKENS, f"{len(found[0][0][0])} tokens of {NUM_TOKENS}"
 
 
 FEATURES: dict[str, Callable[[FamilyCase], None]] = {

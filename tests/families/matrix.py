@@ -1,4 +1,5 @@
-"""The table of families and features: `python -m tests.families.matrix`. A cell says ok, or why not."""
+"""The table of families and features: `python -m tests.families.matrix`. A cell says ok, or why not: a feature that
+does not apply, or what failed."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ def main() -> int:
     import interpreter  # noqa: F401  where there is no GPU
     from family_models import CASES, FamilyCase
     from tests.families.features import FEATURES
+    from tests.families.table import head_of, row_of, why_failed
 
     torch.set_num_threads(1)
     failed = 0
-    print("| family |", " | ".join(FEATURES), "|")
-    print("|---" * (len(FEATURES) + 1) + "|")
+    print(head_of(FEATURES))
     for family in sorted(CASES):
         cells: list[str] = []
         with tempfile.TemporaryDirectory() as directory:
@@ -49,8 +50,8 @@ def main() -> int:
                     cells.append(f"not here: {skipped}")
                 except Exception as error:  # noqa: BLE001  the table shows what failed
                     failed += 1
-                    cells.append(f"FAILED: {type(error).__name__}")
-        print("|", family, "|", " | ".join(cells), "|", flush=True)
+                    cells.append(why_failed(error))
+        print(row_of(family, cells), flush=True)
     return 1 if failed else 0
 
 

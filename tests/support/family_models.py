@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -146,3 +147,21 @@ class FamilyCase:
         if key not in self.answers:
             self.answers[key], _ = greedy_reference(self.model, prompt, NUM_TOKENS)
         return self.answers[key]
+
+    def logprob(self, prompt: list[int], answer: Sequence[int]) -> float:
+        """The sum of the logprobs that transformers gives the tokens of an answer."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        return float(logits.double().log_softmax(-1).gather(1, torch.tensor([answer]).T).sum())
+
+    def beams(self, prompt: list[int], width: int) -> list[tuple[int, ...]]:
+        """A beam search of NUM_TOKENS tokens by transformers' model, best first: no cache, and no token ends it."""
+        found, scores = torch.tensor([prompt]), torch.zeros(1, 1, dtype=torch.float64)
+        with torch.no_grad():
+            for _ in range(NUM_TOKENS):
+                logits = self.model(found, use_cache=False).logits[:, -1]
+                after = (scores + logits.double().log_softmax(-1)).flatten()
+                best, places = after.topk(width)
+                found = torch.cat((found[places // logits.shape[1]], places[:, None] % logits.shape[1]), dim=1)
+                scores = best[:, None]
+        return [tuple(each[len(prompt) :].tolist()) for each in found]

@@ -22,6 +22,7 @@ from quire.runtime.layers.modules import TiedHead, TokenTable
 from quire.runtime.layers.native import NativeMultiply
 from quire.runtime.layers.received import ReceivedStream
 from quire.runtime.layers.rotary import Rotary
+from quire.runtime.layers.side_inputs import SideInputs
 from quire.runtime.layers.stacked_experts import StackedExperts
 from quire.runtime.layers.step import BESIDE, AdaptedRows, ForwardStep
 from quire.runtime.layers.vision import VisionTower
@@ -35,7 +36,8 @@ class BaseModel(nn.Module):
         super().__init__()
         self.elsewhere: frozenset[str] = frozenset()  # the checkpoint's tensors that only other ranks load
         self._embedding_scale, self._logit_scale = config.embedding_scale, config.logit_scale
-        self._logit_softcap = config.logit_softcap
+        self._logit_softcap, self._hidden = config.logit_softcap, config.hidden_size
+        self.side: tuple[SideInputs | None] = (None,)  # what makes inputs of layers; in a tuple: not a child twice
         self.head_adapters: LinearAdapters | None = None  # LoRA adapters of the output head
 
     def assemble(
@@ -69,9 +71,16 @@ class BaseModel(nn.Module):
         """What makes vectors of images; None: the model takes none."""
         return None
 
-    def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:  # noqa: ARG002
-        """What the first block gets, from the vectors of the step's tokens [tokens, hidden]. May overwrite them."""
-        return vectors if self._embedding_scale == 1.0 else vectors.mul_(self._embedding_scale)
+    def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:
+        """What the first block gets, from the vectors of the step's tokens [tokens, hidden]. May overwrite them. Where
+        layers have inputs of their own, the vectors of both tables come side by side."""
+        side, others = self.side[0], None
+        if side is not None:
+            vectors, others = vectors[:, : self._hidden].contiguous(), vectors[:, self._hidden :]
+        hidden = vectors if self._embedding_scale == 1.0 else vectors.mul_(self._embedding_scale)
+        if side is not None:
+            step.memo[BESIDE] = side(others, hidden)
+        return hidden
 
     def forward(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
         """`vectors`: those of the step's tokens, where they are known already; overwritten."""

@@ -6,7 +6,7 @@ of Mistral, Qwen2 and Qwen3 may have windows. Granite scales what it adds; some 
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
@@ -15,7 +15,7 @@ from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.modules import PairedEmbedding
 from quire.runtime.layers.side_inputs import SideInputs
-from quire.runtime.layers.step import BESIDE, ForwardStep
+from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.family import Family, GgufFamily, classifier_of
@@ -69,14 +69,7 @@ class Decoder(BaseModel):
         side, table = model.side_inputs, model.embed_tokens
         tables = table if side is None else PairedEmbedding(table, side.embed_tokens_per_layer)
         self.assemble(tables, model.layers, model.norm, self.lm_head, self.score)
-
-    def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:
-        side, size = self.model.side_inputs, self.model.embed_tokens.size
-        if side is None:
-            return super().embed(vectors, step)
-        hidden = super().embed(vectors[:, :size].contiguous(), step)
-        step.memo[BESIDE] = side(vectors[:, size:], hidden)
-        return hidden
+        self.side = (side,)
 
 
 def read_llama(config: Fields) -> ModelConfig:
