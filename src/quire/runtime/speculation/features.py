@@ -63,8 +63,11 @@ class BlockFeatures:
             places = blocks * self._size + plan.positions % self._size
             return torch.where(plan.rows < 0, self._spare, places)
         cache = next(cache for cache in step.caches if cache.table == 0)
-        first = step.slots.view(-1, cache.key.shape[1])[:, 0]  # the slot of the first head
-        return first // (cache.block_heads * self._size) * self._size + first % self._size
+        first, unit = step.slots[:: cache.key.shape[1]], cache.block_heads * self._size  # slots of the first head
+        if first.device.type == "cpu":  # numpy takes less time for a few numbers
+            places = first.numpy()
+            return torch.from_numpy(places // unit * self._size + places % self._size)
+        return first // unit * self._size + first % self._size
 
 
 class FeatureTaps:
