@@ -81,6 +81,7 @@ class RankedExecutor:
         self._unreported = 0  # ranks that were asked for their transfers and have not answered
         self._watch = RankWatch(launcher, config.parallel.rank_timeout)
         self._ranks: Sequence[Rank] = ()
+        self.num_bytes: dict[int, tuple[int, int]] = {}  # by rank: of its weights, and of its KV cache
         self._messages = RankMessages((), self._watch, None)
         try:
             self._ranks = self._watch.ranks()
@@ -119,7 +120,7 @@ class RankedExecutor:
         """Take in what a rank says; return whether it has loaded."""
         while (message := rank.control.receive(wait=False)) is not None:
             if message.kind is Kind.READY:
-                weights, cache = decode(message.data)
+                weights, cache = self.num_bytes[rank.place.rank] = decode(message.data)
                 sizes = format_size(weights), format_size(cache)
                 logger.info("%s has loaded: weights %s, KV cache %s", describe(rank), *sizes)
                 return True

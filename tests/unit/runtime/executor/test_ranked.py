@@ -82,6 +82,14 @@ def test_an_engine_over_two_ranks_answers_as_one_over_one(ranked: RankedExecutor
     assert answers[0] == answers[1]
 
 
+def test_each_rank_tells_the_bytes_that_it_holds(ranked: RankedExecutor) -> None:
+    _, cache = make_single(CONFIG).num_bytes
+    assert set(ranked.num_bytes) == {0, 1}
+    for weights, own_cache in ranked.num_bytes.values():
+        assert weights > 0  # the memory in which ranks sum is counted with them
+        assert 2 * own_cache == cache
+
+
 def test_a_guided_step_waits_for_its_masks(ranked: RankedExecutor) -> None:
     ranked.launch(first_step(0, new_row(0, 5)))
     ranked.collect()
