@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "control_message": ("bytes and microseconds of the control message of a step to 1, 2 and 4 ranks, no model", ()),
     "collectives": ("microseconds in which 2 CPU ranks sum a tensor, in shared memory and by Gloo, no model", ()),
+    "rank_memory": ("bytes of weights and KV cache of each of 1 and 2 ranks, random weights", ("--ranks", "1,2")),
     "messages": ("microseconds of Python per request between edge and engine, no model", ()),
     "kv_waste": ("KV memory in use / allocated, on trace lengths, no model", ("--requests", "4000")),
     "policies": ("scheduling policies and baselines on one trace, by a cost model", ("memory", "--requests", "400")),

@@ -1,5 +1,5 @@
 """Engines whose ranks are processes: tensor parallel, pipeline parallel and both give the tokens of one process, with
-chunked prompts, a prefix cache, beams, preemption, drafts, samples and adapters."""
+chunked prompts, a prefix cache, beams, drafts, samples and adapters. All of it at once: test_rank_features.py."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ def check(directory: Path, prompts: list[list[int]], shape: str, **settings: Any
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES if WHOLE else NAMES[:1])
 def test_ranks_give_the_tokens_of_one_process(name: str, shape: str, tmp_path: Path) -> None:
-    """With so few blocks that requests are preempted."""
     case = FamilyCase(name, tmp_path, CHANGES.get(name, {}))
     assert case.model is not None  # it is written
     check(tmp_path, [case.prompt(length, length) for length in (30, 7, 22)], shape, num_kv_blocks=48)

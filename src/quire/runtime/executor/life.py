@@ -36,7 +36,7 @@ class Life(NamedTuple):
     step: int = -1  # the number of the last step
     meetings: int = 0  # sums in shared memory that it has come to, those of compiled programs among them
     state: int = LOADING
-    asleep: int = 0  # beats in a row at which a step had got no further and no thread of the rank ran
+    asleep: int = 0  # beats at which a step had got no further and no thread of the rank ran, less when one did
     crowding: float = 0.0  # of its machine, at its last beat
     native: int = 0  # beats of a thread that needs nothing of the interpreter; 0: there is none
 
@@ -85,12 +85,16 @@ class LifePage:
         threading.Thread(target=self._beat, name="quire-heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
-        pause, before = threading.Event(), tuple[int, ...]()
+        pause, before = threading.Event(), self.read().progress
         while not pause.wait(_BEAT_SECONDS):
             progress = self.read().progress
-            is_stuck = progress == before and self._looks_for_sleep and self._could_sleep() and not any_thread_runs()
-            self._asleep, before = min(self._asleep + 1, _MOST_ASLEEP) if is_stuck else 0, progress
-            self._beats, self._crowding = self._beats + 1, crowding()
+            if progress != before or not self._looks_for_sleep or not self._could_sleep():
+                self._asleep = 0
+            elif any_thread_runs():
+                self._asleep //= 2  # it may be the native heart, which runs now and then
+            else:
+                self._asleep = min(self._asleep + 1, _MOST_ASLEEP)
+            self._beats, self._crowding, before = self._beats + 1, crowding(), progress
             self._write()
 
     def look_for_sleep(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.config.sizes import format_size
-from quire.runtime.executor.channel import Kind
+from quire.runtime.executor.channel import Kind, Message
 from quire.runtime.executor.codec import FINGERPRINT, decode, encode
 from quire.runtime.executor.links import Rank, RankLauncher
 from quire.runtime.executor.plan_codec import PlanEncoder
@@ -34,6 +34,7 @@ logger = logging.getLogger("quire.runtime")
 
 _DEPTHS = {"cpu": 1, "cuda": 2}
 _EXIT_SECONDS = 5.0  # for ranks to finish what they write to disk, and their step
+_CALL_SECONDS = 300.0  # for a rank to read an adapter, from a slow disk too
 _COLLECTIVE_FACTOR = 2.0  # a rank's own deadline comes after the watch has named the rank that is behind
 
 
@@ -81,6 +82,7 @@ class RankedExecutor:
         self._unreported = 0  # ranks that were asked for their transfers and have not answered
         self._watch = RankWatch(launcher, config.parallel.rank_timeout)
         self._ranks: Sequence[Rank] = ()
+        self.num_bytes: dict[int, tuple[int, int]] = {}  # by rank: of its weights, and of its KV cache
         self._messages = RankMessages((), self._watch, None)
         try:
             self._ranks = self._watch.ranks()
@@ -119,7 +121,7 @@ class RankedExecutor:
         """Take in what a rank says; return whether it has loaded."""
         while (message := rank.control.receive(wait=False)) is not None:
             if message.kind is Kind.READY:
-                weights, cache = decode(message.data)
+                weights, cache = self.num_bytes[rank.place.rank] = decode(message.data)
                 sizes = format_size(weights), format_size(cache)
                 logger.info("%s has loaded: weights %s, KV cache %s", describe(rank), *sizes)
                 return True
@@ -176,21 +178,35 @@ class RankedExecutor:
         self._call(Kind.FORGET_ADAPTER, (digest,))
 
     def _call(self, kind: Kind, arguments: tuple[str, ...]) -> list[Any]:
-        """Ask all ranks, and return their answers. Raises InvalidRequest where one refuses."""
+        """Ask all ranks, and return their answers. Raises InvalidRequest where one refuses, and EngineDead where one
+        does not answer in time."""
         self._messages.check_open()
         payload = encode(arguments)
         with self._calling:
             try:
                 for rank in self._ranks:
                     rank.calls.send(kind, payload)
-                messages = [rank.calls.receive() for rank in self._ranks]
+                deadline = time.monotonic() + _CALL_SECONDS
+                messages = [self._hear_answer(rank, deadline) for rank in self._ranks]
             except (EOFError, OSError):
                 raise self._watch.death() from None
-        answers = [(message.kind, decode(message.data)) for message in messages if message is not None]
+        answers = [(message.kind, decode(message.data)) for message in messages]
         for answer, value in answers:
             if answer is Kind.REFUSED:
                 raise InvalidRequest(*value)
         return [value for _, value in answers]
+
+    def _hear_answer(self, rank: Rank, deadline: float) -> Message:
+        """Raises EOFError where the rank is gone, or is ended as it has not answered by the deadline."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(rank.calls, selectors.EVENT_READ)
+            while (message := rank.calls.receive(wait=False)) is None:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    self._watch.accuse(
+                        rank, f"did not answer within {_CALL_SECONDS:g} s when it was to read an adapter"
+                    )
+                    raise EOFError
+        return message
 
     # ----------------------------------------------------------------------------------------------------------- end
     def check(self) -> None:

@@ -97,7 +97,8 @@ class RayRank:
         with contextlib.suppress(Exception):
             import ray
 
-            ray.kill(self._actor, no_restart=True)
+            if ray.is_initialized():  # else it would start a cluster
+                ray.kill(self._actor, no_restart=True)
 
     def close(self) -> None:
         """Several ranks that were killed first end at once, and are waited for no longer than one of them."""

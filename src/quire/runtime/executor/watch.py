@@ -21,7 +21,7 @@ _STOPPED_SECONDS = 0.5  # that a rank may be halted
 _SILENT_SECONDS = 1.5  # without a heartbeat, where heartbeats come in time
 _LATE_SECONDS = 0.3  # that pass between two heartbeats on a machine with some load
 _LATE_DECAY = 0.999  # of the longest time between two heartbeats, at each of them: it halves in a minute
-_ASLEEP_BEATS = 12  # at which a step had got no further and no thread of its rank ran
+_ASLEEP_BEATS = 10  # at which a step had got no further and no thread of its rank ran
 _LOCKED_SECONDS = 15.0  # the same where the interpreter's lock can hold heartbeats up
 _LOADING_SILENT_SECONDS = 60.0  # the same while modules are imported and weights are read
 _VERDICT_SECONDS = 5.0  # from a broken channel to the verdict
@@ -43,6 +43,7 @@ class RankWatch:
         """`timeout`: seconds that a rank may be behind while others wait for it."""
         self._launcher, self._timeout = launcher, timeout
         self.fault: Fault | None = None
+        self._accused: Fault | None = None
         self._ranks: Sequence[Rank] = ()
         self._failure: BaseException | None = None  # of starting them
         self._started, self._over, self._stopping = threading.Event(), threading.Event(), threading.Event()
@@ -67,6 +68,10 @@ class RankWatch:
         """Wait for the cause, as a channel to a rank is broken."""
         self._over.wait(_VERDICT_SECONDS)
         return self.fault or Fault("a rank closed its channel")
+
+    def accuse(self, rank: Rank, what: str) -> None:
+        """Have all ranks ended, as this one has done what makes it useless: "did not answer"."""
+        self._accused = Fault(f"{describe(rank)} {what}")
 
     def death(self) -> EngineDead:
         """The error of an engine whose ranks are gone."""
@@ -129,6 +134,8 @@ class RankWatch:
                 logger.exception("%s could not be ended", describe(rank))
 
     def _look(self, now: float) -> Fault | None:
+        if self._accused is not None:
+            return self._accused
         if any(rank.ending() is not None for rank in self._ranks):
             time.sleep(_GRACE_SECONDS)
             return self._ended()

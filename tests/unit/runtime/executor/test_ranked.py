@@ -22,6 +22,7 @@ from adapter_files import SMALL, make_adapter
 from faulty_rank_main import LOOPS, LOOPS_INSIDE, RAISES, SLEEPS, SLEEPS_INSIDE
 from quire.config.tiers import TierConfig
 from quire.engine.core import EngineCore
+from quire.runtime.executor import ranked as ranked_module
 from quire.runtime.executor.channel import Channel, Kind, channel_pair
 from quire.runtime.executor.codec import encode
 from quire.runtime.executor.life import BUSY, IDLE, PAGE_BYTES, LifePage
@@ -80,6 +81,14 @@ def test_an_engine_over_two_ranks_answers_as_one_over_one(ranked: RankedExecutor
         answers.append({name: [list(one.token_ids) for one in end.samples] for name, end in found.items()})
         assert not any(end.error for end in found.values())
     assert answers[0] == answers[1]
+
+
+def test_each_rank_tells_the_bytes_that_it_holds(ranked: RankedExecutor) -> None:
+    _, cache = make_single(CONFIG).num_bytes
+    assert set(ranked.num_bytes) == {0, 1}
+    for weights, own_cache in ranked.num_bytes.values():
+        assert weights > 0  # the memory in which ranks sum is counted with them
+        assert 2 * own_cache == cache
 
 
 def test_a_guided_step_waits_for_its_masks(ranked: RankedExecutor) -> None:
@@ -309,6 +318,16 @@ class OneStep:
 
     def empty(self) -> bool:
         return not self._steps
+
+
+def test_a_rank_that_does_not_answer_a_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranked_module, "_CALL_SECONDS", 0.05)
+    executor = RankedExecutor(RankJob(FILES, MODEL, config_of(tensor=2), "dummy"), ThreadLauncher())
+    said = r"^rank 0 of 2 \(stage 0, shard 0, a thread\) did not answer within 0.05 s when it was to read an adapter$"
+    with pytest.raises(EngineDead, match=said):
+        executor.read_adapter("mine", "/nowhere")
+    with pytest.raises(TimeoutError, match="it does not end"):
+        executor.close()
 
 
 def test_a_rank_is_busy_until_its_last_step_has_ended() -> None:

@@ -252,9 +252,9 @@ def count():
         pass
 sleeper, worker = threading.Thread(target=pause.wait, daemon=True), threading.Thread(target=count)
 sleeper.start()
-print(any_thread_runs())
+print(all(any_thread_runs() for _ in range(1000)))
 worker.start()
-print(any(any_thread_runs() for _ in range(100)))
+print(any(any_thread_runs() for _ in range(1000)))
 over.set()
 worker.join()
 """
