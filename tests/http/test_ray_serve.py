@@ -7,6 +7,8 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +24,24 @@ PATIENCE = 240.0
 SIZES = ("--max-num-seqs", "4", "--num-kv-blocks", "512", "--max-model-len", "1024", "--threads", "1")
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@contextmanager
+def served(folder: Path, **scaling: float) -> Iterator[str]:
+    """The address of the application on a cluster of its own."""
     from ray import serve
 
     from quire.serving.router.ray_serve import build_app
 
-    model = write_tiny_model(tmp_path_factory.mktemp("model"))
+    model = write_tiny_model(folder)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    arguments = {"model": str(model), "flags": " ".join((*FLAGS, *SIZES)), "min_replicas": 2, "max_replicas": 2,
-                 "num_cpus": 0.5}  # fmt: skip
-    serve.run(build_app(arguments))
-    yield f"http://127.0.0.1:{port}"
-    serve.shutdown()
-    ray.shutdown()
+    try:
+        serve.run(build_app({"model": str(model), "flags": " ".join((*FLAGS, *SIZES)), "num_cpus": 0.5, **scaling}))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
 
 
 def ask(client: httpx.Client, number: int, **fields: Any) -> httpx.Response:
@@ -51,8 +54,11 @@ def engines() -> list[int]:
     return [pid for pid in pids if "quire.serving.router.replica_main" in command_of(pid)]
 
 
-def test_prompts_go_back_to_the_engine_that_has_them_and_a_dead_engine_is_replaced(url: str) -> None:
-    with httpx.Client(base_url=url, timeout=PATIENCE) as client:
+def test_prompts_go_back_to_the_engine_that_has_them_and_a_dead_engine_is_replaced(tmp_path: Path) -> None:
+    with (
+        served(tmp_path, min_replicas=2, max_replicas=2) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE) as client,
+    ):
         first = [ask(client, number) for number in range(10)]
         assert {answer.status_code for answer in first} == {200}
         homes = [answer.headers["x-routed-to"] for answer in first]
@@ -71,3 +77,21 @@ def test_prompts_go_back_to_the_engine_that_has_them_and_a_dead_engine_is_replac
             if answer.status_code == 200:
                 healthy.add(answer.headers["x-routed-to"])
             time.sleep(0.2)
+
+
+def test_a_second_engine_starts_under_load(tmp_path: Path) -> None:
+    with (
+        served(tmp_path, min_replicas=1, max_replicas=2, target_ongoing_requests=1) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        assert len(engines()) == 1
+        homes: set[str] = set()
+        until = time.monotonic() + PATIENCE
+        while len(homes) < 2:
+            assert time.monotonic() < until
+            numbers = [int(time.monotonic() * 1_000) + number for number in range(8)]
+            answers = list(pool.map(lambda number: ask(client, number, max_tokens=200), numbers))
+            assert {answer.status_code for answer in answers} == {200}
+            homes |= {answer.headers["x-routed-to"] for answer in answers}
+        assert len(engines()) == 2
