@@ -20,7 +20,6 @@ from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
 from quire.runtime.layers.choice import choose_product
 from quire.runtime.layers.delta import DeltaRule, apart
-from quire.runtime.layers.draft_tokens import DraftTokens
 from quire.runtime.layers.experts import (
     EachExpert,
     ExpertScales,
@@ -88,11 +87,11 @@ class LayerBuilder:
         encoders; ranks: those that share every layer."""
         self.ranks, self._splits = ranks, RankSplits(ranks.tensor, whole_experts=ranks.place.config.expert)
         heads, local_heads = self._splits.heads(heads), None if local_heads is None else self._splits.heads(local_heads)
-        self._placement = Placement(TORCH_DTYPES[config.dtype], torch.device(config.device))
-        dtype, device = self._placement.dtype, self._placement.device
+        self.placement = Placement(TORCH_DTYPES[config.dtype], torch.device(config.device))
+        dtype, device = self.placement.dtype, self.placement.device
         compute = dtype if multiplies_natively(dtype, device) else torch.float32
         self.backend: AttentionBackend = make_backend(
-            config.attention_backend, heads, compute, self._placement, block_size, TORCH_DTYPES[config.kv_dtype],
+            config.attention_backend, heads, compute, self.placement, block_size, TORCH_DTYPES[config.kv_dtype],
             local_heads,
         )  # fmt: skip
         triton = self.backend.kernels == "triton"
@@ -116,29 +115,29 @@ class LayerBuilder:
     @property
     def dtype(self) -> torch.dtype:
         """Of activations."""
-        return self._placement.dtype
+        return self.placement.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._placement.device
+        return self.placement.device
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
         """One that every rank holds whole."""
-        return Linear(inputs, {name: outputs}, bias, self._product, self._placement)
+        return Linear(inputs, {name: outputs}, bias, self._product, self.placement)
 
     def column_linear(
         self, name: str, inputs: int, outputs: int | Heads, *, bias: bool, stored: Stored = AS_IT_IS
     ) -> Linear:
         """Column parallel: ranks share the outputs. These are an intermediate size, or queries, keys and values."""
         split = self._splits.qkv(outputs) if isinstance(outputs, Heads) else self._splits.size(outputs)
-        return Linear(inputs, {name: split}, bias, self._product, self._placement, stored)
+        return Linear(inputs, {name: split}, bias, self._product, self.placement, stored)
 
     def query_linear(
         self, name: str, inputs: int, heads: Heads, *, bias: bool, dim: int | None = None, stored: Stored = AS_IT_IS
     ) -> Linear:
         """Column parallel: queries alone, of `dim` numbers each."""
         split = self._splits.query(heads, dim)
-        return Linear(inputs, {name: split}, bias, self._product, self._placement, stored)
+        return Linear(inputs, {name: split}, bias, self._product, self.placement, stored)
 
     def row_linear(
         self, name: str, inputs: int | Heads, outputs: int, *, bias: bool, dim: int | None = None,
@@ -156,27 +155,27 @@ class LayerBuilder:
         group = self._splits.group
         if group is not None and group.size > 1 and inputs.is_whole:  # of an expert that no other rank has
             group = None
-        layer = Linear(inputs, {name: outputs}, bias, self._product, self._placement, stored, group=group)
+        layer = Linear(inputs, {name: outputs}, bias, self._product, self.placement, stored, group=group)
         layer.reduces = reduces and layer.reduces
         return layer
 
     def whole_linear(self, name: str, inputs: int, outputs: int) -> Linear:
         """One with a bias that is never quantized."""
-        return Linear(inputs, {name: outputs}, True, self._table_product, self._placement)
+        return Linear(inputs, {name: outputs}, True, self._table_product, self.placement)
 
     def patch_linear(self, name: str, kernel: tuple[int, ...], outputs: int) -> Linear:
         """A convolution over patches that do not overlap: a product with each of them. Never quantized."""
         inputs, stored = math.prod(kernel), Stored(kernel=kernel)
-        return Linear(inputs, {name: outputs}, False, self._table_product, self._placement, stored)
+        return Linear(inputs, {name: outputs}, False, self._table_product, self.placement, stored)
 
     def qkv_linear(
         self, inputs: int, heads: Heads, *, bias: bool, names: tuple[str, str, str] = QKV, keys_are_values: bool = False
     ) -> Linear:
         queries, keys = self._splits.query(heads), self._splits.kv(heads)
         if keys_are_values:
-            return KeysAsValues(inputs, queries, keys, bias, self._product, self._placement)
+            return KeysAsValues(inputs, queries, keys, bias, self._product, self.placement)
         outputs = dict(zip(names, (queries, keys, keys), strict=True))
-        return Linear(inputs, outputs, bias, self._product, self._placement)
+        return Linear(inputs, outputs, bias, self._product, self.placement)
 
     def gated_qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
         """Queries, keys, values, then the logits of what queries read is gated by: checkpoints have those of a head
@@ -185,7 +184,7 @@ class LayerBuilder:
         outputs = {"q_proj": self._splits.query(heads, 2 * heads.dim), "k_proj": keys, "v_proj": keys}
         query, gate = torch.arange(2 * own.query_size).view(own.num_query, 2, own.dim).transpose(0, 1).flatten(1)
         order = torch.cat((query, torch.arange(2 * own.query_size, 2 * (own.query_size + own.kv_size)), gate))
-        return Linear(inputs, outputs, bias, self._product, self._placement, order=order)
+        return Linear(inputs, outputs, bias, self._product, self.placement, order=order)
 
     def output_gate(self) -> OutputGate:
         return OutputGate(self._ops)
@@ -198,7 +197,7 @@ class LayerBuilder:
         stored: Stored | Mapping[str, Stored] = AS_IT_IS,
     ) -> Linear:
         """One product for several matrices; `stored`: see Linear. Sizes are whole on every rank, splits are shared."""
-        return Linear(inputs, outputs, False, self._product, self._placement, stored)
+        return Linear(inputs, outputs, False, self._product, self.placement, stored)
 
     def query_outputs(self, heads: Heads, dim: int) -> Split:
         """Of query heads with `dim` numbers each, for `stacked_linear`."""
@@ -211,14 +210,14 @@ class LayerBuilder:
         keys, values, heads, groups = each.keys, each.values, each.value_heads, each.groups
         if not joined:
             wide = {"in_proj_qkv": behind(keys, keys, values), "in_proj_z": values}
-            in_proj = Linear(hidden, wide, False, self._product, self._placement)
+            in_proj = Linear(hidden, wide, False, self._product, self.placement)
             narrow = {"in_proj_b": heads, "in_proj_a": heads}
-            return in_proj, Router(hidden, narrow, False, self._table_product, self._placement)
+            return in_proj, Router(hidden, narrow, False, self._table_product, self.placement)
         parts = (sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim)
         of_group, order = groups.times(sum(parts)), apart(groups.count, parts)
-        in_proj = Linear(hidden, {"in_proj_qkvz": of_group}, False, self._product, self._placement, order=order)
+        in_proj = Linear(hidden, {"in_proj_qkvz": of_group}, False, self._product, self.placement, order=order)
         of_group, order = groups.times(2 * shared), apart(groups.count, (shared, shared))
-        gates = Router(hidden, {"in_proj_ba": of_group}, False, self._table_product, self._placement, order=order)
+        gates = Router(hidden, {"in_proj_ba": of_group}, False, self._table_product, self.placement, order=order)
         return in_proj, gates
 
     def delta_out(self, sizes: Recurrent, hidden: int) -> Linear:
@@ -227,7 +226,7 @@ class LayerBuilder:
 
     def delta_rule(self, recurrent: Recurrent, place: int, eps: float) -> DeltaRule:
         """`place`: the layer's number among the recurrent ones."""
-        return DeltaRule(recurrent, self._splits.recurrent(recurrent), place, eps, self._placement)
+        return DeltaRule(recurrent, self._splits.recurrent(recurrent), place, eps, self.placement)
 
     def gated_mlp(
         self,
@@ -246,7 +245,7 @@ class LayerBuilder:
         gate, up, down = names
         size = intermediate if isinstance(intermediate, Split) else self._splits.size(intermediate)
         both = {gate: behind(size, size)} if gate == up else {gate: size, up: size}
-        gate_up = Linear(hidden, both, bias, self._product, self._placement)
+        gate_up = Linear(hidden, both, bias, self._product, self.placement)
         turned = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
         return GatedMLP(gate_up, turned, activation, self._ops, clamp)
 
@@ -254,37 +253,37 @@ class LayerBuilder:
         """`names`: of an expert's matrices for gate, up and down."""
         settings, hidden, activation = config.experts, config.hidden_size, config.activation
         assert settings is not None
-        gate = Router(hidden, {router: settings.num}, settings.has_bias, self._table_product, self._placement)
+        gate = Router(hidden, {router: settings.num}, settings.has_bias, self._table_product, self.placement)
         experts = self._experts(hidden, settings, activation, names)
         shared, shared_gate = None, None
         if settings.shared_size:
             shared = self.gated_mlp(hidden, settings.shared_size, activation, bias=False, reduces=False)
         if settings.shared_has_gate:
-            shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self._placement)
-        bias = ScoreBias(settings.num, self._placement) if settings.by_sigmoid else None
+            shared_gate = Router(hidden, {"shared_expert_gate": 1}, False, self._table_product, self.placement)
+        bias = ScoreBias(settings.num, self.placement) if settings.by_sigmoid else None
         return MoEMLP(gate, experts, settings, shared, shared_gate, bias)
 
     def side_experts(self, config: ModelConfig) -> SideExperts:
         """The weights of the router's norm are stored times the root of their number."""
         assert config.experts is not None
         hidden, num, eps = config.hidden_size, config.experts.num, config.norm_eps
-        norm = RMSNorm("scale", hidden, eps, self._ops, self._placement, factor=hidden**-0.5)
-        proj = Router(hidden, {"proj": num}, False, self._table_product, self._placement)
-        router = NormedRouter(norm, proj, ExpertScales(num, self._placement))
+        norm = RMSNorm("scale", hidden, eps, self._ops, self.placement, factor=hidden**-0.5)
+        proj = Router(hidden, {"proj": num}, False, self._table_product, self.placement)
+        router = NormedRouter(norm, proj, ExpertScales(num, self.placement))
         experts = self._experts(hidden, config.experts, config.activation, GATED)
         first, second, third = (self.rms_norm(name, hidden, eps) for name in SIDE_NORMS)
         return SideExperts(router, experts, config.experts, (first, second, third))
 
     def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
         """Those of an outline are stacked too: thousands of layers would take seconds to make."""
-        device, splits, triton = self._placement.device, self._splits, self.backend.kernels == "triton"
+        device, splits, triton = self.placement.device, self._splits, self.backend.kernels == "triton"
         own, total = splits.experts(settings.num), expert_sum(splits.group, settings, whole=splits.whole_experts)
         size, bias, clamp = splits.expert_size(settings.size), settings.has_bias, clamp_of(settings)
         if not triton and device.type != "meta":
             mlp = partial(self.gated_mlp, hidden, size, activation, bias=bias, names=names, clamp=clamp, reduces=False)
             return EachExpert({number: mlp() for number in own}, total)
         gate, up, down = names
-        make = partial(ExpertLinear, own, placement=self._placement, bias=bias, float8=self._float8)
+        make = partial(ExpertLinear, own, placement=self.placement, bias=bias, float8=self._float8)
         group = None if size.is_whole else splits.group
         gate_up, turned = make(hidden, {gate: size, up: size}), make(size, {down: hidden}, group=group)
         rows = dependent_rows(device) if triton else 0
@@ -294,20 +293,20 @@ class LayerBuilder:
         return MLP(up, down, activation, self._ops)
 
     def layer_norm(self, name: str, size: int, eps: float) -> LayerNorm:
-        return LayerNorm(name, size, eps, self._ops, self._placement)
+        return LayerNorm(name, size, eps, self._ops, self.placement)
 
     def rms_norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
-        return RMSNorm(name, size, eps, self._ops, self._placement, offset)
+        return RMSNorm(name, size, eps, self._ops, self.placement, offset)
 
     def head_norm(
         self, heads: Heads, eps: float, offset: float = 0.0, *, of_keys: bool = True, of_values: bool = False
     ) -> HeadNorm:
         own = self._splits.heads(heads)
         own = own if of_keys else replace(own, num_kv=0)
-        return HeadNorm(own, eps, self._placement, offset, of_values=of_values)
+        return HeadNorm(own, eps, self.placement, offset, of_values=of_values)
 
     def scalar(self, name: str) -> Scalar:
-        return Scalar(name, self._placement)
+        return Scalar(name, self.placement)
 
     def side_gate(self, column: int, activation: str) -> SideGate:
         return SideGate(column, activation, self._ops)
@@ -315,11 +314,11 @@ class LayerBuilder:
     def projection_norm(self, heads: Heads, eps: float) -> ProjectionNorm:
         splits = self._splits
         queries, keys, num = splits.query(heads), splits.kv(heads), splits.num_holders(heads)
-        return ProjectionNorm(queries, keys, eps, self._ops, self._placement, splits.group, num)
+        return ProjectionNorm(queries, keys, eps, self._ops, self.placement, splits.group, num)
 
     def rounded(self, number: float) -> float:
         """A number as the model's tensors hold it."""
-        return torch.tensor(number, dtype=self._placement.dtype).item()
+        return torch.tensor(number, dtype=self.placement.dtype).item()
 
     def attention(
         self, heads: Heads, layer: int, rope: Rope | None, rule: AttentionRule | None = None,
@@ -334,7 +333,7 @@ class LayerBuilder:
         return Attention(self._splits.heads(heads), layer, rule, rotary, self._ops, lends=lends, borrows=borrows)
 
     def sinks(self, heads: Heads) -> Sinks:
-        return Sinks(self._splits.query(heads, 1), self._placement)
+        return Sinks(self._splits.query(heads, 1), self.placement)
 
     def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention:
         """With the rotary positions, window, scale and cap that the config has for the layer."""
@@ -353,7 +352,7 @@ class LayerBuilder:
     def latent_products(self, config: ModelConfig) -> LatentProducts:
         assert config.latent is not None
         return LatentProducts(
-            self._splits.query(config.heads, 1), config.latent, self._heads_product, self._placement
+            self._splits.query(config.heads, 1), config.latent, self._heads_product, self.placement
         )  # fmt: skip
 
     def latent_attention(self, config: ModelConfig, layer: int) -> LatentAttention:
@@ -367,7 +366,7 @@ class LayerBuilder:
 
     def _heads_product(self, weight: Tensor, rest: int) -> HeadLinear:
         if self.backend.kernels == "triton":
-            return TritonHeads(weight, rest, dependent_rows=dependent_rows(self._placement.device))
+            return TritonHeads(weight, rest, dependent_rows=dependent_rows(self.placement.device))
         if self.backend.kernels == "native":
             return PackedHeads(weight, rest, self._table_product)
         return DenseHeads(weight, rest)
@@ -375,22 +374,19 @@ class LayerBuilder:
     def _rotary(self, rope: Rope, dim: int) -> Rotary:
         """The same one for all layers with the same positions."""
         if (rope, dim) not in self._rotaries:
-            self._rotaries[rope, dim] = Rotary(rope, dim, self._placement)
+            self._rotaries[rope, dim] = Rotary(rope, dim, self.placement)
         return self._rotaries[rope, dim]
 
     def embedding(self, name: str, vocab_size: int, size: int) -> Embedding:
         vocab = self._splits.size(vocab_size)
-        return Embedding(name, vocab, size, self._table_product, self._placement, self._splits.group)
+        return Embedding(name, vocab, size, self._table_product, self.placement, self._splits.group)
 
     def position_embedding(self, name: str, num_positions: int, size: int, *, offset: int = 0) -> PositionEmbedding:
-        return PositionEmbedding(name, num_positions, size, self._placement, offset=offset)
-
-    def draft_tokens(self, num: int, vocab_size: int) -> DraftTokens | None:
-        return DraftTokens(num, vocab_size, self._placement) if num < vocab_size else None
+        return PositionEmbedding(name, num_positions, size, self.placement, offset=offset)
 
     def label_head(self, name: str, config: ModelConfig) -> Linear:
         """The head of a classifier. Never quantized."""
-        return Linear(config.hidden_size, {name: config.num_labels}, False, self._table_product, self._placement)
+        return Linear(config.hidden_size, {name: config.num_labels}, False, self._table_product, self.placement)
 
     def lm_head(self, name: str, embedding: Embedding, config: ModelConfig, *, bias: bool = False) -> nn.Module:
         """A tied head has no bias."""
@@ -398,4 +394,4 @@ class LayerBuilder:
             assert not bias
             return TiedHead(embedding, self._head_product)
         vocab = self._splits.size(config.vocab_size)
-        return Linear(config.hidden_size, {name: vocab}, bias, self._table_product, self._placement)
+        return Linear(config.hidden_size, {name: vocab}, bias, self._table_product, self.placement)

@@ -17,6 +17,7 @@ from quire.config.fields import Fields
 from quire.config.model import EagleHead, ModelConfig
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.builder import LayerBuilder
+from quire.runtime.layers.draft_tokens import DraftTokens
 from quire.runtime.layers.eagle_block import EagleBlock
 from quire.runtime.layers.modules import LentEmbedding
 from quire.runtime.layers.step import BESIDE, AdaptedRows, ForwardStep
@@ -46,7 +47,8 @@ class Eagle3(BaseModel):
         self.layers = Blocks((EagleBlock(config, build) for _ in range(1)), config)
         self.norm = build.rms_norm("norm", hidden, config.norm_eps)
         self.lm_head = build.linear("lm_head", hidden, eagle.vocab_size, bias=False)
-        self.d2t = build.draft_tokens(eagle.vocab_size, config.vocab_size)
+        is_part = eagle.vocab_size < config.vocab_size
+        self.d2t = DraftTokens(eagle.vocab_size, config.vocab_size, build.placement) if is_part else None
         self._table = LentEmbedding(build.dtype)
         self.assemble(self._table, self.layers, self.norm, self.lm_head)
         self._features: Features | None = None
