@@ -10,7 +10,7 @@ namespace {
 // byte of levels of fewer than 8 bits, they come to the second cache before that: so the next panel's begin is there too.
 constexpr bool comes_early(int64_t format) { return digits_of(format) == 1 && bits_of(format) < 8; }
 constexpr int64_t bytes_ahead(int64_t format) { return comes_early(format) ? 1536 : 1024; }
-constexpr int64_t EARLY_BYTES = 6144;
+constexpr int64_t EARLY_BYTES = 10240;
 constexpr int INT8_TURN = 4;  // rows that a line is multiplied by before the next line is
 
 // Of paired outputs, those of the upper half of a panel are multiplied by 16 times their levels.
