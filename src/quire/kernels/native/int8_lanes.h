@@ -10,7 +10,7 @@ namespace {
 // byte of levels of fewer than 8 bits, they come to the second cache before that: so the next panel's begin is there too.
 constexpr bool comes_early(int64_t format) { return digits_of(format) == 1 && bits_of(format) < 8; }
 constexpr int64_t bytes_ahead(int64_t format) { return comes_early(format) ? 1536 : 1024; }
-constexpr int64_t EARLY_BYTES = 6144;
+constexpr int64_t EARLY_BYTES = 10240;
 constexpr int INT8_TURN = 4;  // rows that a line is multiplied by before the next line is
 
 // Of paired outputs, those of the upper half of a panel are multiplied by 16 times their levels.
@@ -23,7 +23,8 @@ constexpr int64_t place_of_part(int64_t format, int64_t part) {
 
 // Line K of 32 inputs, of four outputs, as signed bytes: levels times unit_of(FORMAT), which fills a byte where that takes
 // fewer instructions. UPPER: of paired outputs, upper ones.
-template <int64_t FORMAT, int K, bool UPPER> inline __attribute__((always_inline)) int8x16_t signed_line(const uint8_t* from) {
+template <int64_t FORMAT, int K, bool UPPER>
+inline __attribute__((always_inline)) int8x16_t signed_line(const uint8_t* from) {
     constexpr int64_t BITS = bits_of(FORMAT);
     if constexpr (has_paired_outputs(FORMAT))
         return vreinterpretq_s8_u8(vandq_u8(vld1q_u8(from + K * PAIRED_BYTES), vdupq_n_u8(UPPER ? 0xF0 : 15)));
@@ -102,7 +103,7 @@ template <int64_t FORMAT> inline __attribute__((always_inline)) Floats as_floats
     else return (Floats)vcvtq_f32_s32(sums);
 }
 
-// The sums of one row minus others of it, as floats: both begin with the same bits.
+// The sums of one row minus others of it, as floats: where sums begin with SUM_ORIGIN, both do, and it falls out.
 template <int64_t FORMAT> inline __attribute__((always_inline)) Floats difference(int32x4_t sums, int32x4_t others) {
     if constexpr (has_sum_origin(FORMAT))
         return (Floats)vsubq_f32(vreinterpretq_f32_s32(sums), vreinterpretq_f32_s32(others));
