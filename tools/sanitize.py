@@ -113,11 +113,15 @@ def build(sanitizer: str, path: CpuPath, folder: Path) -> None:
 
 
 def environment_of(sanitizer: str, path: CpuPath, folder: Path) -> dict[str, str]:
-    runtime = subprocess.check_output(["gcc", f"-print-file-name={RUNTIMES[sanitizer]}"], text=True).strip()
+    # with C++'s own: the runtime looks for what throws exceptions when it is loaded, and Python itself has none of it
+    libraries = [
+        subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip()
+        for name in (RUNTIMES[sanitizer], "libstdc++.so.6")
+    ]
     return {
         **os.environ,
         **OPTIONS,
-        "LD_PRELOAD": runtime,
+        "LD_PRELOAD": " ".join(libraries),
         "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))),
         "QUIRE_CPU_PATH": path.name,
     }
