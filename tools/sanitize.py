@@ -30,7 +30,9 @@ OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1:die_after_fork=0",
 }
 SMALL_CHECKS = ("team_checks", "shared_memory_checks")
-CHECKS = {"address": SMALL_CHECKS, "undefined": SMALL_CHECKS, "thread": (*SMALL_CHECKS, "path_checks")}
+ONE_THREAD = (*SMALL_CHECKS, "bf16_dots_checks")
+CHECKS = {"address": ONE_THREAD, "undefined": ONE_THREAD, "thread": (*SMALL_CHECKS, "path_checks")}
+DEFINES = ('-DQUIRE_SOURCE="none"', "-DPLAIN_DOTS")  # dot products of bfloat16 as plain code, which runs anywhere
 TESTS = [
     *(
         f"tests/unit/kernels/native/test_{name}.py"
@@ -82,7 +84,7 @@ def check(sanitizer: str, path: CpuPath, name: str) -> None:
     program = ROOT / "build" / f"{sanitizer}-{name}"
     program.parent.mkdir(exist_ok=True)
     print(f"{sanitizer}: {name}", flush=True)
-    flags = [*COMPILE, *path.flags, "-O1", "-g1", f"-fsanitize={sanitizer}", '-DQUIRE_SOURCE="none"']
+    flags = [*COMPILE, *path.flags, "-O1", "-g1", f"-fsanitize={sanitizer}", *DEFINES]
     source = ROOT / "tests" / "support" / f"{name}.cpp"
     headers = ROOT / "src" / "quire" / "kernels" / "native"
     subprocess.run(["g++", *flags, f"-I{headers}", str(source), "-o", str(program)], check=True)

@@ -242,10 +242,9 @@ def _check_float8(field: str, facts: HardwareFacts, device: str) -> None:
 
 def _auto_dtype(args: EngineArguments, facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:
     if device == "cpu":
-        return facts.cpu_dtype(integer=CPU_WEIGHTS[args.cpu_weights] != "float" and model.levels.integer_bytes > 0)
-    if model.dtype == "float16" or not facts.computes("bfloat16", device):
-        return "float16"
-    return "bfloat16"
+        is_quantized = model.levels.integer_bytes > 0 or args.quantization in ("int8", "int4")
+        return facts.cpu_dtype(integer=is_quantized and CPU_WEIGHTS[args.cpu_weights] != "float")
+    return "float16" if model.dtype == "float16" or not facts.computes("bfloat16", device) else "bfloat16"
 
 
 def _resolve_layout(config: EngineConfig, facts: HardwareFacts, model: ModelConfig) -> EngineConfig:

@@ -77,9 +77,11 @@ def use_cpu_path() -> None:
 def pin_cpu_threads() -> None:
     """Pin the threads of the compiled kernels to cores, if the environment says so, and log where they are."""
     use_cpu_path()  # before the kernels are opened
-    if why_not_native(torch.float32, torch.device("cpu")) is not None:
-        return
     wanted = read_environment().cpu_pin
+    if (reason := why_not_native(torch.float32, torch.device("cpu"))) is not None:
+        if wanted:
+            logger.warning("%s: threads are not pinned: %s", CPU_PIN, reason)
+        return
     cores = pin_threads(wanted=wanted)
     if cores:
         logger.info("CPU threads are pinned to cores %s", ",".join(map(str, cores)))

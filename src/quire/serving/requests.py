@@ -137,7 +137,7 @@ def _is_one_prompt(prompts: object) -> bool:
 
 def _as_list(given: Any) -> Any:
     """Return the list that an array of numpy or a tensor holds; anything else as it is."""
-    return given.tolist() if hasattr(given, "tolist") else given
+    return given.tolist() if hasattr(given, "tolist") and not isinstance(given, memoryview) else given
 
 
 def _read_prompt(prompt: object, where: str) -> Prompt:

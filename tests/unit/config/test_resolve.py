@@ -71,6 +71,13 @@ def test_a_quantized_model_on_a_cpu_with_bfloat16_runs_in_the_type_that_keeps_it
     assert config.device.dtype == dtype
 
 
+@pytest.mark.parametrize(("quantization", "dtype"), [("int4", "float32"), ("int8", "float32"), ("fp8", "bfloat16")])
+def test_so_does_one_that_is_quantized_while_it_is_loaded(quantization: str, dtype: str) -> None:
+    facts = replace(SERVER, cpu_path="i8mm", bf16_dots=True)
+    given = EngineArguments(device="cpu", quantization=quantization)
+    assert resolve_engine_config(given, facts, SMALL)[0].device.dtype == dtype
+
+
 def test_an_old_gpu_gets_float16_for_a_bfloat16_checkpoint() -> None:
     config, _ = resolve_engine_config(EngineArguments(device="cuda:1"), SERVER, SMALL)
     assert (config.device.device, config.device.dtype) == ("cuda:1", "float16")

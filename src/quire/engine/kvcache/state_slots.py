@@ -38,7 +38,8 @@ class StateSlots:
     evicted when a slot is needed. Slots are of one size, so each frees as many bytes, and the one goes that costs least
     to compute again (`Checkpoint.cost`). Those in the middle of a prompt count less: only a prompt that parts there
     reads them. A score is the cost plus the age of the slots when the checkpoint was read last, and the age is the
-    highest score evicted so far (GreedyDual). So what nobody reads goes in time, whatever it costs. O(log n).
+    highest score evicted so far (GreedyDual). So what nobody reads goes in time, whatever it costs. O(log n);
+    `keep` looks for the checkpoint before, block by block.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -180,15 +181,20 @@ class StateSlots:
         self._num_idle += 1
         checkpoint.idle_since, checkpoint.age = self._changes, self._age
         heappush(self._heap, (self._score(checkpoint), self._changes, checkpoint))
-        if len(self._heap) > 2 * self._num_idle + _SLACK:
-            self._heap = [entry for entry in self._heap if entry[2].idle_since == entry[1]]
-            heapify(self._heap)
+        self._drop_outdated()
 
     def _set_read(self, checkpoint: Checkpoint) -> None:
         """Take a checkpoint out of the order of eviction, if it is in it."""
         if checkpoint.idle_since:
             checkpoint.idle_since = 0
             self._num_idle -= 1
+            self._drop_outdated()
+
+    def _drop_outdated(self) -> None:
+        """Make the heap anew where most of its entries are outdated."""
+        if len(self._heap) > 2 * self._num_idle + _SLACK:
+            self._heap[:] = [entry for entry in self._heap if entry[2].idle_since == entry[1]]
+            heapify(self._heap)
 
     def check(self) -> None:
         assert all(block == kept.block and not kept.is_gone for block, kept in self._checkpoints.items())

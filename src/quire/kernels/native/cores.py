@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import c_int64
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +31,11 @@ class Core:
 
 @dataclass(slots=True)
 class Claims:
-    """The cores that this process pins threads to. Any other process that asks for claims gets other cores, as long as
-    this one lives."""
+    """The cores that this process pins threads to. Any other process of the same network namespace that asks for claims
+    gets other cores, as long as this one lives. A child of fork has none of them."""
 
     cores: tuple[int, ...] = ()
+    interleaves: bool = False  # pages come in turn from several memory nodes
     _held: list[socket.socket] = field(default_factory=list)
 
     def release(self) -> None:
@@ -60,6 +61,7 @@ class Claims:
 
 
 _CLAIMS = Claims()
+os.register_at_fork(after_in_child=_CLAIMS.release)
 
 
 def pin_threads(*, wanted: bool) -> tuple[int, ...]:
@@ -72,12 +74,17 @@ def pin_threads(*, wanted: bool) -> tuple[int, ...]:
     """
     library, allowed = open_library(), allowed_cores()
     owns_cores = wanted and bool(allowed) and usable_cores() == len(allowed)
-    cores = _CLAIMS.take(kernel_threads(), allowed) if owns_cores else ()
+    cores: tuple[int, ...] = ()
+    if owns_cores:
+        with suppress(OSError):  # the system allows no such claims
+            cores = _CLAIMS.take(kernel_threads(), allowed)
     if not cores:
         _CLAIMS.release()
     library.quire_pin_threads((c_int64 * len(cores))(*cores), len(cores))
-    if cores and len(nodes_of(allowed)) > 1:
-        library.quire_interleave_memory(sum(1 << node for node in nodes_of(cores) if node < _MOST_NODES))
+    has_nodes = bool(cores) and len(nodes_of(allowed)) > 1
+    if has_nodes or _CLAIMS.interleaves:
+        nodes = sum(1 << node for node in nodes_of(cores) if node < _MOST_NODES) if has_nodes else 0
+        _CLAIMS.interleaves = bool(library.quire_interleave_memory(nodes)) and has_nodes
     return cores
 
 

@@ -20,7 +20,7 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 ROW_INPUTS = 16  # `multiply_rows` takes a multiple of them
 INT8_GROUP = 32  # inputs of a row that share a scale, see int8_panels.h
-INT8_OUTPUTS, INT8_LINES = 16, 8  # of a panel; of 32 inputs, four inputs to a line
+INT8_OUTPUTS = 16  # of a panel
 _WITH_OFFSETS, _BY_HALVES, BYTE_ROWS = 16, 32, 64  # of a format of such panels, besides its bits
 
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #ifdef __linux__
+#include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -27,33 +28,30 @@ inline cpu_set_t only_core(int64_t core) {
     return set;
 }
 
-// The cores of the process, as the first thread that asked had them.
-inline const cpu_set_t& all_cores() {
-    static const cpu_set_t found = [] {
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        sched_getaffinity(0, sizeof set, &set);
-        return set;
-    }();
-    return found;
-}
+// Where threads run that are pinned no longer: the cores of the thread that pinned them. Written while nothing is pinned.
+inline cpu_set_t free_cores;
 #endif
 
-// Pins thread i to cores[i]; 0 cores: none. Workers follow when they join their next loop.
-inline void pin_threads([[maybe_unused]] const int64_t* cores, [[maybe_unused]] int64_t count) {
-#ifdef __linux__
-    all_cores();
-    count = count < MOST_PINS ? count : MOST_PINS;
-    for (int64_t i = 0; i < count; ++i) pinned_cores[i].store(static_cast<int32_t>(cores[i]), std::memory_order_relaxed);
-    num_pins.store(count, std::memory_order_relaxed);
-    pins_version.fetch_add(1, std::memory_order_release);
-#endif
-}
-
-// In a child of fork.
+// In a child of fork, whose threads are new and inherit where they may run.
 inline void forget_pins() {
     num_pins.store(0);
+    pins_version.store(0);
     caller_is_pinned.store(false);
+}
+
+// Pins thread i to cores[i]; 0 cores: none. Workers follow when they join their next loop. Where nothing was pinned before,
+// no thread is moved.
+inline void pin_threads([[maybe_unused]] const int64_t* cores, [[maybe_unused]] int64_t count) {
+#ifdef __linux__
+    const bool had_pins = num_pins.load() > 0;
+    if (!had_pins && (count == 0 || sched_getaffinity(0, sizeof free_cores, &free_cores) != 0)) return;
+    static const int handler = pthread_atfork(nullptr, nullptr, forget_pins);
+    static_cast<void>(handler);
+    count = count < MOST_PINS ? count : MOST_PINS;
+    for (int64_t i = 0; i < count; ++i) pinned_cores[i].store(static_cast<int32_t>(cores[i]), std::memory_order_relaxed);
+    num_pins.store(count, std::memory_order_release);
+    pins_version.fetch_add(1, std::memory_order_release);
+#endif
 }
 
 // Of worker `index`; `version` is what it has followed so far.
@@ -63,9 +61,11 @@ inline void follow_pins([[maybe_unused]] int64_t index, [[maybe_unused]] uint32_
     if (now == version) return;
     version = now;
     const bool has_core = index + 1 < num_pins.load(std::memory_order_relaxed);
-    const cpu_set_t set =
-        has_core ? only_core(pinned_cores[index + 1].load(std::memory_order_relaxed)) : all_cores();
-    sched_setaffinity(0, sizeof set, &set);  // where it may not, the thread runs where it can
+    if (has_core) {
+        const cpu_set_t set = only_core(pinned_cores[index + 1].load(std::memory_order_relaxed));
+        if (sched_setaffinity(0, sizeof set, &set) == 0) return;
+    }
+    sched_setaffinity(0, sizeof free_cores, &free_cores);  // where it may not, the thread runs where it can
 #endif
 }
 
@@ -96,8 +96,8 @@ class PinnedCaller {
 #endif
 };
 
-// New pages of this thread, and of threads that it makes, come in turn from the memory nodes of a mask of 64 bits. Returns
-// whether the system does so.
+// New pages of this thread, and of threads and processes that it makes, come in turn from the memory nodes of a mask of 64
+// bits; 0: as usual. Returns whether the system does so.
 inline bool interleave_memory([[maybe_unused]] uint64_t nodes) {
 #ifdef __linux__
     constexpr int DEFAULT = 0, INTERLEAVE = 3;

@@ -13,6 +13,7 @@ from quire.config.facts import cuda_index
 from quire.config.model import ModelConfig
 from quire.kernels.native.loader import set_threads
 from quire.runtime.encoder.batches import batches_of, pack
+from quire.runtime.hardware import pin_cpu_threads
 from quire.runtime.layers.builder import TORCH_DTYPES, LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import ModelFiles
@@ -45,6 +46,8 @@ class TextEncoder:
         self._has_types = model_config.encoder is not None and model_config.encoder.num_types > 1
         if config.device.threads is not None or config.device.device == "cpu":
             set_threads(config.device.threads)
+        if config.device.device == "cpu":
+            pin_cpu_threads()
         if self._device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each

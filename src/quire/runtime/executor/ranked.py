@@ -202,9 +202,8 @@ class RankedExecutor:
             selector.register(rank.calls, selectors.EVENT_READ)
             while (message := rank.calls.receive(wait=False)) is None:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    self._watch.accuse(
-                        rank, f"did not answer within {_CALL_SECONDS:g} s when it was to read an adapter"
-                    )
+                    reason = f"did not answer within {_CALL_SECONDS:g} s when it was to read or forget an adapter"
+                    self._watch.accuse(rank, reason)
                     raise EOFError
         return message
 

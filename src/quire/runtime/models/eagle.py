@@ -122,7 +122,7 @@ def _read_layers(config: Fields) -> tuple[int, ...]:
     if given is None:
         return ()
     if not isinstance(given, list) or not given or any(type(layer) is not int for layer in given):
-        raise config.refuse(key, f"must be a list of layers, is {given!r}")
+        raise config.refuse(key, f"must name one or more layers, is {given!r}", fix="leave it out for the usual three")
     layers = tuple(layer + behind for layer in given)
     if layers[0] < 0 or any(first >= second for first, second in pairwise(layers)):
         raise config.refuse(key, f"must be layers in rising order, is {given!r}")

@@ -88,7 +88,7 @@ def read_gemma3(config: Fields) -> ModelConfig:
     if "text_config" in config.values:  # of models for images too, which leave the usual sizes out
         config = Fields(config.file, {**USUAL_GEMMA3, **config.values})
     refuse_bidirectional(config)
-    every = config.integer("sliding_window_pattern", 6)
+    every = config.integer("sliding_window_pattern", 6, least=1)
     windows = read_windows(config, read_window(config, 4_096), lambda layer: (layer + 1) % every != 0)
     length = config.integer("max_position_embeddings", 131_072)
     return read_gemma(
@@ -109,9 +109,11 @@ def read_gemma(
         activation=read_activation(config, GATED, "hidden_activation", "gelu_pytorch_tanh"),
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
         embedding_scale=config.integer("hidden_size") ** 0.5,
-        attention_softcap=read_cap(config, "attn_logit_softcapping", caps[0]),
         logit_softcap=read_cap(config, "final_logit_softcapping", caps[1]),
-        **{"attention_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5, **fields},
+        **{
+            "attention_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            "attention_softcap": read_cap(config, "attn_logit_softcapping", caps[0]), **fields,
+        },
     )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def read_gemma4(config: Fields) -> ModelConfig:
     return read_gemma(
         config, "gemma4_text", 131_072, windows=windows, heads=heads, local_heads=local_heads,
         rope=read_rope(given, length, layer_type=FULL), local_rope=read_rope(given, length, layer_type=SLIDING),
-        attention_scale=1.0, per_layer_input=size,
+        attention_scale=1.0, attention_softcap=None, per_layer_input=size,
         kv_layers=read_kv_layers(config, "num_kv_shared_layers", config.integer("num_hidden_layers"), windows),
         keys_are_values=keys_are_values, double_wide=config.flag("use_double_wide_mlp", False),
         experts=experts,

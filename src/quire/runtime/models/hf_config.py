@@ -199,7 +199,7 @@ def read_cap(config: Fields, key: str, default: float | None = None) -> float | 
 def refuse_bidirectional(config: Fields, *harmless: str) -> None:
     """`harmless`: values that change nothing for text."""
     key = "use_bidirectional_attention"
-    if config.raw(key) not in harmless and config.flag(key, False):
+    if config.raw(key) not in (None, False, *harmless):
         raise config.refuse(key, "only causal models generate text")
 
 

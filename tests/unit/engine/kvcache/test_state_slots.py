@@ -148,3 +148,14 @@ def test_checkpoints_that_are_gone_are_not_remembered() -> None:
         last, length = last.before, length + 1
     assert length <= 3
     assert len(states._heap) < 100
+
+
+def test_checkpoints_that_are_read_or_forgotten_do_not_stay_in_the_order_of_eviction() -> None:
+    states = StateSlots(200)
+    slots = [kept(states, block) for block in range(150)]
+    for slot in slots[:70]:
+        states.hold(slot)
+    states.check()
+    for block in range(70, 150):
+        states.forget(block)
+    states.check()

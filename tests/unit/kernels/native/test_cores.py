@@ -131,6 +131,40 @@ def test_each_worker_is_pinned_to_a_core_and_the_caller_is_not(monkeypatch: pyte
     assert comes_true(lambda: {chosen[1]} not in masks())
 
 
+MOVED = """
+import os, torch
+from pathlib import Path
+from quire.kernels.native.cores import pin_threads
+from quire.kernels.native.loader import set_threads
+from quire.kernels.native.panels import cut_panels
+from quire.kernels.native.ops import multiply
+
+def masks():
+    x, weight = torch.randn(8, 512), cut_panels(torch.randn(4096, 512))
+    for _ in range(200):
+        multiply(x, weight)
+    return {frozenset(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
+
+first = min(os.sched_getaffinity(0))
+torch.set_num_threads(1)
+set_threads(2)
+os.sched_setaffinity(0, {first})
+pin_threads(wanted=False)  # an engine is opened, and another one when the process may use all cores again
+os.sched_setaffinity(0, range(os.cpu_count()))
+pin_threads(wanted=False)
+print(frozenset({first}) in masks())
+"""
+
+
+@needs_linux
+@needs_kernels
+def test_threads_that_nobody_pins_run_where_the_thread_does_that_made_them() -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    done = subprocess.run([sys.executable, "-c", MOVED], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout == "False\n"
+
+
 @needs_kernels
 @pytest.mark.usefixtures("unpinned")
 def test_a_process_with_a_share_of_its_cores_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

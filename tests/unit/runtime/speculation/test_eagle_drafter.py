@@ -17,6 +17,7 @@ from quire.engine.speculation.draft_length import DraftLength
 from quire.runtime.layers import skinny
 from quire.runtime.speculation.eagle_drafter import EagleCoverage
 from quire.runtime.speculation.features import BlockFeatures
+from quire.runtime.worker.decode_forward import Kind
 from quire.types.step import BlockCopy, StepPlan
 from tests.unit.runtime.speculation.test_coverage import grants, new
 from tests.unit.runtime.speculation.test_model_drafter import LateExecutor
@@ -43,6 +44,19 @@ def test_drafts_by_triton_kernels_are_right_where_the_head_knows_its_target(monk
     stats = made.core.stats()
     assert stats.accepted_tokens == stats.drafted_tokens > 0
     made.executor.worker.check()
+
+
+def test_a_rehearsal_of_the_first_layers_launches_what_joins_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched first while a graph is captured cannot be loaded."""
+    monkeypatch.setattr(skinny, "own_rows", lambda *_shape: 0)
+    made = engine(TARGET, knowing_head(TARGET, (0, 1)), attention="triton", rows=1)
+    graphs: Any = made.executor.worker._graphs.decode  # type: ignore[union-attr]
+    joined: list[tuple[int, ...]] = []
+    monkeypatch.setattr(graphs._model._parts[1]._taps, "_fc", lambda x: joined.append(x.shape) or x[:, :32])
+    assert graphs._model.num_varied == 1
+    with torch.inference_mode():
+        graphs.rehearse(Kind(1))
+    assert joined == [(1, 64)]
 
 
 def test_triton_kernels_leave_the_features_that_the_reference_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
