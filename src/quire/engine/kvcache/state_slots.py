@@ -36,8 +36,8 @@ class StateSlots:
     A sequence writes to a slot of its own. A checkpoint is a slot that nobody writes to any more: it belongs to a block
     and holds the state after that block's last token. Checkpoints that no sequence reads are idle: one of them is
     evicted when a slot is needed. Slots are of one size, so each frees as many bytes, and the one goes that costs least
-    to compute again (`Checkpoint.cost`). Those in the middle of a prompt count less: only a prompt that parts there
-    reads them. A score is the cost plus the age of the slots when the checkpoint was read last, and the age is the
+    to compute again (`Checkpoint.cost`). Those in the middle of a prompt, and ends that a later one continues, count
+    less: only a prompt that parts there reads them. A score is the cost plus the age of the slots when the checkpoint was read last, and the age is the
     highest score evicted so far (GreedyDual). So what nobody reads goes in time, whatever it costs. O(log n);
     `keep` looks for the checkpoint before, block by block.
     """
@@ -128,8 +128,10 @@ class StateSlots:
         if block in known or slot in self._of_slot:
             return
         earlier = next((known[blocks[place]] for place in range(count - 2, -1, -1) if blocks[place] in known), None)
-        self._of_slot[slot] = known[block] = Checkpoint(block, slot, count, earlier, is_end=is_end)
+        self._of_slot[slot] = known[block] = kept = Checkpoint(block, slot, count, earlier, is_end=False)
         self._holders[slot] += 1
+        if is_end:
+            self._make_end(kept)
 
     def forget(self, block: int) -> None:
         """Remove the checkpoint of a block, if it has one. Its slot is free when no sequence holds it."""
@@ -137,6 +139,8 @@ class StateSlots:
         if gone is not None:
             self._set_read(gone)
             gone.cost()  # it refers to none that is gone, so that these do not pile up
+            if gone.is_end and gone.before is not None:  # a next turn continues there now
+                self._weigh(gone.before, is_end=True)
             gone.is_gone = True
             del self._of_slot[gone.slot]
             self.release(gone.slot)
@@ -145,11 +149,8 @@ class StateSlots:
     def set_end(self, block: int) -> None:
         """Note that a sequence ended behind a block: its checkpoint is likely to be read again."""
         found = self._checkpoints.get(block)
-        if found is not None and not found.is_end:
-            found.is_end = True
-            if found.idle_since:
-                self._set_read(found)
-                self._set_idle(found)
+        if found is not None:
+            self._make_end(found)
 
     def move(self, block: int, other: int) -> None:
         """Give the checkpoint of a block to another block with the same tokens, if that has none."""
@@ -157,7 +158,24 @@ class StateSlots:
             moved = self._checkpoints[other] = self._checkpoints.pop(block)
             moved.block = other
 
+    def _make_end(self, checkpoint: Checkpoint) -> None:
+        """A next turn reads this one, and no longer the one before it."""
+        self._weigh(checkpoint, is_end=True)
+        checkpoint.cost()  # finds the one before that is left
+        if checkpoint.before is not None:
+            self._weigh(checkpoint.before, is_end=False)
+
     # ------------------------------------------------------------------------------------------------------ eviction
+    def _weigh(self, checkpoint: Checkpoint, *, is_end: bool) -> None:
+        if checkpoint.is_end == is_end:
+            return
+        checkpoint.is_end = is_end
+        if checkpoint.idle_since:
+            self._changes += 1
+            checkpoint.idle_since = self._changes
+            heappush(self._heap, (self._score(checkpoint), self._changes, checkpoint))
+            self._drop_outdated()
+
     def _evict(self) -> None:
         """Forget the idle checkpoint with the lowest score. Scores in the heap may be too low: a checkpoint costs more
         since one before it went."""

@@ -99,14 +99,14 @@ def test_where_an_answer_ended_its_checkpoint_becomes_an_end() -> None:
 
 
 def test_the_checkpoint_goes_that_is_cheapest_to_compute_again() -> None:
-    """Not the one that was used longest ago: a long prompt outlives the end of a short answer behind it."""
+    """Not the one that was used longest ago. Where a conversation goes on, those before its last one count less."""
     states = StateSlots(4)
     path = range(20)
     kept(states, *path[:9])  # the end of a prompt
     kept(states, *path[:14])  # the last two of its answer
     kept(states, *path[:15])
     kept(states, 30, 31)  # a short prompt
-    assert evicted(states, 4) == [14, 31, 13, 8]
+    assert evicted(states, 4) == [13, 8, 31, 14]
 
 
 def test_a_checkpoint_costs_what_is_computed_again_from_the_one_before_that_is_left() -> None:
@@ -159,3 +159,20 @@ def test_checkpoints_that_are_read_or_forgotten_do_not_stay_in_the_order_of_evic
     for block in range(70, 150):
         states.forget(block)
     states.check()
+
+
+def test_an_end_whose_later_one_went_is_continued_again() -> None:
+    states = StateSlots(3)
+    kept(states, *range(20))
+    kept(states, *range(21))  # costs one block: it goes before the one that it continues
+    kept(states, 30, 31, 32)
+    assert evicted(states, 3) == [20, 32, 19]
+
+
+def test_of_many_conversations_every_end_stays_while_the_ends_of_their_prompts_go() -> None:
+    states = StateSlots(12)
+    for number in range(10):
+        blocks = range(100 * number, 100 * number + 30)
+        kept(states, *blocks[:22])
+        kept(states, *blocks[:28])
+    assert {block for block in states.blocks if block % 100 == 27} == {100 * number + 27 for number in range(10)}
