@@ -37,9 +37,9 @@ class StateSlots:
     and holds the state after that block's last token. Checkpoints that no sequence reads are idle: one of them is
     evicted when a slot is needed. Slots are of one size, so each frees as many bytes, and the one goes that costs least
     to compute again (`Checkpoint.cost`). Those in the middle of a prompt, and ends that a later one continues, count
-    less: only a prompt that parts there reads them. A score is the cost plus the age of the slots when the checkpoint was read last, and the age is the
-    highest score evicted so far (GreedyDual). So what nobody reads goes in time, whatever it costs. O(log n);
-    `keep` looks for the checkpoint before, block by block.
+    less: only a prompt that parts there reads them. A score is the cost plus the age of the slots when the checkpoint
+    was read last, and the age is the highest score evicted so far (GreedyDual). So what nobody reads goes in time,
+    whatever it costs. O(log n); `keep` looks for the checkpoint before, block by block.
     """
 
     def __init__(self, num_slots: int) -> None:
