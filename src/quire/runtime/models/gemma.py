@@ -103,17 +103,15 @@ def read_gemma(
     **fields: object,
 ) -> ModelConfig:  # fmt: skip
     """`caps`: of scores and of logits, where config.json is silent."""
-    bias = config.flag("attention_bias", False)
+    bias, cap = config.flag("attention_bias", False), read_cap(config, "attn_logit_softcapping", caps[0])
+    scale = config.number("query_pre_attn_scalar", 256.0) ** -0.5
     return read_decoder(
         config, name, max_position, num_kv_heads=4, head_dim=256, qkv_bias=bias, o_bias=bias,
         activation=read_activation(config, GATED, "hidden_activation", "gelu_pytorch_tanh"),
         tie_word_embeddings=config.flag("tie_word_embeddings", True),
         embedding_scale=config.integer("hidden_size") ** 0.5,
         logit_softcap=read_cap(config, "final_logit_softcapping", caps[1]),
-        **{
-            "attention_scale": config.number("query_pre_attn_scalar", 256.0) ** -0.5,
-            "attention_softcap": read_cap(config, "attn_logit_softcapping", caps[0]), **fields,
-        },
+        **{"attention_scale": scale, "attention_softcap": cap, **fields},
     )  # fmt: skip
 
 
