@@ -104,7 +104,7 @@ def test_the_layers_that_a_head_reads_are_counted_by_where_config_json_has_them(
         ({"norm_before_fc": True}, "norm_before_fc: only false is supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config: only heads"),
         ({"eagle_aux_hidden_state_layer_ids": [3, 2]}, "rising order"),
-        ({"eagle_aux_hidden_state_layer_ids": "all"}, "list of layers"),
+        ({"eagle_aux_hidden_state_layer_ids": "all"}, "one or more layers"),
     ],
 )
 def test_configs_that_cannot_be_obeyed_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
