@@ -323,7 +323,8 @@ class OneStep:
 def test_a_rank_that_does_not_answer_a_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranked_module, "_CALL_SECONDS", 0.05)
     executor = RankedExecutor(RankJob(FILES, MODEL, config_of(tensor=2), "dummy"), ThreadLauncher())
-    said = r"^rank 0 of 2 \(stage 0, shard 0, a thread\) did not answer within 0.05 s when it was to read an adapter$"
+    late = "did not answer within 0.05 s when it was to read or forget an adapter"
+    said = rf"^rank 0 of 2 \(stage 0, shard 0, a thread\) {late}$"
     with pytest.raises(EngineDead, match=said):
         executor.read_adapter("mine", "/nowhere")
     with pytest.raises(TimeoutError, match="it does not end"):
