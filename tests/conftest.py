@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -72,3 +73,16 @@ def _frozen_heap() -> None:
     """What was imported and cached before a file's tests is not searched for garbage while they run."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The kernels use one thread: tiny models gain nothing from more."""
+    import torch
+
+    from quire.kernels.native.loader import set_threads
+
+    before = torch.get_num_threads()
+    set_threads(1)
+    yield
+    set_threads(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from eagle_heads import head_config, knowing_head, memoryless, random_head
 from quire.config.model import Heads, ModelConfig
 from quire.engine.speculation.draft_length import DraftLength
-from quire.kernels.native.loader import set_threads
 from quire.runtime.speculation.eagle_drafter import EagleDrafter
 from quire.types.request import Abort
 from quire.types.step import StepPlan
@@ -30,12 +29,7 @@ METHOD: dict[str, Any] = {"model": "head", "num_speculative_tokens": 3}
 Draft = tuple[tuple[int, ...], tuple[int, ...]]  # the tokens of a sequence, and what was drafted after them
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    set_threads(1)
-    yield
-    set_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def engine(head: MemoryCheckpoint | None = HEAD, target: MemoryCheckpoint = TARGET, **settings: Any) -> TinyEngine:

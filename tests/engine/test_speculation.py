@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from eagle_heads import head_config, random_head
 from quire.config.model import Heads, ModelConfig
 from quire.engine.speculation.draft_length import DraftLength
-from quire.kernels.native.loader import set_threads
 from quire.types.request import Abort
 from tiny_models import MemoryCheckpoint, random_checkpoint, tiny_config
 from worker_executor import TinyEngine, similar_checkpoint
@@ -31,13 +29,7 @@ HEAD = random_head(head_config(CONFIG, (0, 1, 2), drafted=60))  # is right by ch
 METHODS = pytest.mark.parametrize("method", [NGRAM, SELF, DRAFT, EAGLE], ids=lambda method: method["method"])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models so small gain nothing from more."""
-    before = torch.get_num_threads()
-    set_threads(1)
-    yield
-    set_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def engine(method: dict[str, Any] | None, *, always: bool = True, **settings: Any) -> TinyEngine:

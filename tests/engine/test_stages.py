@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from harness import VOCABULARY
 from quire.config.stages import check_pipeline
@@ -25,12 +23,7 @@ from worker_executor import TinyEngine
 SETTINGS = ((1, 800), (4, 60), (16, 64))  # block size, blocks: the second are too few for all
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    set_threads(1)
-    yield
-    set_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def core_of(made: TinyEngine) -> EngineCore:

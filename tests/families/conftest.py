@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 import interpreter  # noqa: F401
 from family_models import CASES, FamilyCase
-from quire.kernels.native.loader import set_threads
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models so small gain nothing from more."""
-    before = torch.get_num_threads()
-    set_threads(1)
-    yield
-    set_threads(before)
+def _one_thread(one_thread: None) -> None:
+    """In all files of this folder."""
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from quire.config.model import Heads, ModelConfig, Rope
-from quire.kernels.native.loader import set_threads
 from quire.types.step import Chunk
 from tiny_models import VOCAB, Bench, checkpoint_of, engine_config, greedy_reference, tiny_config, transformers_model
 
@@ -36,12 +34,7 @@ CASES: dict[str, ModelConfig] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    set_threads(1)
-    yield
-    set_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 from ctypes import c_int64
 from pathlib import Path
 
@@ -13,24 +10,17 @@ import pytest
 import torch
 
 from kernel_threads import kernel_threads
+from native_checks import COMPILER, run_checks
 from quire.kernels.native.loader import open_library, set_threads, why_not_native
 from quire.kernels.native.ops import multiply
 from quire.kernels.native.panels import cut_panels
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
-COMPILER = shutil.which("c++")
-HEADERS = Path(sys.modules["quire.kernels.native.loader"].__file__ or "").parent
-CHECKS = Path(__file__).parents[3] / "support" / "team_checks.cpp"
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_every_item_is_computed_once_and_failures_are_told(tmp_path: Path) -> None:
-    program = tmp_path / "team_checks"
-    subprocess.run(
-        [COMPILER or "", "-std=c++17", "-O1", "-pthread", f"-I{HEADERS}", str(CHECKS), "-o", str(program)], check=True
-    )
-    done = subprocess.run([str(program)], check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_checks("team_checks", tmp_path)
 
 
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
