@@ -197,6 +197,7 @@ def engine_config(
             max_model_len=max_len,
             images=images,
             adapter_slots=0 if adapters is None else adapters.slots,
+            preemption="auto" if tiers is None or not tiers.enabled else "swap",  # "auto" depends on measured times
         ),
         DeviceConfig(device, dtype, kv_dtype or dtype, quantization=quantization, cpu_weights=cpu_weights),  # type: ignore[arg-type]
         adapters=adapters,
