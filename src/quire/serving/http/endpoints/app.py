@@ -14,11 +14,12 @@ from starlette.responses import Response
 from quire.serving.http.endpoints.admin import Admin
 from quire.serving.http.endpoints.admin_lora import LOAD_PATH, UNLOAD_PATH, AdminLora
 from quire.serving.http.endpoints.admin_prefixes import AdminPrefixes
+from quire.serving.http.endpoints.ollama_format import write_error as write_ollama_error
 from quire.serving.http.endpoints.registry import ENDPOINTS
 from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import AsgiHandler, Handler
 from quire.serving.http.guard import Guard
-from quire.serving.http.path_aliases import PathAliases, path_not_found
+from quire.serving.http.path_aliases import PathAliases, is_ollama, path_not_found
 from quire.serving.http.service import Service
 from quire.serving.http.static import playground_routes
 
@@ -93,11 +94,12 @@ def _http_errors(
 ) -> Callable[[Request, Any], Awaitable[Response]]:
     async def answer(request: Request, error: Any) -> Response:
         """What the router refuses, in the shape of the path's API, else in OpenAI's."""
-        write_error = writers.get(request.scope["path"], ApiError.body)
+        path = request.scope["path"]
+        write_error = writers.get(path, write_ollama_error if is_ollama(path) else ApiError.body)
         if error.status_code == 405:
             refusal = ApiError(405, "this path does not take that method", code="method_not_allowed")
         else:
-            refusal = path_not_found(request.scope["path"], paths)
+            refusal = path_not_found(path, paths)
         headers = dict(error.headers or {})
         return Response(write_error(refusal), refusal.status, headers, "application/json")
 
