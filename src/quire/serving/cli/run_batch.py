@@ -23,6 +23,7 @@ from quire.serving.batch_lines import (
     answered_keys,
     custom_id_of,
     error_line,
+    is_result,
     read_line,
     read_lines,
     result_line,
@@ -86,6 +87,7 @@ def run_batch(args: argparse.Namespace) -> int:
         raise ConfigError("concurrency", f"must be in [1, {MAX_CONCURRENCY}], got {args.concurrency}")
     source, target = Path(args.input_file), Path(args.output_file)
     with _opened(source) as requests, _locked(target):
+        _check_target(source, target)
         done = answered_keys(target, keeps_failures=False)
         with _server(args) as server:
             run = BatchFile(server, target, done)
@@ -196,6 +198,21 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
+def _check_target(source: Path, target: Path) -> None:
+    """Refuse a file that this run must not rewrite: the requests themselves, a device, and what holds no results."""
+    if not target.exists():
+        return
+    if target.samefile(source):
+        raise ConfigError("output_file", f"{target} is the input file too", "choose another")
+    if not target.is_file():
+        raise ConfigError("output_file", f"{target} is no plain file", "choose another")
+    with target.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not is_result(line):
+                reason = f"{target} exists, and line {number} of it is no result of a batch"
+                raise ConfigError("output_file", reason, "choose another, or remove it")
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Keep other runs from writing the same file meanwhile."""
@@ -209,8 +226,10 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError("output_file", f"another run writes {path}", "choose another, or wait") from None
-        yield
-        lock_path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            lock_path.unlink(missing_ok=True)
 
 
 @contextmanager
