@@ -228,7 +228,7 @@ def shown(text: PooledText) -> tuple[str | None, list[int]]:
 
 def read_texts(given: str | Sequence[str], where: str) -> list[str]:
     """One text or several. Raises InvalidRequest."""
-    texts = [given] if isinstance(given, str) else list(given)
+    texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     if not texts or not all(isinstance(text, str) for text in texts):
         raise InvalidRequest(where, "must be a text or a list of texts", "pass at least one")
     return texts

@@ -154,6 +154,12 @@ def test_a_place_to_fork_at_must_be_a_whole_number(make_llm: MakeLLM, named: str
         llm.fork(output, **{named: value})
 
 
+@pytest.mark.parametrize("source", [5, None, "x:", []])
+def test_only_requests_and_their_outputs_are_forked(make_llm: MakeLLM, source: Any) -> None:
+    with pytest.raises(InvalidRequest, match="source: must be a request or its output"):
+        make_llm(script).fork(source)
+
+
 def test_branches_can_be_ended_early(make_llm: MakeLLM) -> None:
     llm = make_llm(lambda prompt, index: "z" * 200)
     live = llm.start("x", SamplingParams(max_tokens=200, n=2))

@@ -153,6 +153,20 @@ def test_a_stream_says_the_same_as_generate(make_llm: MakeLLM) -> None:
     assert "".join(piece.text for piece in llm.stream_chat([{"role": "u", "content": "c"}], LONG)) == "<u:c\nbot:>"
 
 
+def test_arguments_of_a_wrong_type_are_refused_by_name(make_llm: MakeLLM) -> None:
+    llm: Any = make_llm(echo)
+    chat = [{"role": "user", "content": "x"}]
+    for call, words in (
+        (lambda: llm.chat(chat, LONG, chat_template=5), "chat_template: must be text, got int"),
+        (lambda: llm.chat(chat, LONG, chat_template_kwargs=5), "chat_template_kwargs: must be an object"),
+        (lambda: llm.generate("x", LONG, priority=5), "priority: must be a list, got int"),
+        (lambda: llm.generate(["x"], LONG, priority="5"), "priority: must be a list, got str"),
+        (lambda: llm.add_lora(5), "lora_request: must be a LoRARequest, got int"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            call()
+
+
 def test_a_closed_llm_says_so_and_what_to_do(make_llm: MakeLLM) -> None:
     llm = make_llm(echo)
     (output,) = llm.generate("x", LONG)
