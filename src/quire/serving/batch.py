@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import NamedTuple
 
 from quire.serving.client import EngineClient
@@ -271,8 +270,8 @@ class LiveRequest:
         if self._output is None:
             self._cancel(Abort(self.request_id, index))
 
-    def _check(self, index: object) -> None:
-        if not isinstance(index, Integral) or isinstance(index, bool) or not 0 <= index < self.num_samples:
+    def _check(self, index: int) -> None:
+        if not _is_whole(index) or not 0 <= index < self.num_samples:
             last = self.num_samples - 1
             raise InvalidRequest("index", f"{index!r:.80} is no sample of this request", f"use 0 to {last}")
 
@@ -328,13 +327,19 @@ class LiveRequests:
         return pieces
 
 
+def _is_whole(value: object) -> bool:
+    """Whether something is a whole number, of numpy too."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
 def branch_of(source: LiveRequest | RequestOutput, index: int, at_token: int | None) -> tuple[tuple[int, ...], Branch]:
     """The tokens a fork begins with, and where they stand. `at_token` counts tokens of the answer; None: all so far."""
     for name, value in (("index", index), ("at_token", 0 if at_token is None else at_token)):
-        if not isinstance(value, Integral):
+        if not _is_whole(value):
             raise InvalidRequest(name, f"must be a whole number, got {value!r:.80}")
-    if not isinstance(source, LiveRequest | RequestOutput):
-        reason = f"must be a request or its output, got {type(source).__name__}"
+    given: object = source
+    if not isinstance(given, LiveRequest | RequestOutput):
+        reason = f"must be a request or its output, got {type(given).__name__}"
         raise InvalidRequest("source", reason, "pass what start() or generate() returned")
     if isinstance(source, LiveRequest):
         answer = source.token_ids(index) if 0 <= index < source.num_samples else None
