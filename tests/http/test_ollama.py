@@ -332,7 +332,7 @@ def test_errors_before_the_endpoint_are_texts_too(serve: Serve) -> None:
     assert refused.status_code == 401
     assert "key" in refused.json()["error"]
     wrong = server.get(CHAT, headers={"authorization": "Bearer a-key"})
-    assert (wrong.status_code, wrong.json()) == (405, {"error": "this path does not take that method"})
+    assert (wrong.status_code, wrong.json()) == (405, {"error": "this path takes POST, not GET"})
 
 
 def test_a_stream_that_breaks_ends_with_an_error(serve: Serve) -> None:

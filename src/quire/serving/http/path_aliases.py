@@ -19,6 +19,7 @@ _KNOWN_APIS = {  # of other servers, by the beginning of their path after /v1
     "/moderations": "moderations",
     "/assistants": "assistants",
     "/threads": "assistants",
+    "/conversations": "conversations (send previous_response_id to /v1/responses)",
     "/vector_stores": "vector stores",
     "/fine_tuning": "fine-tuning",
     "/realtime": "the realtime API",
