@@ -94,6 +94,17 @@ def test_what_cannot_work_is_said_before_anything_runs(
     assert "output_file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [["--dtype", "float32"], ["--max-model-len", "64"], ["a-model"], ["-m", "a-model"]])
+def test_flags_of_a_server_are_refused_beside_one_that_runs(
+    server: TestServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", [line("a")])
+    files = ["-i", str(source), "-o", str(tmp_path / "out.jsonl")]
+    assert main(["run-batch", *files, "--url", server.url, *flags]) == 2
+    assert "is decided by the server at --url; leave it out" in capsys.readouterr().err
+    assert main(["run-batch", *files, "--url", server.url, "--log-level", "error", "--api-key", "x"]) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "held", "reason"),
     [
