@@ -170,6 +170,21 @@ def test_unknown_paths_and_methods_are_told_in_openais_shape(server: TestServer)
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
+def test_a_wrong_method_is_told_the_right_ones(server: TestServer) -> None:
+    with server.client() as client:
+        for method, path, allowed in (
+            ("GET", "/v1/completions", ["POST"]),
+            ("PUT", "/v1/models/", ["GET"]),
+            ("DELETE", "/v1/files", ["GET", "POST"]),
+        ):
+            answer = client.request(method, path)
+            assert answer.status_code == 405
+            assert sorted(answer.headers["allow"].split(", ")) == allowed
+            message = answer.json()["error"]["message"]
+            assert message.endswith(f", not {method}")
+            assert all(name in message for name in allowed)
+
+
 def test_head_answers_like_get_without_a_body(server: TestServer) -> None:
     with server.client() as client:
         answer = client.head("/v1/models")

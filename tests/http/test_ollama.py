@@ -317,13 +317,22 @@ def test_a_prompt_that_cannot_be_taken_is_refused_by_its_field(
     assert refusal(server, {"prompt": "x", **fields}, GENERATE).startswith(where)
 
 
+@pytest.mark.parametrize("path", ["/api/nothing", "/api/blobs/sha256:0", "/api/chat/more", "/api/"])
+def test_a_path_that_is_not_there_is_answered_with_a_text(server: TestServer, path: str) -> None:
+    for answer in (server.get(path), server.post(path, {})):
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert f"there is nothing at {path}; it has /api/chat, " in error
+        assert "/v1/" not in error
+
+
 def test_errors_before_the_endpoint_are_texts_too(serve: Serve) -> None:
     server = serve(access=AccessConfig(key_digests=digests("a-key")))
     refused = server.post(CHAT, chat("x"))
     assert refused.status_code == 401
     assert "key" in refused.json()["error"]
     wrong = server.get(CHAT, headers={"authorization": "Bearer a-key"})
-    assert (wrong.status_code, wrong.json()) == (405, {"error": "this path does not take that method"})
+    assert (wrong.status_code, wrong.json()) == (405, {"error": "this path takes POST, not GET"})
 
 
 def test_a_stream_that_breaks_ends_with_an_error(serve: Serve) -> None:

@@ -94,6 +94,44 @@ def test_what_cannot_work_is_said_before_anything_runs(
     assert "output_file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [["--dtype", "float32"], ["--max-model-len", "64"], ["a-model"], ["-m", "a-model"]])
+def test_flags_of_a_server_are_refused_beside_one_that_runs(
+    server: TestServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", [line("a")])
+    files = ["-i", str(source), "-o", str(tmp_path / "out.jsonl")]
+    assert main(["run-batch", *files, "--url", server.url, *flags]) == 2
+    assert "is decided by the server at --url; leave it out" in capsys.readouterr().err
+    assert main(["run-batch", *files, "--url", server.url, "--log-level", "error", "--api-key", "x"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "reason"),
+    [
+        ("in.jsonl", None, "is the input file too"),
+        ("link.jsonl", None, "is the input file too"),
+        ("folder", None, "is no plain file"),
+        ("notes.txt", "to do:\n", "line 1 of it is no result of a batch"),
+        ("other.jsonl", '{"custom_id": "a", "method": "POST"}\n', "line 1 of it is no result of a batch"),
+        ("torn.txt", "no newline", "line 1 of it is no result of a batch"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_not_rewritten(
+    server: TestServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, held: str | None, reason: str
+) -> None:
+    source, target = write(tmp_path / "in.jsonl", [line("a")]), tmp_path / name
+    (tmp_path / "link.jsonl").symlink_to(source)
+    (tmp_path / "folder").mkdir()
+    if held is not None:
+        target.write_text(held)
+    before = source.read_text()
+    assert run(server, source, target) == 2
+    assert reason in capsys.readouterr().err
+    assert source.read_text() == before
+    assert held is None or target.read_text() == held
+    assert not list(tmp_path.glob("*.lock"))
+
+
 @pytest.mark.parametrize(
     "flags",
     [

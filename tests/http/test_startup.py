@@ -148,11 +148,22 @@ def _record_nowhere(folder: Path) -> list[str]:
     return [str(write_tiny_model(folder / "model")), "--record", str(folder / "none" / "run.jsonl")]
 
 
+def _unknown_tokenizer(folder: Path) -> list[str]:
+    return [str(write_tiny_model(folder / "model")), "--tokenizer", "nonesuch"]
+
+
+def _unknown_draft(folder: Path) -> list[str]:
+    config = '{"method": "draft_model", "model": "nonesuch"}'
+    return [str(write_tiny_model(folder / "model")), "--speculative-config", config]
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
         (lambda _: ["/nothing/there"], "model: there is nothing at /nothing/there"),
         (lambda _: ["nonesuch"], "model: no model is called 'nonesuch'"),
+        (_unknown_tokenizer, "tokenizer: no model is called 'nonesuch'"),
+        (_unknown_draft, "speculative_config.model: no model is called 'nonesuch'"),
         (_bad_gguf, "bad.gguf: has GGUF version"),
         (_unknown_architecture, "NobodyForCausalLM"),
         (_file_for_folder, "disk_cache_path: "),

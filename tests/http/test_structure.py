@@ -12,6 +12,7 @@ import pytest
 from http_server import MODEL, TestServer
 from quire.config.engine import CacheConfig, SchedulerConfig
 from quire.config.server import ModelSource
+from quire.serving.text.tool_calls.shape import MAX_CALLS
 from quire.types.grammar import grammar_digest
 from tests.http.conftest import Serve
 from tests.http.test_tools import TEMPLATE, WEATHER
@@ -28,6 +29,10 @@ SAID = {  # what the pretend model would say; what it may not is replaced token 
     "thinks": '<think>\nlet me\n</think>\n{"n": 7}',
     "calls": '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>',
     "again": '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n' * 40,
+    "many": "\n".join(
+        f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "Ulm {place}"}}}}\n</tool_call>'
+        for place in range(40)
+    ),
     "nested": "<think>hm</think>((x))",
     "strict": 'so:<tool_call>\n{"name": "weather", "arguments": {"town": "x',
 }
@@ -171,15 +176,39 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_its_path(server: TestSer
         assert error["param"] == "tools[1].function.parameters"
 
 
-def test_required_calls_are_bounded_and_differ(serve: Serve) -> None:
+def test_required_calls_are_bounded(serve: Serve) -> None:
     template = TEMPLATE.replace("think>", "")
     source = ModelSource(model=MODEL, served_names=(MODEL,), chat_template=template)
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=4_096)
     server = serve(script, source=source, scheduler=scheduler, cache=CacheConfig(block_size=16, num_blocks=512))
-    answer = chat(server, "again", tools=[WEATHER], tool_choice="required", max_tokens=3_000)
+    answer = chat(server, "many", tools=[WEATHER], tool_choice="required", max_tokens=3_000)
     assert answer["finish_reason"] == "tool_calls"
     assert answer["message"]["content"] is None
-    assert [call["function"]["arguments"] for call in answer["message"]["tool_calls"]] == ['{"city": "Ulm"}']
+    arguments = [json.loads(call["function"]["arguments"]) for call in answer["message"]["tool_calls"]]
+    assert arguments == [{"city": f"Ulm {place}"} for place in range(MAX_CALLS)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"n": 1, "best_of": 2}])
+def test_a_required_call_that_is_made_again_ends_the_answer(server: TestServer, fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "again"}], "tools": [WEATHER], "tool_choice": "required"}
+    body |= {"max_tokens": 400, **fields}
+    answer = server.post(CHAT, body).json()
+    assert len(answer["choices"]) == fields.get("n", 1)
+    for choice in answer["choices"]:
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "repeated_call")
+        assert choice["message"]["content"] is None
+        assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ['{"city": "Ulm"}']
+    two_calls = len(SAID["calls"]) * 2 + 1
+    assert answer["usage"]["completion_tokens"] <= two_calls * fields.get("n", 1)
+    events = server.events(CHAT, body)[:-1]
+    choices = [choice for event in events for choice in event["choices"]]
+    ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    assert ends == ["tool_calls"] * fields.get("n", 1)
+    for index in range(fields.get("n", 1)):
+        deltas = [choice["delta"] for choice in choices if choice["index"] == index]
+        pieces = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert "".join(piece["function"].get("arguments", "") for piece in pieces) == '{"city": "Ulm"}'
+        assert not any(delta.get("content") for delta in deltas)
 
 
 def test_a_required_call_that_is_cut_short_leaves_no_markup(server: TestServer) -> None:

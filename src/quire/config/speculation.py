@@ -19,6 +19,7 @@ DEFAULT_LOOKUP = (2, 4)
 SELF_DRAFT_SHARE = 3  # self_draft runs the first 1 / SELF_DRAFT_SHARE of the layers by default
 
 _SETTING = "speculative_config"
+DRAFT_MODEL = f"{_SETTING}.model"  # the setting that names a draft model
 _FIELDS: dict[Method, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model",),

@@ -25,7 +25,7 @@ from quire.config.memory_check import check_memory
 from quire.config.model import ModelConfig
 from quire.config.parallel import check_one_rank
 from quire.config.resolve import resolve_engine_config
-from quire.config.speculation import read_speculation
+from quire.config.speculation import DRAFT_MODEL, read_speculation
 from quire.engine.adapter_fetch import PatientFetch
 from quire.engine.core import EngineCore
 from quire.engine.decoding.grammar import PatientGrammars
@@ -236,9 +236,9 @@ def free_memory(facts: HardwareFacts, device: str) -> int | None:
 def find_draft(arguments: EngineArguments, *, offline: bool = False) -> ModelFiles | None:
     """The draft model's files, downloaded unless `offline`; None where there is none. Raises as resolve_model does."""
     speculation = read_speculation(arguments.speculative_config)
-    return (
-        None if speculation is None or speculation.model is None else resolve_model(speculation.model, offline=offline)
-    )
+    if speculation is None or speculation.model is None:
+        return None
+    return resolve_model(speculation.model, offline=offline, setting=DRAFT_MODEL)
 
 
 def _check_dummy(load_format: Literal["auto", "dummy"], model: ModelConfig) -> None:

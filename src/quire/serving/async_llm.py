@@ -95,7 +95,9 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests early: their iterators end with what was generated. Ids that are not live are ignored."""
-        for one in [request_id] if isinstance(request_id, str) else request_id:
+        for one in [request_id] if isinstance(request_id, str) or not isinstance(request_id, Iterable) else request_id:
+            if not isinstance(one, str):
+                raise InvalidRequest("request_id", f"is {one!r:.80}, not a text", "pass an id, or several in a list")
             self._engine.abort(one)
 
     async def _start(

@@ -242,13 +242,16 @@ class LiveRequest:
         return self._output
 
     def token_ids(self, index: int = 0) -> tuple[int, ...]:
-        """What sample `index` has generated so far. Samples that are ranked have nothing before the end."""
+        """What sample `index` has generated so far. Samples that are ranked have nothing before the end. Raises
+        InvalidRequest if there is no such sample."""
+        self._check(index)
         if self._output is not None:
             return tuple(next((one.token_ids for one in self._output.outputs if one.index == index), ()))
         return tuple(self._tokens[index])
 
     def text(self, index: int = 0) -> str:
         """The same as text, as far as it is certain."""
+        self._check(index)
         if self._output is not None:
             return next((one.text for one in self._output.outputs if one.index == index), "")
         return "".join(self._texts[index])
@@ -260,9 +263,17 @@ class LiveRequest:
         return self._output
 
     def cancel(self, index: int | None = None) -> None:
-        """End it now, or only one of its samples; what it has generated stays. Idempotent."""
+        """End it now, or only one of its samples; what it has generated stays. Idempotent. Raises InvalidRequest if
+        there is no such sample."""
+        if index is not None:
+            self._check(index)
         if self._output is None:
             self._cancel(Abort(self.request_id, index))
+
+    def _check(self, index: int) -> None:
+        if not _is_whole(index) or not 0 <= index < self.num_samples:
+            last = self.num_samples - 1
+            raise InvalidRequest("index", f"{index!r:.80} is no sample of this request", f"use 0 to {last}")
 
     def take(self, piece: StreamPiece) -> None:
         """News of it, from its engine."""
@@ -316,8 +327,20 @@ class LiveRequests:
         return pieces
 
 
+def _is_whole(value: object) -> bool:
+    """Whether something is a whole number, of numpy too."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
 def branch_of(source: LiveRequest | RequestOutput, index: int, at_token: int | None) -> tuple[tuple[int, ...], Branch]:
     """The tokens a fork begins with, and where they stand. `at_token` counts tokens of the answer; None: all so far."""
+    for name, value in (("index", index), ("at_token", 0 if at_token is None else at_token)):
+        if not _is_whole(value):
+            raise InvalidRequest(name, f"must be a whole number, got {value!r:.80}")
+    given: object = source
+    if not isinstance(given, LiveRequest | RequestOutput):
+        reason = f"must be a request or its output, got {type(given).__name__}"
+        raise InvalidRequest("source", reason, "pass what start() or generate() returned")
     if isinstance(source, LiveRequest):
         answer = source.token_ids(index) if 0 <= index < source.num_samples else None
     else:

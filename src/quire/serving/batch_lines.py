@@ -129,6 +129,17 @@ def answered_keys(output: Path, *, keeps_failures: bool) -> set[str]:
     return found
 
 
+def is_result(line: bytes) -> bool:
+    """Whether a line of a file is the result of a request, or the beginning of one that was not written whole."""
+    if not line.endswith(b"\n"):
+        return line.startswith(b"{")
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and {"custom_id", "response", "error"} <= value.keys()
+
+
 def _answered_key(line: bytes, *, keeps_failures: bool) -> str | None:
     try:
         value = json.loads(line) if line.endswith(b"\n") else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 from quire.serving.requests import Message, read_conversations
@@ -103,6 +104,8 @@ class ChatTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`."""
+        if not isinstance(text, str):
+            raise InvalidRequest("text", f"must be text, got {type(text).__name__}", "call the tokenizer for a list")
         return self._tokenizer.encode(text, add_special_tokens)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[str | None]:
@@ -111,7 +114,12 @@ class ChatTokenizer:
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids. Special tokens are part of it unless they are skipped."""
-        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        try:
+            ids = [index(token) for token in ([token_ids] if isinstance(token_ids, int) else token_ids)]
+        except TypeError:
+            ids = [-1]
+        if min(ids, default=0) < 0:
+            raise InvalidRequest("token_ids", f"must be token ids, got {token_ids!r:.80}", "pass numbers from 0 on")
         return self._tokenizer.decode(ids, skip_special_tokens)
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:

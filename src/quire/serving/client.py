@@ -6,10 +6,13 @@ from typing import Protocol
 
 from quire.engine.core import EngineCore
 from quire.types.adapters import AdapterInfo
+from quire.types.errors import EngineDead
 from quire.types.output import TokensOut
 from quire.types.prefix import PinnedPrefix
 from quire.types.request import Abort, Submit
 from quire.types.stats import EngineStats
+
+CLOSED = "this LLM was closed; make a new one, or close it (leave its with block) only after the last call"
 
 
 class EngineClient(Protocol):
@@ -69,7 +72,7 @@ class InProcessClient:
     """The engine in this process: `receive` runs one of its steps."""
 
     def __init__(self, core: EngineCore) -> None:
-        self._core = core
+        self._core, self._is_closed = core, False
 
     @property
     def has_work(self) -> bool:
@@ -80,6 +83,8 @@ class InProcessClient:
         return self._core.dead
 
     def submit(self, request: Submit) -> int:
+        if self._is_closed:
+            raise EngineDead(CLOSED)
         return self._core.submit(request)
 
     def abort(self, request: Abort) -> None:
@@ -119,4 +124,5 @@ class InProcessClient:
         self._core.adapters.finish_load(name, info)
 
     def close(self) -> None:
+        self._is_closed = True
         self._core.close()

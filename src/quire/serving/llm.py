@@ -20,6 +20,7 @@ from quire.serving.requests import (
     Message,
     Prompt,
     PromptLike,
+    check_priorities,
     is_conversation,
     pair_beams,
     pair_sampling,
@@ -311,8 +312,7 @@ class LLM(OfflineModel):
         pin: str = "",
         adapters: Sequence[str] = (),
     ) -> list[RequestOutput]:
-        if priority is not None and len(priority) != len(prompts):
-            raise InvalidRequest("priority", f"has {len(priority)} entries for {len(prompts)} prompts")
+        check_priorities(priority, len(prompts))
 
         def make(part: slice) -> list[Submit]:
             priorities = None if priority is None else priority[part]

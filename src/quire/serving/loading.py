@@ -115,7 +115,8 @@ def load_model(arguments: Mapping[str, Any], *, offline: bool = True) -> LoadedM
             logger.info("%s", planned.memory)
         text: Tokenizer | None = None
         if not skips_tokenizer:
-            text = load_tokenizer(files if tokenizer is None else resolve_model(tokenizer, progress=progress))
+            named = None if tokenizer is None else resolve_model(tokenizer, progress=progress, setting="tokenizer")
+            text = load_tokenizer(named or files)
         if isinstance(planned, PlannedEncoder):
             return _load_encoder(planned, text, load_format, progress)
         loaded = _load_engine(planned, text, defaults, load_format, progress)

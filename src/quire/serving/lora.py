@@ -72,6 +72,8 @@ def folder_to_load(client: EngineClient, request: LoRARequest) -> str | None:
 def load_loras(client: EngineClient, requests: list[LoRARequest | None]) -> list[str]:
     """Load the adapters that are not loaded yet. Returns the name of each request's adapter; "": none."""
     for request in dict.fromkeys(requests):
+        if request is not None and not isinstance(request, LoRARequest):
+            raise InvalidRequest("lora_request", f"must be a LoRARequest, got {type(request).__name__}")
         folder = None if request is None else folder_to_load(client, request)
         if request is not None and folder is not None:
             client.load_adapter(request.lora_name, folder, in_place=request.load_inplace)

@@ -12,7 +12,7 @@ import numpy as np
 from quire.config.engine import EngineConfig
 from quire.config.memory import MemoryPlan
 from quire.serving.chat_tokenizer import ChatTokenizer
-from quire.serving.client import EngineClient
+from quire.serving.client import CLOSED, EngineClient
 from quire.serving.encoding import DecoderTexts, LoadedTexts, decoder_texts
 from quire.serving.loading import LoadedEncoder, LoadedModel
 from quire.serving.pooled_texts import PooledText, TextReader, check_scores, check_task, cosines, pair_up
@@ -20,7 +20,7 @@ from quire.serving.requests import Prompt, PromptLike, RequestMaker, read_prompt
 from quire.serving.terminal import ProgressLine
 from quire.serving.text.tokenizer import Tokenizer
 from quire.serving.vllm_arguments import CallArguments, check_call
-from quire.types.errors import ConfigError, InvalidRequest
+from quire.types.errors import ConfigError, EngineDead, InvalidRequest
 from quire.types.pooling import (
     Classification,
     ClassificationOutput,
@@ -45,7 +45,7 @@ class OfflineModel:
     _requests: RequestMaker
 
     def __init__(self, loaded: LoadedModel | LoadedEncoder) -> None:
-        self._loaded = loaded
+        self._loaded, self._is_closed = loaded, False
         self.model_config, self._tokenizer = loaded.model_config, loaded.tokenizer
         if isinstance(loaded, LoadedModel):
             self.config, self.memory_plan = loaded.config, loaded.memory_plan
@@ -151,6 +151,7 @@ class OfflineModel:
         return [PoolingOutput(Pooled(row), *shown(text)) for text, row in zip(texts, rows, strict=True)]
 
     def _encoder(self) -> LoadedTexts | DecoderTexts:
+        self._check_open()
         loaded = self._loaded
         if isinstance(loaded, LoadedEncoder):
             return loaded.texts
@@ -190,9 +191,15 @@ class OfflineModel:
 
     def close(self) -> None:
         """Give back weights, cache and devices. Idempotent."""
+        self._is_closed = True
         self._loaded.close()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineDead(CLOSED)
+
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(
@@ -221,7 +228,7 @@ def shown(text: PooledText) -> tuple[str | None, list[int]]:
 
 def read_texts(given: str | Sequence[str], where: str) -> list[str]:
     """One text or several. Raises InvalidRequest."""
-    texts = [given] if isinstance(given, str) else list(given)
+    texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     if not texts or not all(isinstance(text, str) for text in texts):
         raise InvalidRequest(where, "must be a text or a list of texts", "pass at least one")
     return texts

@@ -7,8 +7,9 @@ Offline and served requests are followed by the same code. What differs is where
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 from quire.serving.text.detokenizer import Detokenizer
 from quire.serving.text.repetition import REPEATED, RepetitionWatch
@@ -32,22 +33,34 @@ def answer_detokenizer(tokenizer: Tokenizer, sampling: SamplingParams) -> Detoke
     return Detokenizer(tokenizer, sampling.skip_special_tokens, sampling.spaces_between_special_tokens, continues=True)
 
 
+class TextWatch(Protocol):
+    """Reads the text of one sample as it is shown, and may end the sample."""
+
+    def push(self, text: str) -> str | None:
+        """Take the next text. Returns why the sample ends with it; None: the sample goes on."""
+
+
+WatchMaker: TypeAlias = Callable[[], TextWatch]  # makes the watch of one sample
+
+
 class SampleText:
     """The text of one sample. Takes tokens and returns text that is safe to show; holds back what may become a stop
-    string. After a stop string or a loop it ignores tokens. It looks for both only after the request's `min_tokens`.
+    string. After a stop string, a loop or a word of its watch it ignores tokens. They end it only after the request's
+    `min_tokens`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: Submit) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: Submit, watch: TextWatch | None = None) -> None:
         sampling = request.sampling
         self._detokenizer = answer_detokenizer(tokenizer, sampling)
         self._stops = StopStrings(sampling.stops, sampling.include_stop_str_in_output)
         self._has_stops, self._min_tokens = bool(sampling.stops), sampling.min_tokens
         self._silent_ids = frozenset() if sampling.include_stop_str_in_output else frozenset(request.rules.end_ids)
         self._loops = None if sampling.loops is None else RepetitionWatch(sampling.loops)
+        self._text_watch = watch
         self._pieces: list[str] = []
         self.num_characters = 0  # of all text so far, also of what is held back
         self.num_tokens = 0  # up to and including the one that ended it
-        self.stopped_by: str | None = None  # a stop string, or REPEATED
+        self.stopped_by: str | None = None  # a stop string, REPEATED, or what the watch says
         self.is_loop = False
 
     @property
@@ -67,6 +80,9 @@ class SampleText:
         shown = self._keep(text if is_early else self._watch(text))
         if repeats and not is_early and self.stopped_by is None:
             shown += self._end_loop()
+        reason = None if self._text_watch is None else self._text_watch.push(shown)
+        if reason is not None and not is_early and self.stopped_by is None:
+            self.stopped_by = reason
         return shown
 
     def finish(self) -> str:
@@ -100,19 +116,24 @@ class RequestFollower:
 
     Samples are followed token by token if `wants_all`, or if they may end by their text. Ranked samples (see
     `is_ranked`) are followed at the end, when the engine has chosen them. Without a tokenizer there are no texts.
+    `make_watch`: what else may end a sample by its text.
     """
 
-    def __init__(self, submit: Submit, tokenizer: Tokenizer | None, *, wants_all: bool) -> None:
-        self._submit, self._tokenizer = submit, tokenizer
+    def __init__(
+        self, submit: Submit, tokenizer: Tokenizer | None, *, wants_all: bool, make_watch: WatchMaker | None = None
+    ) -> None:
+        self._submit, self._tokenizer, self._make_watch = submit, tokenizer, make_watch
         sampling = submit.sampling
         self.is_ranked = is_ranked(submit)
-        self.is_followed = (wants_all or sampling.ends_by_text) and not self.is_ranked
-        self._has_text = tokenizer is not None and sampling.detokenize and (wants_all or sampling.ends_by_text)
+        wants_text = wants_all or sampling.ends_by_text or make_watch is not None
+        self.is_followed = wants_text and not self.is_ranked
+        self._has_text = tokenizer is not None and sampling.detokenize and wants_text
         self.texts = {index: self._text() for index in range(sampling.n)} if self.is_followed and self._has_text else {}
 
     def _text(self) -> SampleText:
         assert self._tokenizer is not None
-        return SampleText(self._tokenizer, self._submit)
+        watch = None if self._make_watch is None else self._make_watch()
+        return SampleText(self._tokenizer, self._submit, watch)
 
     def rank(self, finished: Finished) -> None:
         """The engine has chosen the samples of a ranked request: begin to follow them. See `replay`."""

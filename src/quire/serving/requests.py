@@ -85,6 +85,16 @@ def pair_sampling(
     return _pair("sampling_params", SamplingParams, chosen, num_prompts)
 
 
+def check_priorities(priority: object, num_prompts: int) -> None:
+    """Raise InvalidRequest for what is not one priority per prompt; None: all have the same."""
+    if priority is None:
+        return
+    if not isinstance(priority, Sequence) or isinstance(priority, str):
+        raise InvalidRequest("priority", f"must be a list, got {type(priority).__name__}", "pass one number per prompt")
+    if len(priority) != num_prompts:
+        raise InvalidRequest("priority", f"has {len(priority)} entries for {num_prompts} prompts")
+
+
 def pair_beams(params: BeamSearchParams | Sequence[BeamSearchParams], num_prompts: int) -> Sequence[BeamSearchParams]:
     """One BeamSearchParams per prompt."""
     return _pair("params", BeamSearchParams, params, num_prompts)

@@ -50,7 +50,9 @@ class StructuredOutputsParams:
     json_object: bool | None = None  # any JSON object
 
     def __post_init__(self) -> None:
-        given = [item.name for item in fields(self) if getattr(self, item.name) not in (None, False)]
+        given = [item.name for item in fields(self) if getattr(self, item.name) is not None]
+        if self.json_object is False:
+            given.remove("json_object")
         if len(given) != 1:
             named = " and ".join(given) or "none"
             kinds = ", ".join(item.name for item in fields(self))

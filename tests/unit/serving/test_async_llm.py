@@ -116,6 +116,16 @@ def test_many_requests_run_in_one_batch_and_keep_to_themselves(make_async: MakeA
     assert llm.executor.num_launched < 30 * 10  # type: ignore[attr-defined]  # not one after the other
 
 
+@pytest.mark.parametrize("wrong", [7, ["a", 7], [None]])
+def test_what_is_no_id_cannot_be_aborted(make_async: MakeAsync, wrong: Any) -> None:
+    async def work() -> None:
+        async with make_async(echo) as llm:
+            with pytest.raises(InvalidRequest, match="request_id: is (7|None), not a text"):
+                await llm.abort(wrong)
+
+    asyncio.run(work())
+
+
 def test_an_aborted_request_ends_with_what_it_has(make_async: MakeAsync) -> None:
     llm = make_async(endless, max_model_len=256)
     slow_down(llm)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from quire import BeamSearchParams, InvalidRequest, LiveRequest, QuireError, SamplingParams
@@ -132,6 +134,30 @@ def test_finished_outputs_are_forked_too(make_llm: MakeLLM) -> None:
     llm = make_llm(script)
     (output,) = llm.generate("x:", LONG)
     assert llm.fork(output, 5, sampling_params=LONG).wait().outputs[0].text == STORY[5:]
+
+
+@pytest.mark.parametrize("index", [7, -1, "1", True])
+def test_a_sample_that_is_not_there_is_refused(make_llm: MakeLLM, index: Any) -> None:
+    live = make_llm(script).start("x:", SamplingParams(max_tokens=20, n=2))
+    for _ in range(2):  # while it runs, and when it is over
+        for call in (live.cancel, live.text, live.token_ids):
+            with pytest.raises(InvalidRequest, match="is no sample of this request; use 0 to 1"):
+                call(index)
+        assert {one.finish_reason for one in live.wait().outputs} == {"stop"}
+
+
+@pytest.mark.parametrize(("named", "value"), [("index", "1"), ("index", 0.5), ("at_token", "2"), ("at_token", 1.0)])
+def test_a_place_to_fork_at_must_be_a_whole_number(make_llm: MakeLLM, named: str, value: Any) -> None:
+    llm = make_llm(script)
+    (output,) = llm.generate("x:", LONG)
+    with pytest.raises(InvalidRequest, match=f"{named}: must be a whole number"):
+        llm.fork(output, **{named: value})
+
+
+@pytest.mark.parametrize("source", [5, None, "x:", []])
+def test_only_requests_and_their_outputs_are_forked(make_llm: MakeLLM, source: Any) -> None:
+    with pytest.raises(InvalidRequest, match="source: must be a request or its output"):
+        make_llm(script).fork(source)
 
 
 def test_branches_can_be_ended_early(make_llm: MakeLLM) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 from quire.serving.chat_tokenizer import ChatTokenizer
 from quire.types.errors import InvalidRequest
@@ -16,6 +20,17 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture
 def tokenizer() -> ChatTokenizer:
     return ChatTokenizer(TOKENIZER)
+
+
+def test_what_is_no_text_and_no_token_is_refused(tokenizer: ChatTokenizer) -> None:
+    wrong: list[Any] = ["x", [-1], -1, [1.5], 1.5, ["a"], None]
+    for ids_of in wrong:
+        with pytest.raises(InvalidRequest, match="token_ids: must be token ids"):
+            tokenizer.decode(ids_of)
+    with pytest.raises(InvalidRequest, match="text: must be text, got int"):
+        tokenizer.encode(wrong[2])
+    assert tokenizer.decode(np.array(ids("hey"))) == tokenizer.decode(torch.tensor(ids("hey"))) == "hey"  # type: ignore[arg-type]
+    assert tokenizer.decode([]) == ""
 
 
 def test_conversations_become_text_or_token_ids(tokenizer: ChatTokenizer) -> None:

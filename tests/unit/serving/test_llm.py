@@ -12,7 +12,7 @@ from quire.serving import batch as batch_module
 from quire.serving import llm as llm_module
 from quire.serving.requests import TextPrompt, TokensPrompt
 from quire.serving.terminal import LoadingProgress
-from quire.types.errors import ConfigError, InvalidRequest, QuireError
+from quire.types.errors import ConfigError, EngineDead, InvalidRequest, QuireError
 from quire.types.sampling import SamplingParams
 from quire.types.sampling_defaults import SamplingDefaults
 from tests.unit.serving.conftest import MakeLLM
@@ -151,6 +151,40 @@ def test_a_stream_says_the_same_as_generate(make_llm: MakeLLM) -> None:
     assert "".join(piece.text for piece in pieces) == "<wörld ☕>" == llm.generate("wörld ☕", LONG)[0].outputs[0].text
     assert pieces[-1].finish_reason == "stop"
     assert "".join(piece.text for piece in llm.stream_chat([{"role": "u", "content": "c"}], LONG)) == "<u:c\nbot:>"
+
+
+def test_arguments_of_a_wrong_type_are_refused_by_name(make_llm: MakeLLM) -> None:
+    llm: Any = make_llm(echo)
+    chat = [{"role": "user", "content": "x"}]
+    for call, words in (
+        (lambda: llm.chat(chat, LONG, chat_template=5), "chat_template: must be text, got int"),
+        (lambda: llm.chat(chat, LONG, chat_template_kwargs=5), "chat_template_kwargs: must be an object"),
+        (lambda: llm.generate("x", LONG, priority=5), "priority: must be a list, got int"),
+        (lambda: llm.generate(["x"], LONG, priority="5"), "priority: must be a list, got str"),
+        (lambda: llm.add_lora(5), "lora_request: must be a LoRARequest, got int"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            call()
+
+
+def test_a_closed_llm_says_so_and_what_to_do(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo)
+    (output,) = llm.generate("x", LONG)
+    llm.close()
+    llm.close()
+    chat = [{"role": "user", "content": "x"}]
+    for call in (
+        lambda: llm.generate("x", LONG),
+        lambda: llm.chat(chat, LONG),
+        lambda: list(llm.stream("x", LONG)),
+        lambda: llm.start("x", LONG),
+        lambda: llm.fork(output, 1),
+        lambda: llm.embed("x"),
+        lambda: llm.register_prefix("name", "x"),
+        llm.__enter__,
+    ):
+        with pytest.raises(EngineDead, match="this LLM was closed; make a new one"):
+            call()
 
 
 def test_a_stream_closed_early_frees_the_engine(make_llm: MakeLLM) -> None:

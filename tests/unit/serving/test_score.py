@@ -61,6 +61,8 @@ def test_a_cross_encoder_reads_both_texts(tmp_path: Path) -> None:
             llm.score(["a", "b"], ["a", "b", "c"])
         with pytest.raises(InvalidRequest, match="data_1: must be a text"):
             llm.score([], "cat")
+        with pytest.raises(InvalidRequest, match="data_2: must be a text"):
+            llm.score("cat", 5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,12 @@ def test_choices_lose_their_duplicates() -> None:
         ({"regex": "a", "choice": ["b"]}, "structured_outputs"),
         ({"json_object": False}, "structured_outputs"),
         ({"json_object": "yes"}, "structured_outputs.json_object"),
+        ({"json_object": 0}, "structured_outputs.json_object"),
+        ({"json": 0}, "structured_outputs.json"),
+        ({"regex": False}, "structured_outputs.regex"),
+        ({"choice": False}, "structured_outputs.choice"),
+        ({"grammar": False}, "structured_outputs.grammar"),
+        ({"json": False, "regex": "a"}, "structured_outputs"),
         ({"json": "{"}, "structured_outputs.json"),
         ({"json": [1]}, "structured_outputs.json"),
         ({"json": {"a": object()}}, "structured_outputs.json"),
@@ -53,6 +59,10 @@ def test_what_makes_no_sense_is_refused_by_name(fields: dict[str, Any], named: s
     with pytest.raises(InvalidRequest) as caught:
         StructuredOutputsParams(**fields)
     assert caught.value.field == named
+
+
+def test_a_false_json_object_is_as_good_as_none() -> None:
+    assert StructuredOutputsParams(json_object=False, regex="a").regex == "a"
 
 
 @pytest.mark.parametrize("value", ["json", ["json"], {"schema": {}}])

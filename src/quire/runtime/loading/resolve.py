@@ -24,18 +24,23 @@ _NAMES = "a path, a hub name (org/name, org/name@revision, org/name:file.gguf) o
 
 
 def resolve_model(
-    model: str | None = None, *, recheck: bool = False, offline: bool = False, progress: Progress | None = None
+    model: str | None = None,
+    *,
+    recheck: bool = False,
+    offline: bool = False,
+    progress: Progress | None = None,
+    setting: str = "model",
 ) -> ModelFiles:
     """Find a model's files, downloading what is not here yet. None: the default model.
 
     `recheck` hashes a cached file of the package index again; `offline` takes only what is here already. Raises
-    ConfigError for a name that means nothing, ModelLoadError when the files cannot be had.
+    ConfigError, which names `setting`, for a name that means nothing, ModelLoadError when the files cannot be had.
     """
     progress, environment = progress or silent, read_environment()
     environment = replace(environment, offline=environment.offline or offline)
     name = DEFAULT if model is None else model.strip()
     if not name or "\0" in name:
-        raise ConfigError("model", f"{name!r} is no name", f"give {_NAMES}, or leave it out for {DEFAULT}")
+        raise ConfigError(setting, f"{name!r} is no name", f"give {_NAMES}, or leave it out for {DEFAULT}")
     path = Path(name).expanduser()
     if path.exists():
         return files_at(path)
@@ -48,7 +53,7 @@ def resolve_model(
     match = None if _looks_like_path(name) else _HUB.fullmatch(name)
     if match is not None:
         return _hub_files(name, HubName(match["repository"], match["revision"], match["file"]), environment, progress)
-    raise _unknown(name, path)
+    raise _unknown(setting, name, path)
 
 
 def hub_repository(model: str) -> str | None:
@@ -74,7 +79,7 @@ def _looks_like_path(name: str) -> bool:
     return is_plain and (name.endswith((".gguf", ".safetensors")) or name.count("/") > 1)
 
 
-def _unknown(name: str, path: Path) -> ConfigError:
+def _unknown(setting: str, name: str, path: Path) -> ConfigError:
     neighbours: list[str] = []
     if path.parent.is_dir():
         neighbours = [near.name for near in path.parent.iterdir()]
@@ -83,5 +88,5 @@ def _unknown(name: str, path: Path) -> ConfigError:
         near = difflib.get_close_matches(name.lower(), CATALOGUE, n=3, cutoff=0.5) + near
     fix = f"did you mean {' or '.join(near[:3])}?" if near else f"give {_NAMES}: {', '.join(CATALOGUE)}"
     if _looks_like_path(name):
-        return ConfigError("model", f"there is nothing at {name}", fix if near else "check the path")
-    return ConfigError("model", f"no model is called {name!r}", fix)
+        return ConfigError(setting, f"there is nothing at {name}", fix if near else "check the path")
+    return ConfigError(setting, f"no model is called {name!r}", fix)

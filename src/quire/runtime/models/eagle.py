@@ -23,7 +23,12 @@ from quire.runtime.layers.modules import LentEmbedding
 from quire.runtime.layers.step import BESIDE, AdaptedRows, ForwardStep
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.family import Family
-from quire.runtime.models.hf_config import read_decoder, refuse_set, refuse_windows
+from quire.runtime.models.hf_config import read_decoder, refuse_norms, refuse_windows
+
+_NORMS = {  # and whether a head that can be run has them
+    **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "use_mtp_layernorm"), False),
+    **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
+}
 
 
 class Features(Protocol):
@@ -84,8 +89,7 @@ class Eagle3(BaseModel):
 
 def read_eagle3(config: Fields) -> ModelConfig:
     refuse_windows(config)
-    for key in ("norm_before_fc", "fc_norm", "norm_output"):  # norms that no layer here has
-        refuse_set(config, key, usual=False)
+    refuse_norms(config, _NORMS, "eagle_config")
     if config.integer("num_hidden_layers") != 1:
         raise config.refuse("num_hidden_layers", f"an EAGLE-3 head has 1, is {config.integer('num_hidden_layers')}")
     hidden, vocab_size = config.integer("hidden_size"), config.integer("vocab_size")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -86,6 +86,18 @@ def refuse_set(config: Fields, key: str, *, usual: bool) -> None:
     """Refuse a flag that is set otherwise than the published models have it."""
     if config.flag(key, usual) is not usual:
         raise config.refuse(key, f"only {str(usual).lower()} is supported")
+
+
+def refuse_norms(config: Fields, usual: Mapping[str, bool], within: str) -> None:
+    """Refuse a model that has other norms than `usual`, at the top of config.json or in its object `within`."""
+    inner, prefix = config.raw(within), f"{within}."
+    nested = {prefix + key: value for key, value in inner.items()} if isinstance(inner, dict) else {}
+    for key, flag in usual.items():
+        refuse_set(config, key, usual=flag)
+        refuse_set(Fields(config.file, nested, prefix), key, usual=flag)
+    for key in nested:
+        if "norm" in key and key.removeprefix(prefix) not in usual:
+            raise config.refuse(key, "is not known here", fix="name it at the top of config.json")
 
 
 def refuse_other(config: Fields, key: str, usual: str) -> None:

@@ -56,8 +56,9 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
 
 
 def run_bench_latency(args: argparse.Namespace) -> int:
-    if args.batch_size < 1 or args.repeats < 1:
-        raise ConfigError("batch_size", "and repeats must be at least 1")
+    for name, value in (("batch_size", args.batch_size), ("repeats", args.repeats)):
+        if value < 1:
+            raise ConfigError(name, f"must be at least 1, got {value}", "raise it")
     if args.output_len < 2:
         raise ConfigError("output_len", f"must be at least 2 to time a token, got {args.output_len}", "raise it")
     with load(args) as llm:

@@ -23,6 +23,7 @@ from quire.serving.batch_lines import (
     answered_keys,
     custom_id_of,
     error_line,
+    is_result,
     read_line,
     read_lines,
     result_line,
@@ -38,6 +39,7 @@ MAX_TRIES = 5  # of a request that did not reach the server or during which its 
 MAX_CONCURRENCY = 4_096
 _PR_SET_PDEATHSIG = 1
 _READY = re.compile(r"Quire serves .* on (http://\S+) \(ready")
+_OWN_FLAGS = ("help", "input_file", "output_file", "url", "concurrency", "api_key", "log_level", "debug")
 _ADDRESS: dict[str, Any] = {  # of the server that a run starts: it serves this run alone
     "host": "127.0.0.1",
     "port": 0,
@@ -76,6 +78,8 @@ def add_run_batch(commands: Commands[OneLineParser]) -> None:
     parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests that run at once (32)")
     add_serve_flags(parser)
     parser.set_defaults(log_level="warning", **_ADDRESS)
+    described = {action.dest: action.default for action in parser._actions if action.dest not in _OWN_FLAGS}
+    parser.set_defaults(server_flags=described)
     for name in (*_ADDRESS, "lora_dir"):
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, action=_RefusedFlag, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -84,8 +88,12 @@ def add_run_batch(commands: Commands[OneLineParser]) -> None:
 def run_batch(args: argparse.Namespace) -> int:
     if not 1 <= args.concurrency <= MAX_CONCURRENCY:
         raise ConfigError("concurrency", f"must be in [1, {MAX_CONCURRENCY}], got {args.concurrency}")
+    for name, default in args.server_flags.items() if args.url is not None else ():
+        if getattr(args, name, default) != default:
+            raise ConfigError(name.removesuffix("_name"), "is decided by the server at --url", "leave it out")
     source, target = Path(args.input_file), Path(args.output_file)
     with _opened(source) as requests, _locked(target):
+        _check_target(source, target)
         done = answered_keys(target, keeps_failures=False)
         with _server(args) as server:
             run = BatchFile(server, target, done)
@@ -196,6 +204,21 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
+def _check_target(source: Path, target: Path) -> None:
+    """Refuse a file that this run must not rewrite: the requests themselves, a device, and what holds no results."""
+    if not target.exists():
+        return
+    if target.samefile(source):
+        raise ConfigError("output_file", f"{target} is the input file too", "choose another")
+    if not target.is_file():
+        raise ConfigError("output_file", f"{target} is no plain file", "choose another")
+    with target.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not is_result(line):
+                reason = f"{target} exists, and line {number} of it is no result of a batch"
+                raise ConfigError("output_file", reason, "choose another, or remove it")
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Keep other runs from writing the same file meanwhile."""
@@ -209,8 +232,10 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError("output_file", f"another run writes {path}", "choose another, or wait") from None
-        yield
-        lock_path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            lock_path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -70,6 +70,7 @@ FLAGS = {
     "--otlp-traces-endpoint": "--trace-endpoint",
     "--max-new-tokens": "--max-tokens",
 }
+_MIN_BEGINNING = 4  # characters of a flag that are more than a letter or two
 _SHORT = {"-dp": "--data-parallel-size"}
 
 
@@ -85,7 +86,8 @@ def unknown_flags(unknown: Sequence[str], parser: argparse.ArgumentParser) -> st
     names = {flag: own for flag, own in FLAGS.items() if own in names} | names
     hints: list[str] = []
     for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
-        close = [flag] if flag in names else difflib.get_close_matches(flag, names, n=1)
+        longer = [name for name in names if len(flag) > _MIN_BEGINNING and name.startswith(f"{flag}-")]
+        close = [flag] if flag in names else longer[:1] or difflib.get_close_matches(flag, names, n=1)
         hints += [f"did you mean {names[one]} instead of {flag}?" for one in close]
     return f"unrecognized arguments: {' '.join(unknown)}" + "".join(f"; {hint}" for hint in hints)
 

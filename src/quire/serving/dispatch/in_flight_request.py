@@ -10,7 +10,7 @@ from quire.engine.submission import num_sequences
 from quire.serving.dispatch.mailbox import Delta, Mailbox
 from quire.serving.dispatch.observer import RequestRecord
 from quire.serving.dispatch.quarantine import MAX_CRASHES
-from quire.serving.outputs import RequestFollower, SampleText, settled
+from quire.serving.outputs import RequestFollower, SampleText, WatchMaker, settled
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.ledger import LedgerEntry
 from quire.types.output import Finished, SampleEnd
@@ -85,6 +85,7 @@ class InFlightRequest:
     streams: bool = False
     interval: int = 1
     render: RenderLogprobs | None = None
+    make_watch: WatchMaker | None = None  # what may end a sample by its text, besides its sampling parameters
     state: RequestState = "new"
     handle: int | None = None
     followers: list[Follower] = field(default_factory=list)
@@ -128,7 +129,7 @@ class InFlightRequest:
 
     def follow(self, tokenizer: Tokenizer, handle: int) -> list[Follower]:
         """Make its followers. Called when the engine has accepted the request."""
-        self.handle, self._follower = handle, RequestFollower(self.submit, tokenizer, wants_all=self.streams)
+        self.handle, self._follower = handle, self._make_follower(tokenizer)
         self.followers = [Follower(self, index, text) for index, text in self._follower.texts.items()]
         return self.followers
 
@@ -142,7 +143,7 @@ class InFlightRequest:
             finished = finished._replace(ledger=(*self.restarts, *finished.ledger))
         self.finished = finished
         if self._follower is None:  # it ended before it was accepted
-            self._follower = RequestFollower(self.submit, tokenizer, wants_all=self.streams)
+            self._follower = self._make_follower(tokenizer)
         if self._follower.is_ranked:
             self._follow_ranked(self._follower, finished)
         for follower in self.followers:
@@ -156,6 +157,9 @@ class InFlightRequest:
                 end = settled(end, follower.text)
                 choice = self.first_choice + follower.index
                 self.mailbox.put(Delta(choice, rest, (), (), end.finish_reason, end.stop_reason))
+
+    def _make_follower(self, tokenizer: Tokenizer) -> RequestFollower:
+        return RequestFollower(self.submit, tokenizer, wants_all=self.streams, make_watch=self.make_watch)
 
     def _follow_ranked(self, request: RequestFollower, finished: Finished) -> None:
         """Follow ranked samples as if their tokens came now."""

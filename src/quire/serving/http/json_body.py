@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from typing import Any
 
 import msgspec
@@ -13,7 +14,9 @@ _DECODER = msgspec.json.Decoder()
 
 
 def decode_json(body: bytes, max_depth: int) -> Any:
-    """The value a body holds. Raises InvalidRequest. Of a name that stands twice in an object, the last counts."""
+    """The value a body holds. Raises InvalidRequest. Of a name that stands twice in an object, the last counts. A byte
+    order mark, which editors and shells on Windows write, is skipped."""
+    body = body.removeprefix(BOM_UTF8)
     if not body.strip():
         raise InvalidRequest("body", "is empty", "send a JSON object")
     try:

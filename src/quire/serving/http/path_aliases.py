@@ -19,6 +19,7 @@ _KNOWN_APIS = {  # of other servers, by the beginning of their path after /v1
     "/moderations": "moderations",
     "/assistants": "assistants",
     "/threads": "assistants",
+    "/conversations": "conversations (send previous_response_id to /v1/responses)",
     "/vector_stores": "vector stores",
     "/fine_tuning": "fine-tuning",
     "/realtime": "the realtime API",
@@ -66,8 +67,14 @@ def path_not_found(path: str, served: Iterable[str]) -> ApiError:
     missing = {begin: name for begin, name in _KNOWN_APIS.items() if not _is_served(begin, served)}
     api = next((name for begin, name in missing.items() if bare.startswith(begin)), None)
     what = f"there is nothing at {shown}" if api is None else f"this server does not have {api} ({shown})"
-    has = ", ".join(sorted({one for one in served if one.startswith("/v1/") and "{" not in one}))
+    root = "/api/" if is_ollama(path) and _is_served("/api/", served) else "/v1/"
+    has = ", ".join(sorted({one for one in served if one.startswith(root) and "{" not in one}))
     return ApiError(404, f"{what}; it has {has}; see /openapi.json", code="not_found")
+
+
+def is_ollama(path: str) -> bool:
+    """Whether a path belongs to Ollama's API, whose errors have a form of their own."""
+    return path.startswith("/api/")
 
 
 def _is_served(begin: str, served: Iterable[str]) -> bool:

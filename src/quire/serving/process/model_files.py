@@ -9,7 +9,7 @@ from pathlib import Path
 from quire.config.adapters import read_modules
 from quire.config.environment import read_environment
 from quire.config.server import ServerConfig
-from quire.config.speculation import read_speculation
+from quire.config.speculation import DRAFT_MODEL, read_speculation
 from quire.runtime.loading.files import files_at
 from quire.runtime.loading.model_config import read_family
 from quire.runtime.loading.progress import Progress, silent
@@ -24,10 +24,13 @@ def with_local_files(config: ServerConfig, *, offline: bool, progress: Progress 
     `offline`. Raises ConfigError for a name that means nothing, ModelLoadError for files that cannot be had."""
     source = config.source
     files = resolve_model(source.model, offline=offline, progress=progress)
-    tokenizer = source.tokenizer and str(resolve_model(source.tokenizer, offline=offline, progress=progress).path)
+    tokenizer = source.tokenizer
+    if tokenizer:
+        tokenizer = str(resolve_model(tokenizer, offline=offline, progress=progress, setting="tokenizer").path)
     engine, speculation = config.engine, read_speculation(config.engine.speculative_config)
     if speculation is not None and speculation.model is not None:
-        draft = resolve_model(speculation.model, offline=offline, progress=progress).path.absolute()
+        drafts = resolve_model(speculation.model, offline=offline, progress=progress, setting=DRAFT_MODEL)
+        draft = drafts.path.absolute()
         engine = replace(engine, speculative_config={**(engine.speculative_config or {}), "model": str(draft)})
     names = source.served_names or (files.name,)
     for module in read_modules(engine.lora_modules, enable=engine.enable_lora):

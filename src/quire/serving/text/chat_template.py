@@ -179,6 +179,10 @@ class ChatTemplates:
     ) -> list[str]:
         """Return the prompt of every conversation, by the template `source` or the model's own. Raises InvalidRequest
         where there is none."""
+        for name, value, kind in (("chat_template", source, str), ("chat_template_kwargs", variables, Mapping)):
+            if value is not None and not isinstance(value, kind):
+                wanted = "text" if kind is str else "an object of the template's variables"
+                raise InvalidRequest(name, f"must be {wanted}, got {type(value).__name__}")
         for name in variables or {}:
             if name in _OPTIONS:
                 raise InvalidRequest(f"chat_template_kwargs.{name}", "is no variable of templates", "pass it by itself")

@@ -95,6 +95,11 @@ def test_the_layers_that_a_head_reads_are_counted_by_where_config_json_has_them(
         assert eagle.layers == (2, 3, 4)
 
 
+def test_the_norms_that_published_heads_name_are_known(tmp_path: Path) -> None:
+    norms = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
+    assert read(tmp_path, PLAIN | {"eagle_config": {**norms, "norm_before_fc": False}}).eagle == EagleHead(40)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -103,6 +108,11 @@ def test_the_layers_that_a_head_reads_are_counted_by_where_config_json_has_them(
         ({"target_hidden_size": 64}, "target_hidden_size: must be hidden_size=48, is 64"),
         ({"norm_before_fc": True}, "norm_before_fc: only false is supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config: only heads"),
+        ({"eagle_config": {"norm_before_fc": True}}, "eagle_config.norm_before_fc: only false is supported"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "eagle_config.use_mtp_layernorm: only false is supported"),
+        ({"eagle_config": {"use_last_layernorm": False}}, "eagle_config.use_last_layernorm: only true is supported"),
+        ({"use_input_layernorm_in_first_layer": False}, "use_input_layernorm_in_first_layer: only true is supported"),
+        ({"eagle_config": {"norm_before_residual": True}}, "eagle_config.norm_before_residual: is not known here"),
         ({"eagle_aux_hidden_state_layer_ids": [3, 2]}, "rising order"),
         ({"eagle_aux_hidden_state_layer_ids": "all"}, "one or more layers"),
     ],

@@ -132,3 +132,6 @@ class TestOffline:
         report = json.loads(output.read_text())
         assert min(report["batch_ms"]["p50"], report["ttft_ms"]["p50"]) > 0
         assert main(["bench", "latency", "--output-len", "1"]) == 2
+        for flag in ("--batch-size", "--repeats"):
+            assert main(["bench", "latency", flag, "0"]) == 2
+            assert f"{flag[2:].replace('-', '_')}: must be at least 1, got 0" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,7 @@ def test_wrong_usage_is_one_line_and_exit_code_two(
         (["bench", "serv"], "did you mean serve?"),
         (["serve", "--log-format", "jsn"], "did you mean json?"),
         (["complete", "p", "--max-token", "5"], "did you mean --max-tokens instead of --max-token?"),
+        (["chat", "--system", "x"], "did you mean --system-prompt instead of --system?"),
         (["chat", "--temp=0.5"], "did you mean --temperature instead of --temp?"),
         (["serve", "--ctx-size", "4096"], "did you mean --max-model-len instead of --ctx-size?"),
         (["serve", "--ctx-sz", "4096"], "did you mean --max-model-len instead of --ctx-sz?"),
@@ -196,7 +198,7 @@ class TestWithAModel:
         seen: list[SamplingParams] = []
         stream_chat = llm.stream_chat
         monkeypatch.setattr(llm, "stream_chat", lambda messages, own: seen.append(own) or stream_chat(messages, own))
-        monkeypatch.setattr(answer_module, "load", lambda args: llm)
+        monkeypatch.setattr(answer_module, "load", lambda args: nullcontext(llm))
         assert main(["chat", "hello"]) == 0
         assert main(["chat", "hello", "--temperature", "0", "--max-tokens", "9"]) == 0
         assert [(one.temperature, one.top_k, one.max_tokens) for one in seen] == [(0.3, 5, 512), (0.0, 5, 9)]

@@ -17,6 +17,12 @@ def test_what_is_no_json_is_refused(body: bytes) -> None:
         decode_json(body, 8)
 
 
+def test_a_byte_order_mark_is_skipped() -> None:
+    assert decode_json(b'\xef\xbb\xbf{"a": 1}', 8) == {"a": 1}
+    with pytest.raises(InvalidRequest, match="is empty"):
+        decode_json(b"\xef\xbb\xbf", 8)
+
+
 def test_errors_quote_nothing_of_the_program() -> None:
     with pytest.raises(InvalidRequest) as caught:
         decode_json(b'{"a": nope}', 8)

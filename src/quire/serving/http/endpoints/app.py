@@ -14,11 +14,12 @@ from starlette.responses import Response
 from quire.serving.http.endpoints.admin import Admin
 from quire.serving.http.endpoints.admin_lora import LOAD_PATH, UNLOAD_PATH, AdminLora
 from quire.serving.http.endpoints.admin_prefixes import AdminPrefixes
+from quire.serving.http.endpoints.ollama_format import write_error as write_ollama_error
 from quire.serving.http.endpoints.registry import ENDPOINTS
 from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import AsgiHandler, Handler
 from quire.serving.http.guard import Guard
-from quire.serving.http.path_aliases import PathAliases, path_not_found
+from quire.serving.http.path_aliases import PathAliases, is_ollama, path_not_found
 from quire.serving.http.service import Service
 from quire.serving.http.static import playground_routes
 
@@ -39,7 +40,7 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
         app.add_route(path, handler, methods=[method])  # type: ignore[arg-type]
     paths = [path for _, path in routes]
     writers = {path: endpoint.write_error for endpoint in ENDPOINTS for path in endpoint.paths}
-    app.add_exception_handler(HTTPException, _http_errors(paths, writers))
+    app.add_exception_handler(HTTPException, _http_errors(list(routes), writers))
     app.add_middleware(PathAliases, paths=paths)
     public = [path.encode() for path in files]
     app.add_middleware(
@@ -89,16 +90,20 @@ def _admin_routes(admin: Admin, prefixes: AdminPrefixes, lora: AdminLora) -> dic
 
 
 def _http_errors(
-    paths: Sequence[str], writers: Mapping[str, Callable[[ApiError], bytes]]
+    routes: Sequence[tuple[str, str]], writers: Mapping[str, Callable[[ApiError], bytes]]
 ) -> Callable[[Request, Any], Awaitable[Response]]:
     async def answer(request: Request, error: Any) -> Response:
         """What the router refuses, in the shape of the path's API, else in OpenAI's."""
-        write_error = writers.get(request.scope["path"], ApiError.body)
-        if error.status_code == 405:
-            refusal = ApiError(405, "this path does not take that method", code="method_not_allowed")
-        else:
-            refusal = path_not_found(request.scope["path"], paths)
+        path = request.scope["path"]
+        write_error = writers.get(path, write_ollama_error if is_ollama(path) else ApiError.body)
         headers = dict(error.headers or {})
+        if error.status_code == 405:
+            methods = [method for method, route in routes if route == path] or [headers.get("Allow", "another method")]
+            headers["Allow"] = ", ".join(methods)
+            message = f"this path takes {' and '.join(methods)}, not {request.method}"
+            refusal = ApiError(405, message, code="method_not_allowed")
+        else:
+            refusal = path_not_found(path, [route for _, route in routes])
         return Response(write_error(refusal), refusal.status, headers, "application/json")
 
     return answer

@@ -117,6 +117,7 @@ class GenerationHandler:
         options = job.options
         mailbox = Mailbox(asyncio.get_running_loop(), len(job.submits))
         render = self._format.logprobs_renderer(options) if options.wants_logprobs else None
+        make_watch = None if options.reading is None else options.reading.watch_maker()
         requests: list[InFlightRequest] = []
         for submit in job.submits:
             record = RequestRecord(
@@ -130,7 +131,9 @@ class GenerationHandler:
                 traceparent=traceparent,
             )
             first = len(requests) * submit.sampling.n
-            requests.append(InFlightRequest(submit, record, mailbox, first, options.stream, job.interval, render))
+            requests.append(
+                InFlightRequest(submit, record, mailbox, first, options.stream, job.interval, render, make_watch)
+            )
         return requests
 
     async def _reply_whole(

@@ -60,6 +60,11 @@ class AnswerReader(ABC):
         self._is_over = False
         self._reading = self._read()
 
+    @property
+    def repeats_call(self) -> bool:
+        """Whether the answer has made one of its calls again, name and arguments alike."""
+        return self._book.has_repeats
+
     def push(self, text: str) -> list[Part]:
         self._buffer += text
         next(self._reading, None)

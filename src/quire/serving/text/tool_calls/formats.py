@@ -7,7 +7,6 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from quire.serving.text.parts import PartReader
 from quire.serving.text.tool_calls import (
     deepseek_v3,
     derived,
@@ -56,7 +55,7 @@ class ToolFormat:
         known = parameters.keys() if self.is_bare else None
         return CallBook(self.make_id, limit=limit, known=known, must_call=must_call)
 
-    def reader(self, parameters: Parameters, limit: int | None, *, must_call: bool = False) -> PartReader:
+    def reader(self, parameters: Parameters, limit: int | None, *, must_call: bool = False) -> AnswerReader:
         """Return the reader of one answer, which may call the tools of `parameters`, and at most so often.
 
         With `must_call`, a grammar sees to it that the answer is calls.

@@ -10,6 +10,7 @@ import pytest
 
 from quire.serving.text.chat_template import ChatTemplate
 from quire.serving.text.lark import LarkGrammar
+from quire.serving.text.message_reading import MessageReading
 from quire.serving.text.parts import CallArguments, CallBegun
 from quire.serving.text.tool_calls.derived import PROBE_TOOLS, DerivedForm
 from quire.serving.text.tool_calls.formats import tool_format, tool_format_named
@@ -278,6 +279,48 @@ def test_half_a_repeat_is_left_out_and_what_differs_is_passed_on_at_once() -> No
     other = tool_format_named("hermes").reader(TOOLS, None)
     other.push(hermes(F1))
     assert other.push('\n<tool_call>{"name": "f", "arguments": {"a": 1') + other.finish() == []
+
+
+AGAIN = [  # one call, written twice
+    ("hermes", hermes(F1, F1)),
+    ("hermes", f"<tool_call>[{F1}, {F1}]</tool_call>"),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {"a": 1}}'),
+    ("mistral", f"[TOOL_CALLS] [{F1}, {F1}]"),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{"a": 1}'),
+    ("pythonic", "[f(a=1), f(a=1)]"),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n" * 2),
+    ("deepseek_v31", '<｜tool▁calls▁begin｜>' + '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>' * 2),
+    ("granite", f"<|tool_call|>[{F1}, {F1}]"),
+    (JSON_IN_TAGS, '<use>{"tool": "f", "input": {"a": 1}}</use>' * 2),
+    (NAME_THEN_JSON, '>>>f:: {"a": 1}>>>f:: {"a": 1}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), AGAIN)
+def test_an_answer_of_calls_ends_with_the_second_of_two_equal_ones(name: str, text: str) -> None:
+    reading = MessageReading(tools=tool_format_named(name), parameters=TOOLS, must_call=True)
+    make = reading.watch_maker()
+    assert make is not None
+    watch = make()
+    reasons = [watch.push(character) for character in text]
+    place = next(place for place, reason in enumerate(reasons) if reason is not None)
+    assert reasons[place] == "repeated_call"
+    assert place > len(text) // 2
+    found = read(reading.reader, text[: place + 1], ())
+    assert [kind for kind, _ in found] == ["call", "arguments"]
+
+
+@pytest.mark.parametrize(("name", "text"), CASES)
+def test_an_answer_of_different_calls_goes_on(name: str, text: str) -> None:
+    make = MessageReading(tools=tool_format_named(name), parameters=TOOLS, must_call=True).watch_maker()
+    assert make is not None
+    assert make().push(text) is None
+
+
+def test_only_an_answer_that_must_be_calls_ends_with_a_repeat() -> None:
+    form = tool_format_named("hermes")
+    assert MessageReading(tools=form, parameters=TOOLS).watch_maker() is None
+    assert MessageReading(tools=form, parameters=TOOLS, must_call=True, max_calls=1).watch_maker() is None
 
 
 # ------------------------------------------------------------------------------------------- read off a template
