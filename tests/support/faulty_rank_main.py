@@ -1,4 +1,5 @@
-"""Ranks of which one misbehaves in steps of certain numbers, in place of quire.runtime.executor.rank_main."""
+"""Ranks of which one misbehaves, in steps of certain numbers or while it loads. Tests start this program in place of
+quire.runtime.executor.rank_main."""
 
 from __future__ import annotations
 
@@ -9,12 +10,21 @@ from typing import Any
 from quire.kernels.native.program import Program
 from quire.runtime.executor import rank_main
 from quire.runtime.executor.single import SingleExecutor
+from quire.runtime.loading.files import ModelFiles
 from quire.types.step import StepPlan
 
 LOOPS, RAISES, LOOPS_INSIDE, SLEEPS, SLEEPS_INSIDE = 1_003, 1_004, 1_005, 1_006, 1_007  # numbers of steps
-_launch, _run = SingleExecutor.launch, Program.run
+HANGS = "hangs"  # the name of a model that a rank never loads
+_init, _launch, _run = SingleExecutor.__init__, SingleExecutor.launch, Program.run
 _looping: list[bool] = []
 _never = threading.Event()
+
+
+def init(self: SingleExecutor, files: ModelFiles, *arguments: Any, **options: Any) -> None:
+    if files.name == HANGS and options["ranks"].place.rank == 1:
+        options["progress"](HANGS, 0, 1)
+        _never.wait()
+    _init(self, files, *arguments, **options)
 
 
 def launch(self: SingleExecutor, plan: StepPlan) -> None:
@@ -39,6 +49,7 @@ def run(self: Program, *arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
+    SingleExecutor.__init__ = init  # type: ignore[method-assign]
     SingleExecutor.launch = launch  # type: ignore[method-assign]
     Program.run = run  # type: ignore[method-assign]
     rank_main.main(sys.argv[1:])

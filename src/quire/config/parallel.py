@@ -19,6 +19,7 @@ EXECUTORS: dict[str, ExecutorName] = {  # vLLM's names after our own
 }
 EXECUTOR_NAMES = ("auto", "single", "processes", "ray", "torchrun")
 DEFAULT_RANK_TIMEOUT = 60.0
+DEFAULT_RANK_LOAD_TIMEOUT = 300.0
 MAX_RANKS = 512
 
 
@@ -33,6 +34,7 @@ class ParallelConfig:
     executor: ExecutorName = "single"
     rank_timeout: float = DEFAULT_RANK_TIMEOUT  # seconds that a rank may be behind while others wait for it
     ray_address: str | None = None  # of a Ray cluster; None: the one of this machine, or a new one
+    load_timeout: float = DEFAULT_RANK_LOAD_TIMEOUT  # seconds without progress after which a rank's load counts as hung
 
     @property
     def num_ranks(self) -> int:

@@ -7,18 +7,21 @@ import contextlib
 import ctypes
 import mmap
 import os
+import resource
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 PAGE_BYTES = 4096
-_COUNTERS = struct.Struct("<QQQQqQBBxxf")
+_COUNTERS = struct.Struct("<QQQQqQQBBxxff")
 _NATIVE = struct.Struct("<Q")
-_NATIVE_AT = 56
+_NATIVE_AT = 72
+_DOING_AT, _DOING_BYTES = 80, 64
 _WORDS = struct.Struct("<I")
-_WORDS_AT = 64
+_WORDS_AT = _DOING_AT + _DOING_BYTES
 _BEAT_SECONDS = 0.1
 _AWAKE = frozenset((b"R", b"D"))  # states of threads that compute, or read from a disk
 _MOST_ASLEEP = 255
@@ -35,15 +38,17 @@ class Life(NamedTuple):
     left: int = 0  # collectives ended
     step: int = -1  # the number of the last step
     meetings: int = 0  # sums in shared memory that it has come to, those of compiled programs among them
+    loaded: int = 0  # parts of its work that it has done while it loaded, and reads from a disk
     state: int = LOADING
     asleep: int = 0  # beats at which a step had got no further and no thread of the rank ran, less when one did
     crowding: float = 0.0  # of its machine, at its last beat
+    computed: float = 0.0  # CPU seconds of the thread that runs its step, since the step last got further
     native: int = 0  # beats of a thread that needs nothing of the interpreter; 0: there is none
 
     @property
     def progress(self) -> tuple[int, ...]:
         """Changes whenever the rank gets on with its work."""
-        return (self.steps, self.entered, self.left, self.meetings, self.state)
+        return (self.steps, self.entered, self.left, self.meetings, self.loaded, self.state)
 
     @property
     def waits(self) -> bool:
@@ -54,6 +59,12 @@ class Life(NamedTuple):
 def crowding() -> float:
     """How many processes and threads want each processor of this machine, averaged over a minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+def num_reads() -> int:
+    """Counts up while this process reads from a disk or from a file system of the network."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_inblock + usage.ru_majflt
 
 
 def any_thread_runs() -> bool:
@@ -74,8 +85,10 @@ class LifePage:
         self._memory, self._offset = memory, offset
         self._beats = self._steps = self._entered = self._left = 0
         self._step, self._state, self._crowding, self._asleep = -1, LOADING, 0.0, 0
+        self._noted = self._reads = 0
+        self._doing, self._computed = "", 0.0
         self.waits_for_engine = False  # set by the rank while a step is held up by the engine's process
-        self._looks_for_sleep = False
+        self._clock: int | None = None  # of the CPU time of the thread that runs steps; None: nobody looks for hangs
         self._running = 0  # steps that were begun and have not ended
         self._meetings: Callable[[], int] = int
         self._writing = threading.Lock()
@@ -85,26 +98,38 @@ class LifePage:
         threading.Thread(target=self._beat, name="quire-heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
-        pause, before = threading.Event(), self.read().progress
+        pause, before, since = threading.Event(), self.read().progress, 0.0
         while not pause.wait(_BEAT_SECONDS):
-            progress = self.read().progress
-            if progress != before or not self._looks_for_sleep or not self._could_sleep():
-                self._asleep = 0
+            progress, clock = self.read().progress, self._clock
+            used = 0.0 if clock is None else time.clock_gettime(clock)
+            if clock is None or progress != before or not self._could_hang():
+                self._asleep, since = 0, used
             elif any_thread_runs():
                 self._asleep //= 2  # it may be the native heart, which runs now and then
             else:
                 self._asleep = min(self._asleep + 1, _MOST_ASLEEP)
-            self._beats, self._crowding, before = self._beats + 1, crowding(), progress
+            if self._state == LOADING:
+                self._reads = num_reads()
+            self._beats, self._crowding, self._computed, before = self._beats + 1, crowding(), used - since, progress
             self._write()
 
-    def look_for_sleep(self) -> None:
-        """From now on tell when a step is stuck and nothing of this process runs. For ranks that compute on the CPU:
-        one with a GPU may sleep while that computes."""
-        self._looks_for_sleep = True
+    def look_for_hangs(self) -> None:
+        """From now on tell when a step is stuck: that nothing of this process runs, or for how long the calling thread,
+        which runs the steps, has computed. For ranks that compute on the CPU: one with a GPU may do either while that
+        computes."""
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
-    def _could_sleep(self) -> bool:
+    def _could_hang(self) -> bool:
         """Whether a step runs that waits neither for another rank nor for the engine's process."""
         return self._state == BUSY and self._entered == self._left and not self.waits_for_engine
+
+    def note(self, doing: str) -> None:
+        """Loading has got further. `doing`: what the rank does now, for messages."""
+        if doing != self._doing:
+            self._doing, text = doing, doing.encode()[:_DOING_BYTES]
+            self._memory[self._offset + _DOING_AT : self._offset + _WORDS_AT] = text.ljust(_DOING_BYTES, b"\0")
+        self._noted += 1
+        self._write()
 
     def start_native_beats(self, socket: int = -1, seconds: float = _BEAT_SECONDS) -> None:
         """Beat from a thread that no holder of the interpreter's lock can hold up, and send a byte to a socket, if
@@ -163,13 +188,19 @@ class LifePage:
             self._write_all()
 
     def _write_all(self) -> None:
-        numbers = self._beats, self._steps, self._entered, self._left, self._step, self._meetings(), self._state
-        _COUNTERS.pack_into(self._memory, self._offset, *numbers, self._asleep, self._crowding)
+        numbers = self._beats, self._steps, self._entered, self._left, self._step, self._meetings()
+        more = self._noted + self._reads, self._state, self._asleep, self._crowding, self._computed
+        _COUNTERS.pack_into(self._memory, self._offset, *numbers, *more)
 
     # ----------------------------------------------------------------------------------------------------- the engine
     def read(self) -> Life:
         native = _NATIVE.unpack_from(self._memory, self._offset + _NATIVE_AT)
         return Life(*_COUNTERS.unpack_from(self._memory, self._offset), *native)
+
+    def doing(self) -> str:
+        """What the rank said last of its loading."""
+        text = self._memory[self._offset + _DOING_AT : self._offset + _WORDS_AT]
+        return bytes(text).rstrip(b"\0").decode(errors="replace")
 
     def words(self) -> bytes:
         """The last words; empty: there are none."""

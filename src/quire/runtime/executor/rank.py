@@ -58,6 +58,7 @@ class RankServer:
         self._collecting: SimpleQueue[int] | None = None  # steps that another thread collects
         self._sends_results = True
         self._progress = "", 0.0
+        self._tells_progress = False
 
     def run(self) -> NoReturn:
         self._page.start_beating()
@@ -77,6 +78,7 @@ class RankServer:
 
     # ------------------------------------------------------------------------------------------------------- loading
     def _load(self, job: dict[str, Any]) -> None:
+        self._page.note("importing modules")
         import torch
 
         from quire.config.facts import cuda_index
@@ -95,9 +97,14 @@ class RankServer:
             torch.cuda.set_device(cuda_index(config.device.device))
         set_threads(config.device.threads or 1)
         backend = backend_of(device, shares_device=shares)
+        self._page.note("meeting the other ranks")
+        self._page.enter()
         ranks = join_ranks(
             place, self._make_store(place), backend, job["seconds"], self._page, on_cpu=device.type == "cpu"
         )
+        self._page.leave()
+        self._page.note("building the model")
+        self._tells_progress = place.rank == 0
         self._page.start_native_beats(self._beats)
         if ranks.tensor.shared is not None:
             shared = ranks.tensor.shared
@@ -107,22 +114,27 @@ class RankServer:
             job["model"],
             config,
             load_format=job["load_format"],
-            progress=self._report_progress if place.rank == 0 else None,
+            progress=self._report_progress,
             draft_files=job["draft_files"],
             depth=job["depth"],
             ranks=ranks,
         )
+        self._page.note("compiling kernels")
         self._executor.compile_rest()
         self._sends_results = place.is_last_stage
         if device.type == "cuda":
             self._collecting = SimpleQueue()
             threading.Thread(target=self._collect_steps, name="quire-results", daemon=True).start()
         else:
-            self._page.look_for_sleep()
+            self._page.look_for_hangs()
         self._page.ready()
         self._control.send(Kind.READY, encode(self._executor.num_bytes))
 
     def _report_progress(self, what: str, done: int, total: int) -> None:
+        """Every rank notes how far it is; the first one tells the engine's process too."""
+        self._page.note(f"{what}, {done} of {total}" if done < total else f"after {what}")
+        if not self._tells_progress:
+            return
         phase, at = self._progress
         now = time.monotonic()
         if what != phase or done >= total or now - at >= _REPORT_SECONDS:

@@ -17,11 +17,12 @@ from quire.config.model import ModelConfig
 from quire.config.sizes import format_size
 from quire.runtime.executor.channel import Kind, Message
 from quire.runtime.executor.codec import FINGERPRINT, decode, encode
+from quire.runtime.executor.fault_finder import describe
 from quire.runtime.executor.links import Rank, RankLauncher
 from quire.runtime.executor.plan_codec import PlanEncoder
 from quire.runtime.executor.rank_messages import RankMessages
 from quire.runtime.executor.transfers import TransferMerger
-from quire.runtime.executor.watch import RankWatch, describe
+from quire.runtime.executor.watch import RankWatch
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.progress import Progress
 from quire.runtime.parallel.results import merge_results
@@ -80,7 +81,7 @@ class RankedExecutor:
         self._closed = self._has_loaded = self._owes_masks = False
         self._num_launched = 0  # steps that were not collected yet
         self._unreported = 0  # ranks that were asked for their transfers and have not answered
-        self._watch = RankWatch(launcher, config.parallel.rank_timeout)
+        self._watch = RankWatch(launcher, config.parallel.rank_timeout, config.parallel.load_timeout)
         self._ranks: Sequence[Rank] = ()
         self.num_bytes: dict[int, tuple[int, int]] = {}  # by rank: of its weights, and of its KV cache
         self._messages = RankMessages((), self._watch, None)

@@ -94,7 +94,7 @@ class SingleExecutor:
         self._ring = TokenRing(config.scheduler.num_samples)
         load: Load = partial(_load, progress=progress)
         if load_format == "dummy":
-            load = partial(_noise, seed=config.scheduler.seed)
+            load = partial(_noise, seed=config.scheduler.seed, progress=progress)
         self._weight_bytes = 0
 
         def load_counted(*what: Any) -> BaseModel:
@@ -250,8 +250,14 @@ def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progres
     return model
 
 
-def _noise(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, seed: int) -> BaseModel:  # noqa: ARG001
+def _noise(
+    files: ModelFiles,  # noqa: ARG001 - all that load a model have them
+    config: ModelConfig,
+    builder: LayerBuilder,
+    seed: int,
+    progress: Progress | None,
+) -> BaseModel:
     """The model with random weights."""
     model = build_model(config, builder)
-    randomize_weights(model, seed, TORCH_DTYPES[config.dtype])
+    randomize_weights(model, seed, TORCH_DTYPES[config.dtype], progress=progress)
     return model

@@ -61,17 +61,22 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
 
 
 @torch.inference_mode()
-def randomize_weights(model: nn.Module, seed: int, dtype: torch.dtype | None = None) -> None:
+def randomize_weights(
+    model: nn.Module, seed: int, dtype: torch.dtype | None = None, *, progress: Progress | None = None
+) -> None:
     """Noise of a sane scale in every layer, made on the model's own device; the same for the same seed and device. Each
     tensor has a seed of its own, so that a rank draws the same numbers whatever other ranks hold. `dtype`: that of the
     checkpoint, so that layers hold noise in as few bytes as its weights."""
     load_meta_kernels()
     device = next(model.parameters()).device
     generator = torch.Generator(device)
-    for layer, parts in weight_layers(model):
+    layers = list(weight_layers(model))
+    for number, (layer, parts) in enumerate(layers):
         for name, part in parts.items():
             layer.randomize(part, generator.manual_seed(crc32(f"{seed} {name}".encode())), dtype)
         layer.finish()
+        if progress is not None:
+            progress("making random weights", number + 1, len(layers))
 
 
 def _check_names(checkpoint: Checkpoint, wanted: set[str], elsewhere: frozenset[str]) -> None:

@@ -45,7 +45,7 @@ from quire.types.errors import ConfigError, EngineDead, InvalidRequest, ModelLoa
 
 logger = logging.getLogger("quire.engine")
 
-_RANK_SHARE = 0.8  # of the time for a step: that in which a rank may be behind
+_RANK_SHARE = 0.8  # of the time for a step or a load: that in which a rank may be behind
 _SLOW_CPU_FLOPS = 1e10  # operations a second of one thread of a slow CPU
 
 Report = Callable[[str, int, int], None]
@@ -148,15 +148,18 @@ def load_engine(start: EngineStart, report: Report) -> tuple[EngineCore | Encode
         model=_sizes(planned.model),
         pooling=planned.pooling,
     )
-    parallel = limit_rank_timeout(config.parallel, max(start.config.step_timeout, step_seconds))
+    parallel = limit_rank_timeouts(
+        config.parallel, max(start.config.step_timeout, step_seconds), start.config.load_timeout
+    )
     planned = replace(planned, config=replace(config, parallel=parallel))
     return planned.build(source.load_format, report, tools), ready
 
 
-def limit_rank_timeout(config: ParallelConfig, step_seconds: float) -> ParallelConfig:
-    """Let a rank that hangs be found, and named, before the supervisor ends the engine because its step takes too
-    long."""
-    return replace(config, rank_timeout=min(config.rank_timeout, max(1.0, _RANK_SHARE * step_seconds)))
+def limit_rank_timeouts(config: ParallelConfig, step_seconds: float, load_seconds: float) -> ParallelConfig:
+    """Let a rank that hangs be found, and named, before the supervisor ends the engine because its step or its load
+    takes too long."""
+    step_seconds = min(config.rank_timeout, max(1.0, _RANK_SHARE * step_seconds))
+    return replace(config, rank_timeout=step_seconds, load_timeout=_RANK_SHARE * load_seconds)
 
 
 def load_adapters_again(core: EngineCore | EncoderCore, adapters: Iterable[AdapterModule]) -> None:

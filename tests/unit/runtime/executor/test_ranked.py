@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -19,12 +20,14 @@ import numpy as np
 import pytest
 
 from adapter_files import SMALL, make_adapter
-from faulty_rank_main import LOOPS, LOOPS_INSIDE, RAISES, SLEEPS, SLEEPS_INSIDE
+from faulty_rank_main import HANGS, LOOPS, LOOPS_INSIDE, RAISES, SLEEPS, SLEEPS_INSIDE
 from quire.config.tiers import TierConfig
 from quire.engine.core import EngineCore
 from quire.runtime.executor import ranked as ranked_module
+from quire.runtime.executor import watch as watch_module
 from quire.runtime.executor.channel import Channel, Kind, channel_pair
 from quire.runtime.executor.codec import encode
+from quire.runtime.executor.fault_finder import Fault, FaultFinder
 from quire.runtime.executor.life import BUSY, IDLE, PAGE_BYTES, LifePage
 from quire.runtime.executor.links import ProcessLauncher
 from quire.runtime.executor.rank import RankServer
@@ -220,6 +223,41 @@ def test_a_rank_that_waits_for_something_that_never_comes_is_named_long_before_t
         where = rf"^rank 1 of 2 \(stage 0, shard 1, pid {started[1]}\)"
         assert re.search(rf"{where} hangs while step {step} ran: it sleeps, and others wait for it$", said), said
         executor.close()
+
+
+@pytest.mark.parametrize("step", [LOOPS, LOOPS_INSIDE])
+def test_a_rank_in_an_endless_loop_is_named_long_before_the_timeout(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_STARVED_SECONDS", 100_000.0)  # else what was seen of steps is forgotten then
+    with leaving_nothing() as started:
+        executor = make_ranked(config_of(timeout=100_000.0), module="faulty_rank_main")
+        started += pids(executor)
+        finder = executor._watch._finder
+        assert finder is not None
+        while any(pace.step_seconds == math.inf for pace in finder._paces):  # it must have seen how long steps take
+            executor.launch(StepPlan(0))
+            executor.collect()
+        said = launch_and_wait(executor, step)
+        where = rf"^rank 1 of 2 \(stage 0, shard 1, pid {started[1]}\) hangs: it has computed for"
+        assert re.search(rf"{where} [0-9.]+ s while step {step} ran, and others wait for it$", said), said
+        executor.close()
+
+
+def test_a_rank_that_hangs_while_it_loads_is_named_with_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = FaultFinder._stuck_loading
+
+    def find_at_last(self: FaultFinder, now: float) -> Fault | None:
+        """Nobody is blamed before the other rank has done what it can, however slow this machine is."""
+        other = self._ranks[0].page.read()
+        hangs = self._ranks[1].page.doing().startswith(HANGS) and (other.waits or other.state == IDLE)
+        return find(self, now) if hangs else None
+
+    monkeypatch.setattr(FaultFinder, "_stuck_loading", find_at_last)
+    config = config_of()
+    config = replace(config, parallel=replace(config.parallel, load_timeout=0.2))
+    launcher = ProcessLauncher(config.parallel, None, "faulty_rank_main")
+    said = rf"^rank 1 of 2 \(.*\) made no progress for [0-9]+ s while it loaded \({HANGS}, 0 of 1\); check the disk"
+    with pytest.raises(EngineDead, match=said):
+        RankedExecutor(RankJob(replace(FILES, name=HANGS), MODEL, config, "dummy"), launcher)
 
 
 def test_a_guided_step_may_wait_for_its_masks_as_long_as_the_engine_needs(ranked: RankedExecutor) -> None:

@@ -19,9 +19,9 @@ from quire.config.parallel import ParallelConfig
 from quire.kernels.native.ring_layout import MOST_BYTES, SLOTS
 from quire.runtime.executor import links
 from quire.runtime.executor.channel import Channel, Kind, channel_pair
+from quire.runtime.executor.fault_finder import Fault
 from quire.runtime.executor.rank_messages import RankMessages
 from quire.runtime.executor.rings import EngineRings, RankRings, can_ring, rings_bytes
-from quire.runtime.executor.watch import Fault
 from quire.types.errors import EngineDead
 from quire.types.step import StepPlan
 from ranked_engines import config_of, decode_step, first_step, leaving_nothing, make_ranked, make_single, new_row, pids

@@ -6,86 +6,33 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quire.config.parallel import ParallelConfig, RankPlace
+from fake_ranks import LONG, FakeLauncher
 from quire.kernels.native.loader import why_not_native
+from quire.runtime.executor import fault_finder as finder_module
 from quire.runtime.executor import life as life_module
 from quire.runtime.executor import watch as watch_module
-from quire.runtime.executor.channel import Channel
 from quire.runtime.executor.life import _NATIVE, _NATIVE_AT, PAGE_BYTES, LifePage
 from quire.runtime.executor.links import Rank
 from quire.runtime.executor.rank import describe_error
 from quire.runtime.executor.watch import RankWatch
 from quire.types.errors import ConfigError, ModelLoadError
 
-CONFIG = ParallelConfig(2, 2, executor="processes")
-
-
-class FakeRank:
-    """Implements Rank. Its page beats at every look, unless it is silent."""
-
-    control: Channel
-    calls: Channel
-    device_index = None
-
-    def __init__(self, number: int) -> None:
-        self.place: RankPlace = CONFIG.place(number)
-        self.name = f"pid {100 + number}"
-        self.page = LifePage(bytearray(PAGE_BYTES))
-        self.how: str | None = None
-        self.stopped = self.silent = self.killed = False
-        self.is_here = True
-        self.on_kill: Callable[[], object] = bool
-        self._num_beats = 0
-
-    def ending(self) -> str | None:
-        return self.how
-
-    def num_beats(self) -> int:
-        self._num_beats += not self.silent
-        return self._num_beats
-
-    def is_stopped(self) -> bool:
-        return self.stopped
-
-    def kill(self) -> None:
-        self.killed = True
-        self.on_kill()
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-
-class FakeLauncher:
-    """Implements RankLauncher."""
-
-    rings = None
-
-    def __init__(self) -> None:
-        self.fakes = [FakeRank(number) for number in range(CONFIG.num_ranks)]
-        for fake in self.fakes:
-            fake.page.ready()
-
-    def start(self) -> Sequence[Rank]:
-        return self.fakes
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_TICK_SECONDS", 0.002)
-    monkeypatch.setattr(watch_module, "_GRACE_SECONDS", 0.002)
-    monkeypatch.setattr(watch_module, "_STOPPED_SECONDS", 0.02)
+    monkeypatch.setattr(finder_module, "_GRACE_SECONDS", 0.002)
+    monkeypatch.setattr(finder_module, "_STOPPED_SECONDS", 0.02)
 
 
-def verdict(launcher: FakeLauncher, timeout: float = 1_000.0) -> str:
-    watch = RankWatch(launcher, timeout)
+def verdict(launcher: FakeLauncher, timeout: float = LONG) -> str:
+    watch = RankWatch(launcher, timeout, LONG)
     fault = watch.verdict()
     watch.stop()
     assert watch.fault is fault
@@ -129,7 +76,7 @@ def test_a_halted_rank_is_named() -> None:
 
 
 def test_a_rank_without_a_heartbeat_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_SILENT_SECONDS", 0.02)
+    monkeypatch.setattr(finder_module, "_SILENT_SECONDS", 0.02)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     launcher = FakeLauncher()
     for number in (2, 3):
@@ -145,7 +92,7 @@ def crowd(page: LifePage, load: float) -> None:
 
 
 def test_a_rank_of_another_machine_is_not_excused_by_the_load_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_LOCKED_SECONDS", 0.02)
+    monkeypatch.setattr(finder_module, "_LOCKED_SECONDS", 0.02)
     monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
     launcher = FakeLauncher()
     for number in (1, 2):
@@ -156,7 +103,7 @@ def test_a_rank_of_another_machine_is_not_excused_by_the_load_of_this_one(monkey
 
 
 def test_a_rank_is_excused_by_the_load_of_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_LOCKED_SECONDS", 0.02)
+    monkeypatch.setattr(finder_module, "_LOCKED_SECONDS", 0.02)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     launcher = FakeLauncher()
     for number in (1, 2):
@@ -166,7 +113,7 @@ def test_a_rank_is_excused_by_the_load_of_its_own_machine(monkeypatch: pytest.Mo
 
 
 def test_a_native_heart_that_was_never_late_is_not_excused_by_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(finder_module, "_SILENT_SECONDS", 0.1)
     monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
     launcher = FakeLauncher()
     for number in (1, 2):
@@ -176,8 +123,8 @@ def test_a_native_heart_that_was_never_late_is_not_excused_by_the_load(monkeypat
 
 
 def test_one_that_was_late_before_is_excused_by_the_load_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_SILENT_SECONDS", 0.1)
-    monkeypatch.setattr(watch_module, "_LATE_SECONDS", 1e-9)
+    monkeypatch.setattr(finder_module, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(finder_module, "_LATE_SECONDS", 1e-9)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     launcher, seen = FakeLauncher(), threading.Event()
     for number, load in ((1, 1e6), (2, 0.0)):
@@ -185,7 +132,7 @@ def test_one_that_was_late_before_is_excused_by_the_load_of_its_machine(monkeypa
         fake.is_here = False
         crowd(fake.page, load)
         _NATIVE.pack_into(fake.page._memory, _NATIVE_AT, 5)
-    watch = RankWatch(launcher, 1_000.0)
+    watch = RankWatch(launcher, LONG, LONG)
     assert not seen.wait(0.05)  # beats come, and are counted
     for number in (1, 2):
         launcher.fakes[number].silent = True
@@ -216,7 +163,7 @@ def test_ranks_that_all_sleep_in_a_step_are_left_alone() -> None:
     for fake in launcher.fakes:
         fake.page.begin_step(9)
         sleep(fake.page)
-    watch = RankWatch(launcher, 1_000.0)
+    watch = RankWatch(launcher, LONG, LONG)
     assert not watch._over.wait(0.2)
     watch.stop()
     assert watch.fault is None
@@ -228,7 +175,7 @@ def test_a_rank_tells_that_it_sleeps_unless_it_waits_for_somebody(why: str, monk
     monkeypatch.setattr(life_module, "any_thread_runs", lambda: False)
     page, pause = LifePage(bytearray(PAGE_BYTES)), threading.Event()
     if why != "device":
-        page.look_for_sleep()
+        page.look_for_hangs()
     page.ready()
     if why != "idle":
         page.begin_step(9)
@@ -239,7 +186,43 @@ def test_a_rank_tells_that_it_sleeps_unless_it_waits_for_somebody(why: str, monk
     while page.read().beats < 10:
         pause.wait(0.01)
     assert (page.read().asleep > 3) == (not why)
-    page._looks_for_sleep = False  # the thread goes on
+    page._clock = None  # the thread goes on
+
+
+def test_a_rank_tells_how_long_its_step_has_computed_since_it_got_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, pause = iter(range(10**9)), threading.Event()
+    clock = SimpleNamespace(clock_gettime=lambda _: next(seconds), pthread_getcpuclockid=lambda _: 0)
+    monkeypatch.setattr(life_module, "time", clock)
+    monkeypatch.setattr(life_module, "_BEAT_SECONDS", 0.002)
+    page = LifePage(bytearray(PAGE_BYTES))
+    page.look_for_hangs()
+    page.ready()
+    page.begin_step(9)
+    page.start_beating()
+    while page.read().computed < 3.0:
+        pause.wait(0.01)
+    page.enter()
+    while page.read().computed:
+        pause.wait(0.01)
+    page._clock = None  # the thread goes on
+
+
+def test_reads_of_a_rank_that_loads_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, pause = iter(range(10**9)), threading.Event()
+    monkeypatch.setattr(life_module, "num_reads", lambda: next(reads))
+    monkeypatch.setattr(life_module, "_BEAT_SECONDS", 0.002)
+    page = LifePage(bytearray(PAGE_BYTES))
+    page.start_beating()
+    while page.read().loaded < 3:
+        pause.wait(0.01)
+    page.ready()
+    seen = []
+    for _ in range(2):
+        beats = page.read().beats
+        while page.read().beats < beats + 3:  # the first of them may have begun before
+            pause.wait(0.01)
+        seen.append(page.read().loaded)
+    assert seen[0] == seen[1]
 
 
 def test_a_thread_that_computes_is_seen_and_one_that_sleeps_is_not() -> None:
@@ -327,7 +310,7 @@ def test_the_verdict_does_not_wait_for_the_ends_of_ranks() -> None:
     goes_on = threading.Event()
     launcher = FakeLauncher()
     launcher.fakes[0].on_kill, launcher.fakes[2].stopped = lambda: goes_on.wait(60), True
-    watch = RankWatch(launcher, 1_000.0)
+    watch = RankWatch(launcher, LONG, LONG)
     assert watch.verdict().reason.startswith("rank 2 of 4")
     assert not launcher.fakes[3].killed
     goes_on.set()
@@ -368,7 +351,7 @@ def test_a_long_step_in_which_nobody_waits_is_left_alone() -> None:
     launcher = FakeLauncher()
     for fake in launcher.fakes:
         fake.page.begin_step(9)
-    watch = RankWatch(launcher, 0.01)
+    watch = RankWatch(launcher, 0.01, LONG)
     assert not watch._over.wait(0.2)
     watch.stop()
     assert watch.fault is None
@@ -382,7 +365,7 @@ def test_an_error_that_a_user_can_mend_keeps_its_type(error: Exception) -> None:
     launcher = FakeLauncher()
     launcher.fakes[0].page.say(describe_error(error))
     launcher.fakes[0].how = "exited with code 71"
-    watch = RankWatch(launcher, 1.0)
+    watch = RankWatch(launcher, LONG, LONG)
     found = watch.verdict().error
     watch.stop()
     assert type(found) is type(error)
@@ -394,7 +377,7 @@ def test_what_starting_raises_reaches_the_caller() -> None:
         def start(self) -> Sequence[Rank]:
             raise OSError("no processes left")
 
-    watch = RankWatch(Broken(), 1.0)
+    watch = RankWatch(Broken(), LONG, LONG)
     with pytest.raises(OSError, match="no processes left"):
         watch.ranks()
     watch.stop()
