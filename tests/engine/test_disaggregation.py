@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.serving.server import free_port
 from family_models import FamilyCase
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
@@ -255,8 +256,7 @@ def test_blocks_that_the_transport_has_evicted_are_sent_again_with_the_next_prom
 def test_a_tcp_store_that_evicted_a_prompt_gets_it_again(cases: dict[str, FamilyCase]) -> None:
     case = cases["llama"]
     first, other = case.prompt(61, 1), case.prompt(61, 2)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"tcp://127.0.0.1:{free_port()}"
     with open_llm(case, "prefill", url) as prefill, open_llm(case, "decode", url) as decode:
         store = core_of(prefill).executor._worker.tiers._remote._transport  # type: ignore[attr-defined]
         store._most = 20  # blocks: one prompt and a part of another
@@ -312,13 +312,6 @@ def test_a_transport_that_takes_no_block_does_not_hold_requests_back(
         assert len(tokens(prefill, [cases["llama"].prompt(40, 1)], ONE)[0]) == 1
         assert prefill.stats().tiers.put == 0
         never.set()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def test_shared_memory_is_private(cases: dict[str, FamilyCase], root: Path) -> None:

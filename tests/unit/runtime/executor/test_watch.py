@@ -82,6 +82,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_TICK_SECONDS", 0.002)
     monkeypatch.setattr(watch_module, "_GRACE_SECONDS", 0.002)
     monkeypatch.setattr(watch_module, "_STOPPED_SECONDS", 0.02)
+    monkeypatch.setattr(watch_module, "_VERDICT_SECONDS", 120.0)  # however busy the machine is
 
 
 def verdict(launcher: FakeLauncher, timeout: float = 1_000.0) -> str:
@@ -179,14 +180,15 @@ def test_one_that_was_late_before_is_excused_by_the_load_of_its_machine(monkeypa
     monkeypatch.setattr(watch_module, "_SILENT_SECONDS", 0.1)
     monkeypatch.setattr(watch_module, "_LATE_SECONDS", 1e-9)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    launcher, seen = FakeLauncher(), threading.Event()
+    launcher, pause = FakeLauncher(), threading.Event()
     for number, load in ((1, 1e6), (2, 0.0)):
         fake = launcher.fakes[number]
         fake.is_here = False
         crowd(fake.page, load)
         _NATIVE.pack_into(fake.page._memory, _NATIVE_AT, 5)
     watch = RankWatch(launcher, 1_000.0)
-    assert not seen.wait(0.05)  # beats come, and are counted
+    while not (watch._late and watch._late[1] and watch._late[2]):  # beats come, and are counted
+        pause.wait(0.002)
     for number in (1, 2):
         launcher.fakes[number].silent = True
     fault = watch.verdict()
