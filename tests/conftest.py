@@ -86,3 +86,19 @@ def one_thread() -> Iterator[None]:
     set_threads(1)
     yield
     set_threads(before)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines wait for blocks on disk and at other engines however busy the machine is, and do not compute them
+    meanwhile. When they end, all that they were to write is written."""
+    from quire.engine import handover
+    from quire.engine.scheduler import prefetch
+    from quire.runtime.tiers import disk_store
+
+    monkeypatch.setattr(handover, "HANDOVER_SECONDS", 120.0)
+    monkeypatch.setattr(prefetch, "_LEAST_SECONDS", 120.0)
+    monkeypatch.setattr(prefetch, "_MOST_SECONDS", 120.0)
+    monkeypatch.setattr(prefetch, "_MOST_PLANS", 10**9)
+    monkeypatch.setattr(disk_store, "_SCAN_SECONDS", 120.0)
+    monkeypatch.setattr(disk_store.DiskStore.close, "__defaults__", (120.0,))

@@ -18,7 +18,7 @@ from benchmarks.serving.server import free_port
 from family_models import FamilyCase
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
-from quire.engine.scheduler import prefetch
+from quire.runtime.tiers import remote_store
 from quire.runtime.transport import shared_memory
 from quire.serving.client import InProcessClient
 from quire.types.request import Submit
@@ -50,11 +50,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines wait for blocks however busy the machine is, and do not compute them meanwhile."""
-    monkeypatch.setattr(prefetch, "_LEAST_SECONDS", 10.0)
-    monkeypatch.setattr(prefetch, "_MOST_SECONDS", 10.0)
-    monkeypatch.setattr(prefetch, "_MOST_PLANS", 10**9)
+def _patient(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are the threads that carry blocks."""
+    monkeypatch.setattr(remote_store, "CALL_SECONDS", 120.0)
+    monkeypatch.setattr(remote_store, "LOOKUP_SECONDS", 120.0)
 
 
 def open_llm(case: FamilyCase, role: str | None = None, url: str = "shm://pd", **settings: Any) -> LLM:
@@ -286,9 +285,7 @@ def test_a_prefill_engine_that_ends_in_the_middle_costs_time_and_nothing_else(ca
 def test_a_peer_that_never_answers_is_given_up_at_a_deadline(
     cases: dict[str, FamilyCase], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quire.engine.scheduler import prefetch
-
-    monkeypatch.setattr(prefetch, "_MOST_SECONDS", 60.0)  # so that the transport gives up first on a busy machine too
+    monkeypatch.setattr(remote_store, "LOOKUP_SECONDS", 0.5)
     case = cases["llama"]
     prompt = case.prompt(61, 1)
     with open_llm(case) as llm:

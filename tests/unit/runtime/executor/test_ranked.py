@@ -129,6 +129,7 @@ def test_adapters_are_read_by_every_rank(ranked: RankedExecutor, tmp_path: Path)
     assert ranked_logprobs == pytest.approx(logprobs, rel=1e-5)
 
 
+@pytest.mark.usefixtures("patient")
 def test_blocks_move_through_the_tiers_of_all_ranks(tmp_path: Path) -> None:
     """Prompts that the device cannot hold are found in host memory or on disk, where every rank has its part."""
     tiers = TierConfig(6, str(tmp_path), 64, "through", block_bytes=1 << 12)
