@@ -48,7 +48,7 @@ def server() -> Iterator[TestServer]:
     source = ModelSource(model=MODEL, served_names=(MODEL,), chat_template=TEMPLATE)
     one = TestServer(script, source=source, step_seconds=0.0005)
     yield one
-    assert one.call(lambda: one.dispatcher.requests()) == []
+    one.wait(lambda: not one.call(one.dispatcher.requests))
     one.close()
 
 

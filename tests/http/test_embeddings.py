@@ -25,7 +25,7 @@ EMBED, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 def encoder() -> Iterator[EncoderServer]:
     with_limits = EncoderServer(limits={"inputs": 20, "prompt_tokens": 400})
     yield with_limits
-    assert with_limits.call(lambda: with_limits.dispatcher.requests()) == []
+    with_limits.wait(lambda: not with_limits.call(with_limits.dispatcher.requests))
     with_limits.close()
 
 

@@ -51,7 +51,7 @@ def server() -> Iterator[TestServer]:
     source = ModelSource(model=MODEL, served_names=(MODEL, "tagged:1b"), chat_template=TEMPLATE)
     one = TestServer(script, source=source, step_seconds=0.0005, sampling_defaults=SamplingDefaults(temperature=0.5))
     yield one
-    assert one.call(lambda: one.dispatcher.requests()) == []
+    one.wait(lambda: not one.call(one.dispatcher.requests))
     one.close()
 
 
