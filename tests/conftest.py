@@ -20,8 +20,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-# how long an example takes says how busy the machine is
-settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# how long an example takes says how busy the machine is; the same examples are tried in every run, others with --soak
+settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("quire")
 
 
@@ -51,6 +52,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: takes minutes and states time bounds; only with --soak")
+    if _is_soak(config):
+        settings.load_profile("search")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: Ctrl-C is tested all the same
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get(
@@ -61,8 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
         use_cpu_path()
 
 
+def _is_soak(config: pytest.Config) -> bool:
+    return bool(config.getoption("--soak")) or os.environ.get("QUIRE_TEST_SOAK") == "1"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--soak") or os.environ.get("QUIRE_TEST_SOAK") == "1":
+    if _is_soak(config):
         return
     left_out = [item for item in items if item.get_closest_marker("soak")]
     if left_out:
@@ -97,6 +104,23 @@ def _frozen_heap() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _seeded_file() -> None:
+    """Random weights are the same, whatever file was run before by the same process."""
+    _seed()
+
+
+@pytest.fixture(autouse=True)
+def _seeded(_seeded_file: None) -> None:
+    """So are random inputs, whatever test was."""
+    _seed()
+
+
+def _seed() -> None:
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """The kernels use one thread: tiny models gain nothing from more."""
@@ -108,3 +132,19 @@ def one_thread() -> Iterator[None]:
     set_threads(1)
     yield
     set_threads(before)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines wait for blocks on disk and at other engines however busy the machine is, and do not compute them
+    meanwhile. When they end, all that they were to write is written."""
+    from quire.engine import handover
+    from quire.engine.scheduler import prefetch
+    from quire.runtime.tiers import disk_store
+
+    monkeypatch.setattr(handover, "HANDOVER_SECONDS", 120.0)
+    monkeypatch.setattr(prefetch, "_LEAST_SECONDS", 120.0)
+    monkeypatch.setattr(prefetch, "_MOST_SECONDS", 120.0)
+    monkeypatch.setattr(prefetch, "_MOST_PLANS", 10**9)
+    monkeypatch.setattr(disk_store, "_SCAN_SECONDS", 120.0)
+    monkeypatch.setattr(disk_store.DiskStore.close, "__defaults__", (120.0,))

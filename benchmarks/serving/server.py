@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -12,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def running(contestant: Contestant, time_limit: float) -> Iterator[Running]:
 @contextmanager
 def started(contestant: Contestant, time_limit: float) -> Iterator[Started]:
     """Start it on a free port. Raises ServerFailed; whatever it started is gone at the end."""
-    port = _free_port()
+    port = free_port()
     command = shlex.split(contestant.command.replace("{port}", str(port)))
     with tempfile.TemporaryFile() as log:
         started_at = time.monotonic()
@@ -174,9 +175,13 @@ def _kill(pid: int) -> bool:
     return state not in "ZX"  # a zombie has given everything back but its number
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """Return a port that a server may listen on a moment later. The system gives ports of this range to nobody who
+    does not ask for one by its number."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _last_line(log: object) -> str:

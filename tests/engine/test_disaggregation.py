@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.serving.server import free_port
 from family_models import FamilyCase
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
-from quire.engine.scheduler import prefetch
+from quire.runtime.tiers import remote_store
 from quire.runtime.transport import shared_memory
 from quire.serving.client import InProcessClient
 from quire.types.request import Submit
@@ -49,11 +50,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines wait for blocks however busy the machine is, and do not compute them meanwhile."""
-    monkeypatch.setattr(prefetch, "_LEAST_SECONDS", 10.0)
-    monkeypatch.setattr(prefetch, "_MOST_SECONDS", 10.0)
-    monkeypatch.setattr(prefetch, "_MOST_PLANS", 10**9)
+def _patient(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are the threads that carry blocks."""
+    monkeypatch.setattr(remote_store, "CALL_SECONDS", 120.0)
+    monkeypatch.setattr(remote_store, "LOOKUP_SECONDS", 120.0)
 
 
 def open_llm(case: FamilyCase, role: str | None = None, url: str = "shm://pd", **settings: Any) -> LLM:
@@ -255,8 +255,7 @@ def test_blocks_that_the_transport_has_evicted_are_sent_again_with_the_next_prom
 def test_a_tcp_store_that_evicted_a_prompt_gets_it_again(cases: dict[str, FamilyCase]) -> None:
     case = cases["llama"]
     first, other = case.prompt(61, 1), case.prompt(61, 2)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"tcp://127.0.0.1:{free_port()}"
     with open_llm(case, "prefill", url) as prefill, open_llm(case, "decode", url) as decode:
         store = core_of(prefill).executor._worker.tiers._remote._transport  # type: ignore[attr-defined]
         store._most = 20  # blocks: one prompt and a part of another
@@ -286,9 +285,7 @@ def test_a_prefill_engine_that_ends_in_the_middle_costs_time_and_nothing_else(ca
 def test_a_peer_that_never_answers_is_given_up_at_a_deadline(
     cases: dict[str, FamilyCase], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quire.engine.scheduler import prefetch
-
-    monkeypatch.setattr(prefetch, "_MOST_SECONDS", 60.0)  # so that the transport gives up first on a busy machine too
+    monkeypatch.setattr(remote_store, "LOOKUP_SECONDS", 0.5)
     case = cases["llama"]
     prompt = case.prompt(61, 1)
     with open_llm(case) as llm:
@@ -312,13 +309,6 @@ def test_a_transport_that_takes_no_block_does_not_hold_requests_back(
         assert len(tokens(prefill, [cases["llama"].prompt(40, 1)], ONE)[0]) == 1
         assert prefill.stats().tiers.put == 0
         never.set()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def test_shared_memory_is_private(cases: dict[str, FamilyCase], root: Path) -> None:

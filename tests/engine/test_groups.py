@@ -316,6 +316,7 @@ def test_a_conversation_is_a_hit_after_eviction_to_host_memory(kind: str, write:
     assert ask(alone, "alone", following)[0] == second
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("kind", ["windows", "states", "all windows"])
 def test_a_conversation_is_a_hit_after_a_restart_from_disk(kind: str) -> None:
     tiers = TierConfig(host_blocks=500, disk_path="folder", disk_blocks=5_000, write="through")

@@ -78,6 +78,7 @@ def test_so_they_are_after_eviction_to_host_memory(case: FamilyCase, turns: list
         assert llm.stats().tiers.loaded > 0
 
 
+@pytest.mark.usefixtures("patient")
 def test_so_they_are_after_a_restart(
     case: FamilyCase, turns: list[tuple[list[int], list[int]]], tmp_path: Path
 ) -> None:

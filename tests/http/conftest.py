@@ -36,5 +36,5 @@ def server() -> Iterator[TestServer]:
     """One server for the tests of a module that leave it as they found it."""
     one = TestServer(echo_script)
     yield one
-    assert one.call(lambda: one.dispatcher.requests()) == []
+    one.wait(lambda: not one.call(one.dispatcher.requests))
     one.close()

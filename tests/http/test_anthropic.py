@@ -48,7 +48,7 @@ def server() -> Iterator[TestServer]:
     source = ModelSource(model=MODEL, served_names=(MODEL,), chat_template=TEMPLATE)
     one = TestServer(script, source=source, step_seconds=0.0005)
     yield one
-    assert one.call(lambda: one.dispatcher.requests()) == []
+    one.wait(lambda: not one.call(one.dispatcher.requests))
     one.close()
 
 
@@ -270,7 +270,7 @@ def test_events_are_named_and_end_without_a_marker(server: TestServer) -> None:
 
 
 def test_a_stream_that_breaks_ends_with_an_error_event(serve: Serve) -> None:
-    server = serve(lambda *_: "x" * 200, step_seconds=0.01)
+    server = serve(lambda *_: "x" * 200, step_seconds=0.05)
     with server.client() as client, client.stream("POST", PATH, json=body(stream=True)) as answer:
         lines = answer.iter_lines()
         while "content_block_delta" not in next(lines):

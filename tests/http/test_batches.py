@@ -175,7 +175,7 @@ def test_a_batch_goes_on_where_a_stopped_server_left_it(serve: Serve, tmp_path: 
         return "x" * 30
 
     scheduler = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=512, max_model_len=512)
-    first = serve(script, scheduler=scheduler, step_seconds=0.002)
+    first = serve(script, scheduler=scheduler, step_seconds=0.01)
     use_folder(first, tmp_path)
     rows = [chat_line(f"{number}", f"number {number}") for number in range(30)]
     batch = start(first, [*rows[:15], b"broken\n", *rows[15:]])

@@ -31,7 +31,7 @@ def test_a_request_past_its_time_limit_ends_with_504_and_leaves_the_engine(serve
 
 
 def test_a_stream_past_its_time_limit_ends_with_an_error_event(serve: Serve) -> None:
-    server = serve(endless, scheduler=ROOMY, step_seconds=0.005, timeouts=TimeoutConfig(request=0.3))
+    server = serve(endless, scheduler=ROOMY, step_seconds=0.005, timeouts=TimeoutConfig(request=2.0))
     *_, last, done = server.events("/v1/completions", ENDLESS)
     assert (last["error"]["code"], done) == ("request_timeout", "[DONE]")
     server.wait(server.is_idle)
@@ -55,7 +55,8 @@ def test_a_time_limit_that_is_none_is_refused(serve: Serve, value: str) -> None:
 
 
 def test_a_request_that_waits_too_long_for_the_engine_ends_with_503_and_the_running_one_goes_on(serve: Serve) -> None:
-    server = serve(endless, scheduler=ROOMY, step_seconds=0.02, timeouts=TimeoutConfig(queue=0.3))
+    server = serve(endless, scheduler=ROOMY, timeouts=TimeoutConfig(queue=0.3))
+    server.link.gate.clear()
     running = {**ENDLESS, "max_tokens": 200}
     with ThreadPoolExecutor(4) as pool:
         asked = pool.submit(server.post, "/v1/completions", running)  # all that the engine runs at once
@@ -63,6 +64,8 @@ def test_a_request_that_waits_too_long_for_the_engine_ends_with_503_and_the_runn
         late = server.post("/v1/completions", running)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
         assert int(late.headers["retry-after"]) >= 1
+        server.link.gate.set()
+        server.link.settle()
         assert asked.result(PATIENCE).status_code == 200
     server.wait(server.is_idle)
 

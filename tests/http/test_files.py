@@ -50,7 +50,7 @@ def test_a_form_that_is_none_is_refused_by_its_part(
 
 
 def test_a_download_waits_for_its_reader(serve: Serve) -> None:
-    server = serve(limits={"file_bytes": 40 << 20, "stall_seconds": 2})
+    server = serve(limits={"file_bytes": 40 << 20, "stall_seconds": 60})
     data = bytes(range(256)) * (32 << 12)
     file = upload(server, data)
     store, read = server.service.batches.files, [0]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
 import pytest
 
-from http_server import TestServer, digests, read_events
+from http_server import PATIENCE, TestServer, digests, read_events
 from quire.config.server import AccessConfig
 from tests.http.conftest import Serve
 
@@ -82,13 +83,21 @@ def test_every_choice_of_several_prompts_can_be_forked(server: TestServer) -> No
 
 
 def test_a_running_answer_is_forked_while_it_is_streamed(serve: Serve) -> None:
-    server = serve(script, step_seconds=0.01)
+    server, launches = serve(script), itertools.count(1)
+
+    def hold() -> None:
+        if next(launches) == 4:
+            server.link.gate.clear()
+
+    assert server.executor is not None
+    server.executor.on_launch = hold
     with server.client() as client:
         body = {"prompt": "x:", "max_tokens": 40, "stream": True}
         with client.stream("POST", COMPLETIONS, json=body) as answer:
             events = read_events(answer)
             seen = next(events)
-            server.link.gate.clear()
+            server.wait(lambda: not server.link.gate.is_set())
+            server.link.settle()
             known = server.call(lambda: server.service.recent_requests.find("", seen["id"]).choice(0).token_ids)
             results: list[dict[str, Any]] = []
             branch = threading.Thread(target=lambda: results.append(fork(server, seen["id"], at_token=len(known))))
@@ -96,7 +105,7 @@ def test_a_running_answer_is_forked_while_it_is_streamed(serve: Serve) -> None:
             server.wait(lambda: len(server.dispatcher.requests()) == 2)
             server.link.gate.set()
             server.link.settle()
-            branch.join(10)
+            branch.join(PATIENCE)
             rest = "".join(choice["text"] for event in events if event != "[DONE]" for choice in event["choices"])
     assert results[0]["choices"][0]["text"] == STORY[len(known) :]
     assert seen["choices"][0]["text"] + rest == STORY
@@ -155,4 +164,4 @@ def test_an_answer_that_is_neither_streamed_nor_finished_cannot_be_forked_yet(se
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
     server.link.gate.set()
     server.link.settle()
-    running.join(10)
+    running.join(PATIENCE)

@@ -389,8 +389,8 @@ def test_a_client_that_reads_nothing_of_a_whole_answer_is_cut_off(serve: Serve) 
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         connection.connect(("127.0.0.1", server.port))
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         server.wait(lambda: len(server.server.server_state.connections) == 1)
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         server.wait(lambda: not server.server.server_state.connections)
         received = 0
         with suppress(ConnectionResetError):

@@ -172,7 +172,7 @@ def test_templates_properties_and_slots(server: TestServer) -> None:
 
 
 def test_slots_and_load_show_what_runs(serve: Serve) -> None:
-    server = serve(lambda *_: "x" * 300, step_seconds=0.005)
+    server = serve(lambda *_: "x" * 300, step_seconds=0.05)
     assert server.get("/load").json() == {"server_load": 0}
     with (
         server.client() as client,

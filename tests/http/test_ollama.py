@@ -51,7 +51,7 @@ def server() -> Iterator[TestServer]:
     source = ModelSource(model=MODEL, served_names=(MODEL, "tagged:1b"), chat_template=TEMPLATE)
     one = TestServer(script, source=source, step_seconds=0.0005, sampling_defaults=SamplingDefaults(temperature=0.5))
     yield one
-    assert one.call(lambda: one.dispatcher.requests()) == []
+    one.wait(lambda: not one.call(one.dispatcher.requests))
     one.close()
 
 
@@ -336,7 +336,7 @@ def test_errors_before_the_endpoint_are_texts_too(serve: Serve) -> None:
 
 
 def test_a_stream_that_breaks_ends_with_an_error(serve: Serve) -> None:
-    server = serve(lambda *_: "x" * 200, step_seconds=0.01)
+    server = serve(lambda *_: "x" * 200, step_seconds=0.05)
     with server.client() as client, client.stream("POST", CHAT, json=chat("x", stream=True)) as answer:
         lines = answer.iter_lines()
         assert json.loads(next(lines))["done"] is False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.serving.server import free_port
 from real_server import command_of
 from tiny_served import FLAGS, write_tiny_model
 
@@ -32,8 +32,7 @@ def served(folder: Path, **scaling: float) -> Iterator[str]:
     from quire.serving.router.ray_serve import build_app
 
     model = write_tiny_model(folder)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:

@@ -65,7 +65,7 @@ def server() -> Iterator[TestServer]:
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=2_048)
     one = TestServer(script, source=source, scheduler=scheduler, step_seconds=0.0005)
     yield one
-    assert one.call(lambda: one.dispatcher.requests()) == []
+    one.wait(lambda: not one.call(one.dispatcher.requests))
     one.service.responses.check()
     one.close()
 

@@ -6,22 +6,23 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from quire.config.keys import digests
-from quire.config.router import WaitConfig
 from quire.config.server import AccessConfig
 from quire.serving.router.client_connection import ClientConnection
-from stub_replica import QUICK, Asked, Bench, Script, StubReplica, bench, drop, events, whole
+from stub_replica import PATIENCE, QUICK, Asked, Bench, Script, StubReplica, bench, drop, events, whole
 
 TOKENS = tuple(f'data: {{"id": "cmpl-7", "text": "{number}"}}\n\n'.encode() for number in range(20))
 BUSY = whole(429, b'{"error": {"message": "full"}}', ("retry-after", "3"))
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 2 * PATIENCE))
 
 
 async def first_of(prompt: str, one: Bench) -> StubReplica:
@@ -106,8 +107,10 @@ def test_what_fails_before_its_first_byte_is_sent_to_another_replica(failing: An
 
 def test_a_replica_that_is_killed_loses_no_request_that_waits_for_its_first_byte() -> None:
     async def test() -> None:
+        killed = asyncio.Event()
+
         async def slow(asked: Asked, writer: asyncio.StreamWriter) -> bool:
-            await asyncio.sleep(0.3)
+            await killed.wait()
             return await whole()(asked, writer)
 
         async with bench(StubReplica("a", slow), StubReplica("b", slow)) as one:
@@ -115,6 +118,7 @@ def test_a_replica_that_is_killed_loses_no_request_that_waits_for_its_first_byte
             await one.until(lambda: sum(len(replica.asked) for replica in one.replicas) == 24)
             assert one.replicas[0].asked
             await one.replicas[0].stop()
+            killed.set()
             answers = await asyncio.gather(*asking)
             assert {answer.status_code for answer in answers} == {200}
             assert {answer.headers["x-routed-to"] for answer in answers} == {"b"}
@@ -127,8 +131,7 @@ def test_a_replica_that_is_killed_loses_no_request_that_waits_for_its_first_byte
 
 def test_a_replica_that_hangs_is_found_by_its_health_check_and_its_requests_move() -> None:
     async def test() -> None:
-        waits = WaitConfig(connect=0.5, health=0.1, health_interval=0.02, drain=1.0)
-        async with bench(StubReplica("a"), StubReplica("b"), waits=waits) as one:
+        async with bench(StubReplica("a"), StubReplica("b"), waits=replace(QUICK, health=0.5)) as one:
             prompt = "text " * 400
             stuck = await first_of(prompt, one)
             stuck.is_silent = True
@@ -164,16 +167,22 @@ def test_a_stream_that_breaks_ends_with_an_error_of_its_api(path: str, kind: str
 
 def test_a_whole_response_that_breaks_is_cut_off() -> None:
     async def test() -> None:
+        has_begun = asyncio.Event()
+
         async def half(_asked: Asked, writer: asyncio.StreamWriter) -> bool:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
             await writer.drain()
-            await asyncio.sleep(0.05)
+            await has_begun.wait()
             writer.transport.abort()
             return False
 
-        async with bench(StubReplica("a", half)) as one:
-            with pytest.raises(Exception, match="without sending complete message body|peer closed"):
-                await one.ask()
+        async with (
+            bench(StubReplica("a", half)) as one,
+            one.client.stream("POST", "/v1/completions", json={"prompt": "x"}) as answer,
+        ):
+            has_begun.set()
+            with pytest.raises(httpx.HTTPError, match="without sending complete message body|peer closed"):
+                await answer.aread()
 
     run(test)
 
@@ -198,7 +207,7 @@ def test_a_client_that_hangs_up_ends_its_request_at_the_replica(is_stream: bool)
             else:
                 await one.until(lambda: one.replicas[0].asked)
             writer.transport.abort()
-            await asyncio.wait_for(one.replicas[0].hung_up.wait(), 5)
+            await asyncio.wait_for(one.replicas[0].hung_up.wait(), PATIENCE)
             await one.until(lambda: one.router.replicas.get("a").load == 0)  # type: ignore[union-attr]
             assert one.state("a") == "up"
 
@@ -234,14 +243,15 @@ def test_a_response_that_never_begins_is_answered_504_and_neither_repeated_nor_h
             await asyncio.sleep(30)
             return False
 
-        waits = WaitConfig(connect=0.5, head=0.1, idle=5, health_interval=60, drain=1.0)
+        waits = replace(QUICK, head=0.1, health_interval=60)
         async with bench(StubReplica("a", never), StubReplica("b", never), waits=waits) as one:
             answer = await one.ask()
             error = answer.json()["error"]
             assert (answer.status_code, error["type"], error["code"]) == (504, "timeout_error", "replica_timeout")
             assert "sent nothing for 0.1 s" in error["message"]
+            await one.until(lambda: any(replica.asked for replica in one.replicas))
             (asked,) = [replica for replica in one.replicas if replica.asked]
-            await asyncio.wait_for(asked.hung_up.wait(), 5)
+            await asyncio.wait_for(asked.hung_up.wait(), PATIENCE)
             assert (len(asked.asked), one.state("a"), one.state("b")) == (1, "up", "up")
 
     run(test)
@@ -374,7 +384,7 @@ async def talk(port: int, data: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     try:
-        return await asyncio.wait_for(reader.read(), 10)
+        return await asyncio.wait_for(reader.read(), PATIENCE)
     except ConnectionError:
         return b""
     finally:
@@ -417,7 +427,7 @@ def test_a_long_head_whose_end_comes_later_is_refused_too() -> None:
             await writer.drain()
             await one.until(lambda: any(each._in_head for each in one.router._state.connections))
             writer.write(b"\r\n")
-            assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 431 ")
+            assert (await asyncio.wait_for(reader.read(), PATIENCE)).startswith(b"HTTP/1.1 431 ")
             writer.close()
             assert one.replicas[0].asked == []
 
@@ -480,7 +490,7 @@ def test_a_head_that_is_known_is_not_parsed_again_and_its_requests_arrive_as_oth
             for number, body in enumerate(bodies):
                 if number == 3:  # in two pieces: the parser reads it
                     writer.write(head % len(body) + body[:100])
-                    await asyncio.sleep(0.05)
+                    await one.until(lambda: any(each._in_request for each in one.router._state.connections))
                     writer.write(body[100:])
                 else:
                     writer.write(head % len(body) + body)
@@ -493,7 +503,7 @@ def test_a_head_that_is_known_is_not_parsed_again_and_its_requests_arrive_as_oth
             assert len(one.router._state.heads) == 1
             assert one.router._state.held_bytes == 0
             writer.write(head % 6_000 + b"x" * 6_000)
-            assert b" 413 " in await asyncio.wait_for(reader.read(), 10)
+            assert b" 413 " in await asyncio.wait_for(reader.read(), PATIENCE)
             writer.close()
             assert len(asked) == len(bodies)
 

@@ -14,13 +14,13 @@ import pytest
 
 from http_server import TestServer, digests
 from quire.config.server import AccessConfig
-from stub_replica import QUICK, Asked, Bench, Script, StubReplica, bench, whole
+from stub_replica import PATIENCE, QUICK, Asked, Bench, Script, StubReplica, bench, whole
 
 CLIENTS = AccessConfig(key_digests=digests("ann", "bob"), admin_digests=digests("admin"))
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 2 * PATIENCE))
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -120,7 +120,7 @@ def test_a_request_for_stored_files_waits_until_replicas_have_said_whether_they_
     async def test() -> None:
         stub = StubReplica("a", keeps_owners=True)
         stub.is_silent = True
-        async with bench(stub, access=CLIENTS, replica_key="shared", waits=replace(QUICK, connect=20.0)) as one:
+        async with bench(stub, access=CLIENTS, replica_key="shared", waits=replace(QUICK, health=0.5)) as one:
             asking = asyncio.ensure_future(one.client.get("/v1/files", headers=bearer("ann")))
             await one.until(lambda: one.router.proxy.counts.requests == 1)
             stub.is_silent = False

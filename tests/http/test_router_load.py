@@ -6,24 +6,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from quire.config.router import WaitConfig
 from quire.serving.router.client_connection import ClientConnection, Request
 from quire.serving.router.connections import ReplicaConnection, ReplicaPool
 from quire.serving.router.relay import Relay
 from quire.serving.router.replica import Replica
-from stub_replica import Asked, Bench, StubReplica, bench, whole
+from stub_replica import PATIENCE, QUICK, Asked, Bench, StubReplica, bench, whole
 
 BODY = json.dumps({"model": "m", "prompt": "text " * 2_000}).encode()
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
-SELDOM = WaitConfig(health_interval=5.0)
+SELDOM = replace(QUICK, health_interval=5.0)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 2 * PATIENCE))
 
 
 def replica_of(one: Bench, name: str = "a") -> Replica:

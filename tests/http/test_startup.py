@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.serving.server import free_port
 from real_server import PATIENCE, ROOT, RealServer
 from tiny_served import FLAGS, write_tiny_model
 
@@ -46,11 +47,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 def run_serve(*flags: str, **environment: str) -> tuple[int, str]:
     """Run a server that must not start; its exit code and all that it said."""
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
@@ -71,7 +67,7 @@ def wait_for_503(url: str) -> httpx.Response:
     while True:
         assert time.monotonic() < deadline
         try:
-            return httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 100_000}, verify=False)
+            return httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 100_000}, verify=False, timeout=PATIENCE)
         except httpx.ConnectError:
             time.sleep(0.05)
 
@@ -88,8 +84,8 @@ def test_clients_are_told_503_and_when_to_come_back_while_the_model_is_downloade
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         assert "being downloaded" in answer.json()["error"]["message"]
-        assert httpx.get(f"{url}/health", verify=False).status_code == 503
-        assert httpx.head(f"{url}/v1/models", verify=False).status_code == 503
+        assert httpx.get(f"{url}/health", verify=False, timeout=PATIENCE).status_code == 503
+        assert httpx.head(f"{url}/v1/models", verify=False, timeout=PATIENCE).status_code == 503
     finally:
         (hub / "go").touch()
         starting.join(PATIENCE)
@@ -122,7 +118,7 @@ def test_a_signal_during_the_download_ends_the_server_at_once(hub: Path) -> None
     server.send_signal(signal.SIGTERM)
     assert server.wait(PATIENCE) == 0
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"http://127.0.0.1:{port}/health", verify=False)
+        httpx.get(f"http://127.0.0.1:{port}/health", verify=False, timeout=PATIENCE)
 
 
 def _bad_gguf(folder: Path) -> list[str]:

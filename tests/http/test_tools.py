@@ -50,7 +50,7 @@ def server() -> Iterator[TestServer]:
     source = ModelSource(model=MODEL, served_names=(MODEL,), chat_template=TEMPLATE)
     one = TestServer(script, source=source, step_seconds=0.0005)
     yield one
-    assert one.call(lambda: one.dispatcher.requests()) == []
+    one.wait(lambda: not one.call(one.dispatcher.requests))
     one.close()
 
 
@@ -87,8 +87,11 @@ def test_a_call_is_told_apart_from_the_words_before_it(client: openai.OpenAI) ->
     assert json.loads(call.function.arguments) == {"city": "Köln"}
 
 
-def test_a_streamed_call_begins_with_its_name_and_goes_on_with_its_arguments(client: openai.OpenAI) -> None:
-    chunks = list(client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER], stream=True))
+def test_a_streamed_call_begins_with_its_name_and_goes_on_with_its_arguments(
+    server: TestServer, client: openai.OpenAI
+) -> None:
+    with server.in_step():
+        chunks = list(client.chat.completions.create(model=MODEL, messages=ASK, tools=[WEATHER], stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Let me see."
     pieces = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
     assert [piece.index for piece in pieces] == [0] * len(pieces)

@@ -25,13 +25,14 @@ PATIENCE = 120.0  # seconds a test waits for what must come
 
 
 class EngineThread:
-    """A running engine. `gate` holds its steps back while it is clear."""
+    """A running engine. `gate` holds its steps back while it is clear; `held` is set when one has been."""
 
     def __init__(self, directory: Path, *, number: int = 1, seconds: float = 0.0, crash_at: int | None = None) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.executor = _Gated(64, 4, crash_at=crash_at)
         self.executor.gate, self.executor.seconds = self.gate, seconds
+        self.held = self.executor.held = threading.Event()
         scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=240, adapter_slots=2)
         self.core = EngineCore(self.executor, CacheConfig(4, 64), scheduler, VOCAB)
         self.address = f"ipc://{directory}/engine-{number}"
@@ -49,6 +50,10 @@ class EngineThread:
             self.death = str(error)
         self.loop.close()
 
+    def wait_for_message(self) -> None:
+        """In the engine's thread: until an edge has said something that the engine has not read."""
+        self.loop._edges._poller.poll(PATIENCE * 1e3)
+
     def join(self) -> None:
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
@@ -61,10 +66,15 @@ class EngineThread:
 
 class _Gated(FakeExecutor):
     gate: threading.Event
+    held: threading.Event
     seconds: float
+    before_launch: Callable[[], object] = bool
 
     def launch(self, plan: object) -> None:
+        if not self.gate.is_set():
+            self.held.set()
         self.gate.wait()
+        self.before_launch()
         time.sleep(self.seconds)
         super().launch(plan)  # type: ignore[arg-type]
 

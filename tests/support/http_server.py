@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -166,6 +167,18 @@ class TestServer:
         self.loop.call_soon_threadsafe(run)
         assert done.wait(PATIENCE)
         return result[0]
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Meanwhile each step waits until the edge has sent what came of the step before."""
+        assert self.executor is not None
+        before, self.executor.on_launch = self.executor.on_launch, self._let_edge_run
+        yield
+        self.executor.on_launch = before
+
+    def _let_edge_run(self) -> None:
+        for _ in range(4):  # a token is taken from the engine, wakes its stream, and is written
+            self.call(lambda: None)
 
     def start_drain(self, seconds: float) -> None:
         self._drain = asyncio.run_coroutine_threadsafe(self.dispatcher.drain(seconds), self.loop)

@@ -17,7 +17,9 @@ from quire.config.router import BalanceConfig, RouterConfig, WaitConfig, read_re
 from quire.serving.router.choice import Chooser
 from quire.serving.router.server import Router
 
-QUICK = WaitConfig(connect=0.5, head=30.0, idle=30.0, health_interval=0.02, health=0.5, drain=2.0)
+PATIENCE = 120.0  # seconds after which what a test waits for will not happen
+# checks come often, and no wait ends because the machine is busy
+QUICK = WaitConfig(connect=30.0, head=60.0, idle=60.0, health_interval=0.02, health=30.0, drain=30.0)
 
 
 @dataclass
@@ -164,7 +166,7 @@ class Bench:
         return await self.client.post(path, json={"model": "m", "prompt": prompt, **fields})
 
     async def until(self, found: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while not found():
                 await asyncio.sleep(0.005)
 
@@ -190,7 +192,7 @@ async def bench(*replicas: StubReplica, send_buffer: int | None = None, **change
     try:
         async with (
             router.running(listener),
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client,
         ):
             yield Bench(router, list(replicas), client, port)
     finally:

@@ -154,9 +154,9 @@ def test_a_request_that_cannot_be_read_is_refused_and_harms_no_other(
 
 
 def test_a_request_id_in_use_is_refused_also_to_another_edge(start: Start, connect: Connect) -> None:
-    engine = start(seconds=0.01)
+    engine = start(seconds=0.05)
     one, two = connect(engine, 1), connect(engine, 2)
-    one.submit("a", [1], max_tokens=100)
+    one.submit("a", [1], max_tokens=200)
     one.wait(lambda: "a" in one.handles())
     two.submit("a", [2])
     two.wait(lambda: "a" in two.refusals())
@@ -168,10 +168,9 @@ def test_a_request_id_in_use_is_refused_also_to_another_edge(start: Start, conne
 def test_an_abort_frees_the_blocks_within_a_step(start: Start, connect: Connect) -> None:
     engine = start()
     edge = connect(engine)
-    engine.gate.clear()
+    engine.executor.before_launch = engine.wait_for_message
     edge.submit("a", [1], max_tokens=200)
     edge.say(Abort("a"))
-    engine.gate.set()
     edge.wait(lambda: edge.has_ended("a"))
     (sample,) = edge.ends()["a"].samples
     assert sample.finish_reason == "abort"
@@ -201,7 +200,7 @@ def test_edges_hear_only_of_their_own_requests(start: Start, connect: Connect) -
 
 
 def test_questions_are_answered_with_their_number(start: Start, connect: Connect) -> None:
-    engine = start(seconds=0.01)
+    engine = start(seconds=0.05)
     edge = connect(engine)
     edge.submit("a", [1] * 9, max_tokens=200)
     edge.wait(lambda: bool(edge.stream(edge.handles().get("a", -1))))
@@ -242,7 +241,7 @@ def test_an_edge_that_died_leaves_nothing_behind(start: Start, connect: Connect)
 
 
 def test_an_edge_that_vanished_without_a_word_is_reported(start: Start, connect: Connect) -> None:
-    engine = start(seconds=0.005)
+    engine = start(seconds=0.05)
     gone, watcher = PlainEdge(engine.address, 1), connect(engine, 2)
     gone.submit("a", [1], max_tokens=200)
     gone.wait(lambda: bool(gone.stream(0)))
@@ -279,11 +278,13 @@ def test_noise_on_the_socket_is_logged_and_dropped(
 
 
 def test_an_engine_that_loses_its_executor_tells_every_edge_once_and_ends(start: Start, connect: Connect) -> None:
-    engine = start(crash_at=40, seconds=0.005)
+    engine = start(seconds=0.05)
     edges = [connect(engine), connect(engine, 2)]
     for number, edge in enumerate(edges):
-        edge.submit(f"a{number}", [1], max_tokens=100)
-        edge.submit(f"b{number}", [2], max_tokens=100)
+        edge.submit(f"a{number}", [1], max_tokens=200)
+        edge.submit(f"b{number}", [2], max_tokens=200)
+        edge.wait(lambda edge=edge: len(edge.handles()) == 2)  # type: ignore[misc]
+    engine.executor.crash_at = 0
     for edge in edges:
         edge.wait(lambda edge=edge: any(isinstance(said, Lost) for said in edge.heard))  # type: ignore[misc]
         assert edge.ends() == {}
@@ -293,7 +294,7 @@ def test_an_engine_that_loses_its_executor_tells_every_edge_once_and_ends(start:
 
 
 def test_stopping_ends_what_is_left(start: Start, connect: Connect) -> None:
-    engine = start(seconds=0.005)
+    engine = start(seconds=0.05)
     edge = connect(engine)
     edge.submit("a", [1], max_tokens=200)
     edge.wait(lambda: bool(edge.stream(0)))

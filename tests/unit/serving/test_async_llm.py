@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from quire.serving import async_llm
 from quire.serving.async_llm import AsyncLLM, EngineArgs
 from quire.types.errors import ConfigError, EngineDead, InvalidRequest, QuireError
 from quire.types.output import RequestOutput
@@ -101,13 +102,24 @@ def test_only_the_end_comes_where_only_the_end_is_wanted(make_async: MakeAsync) 
     assert output.finished
 
 
-def test_many_requests_run_in_one_batch_and_keep_to_themselves(make_async: MakeAsync) -> None:
-    llm = make_async(echo)
+def test_many_requests_run_in_one_batch_and_keep_to_themselves(
+    make_async: MakeAsync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, submitted, goes_on = make_async(echo), list[Any](), threading.Event()
+    submit = async_llm._EngineThread.submit
+    monkeypatch.setattr(
+        async_llm._EngineThread, "submit", lambda self, stream: (submitted.append(stream), submit(self, stream))[1]
+    )
+    llm.executor.on_launch = lambda: goes_on.wait(60)  # type: ignore[attr-defined]
 
     async def all_of_them() -> list[list[RequestOutput]]:
         kinds = [LONG, DELTA, FINAL]
         streams = [llm.generate(f"prompt {i}", kinds[i % 3]) for i in range(30)]
-        return await asyncio.gather(*map(outputs_of, streams))
+        answers = asyncio.gather(*map(outputs_of, streams))
+        while len(submitted) < 30:
+            await asyncio.sleep(0.001)
+        goes_on.set()
+        return await answers
 
     for i, outputs in enumerate(run(all_of_them())):
         last = outputs[-1].outputs[0].text

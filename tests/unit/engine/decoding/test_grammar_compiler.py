@@ -90,7 +90,7 @@ def test_a_compilation_that_takes_too_long_counts_as_failed() -> None:
     now, held = [0.0], threading.Event()
 
     def source() -> Vocabulary:
-        held.wait(10)
+        held.wait(120)
         return byte_vocabulary()
 
     grammars = GrammarCompiler(source, SIZE, clock=lambda: now[0])
@@ -109,7 +109,7 @@ def test_waiting_ends_after_the_given_time_when_nothing_is_compiled() -> None:
     held = threading.Event()
 
     def source() -> Vocabulary:
-        held.wait(10)
+        held.wait(120)
         return byte_vocabulary()
 
     grammars = GrammarCompiler(source, SIZE)
@@ -153,7 +153,7 @@ def settle(grammars: GrammarCompiler) -> None:
     """Wait until the thread has done all that it was asked before."""
     done = threading.Event()
     grammars._waiting.put(done.set)
-    assert done.wait(10)
+    assert done.wait(120)
 
 
 def test_many_rows_of_a_grammar_get_further_lexers_from_the_thread() -> None:
@@ -199,7 +199,7 @@ def test_a_new_grammar_is_compiled_before_further_lexers_of_others() -> None:
             order.append("lexer")
 
     def source() -> Vocabulary:
-        held.wait(10)
+        held.wait(120)
         return byte_vocabulary()
 
     grammars = GrammarCompiler(source, SIZE)
@@ -245,7 +245,7 @@ def test_the_tables_of_the_vocabulary_are_no_growth_of_grammars(monkeypatch: pyt
     monkeypatch.setattr(grammar_compiler, "native_bytes", lambda: held[0])
 
     def load() -> Vocabulary:
-        assert may_load.wait(30)
+        assert may_load.wait(120)
         held[0] = 2 * grammar_compiler.MAX_NATIVE_BYTES
         return byte_vocabulary()
 

@@ -45,6 +45,7 @@ def test_a_kernel_that_finds_no_memory_raises() -> None:
 
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer versions of Python warn: there are threads
 def test_a_child_of_fork_computes_what_its_parent_does() -> None:
     x, weight = torch.randn(4, 300), cut_panels(torch.randn(1000, 300))
     with kernel_threads(2):

@@ -12,7 +12,8 @@ from contextlib import suppress
 
 import pytest
 
-from quire.runtime.transport import tcp_peers
+from benchmarks.serving.server import free_port
+from quire.runtime.transport import tcp_peers, tcp_store
 from quire.runtime.transport.base import TransportError
 from quire.runtime.transport.frames import HEAD, MAGIC
 from quire.runtime.transport.sealed import SEAL_BYTES, layout_digest
@@ -25,7 +26,7 @@ LAYOUT = layout_digest("00", "torch.float32", (2, 4), 0, 1)
 TOKEN = b"secret"
 
 
-def soon(seconds: float = 5.0) -> float:
+def soon(seconds: float = 120.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -43,6 +44,12 @@ def make_store(num_blocks: int = 10, token: bytes = TOKEN, port: int = 0) -> Tcp
 
 def peers_of(*ports: int, token: bytes = TOKEN, layout: bytes = LAYOUT) -> TcpPeers:
     return TcpPeers([TcpPeer("127.0.0.1", port, token, layout) for port in ports])
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, nobody is too slow to greet."""
+    monkeypatch.setattr(tcp_store, "GREETING_SECONDS", 120.0)
 
 
 @pytest.fixture
@@ -115,7 +122,7 @@ def test_who_does_not_know_the_token_gets_nothing(store: TcpStore, token: bytes)
 
 def test_a_client_that_skips_the_greeting_gets_nothing(store: TcpStore) -> None:
     store.put(key(1), block(1), soon())
-    with socket.create_connection(("127.0.0.1", store.port), 5) as sock:
+    with socket.create_connection(("127.0.0.1", store.port), 60) as sock:
         sock.sendall(HEAD.pack(MAGIC, 4, 32) + key(1))
         assert sock.recv(100) == b""
 
@@ -146,7 +153,9 @@ def test_a_block_that_was_changed_on_its_way_is_not_taken(store: TcpStore) -> No
     peers.close()
 
 
-def test_a_silent_peer_is_given_up_at_the_deadline_and_left_alone_for_a_while() -> None:
+def test_a_silent_peer_is_given_up_at_the_deadline_and_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_peers, "_LEAST_PAUSE", 600.0)
+    monkeypatch.setattr(tcp_peers, "_MOST_PAUSE", 600.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         peers = peers_of(port)
@@ -160,7 +169,7 @@ def test_a_silent_peer_is_given_up_at_the_deadline_and_left_alone_for_a_while() 
 
 def test_a_peer_that_restarts_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_peers, "_LEAST_PAUSE", 0.0)
-    store = make_store()
+    store = make_store(port=free_port())
     peers = peers_of(store.port)
     store.put(key(1), block(1), soon())
     assert peers.has([key(1)], soon()) == {key(1)}
@@ -186,7 +195,7 @@ def test_a_peer_that_restarts_is_found_again(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_strange_frames_end_the_connection_and_nothing_else(store: TcpStore, frame: bytes) -> None:
     store.put(key(1), block(1), soon())
-    with socket.create_connection(("127.0.0.1", store.port), 5) as sock:
+    with socket.create_connection(("127.0.0.1", store.port), 60) as sock:
         sock.sendall(frame)
         with suppress(ConnectionResetError):
             assert sock.recv(100) == b""

@@ -37,8 +37,8 @@ def test_parts_have_their_names_file_names_and_data() -> None:
     ],
 )  # fmt: skip
 def test_a_hostile_head_is_refused_at_once(content_type: str, body: bytes, field: str) -> None:
-    started = time.process_time()
+    started = time.thread_time()
     with pytest.raises(InvalidRequest) as refusal:
         read_form(content_type, body)
     assert refusal.value.field == field
-    assert time.process_time() - started < 0.5
+    assert time.thread_time() - started < 0.5

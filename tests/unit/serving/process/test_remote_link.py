@@ -176,7 +176,7 @@ def test_a_request_that_cannot_travel_is_refused(edge: Edge) -> None:
 
 
 def test_an_abort_ends_a_request(edge: Edge) -> None:
-    edge.start_engine(seconds=0.005)
+    edge.start_engine(seconds=0.05)
     edge.wait(lambda: edge.listener.ups)
     edge.submit("a", [1], max_tokens=200)
     edge.wait(lambda: edge.listener.tokens_heard)
@@ -186,7 +186,7 @@ def test_an_abort_ends_a_request(edge: Edge) -> None:
 
 
 def test_questions_are_answered(edge: Edge) -> None:
-    edge.start_engine(seconds=0.005)
+    edge.start_engine(seconds=0.05)
     edge.wait(lambda: edge.listener.ups)
     edge.submit("a", [1], max_tokens=200)
     edge.wait(lambda: edge.listener.tokens_heard)
@@ -230,6 +230,7 @@ def test_a_question_that_is_not_answered_in_time_fails(edge: Edge, monkeypatch: 
     edge.wait(lambda: edge.listener.ups)
     engine.gate.clear()
     edge.submit("a", [1])
+    edge.wait(engine.held.is_set)
     with pytest.raises(EngineDead, match="did not answer within 0.05 s"):
         asyncio.run(edge.link.stats())
     engine.gate.set()
@@ -240,10 +241,11 @@ def test_a_question_fails_when_its_engine_ends(edge: Edge) -> None:
     edge.wait(lambda: edge.listener.ups)
     engine.gate.clear()
     edge.submit("a", [1])
+    edge.wait(engine.held.is_set)
 
     async def ask() -> None:
         asking = asyncio.ensure_future(edge.link.stats())
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         edge.tell(EngineDown("it was killed"))
         with pytest.raises(EngineDead, match="it was killed"):
             await asking
@@ -380,7 +382,7 @@ def test_a_listener_that_raises_ends_the_edge_instead_of_hanging_it(
 
 
 def test_closing_frees_what_the_edge_had_in_the_engine(edge: Edge) -> None:
-    engine = edge.start_engine(seconds=0.005)
+    engine = edge.start_engine(seconds=0.05)
     edge.wait(lambda: edge.listener.ups)
     edge.submit("a", [1], max_tokens=200)
     edge.wait(lambda: edge.listener.tokens_heard)

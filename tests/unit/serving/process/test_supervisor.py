@@ -110,18 +110,18 @@ def test_a_killed_edge_is_replaced_and_its_requests_leave_the_engine(server: Stu
 
 
 def test_an_edge_whose_process_is_frozen_is_noticed_and_replaced(serve: Serve) -> None:
-    server = serve(edge_timeout=1.0)
+    server = serve(edge_timeout=3.0)
     server.wait_ready()
     (frozen,) = server.children("stub_edge")
     os.kill(frozen, signal.SIGSTOP)
     server.wait(lambda: server.children("stub_edge") not in ([], [frozen]))
-    assert "edge 1 hangs: its event loop did not answer for 1 s" in server.output
+    assert "edge 1 hangs: its event loop did not answer for 3 s" in server.output
     assert not is_alive(frozen)
     assert server.ask(prompt=[1], max_tokens=3)["tokens"] == [continuation([1], 3)]
 
 
 def test_an_edge_whose_event_loop_is_blocked_writes_its_stacks_and_is_replaced(serve: Serve) -> None:
-    server = serve(edge_timeout=1.0)
+    server = serve(edge_timeout=3.0)
     server.wait_ready()
     first = server.ask(ask="state")["edge"]
     with socket.create_connection(("127.0.0.1", server.port)) as connection:

@@ -182,10 +182,10 @@ def test_a_call_that_breaks_off_keeps_the_arguments_that_were_written(name: str,
 def test_blanks_in_half_a_call_are_read_in_linear_time(name: str, space: str) -> None:
     form = tool_format_named(name)
     for mark in form.marks:
-        started = time.process_time()
+        started = time.thread_time()
         read(lambda: form.reader(TOOLS, None), mark + space * 15_000 + "{" + space * 40 + "x", ())
         read(lambda: form.reader(TOOLS, None), mark + "[" + space * 15_000 + "{" + space * 40 + "x", ())
-        assert time.process_time() - started < 2.0
+        assert time.thread_time() - started < 2.0
 
 
 @pytest.mark.parametrize("properties", [["q"], "q", 1, True, None, {"q": ["string"]}, {"q": None}])
