@@ -71,6 +71,7 @@ soak: $(DEV_STAMP) $(MODEL_STAMP) ## the long runs: attacks, kills, cut connecti
 	QUIRE_SOAK_SEQUENCES=2000 $(BIN)/python -m pytest --soak -q -s tests/soak tests/http/test_streams.py
 	QUIRE_TEST_SEEDS=10000 $(BIN)/python -m pytest -q tests/engine/test_decoding_fuzz.py
 	QUIRE_TEST_CUTS=10000 $(BIN)/python -m pytest -q tests/unit/serving/text/test_random_cuts.py
+	$(BIN)/python -m pytest --soak -q -m hypothesis tests/unit
 
 kills: $(DEV_STAMP) $(MODEL_STAMP) ## kill -9 of the engine 20 times under load, and requests that kill it: who is answered
 	$(BIN)/python -m pytest --soak -q -s tests/soak/test_engine_kills.py tests/http/test_deaths.py

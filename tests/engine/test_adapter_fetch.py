@@ -20,7 +20,7 @@ from quire.types.request import Abort
 from recorded_load import RecordedLoad
 
 PROMPT = [5, 9, 3, 7, 1, 2, 8, 4, 6]
-PATIENCE = 30.0  # seconds until a thread that does not answer fails a test
+PATIENCE = 120.0  # seconds until a thread that does not answer fails a test
 
 
 def make(num_slots: int = 1, capacity: int = 2, names: str = "abc", **settings: Any) -> Harness:

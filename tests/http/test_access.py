@@ -43,7 +43,7 @@ def locked() -> Any:
 
 def raw(server: TestServer, request: bytes) -> bytes:
     """The status line and body of the answer to bytes as they are."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=120) as connection:
         connection.sendall(request)
         connection.shutdown(socket.SHUT_WR)
         answer = b""
@@ -248,7 +248,7 @@ def test_a_request_that_asks_for_an_upgrade_is_answered_with_its_body_read(serve
         framing, sent = b"Transfer-Encoding: chunked\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", serve().port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", serve().port), timeout=120) as connection:
         for _ in range(2):  # and the connection goes on
             connection.sendall(head + upgrade + framing + b"\r\n" + sent[:4])
             connection.sendall(sent[4:])

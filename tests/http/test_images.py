@@ -303,8 +303,8 @@ def test_small_bodies_with_images_hold_up_no_text(
     service = server.service
     texts_only = server.call(lambda: service.dispatcher.known_engine)
     ran = asyncio.run_coroutine_threadsafe(service.in_thread_of(body[:1_000], threading.current_thread), server.loop)
-    assert ran.result(10).name.startswith("quire-text")
+    assert ran.result(120).name.startswith("quire-text")
     images = ImageLimits(ImageGrid(token_id=9))
     monkeypatch.setattr(service.dispatcher, "known_engine", replace(texts_only, images=images))
     ran = asyncio.run_coroutine_threadsafe(service.in_thread_of(body, threading.current_thread), server.loop)
-    assert ran.result(10).name.startswith(name)
+    assert ran.result(120).name.startswith(name)

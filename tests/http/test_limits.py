@@ -233,7 +233,7 @@ def test_a_body_that_never_ends_is_answered_and_cut_off(serve: Serve) -> None:
 
 
 def test_an_idle_connection_is_closed(serve: Serve) -> None:
-    server = serve(limits={"idle_seconds": 1})
+    server = serve(limits={"idle_seconds": 3})
     with connect(server) as silent, connect(server) as used:
         used.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert used.recv(65_536).startswith(b"HTTP/1.1 200 ")

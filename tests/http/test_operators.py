@@ -66,7 +66,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredServer]
 def test_tls_is_spoken_with_the_given_certificate(secured: SecuredServer) -> None:
     assert secured.server.url.startswith("https://127.0.0.1:")
     trusted = ssl.create_default_context(cafile=str(PAIRS / "first-cert.pem"))
-    with httpx.Client(verify=trusted) as client:
+    with httpx.Client(verify=trusted, timeout=120) as client:
         answer = client.get(f"{secured.server.url}/v1/models", headers=bearer("old-key"))
         assert answer.status_code == 200
         body = {"prompt": "x", "max_tokens": 4}

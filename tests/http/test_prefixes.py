@@ -148,7 +148,7 @@ def test_a_prompt_that_is_refused_by_a_busy_engine_is_registered_when_it_has_roo
     monkeypatch.setattr(pinned_prefixes, "_PAUSE", 0.01)
     server = serve(access=AccessConfig(admin_digests=digests("admin")), cache=CacheConfig(block_size=4, num_blocks=40))
     register(server, prompt="x" * 40)
-    assert asyncio.run_coroutine_threadsafe(server.link.unpin("", "system"), server.loop).result(10)
+    assert asyncio.run_coroutine_threadsafe(server.link.unpin("", "system"), server.loop).result(120)
     server.link.gate.clear()
     with ThreadPoolExecutor() as threads:
         large = threads.submit(found, server, "y", max_tokens=140)

@@ -85,7 +85,7 @@ def test_a_writer_that_falls_behind_stops_and_delays_no_step(tmp_path: Path, mon
     resume, encode = threading.Event(), RecordingWriter._encode
 
     def wait(self: RecordingWriter, event: Any) -> None:
-        resume.wait(10)
+        resume.wait(120)
         encode(self, event)
 
     monkeypatch.setattr(RecordingWriter, "_encode", wait)
