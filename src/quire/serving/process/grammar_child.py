@@ -30,8 +30,8 @@ from quire.engine.decoding.vocabulary import Vocabulary
 from quire.serving.text.answer_grammar import AnswerPlan, build_grammar, parts_of
 from quire.types.errors import InvalidRequest
 
-CPU_SECONDS = 0.5  # of one check
-WALL_SECONDS = 1.25  # from its start, however busy the machine is
+CPU_SECONDS = 0.5  # of one check: what is hostile ends so
+WALL_SECONDS = 10.0  # from its start: it gets no processor where others take them all
 MEMORY_BYTES = 256 << 20  # more than this process has
 RESIDENT_BYTES = 32 << 20  # that compiling and following a grammar may take; the engine would keep them
 FOLLOWED_TOKENS = 48  # of an answer that every grammar is followed for ...

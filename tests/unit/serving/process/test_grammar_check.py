@@ -44,8 +44,9 @@ def regex(text: str) -> AnswerPlan:
     return AnswerPlan(Structure("regex", text))
 
 
-def test_a_check_is_over_within_two_seconds_whatever_it_is() -> None:
-    assert grammar_child.CPU_SECONDS < grammar_child.WALL_SECONDS < 2.0
+def test_a_check_is_over_after_little_processor_time_whatever_it_is() -> None:
+    """And after some seconds where others take all processors: a grammar is not refused for that alone."""
+    assert 4 * grammar_child.CPU_SECONDS <= 2.0 < grammar_child.WALL_SECONDS
 
 
 @pytest.mark.parametrize("hostile", all_hostile(), ids=lambda hostile: hostile.name)
