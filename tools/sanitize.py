@@ -30,8 +30,8 @@ OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1:die_after_fork=0",
 }
 SMALL_CHECKS = ("team_checks", "shared_memory_checks")
-ONE_THREAD = (*SMALL_CHECKS, "bf16_dots_checks")
-CHECKS = {"address": ONE_THREAD, "undefined": ONE_THREAD, "thread": (*SMALL_CHECKS, "path_checks")}
+MEMORY_CHECKS = (*SMALL_CHECKS, "bf16_dots_checks")
+CHECKS = {"address": MEMORY_CHECKS, "undefined": MEMORY_CHECKS, "thread": (*SMALL_CHECKS, "path_checks")}
 DEFINES = ('-DQUIRE_SOURCE="none"', "-DPLAIN_DOTS")  # dot products of bfloat16 as plain code, which runs anywhere
 TESTS = [
     *(

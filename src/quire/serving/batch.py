@@ -18,6 +18,7 @@ from quire.types.images import PromptImage
 from quire.types.output import Finished, Logprob, RequestOutput, TokensOut
 from quire.types.request import Abort, Branch, Submit
 from quire.types.step import TokenLogprobs
+from quire.types.value_checks import Whole
 
 
 @dataclass(slots=True)
@@ -244,14 +245,14 @@ class LiveRequest:
     def token_ids(self, index: int = 0) -> tuple[int, ...]:
         """What sample `index` has generated so far. Samples that are ranked have nothing before the end. Raises
         InvalidRequest if there is no such sample."""
-        self._check(index)
+        index = self._sample(index)
         if self._output is not None:
             return tuple(next((one.token_ids for one in self._output.outputs if one.index == index), ()))
         return tuple(self._tokens[index])
 
     def text(self, index: int = 0) -> str:
         """The same as text, as far as it is certain."""
-        self._check(index)
+        index = self._sample(index)
         if self._output is not None:
             return next((one.text for one in self._output.outputs if one.index == index), "")
         return "".join(self._texts[index])
@@ -265,15 +266,13 @@ class LiveRequest:
     def cancel(self, index: int | None = None) -> None:
         """End it now, or only one of its samples; what it has generated stays. Idempotent. Raises InvalidRequest if
         there is no such sample."""
-        if index is not None:
-            self._check(index)
+        sample = None if index is None else self._sample(index)
         if self._output is None:
-            self._cancel(Abort(self.request_id, index))
+            self._cancel(Abort(self.request_id, sample))
 
-    def _check(self, index: int) -> None:
-        if not _is_whole(index) or not 0 <= index < self.num_samples:
-            last = self.num_samples - 1
-            raise InvalidRequest("index", f"{index!r:.80} is no sample of this request", f"use 0 to {last}")
+    def _sample(self, index: int) -> int:
+        """Return the number of a sample, which may be one of numpy. Raises InvalidRequest if there is none."""
+        return _check_whole("index", index, self.num_samples - 1)
 
     def take(self, piece: StreamPiece) -> None:
         """News of it, from its engine."""
@@ -327,31 +326,24 @@ class LiveRequests:
         return pieces
 
 
-def _is_whole(value: object) -> bool:
-    """Whether something is a whole number, of numpy too."""
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def _check_whole(name: str, value: object, high: int) -> int:
+    """Return a whole number in [0, high]. Raises InvalidRequest for any other value."""
+    number = Whole(0, high)(name, value)
+    assert number is not None
+    return number
 
 
 def branch_of(source: LiveRequest | RequestOutput, index: int, at_token: int | None) -> tuple[tuple[int, ...], Branch]:
     """The tokens a fork begins with, and where they stand. `at_token` counts tokens of the answer; None: all so far."""
-    for name, value in (("index", index), ("at_token", 0 if at_token is None else at_token)):
-        if not _is_whole(value):
-            raise InvalidRequest(name, f"must be a whole number, got {value!r:.80}")
     given: object = source
     if not isinstance(given, LiveRequest | RequestOutput):
         reason = f"must be a request or its output, got {type(given).__name__}"
         raise InvalidRequest("source", reason, "pass what start() or generate() returned")
     if isinstance(source, LiveRequest):
-        answer = source.token_ids(index) if 0 <= index < source.num_samples else None
+        answer = source.token_ids(index)
     else:
-        found = next((one for one in source.outputs if one.index == index), None)
-        answer = None if found is None else tuple(found.token_ids)
-    if answer is None:
-        raise InvalidRequest("index", f"is {index}, but the request has no such sample", "choose another")
-    if at_token is None:
-        at_token = len(answer)
-    if not 0 <= at_token <= len(answer):
-        reason = f"is {at_token}, but {len(answer)} tokens are generated"
-        raise InvalidRequest("at_token", reason, f"choose a value in [0, {len(answer)}]")
+        index = _check_whole("index", index, len(source.outputs) - 1)
+        answer = tuple(source.outputs[index].token_ids)
+    at_token = len(answer) if at_token is None else _check_whole("at_token", at_token, len(answer))
     tokens = (*source.prompt_token_ids, *answer[:at_token])
     return tokens, Branch(source.request_id, index, len(tokens))
