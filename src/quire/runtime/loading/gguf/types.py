@@ -59,13 +59,16 @@ NATIVE_GROUP = 32  # values that share factors in the native kernels: smaller gr
 
 class LevelForm(NamedTuple):
     """How the levels of a type are held: in 4 bits or 8, with a scale for a group of values, perhaps an offset too; and
-    the least and the most level that there can be."""
+    the least and the most level that there can be. `table`: the name of its 16 levels, if there are no others.
+    `superblocks`: 256 values share a part of their offsets."""
 
     nibbles: bool
     group: int
     has_offset: bool
     least: int = 0
     most: int = 15
+    table: str | None = None
+    superblocks: bool = False
 
 
 # Types whose numbers are a level times a scale, perhaps plus an offset: see levels.py.
@@ -77,13 +80,13 @@ LEVEL_FORMS: dict[str, LevelForm] = {
     "Q8_0": LevelForm(False, 32, False, -128, 127),
     "Q2_K": LevelForm(True, 16, True),
     "Q3_K": LevelForm(True, 16, False),
-    "Q4_K": LevelForm(True, 32, True),
+    "Q4_K": LevelForm(True, 32, True, superblocks=True),
     "Q5_K": LevelForm(False, 32, True, 0, 31),
     "Q6_K": LevelForm(False, 16, False, -32, 31),
     "Q8_K": LevelForm(False, 256, False, -128, 127),
-    "IQ4_NL": LevelForm(False, 32, False, -127, 113),
-    "IQ4_XS": LevelForm(False, 32, False, -127, 113),
-    "MXFP4": LevelForm(False, 32, False, -12, 12),
+    "IQ4_NL": LevelForm(False, 32, False, -127, 113, table="IQ4"),
+    "IQ4_XS": LevelForm(False, 32, False, -127, 113, table="IQ4"),
+    "MXFP4": LevelForm(False, 32, False, -12, 12, table="MXFP4"),
     "TQ1_0": LevelForm(True, 256, False),
     "TQ2_0": LevelForm(True, 256, False),
 }
