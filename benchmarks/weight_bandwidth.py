@@ -25,10 +25,7 @@ from quire.kernels.native.loader import set_threads
 from quire.kernels.native.ops import INT8_OUTPUTS, Int8Format, PackedWeight, multiply, panel_bytes
 
 FILL = 0x11  # as a float16 scale, 6e-4: no product leaves the range of a float
-FORMATS = {
-    4: Int8Format(4, has_offsets=True, by_halves=False, superblocks=True),
-    8: Int8Format(8, has_offsets=False, by_halves=False),
-}
+FORMATS = {4: Int8Format(4, has_offsets=True, by_halves=False), 8: Int8Format(8, has_offsets=False, by_halves=False)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ class Shape:
 
 
 SHAPES = {  # those of Qwen2.5; tiny: to try the benchmark itself
-    "tiny": Shape(layers=2, hidden=256, intermediate=512, key_value=32, vocabulary=512),
+    "tiny": Shape(layers=2, hidden=64, intermediate=128, key_value=32, vocabulary=512),
     "1.5b": Shape(layers=28, hidden=1_536, intermediate=8_960, key_value=256, vocabulary=151_936),
     "3b": Shape(layers=36, hidden=2_048, intermediate=11_008, key_value=256, vocabulary=151_936),
 }

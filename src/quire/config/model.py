@@ -218,11 +218,6 @@ def table_bytes(num_weights: int) -> int:
     return num_weights // 32 * 18
 
 
-def superblock_bytes(num_weights: int) -> int:
-    """Return the bytes of weights of 4 bits in such panels: 32 have a scale, and a byte of an offset that 256 share."""
-    return num_weights // 256 * 154
-
-
 def _fits(bits: int, least: int, most: int, *, has_offsets: bool) -> bool:
     middle = 0 if has_offsets else 1 << (bits - 1)  # the level that is the number 0
     return least + middle >= 0 and most + middle < 1 << bits

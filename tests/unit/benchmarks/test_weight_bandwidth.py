@@ -21,7 +21,7 @@ def test_a_shape_has_the_weights_of_its_name(name: str, billions: float) -> None
     )
 
 
-@pytest.mark.parametrize(("bits", "stored"), [(4, 4.8125), (8, 8.5)])
+@pytest.mark.parametrize(("bits", "stored"), [(4, 5.0), (8, 8.5)])
 def test_weights_take_the_bytes_of_their_format(bits: int, stored: float) -> None:
     for weight in make_weights(SHAPES["tiny"], bits, 8):
         assert weight.data.numel() * 8 == weight.outputs * weight.inputs * stored

@@ -111,59 +111,6 @@ template <int64_t FORMAT> inline __attribute__((always_inline)) Floats differenc
     else return (Floats)vcvtq_f32_s32(vsubq_s32(sums, others));
 }
 
-constexpr bool has_own_offsets(int64_t format) { return has_offsets(format) && !has_offset_bytes(format); }
-
-// Bytes of offsets become floats as the second bytes of 128 + byte; so they are below 128. A superblock's offsets are added
-// at once: the sums of its bytes times the rows' sums, less 128 times the sums of these, times its float16 numbers.
-constexpr float BYTE_ORIGIN = 128.0f;
-constexpr uint8_t BYTE_ORIGIN_BITS = 0x43;
-inline __attribute__((always_inline)) Floats superblock_offset(Floats products, float sums, const uint8_t* number) {
-    return add_product(products, all(sums), all(-BYTE_ORIGIN)) * load_float16(number);
-}
-
-// To sums[row] of four outputs, of N rows: the offsets of 256 inputs. bytes, number: those of the four outputs.
-template <int N, typename Record>
-inline __attribute__((always_inline)) void add_offsets(Record record, const uint8_t* bytes, const uint8_t* number,
-                                                       Floats (&sums)[N]) {
-    Floats products[N] = {};
-    float totals[N] = {};
-    for (int64_t group = 0; group < SUPERBLOCK_GROUPS; ++group, record = record.next(), bytes += INT8_OUTPUTS) {
-        const Words byte = (Words)load_bytes(bytes);
-        const Floats spread = (Floats)(byte << 16 | uint32_t{BYTE_ORIGIN_BITS} << 24);
-        unroll<N>([&](auto r) __attribute__((always_inline)) {
-            products[r] = add_product(products[r], spread, all(record.sum(r, 0)));
-            totals[r] += record.sum(r, 0);
-        });
-    }
-    unroll<N>([&](auto r) __attribute__((always_inline)) {
-        sums[r] += superblock_offset(products[r], totals[r], number);
-    });
-}
-
-// The same of one row and 16 outputs, 32 inputs at a time: among other instructions it costs less.
-struct SuperblockOffsets {
-    Floats products[PARTS] = {};
-    float total = 0;
-
-    inline __attribute__((always_inline)) void add(const uint8_t* bytes, float sum) {
-        const uint8x16_t own = vld1q_u8(bytes), origin = vdupq_n_u8(BYTE_ORIGIN_BITS);
-        const uint16x8_t high[] = {vreinterpretq_u16_u8(vzip1q_u8(own, origin)), vreinterpretq_u16_u8(vzip2q_u8(own, origin))};
-        unroll<PARTS>([&](auto part) __attribute__((always_inline)) {
-            const uint16x8_t zeros = vdupq_n_u16(0), pair = high[part / 2];
-            const auto spread = part % 2 == 0 ? vzip1q_u16(zeros, pair) : vzip2q_u16(zeros, pair);
-            products[part] = add_product(products[part], (Floats)spread, all(sum));
-        });
-        total += sum;
-    }
-    inline __attribute__((always_inline)) void end(const uint8_t* number, Floats (&sums)[PARTS]) {
-        unroll<PARTS>([&](auto part) __attribute__((always_inline)) {
-            sums[part] += superblock_offset(products[part], total, number + part * 2 * LANES);
-            products[part] = Floats{};
-        });
-        total = 0;
-    }
-};
-
 // Half a group or a whole one of M rows from ROW on, of four outputs: N lines -> to sums[row]. DIGIT: which of loose
 // digits, else 0. UPPER: see signed_line.
 template <int64_t FORMAT, int DIGIT, bool UPPER, int ROW, int M, int HALF, int N, typename Record>
@@ -186,7 +133,7 @@ inline __attribute__((always_inline)) void add_turn(const Record& record, const 
     unroll<M>([&](auto i) __attribute__((always_inline)) {
         constexpr int r = ROW + i;
         Floats& sum = sums[r];
-        if constexpr (has_own_offsets(FORMAT) && DIGIT == 0) sum = add_product(sum, offset, all(record.sum(r, HALF)));
+        if constexpr (has_offsets(FORMAT) && DIGIT == 0) sum = add_product(sum, offset, all(record.sum(r, HALF)));
         sum = add_product(sum, as_floats<FORMAT>(whole[i]),
                           scale * (record.scale(r) * (digit_unit(DIGIT) * unit_of_part(UPPER))));
     });
@@ -195,8 +142,7 @@ inline __attribute__((always_inline)) void add_turn(const Record& record, const 
 // 32 inputs of N rows, of four outputs from `output` on: their lines and factors -> to sums[row]. DIGIT, UPPER: see add_turn.
 template <int64_t FORMAT, int DIGIT, bool UPPER, int N, typename Record>
 inline __attribute__((always_inline)) void add_group(const Record& record, const uint8_t* from, int8x16_t table,
-                                                     const GroupFactors<FORMAT>& factors, int64_t output,
-                                                     Floats (&sums)[N]) {
+                                                     const GroupFactors& factors, int64_t output, Floats (&sums)[N]) {
     constexpr int SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
     constexpr int M = N % INT8_TURN == 0 ? INT8_TURN : N;
     int8x16_t lines[INT8_LINES];
@@ -206,7 +152,7 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
     unroll<SCALES>([&](auto half) __attribute__((always_inline)) {
         const Floats scale = factors.scale(half, output);
         Floats offset{};
-        if constexpr (has_own_offsets(FORMAT)) offset = factors.offset(half, output);
+        if constexpr (has_offsets(FORMAT)) offset = factors.offset(half, output);
         const int8x16_t* own = lines + half * LINES_EACH;
         unroll<N / M>([&](auto some) __attribute__((always_inline)) {
             constexpr int ROW = some * M;
@@ -244,8 +190,7 @@ inline __attribute__((always_inline)) void add_line(int32x4_t (&sums)[4], const 
 // DIGIT: which of loose digits, else 0.
 template <int64_t FORMAT, int DIGIT, typename Record>
 inline __attribute__((always_inline)) void add_digits_of_one(const Record& record, const uint8_t* from, int8x16_t table,
-                                                             const GroupFactors<FORMAT>& given,
-                                                             Floats (&sums)[PARTS]) {
+                                                             const GroupFactors& given, Floats (&sums)[PARTS]) {
     constexpr int SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
     constexpr bool IS_LOOSE = has_loose_digits(FORMAT), IS_PAIRED = has_paired_outputs(FORMAT);
     constexpr int LOADED = IS_LOOSE ? 2 : 4;
@@ -276,7 +221,7 @@ inline __attribute__((always_inline)) void add_digits_of_one(const Record& recor
             if constexpr (i < 4) {  // a conversion takes one pipe for two cycles: among other instructions it costs less
                 constexpr float UNIT = digit_unit(DIGIT) * unit_of_part(IS_PAIRED && i >= HALF_OF_PARTS);
                 factors[i] = given.scale(half, i * LANES) * (record.scale(0) * UNIT);
-                if constexpr (has_own_offsets(FORMAT) && DIGIT == 0)
+                if constexpr (has_offsets(FORMAT) && DIGIT == 0)
                     sums[i] = add_product(sums[i], given.offset(half, i * LANES), all(record.sum(0, half)));
             }
         });
@@ -298,53 +243,39 @@ inline __attribute__((always_inline)) void add_digits_of_one(const Record& recor
 template <int64_t FORMAT, int N>
 inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
     using Rows = IntegerRows<FORMAT>;
-    constexpr int64_t SPAN = groups_of_span(FORMAT), GROUP_BYTES = int8_factor_bytes(FORMAT) + int8_group_bytes(FORMAT);
-    constexpr int64_t SPAN_BYTES = int8_span_bytes(FORMAT) + SPAN * GROUP_BYTES;
+    constexpr int64_t SPAN = groups_of_span(FORMAT), SPAN_BYTES = int8_span_bytes(FORMAT);
+    constexpr int64_t GROUP_BYTES = int8_group_bytes(FORMAT);
     constexpr int64_t SCALES = places_of(FORMAT, SPAN, 0).scales, OFFSETS = places_of(FORMAT, SPAN, 0).offsets;
-    constexpr int64_t BYTES_AT = places_of(FORMAT, SPAN, 0).bytes, LINES = places_of(FORMAT, SPAN, 0).lines;
+    constexpr int64_t LINES = places_of(FORMAT, SPAN, 0).lines;
     const int64_t groups = inputs / INT8_GROUP;
     const typename Rows::template Record<N> first{rows};
     int8x16_t table{};
     if constexpr (has_table(FORMAT)) table = vreinterpretq_s8_u8(vld1q_u8(panel));
     // digit(which, record, where its span begins, which 32 inputs of that): first the high digits of all groups, then the low
-    // ones that there are; after the high ones of a span, end(its first record, where it begins)
-    const auto for_digits = [&](auto digit, auto end) __attribute__((always_inline)) {
+    // ones that there are
+    const auto for_digits = [&](auto digit) __attribute__((always_inline)) {
         auto record = first;
         const uint8_t* span = panel;
-        for (int64_t group = 0; group < groups; group += SPAN, span += SPAN_BYTES) {
-            const auto first_of_span = record;
+        for (int64_t group = 0; group < groups; group += SPAN, span += SPAN_BYTES)
             for (int64_t i = 0; i < SPAN; ++i, record = record.next())
                 digit(std::integral_constant<int, 0>{}, record, span, i);
-            end(first_of_span, span);
-        }
         if constexpr (has_loose_digits(FORMAT))
             Rows::for_low(first, groups, [&](int64_t group, const auto& low) __attribute__((always_inline)) {
-                const uint8_t* own = panel + group / SPAN * SPAN_BYTES;
-                digit(std::integral_constant<int, 1>{}, low, own, group % SPAN);
+                digit(std::integral_constant<int, 1>{}, low, panel + group / SPAN * SPAN_BYTES, group % SPAN);
             });
-    };
-    const auto factors_at = [&](const uint8_t* span, int64_t i) __attribute__((always_inline)) {
-        const int64_t at = is_wide(FORMAT) ? 0 : i * GROUP_BYTES;
-        return GroupFactors<FORMAT>(span, {SCALES + at, OFFSETS, BYTES_AT + i * offset_bytes_of(FORMAT), LINES + at});
     };
     if constexpr (N == 1) {
         Floats own[PARTS] = {};
-        SuperblockOffsets offsets;
-        const auto end = [&](const auto&, const uint8_t* span) __attribute__((always_inline)) {
-            if constexpr (has_offset_bytes(FORMAT)) offsets.end(span + OFFSETS, own);
-        };
-        const auto add = [&](auto digit, const auto& record, const uint8_t* span, int64_t i) __attribute__((always_inline)) {
-            const uint8_t* from = span + LINES + i * GROUP_BYTES;
+        for_digits([&](auto digit, const auto& record, const uint8_t* span, int64_t i) __attribute__((always_inline)) {
             if constexpr (digit == 0)
                 for (int64_t byte = 0; byte < SPAN_BYTES / SPAN; byte += LINE_BYTES) {
-                    __builtin_prefetch(from + bytes_ahead(FORMAT) + byte);
-                    if constexpr (comes_early(FORMAT)) __builtin_prefetch(from + EARLY_BYTES + byte, 0, 2);
+                    const uint8_t* from = span + i * GROUP_BYTES + byte;
+                    __builtin_prefetch(from + bytes_ahead(FORMAT));
+                    if constexpr (comes_early(FORMAT)) __builtin_prefetch(from + EARLY_BYTES, 0, 2);
                 }
-            const GroupFactors<FORMAT> factors = factors_at(span, i);
-            if constexpr (has_offset_bytes(FORMAT) && digit == 0) offsets.add(factors.bytes, record.sum(0, 0));
-            add_digits_of_one<FORMAT, digit>(record, from, table, factors, own);
-        };
-        for_digits(add, end);
+            add_digits_of_one<FORMAT, digit>(record, span + LINES + i * GROUP_BYTES, table,
+                                             GroupFactors{span + SCALES, span + OFFSETS}, own);
+        });
         unroll<PARTS>([&](auto part) __attribute__((always_inline)) { sums[0][part] = own[part]; });
     } else {  // the sums of four outputs stay in registers; the panel stays in the first cache
         constexpr int64_t KINDS = has_paired_outputs(FORMAT) ? 2 : 1;
@@ -352,16 +283,11 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
             for (int64_t part = kind * PARTS / KINDS; part < (kind + 1) * PARTS / KINDS; ++part) {
                 const int64_t line = LINES + place_of_part(FORMAT, part);
                 Floats own[N] = {};
-                const auto end = [&](const auto& record, const uint8_t* span) __attribute__((always_inline)) {
-                    if constexpr (has_offset_bytes(FORMAT))
-                        add_offsets(record, span + BYTES_AT + part * LANES, span + OFFSETS + part * 2 * LANES, own);
-                };
-                const auto add = [&](auto digit, const auto& record, const uint8_t* span,
-                                     int64_t i) __attribute__((always_inline)) {
-                    add_group<FORMAT, digit, kind == 1>(record, span + line + i * GROUP_BYTES, table, factors_at(span, i),
-                                                        part * LANES, own);
-                };
-                for_digits(add, end);
+                for_digits([&](auto digit, const auto& record, const uint8_t* span,
+                               int64_t i) __attribute__((always_inline)) {
+                    add_group<FORMAT, digit, kind == 1>(record, span + line + i * GROUP_BYTES, table,
+                                                        GroupFactors{span + SCALES, span + OFFSETS}, part * LANES, own);
+                });
                 unroll<N>([&](auto r) __attribute__((always_inline)) { sums[r][part] = own[r]; });
             }
         });

@@ -180,7 +180,7 @@ inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Byte
 // 32 inputs of N rows -> to sums[row]; lines, factors: those of these inputs. DIGIT: see add_lines.
 template <int64_t FORMAT, int DIGIT, int N, typename Record>
 inline __attribute__((always_inline)) void add_group(const Record& record, const uint8_t* lines, const Bytes& table,
-                                                     const GroupFactors<FORMAT>& factors, Floats (&sums)[N][PARTS]) {
+                                                     const GroupFactors& factors, Floats (&sums)[N][PARTS]) {
     constexpr int64_t SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
     constexpr float UNIT = DIGIT == 0 ? 1.0f : 1.0f / 256;
     unroll<PARTS>([&](auto part) {
@@ -223,7 +223,8 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
     if constexpr (has_table(FORMAT)) table = load_table(panel);
     const auto add = [&](auto digit, int64_t group, const auto& record) __attribute__((always_inline)) {
         const GroupPlaces places = places_of(FORMAT, groups, group);
-        add_group<FORMAT, digit>(record, panel + places.lines, table, GroupFactors<FORMAT>(panel, places), sums);
+        const GroupFactors factors{panel + places.scales, panel + places.offsets};
+        add_group<FORMAT, digit>(record, panel + places.lines, table, factors, sums);
     };
     auto record = first;
     for (int64_t group = 0; group < groups; ++group, record = record.next())

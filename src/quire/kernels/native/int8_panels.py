@@ -17,13 +17,12 @@ from quire.kernels.native.ops import (
     PackedWeight,
     panel_bytes,
 )
-from quire.kernels.superblocks import SuperblockOffsets
 
 HALF_GROUP = 16  # the fewest inputs of a weight that share a scale
 _MIDDLE = 8  # the level of nibbles that is the number 0 where there are no offsets
 _TABLE_SIZE = 16
 _SAMPLE = 1 << 12  # levels that are looked at before all others are
-_FORMATS = frozenset({4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56, 7, 148, 260, 276})
+_FORMATS = frozenset({4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56, 7, 132, 148})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,6 @@ class _Weight:
     scales: Tensor
     offsets: Tensor
     nibbles: bool
-    superblocks: SuperblockOffsets | None
 
     @property
     def group(self) -> int:
@@ -42,18 +40,11 @@ class _Weight:
 
 
 def cut_int8_panels(
-    levels: Tensor,
-    scales: Tensor,
-    offsets: Tensor,
-    *,
-    nibbles: bool,
-    byte_rows: bool = False,
-    superblocks: SuperblockOffsets | None = None,
+    levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool, byte_rows: bool = False
 ) -> PackedWeight:
     """A weight of levels * scale + offset, both shared by 16 or 32 inputs of an output, in as few bits as hold it.
 
     byte_rows: rows are rounded to 8 bits before they are multiplied by it, not to 16.
-    superblocks: the offsets in two parts, which are kept where there is a format for them.
 
     levels [outputs, inputs], uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs, groups], float16.
     """
@@ -63,7 +54,7 @@ def cut_int8_panels(
         raise ValueError(f"groups of 16 or 32 inputs, not {tuple(levels.shape)} and {tuple(scales.shape)}")
     if scales.dtype != torch.float16 or offsets.dtype != torch.float16 or levels.element_size() != 1:
         raise ValueError(f"levels of a byte, scales in float16, not {levels.dtype} and {scales.dtype}")
-    weight = _Weight(levels.contiguous(), scales, offsets, nibbles, superblocks)
+    weight = _Weight(levels.contiguous(), scales, offsets, nibbles)
     table = None if nibbles else _find_table(weight)
     form = replace(_choose_format(weight, table), byte_rows=byte_rows)
     data = torch.empty(-(-outputs // INT8_OUTPUTS) * panel_bytes(form, inputs), dtype=torch.uint8)
@@ -84,12 +75,7 @@ def _choose_format(weight: _Weight, table: Tensor | None) -> Int8Format:
     by_halves, nibbles = weight.group == HALF_GROUP, weight.nibbles
     if nibbles:
         is_symmetric = bool((weight.offsets.float() == -_MIDDLE * weight.scales.float()).all())
-        form = Int8Format(4, not is_symmetric, by_halves)
-        if by_halves:
-            return form
-        if _is_wide(weight):
-            return replace(form, is_wide=True)
-        return replace(form, superblocks=weight.superblocks is not None and not is_symmetric)
+        return Int8Format(4, not is_symmetric, by_halves, is_wide=not by_halves and _is_wide(weight))
     has_offsets = bool((weight.offsets != 0).any())
     low, high = (int(each) for each in weight.levels.aminmax())
     for bits in (4, 5, 6):
@@ -131,9 +117,6 @@ def _middle(form: Int8Format, *, nibbles: bool) -> int:
 
 
 def _factors(weight: _Weight, form: Int8Format) -> list[Tensor]:
-    """Scales, offsets and the bytes of offsets, as the packing takes them."""
+    """Scales and offsets as the packing takes them."""
     step = WIDE_GROUP // INT8_GROUP if form.is_wide else 1
-    halves = [each[:, ::step].contiguous() for each in (weight.scales, weight.offsets)]
-    if not form.superblocks or weight.superblocks is None:
-        return [*halves, torch.empty(0)]
-    return [halves[0], weight.superblocks.halves.contiguous(), weight.superblocks.numbers.contiguous()]
+    return [each[:, ::step].contiguous() for each in (weight.scales, weight.offsets)]

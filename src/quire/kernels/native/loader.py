@@ -36,7 +36,7 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
     "quire_multiply_rows": [None, *[c_void_p] * 3, *[c_int64] * 3],
     "quire_read_blocks": [c_int64, c_int64, c_void_p, c_int64, c_void_p],
     "quire_find_levels": [None, c_void_p, c_int64, c_void_p],
-    "quire_pack_int8": [None, c_int64, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_int64, c_void_p],
+    "quire_pack_int8": [None, c_int64, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_int64, c_void_p],
     "quire_read_int8_rows": [c_int64, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
     "quire_pack_low_rank": [None, c_int64, c_int64, c_void_p, *[c_int64] * 5, c_void_p],
     "quire_low_rank_add": [None, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_int64, c_int64],

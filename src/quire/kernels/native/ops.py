@@ -13,7 +13,6 @@ from torch import Tensor
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import TYPES, open_library
-from quire.kernels.superblocks import SUPERBLOCK
 
 PLAIN, NIBBLES, BYTES, HALVES = 0, 1, 2, 3  # numbers, levels of four or eight bits, bfloat16 numbers
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
@@ -24,7 +23,7 @@ INT8_GROUP = 32  # inputs of a row that share a scale, see int8_panels.h
 WIDE_GROUP = 128  # inputs that share a scale in wide formats
 INT8_OUTPUTS = 16  # of a panel
 _TABLE_BYTES = 64  # of a panel that has a table
-_WITH_OFFSETS, _BY_HALVES, BYTE_ROWS, _SUPERBLOCKS, _WIDE = 16, 32, 64, 128, 256  # of a format, besides its bits
+_WITH_OFFSETS, _BY_HALVES, BYTE_ROWS, _WIDE = 16, 32, 64, 128  # of a format, besides its bits
 TABLE = 7  # in place of its bits
 
 
@@ -210,26 +209,20 @@ class Int8Format:
     has_offsets: bool
     by_halves: bool  # 16 inputs share a scale, not 32
     byte_rows: bool = False  # rows are rounded to 8 bits, not to 16
-    superblocks: bool = False  # an offset is a byte times a number that 256 inputs share
     is_wide: bool = False  # 128 inputs share a scale and an offset
     has_table: bool = False  # 4 bits are a level's place in a table
 
     @property
     def number(self) -> int:
         parts = _WITH_OFFSETS * self.has_offsets + _BY_HALVES * self.by_halves + BYTE_ROWS * self.byte_rows
-        return (TABLE if self.has_table else self.bits) + parts + _SUPERBLOCKS * self.superblocks + _WIDE * self.is_wide
+        return (TABLE if self.has_table else self.bits) + parts + _WIDE * self.is_wide
 
 
 def panel_bytes(form: Int8Format, inputs: int) -> int:
     """Bytes of 16 outputs."""
     group = WIDE_GROUP if form.is_wide else INT8_GROUP // (1 + form.by_halves)
-    scales, offsets = inputs // group * 2, 0
-    if form.superblocks:
-        offsets = inputs // SUPERBLOCK * 2 + inputs // INT8_GROUP
-    elif form.has_offsets:
-        offsets = scales
-    table = _TABLE_BYTES if form.has_table else 0
-    return INT8_OUTPUTS * (scales + offsets + inputs * form.bits // 8) + table
+    factors = inputs // group * 2 * (1 + form.has_offsets)
+    return INT8_OUTPUTS * (factors + inputs * form.bits // 8) + _TABLE_BYTES * form.has_table
 
 
 def read_rows(weight: PackedWeight, rows: Tensor) -> Tensor:  # [n] -> [n, inputs], float32

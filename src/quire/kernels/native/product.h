@@ -42,21 +42,4 @@ inline Floats load_float16(const uint8_t* from) {
 #endif
 }
 
-// LANES bytes as whole numbers.
-inline Ints load_bytes(const uint8_t* from) {
-#ifdef __aarch64__
-    uint32_t four;
-    std::memcpy(&four, from, sizeof four);
-    return (Ints)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
-#elif defined(__AVX512F__)
-    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#elif defined(__AVX2__)
-    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-#else
-    Ints whole;
-    for (int64_t i = 0; i < LANES; ++i) whole[i] = from[i];
-    return whole;
-#endif
-}
-
 }  // namespace

@@ -176,10 +176,9 @@ void quire_find_levels(const uint8_t* levels, int64_t count, uint8_t* seen) {
 
 // A weight -> panels of `format`, see Levels; inputs: a multiple of 32, and of a span's.
 void quire_pack_int8(int64_t format, const uint8_t* levels, int64_t middle, const uint16_t* scales,
-                     const uint16_t* offsets, const uint8_t* offset_bytes, const uint8_t* table, int64_t outputs,
-                     int64_t inputs, uint8_t* panels) {
+                     const uint16_t* offsets, const uint8_t* table, int64_t outputs, int64_t inputs, uint8_t* panels) {
     guarded([&] {
-        const Levels weight{levels, scales, offsets, offset_bytes, table, outputs, inputs, static_cast<uint8_t>(middle)};
+        const Levels weight{levels, scales, offsets, table, outputs, inputs, static_cast<uint8_t>(middle)};
         pack_int8(weight, format, panels);
     });
 }

@@ -126,21 +126,21 @@ inline void find_levels(const uint8_t* levels, int64_t count, uint8_t* seen) {
 
 // --------------------------------------------------------------------------------------------- levels to panels
 // A weight as levels and factors: levels [outputs, inputs]; scales and offsets [outputs, so many as the format has], float16;
-// offset_bytes [outputs, groups]; table [16]. What the format does not have is not read.
+// table [16]. What the format does not have is not read.
 struct Levels {
     const uint8_t* levels;
     const uint16_t *scales, *offsets;
-    const uint8_t *offset_bytes, *table;
+    const uint8_t* table;
     int64_t outputs, inputs;
     uint8_t middle;  // added to each level
 };
 
 // Factors of some inputs: `count` of each of `rows` outputs -> [count][16 outputs], zeros for outputs that there are not.
-template <typename T> inline void pack_factors(const T* from, int64_t stride, int64_t rows, int64_t count, uint8_t* to) {
+inline void pack_factors(const uint16_t* from, int64_t stride, int64_t rows, int64_t count, uint8_t* to) {
     for (int64_t i = 0; i < count; i++)
         for (int64_t o = 0; o < INT8_OUTPUTS; o++) {
-            const T factor = o < rows ? from[o * stride + i] : 0;
-            std::memcpy(to + sizeof factor * (i * INT8_OUTPUTS + o), &factor, sizeof factor);
+            const uint16_t factor = o < rows ? from[o * stride + i] : 0;
+            std::memcpy(to + 2 * (i * INT8_OUTPUTS + o), &factor, sizeof factor);
         }
 }
 
@@ -188,6 +188,7 @@ inline void read_lines(const Levels& weight, const uint8_t* levels, int64_t rows
 
 inline void pack_int8(const Levels& weight, int64_t format, uint8_t* data) {
     const int64_t groups = weight.inputs / INT8_GROUP, span = groups_of_span(format), scales = scales_of(format);
+    const int64_t factors = groups / span * scales;  // of an output
     const int64_t panels = (weight.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS;
     uint8_t in_table[256] = {};
     if (has_table(format))
@@ -199,13 +200,9 @@ inline void pack_int8(const Levels& weight, int64_t format, uint8_t* data) {
         if (has_table(format)) std::memcpy(to, weight.table, 16);
         for (int64_t group = 0; group < groups; group++) {
             const GroupPlaces places = places_of(format, groups, group);
-            const auto pack = [&](const auto* from, bool by_span, int64_t place) {
-                const int64_t each = by_span ? groups / span : groups * scales, own = by_span ? group / span : group * scales;
-                pack_factors(from + first * each + own, each, rows, by_span ? 1 : scales, to + place);
-            };
-            pack(weight.scales, is_wide(format), places.scales);
-            if (has_offsets(format)) pack(weight.offsets, span > 1, places.offsets);
-            if (has_offset_bytes(format)) pack(weight.offset_bytes, false, places.bytes);
+            const int64_t at = first * factors + group / span * scales;
+            pack_factors(weight.scales + at, factors, rows, scales, to + places.scales);
+            if (has_offsets(format)) pack_factors(weight.offsets + at, factors, rows, scales, to + places.offsets);
             uint8_t lines[INT8_LINES][LINE_BYTES];
             const uint8_t* levels = weight.levels + first * weight.inputs + group * INT8_GROUP;
             read_lines(weight, levels, rows, has_table(format) ? in_table : nullptr, lines);

@@ -198,7 +198,7 @@ class IntegerProduct(PanelProduct):
         by_choice = {"integer8": True, "integer16": False}.get(self._cpu_weights, native.byte_rows)
         panels = cut_int8_panels(
             native.levels, native.scales, native.offsets, nibbles=native.nibbles,
-            byte_rows=by_choice and weight.activations is None, superblocks=native.superblocks,
+            byte_rows=by_choice and weight.activations is None,
         )  # fmt: skip
         multiply: Multiply = NativeMultiply(panels, bias)
         if native.columns is not None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.kernels.superblocks import SuperblockOffsets, stack_superblocks
 from quire.runtime.quantization.activations import ActivationScheme
 
 GROUP = 32  # inputs that share a scale and an offset in GGUF files and in the native kernels
@@ -34,7 +33,6 @@ class LevelWeight:
     columns: Tensor | None = None  # [inputs], int64
     activations: ActivationScheme | None = None
     byte_rows: bool = False  # its format's own engine rounds rows to 8 bits, 32 numbers or more with a scale
-    superblocks: SuperblockOffsets | None = None  # the offsets as the file has them, where it has them in two parts
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,8 +64,7 @@ class LevelWeight:
     def rows(self, numbers: Tensor) -> LevelWeight:
         """Some of the outputs, in the given order."""
         levels, scales, offsets = (each.index_select(0, numbers) for each in (self.levels, self.scales, self.offsets))
-        superblocks = None if self.superblocks is None else self.superblocks.rows(numbers)
-        return replace(self, levels=levels, scales=scales, offsets=offsets, superblocks=superblocks)
+        return replace(self, levels=levels, scales=scales, offsets=offsets)
 
     def inputs(self, own: range) -> LevelWeight | None:
         """Some neighbouring inputs; None where groups would become too small to be held as such."""
@@ -81,14 +78,12 @@ class LevelWeight:
             return None
         small, groups = whole.in_groups(size), index[::size] // size
         levels, scales, offsets = self.levels[:, index], small.scales[:, groups], small.offsets[:, groups]
-        superblocks = None if small.superblocks is None else small.superblocks.inputs(own)
-        return replace(small, levels=levels, scales=scales, offsets=offsets, superblocks=superblocks)
+        return replace(small, levels=levels, scales=scales, offsets=offsets)
 
     def to(self, device: torch.device) -> LevelWeight:
         columns = None if self.columns is None else self.columns.to(device)
         parts = {name: getattr(self, name).to(device) for name in ("levels", "scales", "offsets")}
-        superblocks = None if self.superblocks is None else self.superblocks.to(device)
-        return replace(self, columns=columns, superblocks=superblocks, **parts)
+        return replace(self, columns=columns, **parts)
 
     def in_groups(self, size: int) -> LevelWeight:
         """The same with smaller groups: `size` divides the group's."""
@@ -96,15 +91,15 @@ class LevelWeight:
         if times == 1:
             return self
         parts = {name: getattr(self, name).repeat_interleave(times, dim=1) for name in ("scales", "offsets")}
-        return replace(self, superblocks=None, **parts)
+        return replace(self, **parts)
 
     def in_wider_groups(self, size: int) -> LevelWeight:
         """With groups of `size` columns, a multiple of the group's, and 8-bit levels. A wide group whose parts have the
         same factors keeps them; the entries of others are rounded to 127 steps of the largest of them."""
         rows = max(1, _NUMBERS_AT_ONCE // self.levels.shape[1])
-        parts = [_widened(part, size) for part in _split(replace(self, columns=None, superblocks=None), rows)]
+        parts = [_widened(part, size) for part in _split(replace(self, columns=None), rows)]
         levels, scales, offsets = (torch.cat(each) for each in zip(*parts, strict=True))
-        return replace(self, levels=levels, scales=scales, offsets=offsets, nibbles=False, superblocks=None)
+        return replace(self, levels=levels, scales=scales, offsets=offsets, nibbles=False)
 
     def as_native(self, smallest: int = GROUP) -> LevelWeight | None:
         """As the native CPU kernels take it: groups of 32 columns, or of `smallest` ones where it has such, factors in
@@ -165,7 +160,6 @@ def stack(weights: Sequence[LevelWeight]) -> LevelWeight | None:
         scales=torch.cat([part.scales.to(factors) for part in parts]),
         offsets=torch.cat([part.offsets.to(factors) for part in parts]),
         nibbles=nibbles,
-        superblocks=stack_superblocks([part.superblocks if part.nibbles == nibbles else None for part in parts]),
     )
 
 

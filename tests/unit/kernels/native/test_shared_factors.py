@@ -13,12 +13,11 @@ from kernel_threads import kernel_threads
 from quire.kernels.native.int8_panels import cut_int8_panels
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.native.ops import PackedWeight, multiply, read_rows
-from quire.kernels.superblocks import SuperblockOffsets
 from quire.runtime.quantization.levels import LevelWeight
 
 REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
-FORMATS = {"superblocks": 148, "wide": 276, "wide, symmetric": 260, "table": 7}  # see int8_formats.h
+FORMATS = {"wide": 148, "wide, symmetric": 132, "table": 7}  # see int8_formats.h
 ERRORS = {8: 1.2e-2, 16: 5e-5}  # by the bits of rows
 FORMS = pytest.mark.parametrize("form", FORMATS)
 BITS = pytest.mark.parametrize("bits", ERRORS)
@@ -36,31 +35,14 @@ def random_weight(form: str, outputs: int, inputs: int) -> LevelWeight:
         levels = table[whole(15, outputs, inputs)].to(torch.int8)
         return LevelWeight(levels, scales, torch.zeros_like(scales), nibbles=False)
     levels = whole(15, outputs, inputs).to(torch.uint8)
-    if form == "superblocks":
-        halves = (torch.rand(outputs, inputs // 256, generator=generator) * -0.01).half()
-        numbers = whole(63, outputs, inputs // 32).to(torch.uint8)
-        offsets = (halves.float().repeat_interleave(8, dim=1) * numbers).half()
-        own = SuperblockOffsets(halves, numbers)
-        return LevelWeight(levels, scales, offsets, nibbles=True, superblocks=own)
     scales = scales[:, ::4].repeat_interleave(4, dim=1)
     zeros = 8 if form == "wide, symmetric" else whole(15, outputs, inputs // 128).repeat_interleave(4, dim=1)
     return LevelWeight(levels, scales, (scales.float() * -zeros).half(), nibbles=True)
 
 
-def values(weight: LevelWeight) -> Tensor:
-    """The numbers; offsets of superblocks are not rounded to float16."""
-    if weight.superblocks is None:
-        return weight.values()
-    halves, numbers = weight.superblocks.halves.float(), weight.superblocks.numbers
-    return replace(weight, offsets=halves.repeat_interleave(8, dim=1) * numbers).values()
-
-
 def packed(weight: LevelWeight, bits: int = 16) -> PackedWeight:
     """`bits`: of the rows."""
-    return cut_int8_panels(
-        weight.levels, weight.scales, weight.offsets, nibbles=weight.nibbles, byte_rows=bits == 8,
-        superblocks=weight.superblocks,
-    )  # fmt: skip
+    return cut_int8_panels(weight.levels, weight.scales, weight.offsets, nibbles=weight.nibbles, byte_rows=bits == 8)
 
 
 def random_rows(rows: int, inputs: int) -> Tensor:
@@ -80,7 +62,6 @@ def test_weights_without_such_factors_get_others() -> None:
     scales = wide.scales.clone()
     scales[3, 5] *= 2
     assert packed(replace(wide, scales=scales)).format == 20
-    assert packed(replace(random_weight("superblocks", 40, 256), superblocks=None)).format == 20
     odd = replace(wide, levels=wide.levels[:, :96], scales=wide.scales[:, :3], offsets=wide.offsets[:, :3])
     assert packed(odd).format == 20
     levels = table.levels.clone()
@@ -94,7 +75,7 @@ def test_weights_without_such_factors_get_others() -> None:
 @BITS
 def test_products_are_those_of_the_numbers(bits: int, form: str, shape: tuple[int, int], rows: int) -> None:
     weight, x = random_weight(form, *shape), random_rows(rows, shape[1])
-    numbers, bias = values(weight).double(), torch.arange(shape[0]).float()
+    numbers, bias = weight.values().double(), torch.arange(shape[0]).float()
     found = multiply(x, packed(weight, bits), bias)
     size = (x.double().square().sum(1, keepdim=True) * numbers.square().sum(1)).sqrt() + 1.0
     assert bool(((found - x.double() @ numbers.t() - bias).abs() <= ERRORS[bits] * size).all())
@@ -116,17 +97,4 @@ def test_a_row_gives_the_same_to_the_bit_alone_and_among_any_others(bits: int, f
 @FORMS
 def test_rows_of_a_packed_table_are_its_numbers(form: str) -> None:
     weight, places = random_weight(form, 83, 512), torch.tensor([0, 82, 17, 16, 17])
-    assert torch.equal(read_rows(packed(weight), places), values(weight)[places])
-
-
-def test_offsets_of_superblocks_follow_rows_inputs_and_stacks() -> None:
-    weight = random_weight("superblocks", 40, 768)
-    some = weight.rows(torch.tensor([5, 3]))
-    assert torch.equal(read_rows(packed(some), torch.arange(2)), values(weight)[[5, 3]])
-    cut = weight.inputs(range(256, 768))
-    assert cut is not None
-    assert packed(cut).format == FORMATS["superblocks"]
-    assert torch.equal(read_rows(packed(cut), torch.arange(40)), values(weight)[:, 256:])
-    within = weight.inputs(range(128, 768))
-    assert within is not None
-    assert within.superblocks is None
+    assert torch.equal(read_rows(packed(weight), places), weight.values()[places])

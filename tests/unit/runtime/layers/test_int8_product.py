@@ -60,7 +60,7 @@ def test_weights_of_gguf_files_are_multiplied_in_whole_numbers(
     assert isinstance(integer, NativeMultiply)
     assert is_int8_format(integer.weight)
     kind = TYPE_BY_NAME[name]
-    assert integer.weight.data.nbytes <= 1.10 * 48 * 512 // kind.block_values * kind.block_bytes
+    assert integer.weight.data.nbytes <= 1.12 * 48 * 512 // kind.block_values * kind.block_bytes
     assert isinstance(exact, NativeMultiply)
     assert not is_int8_format(exact.weight)
     wanted = x @ weight.values().t()
@@ -143,8 +143,7 @@ def test_a_tied_head_and_its_table_share_memory(name: str) -> None:
     native = weight.as_halves()
     assert native is not None
     places = torch.tensor([69, 0, 33])
-    wanted = native.values()[places]
-    assert float((table(places) - wanted).abs().max()) <= 2**-11 * float(native.offsets.float().abs().max())
+    assert torch.equal(table(places), native.values()[places])
     x = torch.randn(2, 256)
     assert torch.equal(first(x), second(x))
 
@@ -156,7 +155,7 @@ def test_a_table_without_a_head_takes_the_bits_of_its_levels_too() -> None:
     table.finish()
     assert table.levels is None
     assert table.panels is not None
-    assert table.panels.data.nbytes == 80 * 154
+    assert table.panels.data.nbytes == 80 * 160
     assert torch.equal(table(torch.tensor([69, 0])), read_rows(table.panels, torch.tensor([69, 0])))
 
 

@@ -326,7 +326,7 @@ def test_the_memory_of_levels_is_that_of_the_layers_that_hold_them(tmp_path: Pat
     query, value, down, table = 32 * 32, 16 * 256, 32 * 256, 64 * 32
     assert levels.parameters == query + value + down + table
     assert levels.num_bytes == (query + value + table) * 36 // 32 + down * 20 // 32
-    assert levels.integer_bytes == (query + value) * 40 // 32 + table * 34 // 32 + down * 154 // 256
+    assert levels.integer_bytes == (query + value) * 40 // 32 + table * 34 // 32 + down * 20 // 32
     assert levels.gpu_parameters == query + value + down
     assert levels.gpu_bytes == (query + value) * 18 // 16 + down * 20 // 32
     model.close()

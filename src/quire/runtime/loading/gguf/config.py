@@ -18,7 +18,6 @@ from quire.config.model import (
     StoredLevels,
     integer_bytes,
     packed_bytes,
-    superblock_bytes,
     table_bytes,
 )
 from quire.runtime.loading.checks import check_config, inside
@@ -147,8 +146,6 @@ def _integer_bytes(size: int, forms: Sequence[LevelForm]) -> int:
     """Nibbles without offsets get some where not all forms are nibbles: there level 8 is not the number 0."""
     if forms[0].table is not None and len({form.table for form in forms}) == 1:
         return table_bytes(size)
-    if all(form.superblocks for form in forms):
-        return superblock_bytes(size)
     nibbles = all(form.nibbles for form in forms)
     has_offsets = any(form.has_offset or (form.nibbles and not nibbles) for form in forms)
     least, most = min(form.least for form in forms), max(form.most for form in forms)

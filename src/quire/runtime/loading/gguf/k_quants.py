@@ -89,17 +89,11 @@ def _iq4_xs(blocks: Tensor, out: Tensor) -> None:
     out.view(n, 8, 32).mul_(iq4_xs_scales(blocks)[..., None])
 
 
-def six_bit_numbers(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of scales and minima of Q4_K and Q5_K, [n, 8] each, uint8: eight of both kinds in twelve bytes."""
+def six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of Q4_K and Q5_K, [n, 8] each: eight 6-bit numbers of both kinds in twelve bytes."""
     scale, minimum, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((scale & 63, (rest & 15) | (scale >> 2 & 48)), dim=1)
     minima = torch.cat((minimum & 63, (rest >> 4) | (minimum >> 2 & 48)), dim=1)
-    return scales, minima
-
-
-def six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of Q4_K and Q5_K, [n, 8] each."""
-    scales, minima = six_bit_numbers(blocks)
     return halves(blocks, 0) * scales, halves(blocks, 2) * minima
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from quire.kernels.native.blocks import read_blocks
-from quire.kernels.superblocks import SuperblockOffsets
 from quire.runtime.loading.gguf.bits import double_words, halves, nibbles, spread
 from quire.runtime.loading.gguf.k_quants import (
     five_bit_levels,
@@ -19,7 +18,6 @@ from quire.runtime.loading.gguf.k_quants import (
     q3_scales,
     q6_levels,
     q6_scales,
-    six_bit_numbers,
     six_bit_scales,
 )
 from quire.runtime.loading.gguf.simple_quants import (
@@ -56,7 +54,6 @@ def read_levels(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> LevelWei
     return LevelWeight(
         levels.view(torch.uint8 if form.nibbles else torch.int8).view(shape), scales.reshape(groups),
         offsets.reshape(groups), nibbles=form.nibbles, byte_rows=True,
-        superblocks=_q4_k_offsets(blocks, shape[0]) if kind.name == "Q4_K" else None,
     )  # fmt: skip
 
 
@@ -75,12 +72,6 @@ def _scale_and_offset(blocks: Tensor) -> Factors:
 def _scales_and_minima(blocks: Tensor) -> Factors:
     scales, minima = six_bit_scales(blocks)
     return scales, -minima
-
-
-def _q4_k_offsets(blocks: Tensor, outputs: int) -> SuperblockOffsets:
-    """With them a weight takes 4.8 bits; as float16 numbers of groups, 5."""
-    numbers = six_bit_numbers(blocks)[1]
-    return SuperblockOffsets(-_half(blocks, 2).view(outputs, -1), numbers.view(outputs, -1))
 
 
 def _q2_k(blocks: Tensor) -> Factors:

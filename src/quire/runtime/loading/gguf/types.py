@@ -59,8 +59,7 @@ NATIVE_GROUP = 32  # values that share factors in the native kernels: smaller gr
 
 class LevelForm(NamedTuple):
     """How the levels of a type are held: in 4 bits or 8, with a scale for a group of values, perhaps an offset too; and
-    the least and the most level that there can be. `table`: the name of its 16 levels, if there are no others.
-    `superblocks`: 256 values share a part of their offsets."""
+    the least and the most level that there can be. `table`: the name of its 16 levels, if there are no others."""
 
     nibbles: bool
     group: int
@@ -68,7 +67,6 @@ class LevelForm(NamedTuple):
     least: int = 0
     most: int = 15
     table: str | None = None
-    superblocks: bool = False
 
 
 # Types whose numbers are a level times a scale, perhaps plus an offset: see levels.py.
@@ -80,7 +78,7 @@ LEVEL_FORMS: dict[str, LevelForm] = {
     "Q8_0": LevelForm(False, 32, False, -128, 127),
     "Q2_K": LevelForm(True, 16, True),
     "Q3_K": LevelForm(True, 16, False),
-    "Q4_K": LevelForm(True, 32, True, superblocks=True),
+    "Q4_K": LevelForm(True, 32, True),
     "Q5_K": LevelForm(False, 32, True, 0, 31),
     "Q6_K": LevelForm(False, 16, False, -32, 31),
     "Q8_K": LevelForm(False, 256, False, -128, 127),
