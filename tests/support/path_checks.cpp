@@ -41,24 +41,27 @@ float from_half(uint16_t bits) {
 
 // A weight of random levels: as the packing takes it, and as numbers.
 struct Weight {
-    static constexpr int64_t INPUTS = 192, OUTPUTS = 100;
+    static constexpr int64_t INPUTS = 256, OUTPUTS = 100;
     std::vector<uint8_t> panels;
     std::vector<double> numbers;
 
     Weight(int64_t format, Random& random) : panels(4 * INPUTS * OUTPUTS + 65536), numbers(INPUTS * OUTPUTS) {
-        const int64_t bits = bits_of(format), group = format & BY_HALVES ? 16 : 32;
-        const bool offset = has_offsets(format);
-        const int32_t middle = offset || bits == 8 ? 0 : 1 << (bits - 1);
-        std::vector<uint8_t> levels(INPUTS * OUTPUTS);
+        const int64_t bits = bits_of(format), group = format & WIDE ? 128 : format & BY_HALVES ? 16 : 32;
+        const bool offset = has_offsets(format), table = has_table(format);
+        const int32_t middle = offset || bits == 8 || table ? 0 : 1 << (bits - 1);
+        std::vector<uint8_t> levels(INPUTS * OUTPUTS), entries(16);
         std::vector<uint16_t> scales(levels.size() / group), offsets(scales.size());
+        for (int32_t i = 0; i < 16; ++i) entries[i] = static_cast<uint8_t>(16 * i - 127 + random.below(16));
         for (uint16_t& scale : scales) scale = to_half(0.01f + 0.001f * random.below(10));
         for (uint16_t& each : offsets) each = to_half(offset ? 0.2f * random.number() : 0.0f);
         for (size_t i = 0; i < levels.size(); ++i) {
-            const int32_t level = bits == 8 ? random.below(255) - 127 : random.below(1 << bits) - middle;
+            int32_t level = bits == 8 ? random.below(255) - 127 : random.below(1 << bits) - middle;
+            if (table) level = static_cast<int8_t>(entries[level]);
             levels[i] = static_cast<uint8_t>(level);
             numbers[i] = static_cast<double>(level) * from_half(scales[i / group]) + from_half(offsets[i / group]);
         }
-        quire_pack_int8(format, levels.data(), middle, scales.data(), offsets.data(), OUTPUTS, INPUTS, panels.data());
+        quire_pack_int8(format, levels.data(), middle, scales.data(), offsets.data(), entries.data(), OUTPUTS, INPUTS,
+                        panels.data());
     }
 };
 
@@ -84,7 +87,7 @@ double error_of(int64_t format, const Weight& weight, int64_t rows, Random& rand
 int check_products(int64_t threads) {
     Random random{88172645463325252u};
     int faults = 0;
-    for (const int64_t packed : {4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56}) {
+    for (const int64_t packed : {4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56, 7, 132, 148}) {
         const Weight weight(packed, random);
         for (const int64_t rows : {1, 2, 3, 5, 8, 13, 40, -1, -2, -3, -5, -8, -13, -40}) {
             const int64_t format = rows < 0 ? packed | BYTE_ROWS : packed;

@@ -202,12 +202,20 @@ def packed_bytes(num_weights: int, *, nibbles: bool) -> int:
     return num_weights // 32 * (20 if nibbles else 36)
 
 
-def integer_bytes(num_weights: int, least: int, most: int, *, has_offsets: bool, halves: bool) -> int:
+def integer_bytes(num_weights: int, least: int, most: int, *, has_offsets: bool, group: int) -> int:
     """Return the bytes of quantized weights in the panels of integer products, the most that levels between `least` and
-    `most` can take. `halves`: 16 weights have a scale and, where there are such, an offset; not 32."""
+    `most` can take. `group`: so many weights have a scale and, where there are such, an offset."""
+    halves = group < 32
     widths = ((4,) if has_offsets else (4, 6)) if halves else (4, 5, 6)  # those that there are kernels for, below 8
-    fits = (bits for bits in widths if _fits(bits, least, most, has_offsets=has_offsets))
-    return num_weights // 32 * (4 * next(fits, 8) + 2 * (1 + has_offsets) * (1 + halves))
+    bits = next((bits for bits in widths if _fits(bits, least, most, has_offsets=has_offsets)), 8)
+    shared = 128 if bits == 4 and group % 128 == 0 else 16 if halves else 32  # weights that share factors there
+    return num_weights * bits // 8 + num_weights // shared * 2 * (1 + has_offsets)
+
+
+def table_bytes(num_weights: int) -> int:
+    """Return the bytes of weights in such panels that have at most 16 levels. Tables are not counted: 4 bytes for each
+    output."""
+    return num_weights // 32 * 18
 
 
 def _fits(bits: int, least: int, most: int, *, has_offsets: bool) -> bool:

@@ -22,9 +22,9 @@ constexpr int64_t place_of_part(int64_t format, int64_t part) {
 }
 
 // Line K of 32 inputs, of four outputs, as signed bytes: levels times unit_of(FORMAT), which fills a byte where that takes
-// fewer instructions. UPPER: of paired outputs, upper ones.
+// fewer instructions. UPPER: of paired outputs, upper ones. table: of formats that have one.
 template <int64_t FORMAT, int K, bool UPPER>
-inline __attribute__((always_inline)) int8x16_t signed_line(const uint8_t* from) {
+inline __attribute__((always_inline)) int8x16_t signed_line(const uint8_t* from, [[maybe_unused]] int8x16_t table) {
     constexpr int64_t BITS = bits_of(FORMAT);
     if constexpr (has_paired_outputs(FORMAT))
         return vreinterpretq_s8_u8(vandq_u8(vld1q_u8(from + K * PAIRED_BYTES), vdupq_n_u8(UPPER ? 0xF0 : 15)));
@@ -52,6 +52,7 @@ inline __attribute__((always_inline)) int8x16_t signed_line(const uint8_t* from)
         if constexpr (AT > 4) high = vshrq_n_u8(high, AT - 4);
         line = vbslq_u8(vdupq_n_u8(48), high, line);
     }
+    if constexpr (has_table(FORMAT)) return vqtbl1q_s8(table, line);
     return vreinterpretq_s8_u8(line);
 }
 
@@ -138,18 +139,20 @@ inline __attribute__((always_inline)) void add_turn(const Record& record, const 
     });
 }
 
-// 32 inputs of N rows, of four outputs: their lines, scales and offsets -> to sums[row]. DIGIT, UPPER: see add_turn.
+// 32 inputs of N rows, of four outputs from `output` on: their lines and factors -> to sums[row]. DIGIT, UPPER: see add_turn.
 template <int64_t FORMAT, int DIGIT, bool UPPER, int N, typename Record>
-inline __attribute__((always_inline)) void add_group(const Record& record, const uint8_t* from, const uint8_t* scales,
-                                                     const uint8_t* offsets, Floats (&sums)[N]) {
+inline __attribute__((always_inline)) void add_group(const Record& record, const uint8_t* from, int8x16_t table,
+                                                     const GroupFactors& factors, int64_t output, Floats (&sums)[N]) {
     constexpr int SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
     constexpr int M = N % INT8_TURN == 0 ? INT8_TURN : N;
     int8x16_t lines[INT8_LINES];
-    unroll<INT8_LINES>([&](auto k) __attribute__((always_inline)) { lines[k] = signed_line<FORMAT, k, UPPER>(from); });
+    unroll<INT8_LINES>([&](auto k) __attribute__((always_inline)) {
+        lines[k] = signed_line<FORMAT, k, UPPER>(from, table);
+    });
     unroll<SCALES>([&](auto half) __attribute__((always_inline)) {
-        const Floats scale = load_float16(scales + half * INT8_OUTPUTS * 2);
+        const Floats scale = factors.scale(half, output);
         Floats offset{};
-        if constexpr (has_offsets(FORMAT)) offset = load_float16(offsets + half * INT8_OUTPUTS * 2);
+        if constexpr (has_offsets(FORMAT)) offset = factors.offset(half, output);
         const int8x16_t* own = lines + half * LINES_EACH;
         unroll<N / M>([&](auto some) __attribute__((always_inline)) {
             constexpr int ROW = some * M;
@@ -186,9 +189,8 @@ inline __attribute__((always_inline)) void add_line(int32x4_t (&sums)[4], const 
 // 32 inputs of one row, of 16 outputs. Lines are read in order, as they come from memory, and each is used at once.
 // DIGIT: which of loose digits, else 0.
 template <int64_t FORMAT, int DIGIT, typename Record>
-inline __attribute__((always_inline)) void add_digits_of_one(const Record& record, const uint8_t* from,
-                                                             const uint8_t* scales, const uint8_t* offsets,
-                                                             Floats (&sums)[PARTS]) {
+inline __attribute__((always_inline)) void add_digits_of_one(const Record& record, const uint8_t* from, int8x16_t table,
+                                                             const GroupFactors& given, Floats (&sums)[PARTS]) {
     constexpr int SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
     constexpr bool IS_LOOSE = has_loose_digits(FORMAT), IS_PAIRED = has_paired_outputs(FORMAT);
     constexpr int LOADED = IS_LOOSE ? 2 : 4;
@@ -212,16 +214,15 @@ inline __attribute__((always_inline)) void add_digits_of_one(const Record& recor
                 const uint8_t* own = from + place_of_part(FORMAT, part);
                 if constexpr (IS_PAIRED && part >= HALF_OF_PARTS)
                     line[part] = vreinterpretq_s8_u8(vld1q_u8(own + K * PAIRED_BYTES));
-                else line[part] = signed_line<FORMAT, K, false>(own);
+                else line[part] = signed_line<FORMAT, K, false>(own, table);
             });
             if constexpr (IS_LOOSE) add_line<K % 4>(high, line, digits[K / 4]);
             else add_line<K % 4>(high, low, line, digits[K / 4], digits[2 + K / 4]);
             if constexpr (i < 4) {  // a conversion takes one pipe for two cycles: among other instructions it costs less
-                const int64_t at = half * INT8_OUTPUTS * 2 + i * 2 * LANES;
                 constexpr float UNIT = digit_unit(DIGIT) * unit_of_part(IS_PAIRED && i >= HALF_OF_PARTS);
-                factors[i] = load_float16(scales + at) * (record.scale(0) * UNIT);
+                factors[i] = given.scale(half, i * LANES) * (record.scale(0) * UNIT);
                 if constexpr (has_offsets(FORMAT) && DIGIT == 0)
-                    sums[i] = add_product(sums[i], load_float16(offsets + at), all(record.sum(0, half)));
+                    sums[i] = add_product(sums[i], given.offset(half, i * LANES), all(record.sum(0, half)));
             }
         });
         unroll<4>([&](auto part) __attribute__((always_inline)) {
@@ -242,40 +243,50 @@ inline __attribute__((always_inline)) void add_digits_of_one(const Record& recor
 template <int64_t FORMAT, int N>
 inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
     using Rows = IntegerRows<FORMAT>;
-    constexpr int64_t GROUP_BYTES = int8_factor_bytes(FORMAT) + int8_group_bytes(FORMAT);
-    constexpr int64_t OFFSETS = places_of(FORMAT, 1, 0).offsets, LINES = places_of(FORMAT, 1, 0).lines;
+    constexpr int64_t SPAN = groups_of_span(FORMAT), SPAN_BYTES = int8_span_bytes(FORMAT);
+    constexpr int64_t GROUP_BYTES = int8_group_bytes(FORMAT);
+    constexpr int64_t SCALES = places_of(FORMAT, SPAN, 0).scales, OFFSETS = places_of(FORMAT, SPAN, 0).offsets;
+    constexpr int64_t LINES = places_of(FORMAT, SPAN, 0).lines;
     const int64_t groups = inputs / INT8_GROUP;
     const typename Rows::template Record<N> first{rows};
-    // digit(which, record, its 32 inputs of the panel): first the high digits of all groups, then the low ones that there are
+    int8x16_t table{};
+    if constexpr (has_table(FORMAT)) table = vreinterpretq_s8_u8(vld1q_u8(panel));
+    // digit(which, record, where its span begins, which 32 inputs of that): first the high digits of all groups, then the low
+    // ones that there are
     const auto for_digits = [&](auto digit) __attribute__((always_inline)) {
         auto record = first;
-        const uint8_t* from = panel;
-        for (int64_t group = 0; group < groups; ++group, record = record.next(), from += GROUP_BYTES)
-            digit(std::integral_constant<int, 0>{}, record, from);
+        const uint8_t* span = panel;
+        for (int64_t group = 0; group < groups; group += SPAN, span += SPAN_BYTES)
+            for (int64_t i = 0; i < SPAN; ++i, record = record.next())
+                digit(std::integral_constant<int, 0>{}, record, span, i);
         if constexpr (has_loose_digits(FORMAT))
             Rows::for_low(first, groups, [&](int64_t group, const auto& low) __attribute__((always_inline)) {
-                digit(std::integral_constant<int, 1>{}, low, panel + group * GROUP_BYTES);
+                digit(std::integral_constant<int, 1>{}, low, panel + group / SPAN * SPAN_BYTES, group % SPAN);
             });
     };
     if constexpr (N == 1) {
         Floats own[PARTS] = {};
-        for_digits([&](auto digit, const auto& record, const uint8_t* from) __attribute__((always_inline)) {
+        for_digits([&](auto digit, const auto& record, const uint8_t* span, int64_t i) __attribute__((always_inline)) {
             if constexpr (digit == 0)
-                for (int64_t byte = 0; byte < GROUP_BYTES; byte += LINE_BYTES) {
-                    __builtin_prefetch(from + bytes_ahead(FORMAT) + byte);
-                    if constexpr (comes_early(FORMAT)) __builtin_prefetch(from + EARLY_BYTES + byte, 0, 2);
+                for (int64_t byte = 0; byte < SPAN_BYTES / SPAN; byte += LINE_BYTES) {
+                    const uint8_t* from = span + i * GROUP_BYTES + byte;
+                    __builtin_prefetch(from + bytes_ahead(FORMAT));
+                    if constexpr (comes_early(FORMAT)) __builtin_prefetch(from + EARLY_BYTES, 0, 2);
                 }
-            add_digits_of_one<FORMAT, digit>(record, from + LINES, from, from + OFFSETS, own);
+            add_digits_of_one<FORMAT, digit>(record, span + LINES + i * GROUP_BYTES, table,
+                                             GroupFactors{span + SCALES, span + OFFSETS}, own);
         });
         unroll<PARTS>([&](auto part) __attribute__((always_inline)) { sums[0][part] = own[part]; });
     } else {  // the sums of four outputs stay in registers; the panel stays in the first cache
         constexpr int64_t KINDS = has_paired_outputs(FORMAT) ? 2 : 1;
         unroll<KINDS>([&](auto kind) __attribute__((always_inline)) {
             for (int64_t part = kind * PARTS / KINDS; part < (kind + 1) * PARTS / KINDS; ++part) {
-                const int64_t line = LINES + place_of_part(FORMAT, part), factor = part * 2 * LANES;
+                const int64_t line = LINES + place_of_part(FORMAT, part);
                 Floats own[N] = {};
-                for_digits([&](auto digit, const auto& record, const uint8_t* from) __attribute__((always_inline)) {
-                    add_group<FORMAT, digit, kind == 1>(record, from + line, from + factor, from + OFFSETS + factor, own);
+                for_digits([&](auto digit, const auto& record, const uint8_t* span,
+                               int64_t i) __attribute__((always_inline)) {
+                    add_group<FORMAT, digit, kind == 1>(record, span + line + i * GROUP_BYTES, table,
+                                                        GroupFactors{span + SCALES, span + OFFSETS}, part * LANES, own);
                 });
                 unroll<N>([&](auto r) __attribute__((always_inline)) { sums[r][part] = own[r]; });
             }

@@ -13,8 +13,38 @@ typedef uint16_t Shorts __attribute__((vector_size(4 * LANES)));
 typedef Bytes LooseBytes __attribute__((aligned(1), may_alias));
 inline Bytes load_line(const uint8_t* from) { return *reinterpret_cast<const LooseBytes*>(from); }
 
+// The table of 16 bytes at `from` for every 16 lanes of bytes.
+inline Bytes load_table(const uint8_t* from) {
+    Bytes table;
+    for (int64_t i = 0; i < 4 * LANES; i += 16) std::memcpy(reinterpret_cast<uint8_t*>(&table) + i, from, 16);
+    return table;
+}
+
+// Entries of a table of 16.
+inline Bytes look_up(Bytes table, Bytes places) {
+#if defined(__AVX512BW__)
+    return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)places);
+#elif defined(__AVX2__)
+    return (Bytes)_mm256_shuffle_epi8((__m256i)table, (__m256i)places);
+#elif defined(__aarch64__)
+    return (Bytes)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)places);
+#else
+    for (int64_t i = 0; i < 4 * LANES; ++i) places[i] = table[places[i]];
+    return places;
+#endif
+}
+
+// Bits AT to AT + COUNT - 1 of every byte, as bits TO and further ones.
+template <int AT, int COUNT, int TO> inline Bytes moved_bits(Bytes line) {
+    Shorts moved = (Shorts)line;
+    if constexpr (AT < TO) moved = moved << (TO - AT);
+    if constexpr (AT > TO) moved = moved >> (AT - TO);
+    return (Bytes)moved & static_cast<uint8_t>(((1 << COUNT) - 1) << TO);
+}
+
 // Lines of 32 inputs, of one register's outputs.
-template <int64_t FORMAT> inline void load_lines(const uint8_t* from, Bytes (&lines)[INT8_LINES]) {
+template <int64_t FORMAT>
+inline void load_lines(const uint8_t* from, [[maybe_unused]] const Bytes& table, Bytes (&lines)[INT8_LINES]) {
     constexpr int64_t BITS = bits_of(FORMAT);
     if constexpr (BITS == 8) {
         unroll<8>([&](auto k) {
@@ -26,26 +56,19 @@ template <int64_t FORMAT> inline void load_lines(const uint8_t* from, Bytes (&li
     unroll<4>([&](auto k) {
         const Bytes both = load_line(from + k * LINE_BYTES);
         lines[k] = both & static_cast<uint8_t>(15);
-        lines[k + 4] = (Bytes)((Shorts)both >> 4) & static_cast<uint8_t>(15);
+        lines[k + 4] = moved_bits<4, 4, 0>(both);
     });
-    if constexpr (BITS == 5) {
-        const Shorts high = (Shorts)load_line(from + 4 * LINE_BYTES);
+    if constexpr (has_table(FORMAT))
         unroll<8>([&](auto k) {
-            Shorts moved = high;
-            if constexpr (k < 4) moved = high << (4 - k);
-            if constexpr (k > 4) moved = high >> (k - 4);
-            lines[k] |= (Bytes)moved & static_cast<uint8_t>(16);
+            lines[k] = look_up(table, lines[k]);
+            if constexpr (UNSIGNED_LEVELS) lines[k] ^= static_cast<uint8_t>(0x80);
         });
+    if constexpr (BITS == 5) {
+        const Bytes high = load_line(from + 4 * LINE_BYTES);
+        unroll<8>([&](auto k) { lines[k] |= moved_bits<k, 1, 4>(high); });
     }
     if constexpr (BITS == 6)
-        unroll<8>([&](auto k) {
-            constexpr int at = 2 * (k % 4);
-            const Shorts high = (Shorts)load_line(from + (4 + k / 4) * LINE_BYTES);
-            Shorts moved = high;
-            if constexpr (at < 4) moved = high << (4 - at);
-            if constexpr (at > 4) moved = high >> (at - 4);
-            lines[k] |= (Bytes)moved & static_cast<uint8_t>(48);
-        });
+        unroll<8>([&](auto k) { lines[k] |= moved_bits<2 * (k % 4), 2, 4>(load_line(from + (4 + k / 4) * LINE_BYTES)); });
 }
 
 inline Ints all_ints(int32_t x) { return x - Ints{}; }
@@ -108,7 +131,7 @@ constexpr bool BY_BYTE_PAIRS = false;
 template <int64_t FORMAT, int DIGIT, int N, int FIRST, int ROW, int M, typename Record>
 inline __attribute__((always_inline)) void add_short_lines(Ints (&sums)[M], const Bytes (&lines)[INT8_LINES],
                                                            const Record& rows) {
-    constexpr int32_t MOST = INT16_MAX / (2 * ((1 << bits_of(FORMAT)) - 1) * 128);
+    constexpr int32_t MOST = INT16_MAX / (2 * ((1 << level_bits_of(FORMAT)) - 1) * 128);
     constexpr int RUN = std::min<int>(N, MOST >= 8 ? 8 : MOST >= 4 ? 4 : 2);
     static_assert(MOST >= 2);
     unroll<N / RUN>([&](auto run) __attribute__((always_inline)) {
@@ -154,20 +177,19 @@ inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Byte
     }
 }
 
-// 32 inputs of N rows -> to sums[row]; lines, scales, offsets: those of these inputs. DIGIT: see add_lines.
+// 32 inputs of N rows -> to sums[row]; lines, factors: those of these inputs. DIGIT: see add_lines.
 template <int64_t FORMAT, int DIGIT, int N, typename Record>
-inline __attribute__((always_inline)) void add_group(const Record& record, const uint8_t* lines, const uint8_t* scales,
-                                                     const uint8_t* offsets, Floats (&sums)[N][PARTS]) {
+inline __attribute__((always_inline)) void add_group(const Record& record, const uint8_t* lines, const Bytes& table,
+                                                     const GroupFactors& factors, Floats (&sums)[N][PARTS]) {
     constexpr int64_t SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
     constexpr float UNIT = DIGIT == 0 ? 1.0f : 1.0f / 256;
     unroll<PARTS>([&](auto part) {
         Bytes own[INT8_LINES];
-        load_lines<FORMAT>(lines + part * 4 * LANES, own);
+        load_lines<FORMAT>(lines + part * 4 * LANES, table, own);
         unroll<SCALES>([&](auto half) {
-            const int64_t place = half * INT8_OUTPUTS * 2 + part * 2 * LANES;
-            const Floats scale = load_float16(scales + place);
+            const Floats scale = factors.scale(half, part * LANES);
             Floats offset{};
-            if constexpr (has_offsets(FORMAT) && DIGIT == 0) offset = load_float16(offsets + place);
+            if constexpr (has_offsets(FORMAT) && DIGIT == 0) offset = factors.offset(half, part * LANES);
             constexpr int M = N % INT8_TURN == 0 ? INT8_TURN : N;
             unroll<N / M>([&](auto some) __attribute__((always_inline)) {
                 constexpr int ROW = some * M;
@@ -195,19 +217,21 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
 template <int64_t FORMAT, int N>
 inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
     using Rows = IntegerRows<FORMAT>;
-    constexpr int64_t FACTORS = scales_of(FORMAT) * INT8_OUTPUTS * 2;
     const int64_t groups = inputs / INT8_GROUP;
-    const uint8_t *scales = panel, *offsets = panel + groups * FACTORS;
-    const uint8_t* lines = panel + groups * int8_factor_bytes(FORMAT);
     const typename Rows::template Record<N> first{rows};
+    Bytes table{};
+    if constexpr (has_table(FORMAT)) table = load_table(panel);
+    const auto add = [&](auto digit, int64_t group, const auto& record) __attribute__((always_inline)) {
+        const GroupPlaces places = places_of(FORMAT, groups, group);
+        const GroupFactors factors{panel + places.scales, panel + places.offsets};
+        add_group<FORMAT, digit>(record, panel + places.lines, table, factors, sums);
+    };
     auto record = first;
     for (int64_t group = 0; group < groups; ++group, record = record.next())
-        add_group<FORMAT, 0>(record, lines + group * int8_group_bytes(FORMAT), scales + group * FACTORS,
-                             offsets + group * FACTORS, sums);
+        add(std::integral_constant<int, 0>{}, group, record);
     if constexpr (has_loose_digits(FORMAT))
         Rows::for_low(first, groups, [&](int64_t group, const auto& low) __attribute__((always_inline)) {
-            add_group<FORMAT, 1>(low, lines + group * int8_group_bytes(FORMAT), scales + group * FACTORS,
-                                 offsets + group * FACTORS, sums);
+            add(std::integral_constant<int, 1>{}, group, low);
         });
 }
 

@@ -3,17 +3,19 @@
 // 16 inputs become floats.
 //
 // A weight is level * scale + offset. The weight [outputs, inputs] is cut into panels of 16 outputs, padded with zeros,
-// so that its bytes are those of the file. A panel is
-//   scales   [inputs / 32 or 16][16 outputs], float16;
+// so that its bytes are those of the file, and at most a tenth more, but for Q4_K, Q2_K and Q3_K: 1.11 of the file, as offsets
+// are float16 numbers (bytes, as the file has them, cost 4 % of the speed), 2.29 and 1.46, as levels have 4 bits. A panel is
+//   table    of formats that have one: 16 signed bytes, then zeros up to 64;
+//   scales   [inputs / 32 or 16; wide: / 128][16 outputs], float16;
 //   offsets  likewise, in formats that have them;
 //   lines    for each 32 inputs eight lines of levels, 64 bytes each: byte 4 o + j of line k is input 4 k + j of output o.
 // With ARM's dot products, scales, offsets and lines of 32 inputs lie together, then those of the next 32: memory is read in
-// one stream.
+// one stream. Factors that 128 inputs share come before the lines of all these.
 //
 // Lines of 8 bits are signed bytes. Lines of fewer bits are unsigned: four bytes lines hold lines 0-3 in the low halves
 // and lines 4-7 in the high ones; behind them the fifth bits of all lines (bit k: of line k), or the fifth and sixth ones
 // in two lines (bits 2 k and 2 k + 1 of the first one: of line k, of the second one: of line 4 + k). Without offsets the
-// middle level, 1 << (bits - 1), is the number 0.
+// middle level, 1 << (bits - 1), is the number 0. With a table, levels are its entries, and lines hold their places in it.
 //
 // With ARM's dot products, the two levels of a byte of 4 bits are of one input and two outputs, so that no instruction takes
 // the upper one out of it. A line has 32 bytes: the low half of byte 4 o + j of line k is input 4 k + j of output o; the high
@@ -75,7 +77,7 @@ void multiply_int8(const float* x, const uint8_t* weight, const float* bias, con
 }
 
 // Level `input` of 32, of output `place` of 16.
-inline int32_t stored_level(int64_t format, const uint8_t* lines, int64_t place, int64_t input) {
+inline int32_t stored_level(int64_t format, const uint8_t* table, const uint8_t* lines, int64_t place, int64_t input) {
     const int64_t bits = bits_of(format), line = input / 4, at = input % 4;
     const auto byte = [&](int64_t of) -> int32_t { return lines[of * LINE_BYTES + 4 * place + at]; };
     if (bits == 8) return static_cast<int8_t>(byte(line));
@@ -86,6 +88,7 @@ inline int32_t stored_level(int64_t format, const uint8_t* lines, int64_t place,
     } else {
         level = byte(line % 4) >> (line < 4 ? 0 : 4) & 15;
     }
+    if (has_table(format)) return static_cast<int8_t>(table[level]);
     if (bits == 5) level |= (byte(4) >> line & 1) << 4;
     if (bits == 6) level |= (byte(4 + line / 4) >> 2 * (line % 4) & 3) << 4;
     return level - (has_offsets(format) ? 0 : 1 << (bits - 1));
@@ -104,14 +107,15 @@ inline bool read_int8_rows(int64_t format, const uint8_t* panels, const int64_t*
         const int64_t place = places[row] % INT8_OUTPUTS;
         for (int64_t part = 0; part < groups * scales; ++part) {
             const GroupPlaces places = places_of(format, groups, part / scales);
+            const int64_t half = part % scales;
             const auto factor = [&](int64_t first) {
-                const uint8_t* own = panel + first + part % scales * INT8_OUTPUTS * 2;
-                return load_float16(own + place / LANES * LANES * 2)[place % LANES];
+                const uint8_t* own = panel + first + 2 * (half * INT8_OUTPUTS + place / LANES * LANES);
+                return load_float16(own)[place % LANES];
             };
             const float scale = factor(places.scales), offset = has_offsets(format) ? factor(places.offsets) : 0.0f;
             float* to = out + row * inputs + part * each;
             for (int64_t i = 0; i < each; ++i) {
-                const int32_t level = stored_level(format, panel + places.lines, place, part % scales * each + i);
+                const int32_t level = stored_level(format, panel, panel + places.lines, place, half * each + i);
                 to[i] = static_cast<float>(level) * scale;
                 if (has_offsets(format)) to[i] = to[i] + offset;
             }

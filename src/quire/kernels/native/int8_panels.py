@@ -1,17 +1,42 @@
-"""Quantized weights in the layout of int8_panels.h, which integer products multiply by: 4, 5, 6 or 8 bits per level."""
+"""Quantized weights in the layout of int8_panels.h, which integer products multiply by: 4 to 8 bits per level."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quire.kernels.native.loader import open_library
-from quire.kernels.native.ops import BYTE_ROWS, INT8_OUTPUTS, Int8Format, PackedWeight, panel_bytes
+from quire.kernels.native.ops import (
+    BYTE_ROWS,
+    INT8_GROUP,
+    INT8_OUTPUTS,
+    WIDE_GROUP,
+    Int8Format,
+    PackedWeight,
+    panel_bytes,
+)
 
 HALF_GROUP = 16  # the fewest inputs of a weight that share a scale
-_FORMATS = frozenset({4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56})
+_MIDDLE = 8  # the level of nibbles that is the number 0 where there are no offsets
+_TABLE_SIZE = 16
+_SAMPLE = 1 << 12  # levels that are looked at before all others are
+_FORMATS = frozenset({4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56, 7, 132, 148})
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """What `cut_int8_panels` is given."""
+
+    levels: Tensor
+    scales: Tensor
+    offsets: Tensor
+    nibbles: bool
+
+    @property
+    def group(self) -> int:
+        return self.levels.shape[1] // self.scales.shape[1]
 
 
 def cut_int8_panels(
@@ -29,12 +54,14 @@ def cut_int8_panels(
         raise ValueError(f"groups of 16 or 32 inputs, not {tuple(levels.shape)} and {tuple(scales.shape)}")
     if scales.dtype != torch.float16 or offsets.dtype != torch.float16 or levels.element_size() != 1:
         raise ValueError(f"levels of a byte, scales in float16, not {levels.dtype} and {scales.dtype}")
-    form = replace(_choose_format(levels, scales, offsets, nibbles=nibbles), byte_rows=byte_rows)
+    weight = _Weight(levels.contiguous(), scales, offsets, nibbles)
+    table = None if nibbles else _find_table(weight)
+    form = replace(_choose_format(weight, table), byte_rows=byte_rows)
     data = torch.empty(-(-outputs // INT8_OUTPUTS) * panel_bytes(form, inputs), dtype=torch.uint8)
-    levels, scales, offsets = (each.contiguous() for each in (levels, scales, offsets))
+    factors = _factors(weight, form)  # read by the packing until it returns
     open_library().quire_pack_int8(
-        form.number, levels.data_ptr(), 0 if nibbles else form.middle, scales.data_ptr(), offsets.data_ptr(), outputs,
-        inputs, data.data_ptr(),
+        form.number, weight.levels.data_ptr(), _middle(form, nibbles=nibbles), *(each.data_ptr() for each in factors),
+        None if table is None or not form.has_table else table.data_ptr(), outputs, inputs, data.data_ptr(),
     )  # fmt: skip
     return PackedWeight(torch.float32, form.number, outputs, inputs, data)
 
@@ -44,16 +71,52 @@ def is_int8_format(weight: PackedWeight) -> bool:
     return weight.dtype == torch.float32 and weight.format & ~BYTE_ROWS in _FORMATS
 
 
-def _choose_format(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool) -> Int8Format:
-    by_halves = levels.shape[1] // scales.shape[1] == HALF_GROUP
+def _choose_format(weight: _Weight, table: Tensor | None) -> Int8Format:
+    by_halves, nibbles = weight.group == HALF_GROUP, weight.nibbles
     if nibbles:
-        is_symmetric = bool((offsets.float() == -8.0 * scales.float()).all())
-        return Int8Format(4, not is_symmetric, by_halves)
-    has_offsets = bool((offsets != 0).any())
-    low, high = (int(each) for each in levels.aminmax())
+        is_symmetric = bool((weight.offsets.float() == -_MIDDLE * weight.scales.float()).all())
+        return Int8Format(4, not is_symmetric, by_halves, is_wide=not by_halves and _is_wide(weight))
+    has_offsets = bool((weight.offsets != 0).any())
+    low, high = (int(each) for each in weight.levels.aminmax())
     for bits in (4, 5, 6):
+        if bits == 5 and table is not None and not has_offsets and not by_halves:
+            return Int8Format(4, has_offsets=False, by_halves=False, has_table=True)
         middle = 0 if has_offsets else 1 << (bits - 1)
         form = Int8Format(bits, has_offsets, by_halves)
         if low + middle >= 0 and high + middle < 1 << bits and form.number in _FORMATS:
             return form
     return Int8Format(8, has_offsets, by_halves)
+
+
+def _is_wide(weight: _Weight) -> bool:
+    """Whether four neighbouring groups have the same factors everywhere."""
+    if weight.levels.shape[1] % WIDE_GROUP:
+        return False
+    fours = (each.unflatten(1, (-1, WIDE_GROUP // INT8_GROUP)) for each in (weight.scales, weight.offsets))
+    return all(bool((each == each[..., :1]).all()) for each in fours)
+
+
+def _find_table(weight: _Weight) -> Tensor | None:
+    """All levels that there are [16], int8, where there are no more; None: there are."""
+    flat = weight.levels.flatten()
+    if len(flat[:_SAMPLE].unique()) > _TABLE_SIZE:
+        return None
+    seen = torch.zeros(256, dtype=torch.uint8)
+    open_library().quire_find_levels(flat.data_ptr(), len(flat), seen.data_ptr())
+    levels = seen.nonzero().flatten().to(torch.uint8).view(torch.int8)
+    if len(levels) > _TABLE_SIZE:
+        return None
+    return torch.cat((levels, levels[:1].expand(_TABLE_SIZE - len(levels))))
+
+
+def _middle(form: Int8Format, *, nibbles: bool) -> int:
+    """What is added to levels before they are stored without a sign."""
+    if form.has_table or form.bits == 8 or form.has_offsets:
+        return 0
+    return (1 << (form.bits - 1)) - (_MIDDLE if nibbles else 0)
+
+
+def _factors(weight: _Weight, form: Int8Format) -> list[Tensor]:
+    """Scales and offsets as the packing takes them."""
+    step = WIDE_GROUP // INT8_GROUP if form.is_wide else 1
+    return [each[:, ::step].contiguous() for each in (weight.scales, weight.offsets)]

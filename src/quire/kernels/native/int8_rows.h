@@ -1,51 +1,13 @@
-// The formats of quantized weights that are multiplied in whole numbers (int8_panels.h), and rows of float32 numbers as
-// those products take them.
+// Rows of float32 numbers as products in whole numbers take them (int8_panels.h).
 #pragma once
 
-#include "product.h"
+#include "int8_formats.h"
 
 namespace {
 
-// A format of such panels: how many bits, with offsets or without, and whether 16 inputs share a scale or 32; and whether
-// rows that are multiplied by them are rounded to 16 bits, or to 8 but for outliers.
-constexpr int64_t WITH_OFFSETS = 16, BY_HALVES = 32, BYTE_ROWS = 64;
-constexpr int64_t bits_of(int64_t format) { return format & 15; }
-constexpr int64_t digits_of(int64_t format) { return format & BYTE_ROWS ? 1 : 2; }
-constexpr bool has_offsets(int64_t format) { return (format & WITH_OFFSETS) != 0; }
-constexpr int64_t scales_of(int64_t format) { return format & BY_HALVES ? 2 : 1; }  // for 32 inputs
-
-#ifdef __ARM_FEATURE_DOTPROD
-constexpr bool BY_LANES = true;  // see int8_lanes.h
-#else
-constexpr bool BY_LANES = false;
-#endif
-constexpr int64_t INT8_OUTPUTS = 16, INT8_GROUP = 32, LINE_BYTES = 64, INT8_LINES = 8;
 constexpr int64_t PARTS = INT8_OUTPUTS / LANES;  // registers of a line
 constexpr int INT8_ROWS = LANES == 16 || BY_LANES ? 8 : 4;  // rows whose sums fit in the registers
 constexpr int64_t INT8_ROWS_AT_ONCE = 128;  // of a product: quantized, they stay in the second cache
-
-constexpr int64_t int8_group_bytes(int64_t format) { return bits_of(format) * LINE_BYTES; }
-constexpr int64_t int8_factor_bytes(int64_t format) {  // of 32 inputs
-    return INT8_OUTPUTS * 2 * scales_of(format) * (has_offsets(format) ? 2 : 1);
-}
-constexpr int64_t int8_panel_bytes(int64_t format, int64_t inputs) {
-    return inputs / INT8_GROUP * (int8_group_bytes(format) + int8_factor_bytes(format));
-}
-
-// Where a panel of so many times 32 inputs holds what belongs to some 32: bytes from its begin.
-struct GroupPlaces {
-    int64_t scales, offsets, lines;
-};
-constexpr GroupPlaces places_of(int64_t format, int64_t groups, int64_t group) {
-    const int64_t each = scales_of(format) * INT8_OUTPUTS * 2, factors = int8_factor_bytes(format);
-    if (!BY_LANES) return {group * each, (groups + group) * each, groups * factors + group * int8_group_bytes(format)};
-    const int64_t begin = group * (factors + int8_group_bytes(format));
-    return {begin, begin + each, begin + factors};
-}
-
-// Whether the two levels of a byte are of one input and two outputs.
-constexpr bool has_paired_outputs(int64_t format) { return BY_LANES && bits_of(format) == 4; }
-constexpr int64_t PAIRED_BYTES = LINE_BYTES / 2;  // a line of such levels
 
 // x86 without dot products of bytes: those of pairs of 16-bit numbers. AVX2 multiplies bytes too, but its sums of two
 // products have 16 bits, which levels of 8 bits could leave.
@@ -53,7 +15,7 @@ constexpr bool by_pairs([[maybe_unused]] int64_t format) {
 #if !defined(__x86_64__) || defined(__AVX512VNNI__) || defined(__AVXVNNI__)
     return false;
 #elif defined(__AVX2__)
-    return digits_of(format) == 2 || bits_of(format) == 8;
+    return digits_of(format) == 2 || level_bits_of(format) == 8;
 #else
     return true;
 #endif
@@ -67,9 +29,9 @@ constexpr bool UNSIGNED_LEVELS = false;
 // The level that a line's byte 0 means: sums begin with so many times the sum of the row's numbers, negative. With paired
 // outputs: of lower ones without offsets, of upper ones, in sixteenths, with offsets; byte 0 of the others means 0.
 constexpr int32_t zero_of(int64_t format) {
-    const int32_t middle = has_offsets(format) ? 0 : 1 << (bits_of(format) - 1);
+    const int32_t middle = has_offsets(format) ? 0 : 1 << (level_bits_of(format) - 1);
     if (has_paired_outputs(format)) return has_offsets(format) ? -128 : middle;
-    if (bits_of(format) == 8) return UNSIGNED_LEVELS ? 128 : 0;
+    if (level_bits_of(format) == 8) return UNSIGNED_LEVELS ? 128 : 0;
     // by lanes, levels become signed where that is no more work than adding to the sums of a row, or of several rows
     if (BY_LANES && (digits_of(format) == 2 || bits_of(format) == 5)) return 0;
     return middle;

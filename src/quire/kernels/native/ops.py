@@ -20,8 +20,11 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 ROW_INPUTS = 16  # `multiply_rows` takes a multiple of them
 INT8_GROUP = 32  # inputs of a row that share a scale, see int8_panels.h
+WIDE_GROUP = 128  # inputs that share a scale in wide formats
 INT8_OUTPUTS = 16  # of a panel
-_WITH_OFFSETS, _BY_HALVES, BYTE_ROWS = 16, 32, 64  # of a format of such panels, besides its bits
+_TABLE_BYTES = 64  # of a panel that has a table
+_WITH_OFFSETS, _BY_HALVES, BYTE_ROWS, _WIDE = 16, 32, 64, 128  # of a format, besides its bits
+TABLE = 7  # in place of its bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,28 +203,26 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Ten
 
 @dataclass(frozen=True, slots=True)
 class Int8Format:
-    """How panels hold a weight."""
+    """How panels hold a weight, see int8_formats.h."""
 
     bits: int
     has_offsets: bool
     by_halves: bool  # 16 inputs share a scale, not 32
     byte_rows: bool = False  # rows are rounded to 8 bits, not to 16
+    is_wide: bool = False  # 128 inputs share a scale and an offset
+    has_table: bool = False  # 4 bits are a level's place in a table
 
     @property
     def number(self) -> int:
         parts = _WITH_OFFSETS * self.has_offsets + _BY_HALVES * self.by_halves + BYTE_ROWS * self.byte_rows
-        return self.bits + parts
-
-    @property
-    def middle(self) -> int:
-        """What is added to levels that are stored without a sign."""
-        return 0 if self.bits == 8 or self.has_offsets else 1 << (self.bits - 1)
+        return (TABLE if self.has_table else self.bits) + parts + _WIDE * self.is_wide
 
 
 def panel_bytes(form: Int8Format, inputs: int) -> int:
     """Bytes of 16 outputs."""
-    factors = (1 + form.has_offsets) * (1 + form.by_halves) * 2
-    return inputs // INT8_GROUP * INT8_OUTPUTS * (factors + 4 * form.bits)
+    group = WIDE_GROUP if form.is_wide else INT8_GROUP // (1 + form.by_halves)
+    factors = inputs // group * 2 * (1 + form.has_offsets)
+    return INT8_OUTPUTS * (factors + inputs * form.bits // 8) + _TABLE_BYTES * form.has_table
 
 
 def read_rows(weight: PackedWeight, rows: Tensor) -> Tensor:  # [n] -> [n, inputs], float32

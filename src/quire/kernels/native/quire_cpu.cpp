@@ -169,11 +169,18 @@ int64_t quire_read_blocks(int64_t type, const uint8_t* blocks, int64_t count, ui
     return is_known;
 }
 
-// levels [outputs, inputs] + middle, scales and offsets [outputs, groups], float16 -> panels of `format`; inputs: a
-// multiple of 32.
+// See find_levels.
+void quire_find_levels(const uint8_t* levels, int64_t count, uint8_t* seen) {
+    guarded([&] { find_levels(levels, count, seen); });
+}
+
+// A weight -> panels of `format`, see Levels; inputs: a multiple of 32, and of a span's.
 void quire_pack_int8(int64_t format, const uint8_t* levels, int64_t middle, const uint16_t* scales,
-                     const uint16_t* offsets, int64_t outputs, int64_t inputs, uint8_t* panels) {
-    guarded([&] { pack_int8({levels, scales, offsets, outputs, inputs, static_cast<uint8_t>(middle)}, format, panels); });
+                     const uint16_t* offsets, const uint8_t* table, int64_t outputs, int64_t inputs, uint8_t* panels) {
+    guarded([&] {
+        const Levels weight{levels, scales, offsets, table, outputs, inputs, static_cast<uint8_t>(middle)};
+        pack_int8(weight, format, panels);
+    });
 }
 
 // The numbers of outputs `places` [count] of a weight in panels of `format` -> out [count, inputs]. Returns whether the

@@ -110,16 +110,32 @@ inline bool read_blocks(int64_t number, const uint8_t* blocks, int64_t count, ui
     return true;
 }
 
+// Which of all bytes are among `levels` [count] -> seen [256], 1 or 0.
+inline void find_levels(const uint8_t* levels, int64_t count, uint8_t* seen) {
+    std::atomic<uint8_t> found[256] = {};
+    const int64_t pieces = (count + FEW_LEVELS - 1) / FEW_LEVELS;
+    for_each(pieces, pieces > 1, [&](int64_t piece) {
+        bool own[256] = {};
+        const int64_t end = std::min(count, (piece + 1) * FEW_LEVELS);
+        for (int64_t i = piece * FEW_LEVELS; i < end; i++) own[levels[i]] = true;
+        for (int64_t level = 0; level < 256; level++)
+            if (own[level]) found[level].store(1, std::memory_order_relaxed);
+    });
+    for (int64_t level = 0; level < 256; level++) seen[level] = found[level].load(std::memory_order_relaxed);
+}
+
 // --------------------------------------------------------------------------------------------- levels to panels
-// A weight as levels and factors: levels [outputs, inputs], factors [outputs, groups], float16.
+// A weight as levels and factors: levels [outputs, inputs]; scales and offsets [outputs, so many as the format has], float16;
+// table [16]. What the format does not have is not read.
 struct Levels {
     const uint8_t* levels;
     const uint16_t *scales, *offsets;
+    const uint8_t* table;
     int64_t outputs, inputs;
     uint8_t middle;  // added to each level
 };
 
-// The factors of 32 inputs: `count` of each of `rows` outputs -> [count][16 outputs], zeros for outputs that there are not.
+// Factors of some inputs: `count` of each of `rows` outputs -> [count][16 outputs], zeros for outputs that there are not.
 inline void pack_factors(const uint16_t* from, int64_t stride, int64_t rows, int64_t count, uint8_t* to) {
     for (int64_t i = 0; i < count; i++)
         for (int64_t o = 0; o < INT8_OUTPUTS; o++) {
@@ -128,19 +144,14 @@ inline void pack_factors(const uint16_t* from, int64_t stride, int64_t rows, int
         }
 }
 
-// 32 inputs of 16 outputs, the lines of a panel.
-inline void pack_lines(const uint8_t* levels, int64_t stride, int64_t rows, uint8_t middle, int64_t bits, uint8_t* to) {
-    uint8_t lines[INT8_LINES][LINE_BYTES] = {};
-    for (int64_t o = 0; o < rows; o++)
-        for (int64_t k = 0; k < INT8_LINES; k++) std::memcpy(lines[k] + 4 * o, levels + o * stride + 4 * k, 4);
-    if (middle != 0)
-        for (int64_t k = 0; k < INT8_LINES; k++)
-            for (int64_t i = 0; i < 4 * rows; i++) lines[k][i] = static_cast<uint8_t>(lines[k][i] + middle);
+// Lines of a panel, from lines of whole levels.
+inline void pack_lines(const uint8_t (&lines)[INT8_LINES][LINE_BYTES], int64_t format, uint8_t* to) {
+    const int64_t bits = bits_of(format);
     if (bits == 8) {
         std::memcpy(to, lines, sizeof lines);
         return;
     }
-    if (has_paired_outputs(bits)) {
+    if (has_paired_outputs(format)) {
         for (int64_t k = 0; k < INT8_LINES; k++)
             for (int64_t i = 0; i < PAIRED_BYTES; i++)
                 to[k * PAIRED_BYTES + i] =
@@ -161,19 +172,41 @@ inline void pack_lines(const uint8_t* levels, int64_t stride, int64_t rows, uint
     }
 }
 
+// 32 inputs of `rows` outputs as lines of whole levels. places: those of levels in the table, if there is one.
+inline void read_lines(const Levels& weight, const uint8_t* levels, int64_t rows, const uint8_t* places,
+                       uint8_t (&lines)[INT8_LINES][LINE_BYTES]) {
+    std::memset(lines, 0, sizeof lines);
+    for (int64_t o = 0; o < rows; o++)
+        for (int64_t k = 0; k < INT8_LINES; k++) std::memcpy(lines[k] + 4 * o, levels + o * weight.inputs + 4 * k, 4);
+    if (places == nullptr && weight.middle == 0) return;
+    for (int64_t k = 0; k < INT8_LINES; k++)
+        for (int64_t i = 0; i < 4 * rows; i++) {
+            uint8_t& level = lines[k][i];
+            level = places != nullptr ? places[level] : static_cast<uint8_t>(level + weight.middle);
+        }
+}
+
 inline void pack_int8(const Levels& weight, int64_t format, uint8_t* data) {
-    const int64_t groups = weight.inputs / INT8_GROUP, factors = groups * scales_of(format), bits = bits_of(format);
+    const int64_t groups = weight.inputs / INT8_GROUP, span = groups_of_span(format), scales = scales_of(format);
+    const int64_t factors = groups / span * scales;  // of an output
     const int64_t panels = (weight.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS;
+    uint8_t in_table[256] = {};
+    if (has_table(format))
+        for (int64_t place = 0; place < 16; place++) in_table[weight.table[place]] = static_cast<uint8_t>(place);
     for_each(panels, weight.outputs * weight.inputs > FEW_LEVELS, [&](int64_t panel) {
         const int64_t first = panel * INT8_OUTPUTS, rows = std::min(INT8_OUTPUTS, weight.outputs - first);
         uint8_t* to = data + panel * int8_panel_bytes(format, weight.inputs);
+        std::memset(to, 0, int8_table_bytes(format));
+        if (has_table(format)) std::memcpy(to, weight.table, 16);
         for (int64_t group = 0; group < groups; group++) {
             const GroupPlaces places = places_of(format, groups, group);
-            const int64_t count = scales_of(format), at = first * factors + group * count;
-            pack_factors(weight.scales + at, factors, rows, count, to + places.scales);
-            if (has_offsets(format)) pack_factors(weight.offsets + at, factors, rows, count, to + places.offsets);
-            pack_lines(weight.levels + first * weight.inputs + group * INT8_GROUP, weight.inputs, rows, weight.middle, bits,
-                       to + places.lines);
+            const int64_t at = first * factors + group / span * scales;
+            pack_factors(weight.scales + at, factors, rows, scales, to + places.scales);
+            if (has_offsets(format)) pack_factors(weight.offsets + at, factors, rows, scales, to + places.offsets);
+            uint8_t lines[INT8_LINES][LINE_BYTES];
+            const uint8_t* levels = weight.levels + first * weight.inputs + group * INT8_GROUP;
+            read_lines(weight, levels, rows, has_table(format) ? in_table : nullptr, lines);
+            pack_lines(lines, format, to + places.lines);
         }
     });
 }

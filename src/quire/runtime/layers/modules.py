@@ -13,7 +13,7 @@ from quire.kernels.native.int8_panels import HALF_GROUP, is_int8_format
 from quire.kernels.native.ops import PackedWeight, read_rows
 from quire.kernels.native.program import Symbol
 from quire.kernels.norm import Norm
-from quire.runtime.layers.native import NativeMultiply
+from quire.runtime.layers.native import IntegerProduct, NativeMultiply
 from quire.runtime.layers.ops import LayerOps, normalize
 from quire.runtime.layers.product import Multiply, Product
 from quire.runtime.layers.received import ReceivedStream
@@ -256,7 +256,7 @@ class Embedding(WeightLayer):
         self.vocab, self.size, self._group = as_split(vocab), size, group
         self.weight = placement.empty(self.vocab.count, size, dtype=product.held)
         self.levels: LevelWeight | None = None
-        self.panels: PackedWeight | None = None  # those of the output head, in place of levels
+        self.panels: PackedWeight | None = None  # in place of levels; those of the output head too
         self.parts = (f"{name}.weight",)
         self._product, self._placement = product, placement
 
@@ -281,6 +281,13 @@ class Embedding(WeightLayer):
 
     def load(self, part: str, tensor: Tensor) -> None:
         self._part(part).copy_(self.own(part, tensor).to(self._placement.dtype))
+
+    def finish(self) -> None:
+        """Levels, one byte each, become panels where products are in whole numbers: those have the bits of the file."""
+        if self.levels is not None and isinstance(self._product, IntegerProduct):
+            packed = self._product.pack_quantized(self.levels, None)
+            if isinstance(packed, NativeMultiply) and is_int8_format(packed.weight):
+                self.levels, self.panels = None, packed.weight
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, size]
         if self._group is None:
@@ -380,14 +387,13 @@ class TiedHead(WeightLayer):
 
     def finish(self) -> None:
         table, product = self._embedding[0], self._product
+        table.finish()
         if table.panels is not None:
             self.multiply = NativeMultiply(table.panels, None)
         elif table.levels is None:
             self.multiply = product.pack(table.weight.data, None)
         else:
             self.multiply = product.pack_quantized(table.levels, None)
-            if isinstance(self.multiply, NativeMultiply) and is_int8_format(self.multiply.weight):
-                table.levels, table.panels = None, self.multiply.weight
 
     def forward(self, x: Tensor) -> Tensor:  # [tokens, size] -> [tokens, vocab]
         assert self.multiply is not None, "finish() was not called"

@@ -11,7 +11,7 @@ from quire.config.arguments import EngineArguments, read_arguments
 from quire.config.model import CpuWeights, Quantization
 from quire.kernels.native.int8_panels import is_int8_format
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.ops import BYTE_ROWS
+from quire.kernels.native.ops import BYTE_ROWS, TABLE, read_rows
 from quire.runtime.layers.modules import Embedding, TiedHead
 from quire.runtime.layers.native import GatheredMultiply, IntegerProduct, NativeMultiply, PanelProduct
 from quire.runtime.layers.quantizing import choose_quantizing_product
@@ -35,7 +35,7 @@ PLACES = {  # of float16 factors in a block, where there are not one or two at i
 
 
 def gguf_weight(name: str, outputs: int, inputs: int) -> LevelWeight:
-    """Random levels; every factor that is a float16 is 0.01."""
+    """Random levels; every factor that is a float16 is between 0.01 and 0.02."""
     kind = TYPE_BY_NAME[name]
     blocks = torch.randint(0, 256, (outputs * inputs // kind.block_values, kind.block_bytes)).to(torch.uint8)
     if name == "Q8_K":
@@ -43,7 +43,7 @@ def gguf_weight(name: str, outputs: int, inputs: int) -> LevelWeight:
     if name == "MXFP4":
         blocks[:, 0] = 120
     for place in PLACES.get(name, (0, 2) if name.endswith("_1") else (0,)):
-        blocks[:, place : place + 2] = torch.full((len(blocks), 1), 0.01).half().view(torch.uint8)
+        blocks[:, place : place + 2] = (torch.rand(len(blocks), 1) * 0.01 + 0.01).half().view(torch.uint8)
     found = read_levels(blocks.view(-1), kind, (outputs, inputs))
     assert found is not None
     return found
@@ -103,7 +103,9 @@ def test_weights_take_the_memory_that_is_planned_for_them(first: str, second: st
     assert whole is not None
     packed = IntegerProduct(torch.float32, keeps_weight=False).pack_quantized(whole, None)
     assert isinstance(packed, NativeMultiply)
-    assert packed.weight.data.nbytes == _integer_bytes(32 * 512 * len(names), [LEVEL_FORMS[name] for name in names])
+    planned = _integer_bytes(32 * 512 * len(names), [LEVEL_FORMS[name] for name in names])
+    tables = 4 * 32 * len(names) if packed.weight.format & 15 == TABLE else 0
+    assert packed.weight.data.nbytes == planned + tables
 
 
 def test_columns_in_another_order_are_multiplied_in_whole_numbers_too() -> None:
@@ -144,6 +146,17 @@ def test_a_tied_head_and_its_table_share_memory(name: str) -> None:
     assert torch.equal(table(places), native.values()[places])
     x = torch.randn(2, 256)
     assert torch.equal(first(x), second(x))
+
+
+def test_a_table_without_a_head_takes_the_bits_of_its_levels_too() -> None:
+    weight, product = gguf_weight("Q4_K", 70, 256), IntegerProduct(torch.float32, keeps_weight=True)
+    table = Embedding("embed", 70, 256, product, Placement(torch.float32, CPU))
+    assert table.load_quantized("embed.weight", weight)
+    table.finish()
+    assert table.levels is None
+    assert table.panels is not None
+    assert table.panels.data.nbytes == 80 * 160
+    assert torch.equal(table(torch.tensor([69, 0])), read_rows(table.panels, torch.tensor([69, 0])))
 
 
 def test_an_unknown_way_to_multiply_is_refused() -> None:

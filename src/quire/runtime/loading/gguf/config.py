@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.config.fields import Fields
-from quire.config.model import Dtype, Heads, ModelConfig, Rope, StoredLevels, integer_bytes, packed_bytes
+from quire.config.model import (
+    Dtype,
+    Heads,
+    ModelConfig,
+    Rope,
+    StoredLevels,
+    integer_bytes,
+    packed_bytes,
+    table_bytes,
+)
 from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.gguf.names import ROPE_FACTORS
 from quire.runtime.loading.gguf.shards import GgufModel
@@ -135,13 +144,15 @@ def _held_form(forms: Sequence[LevelForm]) -> LevelForm:
 
 def _integer_bytes(size: int, forms: Sequence[LevelForm]) -> int:
     """Nibbles without offsets get some where not all forms are nibbles: there level 8 is not the number 0."""
+    if forms[0].table is not None and len({form.table for form in forms}) == 1:
+        return table_bytes(size)
     nibbles = all(form.nibbles for form in forms)
     has_offsets = any(form.has_offset or (form.nibbles and not nibbles) for form in forms)
     least, most = min(form.least for form in forms), max(form.most for form in forms)
     if nibbles and not has_offsets:
         least, most = -8, 7
-    halves = min(form.group for form in forms) < NATIVE_GROUP
-    return integer_bytes(size, least, most, has_offsets=has_offsets, halves=halves)
+    group = math.gcd(*(form.group for form in forms))
+    return integer_bytes(size, least, most, has_offsets=has_offsets, group=group)
 
 
 def _gpu_bytes(size: int, form: LevelForm) -> int:

@@ -59,13 +59,14 @@ NATIVE_GROUP = 32  # values that share factors in the native kernels: smaller gr
 
 class LevelForm(NamedTuple):
     """How the levels of a type are held: in 4 bits or 8, with a scale for a group of values, perhaps an offset too; and
-    the least and the most level that there can be."""
+    the least and the most level that there can be. `table`: the name of its 16 levels, if there are no others."""
 
     nibbles: bool
     group: int
     has_offset: bool
     least: int = 0
     most: int = 15
+    table: str | None = None
 
 
 # Types whose numbers are a level times a scale, perhaps plus an offset: see levels.py.
@@ -81,9 +82,9 @@ LEVEL_FORMS: dict[str, LevelForm] = {
     "Q5_K": LevelForm(False, 32, True, 0, 31),
     "Q6_K": LevelForm(False, 16, False, -32, 31),
     "Q8_K": LevelForm(False, 256, False, -128, 127),
-    "IQ4_NL": LevelForm(False, 32, False, -127, 113),
-    "IQ4_XS": LevelForm(False, 32, False, -127, 113),
-    "MXFP4": LevelForm(False, 32, False, -12, 12),
+    "IQ4_NL": LevelForm(False, 32, False, -127, 113, table="IQ4"),
+    "IQ4_XS": LevelForm(False, 32, False, -127, 113, table="IQ4"),
+    "MXFP4": LevelForm(False, 32, False, -12, 12, table="MXFP4"),
     "TQ1_0": LevelForm(True, 256, False),
     "TQ2_0": LevelForm(True, 256, False),
 }

@@ -105,8 +105,8 @@ def _integer_bytes(layout: Layout) -> int:
     """Groups smaller than 16 become such of 32, with 8 bits. Any may have offsets."""
     size = layout.inputs // layout.groups
     least, most = (0, 15) if layout.bits <= 4 and size >= GROUP // 2 else (-128, 127)
-    halves = size == GROUP // 2
-    return integer_bytes(layout.outputs * layout.inputs, least, most, has_offsets=True, halves=halves)
+    group = size if size >= GROUP // 2 else GROUP
+    return integer_bytes(layout.outputs * layout.inputs, least, most, has_offsets=True, group=group)
 
 
 def _is_held_by_gpu(layout: Layout) -> bool:

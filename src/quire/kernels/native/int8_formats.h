@@ -1,0 +1,71 @@
+// The formats of quantized weights that are multiplied in whole numbers, and where their panels (int8_panels.h) hold what.
+#pragma once
+
+#include "product.h"
+
+namespace {
+
+// A format of such panels: how many bits, with offsets or without, and whether 16 inputs share a scale or 32; and whether
+// rows that are multiplied by them are rounded to 16 bits, or to 8 but for outliers. Scales and offsets are float16 numbers,
+// each for as many inputs as share it. WIDE: 128 inputs share both.
+constexpr int64_t WITH_OFFSETS = 16, BY_HALVES = 32, BYTE_ROWS = 64, WIDE = 128;
+constexpr int64_t TABLE = 7;  // in place of the bits: 4 bits are the place of a signed byte in a table of 16
+constexpr bool has_table(int64_t format) { return (format & 15) == TABLE; }
+constexpr int64_t bits_of(int64_t format) { return has_table(format) ? 4 : format & 15; }  // as it is stored
+constexpr int64_t level_bits_of(int64_t format) { return has_table(format) ? 8 : bits_of(format); }
+constexpr int64_t digits_of(int64_t format) { return format & BYTE_ROWS ? 1 : 2; }
+constexpr bool has_offsets(int64_t format) { return (format & WITH_OFFSETS) != 0; }
+constexpr int64_t scales_of(int64_t format) { return format & BY_HALVES ? 2 : 1; }  // for 32 inputs
+
+#ifdef __ARM_FEATURE_DOTPROD
+constexpr bool BY_LANES = true;  // see int8_lanes.h
+#else
+constexpr bool BY_LANES = false;
+#endif
+constexpr int64_t INT8_OUTPUTS = 16, INT8_GROUP = 32, LINE_BYTES = 64, INT8_LINES = 8;
+
+// A span is the inputs that share factors, but at least 32: so many times 32.
+constexpr bool is_wide(int64_t format) { return (format & WIDE) != 0; }
+constexpr int64_t groups_of_span(int64_t format) { return is_wide(format) ? 4 : 1; }
+
+constexpr int64_t int8_factor_bytes(int64_t format) {  // of a span
+    return INT8_OUTPUTS * 2 * scales_of(format) * (has_offsets(format) ? 2 : 1);
+}
+constexpr int64_t int8_table_bytes(int64_t format) { return has_table(format) ? LINE_BYTES : 0; }  // of a panel
+constexpr int64_t int8_group_bytes(int64_t format) { return bits_of(format) * LINE_BYTES; }  // lines of 32 inputs
+constexpr int64_t int8_span_bytes(int64_t format) {
+    return int8_factor_bytes(format) + groups_of_span(format) * int8_group_bytes(format);
+}
+constexpr int64_t int8_panel_bytes(int64_t format, int64_t inputs) {
+    return int8_table_bytes(format) + inputs / (INT8_GROUP * groups_of_span(format)) * int8_span_bytes(format);
+}
+
+// Where a panel of so many times 32 inputs holds what belongs to some 32: bytes from its begin.
+struct GroupPlaces {
+    int64_t scales, offsets, lines;
+};
+constexpr GroupPlaces places_of(int64_t format, int64_t groups, int64_t group) {
+    const int64_t table = int8_table_bytes(format), lines = int8_group_bytes(format), factors = int8_factor_bytes(format);
+    const int64_t each = scales_of(format) * INT8_OUTPUTS * 2, span = group / groups_of_span(format);
+    if (BY_LANES) {
+        const int64_t begin = table + span * int8_span_bytes(format);
+        return {begin, begin + each, begin + factors + group % groups_of_span(format) * lines};
+    }
+    const int64_t spans = groups / groups_of_span(format);
+    return {table + span * each, table + (spans + span) * each, table + spans * factors + group * lines};
+}
+
+// Whether the two levels of a byte are of one input and two outputs.
+constexpr bool has_paired_outputs(int64_t format) { return BY_LANES && bits_of(format) == 4 && !has_table(format); }
+constexpr int64_t PAIRED_BYTES = LINE_BYTES / 2;  // a line of such levels
+
+// The factors of 32 inputs.
+struct GroupFactors {
+    const uint8_t *scales, *offsets;
+
+    // Of LANES outputs from `output` on; half: of 32 inputs, 0 where they share factors.
+    Floats scale(int64_t half, int64_t output) const { return load_float16(scales + 2 * (half * INT8_OUTPUTS + output)); }
+    Floats offset(int64_t half, int64_t output) const { return load_float16(offsets + 2 * (half * INT8_OUTPUTS + output)); }
+};
+
+}  // namespace
