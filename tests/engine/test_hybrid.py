@@ -18,6 +18,7 @@ from quire import LLM, SamplingParams
 from quire.config.tiers import TierConfig
 from quire.engine.speculation.proposer import NoProposers
 from quire.types.request import Submit
+from tiny_models import DEVICE
 from worker_executor import TinyEngine
 
 pytest.importorskip("transformers")
@@ -171,7 +172,7 @@ def check_drafts(
 @pytest.mark.parametrize(
     ("length", "settings"),
     [
-        (5, {"block_size": 4, "attention": "native"}),
+        (5, {"block_size": 4, "attention": "native" if DEVICE == "cpu" else "triton"}),
         (20, {"block_size": 3, "budget": 8, "depth": 2}),
         (40, {}),
     ],
