@@ -38,6 +38,13 @@ def test_completion_answers_in_llama_cpps_shape(server: TestServer) -> None:
     assert (stopped["content"], stopped["stop_type"], stopped["stopping_word"]) == (" answer 0 ", "word", "to")
 
 
+def test_texts_and_token_ids_may_stand_in_one_list(server: TestServer) -> None:
+    told = post(server, "/completion", prompt=[ids("abc"), "abc"], n_predict=64)
+    assert [one["content"] for one in told] == [" answer 0 to <abc>"] * 2
+    choices = post(server, "/v1/completions", prompt=["abc", ids("abc")], max_tokens=64)["choices"]
+    assert [choice["text"] for choice in choices] == [" answer 0 to <abc>"] * 2
+
+
 def test_completion_streams_in_llama_cpps_shape(server: TestServer) -> None:
     with server.client() as client:
         answer = client.post("/completion", json={"prompt": "abc", "stream": True})

@@ -146,11 +146,10 @@ def test_template_values_nobody_reads_are_refused_or_warned_of(serve: Serve, pat
         assert server.post(path, body).json()["prompt_text"] == "LOUD hi"
 
 
-def test_stream_options_without_a_stream_are_refused_or_warned_of(server: TestServer) -> None:
-    body = {"prompt": "x", "stream_options": {"include_usage": True, "include_obfuscation": True}}
-    assert refusal(server, COMPLETIONS, {**body, "stream_options": {}})["param"] == "stream_options"
-    answer = server.post(COMPLETIONS, body).json()
-    assert names(answer["warnings"]) == ["stream_options.include_obfuscation", "stream_options"]
+@pytest.mark.parametrize("options", [{}, {"include_usage": True}, {"include_usage": None}])
+def test_stream_options_without_a_stream_are_refused(server: TestServer, options: dict[str, Any]) -> None:
+    answer = server.post(COMPLETIONS, {"prompt": "x", "stream_options": options})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")
 
 
 def test_messages_that_cannot_be_read_are_refused(server: TestServer) -> None:

@@ -465,6 +465,13 @@ def test_a_background_response_can_be_cancelled(serve: Serve) -> None:
     server.wait(server.is_idle)
 
 
+def test_a_response_that_was_answered_cannot_be_cancelled(server: TestServer, client: openai.OpenAI) -> None:
+    made = client.responses.create(model=MODEL, input="long?")
+    answer = server.post(f"{PATH}/{made.id}/cancel", None)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert client.responses.retrieve(made.id).status == "completed"
+
+
 def test_a_stream_that_is_cancelled_ends_with_what_there_was(serve: Serve) -> None:
     server = serve(lambda *_: "on and on " * 40, step_seconds=0.02)
     events: list[Any] = []

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 from quire.config.parallel import EXECUTOR_NAMES
 from quire.config.policy import POLICY_NAMES
 from quire.config.tiers import EVICTION_NAMES, PREEMPTION_NAMES
-from quire.serving.cli.suggestions import closest_command, split_vllm_flags, take_vllm_flags, unknown_flags
+from quire.serving.cli.suggestions import closest_command, unknown_flags
+from quire.serving.cli.vllm_flags import split_vllm_flags, take_vllm_flags
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -152,6 +152,8 @@ STRUCTURE = (
       for name, member in GUIDED.items()),
     Field("grammar", Guided("grammar", or_empty=True), "llama.cpp's name of `structured_outputs.grammar`."),
     Field("json_schema", Guided("json_schema", or_empty=True), "llama.cpp's name of `structured_outputs.json`."),
+    Field("regex", Guided("regex", or_empty=True), "SGLang's name of `structured_outputs.regex`."),
+    Field("ebnf", Guided("ebnf", or_empty=True), "SGLang's name of `structured_outputs.grammar`."),
 )  # fmt: skip
 
 _STREAM_OPTIONS: dict[str, Validator] = {

@@ -1,5 +1,5 @@
-"""Structured outputs under the other names that clients know: OpenAI's response_format, vLLM's guided_*, and
-llama.cpp's grammar and json_schema."""
+"""Structured outputs under the other names that clients know: OpenAI's response_format, vLLM's guided_*, llama.cpp's
+grammar and json_schema, and SGLang's regex and ebnf."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest
 
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
-OTHER_NAMES = {**GUIDED, "grammar": "grammar", "json_schema": "json"}  # of one member of structured_outputs
+OTHER_NAMES = {  # of one member of structured_outputs
+    **GUIDED,
+    "grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
 MEMBERS_OF_TYPE = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
 _TYPES = tuple(MEMBERS_OF_TYPE)
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")

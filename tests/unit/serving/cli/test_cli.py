@@ -19,7 +19,9 @@ from quire.serving.cli import answer as answer_module
 from quire.serving.cli import chat as chat_module
 from quire.serving.cli import pull as pull_module
 from quire.serving.cli.arguments import engine_settings, sampling_params
+from quire.serving.cli.serve import read_limits
 from quire.serving.cli.suggestions import COMMANDS, FLAGS
+from quire.serving.cli.vllm_flags import HIGHEST_LOGPROBS
 from quire.serving.terminal import LoadingProgress
 from quire.types.errors import ModelLoadError
 from quire.types.sampling import SamplingParams
@@ -112,6 +114,43 @@ def test_flags_of_vllm_that_ask_for_nothing_are_accepted(caplog: pytest.LogCaptu
     assert vars(args) == vars(_parser().parse_args(["serve", "m", "--max-num-seqs", "3"]))
     _parser().parse_args(["serve", "m", "--trust-remote-code"])
     assert "no code from a model's files is ever run" in caplog.text
+
+
+def test_flags_of_vllms_server_start_a_server_where_they_ask_for_what_is_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    habits = (
+        "--enable-auto-tool-choice --tool-call-parser hermes --enable-prompt-tokens-details --enable-request-id-headers"
+    )
+    args = _parser().parse_args(["serve", "m", *habits.split(), "--disable-uvicorn-access-log", "--middleware=[]"])
+    assert vars(args) == vars(_parser().parse_args(["serve", "m", "--tool-call-parser", "hermes"]))
+    assert not caplog.records
+    _parser().parse_args(["serve", "m", "--uvicorn-log-level", "warning"])
+    assert "use --log-level" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ("serve m --enable-force-include-usage", "send stream_options.include_usage with each request"),
+        ("serve m --middleware my.module", "put a proxy before the server"),
+        ("chat --enable-auto-tool-choice", "unrecognized arguments"),
+    ],
+)
+def test_flags_of_vllms_server_that_would_be_missed_are_refused(
+    flags: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _parser().parse_args(flags.split())
+    assert advice in capsys.readouterr().err
+
+
+def test_vllms_max_logprobs_is_a_limit_of_a_server() -> None:
+    def limit(*flags: str) -> int:
+        return read_limits(_parser().parse_args(["serve", "m", *flags]).limit)["logprobs"]
+
+    assert limit("--max-logprobs", "50") == 50
+    assert limit("--max-logprobs=-1") == HIGHEST_LOGPROBS
 
 
 def test_flags_of_vllm_with_another_name_are_translated() -> None:

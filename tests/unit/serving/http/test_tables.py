@@ -13,7 +13,6 @@ import pytest
 
 from quire.serving.http import fields as fields_module
 from quire.serving.http.endpoints.app import _admin_routes
-from quire.serving.http.endpoints.generate import SAMPLING_MEMBERS
 from quire.serving.http.endpoints.reference import write_reference
 from quire.serving.http.endpoints.registry import BY_NAME
 from quire.serving.http.endpoints.registry import ENDPOINTS as ENDPOINT_TABLE
@@ -22,7 +21,7 @@ from quire.serving.http.fields import check_body as check_fields
 from quire.serving.http.generation.handler import GenerationEndpoint
 from quire.serving.http.limits import LIMITS, Limits
 from quire.serving.http.openapi import build_openapi
-from quire.serving.http.validators.values import Only
+from quire.serving.http.validators.values import Only, Options
 from quire.types.errors import ConfigError, InvalidRequest
 from quire.types.sampling import SamplingParams
 
@@ -51,6 +50,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "ollama_pull": {"model": "x"},
     "chat_batch": {"messages": [[{"role": "user", "content": "x"}]]},
     "generate": {"token_ids": [1]},
+    "sglang_generate": {"text": "x"},
     "chat_render": {"messages": [{"role": "user", "content": "x"}]},
     "completions_render": {"prompt": "x"},
     "chat_input_tokens": {"messages": [{"role": "user", "content": "x"}]},
@@ -214,6 +214,6 @@ def test_the_guide_names_the_endpoints_that_score_prompts() -> None:
         if isinstance(endpoint, GenerationEndpoint)
         for field in endpoint.fields
         if field.name == "prompt_logprobs_start"
-        or (field.name == "sampling_params" and "prompt_logprobs_start" in SAMPLING_MEMBERS)
+        or (isinstance(field.validator, Options) and "prompt_logprobs_start" in field.validator.members)
     }
     assert named == scoring

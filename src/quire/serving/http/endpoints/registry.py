@@ -21,6 +21,7 @@ from quire.serving.http.endpoints.pages import PAGES
 from quire.serving.http.endpoints.render import RENDERS
 from quire.serving.http.endpoints.responses.endpoint import RESPONSES
 from quire.serving.http.endpoints.scoring import SCORING
+from quire.serving.http.endpoints.sglang import SGLANG
 from quire.serving.http.endpoints.tokenize import DETOKENIZE, TOKENIZE
 
 _DESCRIBED: tuple[Endpoint, ...] = (
@@ -39,6 +40,7 @@ _DESCRIBED: tuple[Endpoint, ...] = (
     *ANTHROPIC,
     *OLLAMA,
     *LLAMA_CPP,
+    *SGLANG,
     *FOREIGN_EMBEDDINGS,
     *FILES,
     *batch_endpoints((CHAT, COMPLETIONS, RESPONSES[0], GENERATE, EMBEDDINGS[0])),

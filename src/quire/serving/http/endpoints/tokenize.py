@@ -13,12 +13,29 @@ from quire.serving.http.generation.conversation import render_prompt, unread_val
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.schemas import IDS, TEXT, WHOLE, many, or_null, record
 from quire.serving.http.service import Service
-from quire.serving.http.validators.prompts import Messages, Prompts
-from quire.serving.http.validators.values import Flag, Text, TokenIds
+from quire.serving.http.validators.prompts import Messages
+from quire.serving.http.validators.values import Bounds, Flag, Schema, Text, TokenIds
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
 from quire.types.sampling import check_vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class TextOrTexts:
+    """A text, which may be empty, or a list of such texts."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> str | list[str]:
+        text = Text("prompt_characters")
+        if not isinstance(value, list):
+            return text.check(where, value, limits)
+        if len(value) > limits["prompts"]:
+            raise InvalidRequest(where, f"has {len(value)} texts, limit {limits['prompts']}", "send fewer at once")
+        return [text.check(f"{where}[{place}]", item, limits) for place, item in enumerate(value)]
+
+    def schema(self, limits: Bounds) -> Schema:
+        text = Text("prompt_characters").schema(limits)
+        return {"anyOf": [text, {"type": "array", "items": text, "maxItems": limits["prompts"]}]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +86,27 @@ def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
     if "content" in given:
         text, add_special = given["content"], given.get("add_special", given.get("add_special_tokens", False))
     elif "prompt" in given:
-        prompt = given["prompt"][0]
-        text, add_special = prompt.text, given.get("add_special_tokens", True)
-        if text is None:
-            raise InvalidRequest("prompt", "must be text here", "send text, or use /detokenize")
+        text, add_special = given["prompt"], given.get("add_special_tokens", True)
     else:
         rendered = render_prompt(service, given, given.get("tools", ()))
         text, images, add_special = rendered.text or "", rendered.images, given.get("add_special_tokens", False)
+    length = service.engine().max_model_len
+    if isinstance(text, list):
+        found = [_shown(tokenizer, given, tokenizer.encode(one, add_special)) for one in text]
+        return {name: [one[name] for one in found] for name in ("count", "tokens", "token_strs")} | {
+            "max_model_len": length
+        }
     tokens = tokenizer.encode(text, add_special)
     if images:
         tokens = list(with_placeholders(service, tokens, images))
+    return {**_shown(tokenizer, given, tokens), "max_model_len": length}
+
+
+def _shown(tokenizer: Tokenizer, given: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
+    """The tokens of one text, as the request asks for them."""
     names = [tokenizer.raw_token(token) for token in tokens] if given.get("return_token_strs") else None
-    length = service.engine().max_model_len
     shown = [_piece(tokenizer, token) for token in tokens] if given.get("with_pieces") else tokens
-    return {"count": len(tokens), "max_model_len": length, "tokens": shown, "token_strs": names}
+    return {"count": len(tokens), "tokens": shown, "token_strs": names}
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
@@ -97,24 +121,27 @@ def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
 def detokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
     tokens = given["tokens"]
     check_vocabulary("tokens", tokens, service.engine().vocab_size)
-    text = service.texts.tokenizer.decode(tokens, skip_special_tokens=False)
-    return {"prompt": text, "content": text}  # as vLLM and as llama.cpp name it
+    text = service.texts.tokenizer.decode(tokens, skip_special_tokens=given.get("skip_special_tokens", False))
+    return {"prompt": text, "content": text, "text": text}  # as vLLM, llama.cpp and SGLang name it
 
 
-PROMPT_FIELDS = (
-    Field("prompt", Prompts(lone=True), "The text to tokenize; this or `messages`."),
-    Field("messages", Messages(), "A conversation to render and tokenize; this or `prompt`."),
-    ADD_SPECIAL_TOKENS,
-    *TEMPLATE,
-    TOOLS,
-)  # fmt: skip
+_TOKENS = {"anyOf": [IDS, many(record({"id": WHOLE, "piece": {"anyOf": [TEXT, IDS]}}))]}
+_NAMES = or_null(many(TEXT))
 TOKENIZE = TextEndpoint(
     name="tokenize",
-    paths=("/tokenize",),
+    paths=("/tokenize", "/v1/tokenize"),
     summary="Text to token ids",
     fields=(
         MODEL,
-        *PROMPT_FIELDS,
+        Field(
+            "prompt",
+            TextOrTexts(),
+            "The text to tokenize, or a list of texts, which has lists in the answer; this or `messages`.",
+        ),
+        Field("messages", Messages(), "A conversation to render and tokenize; this or `prompt`."),
+        ADD_SPECIAL_TOKENS,
+        *TEMPLATE,
+        TOOLS,
         Field("return_token_strs", Flag(), "Also return each token as the vocabulary spells it.", False),
         Field("content", Text("prompt_characters"), "llama.cpp's name of `prompt`: without special tokens by default."),
         Field("add_special", Flag(), "llama.cpp's name of `add_special_tokens`; needs `content`.", False),
@@ -126,10 +153,10 @@ TOKENIZE = TextEndpoint(
     schemas={
         "Tokens": record(
             {
-                "count": WHOLE,
+                "count": {"anyOf": [WHOLE, many(WHOLE)]},
                 "max_model_len": WHOLE,
-                "tokens": {"anyOf": [IDS, many(record({"id": WHOLE, "piece": {"anyOf": [TEXT, IDS]}}))]},
-                "token_strs": or_null(many(TEXT)),
+                "tokens": {"anyOf": [_TOKENS, many(_TOKENS)]},
+                "token_strs": {"anyOf": [_NAMES, many(_NAMES)]},
             },
             {"warnings": many(TEXT)},
         )
@@ -138,13 +165,14 @@ TOKENIZE = TextEndpoint(
 )
 DETOKENIZE = TextEndpoint(
     name="detokenize",
-    paths=("/detokenize",),
+    paths=("/detokenize", "/v1/detokenize"),
     summary="Token ids to text",
     fields=(
         MODEL,
         Field("tokens", TokenIds("prompt_tokens"), "The token ids to turn into text.", is_required=True),
+        Field("skip_special_tokens", Flag(), "Leave special tokens out of the text.", False),
     ),
     response="Text",
-    schemas={"Text": record({"prompt": TEXT, "content": TEXT}, {"warnings": many(TEXT)})},
+    schemas={"Text": record({"prompt": TEXT, "content": TEXT, "text": TEXT}, {"warnings": many(TEXT)})},
     work=detokenize,
 )

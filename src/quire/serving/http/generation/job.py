@@ -128,9 +128,6 @@ def _drop_useless(service: Service, settings: GenerationSettings, given: Paramet
         reason = f"means nothing to the {engine.policy!r} policy of this server"
         useless.append(UnsupportedParameter("priority", reason, "leave it out"))
         del given["priority"]
-    if "stream_options" in given and not given.get("stream"):
-        useless.append(InvalidRequest("stream_options", "needs stream=true", "set stream or leave it out"))
-        del given["stream_options"]
     useless += drop_beam_fields(given) if not given.get("use_beam_search") else []
     useless += unread_values(service, given)
     if useless and strict:
@@ -148,6 +145,8 @@ def _check_together(settings: GenerationSettings, given: Parameters) -> None:
         raise InvalidRequest("echo", "with logprobs cannot be streamed", "set stream=false")
     if given.get("max_tokens") == 0 and "max_completion_tokens" not in given and not given.get("echo"):
         raise InvalidRequest("max_tokens", "is 0, which leaves nothing to answer", "set echo=true or raise it")
+    if "stream_options" in given and not streams:
+        raise InvalidRequest("stream_options", "needs stream=true", "set stream or leave it out")
     if given.get("stream_best") and not streams:
         raise InvalidRequest("stream_best", "needs stream=true", "set stream or leave it out")
 

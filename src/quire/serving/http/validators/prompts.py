@@ -26,9 +26,8 @@ _FORMS = "send text, a list of texts, a list of token ids or a list of such list
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Text, token ids, or a list of either. With `lone`, one prompt only. `count` names the limit of a list."""
+    """Text, token ids, or a list of them. `count` names the limit of a list."""
 
-    lone: bool = False
     count: str = "prompts"
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[Prompt]:
@@ -40,21 +39,19 @@ class Prompts:
             raise InvalidRequest(where, "is empty", _FORMS)
         if not isinstance(value[0], str | list):
             return _bounded(where, [self._tokens(where, value, limits)], limits)
-        if self.lone:
-            raise InvalidRequest(where, "must be one prompt here", "send text or one list of token ids")
         if len(value) > limits[self.count]:
             raise InvalidRequest(where, f"has {len(value)} {self.count}, limit {limits[self.count]}", "send fewer")
-        one = self._text if isinstance(value[0], str) else self._tokens
-        prompts = [one(f"{where}[{place}]", item, limits) for place, item in enumerate(value)]
+        prompts = [
+            (self._text if isinstance(item, str) else self._tokens)(f"{where}[{place}]", item, limits)
+            for place, item in enumerate(value)
+        ]
         return _bounded(where, prompts, limits)
 
     def schema(self, limits: Bounds) -> Schema:
         text = Text("prompt_characters", 1).schema(limits)
         tokens = TokenIds("prompt_tokens", 1).schema(limits)
-        if self.lone:
-            return {"anyOf": [text, tokens]}
         many = {"type": "array", "minItems": 1, "maxItems": limits[self.count]}
-        return {"anyOf": [text, tokens, {**many, "items": text}, {**many, "items": tokens}]}
+        return {"anyOf": [text, tokens, {**many, "items": {"anyOf": [text, tokens]}}]}
 
     @staticmethod
     def _text(where: str, value: Any, limits: Bounds) -> Prompt:

@@ -112,13 +112,19 @@ class StoredResponses:
         await exchange.reply_json({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, exchange: Exchange) -> None:
-        """End a response that is being generated. One that has ended stays as it is."""
+        """End a response that is being generated. One of the background that has ended stays as it is; another one
+        was answered long ago, and there is nothing to cancel."""
         owner, response_id = self._named(exchange)
         running = self._store.find_running(owner, response_id)
         if running is not None:
             running.cancel()
             await running.over.wait()
-        await exchange.reply(200, self._found(owner, response_id).body)
+        found = self._found(owner, response_id).body
+        if running is None and not msgspec.json.decode(found).get("background"):
+            raise ApiError(
+                400, "response_id: Cannot cancel a synchronous response that has ended", code="invalid_value"
+            )
+        await exchange.reply(200, found)
 
     async def input_items(self, exchange: Exchange) -> None:
         query, limits = exchange.query, self._service.limits

@@ -1,0 +1,129 @@
+"""Flags of vLLM on Quire's command line: those with another name here are translated, those that ask for nothing are
+accepted, and the others are refused with what to use instead."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.serving.vllm_arguments import NO_EFFECT, RENAMED, REVISIONS, NoEffect, with_revision
+
+logger = logging.getLogger("quire")
+
+HIGHEST_LOGPROBS = 2**20  # a limit that no vocabulary exceeds
+_SHORT = {"-dp": "--data-parallel-size"}
+_OFF = (None, False)
+_ALWAYS = (None, False, True)  # what it turns on is always there
+
+
+def _tuning(advice: str, *neutral: object) -> NoEffect:
+    return NoEffect((None, *neutral), advice, only_tunes=True)
+
+
+OF_SERVERS: dict[str, NoEffect] = {
+    # tools and templates
+    "enable_auto_tool_choice": NoEffect(_ALWAYS),
+    "exclude_tools_when_tool_choice_none": NoEffect(_ALWAYS),
+    "tool_parser_plugin": NoEffect((None, ""), "use --tool-call-parser; no code of others is loaded"),
+    "tool_server": NoEffect((None,), "the client runs its tools; leave it out"),
+    "enable_reasoning": NoEffect(_ALWAYS),
+    "chat_template_content_format": _tuning("messages are given to the template as it reads them", "auto"),
+    "trust_request_chat_template": NoEffect(_OFF, "use --chat-template; requests cannot bring a template"),
+    "default_chat_template_kwargs": NoEffect((None, {}), "send chat_template_kwargs with each request"),
+    "response_role": NoEffect((None, "assistant"), "answers are the assistant's; leave it out"),
+    # answers
+    "return_tokens_as_token_ids": NoEffect(_OFF, "send return_tokens_as_token_ids with each request"),
+    "enable_prompt_tokens_details": NoEffect(_ALWAYS),
+    "enable_per_request_metrics": _tuning("send the header X-Quire-Explain, or use --trace-endpoint", False),
+    "enable_force_include_usage": NoEffect(_OFF, "send stream_options.include_usage with each request"),
+    "enable_request_id_headers": NoEffect(_ALWAYS),
+    "fingerprint_mode": _tuning("system_fingerprint tells version, model and settings", "full", "hash"),
+    # pages
+    "enable_server_load_tracking": NoEffect(_ALWAYS),
+    "enable_tokenizer_info_endpoint": NoEffect(_ALWAYS),
+    "disable_fastapi_docs": _tuning("there is /openapi.json alone", False),
+    "enable_offline_docs": _tuning("there is /openapi.json alone", False),
+    # logs
+    "log_config_file": _tuning("use --log-level and --log-format"),
+    "uvicorn_log_level": _tuning("use --log-level", "info"),
+    "disable_uvicorn_access_log": NoEffect(_ALWAYS),  # there is one only with --access-log
+    "disable_access_log_for_endpoints": _tuning("there is an access log only with --access-log"),
+    "max_log_len": _tuning("texts are not logged"),
+    "enable_log_outputs": _tuning("texts are not logged", False),
+    "enable_log_deltas": NoEffect(_ALWAYS),
+    "log_error_stack": _tuning("use --log-level debug", False),
+    # connections
+    "middleware": NoEffect((None, []), "no code of others is loaded; put a proxy before the server"),
+    "allow_credentials": NoEffect(_OFF, "pages of an origin of --cors-origin send keys in headers; leave it out"),
+    "allowed_methods": _tuning("those of the API are allowed", ["*"]),
+    "allowed_headers": _tuning("those of the API are allowed", ["*"]),
+    "ssl_ca_certs": NoEffect((None,), "certificates of clients are not checked; use --api-key"),
+    "ssl_cert_reqs": NoEffect((None, 0), "certificates of clients are not checked; use --api-key"),
+    "ssl_ciphers": NoEffect((None,), "put a proxy before the server"),
+    "enable_ssl_refresh": NoEffect(_OFF, "send the server SIGHUP for new certificates; leave it out"),
+    "disable_frontend_multiprocessing": _tuning("the engine always runs in a process of its own", False),
+    "h11_max_incomplete_event_size": _tuning("use --limit header_bytes=N"),
+    "h11_max_header_count": _tuning("use --limit header_bytes=N"),
+}
+
+
+def split_vllm_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, Any]]]:
+    """Split a command line into the words for `parser`, and flags that only vLLM has, with their values."""
+    own: list[str] = []
+    foreign: list[tuple[str, Any]] = []
+    waiting = list(words)
+    no_effect = _no_effect(parser)
+    while waiting:
+        word = waiting.pop(0)
+        flag, equals, value = word.partition("=")
+        name = _SHORT.get(flag, flag).removeprefix("--").replace("-", "_")
+        is_off = name.startswith("no_") and name[3:] in no_effect
+        name = name[3:] if is_off else name
+        if not word.startswith("-") or flag in parser._option_string_actions or not _is_vllms(name, no_effect):
+            own.append(word)
+        elif equals:
+            foreign.append((name, _read(value)))
+        elif is_off or (name in no_effect and no_effect[name].is_switch) or not waiting:
+            foreign.append((name, not is_off))
+        else:
+            foreign.append((name, _read(waiting.pop(0))))
+    return own, foreign
+
+
+def take_vllm_flags(foreign: Sequence[tuple[str, Any]], parsed: argparse.Namespace) -> None:
+    """Put flags of vLLM into `parsed` under their names here. Raises ConfigError for what is not supported."""
+    no_effect = NO_EFFECT | OF_SERVERS  # those of servers are not read from other command lines
+    for name, value in foreign:
+        if name == "max_logprobs" and hasattr(parsed, "limit"):
+            parsed.limit = [*parsed.limit, f"logprobs={HIGHEST_LOGPROBS if value == -1 else value}"]
+        elif name in no_effect:
+            warning = no_effect[name].check(name, value)
+            if warning is not None:
+                logger.warning("%s", warning)
+        elif name in RENAMED:
+            setattr(parsed, RENAMED[name], value)
+        else:
+            is_given = name == "revision" and getattr(parsed, "model_name", None) is not None
+            target = "model_name" if is_given else REVISIONS[name]
+            setattr(parsed, target, with_revision(getattr(parsed, target, None), name, value))
+
+
+def _no_effect(parser: argparse.ArgumentParser) -> dict[str, NoEffect]:
+    """The flags of vLLM that Quire does not read, of one command."""
+    is_server = "--limit" in parser._option_string_actions
+    return NO_EFFECT | OF_SERVERS if is_server else NO_EFFECT
+
+
+def _is_vllms(name: str, no_effect: Mapping[str, NoEffect]) -> bool:
+    return name in no_effect or name in RENAMED or name in REVISIONS
+
+
+def _read(text: str) -> Any:
+    """Return a number, a truth value or an object for its JSON, other text as it is."""
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    except ValueError:
+        return text

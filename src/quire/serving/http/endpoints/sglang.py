@@ -1,0 +1,272 @@
+"""SGLang's own endpoint for text and token ids, and the pages by which its clients learn what is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from quire.serving.http.endpoint import Endpoint, PlainEndpoint
+from quire.serving.http.endpoints.sglang_format import SglangFormat
+from quire.serving.http.exchange import Exchange, Handler
+from quire.serving.http.fields import LABELS, LENGTH, MODEL, OUTPUT, SAMPLING, Field, no_effect, not_supported
+from quire.serving.http.generation.handler import GenerationEndpoint
+from quire.serving.http.generation.settings import GenerationSettings, Parameters
+from quire.serving.http.request_head import RequestHead
+from quire.serving.http.schemas import FLAG, IDS, NUMBER, TEXT, WHOLE, Schema, many, or_null, record
+from quire.serving.http.service import Service
+from quire.serving.http.validators.prompts import Prompts
+from quire.serving.http.validators.structure import Guided
+from quire.serving.http.validators.values import (
+    AnswerLength,
+    Bounds,
+    Flag,
+    Identifier,
+    Options,
+    Text,
+    TokenIds,
+    UnsupportedParameter,
+    Validator,
+    Whole,
+)
+from quire.serving.requests import Prompt
+from quire.types.errors import InvalidRequest
+
+DEFAULT_MAX_NEW_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A member that would change the answer, and that this server does not have."""
+
+    why: str
+
+    def check(self, where: str, value: Any, limits: Bounds) -> None:  # noqa: ARG002
+        raise UnsupportedParameter(where, self.why, "leave it out")
+
+    def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
+        return {"type": "null"}
+
+
+class Batch(NamedTuple):
+    """The prompts of a request, and whether they came as a list, which has a list of answers."""
+
+    prompts: list[Prompt]
+    is_list: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTexts:
+    """A text or a list of texts."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> Batch:
+        if isinstance(value, list) and not (value and all(isinstance(item, str) for item in value)):
+            raise InvalidRequest(where, "must be a text or a list of texts", "send token ids as input_ids")
+        return Batch(Prompts().check(where, value, limits), isinstance(value, list))
+
+    def schema(self, limits: Bounds) -> Schema:
+        text = Text("prompt_characters", 1).schema(limits)
+        return {"anyOf": [text, _list_of(text, limits)]}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Token ids, or a list of lists of them."""
+
+    def check(self, where: str, value: Any, limits: Bounds) -> Batch:
+        if not isinstance(value, list) or any(isinstance(item, str) for item in value):
+            raise InvalidRequest(where, "must be a list of token ids or of such lists", "send texts as text")
+        return Batch(Prompts().check(where, value, limits), isinstance(value[0], list))
+
+    def schema(self, limits: Bounds) -> Schema:
+        ids = TokenIds("prompt_tokens", 1).schema(limits)
+        return {"anyOf": [ids, _list_of(ids, limits)]}
+
+
+def _list_of(items: Schema, limits: Bounds) -> Schema:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": limits["prompts"]}
+
+
+_RENAMED = {  # members of sampling_params, and what other endpoints call them
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "sampling_seed": "seed",
+}
+_SAMPLING_NAMES = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias",
+)  # fmt: skip
+_KNOWN = {field.name: field.validator for field in (*LENGTH, *SAMPLING, *OUTPUT)}
+_MEMBERS: dict[str, Validator] = {
+    "max_new_tokens": AnswerLength(0),
+    "min_new_tokens": _KNOWN["min_tokens"],
+    **{name: _KNOWN[name] for name in (*_SAMPLING_NAMES, "stop", "stop_token_ids", "ignore_eos")},
+    **{name: _KNOWN[name] for name in ("skip_special_tokens", "spaces_between_special_tokens", "stream_interval")},
+    "no_stop_trim": _KNOWN["include_stop_str_in_output"],
+    "sampling_seed": _KNOWN["seed"],
+    **{name: Guided(name, or_empty=True) for name in ("json_schema", "regex", "ebnf")},
+    "structural_tag": Refused("is not supported yet"),
+    "stop_regex": Refused("is not supported yet"),
+    "custom_params": Refused("belongs to plug-ins, which this server does not have"),
+}
+_LABEL = "is a label that nothing reads"
+_FIELDS = (
+    MODEL,
+    Field("text", PromptTexts(), "The prompt, or a list of prompts, which has a list of answers."),
+    Field("input_ids", PromptTokens(), "The same as token ids."),
+    Field("sampling_params", Options(_MEMBERS),
+          "One object for all prompts. `max_new_tokens` (128; 0: only the prompt's logprobs), `min_new_tokens`, "
+          "`stop`, `stop_token_ids`, `no_stop_trim`, `ignore_eos`, `n`, `temperature`, `top_p`, `top_k`, `min_p`, "
+          "penalties, `logit_bias`, `sampling_seed`, `json_schema` (text or object), `regex`, `ebnf`, "
+          "`skip_special_tokens`, `spaces_between_special_tokens`, `stream_interval`."),
+    Field("return_logprob", Flag(), "Return logprobs in `meta_info`, as `[logprob, token id, text]`.", False),
+    Field("logprob_start_len", Whole(-1, "prompt_tokens"),
+          "Also of the prompt's tokens from this one on, which has null itself; -1: of none. Not with `stream`.", -1),
+    Field("top_logprobs_num", Whole(0, "logprobs"), "And of this many likeliest tokens.", 0),
+    Field("token_ids_logprob", TokenIds("logprob_token_ids", 1),
+          "And of these tokens, at every place of the answer; without `top_logprobs_num` and `logprob_start_len`."),
+    Field("return_text_in_logprobs", Flag(), "Write the text of tokens there, and not null.", False),
+    Field("stream", Flag(), "Answer as server-sent events: each holds all of an answer so far.", False),
+    Field("rid", Identifier(), "Names the request in answers and logs."),
+    Field("lora_path", Text("label"), "The name of a LoRA adapter; the same as `model`."),
+    Field("cache_salt", Text("label", 1), "Requests share cached prompts only with requests of the same salt and key."),
+    *(field for field in LABELS if field.name in ("priority", "session_id")),
+    no_effect("conversation_id", "Which conversation asked.", why=_LABEL),
+    no_effect("log_metrics", "All requests are counted.", True),
+    no_effect("no_logs", "Texts are never logged."),
+    not_supported("token_ids", "vLLM's name of `input_ids`.", why="belongs to /v1/generate; here it is input_ids"),
+    not_supported("input_embeds", "Embeddings in place of tokens."),
+    *(not_supported(name, "Pictures and sound.") for name in ("image_data", "video_data", "audio_data")),
+    not_supported("return_hidden_states", "Hidden states.", False),
+    not_supported("custom_logit_processor", "Code of plug-ins.", why="would run code of the client"),
+    not_supported("session_params", "Prompts that sessions continue.", why="is not supported: send the whole prompt"),
+    not_supported("bootstrap_room", "Prefill and decode in different servers."),
+)  # fmt: skip
+_DESCRIPTION = """\
+SGLang's own endpoint. The answer is an object with `text`, `output_ids` and `meta_info`; a list of them where the
+prompts are a list or `n` is above 1."""
+
+
+def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
+    """Put the sampling parameters beside the others, in the names of the other endpoints."""
+    texts, ids = given.pop("text", None), given.pop("input_ids", None)
+    if (texts is None) == (ids is None):
+        reason = "is missing" if texts is None else "cannot be used together with input_ids"
+        raise InvalidRequest("text", reason, "send text or input_ids")
+    batch: Batch = texts or ids
+    sampling = {_RENAMED.get(name, name): value for name, value in given.pop("sampling_params", {}).items()}
+    found = {**_logprobs(given), **sampling, "prompt": batch.prompts, "is_list": batch.is_list}
+    if "lora_path" in found:
+        found.setdefault("model", found.pop("lora_path"))
+    if "rid" in found:
+        found["request_id"] = found["response_id"] = found.pop("rid")
+    if found.get("max_tokens") == 0:
+        found["echo"] = True  # the request is for its prompt
+    return found
+
+
+def _logprobs(given: Parameters) -> Parameters:
+    """The parameters with those about logprobs in other endpoints' names."""
+    wanted, start = given.pop("return_logprob", False), given.pop("logprob_start_len", -1)
+    num_top, others = given.pop("top_logprobs_num", 0), given.pop("token_ids_logprob", None)
+    if not wanted:
+        return given
+    if others and (num_top or start >= 0):
+        other = "top_logprobs_num" if num_top else "logprob_start_len"
+        raise InvalidRequest("token_ids_logprob", f"cannot be used together with {other}", "send one of them")
+    found = {**given, "logprobs": num_top, **({"logprob_token_ids": others} if others else {})}
+    return found if start < 0 else {**found, "prompt_logprobs": num_top, "prompt_logprobs_start": start}
+
+
+def model_info(service: Service) -> Handler:
+    async def handle(exchange: Exchange) -> None:
+        name = service.names[0]  # where the files lie is nobody's business
+        told = {"model_path": name, "tokenizer_path": name, "is_generation": service.engine().pooling is None}
+        await exchange.reply_json({**told, "preferred_sampling_params": service.texts.sampling_defaults.given()})
+
+    return handle
+
+
+def server_info(service: Service) -> Handler:
+    async def handle(exchange: Exchange) -> None:
+        engine, name = service.engine(), service.names[0]
+        await exchange.reply_json(
+            {
+                "version": service.version,
+                "model_path": name,
+                "served_model_name": name,
+                "context_length": engine.max_model_len,
+                "max_running_requests": engine.max_num_seqs,
+                "max_total_num_tokens": engine.num_blocks * engine.block_size,
+                "page_size": engine.block_size,
+            }
+        )
+
+    return handle
+
+
+_META: dict[str, Schema] = {
+    "id": TEXT,
+    "finish_reason": or_null(record({"type": TEXT}, {"length": WHOLE, "matched": {}})),
+    "prompt_tokens": WHOLE,
+    "completion_tokens": WHOLE,
+    "cached_tokens": WHOLE,
+}
+_ANSWER = record(
+    {"text": TEXT, "output_ids": IDS, "meta_info": record(_META, {"e2e_latency": NUMBER}, is_open=True)},
+    {"warnings": many(TEXT), "index": WHOLE},
+)
+_SCHEMAS: dict[str, Schema] = {
+    "SglangAnswer": {"anyOf": [_ANSWER, many(_ANSWER)]},
+    "SglangChunk": {"anyOf": [_ANSWER, record({"warnings": many(TEXT)})]},
+    "SglangModel": record({"model_path": TEXT, "is_generation": FLAG}, is_open=True),
+    "SglangServer": record({"version": TEXT, "max_total_num_tokens": WHOLE}, is_open=True),
+}
+_OWN_NAMES = {
+    **{name: f"sampling_params.{name}" for name in _MEMBERS},
+    **{theirs: f"sampling_params.{own}" for own, theirs in _RENAMED.items()},
+    "structured_outputs": "sampling_params.json_schema",
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "logprob_start_len",
+    "prompt_logprobs_start": "logprob_start_len",
+    "logprob_token_ids": "token_ids_logprob",
+    "request_id": "rid",
+    "prompt": "text",
+}
+SGLANG: tuple[Endpoint, ...] = (
+    GenerationEndpoint(
+        name="sglang_generate",
+        paths=("/generate",),
+        summary="SGLang's generate",
+        fields=_FIELDS,
+        response="SglangAnswer",
+        event="SglangChunk",
+        schemas=_SCHEMAS,
+        description=_DESCRIPTION,
+        generation=GenerationSettings(
+            id_prefix="generate",
+            prompt_field="text",
+            make_format=SglangFormat,
+            translate=translate,
+            own_names=_OWN_NAMES,
+            default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
+            adds_special_tokens=True,
+        ),
+    ),
+    PlainEndpoint(
+        name="sglang_model_info",
+        paths=("/get_model_info", "/model_info"),
+        summary="SGLang's page about the model",
+        method="GET",
+        response="SglangModel",
+        handler=model_info,
+    ),
+    PlainEndpoint(
+        name="sglang_server_info",
+        paths=("/get_server_info", "/server_info"),
+        summary="SGLang's page about the server",
+        method="GET",
+        response="SglangServer",
+        handler=server_info,
+    ),
+)

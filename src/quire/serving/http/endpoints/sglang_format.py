@@ -1,0 +1,187 @@
+"""Responses in the shape of SGLang's server: texts, token ids, and `meta_info` with counts and logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from quire.serving.dispatch.in_flight_request import InFlightRequest, RenderLogprobs
+from quire.serving.dispatch.mailbox import Delta
+from quire.serving.http.endpoints.generate import SoFar
+from quire.serving.http.endpoints.openai_format import DONE
+from quire.serving.http.endpoints.openai_logprobs import TokenNames, number
+from quire.serving.http.errors import ApiError
+from quire.serving.http.generation.results import LogprobColumns, ResultReader
+from quire.serving.http.generation.settings import ResponseOptions
+from quire.serving.http.service import Service
+from quire.types.step import TokenLogprobs
+
+_encode = msgspec.json.encode
+
+
+class Entries:
+    """Writes one token's logprob as SGLang does: `[logprob, token id, text or null]`."""
+
+    def __init__(self, names: TokenNames, *, with_text: bool) -> None:
+        self._names, self._with_text = names, with_text
+
+    def one(self, token: int, value: float | None) -> bytes:
+        text = self._names[token].text if self._with_text else b"null"
+        return b"[%b,%d,%b]" % (b"null" if value is None else number(value), token, text)
+
+    def many(self, ids: Iterable[int], values: Iterable[float]) -> bytes:
+        return b"[" + b",".join(map(self.one, ids, values)) + b"]"
+
+    def columns(self, entry: TokenLogprobs, offset: int) -> LogprobColumns:  # noqa: ARG002 - there are no offsets
+        """A RenderLogprobs: the chosen token, and the others that were asked for."""
+        ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
+        return self.one(ids[0], values[0]), self.many(ids[1:], values[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What is known of one answer: all of it, or its beginning."""
+
+    request: InFlightRequest
+    token_ids: Sequence[int]
+    columns: Sequence[LogprobColumns]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class SglangFormat:
+    """A ResponseFormat: one text with `meta_info`; a list of them for a list of prompts and for several answers."""
+
+    def __init__(self, service: Service) -> None:
+        self._reader, self._names = ResultReader(service.texts.tokenizer), TokenNames(service.texts.tokenizer)
+
+    def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:
+        return self._entries(options).columns
+
+    def body(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> bytes:
+        render = self.logprobs_renderer(options) if options.wants_logprobs else None
+        entries, answers = self._entries(options), list[dict[str, Any]]()
+        for result in self._reader.results(options, requests, render):
+            ended = result.finish_reason, result.stop_reason
+            sample = Sample(result.request, result.token_ids, result.logprobs, *ended)
+            meta_info = _meta_info(options, sample) | _input_logprobs(options, sample, entries)
+            answers.append({"text": result.content, "output_ids": result.token_ids, "meta_info": meta_info})
+        if options.warnings:
+            answers[0]["warnings"] = options.warnings
+        return _encode(answers if options.parameters["is_list"] or len(answers) > 1 else answers[0])
+
+    def stream(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> SglangStream:
+        return SglangStream(options, requests)
+
+    def _entries(self, options: ResponseOptions) -> Entries:
+        return Entries(self._names, with_text=options.parameters.get("return_text_in_logprobs", False))
+
+
+@dataclass(slots=True)
+class _Told(SoFar):
+    """An answer so far, with its text."""
+
+    texts: list[str] = field(default_factory=list)
+
+
+class SglangStream:
+    """A StreamFormat: each event holds all of an answer so far, and comes when it has grown by a share."""
+
+    content_type = b"text/event-stream; charset=utf-8"
+
+    def __init__(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> None:
+        self._options, self._requests = options, requests
+        self._told: dict[int, _Told] = {}  # by choice
+        self._has_many = options.parameters["is_list"] or sum(request.n for request in requests) > 1
+
+    def opening(self) -> bytes:
+        return b""
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        ordered = sorted((delta for delta in deltas if delta.best is None), key=attrgetter("choice"))
+        groups = groupby(ordered, key=attrgetter("choice"))
+        return b"".join([self._choice(choice, list(group)) for choice, group in groups])
+
+    def closing(self) -> bytes:
+        warned = {"warnings": self._options.warnings}
+        return (b"data: " + _encode(warned) + b"\n\n" if self._options.warnings else b"") + DONE
+
+    @staticmethod
+    def failure(error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n" + DONE
+
+    @staticmethod
+    def ping(*, is_queued: bool) -> bytes:
+        return b": queued\n\n" if is_queued else b": working\n\n"
+
+    def _choice(self, choice: int, deltas: list[Delta]) -> bytes:
+        told, last = self._told.setdefault(choice, _Told()), deltas[-1]
+        told.texts += [delta.text for delta in deltas]
+        new = [token for delta in deltas for token in delta.token_ids]
+        ids, columns = told.extend(new, [delta.logprobs for delta in deltas if delta.logprobs])
+        if last.finish_reason is None and not told.is_due():
+            return b""
+        told.texts = ["".join(told.texts)]
+        request = next(one for one in self._requests if choice < one.first_choice + one.n)
+        sample = Sample(request, ids, columns, last.finish_reason, last.stop_reason)
+        event = {"text": told.texts[0], "output_ids": ids, "meta_info": _meta_info(self._options, sample)}
+        return b"data: " + _encode(event | ({"index": choice} if self._has_many else {})) + b"\n\n"
+
+
+def _meta_info(options: ResponseOptions, sample: Sample) -> dict[str, Any]:
+    request, record = sample.request, sample.request.record
+    found: dict[str, Any] = {
+        "id": options.response_id,
+        "finish_reason": _finish_reason(sample),
+        "prompt_tokens": len(request.submit.prompt_token_ids),
+        "completion_tokens": len(sample.token_ids),
+        "cached_tokens": 0 if request.finished is None else request.finished.num_cached_tokens,
+    }
+    if record.finished_at is not None:
+        found["e2e_latency"] = record.finished_at - record.received_at
+    if not options.wants_logprobs:
+        return found
+    columns = [] if options.drops_answer else sample.columns
+    found["input_token_logprobs"] = ()
+    found["output_token_logprobs"] = [msgspec.Raw(column[0]) for column in columns]
+    others = [msgspec.Raw(column[1]) for column in columns]
+    if options.parameters.get("logprob_token_ids"):
+        found["output_token_ids_logprobs"] = others
+    elif options.parameters.get("logprobs"):
+        found |= {"input_top_logprobs": (), "output_top_logprobs": others}
+    return found
+
+
+def _finish_reason(sample: Sample) -> dict[str, Any] | None:
+    """Why an answer ended; `matched` is the string or the token at which it stopped."""
+    reason = sample.finish_reason
+    if reason is None:
+        return None
+    if reason == "length":
+        return {"type": "length", "length": len(sample.token_ids)}
+    if reason == "stop":
+        last = sample.token_ids[-1] if sample.token_ids else None
+        return {"type": "stop", "matched": last if sample.stop_reason is None else sample.stop_reason}
+    return {"type": reason}
+
+
+def _input_logprobs(options: ResponseOptions, sample: Sample, entries: Entries) -> dict[str, Any]:
+    """The logprobs of the prompt's tokens from `logprob_start_len` on, if it asks for them. The first of them has
+    none, as in SGLang."""
+    finished, num_top = sample.request.finished, options.prompt_logprobs
+    start: int = options.parameters.get("prompt_logprobs_start", 0)
+    if num_top is None or finished is None or finished.prompt_logprobs is None:
+        return {}
+    ids = sample.request.submit.prompt_token_ids.tolist()
+    lines = list(islice(finished.prompt_logprobs.lines(), start + 1, None))
+    rest = zip(ids[start + 1 :], lines, strict=True)
+    found = [entries.one(ids[start], None)]
+    found += [entries.one(token, None if line is None else line[1][0]) for token, line in rest]
+    tops = [b"null"] + [b"null" if line is None else entries.many(line[0][1:], line[1][1:]) for line in lines]
+    told: dict[str, Any] = {"input_token_logprobs": [msgspec.Raw(one) for one in found]}
+    return told | ({"input_top_logprobs": [msgspec.Raw(one) for one in tops]} if num_top else {})
