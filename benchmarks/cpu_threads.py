@@ -3,12 +3,13 @@
     python -m benchmarks.cpu_threads                               # 1, 2, 4 ... threads, up to the cores
     python -m benchmarks.cpu_threads --threads 1,2,4,8,16 --neighbours 0,1,4 --streams 1,16 --repeats 5
     python -m benchmarks.cpu_threads --threads 2 --pin 0,1         # threads that may move, and pinned ones
+    python -m benchmarks.cpu_threads --threads 2 --dtype float32,bfloat16 --prompts 128,512,2048
 
-Each number of threads, pinned or not, has an engine in a process of its own, and repeats go round all of them, so that
-what else the machine does falls on all alike. A neighbour is a process that loops for ever. Figures are medians of
-output tokens per second, greedy, prompts of 16 tokens; the last column is the slowest repeat. Compare within one run
-only. No two engines are pinned to the same core: with several numbers of threads, `--pin 1` needs as many cores as they
-have together.
+Each number of threads, pinned or not, and each dtype has an engine in a process of its own, and repeats go round all of
+them, so that what else the machine does falls on all alike. A neighbour is a process that loops for ever. Figures are
+medians of output tokens per second, greedy, prompts of 16 tokens, and for `--prompts` of the prompt's tokens per second
+until its first token is there; the last column is the slowest repeat. Compare within one run only. No two engines are
+pinned to the same core: with several numbers of threads, `--pin 1` needs as many cores as they have together.
 """
 
 from __future__ import annotations
@@ -22,16 +23,43 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.report import facts, publish, save
 
-Key = tuple[int, int, int, int]  # streams, neighbours, threads, whether these are pinned
+SHORT_PROMPT = 16  # tokens
+
+
+class Load(NamedTuple):
+    """Requests at once, each of so many tokens in and out."""
+
+    streams: int
+    prompt: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"prompt of {self.prompt}" if self.tokens == 1 else f"{self.streams} streams"
+
+    @property
+    def counted(self) -> int:
+        """The tokens whose rate is told."""
+        return self.prompt if self.tokens == 1 else self.streams * self.tokens
+
+
+class Engine(NamedTuple):
+    """What tells an engine from the others."""
+
+    threads: int
+    pin: int  # 1: each thread has a core of its own
+    dtype: str
 
 
 class Contestant:
-    """An engine with so many threads, in a process of its own."""
+    """An engine in a process of its own."""
 
-    def __init__(self, threads: int, pin: int, model: str | None, dtype: str) -> None:
+    def __init__(self, engine: Engine, model: str | None) -> None:
+        threads, pin, dtype = engine
         command = [sys.executable, "-m", "benchmarks.cpu_threads", "--serve", "--threads", str(threads)]
         command += ["--dtype", dtype, *(["--model", model] if model else [])]
         self._process = subprocess.Popen(
@@ -43,11 +71,11 @@ class Contestant:
         )
         self._answer()
 
-    def seconds(self, streams: int, tokens: int) -> float:
-        """Of `streams` requests at once, each of `tokens` tokens."""
+    def speed(self, load: Load) -> float:
+        """Tokens per second."""
         assert self._process.stdin is not None
-        print(streams, tokens, file=self._process.stdin, flush=True)
-        return float(self._answer())
+        print(*load, file=self._process.stdin, flush=True)
+        return load.counted / float(self._answer())
 
     def close(self) -> None:
         self._process.terminate()
@@ -66,44 +94,48 @@ def main() -> None:
     if arguments.serve:
         serve(int(arguments.threads), arguments.model, arguments.dtype)
         return
-    where, threads = facts(), _numbers(arguments.threads)
-    streams, neighbours = _numbers(arguments.streams), _numbers(arguments.neighbours)
-    found: dict[Key, list[float]] = {}
+    where, neighbours = facts(), _numbers(arguments.neighbours)
+    loads = [Load(count, SHORT_PROMPT, arguments.tokens) for count in _numbers(arguments.streams)]
+    loads += [Load(1, size, 1) for size in _numbers(arguments.prompts)]
+    found: dict[tuple[Load, int, Engine], list[float]] = {}
     with ExitStack() as stack:
-        contestants = {
-            (count, pin): Contestant(count, pin, arguments.model, arguments.dtype)
-            for count in threads
-            for pin in _numbers(arguments.pin)
-        }
-        for each in contestants.values():
+        contestants = {}
+        for engine in _engines(arguments):
+            contestants[engine] = each = Contestant(engine, arguments.model)
             stack.callback(each.close)
         for _ in range(arguments.repeats):
             for busy in neighbours:
                 with _busy(busy):
-                    for key, each in contestants.items():
-                        for batch in streams:
-                            speed = batch * arguments.tokens / each.seconds(batch, arguments.tokens)
-                            found.setdefault((batch, busy, *key), []).append(speed)
+                    for engine, each in contestants.items():
+                        for load in loads:
+                            found.setdefault((load, busy, engine), []).append(each.speed(load))
     rows = [
-        (f"{batch} streams, {busy} neighbours", f"{count}, pinned" if pin else str(count),
-         round(statistics.median(speeds), 1), round(min(speeds), 1))
-        for (batch, busy, count, pin), speeds in sorted(found.items())
+        (f"{load.name}, {busy} neighbours", f"{engine.threads}, pinned" if engine.pin else str(engine.threads),
+         engine.dtype, round(statistics.median(speeds), 1), round(min(speeds), 1))
+        for (load, busy, engine), speeds in sorted(found.items())
     ]  # fmt: skip
     title = "tokens per second by threads"
-    publish(title, ("load", "threads", "tok/s", "slowest"), rows, where)
+    publish(title, ("load", "threads", "dtype", "tok/s", "slowest"), rows, where)
     save(arguments.out, title, where, {"rows": rows})
 
 
+def _engines(arguments: argparse.Namespace) -> Iterator[Engine]:
+    for threads in _numbers(arguments.threads):
+        for pin in _numbers(arguments.pin):
+            for dtype in arguments.dtype.split(","):
+                yield Engine(threads, pin, dtype)
+
+
 def serve(threads: int, model: str | None, dtype: str) -> None:
-    """Answers lines of streams and tokens by the seconds that they take."""
+    """Answers each load by the seconds that it takes."""
     import quire
 
-    llm = quire.LLM(model, device="cpu", dtype=dtype, threads=threads, max_model_len=1024, verbose=False)
+    llm = quire.LLM(model, device="cpu", dtype=dtype, threads=threads, verbose=False)
     print("= ready", flush=True)
     for line in sys.stdin:
-        streams, tokens = map(int, line.split())
-        sampling = quire.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        prompts = [[(17 * stream + 31 * i) % 1000 + 100 for i in range(16)] for stream in range(streams)]
+        load = Load(*map(int, line.split()))
+        sampling = quire.SamplingParams(temperature=0.0, max_tokens=load.tokens, ignore_eos=True, detokenize=False)
+        prompts = [[(17 * stream + 31 * i) % 1000 + 100 for i in range(load.prompt)] for stream in range(load.streams)]
         llm.reset_prefix_cache()
         begin = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False)
@@ -122,7 +154,7 @@ def _busy(count: int) -> Iterator[None]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [int(part) for part in text.split(",") if part]
 
 
 def _parse() -> argparse.Namespace:
@@ -133,10 +165,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--pin", default="0", help="0, 1, or both by commas: whether each thread has a core of its own")
     parser.add_argument("--neighbours", default="0,1", help="numbers of busy neighbours, by commas")
     parser.add_argument("--streams", default="1,16", help="numbers of requests at once, by commas")
-    parser.add_argument("--tokens", type=int, default=48, help="that each request makes")
+    parser.add_argument("--tokens", type=int, default=48, help="that each of these requests makes")
+    parser.add_argument("--prompts", default="", help="lengths of prompts that are read alone, by commas")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", help="a folder, file or name (the embedded model)")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", default="auto", help="types to compute in, by commas")
     parser.add_argument("--out", type=Path, help="write all figures to this JSON file")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

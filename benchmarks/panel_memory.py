@@ -2,8 +2,9 @@
     [--outputs 256] [--inputs 4096] [--json PATH]
 
 Weights with random levels are packed as the engine packs them: in the panels of integer products (`cpu_weights`
-integer, integer8 and integer16; their bytes are the same on every instruction set), and as levels beside bfloat16 rows
-(dtype bfloat16; the same in tiles and in panels). Products that expand weights to numbers are not listed.
+integer, integer8 and integer16; their bytes are the same on every instruction set), and as levels that are
+multiplied as floats (`cpu_weights` float; the same in tiles and in panels). Products that expand weights to numbers are
+not listed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from benchmarks.report import facts, publish, save
 from quire.config.model import packed_bytes
 from quire.kernels.native.loader import choose_path
-from quire.runtime.layers.native import IntegerProduct, NativeMultiply
+from quire.runtime.layers.native import IntegerProduct, NativeMultiply, PanelProduct
 from quire.runtime.loading.gguf.levels import read_levels
 from quire.runtime.loading.gguf.types import TYPE_BY_NAME
 from quire.runtime.quantization.levels import GROUP, LevelWeight
@@ -71,13 +72,13 @@ def stored_weight(name: str, outputs: int, inputs: int) -> Stored:
 
 def panel_ratio(stored: Stored) -> float:
     """Bytes in the panels of integer products over those of the file."""
-    multiply = IntegerProduct(torch.float32, keeps_weight=False).pack_quantized(stored.weight, None)
+    multiply = IntegerProduct(PanelProduct(torch.float32, keeps_weight=False)).pack_quantized(stored.weight, None)
     assert isinstance(multiply, NativeMultiply)
     return multiply.weight.data.nbytes / stored.num_bytes
 
 
 def level_ratio(stored: Stored) -> float:
-    """The same of levels beside bfloat16 rows."""
+    """The same of levels that are multiplied as floats."""
     weight = stored.weight
     return packed_bytes(weight.levels.numel(), nibbles=weight.nibbles and weight.group >= GROUP) / stored.num_bytes
 
@@ -93,11 +94,11 @@ def main() -> None:
     for name in (*GGUF, *OTHERS):
         stored = stored_weight(name, options.outputs, options.inputs)
         ratios = panel_ratio(stored), level_ratio(stored)
-        data[name] = {"file": stored.num_bytes, "integer": ratios[0], "bfloat16": ratios[1]}
+        data[name] = {"file": stored.num_bytes, "integer": ratios[0], "float": ratios[1]}
         bits = 8 * stored.num_bytes / (options.outputs * options.inputs)
         rows.append([name, f"{bits:.3f}", *(f"{each:.3f}" for each in ratios)])
     title = f"bytes in memory over bytes in the file, {options.outputs} x {options.inputs}, path {choose_path().name}"
-    publish(title, ["format", "bits in the file", "integer products", "beside bfloat16 rows"], rows, where)
+    publish(title, ["format", "bits in the file", "integer products", "cpu_weights float"], rows, where)
     save(options.json, title, where, data)
 
 

@@ -31,7 +31,7 @@ from tiny_models import DEVICE, VOCAB, engine_config, tiny_config
 BLOCK, ROWS = 4, 6
 NUM_REQUESTS = 170 if os.environ.get("QUIRE_TEST_WHOLE") == "1" else 10  # in each of six tests
 TOLERANCE = 0 if DEVICE == "cpu" and why_not_native(torch.float32, torch.device("cpu")) is None else 4e-6
-FLOAT8_TOLERANCE = TOLERANCE if DEVICE == "cpu" else 1e-3  # GPUs multiply keys and values in float8 as float16
+FLOAT8_TOLERANCE = TOLERANCE if DEVICE == "cpu" else 4e-3  # GPUs multiply keys and values in float8 as float16
 LARGE, SMALL = 400, 30  # blocks
 SHORT, LONG = 9, 40  # tokens of the longest answer
 

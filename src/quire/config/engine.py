@@ -111,11 +111,11 @@ class DeviceConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False  # never capture steps as CUDA graphs
     quantization: Quantization | None = None  # of the layers' weights, quantized while loading
-    cpu_weights: CpuWeights = "integer"  # on a CPU in float32: how rows are multiplied by quantized weights
+    cpu_weights: CpuWeights = "integer"  # how a CPU multiplies rows by quantized weights
 
     @property
     def integer_products(self) -> bool:
-        """Whether a CPU multiplies float32 rows by quantized weights in whole numbers."""
+        """Whether a CPU multiplies rows by quantized weights in whole numbers."""
         return self.cpu_weights != "float"
 
 

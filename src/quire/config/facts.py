@@ -68,7 +68,7 @@ class HardwareFacts:
 
     def cpu_dtype(self, *, integer: bool) -> Dtype:
         """Return the type that the CPU computes in by default. `integer`: weights are quantized, and may be multiplied
-        in whole numbers as they are stored. That takes float32 rows; tile units keep such weights in bfloat16 too."""
+        in whole numbers as they are stored. Then rows of bfloat16 save nothing but what tile units do with them."""
         by_integers = integer and self.cpu_path is not None and not self.tile_units
         return "bfloat16" if self.supports_bf16 and not by_integers else "float32"
 

@@ -41,16 +41,17 @@ def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     copied = tied if weight_bytes < DTYPE_BYTES["float32"] else 0
     has_levels, is_native = levels.parameters > 0 and quantization is None, facts.native_refusal is None
     quantizes = quantization in ("int8", "int4")
-    integer = config.device.integer_products and (levels.integer_bytes > 0 if has_levels else quantizes)
+    has_integers = config.device.integer_products and is_native and facts.has_halves(dtype)
+    integer = has_integers and (levels.integer_bytes > 0 if has_levels else quantizes)
     panels = facts.level_panels and facts.has_halves(dtype)
-    keeps_levels = {
-        "float32": is_native and (integer or facts.level_panels),
+    keeps_levels = integer or {
+        "float32": is_native and facts.level_panels,
         "bfloat16": facts.tile_units or panels,
     }.get(dtype, False)
     if has_levels and keeps_levels:
-        is_shared = integer and dtype == "float32" and model.tie_word_embeddings  # the head's panels are the table
+        is_shared = integer and model.tie_word_embeddings  # the head's panels are the table
         beside = 0 if is_shared else _level_table(model) if levels.has_table else copied * weight_bytes
-        held = levels.integer_bytes if integer and dtype == "float32" else levels.num_bytes
+        held = levels.integer_bytes if integer else levels.num_bytes
         return (model.num_parameters - levels.parameters) * weight_bytes + held + beside
     if quantizes and keeps_levels:
         small = model.layer_weights[0]

@@ -1,4 +1,4 @@
-// Products of float32 rows with quantized weights in whole numbers. A row is rounded to 8 or 16 bits (int8_rows.h), 32
+// Products of rows with quantized weights in whole numbers. A row is rounded to 8 or 16 bits (int8_rows.h), 32
 // inputs with a scale of their own; its numbers times weight levels are summed exactly in int32, and only the sums of 32 or
 // 16 inputs become floats.
 //
@@ -28,43 +28,94 @@
 #else
 #include "int8_lines.h"
 #endif
+#ifdef __AMX_INT8__
+#include "int8_tiles.h"
+#endif
 
 namespace {
 
-// Up to INT8_ROWS_AT_ONCE rows; `room` is for them.
-template <int64_t FORMAT>
-void multiply_int8_some(const float* x, const uint8_t* weight, const float* bias, const Product& product, uint8_t* room,
-                        float* out) {
-    using Rows = IntegerRows<FORMAT>;
+// Where the results of a panel go: at most 16 outputs of a row from `out` on.
+template <typename T> struct PanelResults {
+    T* out;
+    const T* bias;  // of these outputs, or null
+    int64_t stride, count;
+
+    template <int N> __attribute__((noinline)) void put_sums(const Floats (&sums)[N][PARTS], int64_t row) const {
+        for (int r = 0; r < N; ++r)
+            for (int64_t part = 0; part * LANES < count; ++part) {
+                const int64_t at = part * LANES, some = std::min(LANES, count - at);
+                const Floats value = sums[r][part];
+                put(out + (row + r) * stride + at, bias == nullptr ? value : rounded<T>(value) + fetch(bias + at, some),
+                    some);
+            }
+    }
+};
+
+// N rows from `row` on times one panel. Whatever type rows have, it is one function, which takes long to compile.
+template <int64_t FORMAT, int N>
+__attribute__((noinline)) void multiply_int8_panel(uint8_t* room, int64_t row, int64_t inputs, const uint8_t* panel,
+                                                   Floats (&sums)[N][PARTS]) {
+    Floats own[N][PARTS] = {};
+    multiply_int8_rows<FORMAT, N>(room + IntegerRows<FORMAT>::bytes(row, inputs), inputs, panel, own);
+    std::memcpy(&sums, &own, sizeof own);
+}
+
+// Rounds rows, MOST of them together, and gives each panel to what `make()` returns, which each thread has for itself.
+template <int64_t FORMAT, int MOST, typename T, typename Make>
+void multiply_int8_by(const T* x, const uint8_t* weight, const T* bias, const Product& product, uint8_t* room, T* out,
+                      Make make) {
     const int64_t panels = (product.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS, inputs = product.inputs;
-    for_each((product.rows + INT8_ROWS - 1) / INT8_ROWS, product.rows * inputs > MANY_NUMBERS / 2, [&](int64_t i) {
-        by_rows<INT8_ROWS>(i * INT8_ROWS, std::min((i + 1) * INT8_ROWS, product.rows), [&](auto n, int64_t row) {
-            Rows::template quantize<n>(x, row, inputs, room);
+    for_each((product.rows + MOST - 1) / MOST, product.rows * inputs > MANY_NUMBERS / 2, [&](int64_t i) {
+        by_rows<MOST>(i * MOST, std::min((i + 1) * MOST, product.rows), [&](auto n, int64_t row) {
+            IntegerRows<FORMAT>::template quantize<n>(x, row, inputs, room);
         });
     });
     const int64_t in_turn = product.panels_in_turn(int8_panel_bytes(FORMAT, inputs));
     share_out(panels, in_turn, product.is_large(), [&] {
-        return [&](int64_t panel) {
-            const uint8_t* own = weight + panel * int8_panel_bytes(FORMAT, inputs);
+        return [&, take = make()](int64_t panel) mutable {
             const int64_t begin = panel * INT8_OUTPUTS, count = std::min(INT8_OUTPUTS, product.outputs - begin);
-            by_rows<INT8_ROWS>(0, product.rows, [&](auto n, int64_t row) {
-                Floats sums[n][PARTS] = {};
-                multiply_int8_rows<FORMAT, n>(room + Rows::bytes(row, inputs), inputs, own, sums);
-                for (int r = 0; r < n; ++r)
-                    for (int64_t part = 0; part * LANES < count; ++part) {
-                        const int64_t at = begin + part * LANES, some = std::min(LANES, count - part * LANES);
-                        const Floats value = sums[r][part];
-                        put(out + (row + r) * product.out_stride + at,
-                            bias == nullptr ? value : value + fetch(bias + at, some), some);
-                    }
+            take(weight + panel * int8_panel_bytes(FORMAT, inputs),
+                 PanelResults<T>{out + begin, bias == nullptr ? nullptr : bias + begin, product.out_stride, count});
+        };
+    });
+}
+
+// Up to INT8_ROWS_AT_ONCE rows; `room` is for them.
+template <int64_t FORMAT, typename T>
+void multiply_int8_some(const T* x, const uint8_t* weight, const T* bias, const Product& product, uint8_t* room, T* out) {
+    const auto multiply = [&](auto n, int64_t row, const uint8_t* panel, const PanelResults<T>& results) {
+        Floats sums[n][PARTS];
+        multiply_int8_panel<FORMAT, n>(room, row, product.inputs, panel, sums);
+        results.put_sums(sums, row);
+    };
+#ifdef __AMX_INT8__
+    if constexpr (has_loose_digits(FORMAT))
+        if (has_tiles && product.rows >= INT8_TILE_ROWS)
+            return multiply_int8_by<FORMAT, INT8_TILE_ROWS>(x, weight, bias, product, room, out, [&] {
+                return [&, tiles = Int8Tiles<FORMAT>(product.inputs)](const uint8_t* panel, const auto& results) mutable {
+                    tiles.take(panel);
+                    by_rows<INT8_TILE_ROWS>(0, product.rows, [&](auto n, int64_t row) {
+                        if constexpr (n == INT8_TILE_ROWS) {
+                            Floats sums[n][PARTS];
+                            tiles.multiply(room + IntegerRows<FORMAT>::bytes(row, product.inputs), sums);
+                            results.put_sums(sums, row);
+                        } else {
+                            multiply(n, row, panel, results);
+                        }
+                    });
+                };
             });
+#endif
+    multiply_int8_by<FORMAT, INT8_ROWS>(x, weight, bias, product, room, out, [&] {
+        return [&](const uint8_t* panel, const auto& results) {
+            by_rows<INT8_ROWS>(0, product.rows, [&](auto n, int64_t row) { multiply(n, row, panel, results); });
         };
     });
 }
 
 // x [rows, inputs] times the weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].
-template <int64_t FORMAT>
-void multiply_int8(const float* x, const uint8_t* weight, const float* bias, const Product& product, float* out) {
+template <int64_t FORMAT, typename T>
+void multiply_int8(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out) {
     static thread_local std::vector<uint8_t> room;
     const int64_t most = std::min(INT8_ROWS_AT_ONCE, product.rows);
     room.resize(std::max<size_t>(room.size(), IntegerRows<FORMAT>::bytes(most, product.inputs)));

@@ -40,11 +40,12 @@ class _Weight:
 
 
 def cut_int8_panels(
-    levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool, byte_rows: bool = False
-) -> PackedWeight:
+    levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool, byte_rows: bool = False,
+    rows: torch.dtype = torch.float32,
+) -> PackedWeight:  # fmt: skip
     """A weight of levels * scale + offset, both shared by 16 or 32 inputs of an output, in as few bits as hold it.
 
-    byte_rows: rows are rounded to 8 bits before they are multiplied by it, not to 16.
+    rows: the type of rows that are multiplied by it; byte_rows: they are rounded to 8 bits before that, not to 16.
 
     levels [outputs, inputs], uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs, groups], float16.
     """
@@ -63,12 +64,12 @@ def cut_int8_panels(
         form.number, weight.levels.data_ptr(), _middle(form, nibbles=nibbles), *(each.data_ptr() for each in factors),
         None if table is None or not form.has_table else table.data_ptr(), outputs, inputs, data.data_ptr(),
     )  # fmt: skip
-    return PackedWeight(torch.float32, form.number, outputs, inputs, data)
+    return PackedWeight(rows, form.number, outputs, inputs, data)
 
 
 def is_int8_format(weight: PackedWeight) -> bool:
     """Whether it was packed by `cut_int8_panels`."""
-    return weight.dtype == torch.float32 and weight.format & ~BYTE_ROWS in _FORMATS
+    return weight.format & ~BYTE_ROWS in _FORMATS
 
 
 def _choose_format(weight: _Weight, table: Tensor | None) -> Int8Format:

@@ -1,4 +1,4 @@
-// Rows of float32 numbers as products in whole numbers take them (int8_panels.h).
+// Rows as products in whole numbers take them (int8_panels.h).
 #pragma once
 
 #include "int8_formats.h"
@@ -78,6 +78,48 @@ template <int64_t FORMAT> inline void store_numbers(const int16_t (&numbers)[INT
     }
 }
 
+// 32 numbers as float32; `room` is for those that are not.
+inline const float* widened(const float* x, float (&)[INT8_GROUP]) { return x; }
+inline const float* widened(const bf16* x, float (&room)[INT8_GROUP]) {
+    for (int64_t i = 0; i < INT8_GROUP; i += LANES) put(room + i, fetch(x + i, LANES), LANES);
+    return room;
+}
+
+// 32 numbers of a row as whole numbers times a scale: with one digit, 256 times these.
+struct Rounded {
+    float scale;
+    bool has_low;
+};
+
+template <int64_t DIGITS> __attribute__((noinline)) Rounded round_group(const float* x, int16_t (&to)[INT8_GROUP]) {
+    typedef int16_t Numbers __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+    constexpr int64_t PIECES = INT8_GROUP / LANES;
+    const float smallest = 1e-30f;  // of what lies closer to 0, the inverse has no room in a float
+    const Floats magic = all(12582912.0f);  // see `exponentials`
+    Words sizes{};  // as whole numbers, so that a NaN is the largest
+    Floats values[PIECES], total{};
+    for (int64_t p = 0; p < PIECES; ++p) {
+        values[p] = load(x + p * LANES);
+        const Words size = (Words)values[p] & 0x7FFFFFFFu;
+        sizes = size > sizes ? size : sizes;
+        total += (Floats)size;
+    }
+    uint32_t bits = 0;
+    for (int64_t i = 0; i < LANES; ++i) bits = std::max<uint32_t>(bits, sizes[i]);
+    float largest;
+    std::memcpy(&largest, &bits, sizeof largest);
+    const bool vanishes = largest < smallest;
+    const bool has_low = DIGITS == 2 || largest * INT8_GROUP > OUTLIER * sum(total);
+    const int32_t steps = has_low ? LARGEST_NUMBER : LARGEST_DIGIT;
+    const Floats inverse = all(vanishes ? 0.0f : steps / largest);
+    for (int64_t p = 0; p < PIECES; ++p) {
+        Ints whole = (Ints)(values[p] * inverse + magic) - (Ints)magic;
+        if (!has_low) whole = whole * 256;
+        *reinterpret_cast<Numbers*>(to + p * LANES) = __builtin_convertvector(whole, Numbers);
+    }
+    return {vanishes ? 0.0f : largest / steps / (has_low ? 1 : 256), has_low};
+}
+
 // Rows as they are multiplied: a row is number * scale. Of n rows that are multiplied together, what belongs to 32 inputs
 // lies in one record, one record behind the other: [n][32] numbers; [n] scales; [n] marks, with loose digits 1 where the
 // row has low ones, and in the first mark twice the distance to the next record where a row has some; then for each weight
@@ -114,10 +156,13 @@ template <int64_t FORMAT> struct IntegerRows {
 
     // Rows [row, row + N) of x [rows, inputs]. To nearest, ties to even. A group with a NaN or an infinity gets such a
     // scale, and so its products are none either.
-    template <int N> static void quantize(const float* x, int64_t row, int64_t inputs, uint8_t* room) {
+    template <int N, typename T> static void quantize(const T* x, int64_t row, int64_t inputs, uint8_t* room) {
         Record<N> record{room + bytes(row, inputs)};
         for (int64_t from = 0; from < inputs; from += INT8_GROUP, record = record.next())
-            for (int64_t r = 0; r < N; ++r) quantize_group(x + (row + r) * inputs + from, record, r);
+            for (int64_t r = 0; r < N; ++r) {
+                float wide[INT8_GROUP];
+                quantize_group(widened(x + (row + r) * inputs + from, wide), record, r);
+            }
         if constexpr (has_loose_digits(FORMAT)) {
             int64_t distance = 1;
             for (int64_t group = inputs / INT8_GROUP - 1; group >= 0; --group, ++distance) {
@@ -138,9 +183,10 @@ template <int64_t FORMAT> struct IntegerRows {
         }
     }
 
-    template <int N> static void quantize_group(const float* x, const Record<N>& record, int64_t r) {
+    template <int N>
+    static __attribute__((noinline)) void quantize_group(const float* x, const Record<N>& record, int64_t r) {
         int16_t numbers[INT8_GROUP];
-        const Rounded rounded = round_group(x, numbers);
+        const Rounded rounded = round_group<digits_of(FORMAT)>(x, numbers);
         store_numbers<FORMAT>(numbers, record.numbers(r));
         // with loose digits, the scale is that of the high ones
         record.scale(r) = (has_loose_digits(FORMAT) ? rounded.scale * 256 : rounded.scale) / unit_of(FORMAT);
@@ -159,40 +205,6 @@ template <int64_t FORMAT> struct IntegerRows {
                 record.begin(r, part, digit) = (has_sum_origin(FORMAT) ? SUM_ORIGIN_BITS : 0) -
                                                zero_of(FORMAT) * (has_loose_digits(FORMAT) ? sums[digit] : sum);
         }
-    }
-
-    struct Rounded {
-        float scale;
-        bool has_low;
-    };
-
-    static Rounded round_group(const float* x, int16_t (&to)[INT8_GROUP]) {
-        typedef int16_t Numbers __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-        constexpr int64_t PIECES = INT8_GROUP / LANES;
-        const float smallest = 1e-30f;  // of what lies closer to 0, the inverse has no room in a float
-        const Floats magic = all(12582912.0f);  // see `exponentials`
-        Words sizes{};  // as whole numbers, so that a NaN is the largest
-        Floats values[PIECES], total{};
-        for (int64_t p = 0; p < PIECES; ++p) {
-            values[p] = load(x + p * LANES);
-            const Words size = (Words)values[p] & 0x7FFFFFFFu;
-            sizes = size > sizes ? size : sizes;
-            total += (Floats)size;
-        }
-        uint32_t bits = 0;
-        for (int64_t i = 0; i < LANES; ++i) bits = std::max<uint32_t>(bits, sizes[i]);
-        float largest;
-        std::memcpy(&largest, &bits, sizeof largest);
-        const bool vanishes = largest < smallest;
-        const bool has_low = digits_of(FORMAT) == 2 || largest * INT8_GROUP > OUTLIER * ::sum(total);
-        const int32_t steps = has_low ? LARGEST_NUMBER : LARGEST_DIGIT;
-        const Floats inverse = all(vanishes ? 0.0f : steps / largest);
-        for (int64_t p = 0; p < PIECES; ++p) {
-            Ints whole = (Ints)(values[p] * inverse + magic) - (Ints)magic;
-            if (!has_low) whole = whole * 256;
-            *reinterpret_cast<Numbers*>(to + p * LANES) = __builtin_convertvector(whole, Numbers);
-        }
-        return {vanishes ? 0.0f : largest / steps / (has_low ? 1 : 256), has_low};
     }
 };
 

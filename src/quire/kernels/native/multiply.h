@@ -13,7 +13,7 @@ template <typename T>
 using Multiply = void (*)(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out);
 
 // The kernel for a weight in whole numbers; ROWS: BYTE_ROWS, or 0.
-template <int64_t ROWS> inline Multiply<float> multiply_int8_for(int64_t format) {
+template <typename T, int64_t ROWS> inline Multiply<T> multiply_int8_of(int64_t format) {
     switch (format) {
         case 4: return multiply_int8<4 | ROWS>;
         case 5: return multiply_int8<5 | ROWS>;
@@ -35,6 +35,11 @@ template <int64_t ROWS> inline Multiply<float> multiply_int8_for(int64_t format)
     }
 }
 
+template <typename T> inline Multiply<T> multiply_int8_for(int64_t format) {
+    if (format & BYTE_ROWS) return multiply_int8_of<T, BYTE_ROWS>(format & ~BYTE_ROWS);
+    return multiply_int8_of<T, 0>(format);
+}
+
 // The kernel for rows of T and a weight of `format` (any number: an unknown one has none), or null.
 template <typename T> Multiply<T> multiply_for(int64_t format);
 
@@ -46,7 +51,7 @@ template <> inline Multiply<float> multiply_for<float>(int64_t format) {  // in 
         case HALVES: return multiply_panels<HALVES>;
         default: break;
     }
-    return format & BYTE_ROWS ? multiply_int8_for<BYTE_ROWS>(format & ~BYTE_ROWS) : multiply_int8_for<0>(format);
+    return multiply_int8_for<float>(format);
 }
 
 // PLAIN: in tiles on tile units, elsewhere as dot products take them; all others but those of tiles in panels.
@@ -56,7 +61,8 @@ template <> inline Multiply<bf16> multiply_for<bf16>(int64_t format) {
             case PLAIN: return multiply_tiles<PLAIN>;
             case NIBBLES: return multiply_tiles<NIBBLES>;
             case BYTES: return multiply_tiles<BYTES>;
-            default: return nullptr;
+            case HALVES: return nullptr;
+            default: return multiply_int8_for<bf16>(format);
         }
 #endif
     switch (format) {
@@ -66,7 +72,7 @@ template <> inline Multiply<bf16> multiply_for<bf16>(int64_t format) {
         case NIBBLES: return multiply_panels<NIBBLES>;
         case BYTES: return multiply_panels<BYTES>;
         case HALVES: return multiply_panels<HALVES>;
-        default: return nullptr;
+        default: return multiply_int8_for<bf16>(format);
     }
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from quire.config.model import CpuWeights
@@ -15,6 +17,9 @@ from quire.runtime.layers.product import (
     UpcastProduct,
     multiplies_natively,
 )
+
+if TYPE_CHECKING:
+    from quire.runtime.layers.native import LevelProduct
 
 
 def choose_product(
@@ -32,7 +37,7 @@ def choose_product(
 
     `triton`: the Triton kernels run this model.
 
-    `cpu_weights`: how a CPU multiplies float32 rows by quantized weights, see IntegerProduct.
+    `cpu_weights`: how a CPU multiplies rows by quantized weights, see IntegerProduct.
     """
     if triton:
         from quire.runtime.layers.skinny import TritonProduct
@@ -47,15 +52,21 @@ def choose_product(
     if why_not_native(dtype, device) is not None or (many_rows and dtype == torch.float32):
         return DenseProduct(dtype) if dtype == torch.float32 and not many_rows else PackedProduct(dtype)
     from quire.kernels.native.ops import has_tile_units
-    from quire.kernels.native.panels import dot_inputs
-    from quire.runtime.layers.native import DotProduct, IntegerProduct, PanelProduct, TileProduct
+    from quire.runtime.layers.native import IntegerProduct
 
-    if dtype == torch.float32 and cpu_weights != "float":
-        return IntegerProduct(dtype, keeps_weight=keeps_weight, cpu_weights=cpu_weights)
+    if many_rows and not has_tile_units():
+        return PackedProduct(dtype)
+    product = _choose_native(dtype, keeps_weight=keeps_weight)
+    return product if many_rows or cpu_weights == "float" else IntegerProduct(product, cpu_weights)
+
+
+def _choose_native(dtype: torch.dtype, *, keeps_weight: bool) -> LevelProduct:
+    from quire.kernels.native.ops import has_tile_units
+    from quire.kernels.native.panels import dot_inputs
+    from quire.runtime.layers.native import DotProduct, PanelProduct, TileProduct
+
     if dtype == torch.bfloat16 and has_tile_units():
         return TileProduct()
-    if dtype == torch.bfloat16 and many_rows:
-        return PackedProduct(dtype)
     if dtype == torch.bfloat16 and dot_inputs():
         return DotProduct()
     return PanelProduct(dtype, keeps_weight=keeps_weight)

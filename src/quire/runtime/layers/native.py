@@ -179,17 +179,23 @@ class DotProduct(PanelProduct):
         return super().pack_levels(weight, bias)
 
 
-class IntegerProduct(PanelProduct):
-    """Rounds float32 rows to 8 or 16 bits, 32 numbers with a scale of their own, and multiplies them in whole numbers
-    by quantized weights. Of rows of 8 bits, 32 numbers with an outlier get 16. The weights stay in the bits that their
-    file has. All others are multiplied as PanelProduct does it.
+class IntegerProduct(LevelProduct):
+    """Rounds rows to 8 or 16 bits, 32 numbers with a scale of their own, and multiplies them in whole numbers by
+    quantized weights. Of rows of 8 bits, 32 numbers with an outlier get 16. The weights stay in the bits that their
+    file has. `others` multiplies by all other weights.
 
     `cpu_weights`: rows get 8 bits where the weight's format says so ("integer"), for all weights ("integer8"), or for
     none ("integer16"). Rows that the checkpoint has rounded in another way before get 16, which hold them."""
 
-    def __init__(self, dtype: torch.dtype, *, keeps_weight: bool, cpu_weights: CpuWeights = "integer") -> None:
-        super().__init__(dtype, keeps_weight=keeps_weight)
-        self._cpu_weights = cpu_weights
+    def __init__(self, others: LevelProduct, cpu_weights: CpuWeights = "integer") -> None:
+        super().__init__(others.held)
+        self._others, self._cpu_weights = others, cpu_weights
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
+        return self._others.pack(weight, bias)
+
+    def pack_levels(self, weight: LevelWeight, bias: Tensor | None) -> Multiply:
+        return self._others.pack_levels(weight, bias)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
         native = weight.as_native(HALF_GROUP) if isinstance(weight, LevelWeight) else None
@@ -198,7 +204,7 @@ class IntegerProduct(PanelProduct):
         by_choice = {"integer8": True, "integer16": False}.get(self._cpu_weights, native.byte_rows)
         panels = cut_int8_panels(
             native.levels, native.scales, native.offsets, nibbles=native.nibbles,
-            byte_rows=by_choice and weight.activations is None,
+            byte_rows=by_choice and weight.activations is None, rows=self.held,
         )  # fmt: skip
         multiply: Multiply = NativeMultiply(panels, bias)
         if native.columns is not None:

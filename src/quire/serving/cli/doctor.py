@@ -159,7 +159,7 @@ def describe_products(facts: HardwareFacts) -> list[tuple[str, str]]:
         halves = f"{facts.cpu_path}, by dot products of bfloat16"
     return [
         ("float32 weights", str(facts.cpu_path)),
-        ("quantized weights", f"{facts.cpu_path}, as stored in the file, float32 rows in whole numbers"),
+        ("quantized weights", f"{facts.cpu_path}, as stored in the file, rows in whole numbers"),
         ("bfloat16 weights", "amx, in tiles" if facts.tile_units else halves),
     ]
 

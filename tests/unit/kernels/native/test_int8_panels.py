@@ -47,9 +47,10 @@ def random_weight(form: str, outputs: int, inputs: int) -> LevelWeight:
     return LevelWeight((levels - middle).to(torch.int8), scales, offsets, nibbles=False)
 
 
-def packed(weight: LevelWeight, bits: int = 16) -> PackedWeight:
-    """`bits`: of the rows."""
-    return cut_int8_panels(weight.levels, weight.scales, weight.offsets, nibbles=weight.nibbles, byte_rows=bits == 8)
+def packed(weight: LevelWeight, bits: int = 16, rows: torch.dtype = torch.float32) -> PackedWeight:
+    """`bits`, `rows`: those of the rows, their type."""
+    factors = weight.scales, weight.offsets
+    return cut_int8_panels(weight.levels, *factors, nibbles=weight.nibbles, byte_rows=bits == 8, rows=rows)
 
 
 def panels_by_torch(weight: LevelWeight, panels: PackedWeight) -> Tensor:
@@ -181,6 +182,18 @@ def test_a_row_gives_the_same_to_the_bit_alone_and_among_any_others(bits: int, f
     assert torch.equal(together[:31], torch.cat([multiply(row[None], panels) for row in x[:31]]))
     for first, count in ((3, 2), (3, 4), (3, 7), (3, 12), (250, 50)):
         assert torch.equal(together[first : first + count], multiply(x[first : first + count].contiguous(), panels))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 45])
+@pytest.mark.parametrize("form", FORMS)
+@BITS
+def test_bfloat16_rows_give_what_float32_ones_give_rounded(bits: int, form: str, rows: int) -> None:
+    weight, halves = random_weight(form, 50, 96), torch.bfloat16
+    x, bias = random_rows(rows, 96).to(halves), torch.randn(50).to(halves)
+    wanted = multiply(x.float(), packed(weight, bits)).to(halves)
+    panels = packed(weight, bits, halves)
+    assert torch.equal(multiply(x, panels), wanted)
+    assert torch.equal(multiply(x, panels, bias), wanted + bias)
 
 
 @BITS

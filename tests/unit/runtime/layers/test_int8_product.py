@@ -26,6 +26,7 @@ from quire.types.errors import ConfigError
 CPU = torch.device("cpu")
 REFUSAL = why_not_native(torch.float32, CPU)
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+PANELS = PanelProduct(torch.float32, keeps_weight=False)
 
 
 PLACES = {  # of float16 factors in a block, where there are not one or two at its beginning
@@ -55,7 +56,7 @@ def test_weights_of_gguf_files_are_multiplied_in_whole_numbers(
     cpu_weights: CpuWeights, error: float, name: str
 ) -> None:
     weight, x = gguf_weight(name, 48, 512), torch.randn(5, 512)
-    integer = IntegerProduct(torch.float32, keeps_weight=False, cpu_weights=cpu_weights).pack_quantized(weight, None)
+    integer = IntegerProduct(PANELS, cpu_weights).pack_quantized(weight, None)
     exact = PanelProduct(torch.float32, keeps_weight=False).pack_quantized(weight, None)
     assert isinstance(integer, NativeMultiply)
     assert is_int8_format(integer.weight)
@@ -72,7 +73,7 @@ def test_weights_of_gguf_files_are_multiplied_in_whole_numbers(
 @pytest.mark.parametrize("cpu_weights", ["integer", "integer8", "integer16"])
 def test_rows_that_other_engines_do_not_round_get_16_bits_unless_8_are_asked_for(cpu_weights: CpuWeights) -> None:
     weight = replace(gguf_weight("Q4_1", 48, 64), byte_rows=False)
-    multiply = IntegerProduct(torch.float32, keeps_weight=False, cpu_weights=cpu_weights).pack_quantized(weight, None)
+    multiply = IntegerProduct(PANELS, cpu_weights).pack_quantized(weight, None)
     assert isinstance(multiply, NativeMultiply)
     assert bool(multiply.weight.format & BYTE_ROWS) == (cpu_weights == "integer8")
 
@@ -101,7 +102,7 @@ def test_weights_take_the_memory_that_is_planned_for_them(first: str, second: st
     names = [first] if second is None else [first, second]
     whole = stack([gguf_weight(name, 32, 512) for name in names])
     assert whole is not None
-    packed = IntegerProduct(torch.float32, keeps_weight=False).pack_quantized(whole, None)
+    packed = IntegerProduct(PANELS).pack_quantized(whole, None)
     assert isinstance(packed, NativeMultiply)
     planned = _integer_bytes(32 * 512 * len(names), [LEVEL_FORMS[name] for name in names])
     tables = 4 * 32 * len(names) if packed.weight.format & 15 == TABLE else 0
@@ -111,7 +112,7 @@ def test_weights_take_the_memory_that_is_planned_for_them(first: str, second: st
 def test_columns_in_another_order_are_multiplied_in_whole_numbers_too() -> None:
     weight, x = gguf_weight("Q4_1", 40, 64), torch.randn(5, 64)
     ordered = replace(weight, columns=torch.randperm(64), byte_rows=False)
-    integer = IntegerProduct(torch.float32, keeps_weight=False).pack_quantized(ordered, None)
+    integer = IntegerProduct(PANELS).pack_quantized(ordered, None)
     wanted = x @ ordered.values().t()
     assert float((integer(x) - wanted).norm() / wanted.norm()) < 1e-4
     assert isinstance(integer, GatheredMultiply)
@@ -121,9 +122,7 @@ def test_columns_in_another_order_are_multiplied_in_whole_numbers_too() -> None:
 
 def test_weights_that_say_how_rows_are_rounded_are_multiplied_by_rows_rounded_so() -> None:
     weight, x = replace(gguf_weight("Q8_0", 40, 64), activations=ActivationScheme("int8")), torch.randn(5, 64)
-    integer, exact = (
-        each(torch.float32, keeps_weight=False).pack_quantized(weight, None) for each in (IntegerProduct, PanelProduct)
-    )
+    integer, exact = (each.pack_quantized(weight, None) for each in (IntegerProduct(PANELS), PANELS))
     assert float((integer(x) - exact(x)).norm() / exact(x).norm()) < 1e-4
     assert isinstance(integer, RoundedMultiply)
     assert isinstance(integer.multiply, NativeMultiply)
@@ -133,7 +132,7 @@ def test_weights_that_say_how_rows_are_rounded_are_multiplied_by_rows_rounded_so
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q6_K"])
 def test_a_tied_head_and_its_table_share_memory(name: str) -> None:
-    weight, product = gguf_weight(name, 70, 256), IntegerProduct(torch.float32, keeps_weight=True)
+    weight, product = gguf_weight(name, 70, 256), IntegerProduct(PanelProduct(torch.float32, keeps_weight=True))
     table = Embedding("embed", 70, 256, product, Placement(torch.float32, CPU))
     assert table.load_quantized("embed.weight", weight)
     first, second = TiedHead(table, product), TiedHead(table, product)
@@ -149,7 +148,7 @@ def test_a_tied_head_and_its_table_share_memory(name: str) -> None:
 
 
 def test_a_table_without_a_head_takes_the_bits_of_its_levels_too() -> None:
-    weight, product = gguf_weight("Q4_K", 70, 256), IntegerProduct(torch.float32, keeps_weight=True)
+    weight, product = gguf_weight("Q4_K", 70, 256), IntegerProduct(PanelProduct(torch.float32, keeps_weight=True))
     table = Embedding("embed", 70, 256, product, Placement(torch.float32, CPU))
     assert table.load_quantized("embed.weight", weight)
     table.finish()

@@ -47,7 +47,7 @@ def test_each_kind_of_weight_is_named_with_what_multiplies_by_it() -> None:
     native = replace(LAPTOP, native_refusal=None, cpu_path="avx2", level_panels=True, supports_bf16=False)
     assert dict(describe_products(native)) == {
         "float32 weights": "avx2",
-        "quantized weights": "avx2, as stored in the file, float32 rows in whole numbers",
+        "quantized weights": "avx2, as stored in the file, rows in whole numbers",
         "bfloat16 weights": "avx2, widened to float32 in registers",
     }
     on_tiles = replace(native, cpu_path="amx", supports_bf16=True, tile_units=True, bf16_dots=True)
