@@ -1,11 +1,11 @@
 """Bytes of weights that a decode step reads in a second on a CPU: python -m benchmarks.weight_bandwidth
-    [--shapes 1.5b,3b] [--bits 4] [--rows 8] [--threads 2] [--repeats 5] [--clock wall] [--json PATH]
+    [--shapes 1.5b,3b] [--bits 4] [--rows 8] [--batch 1] [--threads 2] [--repeats 5] [--clock wall] [--json PATH]
 
-The products of one step of a single stream, by weights in the panels of a Q4_K (or with `--bits 8` Q8_0) file, whose
-row is rounded to 8 bits (with `--rows 16` to 16, as for `cpu_weights="integer16"`), beside a plain sum over the same
-memory, in turns, medians. Panels are filled with one byte: what they hold changes no time. Attention, norms and
-sampling are not in these figures. On a machine that others use too, `--clock cpu --threads 1` counts the seconds of CPU
-time.
+The products of one step of `--batch` streams, by weights in the panels of a Q4_K file (`--bits 2`, 3, 8: Q2_K, Q3_K,
+Q8_0), whose rows are rounded to 8 bits (with `--rows 16` to 16, as for `cpu_weights="integer16"`), beside a plain sum
+over the same memory, in turns, medians. Panels are filled with one byte: what they hold changes no time. Attention,
+norms and sampling are not in these figures. On a machine that others use too, `--clock cpu --threads 1` counts the
+seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from quire.kernels.native.loader import set_threads
 from quire.kernels.native.ops import INT8_OUTPUTS, Int8Format, PackedWeight, multiply, panel_bytes
 
 FILL = 0x11  # as a float16 scale, 6e-4: no product leaves the range of a float
-FORMATS = {4: Int8Format(4, has_offsets=True, by_halves=False), 8: Int8Format(8, has_offsets=False, by_halves=False)}
+FORMATS = {
+    2: Int8Format(2, has_offsets=True, by_halves=True, has_super_blocks=True),
+    3: Int8Format(3, has_offsets=False, by_halves=True, has_super_blocks=True),
+    4: Int8Format(4, has_offsets=True, by_halves=False),
+    8: Int8Format(8, has_offsets=False, by_halves=False),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class Shape:
 
 
 SHAPES = {  # those of Qwen2.5; tiny: to try the benchmark itself
-    "tiny": Shape(layers=2, hidden=64, intermediate=128, key_value=32, vocabulary=512),
+    "tiny": Shape(layers=2, hidden=256, intermediate=512, key_value=32, vocabulary=512),
     "1.5b": Shape(layers=28, hidden=1_536, intermediate=8_960, key_value=256, vocabulary=151_936),
     "3b": Shape(layers=36, hidden=2_048, intermediate=11_008, key_value=256, vocabulary=151_936),
 }
@@ -75,9 +80,11 @@ def read_all(weights: list[PackedWeight]) -> None:
         weight.data[: weight.data.numel() // 4 * 4].view(torch.float32).sum()
 
 
-def measure(weights: list[PackedWeight], repeats: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+def measure(
+    weights: list[PackedWeight], batch: int, repeats: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Bytes per second of the products and of the plain sum, in turns."""
-    rows = {inputs: torch.randn(1, inputs) for inputs in {weight.inputs for weight in weights}}
+    rows = {inputs: torch.randn(batch, inputs) for inputs in {weight.inputs for weight in weights}}
     size = sum(weight.data.numel() for weight in weights)
     work = {"products": lambda: run_step(weights, rows), "read": lambda: read_all(weights)}
     found: dict[str, list[float]] = {name: [] for name in work}
@@ -96,14 +103,14 @@ def main() -> None:
     where, rows, data = facts(), [], {}
     for name in options.shapes.split(","):
         weights = make_weights(SHAPES[name], options.bits, options.rows)
-        data[name] = measure(weights, options.repeats, clock)
+        data[name] = measure(weights, options.batch, options.repeats, clock)
         size = sum(weight.data.numel() for weight in weights)
         products, read = (median(data[name][each]) for each in ("products", "read"))
         rows.append([name, f"{size / 1e9:.2f}", f"{size / products * 1e3:.0f}", f"{products / 1e9:.1f}",
                      f"{read / 1e9:.1f}", f"{products / read:.0%}"])  # fmt: skip
     unit = "of CPU time" if options.clock == "cpu" else "of wall time"
     bits = f"weights of {options.bits} bits, rows of {options.rows}"
-    title = f"products of a decode step, {bits}, {options.threads} threads, seconds {unit}"
+    title = f"products of a decode step, {options.batch} streams, {bits}, {options.threads} threads, seconds {unit}"
     publish(title, ["shape", "GB", "ms a step", "products GB/s", "plain read GB/s", "of it"], rows, where)
     save(options.json, title, where, data)
 
@@ -113,6 +120,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--shapes", default="1.5b,3b", help=f"with commas, of {', '.join(SHAPES)}")
     parser.add_argument("--bits", type=int, choices=sorted(FORMATS), default=4)
     parser.add_argument("--rows", type=int, choices=(8, 16), default=8, help="bits that rows are rounded to")
+    parser.add_argument("--batch", type=int, default=1, help="streams of a step")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")

@@ -33,11 +33,9 @@ SMALL_CHECKS = ("team_checks", "shared_memory_checks")
 MEMORY_CHECKS = (*SMALL_CHECKS, "bf16_dots_checks")
 CHECKS = {"address": MEMORY_CHECKS, "undefined": MEMORY_CHECKS, "thread": (*SMALL_CHECKS, "path_checks")}
 DEFINES = ('-DQUIRE_SOURCE="none"', "-DPLAIN_DOTS")  # dot products of bfloat16 as plain code, which runs anywhere
+KERNELS = "panels int8_panels super_blocks tiles low_rank delta program team message_ring"
 TESTS = [
-    *(
-        f"tests/unit/kernels/native/test_{name}.py"
-        for name in ("panels", "int8_panels", "tiles", "low_rank", "delta", "program", "team", "message_ring")
-    ),
+    *(f"tests/unit/kernels/native/test_{name}.py" for name in KERNELS.split()),
     *(
         f"tests/unit/runtime/{name}.py"
         for name in (

@@ -51,16 +51,28 @@ struct Weight {
         const int32_t middle = offset || bits == 8 || table ? 0 : 1 << (bits - 1);
         std::vector<uint8_t> levels(INPUTS * OUTPUTS), entries(16);
         std::vector<uint16_t> scales(levels.size() / group), offsets(scales.size());
+        std::vector<uint8_t> codes(scales.size());
         for (int32_t i = 0; i < 16; ++i) entries[i] = static_cast<uint8_t>(16 * i - 127 + random.below(16));
         for (uint16_t& scale : scales) scale = to_half(0.01f + 0.001f * random.below(10));
         for (uint16_t& each : offsets) each = to_half(offset ? 0.2f * random.number() : 0.0f);
+        const auto shared_scales = scales, shared_offsets = offsets;  // of which the first ones are taken, one for an output
+        if (has_super_blocks(format))
+            for (size_t i = 0; i < codes.size(); ++i) {
+                codes[i] = static_cast<uint8_t>(offset ? random.below(256) : random.below(64) - 32);
+                const int32_t code = offset ? codes[i] & 15 : static_cast<int8_t>(codes[i]);
+                scales[i] = to_half(from_half(shared_scales[i / (INPUTS / group)]) * static_cast<float>(code));
+                offsets[i] = to_half(from_half(shared_offsets[i / (INPUTS / group)]) * static_cast<float>(codes[i] >> 4));
+                if (!offset) offsets[i] = 0;
+            }
         for (size_t i = 0; i < levels.size(); ++i) {
             int32_t level = bits == 8 ? random.below(255) - 127 : random.below(1 << bits) - middle;
             if (table) level = static_cast<int8_t>(entries[level]);
             levels[i] = static_cast<uint8_t>(level);
             numbers[i] = static_cast<double>(level) * from_half(scales[i / group]) + from_half(offsets[i / group]);
         }
-        quire_pack_int8(format, levels.data(), middle, scales.data(), offsets.data(), entries.data(), OUTPUTS, INPUTS,
+        const bool is_super = has_super_blocks(format);
+        quire_pack_int8(format, levels.data(), middle, (is_super ? shared_scales : scales).data(),
+                        (is_super ? shared_offsets : offsets).data(), entries.data(), codes.data(), OUTPUTS, INPUTS,
                         panels.data());
     }
 };
@@ -87,7 +99,7 @@ double error_of(int64_t format, const Weight& weight, int64_t rows, Random& rand
 int check_products(int64_t threads) {
     Random random{88172645463325252u};
     int faults = 0;
-    for (const int64_t packed : {4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56, 7, 132, 148}) {
+    for (const int64_t packed : {4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56, 7, 132, 148, 291, 306}) {
         const Weight weight(packed, random);
         for (const int64_t rows : {1, 2, 3, 5, 8, 13, 40, -1, -2, -3, -5, -8, -13, -40}) {
             const int64_t format = rows < 0 ? packed | BYTE_ROWS : packed;

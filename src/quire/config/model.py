@@ -218,6 +218,12 @@ def table_bytes(num_weights: int) -> int:
     return num_weights // 32 * 18
 
 
+def super_block_bytes(num_weights: int, bits: int, *, has_offsets: bool) -> int:
+    """Return the bytes of weights in such panels whose factors are held as super-blocks: a byte for 16 weights, and a
+    float16 scale, perhaps an offset too, for 256."""
+    return num_weights * bits // 8 + num_weights // 16 + num_weights // 256 * 2 * (1 + has_offsets)
+
+
 def _fits(bits: int, least: int, most: int, *, has_offsets: bool) -> bool:
     middle = 0 if has_offsets else 1 << (bits - 1)  # the level that is the number 0
     return least + middle >= 0 and most + middle < 1 << bits

@@ -36,6 +36,15 @@ template <typename T> void multiply_by(const PackedLinear& linear, const T* x, i
     multiply_for<T>(linear.format)(x, linear.weight, static_cast<const T*>(linear.bias), product, out);
 }
 
+// Rows by several weights, whose outputs lie side by side.
+template <typename T> void multiply_by_each(const PackedLinear* linears, int64_t count, const T* x, int64_t rows, T* out) {
+    int64_t width = 0;
+    for (int64_t i = 0; i < count; ++i) width += linears[i].outputs;
+    for (const PackedLinear* linear = linears; linear < linears + count; out += linear->outputs, ++linear)
+        multiply_for<T>(linear->format)(x, linear->weight, static_cast<const T*>(linear->bias),
+                                        Product{rows, linear->inputs, linear->outputs, width}, out);
+}
+
 template <typename T> float one(const T* from) { return fetch(from, 1)[0]; }
 
 // Heads of rows by a matrix each: inputs and `rest` numbers side by side to outputs and the same numbers.

@@ -7,8 +7,9 @@ namespace {
 
 // A format of such panels: how many bits, with offsets or without, and whether 16 inputs share a scale or 32; and whether
 // rows that are multiplied by them are rounded to 16 bits, or to 8 but for outliers. Scales and offsets are float16 numbers,
-// each for as many inputs as share it. WIDE: 128 inputs share both.
-constexpr int64_t WITH_OFFSETS = 16, BY_HALVES = 32, BYTE_ROWS = 64, WIDE = 128;
+// each for as many inputs as share it. WIDE: 128 inputs share both. SUPER_BLOCKS: a factor is a code, which is a small whole
+// number, times a float16 number that the factors of 256 inputs share, rounded to float16 (int8_factors.h).
+constexpr int64_t WITH_OFFSETS = 16, BY_HALVES = 32, BYTE_ROWS = 64, WIDE = 128, SUPER_BLOCKS = 256;
 constexpr int64_t TABLE = 7;  // in place of the bits: 4 bits are the place of a signed byte in a table of 16
 constexpr bool has_table(int64_t format) { return (format & 15) == TABLE; }
 constexpr int64_t bits_of(int64_t format) { return has_table(format) ? 4 : format & 15; }  // as it is stored
@@ -28,7 +29,15 @@ constexpr int64_t INT8_OUTPUTS = 16, INT8_GROUP = 32, LINE_BYTES = 64, INT8_LINE
 constexpr bool is_wide(int64_t format) { return (format & WIDE) != 0; }
 constexpr int64_t groups_of_span(int64_t format) { return is_wide(format) ? 4 : 1; }
 
-constexpr int64_t int8_factor_bytes(int64_t format) {  // of a span
+// Of formats with super-blocks: 32 inputs have a byte of codes for each half and output.
+constexpr bool has_super_blocks(int64_t format) { return (format & SUPER_BLOCKS) != 0; }
+constexpr int64_t SUPER_GROUPS = 8;  // times 32 inputs of a super-block
+constexpr int64_t super_factor_bytes(int64_t format) { return INT8_OUTPUTS * 2 * (has_offsets(format) ? 2 : 1); }
+constexpr int64_t super_bytes(int64_t format, int64_t groups) {  // what a panel of so many times 32 inputs has before lines
+    return groups / SUPER_GROUPS * super_factor_bytes(format) + groups * scales_of(format) * INT8_OUTPUTS;
+}
+
+constexpr int64_t int8_factor_bytes(int64_t format) {  // of a span, as float16 numbers
     return INT8_OUTPUTS * 2 * scales_of(format) * (has_offsets(format) ? 2 : 1);
 }
 constexpr int64_t int8_table_bytes(int64_t format) { return has_table(format) ? LINE_BYTES : 0; }  // of a panel
@@ -37,16 +46,21 @@ constexpr int64_t int8_span_bytes(int64_t format) {
     return int8_factor_bytes(format) + groups_of_span(format) * int8_group_bytes(format);
 }
 constexpr int64_t int8_panel_bytes(int64_t format, int64_t inputs) {
-    return int8_table_bytes(format) + inputs / (INT8_GROUP * groups_of_span(format)) * int8_span_bytes(format);
+    const int64_t groups = inputs / INT8_GROUP;
+    if (has_super_blocks(format)) return super_bytes(format, groups) + groups * int8_group_bytes(format);
+    return int8_table_bytes(format) + groups / groups_of_span(format) * int8_span_bytes(format);
 }
 
-// Where a panel of so many times 32 inputs holds what belongs to some 32: bytes from its begin.
+// Where a panel of so many times 32 inputs holds what belongs to some 32: bytes from its begin. With super-blocks, scales and
+// offsets are where `decode_factors` puts them, bytes from there.
 struct GroupPlaces {
     int64_t scales, offsets, lines;
 };
 constexpr GroupPlaces places_of(int64_t format, int64_t groups, int64_t group) {
     const int64_t table = int8_table_bytes(format), lines = int8_group_bytes(format), factors = int8_factor_bytes(format);
     const int64_t each = scales_of(format) * INT8_OUTPUTS * 2, span = group / groups_of_span(format);
+    if (has_super_blocks(format))
+        return {group * factors, group * factors + each, super_bytes(format, groups) + group * lines};
     if (BY_LANES) {
         const int64_t begin = table + span * int8_span_bytes(format);
         return {begin, begin + each, begin + factors + group % groups_of_span(format) * lines};

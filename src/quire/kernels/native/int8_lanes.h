@@ -21,6 +21,18 @@ constexpr int64_t place_of_part(int64_t format, int64_t part) {
     return 16 * (has_paired_outputs(format) ? part % HALF_OF_PARTS : part);
 }
 
+// Line K of 2 bits, and of 3, from the byte lines that hold it.
+template <int K> inline __attribute__((always_inline)) int8x16_t two_bit_line(uint8x16_t line) {
+    if constexpr (K % 4 != 0) line = vshrq_n_u8(line, 2 * (K % 4));
+    return vreinterpretq_s8_u8(K % 4 == 3 ? line : vandq_u8(line, vdupq_n_u8(3)));
+}
+template <int K>
+inline __attribute__((always_inline)) int8x16_t three_bit_line(uint8x16_t line, [[maybe_unused]] uint8x16_t third) {
+    if constexpr (K >= 6) return vreinterpretq_s8_u8(vbslq_u8(vdupq_n_u8(4), vshrq_n_u8(third, K - 2), vshrq_n_u8(line, 6)));
+    if constexpr (K % 2 != 0) line = vshrq_n_u8(line, 3);
+    return vreinterpretq_s8_u8(vandq_u8(line, vdupq_n_u8(7)));
+}
+
 // Line K of 32 inputs, of four outputs, as signed bytes: levels times unit_of(FORMAT), which fills a byte where that takes
 // fewer instructions. UPPER: of paired outputs, upper ones. table: of formats that have one.
 template <int64_t FORMAT, int K, bool UPPER>
@@ -29,6 +41,8 @@ inline __attribute__((always_inline)) int8x16_t signed_line(const uint8_t* from,
     if constexpr (has_paired_outputs(FORMAT))
         return vreinterpretq_s8_u8(vandq_u8(vld1q_u8(from + K * PAIRED_BYTES), vdupq_n_u8(UPPER ? 0xF0 : 15)));
     const auto read = [&](int line) __attribute__((always_inline)) { return vld1q_u8(from + line * LINE_BYTES); };
+    if constexpr (BITS == 2) return two_bit_line<K>(read(K / 4));
+    if constexpr (BITS == 3) return three_bit_line<K>(read(K < 6 ? K / 2 : K - 6), read(2));
     uint8x16_t line = read(BITS == 8 ? K : K % 4);
     if constexpr (unit_of(FORMAT) == 4) {  // 6 bits, 4 times (level - 32)
         uint8x16_t high = veorq_u8(read(4 + K / 4), vdupq_n_u8(0xAA));
@@ -238,43 +252,51 @@ inline __attribute__((always_inline)) void add_digits_of_one(const Record& recor
     });
 }
 
-// N rows times one panel -> sums. A row's sums run over its groups in order, however many rows there are; those of loose low
-// digits come after all others, so that the loop that all rows need knows nothing of them.
+// N rows times one panel, whose factors are where decode_factors says -> sums. A row's sums run over its groups in order,
+// however many rows there are; those of loose low digits come after all others, so that the loop that all rows need knows
+// nothing of them.
 template <int64_t FORMAT, int N>
-inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
+inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, const uint8_t* decoded,
+                               Floats (&sums)[N][PARTS]) {
     using Rows = IntegerRows<FORMAT>;
-    constexpr int64_t SPAN = groups_of_span(FORMAT), SPAN_BYTES = int8_span_bytes(FORMAT);
-    constexpr int64_t GROUP_BYTES = int8_group_bytes(FORMAT);
+    constexpr bool IS_SUPER = has_super_blocks(FORMAT);
+    constexpr int64_t SPAN = groups_of_span(FORMAT), GROUP_BYTES = int8_group_bytes(FORMAT);
+    // from one span to the next: lines, and factors, which lie together but with super-blocks
+    constexpr int64_t SPAN_BYTES = IS_SUPER ? GROUP_BYTES : int8_span_bytes(FORMAT);
+    constexpr int64_t FACTOR_BYTES = IS_SUPER ? int8_factor_bytes(FORMAT) : SPAN_BYTES;
     constexpr int64_t SCALES = places_of(FORMAT, SPAN, 0).scales, OFFSETS = places_of(FORMAT, SPAN, 0).offsets;
-    constexpr int64_t LINES = places_of(FORMAT, SPAN, 0).lines;
+    constexpr int64_t LINES = IS_SUPER ? 0 : places_of(FORMAT, SPAN, 0).lines;
     const int64_t groups = inputs / INT8_GROUP;
+    const uint8_t* first_span = IS_SUPER ? panel + super_bytes(FORMAT, groups) : panel;
     const typename Rows::template Record<N> first{rows};
     int8x16_t table{};
     if constexpr (has_table(FORMAT)) table = vreinterpretq_s8_u8(vld1q_u8(panel));
-    // digit(which, record, where its span begins, which 32 inputs of that): first the high digits of all groups, then the low
-    // ones that there are
+    // digit(which, record, where its span begins, its factors, which 32 inputs of the span): first the high digits of all
+    // groups, then the low ones that there are
     const auto for_digits = [&](auto digit) __attribute__((always_inline)) {
         auto record = first;
-        const uint8_t* span = panel;
-        for (int64_t group = 0; group < groups; group += SPAN, span += SPAN_BYTES)
+        const uint8_t *span = first_span, *factors = decoded;
+        for (int64_t group = 0; group < groups; group += SPAN, span += SPAN_BYTES, factors += FACTOR_BYTES)
             for (int64_t i = 0; i < SPAN; ++i, record = record.next())
-                digit(std::integral_constant<int, 0>{}, record, span, i);
+                digit(std::integral_constant<int, 0>{}, record, span, GroupFactors{factors + SCALES, factors + OFFSETS}, i);
         if constexpr (has_loose_digits(FORMAT))
             Rows::for_low(first, groups, [&](int64_t group, const auto& low) __attribute__((always_inline)) {
-                digit(std::integral_constant<int, 1>{}, low, panel + group / SPAN * SPAN_BYTES, group % SPAN);
+                const uint8_t* own = decoded + group / SPAN * FACTOR_BYTES;
+                digit(std::integral_constant<int, 1>{}, low, first_span + group / SPAN * SPAN_BYTES,
+                      GroupFactors{own + SCALES, own + OFFSETS}, group % SPAN);
             });
     };
     if constexpr (N == 1) {
         Floats own[PARTS] = {};
-        for_digits([&](auto digit, const auto& record, const uint8_t* span, int64_t i) __attribute__((always_inline)) {
+        for_digits([&](auto digit, const auto& record, const uint8_t* span, const GroupFactors& factors,
+                       int64_t i) __attribute__((always_inline)) {
             if constexpr (digit == 0)
                 for (int64_t byte = 0; byte < SPAN_BYTES / SPAN; byte += LINE_BYTES) {
                     const uint8_t* from = span + i * GROUP_BYTES + byte;
                     __builtin_prefetch(from + bytes_ahead(FORMAT));
                     if constexpr (comes_early(FORMAT)) __builtin_prefetch(from + EARLY_BYTES, 0, 2);
                 }
-            add_digits_of_one<FORMAT, digit>(record, span + LINES + i * GROUP_BYTES, table,
-                                             GroupFactors{span + SCALES, span + OFFSETS}, own);
+            add_digits_of_one<FORMAT, digit>(record, span + LINES + i * GROUP_BYTES, table, factors, own);
         });
         unroll<PARTS>([&](auto part) __attribute__((always_inline)) { sums[0][part] = own[part]; });
     } else {  // the sums of four outputs stay in registers; the panel stays in the first cache
@@ -283,10 +305,10 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
             for (int64_t part = kind * PARTS / KINDS; part < (kind + 1) * PARTS / KINDS; ++part) {
                 const int64_t line = LINES + place_of_part(FORMAT, part);
                 Floats own[N] = {};
-                for_digits([&](auto digit, const auto& record, const uint8_t* span,
+                for_digits([&](auto digit, const auto& record, const uint8_t* span, const GroupFactors& factors,
                                int64_t i) __attribute__((always_inline)) {
-                    add_group<FORMAT, digit, kind == 1>(record, span + line + i * GROUP_BYTES, table,
-                                                        GroupFactors{span + SCALES, span + OFFSETS}, part * LANES, own);
+                    add_group<FORMAT, digit, kind == 1>(record, span + line + i * GROUP_BYTES, table, factors, part * LANES,
+                                                        own);
                 });
                 unroll<N>([&](auto r) __attribute__((always_inline)) { sums[r][part] = own[r]; });
             }

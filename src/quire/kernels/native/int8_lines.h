@@ -42,6 +42,23 @@ template <int AT, int COUNT, int TO> inline Bytes moved_bits(Bytes line) {
     return (Bytes)moved & static_cast<uint8_t>(((1 << COUNT) - 1) << TO);
 }
 
+// Lines of 2 bits, of one register's outputs: a byte of two lines holds four levels.
+inline void load_two_bit_lines(const uint8_t* from, Bytes (&lines)[INT8_LINES]) {
+    unroll<8>([&](auto k) { lines[k] = moved_bits<2 * (k % 4), 2, 0>(load_line(from + k / 4 * LINE_BYTES)); });
+}
+
+// Lines of 3 bits: a byte of three lines holds two whole levels; what is left of the three, the levels of lines 6 and 7.
+inline void load_three_bit_lines(const uint8_t* from, Bytes (&lines)[INT8_LINES]) {
+    Bytes stored[3];
+    unroll<3>([&](auto j) {
+        stored[j] = load_line(from + j * LINE_BYTES);
+        lines[2 * j] = moved_bits<0, 3, 0>(stored[j]);
+        lines[2 * j + 1] = moved_bits<3, 3, 0>(stored[j]);
+    });
+    lines[6] = moved_bits<6, 2, 0>(stored[0]) | moved_bits<6, 1, 2>(stored[2]);
+    lines[7] = moved_bits<6, 2, 0>(stored[1]) | moved_bits<7, 1, 2>(stored[2]);
+}
+
 // Lines of 32 inputs, of one register's outputs.
 template <int64_t FORMAT>
 inline void load_lines(const uint8_t* from, [[maybe_unused]] const Bytes& table, Bytes (&lines)[INT8_LINES]) {
@@ -53,6 +70,8 @@ inline void load_lines(const uint8_t* from, [[maybe_unused]] const Bytes& table,
         });
         return;
     }
+    if constexpr (BITS == 2) return load_two_bit_lines(from, lines);
+    if constexpr (BITS == 3) return load_three_bit_lines(from, lines);
     unroll<4>([&](auto k) {
         const Bytes both = load_line(from + k * LINE_BYTES);
         lines[k] = both & static_cast<uint8_t>(15);
@@ -212,10 +231,11 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
     });
 }
 
-// N rows times one panel -> sums. A row's sums run over its groups in order, however many rows there are; those of loose low
-// digits come after all others.
+// N rows times one panel, whose factors are where decode_factors says -> sums. A row's sums run over its groups in order,
+// however many rows there are; those of loose low digits come after all others.
 template <int64_t FORMAT, int N>
-inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, Floats (&sums)[N][PARTS]) {
+inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, const uint8_t* decoded,
+                               Floats (&sums)[N][PARTS]) {
     using Rows = IntegerRows<FORMAT>;
     const int64_t groups = inputs / INT8_GROUP;
     const typename Rows::template Record<N> first{rows};
@@ -223,7 +243,7 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
     if constexpr (has_table(FORMAT)) table = load_table(panel);
     const auto add = [&](auto digit, int64_t group, const auto& record) __attribute__((always_inline)) {
         const GroupPlaces places = places_of(FORMAT, groups, group);
-        const GroupFactors factors{panel + places.scales, panel + places.offsets};
+        const GroupFactors factors{decoded + places.scales, decoded + places.offsets};
         add_group<FORMAT, digit>(record, panel + places.lines, table, factors, sums);
     };
     auto record = first;

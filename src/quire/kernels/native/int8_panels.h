@@ -3,17 +3,23 @@
 // 16 inputs become floats.
 //
 // A weight is level * scale + offset. The weight [outputs, inputs] is cut into panels of 16 outputs, padded with zeros,
-// so that its bytes are those of the file, and at most a tenth more, but for Q4_K, Q2_K and Q3_K: 1.11 of the file, as offsets
-// are float16 numbers (bytes, as the file has them, cost 4 % of the speed), 2.29 and 1.46, as levels have 4 bits. A panel is
+// so that its bytes are those of the file, and at most a tenth more, but for Q4_K: 1.11 of the file, as offsets are float16
+// numbers (bytes, as the file has them, cost 4 % of the speed). A panel is
 //   table    of formats that have one: 16 signed bytes, then zeros up to 64;
 //   scales   [inputs / 32 or 16; wide: / 128][16 outputs], float16;
 //   offsets  likewise, in formats that have them;
 //   lines    for each 32 inputs eight lines of levels, 64 bytes each: byte 4 o + j of line k is input 4 k + j of output o.
 // With ARM's dot products, scales, offsets and lines of 32 inputs lie together, then those of the next 32: memory is read in
-// one stream. Factors that 128 inputs share come before the lines of all these.
+// one stream. Factors that 128 inputs share come before the lines of all these. With super-blocks (Q2_K, Q3_K) a panel is
+//   shared   [inputs / 256][scales, offsets where there are such][16 outputs], float16;
+//   codes    [inputs / 16][16 outputs], a byte: a signed one of the scale; with offsets, four bits of the scale, and four of
+//            the offset in the high half;
+//   lines    as above.
 //
-// Lines of 8 bits are signed bytes. Lines of fewer bits are unsigned: four bytes lines hold lines 0-3 in the low halves
-// and lines 4-7 in the high ones; behind them the fifth bits of all lines (bit k: of line k), or the fifth and sixth ones
+// Lines of 8 bits are signed bytes. Lines of fewer bits are unsigned. Of 2 bits, two byte lines hold lines 0-3 and 4-7, the
+// lowest bits first. Of 3 bits, byte line j of three holds line 2 j in its bits 0-2 and line 2 j + 1 in bits 3-5; bits 6 and 7
+// of byte lines 0 and 1 are the low bits of lines 6 and 7, those of byte line 2 their third bits. Of 4 bits and more, four
+// byte lines hold lines 0-3 in the low halves and lines 4-7 in the high ones; behind them the fifth bits of all lines (bit k: of line k), or the fifth and sixth ones
 // in two lines (bits 2 k and 2 k + 1 of the first one: of line k, of the second one: of line 4 + k). Without offsets the
 // middle level, 1 << (bits - 1), is the number 0. With a table, levels are its entries, and lines hold their places in it.
 //
@@ -53,10 +59,10 @@ template <typename T> struct PanelResults {
 
 // N rows from `row` on times one panel. Whatever type rows have, it is one function, which takes long to compile.
 template <int64_t FORMAT, int N>
-__attribute__((noinline)) void multiply_int8_panel(uint8_t* room, int64_t row, int64_t inputs, const uint8_t* panel,
+__attribute__((noinline)) void multiply_int8_panel(uint8_t* room, int64_t row, int64_t inputs, const PanelBytes& panel,
                                                    Floats (&sums)[N][PARTS]) {
     Floats own[N][PARTS] = {};
-    multiply_int8_rows<FORMAT, N>(room + IntegerRows<FORMAT>::bytes(row, inputs), inputs, panel, own);
+    multiply_int8_rows<FORMAT, N>(room + IntegerRows<FORMAT>::bytes(row, inputs), inputs, panel.begin, panel.factors, own);
     std::memcpy(&sums, &own, sizeof own);
 }
 
@@ -73,8 +79,10 @@ void multiply_int8_by(const T* x, const uint8_t* weight, const T* bias, const Pr
     const int64_t in_turn = product.panels_in_turn(int8_panel_bytes(FORMAT, inputs));
     share_out(panels, in_turn, product.is_large(), [&] {
         return [&, take = make()](int64_t panel) mutable {
+            static thread_local std::vector<uint8_t> factors;
+            const uint8_t* own = weight + panel * int8_panel_bytes(FORMAT, inputs);
             const int64_t begin = panel * INT8_OUTPUTS, count = std::min(INT8_OUTPUTS, product.outputs - begin);
-            take(weight + panel * int8_panel_bytes(FORMAT, inputs),
+            take(PanelBytes{own, decode_factors(FORMAT, own, inputs, factors)},
                  PanelResults<T>{out + begin, bias == nullptr ? nullptr : bias + begin, product.out_stride, count});
         };
     });
@@ -83,7 +91,7 @@ void multiply_int8_by(const T* x, const uint8_t* weight, const T* bias, const Pr
 // Up to INT8_ROWS_AT_ONCE rows; `room` is for them.
 template <int64_t FORMAT, typename T>
 void multiply_int8_some(const T* x, const uint8_t* weight, const T* bias, const Product& product, uint8_t* room, T* out) {
-    const auto multiply = [&](auto n, int64_t row, const uint8_t* panel, const PanelResults<T>& results) {
+    const auto multiply = [&](auto n, int64_t row, const PanelBytes& panel, const PanelResults<T>& results) {
         Floats sums[n][PARTS];
         multiply_int8_panel<FORMAT, n>(room, row, product.inputs, panel, sums);
         results.put_sums(sums, row);
@@ -92,7 +100,7 @@ void multiply_int8_some(const T* x, const uint8_t* weight, const T* bias, const 
     if constexpr (has_loose_digits(FORMAT))
         if (has_tiles && product.rows >= INT8_TILE_ROWS)
             return multiply_int8_by<FORMAT, INT8_TILE_ROWS>(x, weight, bias, product, room, out, [&] {
-                return [&, tiles = Int8Tiles<FORMAT>(product.inputs)](const uint8_t* panel, const auto& results) mutable {
+                return [&, tiles = Int8Tiles<FORMAT>(product.inputs)](const PanelBytes& panel, const auto& results) mutable {
                     tiles.take(panel);
                     by_rows<INT8_TILE_ROWS>(0, product.rows, [&](auto n, int64_t row) {
                         if constexpr (n == INT8_TILE_ROWS) {
@@ -107,7 +115,7 @@ void multiply_int8_some(const T* x, const uint8_t* weight, const T* bias, const 
             });
 #endif
     multiply_int8_by<FORMAT, INT8_ROWS>(x, weight, bias, product, room, out, [&] {
-        return [&](const uint8_t* panel, const auto& results) {
+        return [&](const PanelBytes& panel, const auto& results) {
             by_rows<INT8_ROWS>(0, product.rows, [&](auto n, int64_t row) { multiply(n, row, panel, results); });
         };
     });
@@ -133,7 +141,11 @@ inline int32_t stored_level(int64_t format, const uint8_t* table, const uint8_t*
     const auto byte = [&](int64_t of) -> int32_t { return lines[of * LINE_BYTES + 4 * place + at]; };
     if (bits == 8) return static_cast<int8_t>(byte(line));
     int32_t level;
-    if (has_paired_outputs(format)) {
+    if (bits == 2) {
+        level = byte(line / 4) >> 2 * (line % 4) & 3;
+    } else if (bits == 3) {
+        level = line < 6 ? byte(line / 2) >> 3 * (line % 2) & 7 : byte(line - 6) >> 6 | (byte(2) >> line & 1) << 2;
+    } else if (has_paired_outputs(format)) {
         const int32_t both = lines[line * PAIRED_BYTES + 4 * (place % (INT8_OUTPUTS / 2)) + at];
         level = place < INT8_OUTPUTS / 2 ? both & 15 : both >> 4 ^ 8;
     } else {
@@ -154,13 +166,15 @@ inline bool read_int8_rows(int64_t format, const uint8_t* panels, const int64_t*
         if (places[row] < 0 || places[row] >= product.outputs) return false;
     const int64_t groups = inputs / INT8_GROUP, scales = scales_of(format), each = INT8_GROUP / scales;
     for_each(count, count * inputs > MANY_NUMBERS, [&](int64_t row) {
+        static thread_local std::vector<uint8_t> factors;
         const uint8_t* panel = panels + places[row] / INT8_OUTPUTS * int8_panel_bytes(format, inputs);
+        const uint8_t* decoded = decode_factors(format, panel, inputs, factors);
         const int64_t place = places[row] % INT8_OUTPUTS;
         for (int64_t part = 0; part < groups * scales; ++part) {
             const GroupPlaces places = places_of(format, groups, part / scales);
             const int64_t half = part % scales;
             const auto factor = [&](int64_t first) {
-                const uint8_t* own = panel + first + 2 * (half * INT8_OUTPUTS + place / LANES * LANES);
+                const uint8_t* own = decoded + first + 2 * (half * INT8_OUTPUTS + place / LANES * LANES);
                 return load_float16(own)[place % LANES];
             };
             const float scale = factor(places.scales), offset = has_offsets(format) ? factor(places.offsets) : 0.0f;

@@ -1,4 +1,4 @@
-"""Quantized weights in the layout of int8_panels.h, which integer products multiply by: 4 to 8 bits per level."""
+"""Quantized weights in the layout of int8_panels.h, which integer products multiply by: 2 to 8 bits per level."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from quire.kernels.native.ops import (
     BYTE_ROWS,
     INT8_GROUP,
     INT8_OUTPUTS,
+    SUPER_BLOCK,
     WIDE_GROUP,
     Int8Format,
     PackedWeight,
@@ -22,7 +23,10 @@ HALF_GROUP = 16  # the fewest inputs of a weight that share a scale
 _MIDDLE = 8  # the level of nibbles that is the number 0 where there are no offsets
 _TABLE_SIZE = 16
 _SAMPLE = 1 << 12  # levels that are looked at before all others are
-_FORMATS = frozenset({4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56, 7, 132, 148})
+_FORMATS = frozenset({4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56, 7, 132, 148, 291, 306})
+_TWO_BITS = Int8Format(2, has_offsets=True, by_halves=True, has_super_blocks=True)
+_THREE_BITS = Int8Format(3, has_offsets=False, by_halves=True, has_super_blocks=True)
+_SIX_BIT_CODES, _FOUR_BIT_CODES = (-32, 31), (0, 15)  # the least and the most that there are in files
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,22 @@ class _Weight:
     @property
     def group(self) -> int:
         return self.levels.shape[1] // self.scales.shape[1]
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Of nibbles: whether level 8 is the number 0 everywhere."""
+        return bool((self.offsets.float() == -_MIDDLE * self.scales.float()).all())
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """How a weight is packed: its format, and what the packing reads besides its levels."""
+
+    form: Int8Format
+    scales: Tensor
+    offsets: Tensor
+    table: Tensor | None = None  # [16], int8
+    codes: Tensor | None = None  # [outputs, inputs / 16], int8: of factors in super-blocks
 
 
 def cut_int8_panels(
@@ -56,15 +76,23 @@ def cut_int8_panels(
     if scales.dtype != torch.float16 or offsets.dtype != torch.float16 or levels.element_size() != 1:
         raise ValueError(f"levels of a byte, scales in float16, not {levels.dtype} and {scales.dtype}")
     weight = _Weight(levels.contiguous(), scales, offsets, nibbles)
-    table = None if nibbles else _find_table(weight)
-    form = replace(_choose_format(weight, table), byte_rows=byte_rows)
+    packing = _find_super_blocks(weight) or _choose_packing(weight)
+    form = replace(packing.form, byte_rows=byte_rows)
     data = torch.empty(-(-outputs // INT8_OUTPUTS) * panel_bytes(form, inputs), dtype=torch.uint8)
-    factors = _factors(weight, form)  # read by the packing until it returns
+    read = (packing.scales, packing.offsets, packing.table, packing.codes)
     open_library().quire_pack_int8(
-        form.number, weight.levels.data_ptr(), _middle(form, nibbles=nibbles), *(each.data_ptr() for each in factors),
-        None if table is None or not form.has_table else table.data_ptr(), outputs, inputs, data.data_ptr(),
+        form.number, weight.levels.data_ptr(), _middle(form, nibbles=nibbles),
+        *(None if each is None else each.data_ptr() for each in read), outputs, inputs, data.data_ptr(),
     )  # fmt: skip
     return PackedWeight(rows, form.number, outputs, inputs, data)
+
+
+def join_panels(first: PackedWeight, second: PackedWeight) -> PackedWeight | None:
+    """Two weights of the same inputs as one, outputs one behind the other; None where their formats differ, or where
+    the first one ends within a panel."""
+    if first.outputs % INT8_OUTPUTS or (first.dtype, first.format) != (second.dtype, second.format):
+        return None
+    return replace(first, outputs=first.outputs + second.outputs, data=torch.cat((first.data, second.data)))
 
 
 def is_int8_format(weight: PackedWeight) -> bool:
@@ -72,11 +100,49 @@ def is_int8_format(weight: PackedWeight) -> bool:
     return weight.format & ~BYTE_ROWS in _FORMATS
 
 
+def _choose_packing(weight: _Weight) -> _Packing:
+    table = None if weight.nibbles else _find_table(weight)
+    form = _choose_format(weight, table)
+    step = WIDE_GROUP // INT8_GROUP if form.is_wide else 1
+    scales, offsets = (each[:, ::step].contiguous() for each in (weight.scales, weight.offsets))
+    return _Packing(form, scales, offsets, table if form.has_table else None)
+
+
+def _find_super_blocks(weight: _Weight) -> _Packing | None:
+    """How a weight of a Q2_K or Q3_K tensor is packed, or one of which all that the panels hold is the same; None:
+    another one."""
+    if not weight.nibbles or weight.group != HALF_GROUP or weight.levels.shape[1] % SUPER_BLOCK:
+        return None
+    low, high = (int(each) for each in weight.levels.aminmax())
+    if high < 1 << _TWO_BITS.bits:
+        scales = _find_codes(weight.scales, *_FOUR_BIT_CODES)
+        offsets = None if scales is None else _find_codes(weight.offsets, *_FOUR_BIT_CODES)
+        if scales is not None and offsets is not None:
+            return _Packing(_TWO_BITS, scales[0], offsets[0], codes=scales[1] | offsets[1] << 4)
+    half = 1 << _THREE_BITS.bits - 1
+    if low >= _MIDDLE - half and high < _MIDDLE + half and weight.is_symmetric:
+        scales = _find_codes(weight.scales, *_SIX_BIT_CODES)
+        if scales is not None:
+            return _Packing(_THREE_BITS, scales[0], scales[0], codes=scales[1])
+    return None
+
+
+def _find_codes(factors: Tensor, least: int, most: int) -> tuple[Tensor, Tensor] | None:
+    """Factors of 16 inputs each as whole numbers between `least` and `most`, int8 [outputs, groups], times float16
+    numbers [outputs, super-blocks], to the bit; None: they are not such products."""
+    factors = factors.contiguous()
+    shared = torch.empty(len(factors), factors.shape[1] * HALF_GROUP // SUPER_BLOCK, dtype=torch.float16)
+    codes = torch.empty(factors.shape, dtype=torch.int8)
+    found = open_library().quire_find_super_blocks(
+        factors.data_ptr(), shared.numel(), least, most, shared.data_ptr(), codes.data_ptr()
+    )
+    return (shared, codes) if found else None
+
+
 def _choose_format(weight: _Weight, table: Tensor | None) -> Int8Format:
     by_halves, nibbles = weight.group == HALF_GROUP, weight.nibbles
     if nibbles:
-        is_symmetric = bool((weight.offsets.float() == -_MIDDLE * weight.scales.float()).all())
-        return Int8Format(4, not is_symmetric, by_halves, is_wide=not by_halves and _is_wide(weight))
+        return Int8Format(4, not weight.is_symmetric, by_halves, is_wide=not by_halves and _is_wide(weight))
     has_offsets = bool((weight.offsets != 0).any())
     low, high = (int(each) for each in weight.levels.aminmax())
     for bits in (4, 5, 6):
@@ -115,9 +181,3 @@ def _middle(form: Int8Format, *, nibbles: bool) -> int:
     if form.has_table or form.bits == 8 or form.has_offsets:
         return 0
     return (1 << (form.bits - 1)) - (_MIDDLE if nibbles else 0)
-
-
-def _factors(weight: _Weight, form: Int8Format) -> list[Tensor]:
-    """Scales and offsets as the packing takes them."""
-    step = WIDE_GROUP // INT8_GROUP if form.is_wide else 1
-    return [each[:, ::step].contiguous() for each in (weight.scales, weight.offsets)]

@@ -1,7 +1,7 @@
 // Rows as products in whole numbers take them (int8_panels.h).
 #pragma once
 
-#include "int8_formats.h"
+#include "int8_factors.h"
 
 namespace {
 
@@ -33,7 +33,7 @@ constexpr int32_t zero_of(int64_t format) {
     if (has_paired_outputs(format)) return has_offsets(format) ? -128 : middle;
     if (level_bits_of(format) == 8) return UNSIGNED_LEVELS ? 128 : 0;
     // by lanes, levels become signed where that is no more work than adding to the sums of a row, or of several rows
-    if (BY_LANES && (digits_of(format) == 2 || bits_of(format) == 5)) return 0;
+    if (BY_LANES && bits_of(format) > 4 && (digits_of(format) == 2 || bits_of(format) == 5)) return 0;
     return middle;
 }
 

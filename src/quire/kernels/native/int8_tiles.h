@@ -28,7 +28,7 @@ template <int64_t FORMAT> class Int8Tiles {
 
     const int64_t groups_;
     uint8_t* levels_;  // [groups][8 lines][64 bytes]
-    const uint8_t* panel_ = nullptr;
+    PanelBytes panel_{};
     TilesInUse in_use_{int8_tile_shapes(SCALES)};
 
     // Part `half` of 32 inputs: the digits of 16 rows times levels -> sums [16 rows][16 outputs].
@@ -54,7 +54,7 @@ template <int64_t FORMAT> class Int8Tiles {
     void add(int64_t group, int64_t half, const Record& record, const int32_t* whole, Floats (&sums)[INT8_TILE_ROWS]) const {
         constexpr float UNIT = DIGIT == 0 ? 1.0f : 1.0f / 256;
         const GroupPlaces places = places_of(FORMAT, groups_, group);
-        const GroupFactors factors{panel_ + places.scales, panel_ + places.offsets};
+        const GroupFactors factors{panel_.factors + places.scales, panel_.factors + places.offsets};
         const Floats scale = factors.scale(half, 0);
         Floats offset{};
         if constexpr (has_offsets(FORMAT) && DIGIT == 0) offset = factors.offset(half, 0);
@@ -73,13 +73,13 @@ template <int64_t FORMAT> class Int8Tiles {
         levels_ = aligned_room(room, groups_ * GROUP_BYTES);
     }
 
-    void take(const uint8_t* panel) {
+    void take(const PanelBytes& panel) {
         panel_ = panel;
         Bytes table{};
-        if constexpr (has_table(FORMAT)) table = load_table(panel);
+        if constexpr (has_table(FORMAT)) table = load_table(panel.begin);
         for (int64_t group = 0; group < groups_; ++group) {
             Bytes lines[INT8_LINES];
-            load_lines<FORMAT>(panel + places_of(FORMAT, groups_, group).lines, table, lines);
+            load_lines<FORMAT>(panel.begin + places_of(FORMAT, groups_, group).lines, table, lines);
             unroll<INT8_LINES>([&](auto k) {
                 _mm512_store_si512(levels_ + group * GROUP_BYTES + k * LINE_BYTES, (__m512i)lines[k]);
             });

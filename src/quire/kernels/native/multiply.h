@@ -28,6 +28,9 @@ template <typename T, int64_t ROWS> inline Multiply<T> multiply_int8_of(int64_t 
         case 8 | BY_HALVES: return multiply_int8<8 | BY_HALVES | ROWS>;
         case 4 | WITH_OFFSETS | BY_HALVES: return multiply_int8<4 | WITH_OFFSETS | BY_HALVES | ROWS>;
         case 8 | WITH_OFFSETS | BY_HALVES: return multiply_int8<8 | WITH_OFFSETS | BY_HALVES | ROWS>;
+        case 3 | BY_HALVES | SUPER_BLOCKS: return multiply_int8<3 | BY_HALVES | SUPER_BLOCKS | ROWS>;
+        case 2 | WITH_OFFSETS | BY_HALVES | SUPER_BLOCKS:
+            return multiply_int8<2 | WITH_OFFSETS | BY_HALVES | SUPER_BLOCKS | ROWS>;
         case TABLE: return multiply_int8<TABLE | ROWS>;
         case 4 | WIDE: return multiply_int8<4 | WIDE | ROWS>;
         case 4 | WITH_OFFSETS | WIDE: return multiply_int8<4 | WITH_OFFSETS | WIDE | ROWS>;

@@ -21,9 +21,10 @@ STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
 ROW_INPUTS = 16  # `multiply_rows` takes a multiple of them
 INT8_GROUP = 32  # inputs of a row that share a scale, see int8_panels.h
 WIDE_GROUP = 128  # inputs that share a scale in wide formats
+SUPER_BLOCK = 256  # inputs whose factors share a float16 number in formats with super-blocks
 INT8_OUTPUTS = 16  # of a panel
 _TABLE_BYTES = 64  # of a panel that has a table
-_WITH_OFFSETS, _BY_HALVES, BYTE_ROWS, _WIDE = 16, 32, 64, 128  # of a format, besides its bits
+_WITH_OFFSETS, _BY_HALVES, BYTE_ROWS, _WIDE, _SUPER_BLOCKS = 16, 32, 64, 128, 256  # of a format, besides its bits
 TABLE = 7  # in place of its bits
 
 
@@ -211,15 +212,24 @@ class Int8Format:
     byte_rows: bool = False  # rows are rounded to 8 bits, not to 16
     is_wide: bool = False  # 128 inputs share a scale and an offset
     has_table: bool = False  # 4 bits are a level's place in a table
+    has_super_blocks: bool = False  # factors are codes, a byte for 16 inputs, times a number that 256 inputs share
 
     @property
     def number(self) -> int:
         parts = _WITH_OFFSETS * self.has_offsets + _BY_HALVES * self.by_halves + BYTE_ROWS * self.byte_rows
-        return (TABLE if self.has_table else self.bits) + parts + _WIDE * self.is_wide
+        return (
+            (TABLE if self.has_table else self.bits)
+            + parts
+            + _WIDE * self.is_wide
+            + _SUPER_BLOCKS * self.has_super_blocks
+        )
 
 
 def panel_bytes(form: Int8Format, inputs: int) -> int:
     """Bytes of 16 outputs."""
+    if form.has_super_blocks:
+        shared = inputs // SUPER_BLOCK * 2 * (1 + form.has_offsets)
+        return INT8_OUTPUTS * (shared + inputs // (INT8_GROUP // 2) + inputs * form.bits // 8)
     group = WIDE_GROUP if form.is_wide else INT8_GROUP // (1 + form.by_halves)
     factors = inputs // group * 2 * (1 + form.has_offsets)
     return INT8_OUTPUTS * (factors + inputs * form.bits // 8) + _TABLE_BYTES * form.has_table

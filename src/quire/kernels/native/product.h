@@ -42,4 +42,24 @@ inline Floats load_float16(const uint8_t* from) {
 #endif
 }
 
+// LANES numbers in the range of float16 -> float16, to nearest, ties to even.
+inline void store_float16(uint8_t* to, Floats value) {
+#ifdef __aarch64__
+    vst1_u8(to, vreinterpret_u8_f16(vcvt_f16_f32((float32x4_t)value)));
+#elif defined(__AVX512F__)
+    const __m256i halves = _mm512_maskz_cvtps_ph(0xFFFF, (__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
+#elif defined(__F16C__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+#else
+    const Words bits = (Words)value, size = bits & 0x7FFFFFFFu;
+    const Words normal = (size + 0xFFFu + (size >> 13 & 1u) - (112u << 23)) >> 13;
+    const Words small = (Words)((Floats)size + 0.5f) - 0x3F000000u;  // 0.5: its last bit is the smallest float16 number
+    const Words is_small = (Words)((Floats)size < 6.103515625e-5f);
+    const Words halves = (is_small & small) | (~is_small & normal) | (bits >> 16 & 0x8000u);
+    const Halves narrow = narrowed(halves);
+    std::memcpy(to, &narrow, sizeof narrow);
+#endif
+}
+
 }  // namespace

@@ -130,7 +130,7 @@ template <typename T> struct Interpreter {
     }
 
     void multiply(const Operation& op) const {
-        multiply_by(*static_cast<const PackedLinear*>(op.weight), at(op.x), run.rows, at(op.out));
+        multiply_by_each(static_cast<const PackedLinear*>(op.weight), op.groups, at(op.x), run.rows, at(op.out));
     }
 
     void multiply_by_heads(const Operation& op) const {
@@ -285,8 +285,8 @@ template <typename T> bool can_multiply(const Operation* operations, int64_t cou
             const PackedExperts& experts = *static_cast<const PackedExperts*>(op.weight);
             return has_kernels<T>(experts.gate_up, experts.held) && has_kernels<T>(experts.down, experts.held);
         }
-        if (op.kind == MULTIPLY_HEADS) return has_kernels<T>(static_cast<const PackedLinear*>(op.weight), op.groups);
-        return op.kind != MULTIPLY || has_kernels<T>(static_cast<const PackedLinear*>(op.weight), 1);
+        if (op.kind != MULTIPLY && op.kind != MULTIPLY_HEADS) return true;
+        return has_kernels<T>(static_cast<const PackedLinear*>(op.weight), op.groups);
     });
 }
 

@@ -84,10 +84,12 @@ class ProgramWriter:
             RMS_NORM, x.buffer, out=x.buffer, column=column, groups=1, size=len(weight), weight=weight, number=eps
         )
 
-    def multiply(self, x: Symbol, linear: LinearWeights) -> Symbol:
-        assert linear.weight.inputs == x.width
-        out, packed = self._new(linear.weight.outputs), self._pack(linear)
-        self._add(MULTIPLY, x.buffer, out=out.buffer, pointer=self._keep(packed))
+    def multiply(self, x: Symbol, *linears: LinearWeights) -> Symbol:
+        """By each of the weights, their outputs side by side."""
+        assert all(linear.weight.inputs == x.width for linear in linears)
+        packed = (PackedLinear * len(linears))(*map(self._pack, linears))
+        out = self._new(sum(linear.weight.outputs for linear in linears))
+        self._add(MULTIPLY, x.buffer, out=out.buffer, groups=len(linears), pointer=self._keep(packed))
         return out
 
     def low_rank_add(self, x: Symbol, y: Symbol, slots: LowRankSlots) -> None:

@@ -174,11 +174,20 @@ void quire_find_levels(const uint8_t* levels, int64_t count, uint8_t* seen) {
     guarded([&] { find_levels(levels, count, seen); });
 }
 
-// A weight -> panels of `format`, see Levels; inputs: a multiple of 32, and of a span's.
+// See find_super_blocks.
+int64_t quire_find_super_blocks(const uint16_t* factors, int64_t count, int64_t least, int64_t most, uint16_t* shared,
+                                int8_t* codes) {
+    bool has_all = false;
+    guarded([&] { has_all = find_super_blocks(factors, count, least, most, shared, codes); });
+    return has_all;
+}
+
+// A weight -> panels of `format`, see Levels; inputs: a multiple of 32, and of a span's or a super-block's.
 void quire_pack_int8(int64_t format, const uint8_t* levels, int64_t middle, const uint16_t* scales,
-                     const uint16_t* offsets, const uint8_t* table, int64_t outputs, int64_t inputs, uint8_t* panels) {
+                     const uint16_t* offsets, const uint8_t* table, const uint8_t* codes, int64_t outputs, int64_t inputs,
+                     uint8_t* panels) {
     guarded([&] {
-        const Levels weight{levels, scales, offsets, table, outputs, inputs, static_cast<uint8_t>(middle)};
+        const Levels weight{levels, scales, offsets, table, codes, outputs, inputs, static_cast<uint8_t>(middle)};
         pack_int8(weight, format, panels);
     });
 }

@@ -124,13 +124,27 @@ inline void find_levels(const uint8_t* levels, int64_t count, uint8_t* seen) {
     for (int64_t level = 0; level < 256; level++) seen[level] = found[level].load(std::memory_order_relaxed);
 }
 
+// Codes of factors [count][16] of 256 inputs each, float16 -> shared [count], codes [count][16], see find_codes; false: some
+// have none.
+inline bool find_super_blocks(const uint16_t* factors, int64_t count, int64_t least, int64_t most, uint16_t* shared,
+                              int8_t* codes) {
+    std::atomic<bool> has_all{true};
+    for_each(count, 16 * count > FEW_LEVELS, [&](int64_t i) {
+        if (!has_all.load(std::memory_order_relaxed)) return;
+        if (!find_codes(factors + 16 * i, static_cast<int32_t>(least), static_cast<int32_t>(most), shared[i], codes + 16 * i))
+            has_all.store(false, std::memory_order_relaxed);
+    });
+    return has_all;
+}
+
 // --------------------------------------------------------------------------------------------- levels to panels
 // A weight as levels and factors: levels [outputs, inputs]; scales and offsets [outputs, so many as the format has], float16;
-// table [16]. What the format does not have is not read.
+// table [16]. With super-blocks, scales and offsets are what 256 inputs share, codes [outputs, inputs / 16]. What the format
+// does not have is not read.
 struct Levels {
     const uint8_t* levels;
     const uint16_t *scales, *offsets;
-    const uint8_t* table;
+    const uint8_t *table, *codes;
     int64_t outputs, inputs;
     uint8_t middle;  // added to each level
 };
@@ -144,11 +158,28 @@ inline void pack_factors(const uint16_t* from, int64_t stride, int64_t rows, int
         }
 }
 
+// A level of 2 or 3 bits of line k, into its bytes of the lines from `to` on.
+inline void pack_few_bits(uint8_t level, int64_t bits, int64_t k, uint8_t* to) {
+    const auto put = [&](int64_t line, int64_t some, int64_t at) {
+        to[line * LINE_BYTES] = static_cast<uint8_t>(to[line * LINE_BYTES] | some << at);
+    };
+    if (bits == 2) return put(k / 4, level, 2 * (k % 4));
+    if (k < 6) return put(k / 2, level, 3 * (k % 2));
+    put(k - 6, level & 3, 6);
+    put(2, level >> 2, k);
+}
+
 // Lines of a panel, from lines of whole levels.
 inline void pack_lines(const uint8_t (&lines)[INT8_LINES][LINE_BYTES], int64_t format, uint8_t* to) {
     const int64_t bits = bits_of(format);
     if (bits == 8) {
         std::memcpy(to, lines, sizeof lines);
+        return;
+    }
+    if (bits < 4) {
+        std::memset(to, 0, bits * LINE_BYTES);
+        for (int64_t k = 0; k < INT8_LINES; k++)
+            for (int64_t i = 0; i < LINE_BYTES; i++) pack_few_bits(lines[k][i], bits, k, to + i);
         return;
     }
     if (has_paired_outputs(format)) {
@@ -186,6 +217,18 @@ inline void read_lines(const Levels& weight, const uint8_t* levels, int64_t rows
         }
 }
 
+// What a panel has before lines, with super-blocks; first, rows: its outputs.
+inline void pack_super_blocks(const Levels& weight, int64_t format, int64_t first, int64_t rows, uint8_t* to) {
+    const int64_t blocks = weight.inputs / (INT8_GROUP * SUPER_GROUPS), halves = weight.inputs / INT8_GROUP * 2;
+    for (int64_t block = 0; block < blocks; block++, to += super_factor_bytes(format)) {
+        const int64_t at = first * blocks + block;
+        pack_factors(weight.scales + at, blocks, rows, 1, to);
+        if (has_offsets(format)) pack_factors(weight.offsets + at, blocks, rows, 1, to + INT8_OUTPUTS * 2);
+    }
+    for (int64_t half = 0; half < halves; half++)
+        for (int64_t o = 0; o < INT8_OUTPUTS; o++) *to++ = o < rows ? weight.codes[(first + o) * halves + half] : 0;
+}
+
 inline void pack_int8(const Levels& weight, int64_t format, uint8_t* data) {
     const int64_t groups = weight.inputs / INT8_GROUP, span = groups_of_span(format), scales = scales_of(format);
     const int64_t factors = groups / span * scales;  // of an output
@@ -198,11 +241,14 @@ inline void pack_int8(const Levels& weight, int64_t format, uint8_t* data) {
         uint8_t* to = data + panel * int8_panel_bytes(format, weight.inputs);
         std::memset(to, 0, int8_table_bytes(format));
         if (has_table(format)) std::memcpy(to, weight.table, 16);
+        if (has_super_blocks(format)) pack_super_blocks(weight, format, first, rows, to);
         for (int64_t group = 0; group < groups; group++) {
             const GroupPlaces places = places_of(format, groups, group);
             const int64_t at = first * factors + group / span * scales;
-            pack_factors(weight.scales + at, factors, rows, scales, to + places.scales);
-            if (has_offsets(format)) pack_factors(weight.offsets + at, factors, rows, scales, to + places.offsets);
+            if (!has_super_blocks(format)) {
+                pack_factors(weight.scales + at, factors, rows, scales, to + places.scales);
+                if (has_offsets(format)) pack_factors(weight.offsets + at, factors, rows, scales, to + places.offsets);
+            }
             uint8_t lines[INT8_LINES][LINE_BYTES];
             const uint8_t* levels = weight.levels + first * weight.inputs + group * INT8_GROUP;
             read_lines(weight, levels, rows, has_table(format) ? in_table : nullptr, lines);

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels.native.program import Symbol
 from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.modules import RMSNorm
-from quire.runtime.layers.native import NativeMultiply
+from quire.runtime.layers.native import NativeMultiply, NativeParts
 from quire.runtime.layers.product import FusedMultiply, Multiply, Product
 from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, Projected, Value
@@ -142,8 +142,11 @@ class Linear(WeightLayer):
 
     def finish(self) -> None:
         is_complete = self._quantized.keys() == self.spans.keys()
-        whole = stack([self._quantized[name] for name in self.spans]) if is_complete else None
-        if whole is not None:
+        apart = self._pack_apart() if is_complete and self.order is None and self.num_parts > 1 else None
+        whole = stack([self._quantized[name] for name in self.spans]) if is_complete and apart is None else None
+        if apart is not None:
+            self.multiply = apart
+        elif whole is not None:
             self.multiply = self._pack_quantized(whole)
         elif any(weight.activations is not None for weight in self._quantized.values()):
             self.multiply = self._pack_parts()
@@ -168,6 +171,12 @@ class Linear(WeightLayer):
         if self.order is not None:
             whole, bias = whole.rows(self.order), None if bias is None else bias[self.order.to(bias.device)]
         return self._product.pack_quantized(whole.to(self._placement.device), bias)
+
+    def _pack_apart(self) -> Multiply | None:
+        """Parts as the product holds each of them; None: it takes them as one weight."""
+        parts = [self._quantized[name].to(self._placement.device) for name in self.spans]
+        biases = [None if self._bias is None else self._bias[span].clone() for span in self.spans.values()]
+        return self._product.pack_parts(list(zip(parts, biases, strict=True)))
 
     def _pack_parts(self) -> Multiply:
         """Parts that differ in how their rows are rounded are multiplied one after the other."""
@@ -208,7 +217,7 @@ class Linear(WeightLayer):
 
     def _multiply(self, x: Value) -> Value:
         assert self.multiply is not None
-        if isinstance(x, Symbol) and not isinstance(self.multiply, NativeMultiply):
+        if isinstance(x, Symbol) and not isinstance(self.multiply, NativeMultiply | NativeParts):
             return x.writer.call(partial(_multiply, self.multiply), (x,), self.num_outputs)
         return self.multiply(x) if self.fused is None else self.fused.on(x)(x)
 

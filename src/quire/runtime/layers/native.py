@@ -4,6 +4,7 @@ small operations between them. No row depends on the others."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from quire.config.model import CpuWeights
 from quire.kernels.clamp import Clamp
 from quire.kernels.native import ops
-from quire.kernels.native.int8_panels import HALF_GROUP, cut_int8_panels
+from quire.kernels.native.int8_panels import HALF_GROUP, cut_int8_panels, is_int8_format, join_panels
 from quire.kernels.native.ops import ROW_INPUTS, PackedWeight, multiply, multiply_rows
 from quire.kernels.native.panels import cut_dots, cut_level_panels, cut_panels, level_panels_pay
 from quire.kernels.native.program import Symbol
@@ -21,7 +22,7 @@ from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
 from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.ops import TorchOps
-from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct
+from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct, Part
 from quire.runtime.layers.stream import Value
 from quire.runtime.quantization.activations import rounding
 from quire.runtime.quantization.levels import LevelWeight
@@ -92,6 +93,18 @@ class NativeMultiply:
         if isinstance(x, Symbol):
             return x.writer.multiply(x, LinearWeights(self.weight, self.bias))
         return multiply(x.contiguous(), self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeParts:
+    """Products by several weights, each in a format of its own, their outputs one behind the other."""
+
+    parts: tuple[NativeMultiply, ...]
+
+    def __call__(self, x: Value) -> Value:
+        if isinstance(x, Symbol):
+            return x.writer.multiply(x, *(LinearWeights(each.weight, each.bias) for each in self.parts))
+        return torch.cat([each(x) for each in self.parts], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +223,30 @@ class IntegerProduct(LevelProduct):
         if native.columns is not None:
             multiply = GatheredMultiply(multiply, native.columns)
         return rounding(multiply, weight.activations)
+
+    def pack_parts(self, parts: Sequence[Part]) -> Multiply | None:
+        """Weights of different types, as queries and values of a Q4_K_M file, are not expanded to a type that holds
+        both. Neighbours in the same format become one weight."""
+        if any(weight.activations is not None or getattr(weight, "columns", None) is not None for weight, _ in parts):
+            return None
+        packed: list[NativeMultiply] = []
+        for weight, bias in parts:
+            multiply = self.pack_quantized(weight, bias)
+            if not isinstance(multiply, NativeMultiply) or not is_int8_format(multiply.weight):
+                return None
+            joined = join_panels(packed[-1].weight, multiply.weight) if packed else None
+            if joined is None:
+                packed.append(multiply)
+            else:
+                packed[-1] = NativeMultiply(joined, _join_biases(packed[-1].bias, bias))
+        if len(packed) == 1:
+            return packed[0]
+        has_several = len({each.weight.format for each in packed}) > 1
+        return NativeParts(tuple(packed)) if has_several else None
+
+
+def _join_biases(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return None if first is None or second is None else torch.cat((first, second))
 
 
 def _as_halves(weight: Tensor) -> Tensor:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quire.kernels.cuda.row_phases import Weight
 
 Multiply = Callable[[Tensor], Tensor]  # [tokens, in] -> [tokens, out]
+Part = tuple[QuantizedWeight, Tensor | None]  # a weight and its bias
 
 
 class FusedMultiply(ABC):
@@ -97,6 +98,10 @@ class Product(Protocol):
         """The same for a weight that is quantized, on the device it is multiplied on. The product rounds its rows where
         the weight says so."""
 
+    def pack_parts(self, parts: Sequence[Part]) -> Multiply | None:
+        """The same for several weights of the same rows, outputs one behind the other, each held in its own form. None:
+        they are to be packed as one weight."""
+
 
 class NumbersProduct(ABC):
     """Base of products: quantized weights are expanded to numbers."""
@@ -112,6 +117,9 @@ class NumbersProduct(ABC):
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
         return rounding(self.pack(weight.values().to(self.held), bias), weight.activations)
+
+    def pack_parts(self, parts: Sequence[Part]) -> Multiply | None:  # noqa: ARG002
+        return None
 
 
 class DenseProduct(NumbersProduct):

@@ -28,8 +28,8 @@ FORMS = {
     "Q5_K": (5, True, 32),
     "Q6_K": (6, False, 16),
     "Q8_0": (8, False, 32),
-    "Q3_K": (4, False, 16),
-    "Q2_K": (4, True, 16),
+    "Q3_K, some of its inputs": (4, False, 16),
+    "Q2_K beside Q3_K": (4, True, 16),
     "Q6_K beside Q4_K": (8, True, 16),
     "int8 with offsets": (8, True, 32),
 }

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from quire.config.arguments import EngineArguments, read_arguments
-from quire.config.model import CpuWeights, Quantization
+from quire.config.engine import DeviceConfig
+from quire.config.model import CpuWeights, Heads, Quantization
 from quire.kernels.native.int8_panels import is_int8_format
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.ops import BYTE_ROWS, TABLE, read_rows
+from quire.kernels.native.ops import BYTE_ROWS, TABLE, PackedWeight, read_rows
+from quire.kernels.native.program import ProgramWriter
+from quire.kernels.native.structures import ProgramStep
+from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.modules import Embedding, TiedHead
-from quire.runtime.layers.native import GatheredMultiply, IntegerProduct, NativeMultiply, PanelProduct
+from quire.runtime.layers.native import GatheredMultiply, IntegerProduct, NativeMultiply, NativeParts, PanelProduct
 from quire.runtime.layers.quantizing import choose_quantizing_product
 from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.gguf.config import _integer_bytes
@@ -98,15 +103,64 @@ def test_weights_that_are_quantized_while_loading_are_multiplied_in_whole_number
 @pytest.mark.parametrize("second", [*LEVEL_FORMS, None])
 @pytest.mark.parametrize("first", LEVEL_FORMS)
 def test_weights_take_the_memory_that_is_planned_for_them(first: str, second: str | None) -> None:
-    """Random levels have all values that there are; a layer stacks weights of one type or of two."""
+    """Random levels have all values that there are; a layer has weights of one type or of two."""
     names = [first] if second is None else [first, second]
-    whole = stack([gguf_weight(name, 32, 512) for name in names])
+    held = held_parts(IntegerProduct(PANELS), [gguf_weight(name, 32, 512) for name in names])
+    planned = sum(_integer_bytes(32 * 512, LEVEL_FORMS[name]) for name in names)
+    tables = sum(4 * each.outputs for each in held if each.format & 15 == TABLE)
+    assert sum(each.data.nbytes for each in held) == planned + tables
+
+
+def held_parts(product: IntegerProduct, weights: list[LevelWeight]) -> list[PackedWeight]:
+    multiply = product.pack_parts([(weight, None) for weight in weights])
+    assert isinstance(multiply, NativeMultiply | NativeParts)
+    return [multiply.weight] if isinstance(multiply, NativeMultiply) else [each.weight for each in multiply.parts]
+
+
+@pytest.mark.parametrize("names", [("Q4_K", "Q4_K", "Q6_K"), ("Q2_K", "Q3_K", "Q3_K"), ("Q5_0", "Q8_0", "Q5_0")])
+def test_parts_of_different_types_are_each_held_and_multiplied_as_stored(names: tuple[str, ...]) -> None:
+    """Neighbours of one type are one weight; every output has the bits that its part alone has."""
+    product, x = IntegerProduct(PANELS), torch.randn(5, 512)
+    sizes = zip(names, (48, 32, 40), strict=True)
+    parts = [(gguf_weight(name, outputs, 512), torch.randn(outputs)) for name, outputs in sizes]
+    multiply = product.pack_parts(parts)
+    assert isinstance(multiply, NativeParts)
+    assert len(multiply.parts) == 1 + sum(one != other for one, other in pairwise(names))
+    alone = [product.pack_quantized(*part)(x) for part in parts]
+    assert torch.equal(multiply(x), torch.cat(alone, dim=1))
+
+
+def test_parts_of_one_type_are_one_weight() -> None:
+    product, x = IntegerProduct(PANELS), torch.randn(5, 512)
+    parts = [(gguf_weight("Q4_K", outputs, 512), torch.randn(outputs)) for outputs in (48, 32, 40)]
+    multiply, whole = product.pack_parts(parts), stack([weight for weight, _ in parts])
+    assert isinstance(multiply, NativeMultiply)
     assert whole is not None
-    packed = IntegerProduct(PANELS).pack_quantized(whole, None)
-    assert isinstance(packed, NativeMultiply)
-    planned = _integer_bytes(32 * 512 * len(names), [LEVEL_FORMS[name] for name in names])
-    tables = 4 * 32 * len(names) if packed.weight.format & 15 == TABLE else 0
-    assert packed.weight.data.nbytes == planned + tables
+    stacked = product.pack_quantized(whole, torch.cat([bias for _, bias in parts]))
+    assert torch.equal(multiply(x), stacked(x))
+
+
+@pytest.mark.parametrize("outputs", [(40, 48), (48, 48)])
+def test_parts_that_other_rules_hold_are_packed_as_one_weight(outputs: tuple[int, int]) -> None:
+    """Of one type where the first ends within a panel; with activations that the checkpoint rounds."""
+    product, weights = IntegerProduct(PANELS), [gguf_weight("Q8_0", n, 64) for n in outputs]
+    rounded = [replace(weight, activations=ActivationScheme("int8")) for weight in weights]
+    assert (product.pack_parts([(weight, None) for weight in weights]) is None) == (outputs[0] == 40)
+    assert product.pack_parts([(weight, None) for weight in rounded]) is None
+
+
+def test_a_layer_of_different_types_runs_inside_a_program() -> None:
+    heads = Heads(2, 1, 16)
+    layer = LayerBuilder(DeviceConfig("cpu", "float32", "float32"), heads).qkv_linear(256, heads, bias=False)
+    for name, kind, outputs in (("q_proj", "Q4_K", 32), ("k_proj", "Q4_K", 16), ("v_proj", "Q6_K", 16)):
+        layer.load_quantized(f"{name}.weight", gguf_weight(kind, outputs, 256))
+    layer.finish()
+    assert isinstance(layer.multiply, NativeParts)
+    x, writer, nothing = torch.randn(3, 256), ProgramWriter(torch.float32, 256), torch.empty(0, dtype=torch.int64)
+    program, wanted = writer.finish(writer.select(layer(writer.stream), fresh=True)), torch.tensor([2, 0])
+    assert program.num_calls == 0  # all in one compiled call
+    step = ProgramStep(nothing, nothing, nothing.view(0, 4), wanted, [(torch.empty(0), torch.empty(0))], ())
+    assert torch.equal(program.run(x.clone(), step), layer(x)[wanted])
 
 
 def test_columns_in_another_order_are_multiplied_in_whole_numbers_too() -> None:

@@ -307,7 +307,8 @@ def test_a_split_model_that_announces_other_numbers_is_refused(tmp_path: Path) -
 
 
 def test_the_memory_of_levels_is_that_of_the_layers_that_hold_them(tmp_path: Path) -> None:
-    """Queries of 4 bits beside values of 8 are held with 8; a GPU expands the embedding table."""
+    """Queries of 4 bits beside values of 8 are held with 8, but with integer products; a GPU expands the embedding
+    table."""
     weights = tiny_weights(layers=1)
     kinds = {"token_embd.weight": (8, 34), "blk.0.attn_q.weight": (2, 18), "blk.0.attn_v.weight": (14, 210),
              "blk.0.ffn_down.weight": (12, 144), "blk.0.ffn_up.weight": (16, 66)}  # fmt: skip
@@ -326,7 +327,7 @@ def test_the_memory_of_levels_is_that_of_the_layers_that_hold_them(tmp_path: Pat
     query, value, down, table = 32 * 32, 16 * 256, 32 * 256, 64 * 32
     assert levels.parameters == query + value + down + table
     assert levels.num_bytes == (query + value + table) * 36 // 32 + down * 20 // 32
-    assert levels.integer_bytes == (query + value) * 40 // 32 + table * 34 // 32 + down * 20 // 32
+    assert levels.integer_bytes == query * 18 // 32 + value * 28 // 32 + table * 34 // 32 + down * 20 // 32
     assert levels.gpu_parameters == query + value + down
     assert levels.gpu_bytes == (query + value) * 18 // 16 + down * 20 // 32
     model.close()

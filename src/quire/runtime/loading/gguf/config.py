@@ -18,6 +18,7 @@ from quire.config.model import (
     StoredLevels,
     integer_bytes,
     packed_bytes,
+    super_block_bytes,
     table_bytes,
 )
 from quire.runtime.loading.checks import check_config, inside
@@ -111,14 +112,14 @@ def _read_levels(model: GgufModel) -> StoredLevels:
         tensor = owners[name].tensors[name]
         if tensor.ggml_type.name not in LEVEL_FORMS or len(tensor.shape) < 2:
             continue
-        size, forms = math.prod(tensor.shape), _stacked_forms(model, name)
-        form = _held_form(forms)
+        size, own = math.prod(tensor.shape), LEVEL_FORMS[tensor.ggml_type.name]
+        form = _held_form(_stacked_forms(model, name))
         on_gpu = name not in _TABLES and len(tensor.shape) == 2
         found = replace(
             found,
             parameters=found.parameters + size,
             num_bytes=found.num_bytes + packed_bytes(size, nibbles=form.nibbles and form.group >= NATIVE_GROUP),
-            integer_bytes=found.integer_bytes + _integer_bytes(size, forms),
+            integer_bytes=found.integer_bytes + _integer_bytes(size, own),
             gpu_parameters=found.gpu_parameters + (size if on_gpu else 0),
             gpu_bytes=found.gpu_bytes + (_gpu_bytes(size, form) if on_gpu else 0),
         )
@@ -142,17 +143,14 @@ def _held_form(forms: Sequence[LevelForm]) -> LevelForm:
     )
 
 
-def _integer_bytes(size: int, forms: Sequence[LevelForm]) -> int:
-    """Nibbles without offsets get some where not all forms are nibbles: there level 8 is not the number 0."""
-    if forms[0].table is not None and len({form.table for form in forms}) == 1:
+def _integer_bytes(size: int, form: LevelForm) -> int:
+    """Integer products hold every tensor in its own form, beside whichever others a layer stacks it with."""
+    if form.table is not None:
         return table_bytes(size)
-    nibbles = all(form.nibbles for form in forms)
-    has_offsets = any(form.has_offset or (form.nibbles and not nibbles) for form in forms)
-    least, most = min(form.least for form in forms), max(form.most for form in forms)
-    if nibbles and not has_offsets:
-        least, most = -8, 7
-    group = math.gcd(*(form.group for form in forms))
-    return integer_bytes(size, least, most, has_offsets=has_offsets, group=group)
+    if form.super_bits is not None:
+        return super_block_bytes(size, form.super_bits, has_offsets=form.has_offset)
+    least, most = (-8, 7) if form.nibbles and not form.has_offset else (form.least, form.most)
+    return integer_bytes(size, least, most, has_offsets=form.has_offset, group=form.group)
 
 
 def _gpu_bytes(size: int, form: LevelForm) -> int:

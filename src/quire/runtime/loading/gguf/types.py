@@ -59,7 +59,8 @@ NATIVE_GROUP = 32  # values that share factors in the native kernels: smaller gr
 
 class LevelForm(NamedTuple):
     """How the levels of a type are held: in 4 bits or 8, with a scale for a group of values, perhaps an offset too; and
-    the least and the most level that there can be. `table`: the name of its 16 levels, if there are no others."""
+    the least and the most level that there can be. `table`: the name of its 16 levels, if there are no others.
+    `super_bits`: of a level where the panels of integer products hold its factors as super-blocks."""
 
     nibbles: bool
     group: int
@@ -67,6 +68,7 @@ class LevelForm(NamedTuple):
     least: int = 0
     most: int = 15
     table: str | None = None
+    super_bits: int | None = None
 
 
 # Types whose numbers are a level times a scale, perhaps plus an offset: see levels.py.
@@ -76,8 +78,8 @@ LEVEL_FORMS: dict[str, LevelForm] = {
     "Q5_0": LevelForm(False, 32, False, -16, 15),
     "Q5_1": LevelForm(False, 32, True, 0, 31),
     "Q8_0": LevelForm(False, 32, False, -128, 127),
-    "Q2_K": LevelForm(True, 16, True),
-    "Q3_K": LevelForm(True, 16, False),
+    "Q2_K": LevelForm(True, 16, True, super_bits=2),
+    "Q3_K": LevelForm(True, 16, False, super_bits=3),
     "Q4_K": LevelForm(True, 32, True),
     "Q5_K": LevelForm(False, 32, True, 0, 31),
     "Q6_K": LevelForm(False, 16, False, -32, 31),
