@@ -234,7 +234,8 @@ class IntegerProduct(LevelProduct):
             multiply = self.pack_quantized(weight, bias)
             if not isinstance(multiply, NativeMultiply) or not is_int8_format(multiply.weight):
                 return None
-            joined = join_panels(packed[-1].weight, multiply.weight) if packed else None
+            is_alike = bool(packed) and (packed[-1].bias is None) == (bias is None)
+            joined = join_panels(packed[-1].weight, multiply.weight) if is_alike else None
             if joined is None:
                 packed.append(multiply)
             else:
