@@ -133,8 +133,9 @@ def serve(engine: Engine, model: str | None) -> None:
     """Answers each load by the seconds that it takes."""
     import quire
 
-    types = {"dtype": engine.dtype, "cpu_weights": engine.cpu_weights}
-    llm = quire.LLM(model, device="cpu", threads=engine.threads, verbose=False, **types)
+    llm = quire.LLM(
+        model, device="cpu", dtype=engine.dtype, cpu_weights=engine.cpu_weights, threads=engine.threads, verbose=False
+    )
     print("= ready", flush=True)
     for line in sys.stdin:
         load = Load(*map(int, line.split()))
