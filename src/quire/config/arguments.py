@@ -70,7 +70,7 @@ class EngineArguments:
     enable_prefix_caching: bool | None = None
     prefix_eviction: str | None = None
     quantization: str | None = None
-    cpu_weights: str = "integer"
+    cpu_weights: str = "auto"
     kv_cache_dtype: str = "auto"
     kv_layout: str = "paged"
     speculative_config: dict[str, Any] | None = None
@@ -291,9 +291,9 @@ def _check_names(args: EngineArguments) -> None:
     if args.quantization not in (None, *QUANTIZATIONS, *STORED_METHODS):
         names = ", ".join(f'"{name}"' for name in QUANTIZATIONS)
         raise ConfigError("quantization", f"{args.quantization!r} is unknown", f"use {names}, or leave it out")
-    if args.cpu_weights not in CPU_WEIGHTS:
+    if args.cpu_weights not in ("auto", *CPU_WEIGHTS):
         names = ", ".join(f'"{name}"' for name in CPU_WEIGHTS)
-        raise ConfigError("cpu_weights", f"{args.cpu_weights!r} is unknown", f"use one of {names}")
+        raise ConfigError("cpu_weights", f"{args.cpu_weights!r} is unknown", f'use "auto" or one of {names}')
     if args.kv_cache_dtype not in ("auto", *CACHE_DTYPES):
         names = ", ".join(f'"{name}"' for name in CACHE_DTYPES)
         raise ConfigError("kv_cache_dtype", f"{args.kv_cache_dtype!r} is unknown", f'use "auto" or one of {names}')

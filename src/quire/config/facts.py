@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.config.model import DTYPE_BYTES, Dtype
+from quire.config.model import DTYPE_BYTES, CpuWeights, Dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,11 @@ class HardwareFacts:
         in whole numbers as they are stored. Then rows of bfloat16 save nothing but what tile units do with them."""
         by_integers = integer and self.cpu_path is not None and not self.tile_units
         return "bfloat16" if self.supports_bf16 and not by_integers else "float32"
+
+    def cpu_weights(self, dtype: Dtype) -> CpuWeights:
+        """Return how the CPU multiplies rows of `dtype` by quantized weights by default: in whole numbers, but for
+        bfloat16 on tile units, where prompts and many streams are faster without."""
+        return "float" if self.tile_units and dtype == "bfloat16" else "integer"
 
     def has_halves(self, dtype: Dtype) -> bool:
         """Whether the native CPU kernels multiply rows of `dtype` by bfloat16 weights."""

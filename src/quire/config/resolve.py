@@ -190,7 +190,7 @@ def resolve_device(args: EngineArguments, facts: HardwareFacts, model: ModelConf
         raise ConfigError("dtype", f"{dtype} needs compute capability 8.0 or newer", "use float16")
     return DeviceConfig(
         device, dtype, _kv_dtype(args, facts, device, dtype), args.threads, args.attention_backend, args.enforce_eager,
-        _quantization(args, facts, device, model), CPU_WEIGHTS[args.cpu_weights],
+        _quantization(args, facts, device, model), CPU_WEIGHTS.get(args.cpu_weights) or facts.cpu_weights(dtype),
     )  # fmt: skip
 
 
@@ -243,7 +243,7 @@ def _check_float8(field: str, facts: HardwareFacts, device: str) -> None:
 def _auto_dtype(args: EngineArguments, facts: HardwareFacts, device: str, model: ModelConfig) -> Dtype:
     if device == "cpu":
         is_quantized = model.levels.integer_bytes > 0 or args.quantization in ("int8", "int4")
-        return facts.cpu_dtype(integer=is_quantized and CPU_WEIGHTS[args.cpu_weights] != "float")
+        return facts.cpu_dtype(integer=is_quantized and args.cpu_weights != "float")
     return "float16" if model.dtype == "float16" or not facts.computes("bfloat16", device) else "bfloat16"
 
 

@@ -54,21 +54,23 @@ def test_a_cpu_with_bfloat16_uses_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "arguments", "dtype"),
+    ("changes", "arguments", "dtype", "cpu_weights"),
     [
-        ({"cpu_path": "i8mm", "bf16_dots": True}, {}, "float32"),  # rows of integer products
-        ({"cpu_path": "i8mm", "bf16_dots": True}, {"cpu_weights": "float"}, "bfloat16"),
-        ({"cpu_path": "amx", "tile_units": True}, {}, "bfloat16"),
-        ({"cpu_path": None, "native_refusal": "not built"}, {}, "bfloat16"),
+        ({"cpu_path": "i8mm", "bf16_dots": True}, {}, "float32", "integer"),
+        ({"cpu_path": "i8mm", "bf16_dots": True}, {"cpu_weights": "float"}, "bfloat16", "float"),
+        ({"cpu_path": "amx", "tile_units": True}, {}, "bfloat16", "float"),
+        ({"cpu_path": "amx", "tile_units": True}, {"dtype": "float32"}, "float32", "integer"),
+        ({"cpu_path": "amx", "tile_units": True}, {"cpu_weights": "integer"}, "bfloat16", "integer"),
+        ({"cpu_path": None, "native_refusal": "not built"}, {}, "bfloat16", "integer"),
     ],
 )
 def test_a_quantized_model_on_a_cpu_with_bfloat16_runs_in_the_type_that_keeps_its_weights_as_stored(
-    changes: dict[str, Any], arguments: dict[str, Any], dtype: str
+    changes: dict[str, Any], arguments: dict[str, Any], dtype: str, cpu_weights: str
 ) -> None:
     levels = StoredLevels(parameters=1000, num_bytes=600, integer_bytes=600)
     given = EngineArguments(device="cpu", **arguments)
     config, _ = resolve_engine_config(given, replace(SERVER, **changes), replace(SMALL, levels=levels))
-    assert config.device.dtype == dtype
+    assert (config.device.dtype, config.device.cpu_weights) == (dtype, cpu_weights)
 
 
 @pytest.mark.parametrize(("quantization", "dtype"), [("int4", "float32"), ("int8", "float32"), ("fp8", "bfloat16")])

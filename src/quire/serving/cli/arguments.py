@@ -75,7 +75,7 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "--cpu-weights": (
         str,
-        "integer8, integer16: a CPU rounds rows so for quantized weights; integer: 8 for GGUF, else 16; float: not",
+        "integer8, integer16: a CPU rounds rows so for quantized weights; integer: 8 for GGUF, else 16; float: not (auto)",
     ),
     "--kv-cache-dtype": (
         str,
