@@ -75,7 +75,7 @@ ENGINE_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "--cpu-weights": (
         str,
-        "integer8, integer16: a CPU rounds rows so for quantized weights; integer: 8 for GGUF, else 16; float: not (auto)",
+        "integer8, integer16: CPUs round rows so for quantized weights; integer: 8 for GGUF, 16 else; float: no (auto)",
     ),
     "--kv-cache-dtype": (
         str,
