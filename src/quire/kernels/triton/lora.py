@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton import lora_few
 from quire.kernels.triton.launch import await_inputs, check, check_rows, power_of_two
-from quire.kernels.triton.lora_few import WIDE_BLOCK, add_few_tiles
+from quire.kernels.triton.lora_few import add_few_tiles
 
 RANK_STEP = 16  # ranks are multiples of it
 FEW_ROWS = 16  # of a tile: so many or fewer are multiplied one after the other
@@ -32,14 +33,18 @@ class OutputBlocks(NamedTuple):
     """The outputs of a layer's parts, cut into blocks: part, begin, end of each."""
 
     table: Tensor  # [blocks, 3] int32, of OUTPUT_BLOCK outputs
-    wide: Tensor  # likewise, of WIDE_BLOCK outputs, for tiles of few rows
+    wide: Tensor  # likewise, for tiles of few rows
     are_aligned: bool  # all begin and end at multiples of 16
+    num_outputs: int
 
     @classmethod
-    def of(cls, parts: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> OutputBlocks:
-        """parts: for each the runs of its outputs, from the first to before the second."""
+    def of(
+        cls, parts: Sequence[Sequence[tuple[int, int]]], device: torch.device, wide: int | None = None
+    ) -> OutputBlocks:
+        """parts: for each the runs of its outputs, from the first to before the second. `wide`: outputs of a block of
+        that table, by default those of `lora_few.CONFIG`."""
         tables = []
-        for size in (OUTPUT_BLOCK, WIDE_BLOCK):
+        for size in (OUTPUT_BLOCK, wide or lora_few.CONFIG.outputs):
             blocks = [
                 (part, start, min(start + size, end))
                 for part, runs in enumerate(parts)
@@ -47,7 +52,9 @@ class OutputBlocks(NamedTuple):
                 for start in range(begin, end, size)
             ]
             tables.append(torch.tensor(blocks, dtype=torch.int32, device=device))
-        return cls(tables[0], tables[1], all(begin % 16 == end % 16 == 0 for runs in parts for begin, end in runs))
+        ends = [run for runs in parts for run in runs]
+        is_aligned = all(begin % 16 == end % 16 == 0 for begin, end in ends)
+        return cls(tables[0], tables[1], is_aligned, sum(end - begin for begin, end in ends))
 
 
 @triton.jit
