@@ -43,6 +43,10 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "bytes of quantized weights that a decode step reads in a second, beside a plain read, no model",
         ("--shapes", "1.5b", "--repeats", "3"),
     ),
+    "float_products": (
+        "products of float32 rows on a CPU beside torch.mm, no model",
+        ("--shapes", "smollm2", "--rows", "1,512", "--repeats", "3"),
+    ),
     "structured": ("do answers match 200 JSON schemas, what a mask and a refusal cost", ("--schemas", "20")),
     "mixed": (
         "a batch in which one request has a grammar and one a penalty, beside the plain batch",

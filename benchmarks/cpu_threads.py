@@ -5,11 +5,12 @@
     python -m benchmarks.cpu_threads --threads 2 --pin 0,1         # threads that may move, and pinned ones
     python -m benchmarks.cpu_threads --threads 2 --dtype float32,bfloat16 --prompts 128,512,2048
 
-Each number of threads, pinned or not, and each dtype has an engine in a process of its own, and repeats go round all of
-them, so that what else the machine does falls on all alike. A neighbour is a process that loops for ever. Figures are
-medians of output tokens per second, greedy, prompts of 16 tokens, and for `--prompts` of the prompt's tokens per second
-until its first token is there; the last column is the slowest repeat. Compare within one run only. No two engines are
-pinned to the same core: with several numbers of threads, `--pin 1` needs as many cores as they have together.
+Each number of threads, pinned or not, each dtype and each way to multiply by quantized weights has an engine in a
+process of its own, and repeats go round all of them, so that what else the machine does falls on all alike. A neighbour
+is a process that loops for ever. Figures are medians of output tokens per second, greedy, prompts of 16 tokens, and for
+`--prompts` of the prompt's tokens per second until its first token is there; the last column is the slowest repeat.
+Compare within one run only. No two engines are pinned to the same core: with several numbers of threads, `--pin 1`
+needs as many cores as they have together.
 """
 
 from __future__ import annotations
@@ -53,15 +54,16 @@ class Engine(NamedTuple):
     threads: int
     pin: int  # 1: each thread has a core of its own
     dtype: str
+    cpu_weights: str
 
 
 class Contestant:
     """An engine in a process of its own."""
 
     def __init__(self, engine: Engine, model: str | None) -> None:
-        threads, pin, dtype = engine
+        threads, pin, dtype, cpu_weights = engine
         command = [sys.executable, "-m", "benchmarks.cpu_threads", "--serve", "--threads", str(threads)]
-        command += ["--dtype", dtype, *(["--model", model] if model else [])]
+        command += ["--dtype", dtype, "--cpu-weights", cpu_weights, *(["--model", model] if model else [])]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -92,7 +94,7 @@ class Contestant:
 def main() -> None:
     arguments = _parse()
     if arguments.serve:
-        serve(int(arguments.threads), arguments.model, arguments.dtype)
+        serve(*_engines(arguments), arguments.model)
         return
     where, neighbours = facts(), _numbers(arguments.neighbours)
     loads = [Load(count, SHORT_PROMPT, arguments.tokens) for count in _numbers(arguments.streams)]
@@ -111,11 +113,11 @@ def main() -> None:
                             found.setdefault((load, busy, engine), []).append(each.speed(load))
     rows = [
         (f"{load.name}, {busy} neighbours", f"{engine.threads}, pinned" if engine.pin else str(engine.threads),
-         engine.dtype, round(statistics.median(speeds), 1), round(min(speeds), 1))
+         engine.dtype, engine.cpu_weights, round(statistics.median(speeds), 1), round(min(speeds), 1))
         for (load, busy, engine), speeds in sorted(found.items())
     ]  # fmt: skip
     title = "tokens per second by threads"
-    publish(title, ("load", "threads", "dtype", "tok/s", "slowest"), rows, where)
+    publish(title, ("load", "threads", "dtype", "weights", "tok/s", "slowest"), rows, where)
     save(arguments.out, title, where, {"rows": rows})
 
 
@@ -123,14 +125,17 @@ def _engines(arguments: argparse.Namespace) -> Iterator[Engine]:
     for threads in _numbers(arguments.threads):
         for pin in _numbers(arguments.pin):
             for dtype in arguments.dtype.split(","):
-                yield Engine(threads, pin, dtype)
+                for cpu_weights in arguments.cpu_weights.split(","):
+                    yield Engine(threads, pin, dtype, cpu_weights)
 
 
-def serve(threads: int, model: str | None, dtype: str) -> None:
+def serve(engine: Engine, model: str | None) -> None:
     """Answers each load by the seconds that it takes."""
     import quire
 
-    llm = quire.LLM(model, device="cpu", dtype=dtype, threads=threads, verbose=False)
+    llm = quire.LLM(
+        model, device="cpu", dtype=engine.dtype, cpu_weights=engine.cpu_weights, threads=engine.threads, verbose=False
+    )
     print("= ready", flush=True)
     for line in sys.stdin:
         load = Load(*map(int, line.split()))
@@ -170,6 +175,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", help="a folder, file or name (the embedded model)")
     parser.add_argument("--dtype", default="auto", help="types to compute in, by commas")
+    parser.add_argument("--cpu-weights", default="integer", help="how quantized weights are multiplied, by commas")
     parser.add_argument("--out", type=Path, help="write all figures to this JSON file")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -54,8 +54,9 @@ class Shape:
         return [*layer * self.layers, (self.vocabulary, self.hidden)]
 
 
-SHAPES = {  # those of Qwen2.5; tiny: to try the benchmark itself
+SHAPES = {  # those of SmolLM2 and Qwen2.5; tiny: to try the benchmark itself
     "tiny": Shape(layers=2, hidden=256, intermediate=512, key_value=32, vocabulary=512),
+    "smollm2": Shape(layers=30, hidden=576, intermediate=1_536, key_value=192, vocabulary=49_152),
     "1.5b": Shape(layers=28, hidden=1_536, intermediate=8_960, key_value=256, vocabulary=151_936),
     "3b": Shape(layers=36, hidden=2_048, intermediate=11_008, key_value=256, vocabulary=151_936),
 }

@@ -6,8 +6,6 @@
 
 namespace {
 
-constexpr int INT8_TURN = 4;  // rows that a line is multiplied by before the next line is
-
 typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(4 * LANES)));
 typedef Bytes LooseBytes __attribute__((aligned(1), may_alias));
@@ -146,6 +144,21 @@ constexpr bool BY_BYTE_PAIRS = true;  // where rows have one digit and levels fe
 constexpr bool BY_BYTE_PAIRS = false;
 #endif
 
+// Rows that a line is multiplied by before the next line is. Of four bits, all lines add up in one register for a row: 32
+// registers have room for those of eight rows.
+constexpr int turn_of(int64_t format) {
+    const bool adds_all = has_loose_digits(format) && level_bits_of(format) == 4 && scales_of(format) == 1;
+    return BY_BYTE_PAIRS && LANES == 16 && adds_all ? 8 : 4;
+}
+
+// The sums as they are now, in a register: compilers would add in another order, for which they keep so many products
+// that sums go to memory.
+inline __attribute__((always_inline)) void keep_here([[maybe_unused]] Shorts& sums) {
+#ifdef __x86_64__
+    asm("" : "+v"(sums));
+#endif
+}
+
 // The same as add_lines below, by sums of 16 bits for as many lines as these have room for.
 template <int64_t FORMAT, int DIGIT, int N, int FIRST, int ROW, int M, typename Record>
 inline __attribute__((always_inline)) void add_short_lines(Ints (&sums)[M], const Bytes (&lines)[INT8_LINES],
@@ -159,6 +172,7 @@ inline __attribute__((always_inline)) void add_short_lines(Ints (&sums)[M], cons
             constexpr int line = FIRST + run * RUN + i / M, r = i % M;
             const uint8_t* digits = rows.numbers(ROW + r) + DIGIT * INT8_GROUP;
             some[r] = add_byte_pairs(some[r], lines[line], all_fours(digits + 4 * line));
+            if constexpr (M > 1 && LANES == 16) keep_here(some[r]);
         });
         unroll<M>([&](auto r) __attribute__((always_inline)) {
             sums[r] = add_pairs(sums[r], some[r], (Bytes)(Shorts{} + static_cast<uint16_t>(1)));
@@ -209,7 +223,7 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
             const Floats scale = factors.scale(half, part * LANES);
             Floats offset{};
             if constexpr (has_offsets(FORMAT) && DIGIT == 0) offset = factors.offset(half, part * LANES);
-            constexpr int M = N % INT8_TURN == 0 ? INT8_TURN : N;
+            constexpr int M = std::min(N, N % 4 == 0 ? turn_of(FORMAT) : N);
             unroll<N / M>([&](auto some) __attribute__((always_inline)) {
                 constexpr int ROW = some * M;
                 Ints whole[M] = {};

@@ -15,7 +15,9 @@ namespace {
 constexpr int64_t PANEL_PIECES = 3, PANEL_OUTPUTS = PANEL_PIECES * LANES;
 constexpr int64_t GROUP_INPUTS = 32, HALF_GROUP = GROUP_INPUTS / 2;
 constexpr int MOST_ROWS = LANES == 8 ? 4 : 8;              // rows whose sums fit in the registers
-constexpr int64_t MOST_INPUTS = 7680 / PANEL_OUTPUTS;      // of a panel at a time: they stay in the first cache
+// Inputs of a panel at a time: they stay in the first cache, of which rows need their share.
+constexpr int64_t MOST_INPUTS = (LANES == 16 ? 6144 : 7680) / PANEL_OUTPUTS;
+constexpr int INPUTS_IN_TURN = LANES == 16 ? 2 : 1;        // of a loop: fewer instructions for as many products
 constexpr int64_t ROWS_AT_ONCE = 256;                      // woven, with their sums in the second cache
 #ifdef __AVX2__
 constexpr bool LEVELS_PAY = true;
@@ -150,13 +152,16 @@ inline void add_input(const W* weights, const float* x, Floats (&sums)[ROWS][PAN
     }
 }
 
-// x [inputs][ROWS] times weights [inputs][PANEL_OUTPUTS], on top of what `sums` [ROWS][PANEL_OUTPUTS] holds.
-template <int ROWS, typename W> void add_inputs(const float* x, const W* weights, int64_t inputs, float* sums) {
-    Floats own[ROWS][PANEL_PIECES];
+// x [inputs][ROWS] times weights [inputs][PANEL_OUTPUTS], on top of what `sums` [ROWS][PANEL_OUTPUTS] holds, or, where
+// they are the first inputs, in its place.
+template <int ROWS, typename W>
+void add_inputs(const float* x, const W* weights, int64_t inputs, bool is_first, float* sums) {
+    Floats own[ROWS][PANEL_PIECES] = {};
     const auto each = [&](auto body) {
         unroll<ROWS * PANEL_PIECES>([&](auto i) { body(own[i / PANEL_PIECES][i % PANEL_PIECES], sums + i * LANES); });
     };
-    each([](Floats& sum, const float* from) { sum = load(from); });
+    if (!is_first) each([](Floats& sum, const float* from) { sum = load(from); });
+#pragma GCC unroll INPUTS_IN_TURN
     for (const W* end = weights + inputs * PANEL_OUTPUTS; weights < end; weights += PANEL_OUTPUTS, x += ROWS)
         add_input<ROWS>(weights, x, own);
     each([](const Floats& sum, float* to) { store(to, sum); });
@@ -182,21 +187,20 @@ template <typename T> inline void weave_rows(const T* x, int64_t begin, int64_t 
 // All rows, woven, times one panel -> sums [rows, PANEL_OUTPUTS]. `room`: for MOST_INPUTS inputs of a panel.
 template <Format FORMAT>
 inline void multiply_panel(const float* woven, const uint8_t* panel, const Product& product, float* room, float* sums) {
-    std::fill(sums, sums + product.rows * PANEL_OUTPUTS, 0.0f);
     for (int64_t from = 0; from < product.inputs; from += MOST_INPUTS) {
         const int64_t count = std::min(MOST_INPUTS, product.inputs - from);
+        const auto add = [&](const auto* weights) {
+            by_rows<MOST_ROWS>(0, product.rows, [&](auto n, int64_t row) {
+                add_inputs<n>(woven + row * product.inputs + from * n, weights, count, from == 0,
+                              sums + row * PANEL_OUTPUTS);
+            });
+        };
         if constexpr (FORMAT == HALVES)
             if (product.rows <= MOST_ROWS) {  // each number is used once: it need not be stored as a float
-                const bf16* halves = reinterpret_cast<const bf16*>(panel) + from * PANEL_OUTPUTS;
-                by_rows<MOST_ROWS>(0, product.rows, [&](auto n, int64_t row) {
-                    add_inputs<n>(woven + row * product.inputs + from * n, halves, count, sums + row * PANEL_OUTPUTS);
-                });
+                add(reinterpret_cast<const bf16*>(panel) + from * PANEL_OUTPUTS);
                 continue;
             }
-        const float* weights = plain_inputs<FORMAT>(panel, from, count, room);
-        by_rows<MOST_ROWS>(0, product.rows, [&](auto n, int64_t row) {
-            add_inputs<n>(woven + row * product.inputs + from * n, weights, count, sums + row * PANEL_OUTPUTS);
-        });
+        add(plain_inputs<FORMAT>(panel, from, count, room));
     }
 }
 

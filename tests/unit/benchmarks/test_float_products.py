@@ -1,0 +1,33 @@
+"""benchmarks.float_products on weights of a tiny shape."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+
+from benchmarks import float_products
+from benchmarks.float_products import measure, products_of_layer
+from benchmarks.weight_bandwidth import SHAPES
+from quire.kernels.native.loader import why_not_native
+
+REFUSAL = why_not_native(torch.float32, torch.device("cpu"))
+pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+
+
+def test_every_product_of_a_layer_is_measured_once_and_the_head_not() -> None:
+    assert products_of_layer(SHAPES["tiny"]) == [(128, 64), (64, 64), (256, 64), (64, 128)]
+
+
+def test_speeds_are_of_the_clock_that_is_given_for_both_in_every_turn() -> None:
+    ticks = count()
+    found = measure(torch.randn(64, 64), 4, 3, lambda: float(next(ticks)))
+    times = round(float_products.FLOATS_OF_A_TURN / (4 * 64 * 64))
+    assert found == {name: [pytest.approx(2e-9 * times * 4 * 64 * 64)] * 3 for name in ("quire", "torch")}
+
+
+def test_products_that_differ_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float_products, "multiply", lambda x, panels: x @ torch.ones(panels.inputs, panels.outputs))
+    with pytest.raises(ArithmeticError, match="4 rows times a weight of 64 x 64"):
+        measure(torch.randn(64, 64), 4, 3, lambda: 0.0)
