@@ -1,43 +1,37 @@
 """Times the low-rank changes of many adapters: python -m benchmarks.gpu.low_rank [--rows 64] [--adapters 64]
 
 First the kernels alone, for each linear layer of an 8B model: both launches inside a CUDA graph over cold memory, by
-each way to cut them into programs, and the error against plain torch. Then the linear layers, norms and gates of whole
-blocks, without attention: without adapters, and with them computed after the product, around it and beside it. The
-floor is A and B of every adapter, read once at the read ceiling.
+each way to cut the kernels for few rows into programs, and by the kernels for many rows; the error against plain torch.
+Then the linear layers, norms and gates of whole blocks, without attention, without adapters and with them as an engine
+computes them. The floor is A and B of every adapter, read once at the read ceiling.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu import low_rank_before
 from benchmarks.gpu.kernel_timing import READ_CEILING, relative_error
 from quire.config.engine import DeviceConfig
 from quire.config.model import Heads
 from quire.kernels.reference.lora import add_low_rank
-from quire.kernels.triton import lora, lora_few
 from quire.kernels.triton.compiling import compiling_only
 from quire.kernels.triton.gauge import graph_us
-from quire.kernels.triton.lora import OutputBlocks
+from quire.kernels.triton.lora import OutputBlocks, add_many_tiles
 from quire.kernels.triton.lora_few import FewConfig, add_few_tiles
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.adapters.slots import parts_of
 from quire.runtime.attention.branches import SideBranch
-from quire.runtime.layers import adapted
 from quire.runtime.layers.adapted import ActiveAdapters, StackedAdapters, slot_tensors
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.ops import TritonOps
-from quire.runtime.layers.step import AdaptedRows, AdapterStep, AdapterTiles
+from quire.runtime.layers.step import AdaptedRows, AdapterStep, AdapterTiles, group_slots
 from quire.runtime.layers.stream import Stream
 from quire.runtime.loading.weights import randomize_weights
 from quire.runtime.worker.adapters import tile_rows, tile_tokens
@@ -64,24 +58,6 @@ class Sizes(NamedTuple):
     intermediate: int = 14336
 
 
-class Way(NamedTuple):
-    """How a step computes what adapters change."""
-
-    name: str
-    way: str  # see `adapted.WAY`
-    config: FewConfig = lora_few.CONFIG
-    is_old: bool = False  # by the kernels of `low_rank_before`, among norms and gates that wait for all before them
-    is_first: bool = True  # the side stream gets free multiprocessors first
-
-
-WAYS = (
-    Way("as before", "after", is_old=True),
-    *(Way(way, way) for way in ("after", "before", "around", "beside")),
-    Way("beside, no priority", "beside", is_first=False),
-    *(Way(f"beside, {tuple(config)}", "beside", config) for config in CONFIGS if config != lora_few.CONFIG),
-)
-
-
 class Block(nn.Module):
     """The linear layers of a decoder's block, its norms and its gate."""
 
@@ -106,55 +82,30 @@ class Step:
     def __init__(self, sizes: Sizes, options: argparse.Namespace, device: torch.device, dtype: str) -> None:
         config = DeviceConfig(device=str(device), dtype=dtype, kv_dtype=dtype, attention_backend="triton")
         build = LayerBuilder(config, sizes.heads)
-        self._ops, self.placement = build._ops, build.placement
         self.blocks = nn.ModuleList(Block(sizes, build) for _ in range(options.blocks)).requires_grad_(False)
         randomize_weights(self.blocks, seed=1)
-        self.active, self._rank = ActiveAdapters(), options.rank
-        limits, self.num_bytes = (options.adapters, options.rank), 0
-        self._memory: dict[str, tuple[Tensor, Tensor]] = {}
+        self.active = ActiveAdapters()
+        limits, self.num_bytes, dependent = (options.adapters, options.rank), 0, dependent_rows(device)
+        side = SideBranch(device) if device.type == "cuda" else None
         for path, layer in self.blocks.named_modules():
             if isinstance(layer, Linear):
-                shape = (*limits, layer.num_inputs, layer.num_outputs)
-                self._memory[path] = slot_tensors(parts_of(path, layer), shape, self.placement)
-                for tensor in self._memory[path]:
+                parts, shape = parts_of(path, layer), (*limits, layer.num_inputs, layer.num_outputs)
+                memory = slot_tensors(parts, shape, build.placement)
+                for tensor in memory:
                     tensor.normal_(0, 0.01)
                     self.num_bytes += tensor.nbytes
-        slots = np.arange(options.rows) % options.adapters
-        arrays = (torch.from_numpy(each).to(device) for each in tile_tokens(slots, tile_rows(options.rows)))
-        tiles = AdapterTiles(tile_rows(options.rows), *arrays)
-        self._rows = AdapterStep(AdaptedRows(tiles=tiles), AdaptedRows(tiles=tiles))
-        self.x = torch.randn(options.rows, sizes.hidden, device=device).to(self.placement.dtype)
+                ranks = np.full((options.adapters, len(parts)), options.rank, dtype=np.int32)
+                both = torch.from_numpy(ranks).to(device), ranks
+                layer.adapters = StackedAdapters(parts, memory, self.active, both, dependent, side)
+        slots, most = np.arange(options.rows) % options.adapters, tile_rows(options.rows)
+        arrays = (torch.from_numpy(each).to(device) for each in tile_tokens(slots, most))
+        self.tiled = AdaptedRows(tiles=AdapterTiles(most, *arrays))
+        self.grouped = AdaptedRows(group_slots(slots, device))
+        self.x = torch.randn(options.rows, sizes.hidden, device=device).to(build.placement.dtype)
 
-    @contextmanager
-    def by(self, way: Way) -> Iterator[None]:
-        """Inside, adapters are computed in this way."""
-        before = adapted.WAY, lora_few.CONFIG, lora.add_few_tiles
-        dependent = dependent_rows(self.x.device)
-        adapted.WAY, lora_few.CONFIG = way.way, way.config
-        if way.is_old:
-            lora.add_few_tiles = low_rank_before.add_few_tiles
-        if isinstance(self._ops, TritonOps):
-            self._ops._dependent_rows = sys.maxsize if way.is_old else dependent
-        self._attach(way, dependent)
-        try:
-            yield
-        finally:
-            adapted.WAY, lora_few.CONFIG, lora.add_few_tiles = before
-
-    def _attach(self, way: Way, dependent: int) -> None:
-        side = None
-        if self.x.is_cuda:
-            side = SideBranch(self.x.device)
-            side._stream = side._stream if way.is_first else torch.cuda.Stream(self.x.device)
-        for path, layer in self.blocks.named_modules():
-            if isinstance(layer, Linear):
-                parts, memory = parts_of(path, layer), self._memory[path]
-                ranks = np.full((len(memory[0]), len(parts)), self._rank, dtype=np.int32)
-                on_device = torch.from_numpy(ranks).to(self.x.device)
-                layer.adapters = StackedAdapters(parts, memory, self.active, (on_device, ranks), dependent, side)
-
-    def run(self, *, adapts: bool = True) -> Tensor:
-        self.active.begin(self._rows if adapts else None)
+    def run(self, rows: AdaptedRows | None) -> Tensor:
+        """With the adapters of these rows: `tiled` by Triton kernels, `grouped` by plain torch; None: without."""
+        self.active.begin(None if rows is None else AdapterStep(rows, rows))
         stream = Stream(self.x.clone(), leaves_pending=True)
         for block in self.blocks:
             block(stream)
@@ -162,31 +113,23 @@ class Step:
         return found
 
 
-def measure_blocks(options: argparse.Namespace, ways: Sequence[Way]) -> None:
+def measure_blocks(options: argparse.Namespace) -> None:
     step = Step(Sizes(), options, torch.device("cuda"), "bfloat16")
     floor = step.num_bytes / options.blocks / READ_CEILING * 1e6
-    with step.by(ways[0]):
-        without = _us(partial(step.run, adapts=False)) / options.blocks
-    print(f"a block without adapters: {without:.1f} us; A and B at the ceiling: {floor:.1f} us")
-    wanted = None
-    for way in ways:
-        with step.by(way):
-            us = _us(step.run) / options.blocks
-            found = step.run()
-        wanted = found if wanted is None else wanted
-        more, error = us - without, relative_error(found, wanted)
-        print(
-            f"  {way.name:28s} {us:7.1f} us, {more:5.1f} more ({100 * floor / more:3.0f} % of it the floor), "
-            f"{MODEL_BLOCKS} blocks {MODEL_BLOCKS * more / 1e3:.2f} ms more, {100 * without / us:.1f} % of the "
-            f"throughput, differs by {error:.1e}",
-            flush=True,
-        )
+    without, us = (_us(partial(step.run, rows)) / options.blocks for rows in (None, step.tiled))
+    more, error = us - without, relative_error(step.run(step.tiled), step.run(step.grouped))
+    print(
+        f"a block without adapters: {without:.1f} us; with them: {us:.1f} us ({100 * without / us:.1f} % of the "
+        f"throughput), {more:.1f} us more; A and B at the ceiling: {floor:.1f} us ({100 * floor / more:.0f} % of it); "
+        f"{MODEL_BLOCKS} blocks: {MODEL_BLOCKS * more / 1e3:.2f} ms more; err {error:.1e}",
+        flush=True,
+    )
 
 
-def _us(run: partial[Tensor] | object) -> float:
+def _us(run: Callable[[], Tensor]) -> float:
     with compiling_only():
-        run()  # type: ignore[operator]
-    return graph_us([run])  # type: ignore[list-item]
+        run()
+    return graph_us([run])
 
 
 def measure_kernels(name: str, options: argparse.Namespace) -> None:
@@ -209,16 +152,24 @@ def measure_kernels(name: str, options: argparse.Namespace) -> None:
     add_low_rank(wanted, x.float(), a[0].float(), b[0].float(), groups, ranks.tolist(), runs)
     floor = size / READ_CEILING * 1e6
     print(f"{name}: {size / 1e6:.1f} MB, {floor:.1f} us at the ceiling")
-    named = {str(tuple(config)): partial(add_few_tiles, config=config) for config in CONFIGS}
-    for label, add in {"as before": low_rank_before.add_few_tiles, **named}.items():
-        wide = 1024 if label == "as before" else add.keywords["config"].outputs  # type: ignore[union-attr]
+    ways: dict[str, tuple[Callable[..., None], int | None]]
+    ways = {f"few rows, {tuple(config)}": (partial(_add_few, config), config.outputs) for config in CONFIGS}
+    ways["many rows"] = partial(_add_many, tile_rows(options.rows)), None
+    for label, (add, wide) in ways.items():
         blocks, found = OutputBlocks.of(runs, cuda, wide), torch.zeros_like(wanted, dtype=x.dtype)
-        rest = (ranks, order, tiles, blocks.wide)
-        flags = {"are_aligned": blocks.are_aligned, "dependent": True}
-        add(found, x, a[0], b[0], *rest, **flags)  # type: ignore[operator]
+        add(blocks, found, x, a[0], b[0], ranks, order, tiles)
         error, out = relative_error(found, wanted), torch.randn_like(found)
-        us = graph_us([partial(add, out, x, *pair, *rest, **flags) for pair in zip(a, b, strict=True)])  # type: ignore[call-overload]
+        calls = [partial(add, blocks, out, x, *pair, ranks, order, tiles) for pair in zip(a, b, strict=True)]
+        us = graph_us(calls)
         print(f"  {label:28s} {us:6.2f} us ({100 * floor / us:3.0f} %), err {error:.1e}", flush=True)
+
+
+def _add_few(config: FewConfig, blocks: OutputBlocks, *given: Any) -> None:
+    add_few_tiles(*given, blocks.wide, are_aligned=blocks.are_aligned, config=config, dependent=True)
+
+
+def _add_many(most: int, blocks: OutputBlocks, *given: Any) -> None:
+    add_many_tiles(*given, most, blocks, dependent=True)
 
 
 def main() -> None:
@@ -230,7 +181,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in LAYERS:
         measure_kernels(name, options)
-    measure_blocks(options, WAYS)
+    measure_blocks(options)
 
 
 if __name__ == "__main__":

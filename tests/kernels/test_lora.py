@@ -77,6 +77,38 @@ def test_long_runs_of_one_adapter_take_larger_tiles() -> None:
     check([0] * 70 + [1] * 5, 32, torch.float32, most=64)
 
 
+@pytest.mark.parametrize(
+    ("most", "rows", "slots", "together"),
+    [
+        (4, 64, 64, False), (4, 128, 64, False), (4, 256, 64, True), (4, 193, 64, True),
+        (4, 192, 64, False), (4, 192, 8, False), (4, 256, 85, True), (4, 256, 86, False), (64, 512, 256, True),
+    ],
+)  # fmt: skip
+def test_rows_are_multiplied_together_where_many_share_an_adapter(
+    most: int, rows: int, slots: int, together: bool
+) -> None:
+    assert lora.takes_many(most, rows, slots) == together
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_kernels_agree_on_a_step_whose_rows_share_adapters(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, inputs, taken = [0, 1, 3, 1, -1] * 39, 32, []
+    x, (a, b) = rand(len(slots), inputs, dtype=dtype, seed=3), matrices(inputs, dtype, PARTS)
+    order, tiles, _ = (torch.from_numpy(each).to(DEVICE) for each in tile_tokens(np.array(slots), 4))
+    ranks, blocks = torch.tensor(RANKS, dtype=torch.int32, device=DEVICE), lora.OutputBlocks.of(PARTS, DEVICE)
+    outs = [rand(len(slots), OUTPUTS, dtype=dtype, seed=5) for _ in range(2)]
+    before = outs[0].clone()
+    few = lora_few.add_few_tiles
+    few(outs[0], x, a, b, ranks, order, tiles, blocks.wide, are_aligned=blocks.are_aligned)
+    monkeypatch.setattr(lora, "add_few_tiles", lambda *_, **__: taken.append("few"))
+    lora.add_tiles(outs[1], x, a, b, ranks, order, tiles, 4, blocks)
+    assert not taken
+    assert not torch.equal(outs[0], before)
+    torch.testing.assert_close(outs[1], outs[0], rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("most", [16, 64])
 def test_inputs_that_are_split_over_programs_add_up(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     small = lora_few.CONFIG._replace(inputs=128)

@@ -1,4 +1,4 @@
-"""LoRA: low-rank changes of a product, of many adapters in one batch, in two launches. Tiles of few rows: `lora_few`.
+"""LoRA: low-rank changes of a product, of many adapters in one batch, in two launches. For few rows: `lora_few`.
 
 Rows are sorted by the slot of their adapter and cut into tiles of one slot. The first kernel multiplies the rows of a
 tile by the slot's A, the second what came out by its B and adds it to the product. Both read a matrix once for the rows
@@ -22,7 +22,9 @@ from quire.kernels.triton.launch import await_inputs, check, check_rows, power_o
 from quire.kernels.triton.lora_few import add_few_tiles
 
 RANK_STEP = 16  # ranks are multiples of it
-FEW_ROWS = 16  # of a tile: so many or fewer are multiplied one after the other
+_FEW_ROWS = 16  # of a tile: so many or fewer are multiplied one after the other,
+_FEW_IN_STEP = 192  # unless a step has more than so many
+_SHARED_ROWS = 3  # and at least so many for each slot
 OUTPUT_BLOCK = 256  # outputs of a program, at most
 _MOST_SPLITS = 8
 _BLOCK_K = 64
@@ -138,6 +140,12 @@ def _expand_kernel(
         tl.store(at, (product + acc).to(out_ptr.dtype.element_ty), mask=is_row & is_output)
 
 
+def takes_many(most: int, rows: int, slots: int) -> bool:
+    """Whether a tile's rows are multiplied together, by `add_many_tiles`, in a step of so many rows in tiles of at most
+    `most`. Else one after the other, by the kernels of `lora_few`, which read A and B for each of them."""
+    return most > _FEW_ROWS or (rows > _FEW_IN_STEP and rows >= _SHARED_ROWS * slots)
+
+
 def add_tiles(
     out: Tensor,  # [rows, outputs], changed
     x: Tensor,  # [rows, inputs]
@@ -154,12 +162,20 @@ def add_tiles(
 ) -> None:
     """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no tile stay as they are. `is_seldom`: few slots
     change the layer, so a slot's B is read only after its rank."""
-    if most <= FEW_ROWS:
+    if not takes_many(most, len(x), len(b)):
         add_few_tiles(
             out, x, a, b, ranks, order, tiles, blocks.wide, are_aligned=blocks.are_aligned, dependent=dependent,
             is_seldom=is_seldom,
         )  # fmt: skip
-        return
+    else:
+        add_many_tiles(out, x, a, b, ranks, order, tiles, most, blocks, dependent=dependent)
+
+
+def add_many_tiles(
+    out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, order: Tensor, tiles: Tensor, most: int,
+    blocks: OutputBlocks, *, dependent: bool = False,
+) -> None:  # fmt: skip
+    """`add_tiles` by the kernels here, which multiply the rows of a tile together."""
     (slots, outputs, max_rank), inputs, num_tiles = b.shape, x.shape[1], len(tiles)
     parts = a.shape[1] // max_rank
     check_rows(out, "out")

@@ -1,8 +1,8 @@
 """LoRA where tiles have few rows, as in steps that decode: bound by reading A and B. See `lora` for the tiles.
 
-A and B are asked for before a kernel waits for the one before it, and held in registers: each of a tile's rows is
-multiplied by them in turn, without the tensor cores. K is split over programs; the second kernel
-adds the partial sums, always in the same order.
+A and B are asked for before a kernel waits for the one before it, and held in registers for the first row of a tile.
+Its other rows are multiplied in turn and read them again, from the cache; no row takes the tensor cores. K is split
+over programs; the second kernel adds the partial sums, always in the same order.
 """
 
 from __future__ import annotations

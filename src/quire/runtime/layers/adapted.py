@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.program import Symbol
 from quire.kernels.reference.lora import Runs, add_low_rank
-from quire.runtime.attention.branches import Launch, SideBranch
+from quire.runtime.attention.branches import SideBranch
 from quire.runtime.layers.split import Split
 from quire.runtime.layers.step import AdaptedRows, AdapterStep
 from quire.runtime.layers.stream import Value
@@ -29,13 +29,6 @@ from quire.runtime.layers.weights import Placement
 
 if TYPE_CHECKING:
     from quire.kernels.triton.lora import OutputBlocks
-
-# When Triton kernels compute the changes of a step of few rows:
-# - "after" the product, and add them to it;
-# - "before": multiply by A before the product, by B after it;
-# - "around": multiply by A on a side stream, beside the product, by B after both;
-# - "beside": all on a side stream. What follows the product adds the changes.
-WAY = "beside"
 
 
 class ActiveAdapters:
@@ -224,53 +217,38 @@ class StackedAdapters(LinearAdapters):
 
     def multiply(self, multiply: Callable[[], Value], x: Value) -> tuple[Value, Tensor | None]:
         tiles = self.active.rows.tiles
-        if WAY == "after" or tiles is None:
+        if tiles is None:
             return super().multiply(multiply, x)
         from quire.kernels.triton import lora, lora_few
 
-        if tiles.most > lora.FEW_ROWS:
-            return super().multiply(multiply, x)
         blocks, dependent, products = self._output_blocks(), self._is_dependent(x), []
+        is_whole = blocks.num_outputs == self.b.shape[1]  # else a change would hold no numbers for some outputs
+        if not is_whole or lora.takes_many(tiles.most, len(x), len(self.b)):
+            return super().multiply(multiply, x)
         low = lora_few.empty_low(x, self.a, tiles.order)  # both branches are joined before it is freed
-        shrink = partial(
-            lora_few.shrink, low, x, self.a, self.b, self.ranks, tiles.order, tiles.tiles, dependent=dependent
-        )
-        expand = partial(
-            lora_few.expand, low=low, b=self.b, ranks=self.ranks, order=tiles.order, tiles=tiles.tiles,
-            blocks=blocks.wide, are_aligned=blocks.are_aligned, dependent=dependent,
-        )  # fmt: skip
+        change = torch.empty(len(x), blocks.num_outputs, dtype=x.dtype, device=x.device)
 
-        def run() -> None:
+        def run_change() -> None:
+            lora_few.shrink(low, x, self.a, self.b, self.ranks, tiles.order, tiles.tiles, dependent=dependent)
+            lora_few.expand(
+                change, low, self.b, self.ranks, tiles.order, tiles.tiles, blocks.wide,
+                are_aligned=blocks.are_aligned, slots=tiles.slots, dependent=dependent,
+            )  # fmt: skip
+
+        def run_product() -> None:
             products.append(multiply())
 
-        if WAY == "beside" and blocks.num_outputs == self.b.shape[1]:
-            change = torch.empty(len(x), blocks.num_outputs, dtype=x.dtype, device=x.device)
-
-            def run_beside() -> None:
-                shrink()
-                expand(change, slots=tiles.slots)
-
-            self._branch(run_beside, run)
-            return products[0], change
-        if WAY == "before":
-            shrink()
-            run()
+        if self._side is None:
+            run_change()
+            run_product()
         else:
-            self._branch(shrink, run)
-        expand(products[0])
-        return products[0], None
+            self._side.run_beside(run_change, run_product)
+        return products[0], change
 
     def join(self, product: Tensor, change: Tensor) -> None:
         from quire.kernels.triton.lora_few import add_change
 
         add_change(product, change, dependent=self._is_dependent(product))
-
-    def _branch(self, on_side: Launch, here: Launch) -> None:
-        if self._side is None:
-            on_side()
-            here()
-        else:
-            self._side.run_beside(on_side, here)
 
     def _is_dependent(self, x: Tensor) -> bool:
         return 0 < self._dependent_rows <= len(x)
