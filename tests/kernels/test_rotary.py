@@ -93,6 +93,26 @@ def test_values_are_normed_too_where_the_norms_are_of_them(dtype: torch.dtype) -
         torch.testing.assert_close(cache, wanted, **near)
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_change_is_added_before_norms_and_turns_to_values_too(normed: bool) -> None:
+    qkv, change, weights = rand(5, 3 + 2 * 2, 64), rand(5, 3 + 2 * 2, 64, seed=7), rand(2, 64, seed=3)
+    positions, rows = _step(4)
+    caches = tuple(rand(8, 2, 4, 64, seed=i) for i in (1, 2))
+    wanted_caches = tuple(cache.clone() for cache in caches)
+    query, _ = reference.rotate_and_store(
+        qkv + change, _table(64), positions, rows, BLOCKS, wanted_caches, norms=(*weights, 1e-6) if normed else None
+    )
+    found = qkv.clone().flatten(1)
+    rotate_and_store(
+        found, _table(64), positions, rows, BLOCKS.to(DEVICE), LayerMemory(*caches),
+        norms=HeadNorms(*weights, 1e-6) if normed else None, change=change.flatten(1),
+    )  # fmt: skip
+    is_real = rows >= 0
+    torch.testing.assert_close(found.view(5, -1, 64)[is_real, :3], query[is_real])
+    for cache, wanted in zip(caches, wanted_caches, strict=True):
+        torch.testing.assert_close(cache, wanted)
+
+
 @pytest.mark.parametrize("turned", [64, 16])
 def test_queries_alone_turn_and_leave_the_cache_as_it_is(turned: int) -> None:
     qkv, weights = rand(5, 3 + 2 * 2, 64), rand(2, 64, seed=3)

@@ -101,6 +101,13 @@ def test_a_gate_is_that_of_torch(rows: int, size: int, activation: str, dtype: t
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_adds_a_change_first(dtype: torch.dtype) -> None:
+    x, change = (rand(3, 2 * 1100, dtype=dtype, seed=seed) for seed in (1, 2))
+    wanted = gate((x.float() + change.float()).to(dtype), "silu")
+    torch.testing.assert_close(gate(x, "silu", change=change), wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("size", [300, 17_000])  # at once, and in pieces
 def test_a_gate_writes_float8_with_a_scale_per_row(size: int) -> None:
     x = rand(2, 2 * size)

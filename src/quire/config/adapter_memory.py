@@ -9,6 +9,7 @@ RANK_STEP, TILE_RANKS = 16, 32  # kernels read ranks in steps of so many: slots 
 # tile units read ranks above a tile's in whole tiles
 OUTPUT_STEP = 16  # compiled kernels hold the outputs of a layer in panels of so many
 _SPLITS = 8  # partial sums that Triton kernels may hold of each row
+MANY_TOKENS = 512  # of a step, from which they multiply many rows of an adapter together
 EXPERT_PLACES = 8_192  # of partial sums that they hold of pairs of a row and an expert, if there are fewer pairs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.config.adapter_memory import adapter_memory, host_adapter_memory
+from quire.config.adapter_memory import MANY_TOKENS, adapter_memory, host_adapter_memory
 from quire.config.attention_memory import attention_parts, scratch_memory
 from quire.config.engine import GRAPH_ROWS, EngineConfig, SchedulerConfig, token_buckets
 from quire.config.facts import HardwareFacts
@@ -296,7 +296,11 @@ def plan_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, 
 def _adapters(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
     dtype, tokens = config.device.dtype, config.scheduler.max_num_batched_tokens
     tiled = dtype == "bfloat16" and facts.tile_units and _attention(config, facts) == "native"
-    return adapter_memory(model, config.adapters, DTYPE_BYTES[dtype], tokens, tiled=tiled)
+    held = adapter_memory(model, config.adapters, DTYPE_BYTES[dtype], tokens, tiled=tiled)
+    if config.adapters is None or _attention(config, facts) != "triton":
+        return held
+    # In steps of few tokens, the change of a product is in memory of its own. None has more outputs than activations.
+    return held + min(tokens, MANY_TOKENS) * widest_activations(model) * DTYPE_BYTES[dtype]
 
 
 def _images(model: ModelConfig, scheduler: SchedulerConfig, weight_bytes: int) -> int:

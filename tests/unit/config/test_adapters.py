@@ -11,10 +11,10 @@ import pytest
 from quire.config.adapters import AdapterConfig, AdapterModule, read_lora_dir, read_modules
 from quire.config.arguments import EngineArguments, read_arguments
 from quire.config.facts import HardwareFacts
-from quire.config.memory import MemoryPlan
+from quire.config.memory import MemoryPlan, widest_activations
 from quire.config.resolve import resolve_engine_config
 from quire.types.errors import ConfigError, DoesNotFit
-from tests.unit.config.machines import LAPTOP, SMALL
+from tests.unit.config.machines import LAPTOP, SERVER, SMALL
 
 
 def test_adapters_are_off_unless_they_are_asked_for() -> None:
@@ -100,6 +100,17 @@ def test_slots_that_do_not_fit_name_both_settings(length: int | None) -> None:
     with pytest.raises(DoesNotFit, match="lower max_loras, max_cpu_loras or max_lora_rank$") as refusal:
         resolve_engine_config(arguments, LAPTOP, SMALL)
     assert refusal.value.setting == "max_loras"
+
+
+@pytest.mark.parametrize(("tokens", "counted"), [(256, 256), (8_192, 512)])
+def test_a_gpu_has_room_for_changes_beside_the_products_of_small_steps(tokens: int, counted: int) -> None:
+    arguments = EngineArguments(
+        enable_lora=True, device="cuda", dtype="bfloat16", max_num_batched_tokens=tokens, max_num_seqs=64
+    )
+    with_triton, without = (
+        resolve_engine_config(arguments, replace(SERVER, triton=each), SMALL)[1].adapters for each in (True, False)
+    )
+    assert with_triton - without == counted * widest_activations(SMALL) * 2
 
 
 def test_adapters_in_host_memory_are_counted_with_the_largest_rank() -> None:

@@ -55,24 +55,44 @@ def _activate_kernel(x_ptr, x_stride, size, KIND: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _gated(gate_ptr, up_ptr, column, size, KIND: tl.constexpr):
-    """The products at some columns in the dtype of the input, zero past the end."""
-    gate = tl.load(gate_ptr + column, mask=column < size, other=0.0)
-    up = tl.load(up_ptr + column, mask=column < size, other=0.0)
+def _times(gate, up, KIND: tl.constexpr):
+    """activation(gate) * up, both factors rounded to their dtype."""
     active = activate(gate.to(tl.float32), KIND).to(gate.dtype)
     return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
+def _sum_of(x_ptr, change_ptr, column, size):
+    """x + change at some columns, rounded to the dtype of x, zero past the end."""
+    x = tl.load(x_ptr + column, mask=column < size, other=0.0)
+    change = tl.load(change_ptr + column, mask=column < size, other=0.0)
+    return (x.to(tl.float32) + change.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _gated(gate_ptr, up_ptr, column, size, KIND: tl.constexpr):
+    """The products at some columns in the dtype of the input, zero past the end."""
+    gate = tl.load(gate_ptr + column, mask=column < size, other=0.0)
+    up = tl.load(up_ptr + column, mask=column < size, other=0.0)
+    return _times(gate, up, KIND)
+
+
+@triton.jit
 def _gate_kernel(
-    x_ptr, out_ptr, x_stride, out_stride, size,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, change_ptr, out_ptr, x_stride, change_stride, out_stride, size,
+    KIND: tl.constexpr, HAS_CHANGE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     await_inputs(DEPENDENT)
     gate_ptr = x_ptr + row * x_stride
-    y = _gated(gate_ptr, gate_ptr + size, column, size, KIND)
+    if HAS_CHANGE:
+        change = change_ptr + row * change_stride
+        gate = _sum_of(gate_ptr, change, column, size)
+        up = _sum_of(gate_ptr + size, change + size, column, size)
+        y = _times(gate, up, KIND)
+    else:
+        y = _gated(gate_ptr, gate_ptr + size, column, size, KIND)
     tl.store(out_ptr + row * out_stride + column, y, mask=column < size)
 
 
@@ -122,6 +142,7 @@ def gate(
     out: Tensor | None = None,  # [rows, size], of gate_up's dtype, float8 or int8
     scale: Tensor | None = None,  # [rows] float32, for a float8 or int8 `out`
     dependent: bool = False,
+    change: Tensor | None = None,  # [rows, 2 * size], of gate_up's dtype: added to it first; not with a scale
 ) -> Tensor:
     """activation(gate) * up, both factors rounded to the dtype; then to float8 or int8 with a scale per row."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -131,6 +152,8 @@ def gate(
     check(out.shape == (rows, size) and gate_up.shape[1] == 2 * size, "out has half the columns of gate_up")
     quantized = out.dtype in SMALL
     check(quantized == (scale is not None), "a float8 or int8 out and a scale come together")
+    fits = change is None or (change.shape == gate_up.shape and change.stride(1) == 1 and not quantized)
+    check(fits, "change is like gate_up, and comes without a scale")
     kind = ACTIVATIONS[activation]
     if rows == 0:
         return out
@@ -144,8 +167,8 @@ def gate(
         return out
     block = min(power_of_two(size), _BLOCK)
     _gate_kernel[(rows, triton.cdiv(size, block))](
-        gate_up, out, gate_up.stride(0), out.stride(0), size,
-        KIND=kind, BLOCK=block, DEPENDENT=dependent,
+        gate_up, change, out, gate_up.stride(0), 0 if change is None else change.stride(0), out.stride(0), size,
+        KIND=kind, HAS_CHANGE=change is not None, BLOCK=block, DEPENDENT=dependent,
         num_warps=max(1, block // 256), num_stages=1, launch_pdl=dependent,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""LoRA: low-rank changes of a product, of many adapters in one batch, in two launches. Tiles of few rows: `lora_few`.
+"""LoRA: low-rank changes of a product, of many adapters in one batch, in two launches. For few rows: `lora_few`.
 
 Rows are sorted by the slot of their adapter and cut into tiles of one slot. The first kernel multiplies the rows of a
 tile by the slot's A, the second what came out by its B and adds it to the product. Both read a matrix once for the rows
@@ -17,11 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton import lora_few
 from quire.kernels.triton.launch import await_inputs, check, check_rows, power_of_two
-from quire.kernels.triton.lora_few import WIDE_BLOCK, add_few_tiles
+from quire.kernels.triton.lora_few import add_few_tiles
 
 RANK_STEP = 16  # ranks are multiples of it
-FEW_ROWS = 16  # of a tile: so many or fewer are multiplied one after the other
+_FEW_ROWS = 16  # of a tile: so many or fewer are multiplied one after the other,
+_FEW_IN_STEP = 192  # unless a step has more than so many
+_SHARED_ROWS = 3  # and at least so many for each slot
 OUTPUT_BLOCK = 256  # outputs of a program, at most
 _MOST_SPLITS = 8
 _BLOCK_K = 64
@@ -32,14 +35,18 @@ class OutputBlocks(NamedTuple):
     """The outputs of a layer's parts, cut into blocks: part, begin, end of each."""
 
     table: Tensor  # [blocks, 3] int32, of OUTPUT_BLOCK outputs
-    wide: Tensor  # likewise, of WIDE_BLOCK outputs, for tiles of few rows
+    wide: Tensor  # likewise, for tiles of few rows
     are_aligned: bool  # all begin and end at multiples of 16
+    num_outputs: int
 
     @classmethod
-    def of(cls, parts: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> OutputBlocks:
-        """parts: for each the runs of its outputs, from the first to before the second."""
+    def of(
+        cls, parts: Sequence[Sequence[tuple[int, int]]], device: torch.device, wide: int | None = None
+    ) -> OutputBlocks:
+        """parts: for each the runs of its outputs, from the first to before the second. `wide`: outputs of a block of
+        that table, by default those of `lora_few.CONFIG`."""
         tables = []
-        for size in (OUTPUT_BLOCK, WIDE_BLOCK):
+        for size in (OUTPUT_BLOCK, wide or lora_few.CONFIG.outputs):
             blocks = [
                 (part, start, min(start + size, end))
                 for part, runs in enumerate(parts)
@@ -47,7 +54,9 @@ class OutputBlocks(NamedTuple):
                 for start in range(begin, end, size)
             ]
             tables.append(torch.tensor(blocks, dtype=torch.int32, device=device))
-        return cls(tables[0], tables[1], all(begin % 16 == end % 16 == 0 for runs in parts for begin, end in runs))
+        ends = [run for runs in parts for run in runs]
+        is_aligned = all(begin % 16 == end % 16 == 0 for begin, end in ends)
+        return cls(tables[0], tables[1], is_aligned, sum(end - begin for begin, end in ends))
 
 
 @triton.jit
@@ -131,6 +140,12 @@ def _expand_kernel(
         tl.store(at, (product + acc).to(out_ptr.dtype.element_ty), mask=is_row & is_output)
 
 
+def takes_many(most: int, rows: int, slots: int) -> bool:
+    """Whether a tile's rows are multiplied together, by `add_many_tiles`, in a step of so many rows in tiles of at most
+    `most`. Else one after the other, by the kernels of `lora_few`, which read A and B for each of them."""
+    return most > _FEW_ROWS or (rows > _FEW_IN_STEP and rows >= _SHARED_ROWS * slots)
+
+
 def add_tiles(
     out: Tensor,  # [rows, outputs], changed
     x: Tensor,  # [rows, inputs]
@@ -147,12 +162,20 @@ def add_tiles(
 ) -> None:
     """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no tile stay as they are. `is_seldom`: few slots
     change the layer, so a slot's B is read only after its rank."""
-    if most <= FEW_ROWS:
+    if not takes_many(most, len(x), len(b)):
         add_few_tiles(
             out, x, a, b, ranks, order, tiles, blocks.wide, are_aligned=blocks.are_aligned, dependent=dependent,
             is_seldom=is_seldom,
         )  # fmt: skip
-        return
+    else:
+        add_many_tiles(out, x, a, b, ranks, order, tiles, most, blocks, dependent=dependent)
+
+
+def add_many_tiles(
+    out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, order: Tensor, tiles: Tensor, most: int,
+    blocks: OutputBlocks, *, dependent: bool = False,
+) -> None:  # fmt: skip
+    """`add_tiles` by the kernels here, which multiply the rows of a tile together."""
     (slots, outputs, max_rank), inputs, num_tiles = b.shape, x.shape[1], len(tiles)
     parts = a.shape[1] // max_rank
     check_rows(out, "out")

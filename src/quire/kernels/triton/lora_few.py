@@ -1,11 +1,13 @@
 """LoRA where tiles have few rows, as in steps that decode: bound by reading A and B. See `lora` for the tiles.
 
-A and B are asked for before a kernel waits for the one before it, and held in registers: each of a tile's rows is
-multiplied by them in turn, without the tensor cores. K is split over programs; the second kernel
-adds the partial sums, always in the same order.
+A and B are asked for before a kernel waits for the one before it, and held in registers for the first row of a tile.
+Its other rows are multiplied in turn and read them again, from the cache; no row takes the tensor cores. K is split
+over programs; the second kernel adds the partial sums, always in the same order.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,17 +16,33 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import await_inputs, check, check_rows, power_of_two
 
-WIDE_BLOCK = 1024  # outputs of a program, at most
-_SPLIT_INPUTS = 1024  # of a program
 _MOST_SPLITS = 16
-_WARPS = 8
 RANKS = tl.constexpr(16)  # multiplied at a time
+
+
+class FewConfig(NamedTuple):
+    """How the products are cut into programs."""
+
+    inputs: int  # of a program of the first kernel, a power of two
+    outputs: int  # of one of the second, at most
+    numbers: int  # of A or B that a thread holds
+    registers: int | None  # that a thread may have; None: as many as the compiler likes
+
+
+CONFIG = FewConfig(inputs=1024, outputs=1024, numbers=64, registers=80)
 
 
 @triton.jit
 def _load_a(a_at, is_used, k, K, EVEN_K: tl.constexpr):
     inside = is_used if EVEN_K else is_used & (k < K)[None, :]
     return tl.load(a_at, mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _shrink_row(a, x_at, low_at, k, K, EVEN_K: tl.constexpr):
+    """A [RANKS, inputs] by a row."""
+    x = tl.load(x_at) if EVEN_K else tl.load(x_at, mask=k < K, other=0.0)
+    tl.store(low_at, tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1))
 
 
 @triton.jit
@@ -45,17 +63,13 @@ def _shrink_kernel(
     a = _load_a(a_at, (r < RANKS)[:, None] & (count > 0), k, K, EVEN_K)  # does not wait for the rank
     await_inputs(DEPENDENT)
     low_at = low_ptr + split * split_stride + part * MAX_RANK + r
-    for begin in range(0, rank, RANKS):
-        if MAX_RANK > RANKS and begin > 0:
-            a = _load_a(a_at + begin * K, (begin + r < rank)[:, None], k, K, EVEN_K)
-            row = tl.load(order_ptr + first).to(tl.int64)
-        for number in range(count):
-            place = (first + number).to(tl.int64)
-            x_at = x_ptr + row * x_stride + k
-            row = tl.load(order_ptr + place + 1, mask=number + 1 < count, other=0).to(tl.int64)
-            x = tl.load(x_at) if EVEN_K else tl.load(x_at, mask=k < K, other=0.0)
-            low = tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1)
-            tl.store(low_at + place * low_stride + begin, low, mask=begin + r < rank)
+    if rank > 0:
+        _shrink_row(a, x_ptr + row * x_stride + k, low_at + first.to(tl.int64) * low_stride, k, K, EVEN_K)
+        for step in range(1, count * (rank // RANKS)):
+            begin, place = step // count * RANKS, (first + step % count).to(tl.int64)
+            more = _load_a(a_at + begin * K, (r < RANKS)[:, None], k, K, EVEN_K)
+            row = tl.load(order_ptr + place).to(tl.int64)
+            _shrink_row(more, x_ptr + row * x_stride + k, low_at + place * low_stride + begin, k, K, EVEN_K)
 
 
 @triton.jit
@@ -64,23 +78,40 @@ def _load_b(b_at, inside):
 
 
 @triton.jit
-def _add_row(acc, b, low_at, begin, r, rank, split_stride, SPLITS: tl.constexpr):
-    """acc [outputs] plus B [outputs, RANKS] by the row's partial sums, added up."""
-    split = tl.arange(0, SPLITS)
-    at = low_at + (split * split_stride)[:, None] + (begin + r)[None, :]
-    parts = tl.load(at, mask=(begin + r < rank)[None, :] & (split < SPLITS)[:, None], other=0.0)
-    low = tl.sum(parts, 0).to(b.dtype).to(tl.float32)
-    return acc + tl.sum(b.to(tl.float32) * low[None, :], 1)
+def _begin_row(at, is_output, BLOCK_N: tl.constexpr, ADDS: tl.constexpr):
+    """What a row's outputs begin with."""
+    if ADDS:
+        return tl.load(at, mask=is_output, other=0.0).to(tl.float32)
+    else:  # Triton compiles what follows a return as well
+        return tl.zeros((BLOCK_N,), tl.float32)
+
+
+@triton.jit
+def _add_row(acc, b, low_at, split_stride, SPLITS: tl.constexpr):
+    """acc [outputs] plus B [outputs, RANKS] by a row's partial sums [RANKS], those of all splits in the order of K."""
+    low = tl.load(low_at)
+    for split in tl.static_range(1, SPLITS):
+        low += tl.load(low_at + split * split_stride)
+    return acc + tl.sum(b.to(tl.float32) * low.to(b.dtype).to(tl.float32)[None, :], 1)
+
+
+@triton.jit
+def _clear_others(out_ptr, slots_ptr, n, is_output, rows, out_stride):
+    """Zero the outputs of rows without an adapter. The programs of a block share the rows."""
+    nothing = tl.zeros(n.shape, out_ptr.dtype.element_ty)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        if tl.load(slots_ptr + row) < 0:
+            tl.store(out_ptr + row * out_stride + n, nothing, mask=is_output)  # few rows: no index is too large
 
 
 @triton.jit
 def _expand_kernel(
-    low_ptr, b_ptr, out_ptr, ranks_ptr, order_ptr, tiles_ptr, blocks_ptr, ranks_stride, low_stride, split_stride,
-    b_stride, out_stride,
+    low_ptr, b_ptr, out_ptr, ranks_ptr, order_ptr, tiles_ptr, blocks_ptr, slots_ptr, rows, ranks_stride, low_stride,
+    split_stride, b_stride, out_stride,
     MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, SELDOM: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ADDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out += low B^T, for the outputs of a block."""
+    """out += low B^T, for the outputs of a block; unless it ADDS, out = low B^T, and zero without an adapter."""
     tile, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64)
     first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
@@ -97,19 +128,37 @@ def _expand_kernel(
     is_used = rank > 0 if SELDOM else count > 0  # unless few slots change the layer, B does not wait for the rank
     b = _load_b(b_at, is_output[:, None] & (r < RANKS)[None, :] & is_used)
     await_inputs(DEPENDENT)
-    if rank > 0:
-        for number in range(count):
+    if not ADDS:
+        _clear_others(out_ptr, slots_ptr, n, is_output, rows, out_stride)
+    if (count > 0) & ((rank > 0) | (not ADDS)):
+        low_at = low_ptr + part * MAX_RANK
+        at = out_ptr + row * out_stride + n
+        acc = _begin_row(at, is_output, BLOCK_N, ADDS)
+        if rank > 0:
+            acc = _add_row(acc, b, low_at + first.to(tl.int64) * low_stride + r, split_stride, SPLITS)
+        if MAX_RANK > RANKS:
+            for begin in range(RANKS, rank, RANKS):
+                more = _load_b(b_at + begin, is_output[:, None])
+                acc = _add_row(acc, more, low_at + first.to(tl.int64) * low_stride + begin + r, split_stride, SPLITS)
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=is_output)
+        for number in range(1, count):
             place = (first + number).to(tl.int64)
-            at = out_ptr + row * out_stride + n
-            row = tl.load(order_ptr + place + 1, mask=number + 1 < count, other=0).to(tl.int64)
-            product = tl.load(at, mask=is_output, other=0.0).to(tl.float32)
-            low_at = low_ptr + place * low_stride + part * MAX_RANK
-            acc = _add_row(product, b, low_at, 0, r, rank, split_stride, SPLITS)
-            if MAX_RANK > RANKS:
-                for begin in range(RANKS, rank, RANKS):
-                    more = _load_b(b_at + begin, is_output[:, None] & (begin + r < rank)[None, :])
-                    acc = _add_row(acc, more, low_at, begin, r, rank, split_stride, SPLITS)
+            at = out_ptr + tl.load(order_ptr + place).to(tl.int64) * out_stride + n
+            acc = _begin_row(at, is_output, BLOCK_N, ADDS)
+            for begin in range(0, rank, RANKS):
+                more = _load_b(b_at + begin, is_output[:, None])
+                acc = _add_row(acc, more, low_at + place * low_stride + begin + r, split_stride, SPLITS)
             tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
+def _add_kernel(out_ptr, change_ptr, out_stride, change_stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    await_inputs(DEPENDENT)
+    at, inside = out_ptr + row * out_stride + column, column < size
+    out = tl.load(at, mask=inside, other=0.0)
+    change = tl.load(change_ptr + row * change_stride + column, mask=inside, other=0.0)
+    tl.store(at, (out.to(tl.float32) + change.to(tl.float32)).to(out.dtype), mask=inside)
 
 
 def add_few_tiles(
@@ -120,38 +169,95 @@ def add_few_tiles(
     ranks: Tensor,  # [slots, parts] int32, multiples of 16; 0: the adapter does not change the part
     order: Tensor,  # [places] int32: rows, sorted by slot
     tiles: Tensor,  # [tiles, 3] int32: a slot, where its rows begin in `order`, how many there are
-    blocks: Tensor,  # [blocks, 3] int32: part, begin, end of at most WIDE_BLOCK outputs
+    blocks: Tensor,  # [blocks, 3] int32: part, begin, end of at most `config.outputs` outputs
     *,
     are_aligned: bool,  # all blocks begin and end at multiples of 16
-    split_inputs: int | None = None,
+    config: FewConfig | None = None,
     dependent: bool = False,
     is_seldom: bool = False,
 ) -> None:
     """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no tile stay as they are. `is_seldom`: see
     `add_tiles`."""
-    (slots, outputs, max_rank), inputs, num_tiles = b.shape, x.shape[1], len(tiles)
+    low = empty_low(x, a, order, config)
+    shrink(low, x, a, b, ranks, order, tiles, config=config, dependent=dependent)
+    expand(
+        out, low, b, ranks, order, tiles, blocks,
+        are_aligned=are_aligned, config=config, dependent=dependent, is_seldom=is_seldom,
+    )  # fmt: skip
+
+
+def empty_low(x: Tensor, a: Tensor, order: Tensor, config: FewConfig | None = None) -> Tensor:
+    """Memory for x A^T, for `shrink` to fill: partial sums [splits, places, parts * max rank]. The number of splits is
+    a power of two: one without inputs has sums of zero."""
+    splits = power_of_two(triton.cdiv(x.shape[1], _split_inputs(x.shape[1], config)))
+    return torch.empty(splits, len(order), a.shape[1], dtype=torch.float32, device=x.device)
+
+
+def shrink(
+    low: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, order: Tensor, tiles: Tensor,
+    *, config: FewConfig | None = None, dependent: bool = False,
+) -> None:  # fmt: skip
+    """low = x A^T, see `add_few_tiles`. What a row's adapter does not change stays as it is."""
+    (slots, _, max_rank), inputs, num_tiles = b.shape, x.shape[1], len(tiles)
     parts = a.shape[1] // max_rank
-    check_rows(out, "out")
     check_rows(x, "x")
-    check(out.shape == (len(x), outputs) and a.shape == (slots, parts * max_rank, inputs), "sizes of a, b, x and out")
+    check(
+        a.shape == (slots, parts * max_rank, inputs) and low.shape[1:] == (len(order), a.shape[1]), "sizes of a, b, x"
+    )
     check(a.is_contiguous() and b.is_contiguous() and a.dtype == b.dtype == x.dtype, "a, b and x have one dtype")
     check(ranks.shape == (slots, parts) and max_rank % RANKS.value == 0, "ranks")
     if num_tiles == 0:
         return
-    block_k = max(16, min(split_inputs or _SPLIT_INPUTS, power_of_two(inputs)))
-    block_k = max(block_k, power_of_two(triton.cdiv(inputs, _MOST_SPLITS)))
-    splits = triton.cdiv(inputs, block_k)
-    padded = power_of_two(splits)  # a split without inputs has sums of zero
-    low = torch.empty(padded, len(order), parts * max_rank, dtype=torch.float32, device=x.device)
-    _shrink_kernel[(num_tiles, parts, padded)](
+    config = config or CONFIG
+    block_k = _split_inputs(inputs, config)
+    _shrink_kernel[(num_tiles, parts, len(low))](
         x, a, low, ranks, order, tiles, inputs, x.stride(0), a.stride(0), ranks.stride(0), low.stride(1), low.stride(0),
-        MAX_RANK=max_rank, BLOCK_K=block_k, EVEN_K=inputs % block_k == 0 and padded == splits,
-        DEPENDENT=dependent, num_warps=max(1, min(_WARPS, block_k // 128)), num_stages=1, launch_pdl=dependent,
+        MAX_RANK=max_rank, BLOCK_K=block_k, EVEN_K=inputs == block_k * len(low), DEPENDENT=dependent,
+        num_warps=_warps(block_k, config), num_stages=1, maxnreg=config.registers, launch_pdl=dependent,
     )  # fmt: skip
-    block_n = min(WIDE_BLOCK, power_of_two(outputs))
-    _expand_kernel[(num_tiles, len(blocks))](
-        low, b, out, ranks, order, tiles, blocks, ranks.stride(0), low.stride(1), low.stride(0), b.stride(0),
-        out.stride(0), MAX_RANK=max_rank, SPLITS=padded, BLOCK_N=block_n,
-        ALIGNED=are_aligned and out.stride(0) % 16 == 0, SELDOM=is_seldom, DEPENDENT=dependent,
-        num_warps=max(1, min(_WARPS, block_n // 128)), num_stages=1, launch_pdl=dependent,
+
+
+def expand(
+    out: Tensor, low: Tensor, b: Tensor, ranks: Tensor, order: Tensor, tiles: Tensor, blocks: Tensor,
+    *, are_aligned: bool, slots: Tensor | None = None, config: FewConfig | None = None, dependent: bool = False,
+    is_seldom: bool = False,
+) -> None:  # fmt: skip
+    """out += low B^T, see `add_few_tiles`. With the `slots` of all rows [rows] int32, below 0 for one without an
+    adapter, out = low B^T instead: zero in such rows and in parts that a row's adapter does not change."""
+    check_rows(out, "out")
+    check(out.shape[1] == b.shape[1] and (slots is None or len(slots) == len(out)), "sizes of b, slots and out")
+    if len(tiles) == 0:
+        if slots is not None:
+            out.zero_()
+        return
+    config = config or CONFIG
+    block_n = min(config.outputs, power_of_two(b.shape[1]))
+    _expand_kernel[(len(tiles), len(blocks))](
+        low, b, out, ranks, order, tiles, blocks, slots, len(out), ranks.stride(0), low.stride(1), low.stride(0),
+        b.stride(0), out.stride(0), MAX_RANK=b.shape[2], SPLITS=len(low), BLOCK_N=block_n,
+        ALIGNED=are_aligned and out.stride(0) % 16 == 0, SELDOM=is_seldom, ADDS=slots is None, DEPENDENT=dependent,
+        num_warps=_warps(block_n, config), num_stages=1, maxnreg=config.registers, launch_pdl=dependent,
     )  # fmt: skip
+
+
+def add_change(out: Tensor, change: Tensor, *, dependent: bool = False) -> None:
+    """out += change [rows, outputs]."""
+    check_rows(out, "out")
+    check_rows(change, "change")
+    check(out.shape == change.shape and len(out) > 0, "out and change have one size")
+    block = min(1024, power_of_two(out.shape[1]))
+    _add_kernel[(len(out), triton.cdiv(out.shape[1], block))](
+        out, change, out.stride(0), change.stride(0), out.shape[1], BLOCK=block, DEPENDENT=dependent,
+        num_warps=max(1, block // 256), num_stages=1, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+def _split_inputs(inputs: int, config: FewConfig | None) -> int:
+    """Inputs of a program, a power of two."""
+    config = config or CONFIG
+    return max(16, min(config.inputs, power_of_two(inputs)), power_of_two(triton.cdiv(inputs, _MOST_SPLITS)))
+
+
+def _warps(block: int, config: FewConfig) -> int:
+    """For a program that holds A or B of so many inputs or outputs."""
+    return max(1, min(8, block * int(RANKS.value) // (32 * config.numbers)))

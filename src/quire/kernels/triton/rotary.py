@@ -132,12 +132,20 @@ def _columns(place, turned, half, PARTIAL: tl.constexpr):
 
 
 @triton.jit
+def _changed(at, change_ptr, place, inside):
+    """What is at `at`, plus the change at `place`, if there is one."""
+    x = tl.load(at, mask=inside, other=0.0)
+    if change_ptr is not None:
+        x = (x.to(tl.float32) + tl.load(change_ptr + place, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
 def _rotary_kernel(
-    qkv_ptr, query_ptr, table_ptr, angle_ptr, position_ptr, row_ptr, blocks_ptr, key_ptr, value_ptr,
-    key_scales, value_scales,
-    query_norm_ptr, key_norm_ptr, eps, key_scale, value_scale, qkv_stride, query_stride, blocks_stride, max_blocks,
-    half, turned, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr,
+    qkv_ptr, change_ptr, query_ptr, table_ptr, angle_ptr, position_ptr, row_ptr, blocks_ptr, key_ptr, value_ptr,
+    key_scales, value_scales, query_norm_ptr, key_norm_ptr, eps, key_scale, value_scale, qkv_stride, change_stride,
+    query_stride, blocks_stride, max_blocks, half, turned, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_VALUES: tl.constexpr, PARTIAL: tl.constexpr,
     FLOAT8_CACHE: tl.constexpr, LATER: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -152,8 +160,9 @@ def _rotary_kernel(
         columns, partners = _columns(place, turned, half, PARTIAL)
         column, partner = columns[None, :], partners[None, :]
         at = qkv_ptr + token * qkv_stride + head[:, None] * dim
-        raw_first = tl.load(at + column, mask=inside, other=0.0)
-        raw_second = tl.load(at + partner, mask=inside, other=0.0)
+        of_change = token * change_stride + head[:, None] * dim
+        raw_first = _changed(at + column, change_ptr, of_change + column, inside)
+        raw_second = _changed(at + partner, change_ptr, of_change + partner, inside)
         first, second = raw_first, raw_second
         if HAS_NORM:
             first, second = _normed(
@@ -206,6 +215,7 @@ def rotate_and_store(
     angles: Tensor | None = None,  # [tokens] int: line of `table` of each token; None: its position
     stores: bool = True,  # False: qkv holds queries alone, and nothing is put in the cache
     dependent: bool = False,
+    change: Tensor | None = None,  # [tokens, as qkv], of qkv's dtype: added to it first
 ) -> None:
     """Norm (if given) and turn queries and keys, leave queries in `query`, put keys and values in the paged cache.
 
@@ -224,6 +234,7 @@ def rotate_and_store(
     check_rows(qkv, "qkv")
     check_rows(query, "query")
     check_rows(blocks, "blocks")
+    check(change is None or (change.shape == qkv.shape and change.stride(1) == 1), "change is like qkv")
     check(width % dim == 0 and query_heads > 0 and dim % 2 == 0, "qkv does not fit the cache")
     turned = 0 if table is None else table.shape[1]
     check(table is None or table.is_contiguous(), "table is contiguous")
@@ -235,10 +246,11 @@ def rotate_and_store(
     heads_at_once = min(_HEADS_AT_ONCE, power_of_two(query_heads + 2 * kv_heads))
     half = power_of_two(dim // 2)
     _rotary_kernel[(tokens, triton.cdiv(query_heads + 2 * kv_heads, heads_at_once))](
-        qkv, query, qkv if table is None else table, positions if angles is None else angles, positions, rows, blocks,
-        memory.key, memory.value, *(memory.scales or (None, None)),
+        qkv, change, query, qkv if table is None else table, positions if angles is None else angles, positions, rows,
+        blocks, memory.key, memory.value, *(memory.scales or (None, None)),
         norms and norms.query, norms and norms.key, norms.eps if norms else 0.0, memory.key_scale, memory.value_scale,
-        qkv.stride(0), query.stride(0), blocks.stride(0), blocks.shape[1], dim // 2, turned // 2,
+        qkv.stride(0), 0 if change is None else change.stride(0), query.stride(0), blocks.stride(0),
+        blocks.shape[1], dim // 2, turned // 2,
         QUERIES=query_heads, KEYS=kv_heads, BLOCK_SIZE=block_size, STRIDE=memory.key.stride(0),
         HEAD_STRIDE=head_stride(memory.key), HALF=half, HEADS=heads_at_once,
         HAS_NORM=norms is not None, NORMS_VALUES=norms is not None and norms.of_values, PARTIAL=turned < dim,

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.config.adapter_memory import RANK_STEP, padded_rank
 from quire.config.adapters import AdapterConfig
 from quire.kernels.reference.lora import Runs
+from quire.runtime.attention.branches import SideBranch
 from quire.runtime.layers.adapted import (
     ActiveAdapters,
     AdaptedPart,
@@ -87,13 +88,14 @@ class AdapterSlots:
         spans = [slice(end - len(each), end) for end, each in zip(ends, parts, strict=True)]
         ranks = [(self._ranks[:, mine], self._host_ranks[:, mine]) for mine in spans]
         self.layers: list[SlotMemory] = []
+        side = SideBranch(placement.device) if kernels == "triton" and placement.device.type == "cuda" else None
         for number, (path, layer) in enumerate(layers.items()):
             shape, each = (*limits, layer.num_inputs, layer.num_outputs), parts[number]
             if kernels == "native":
                 self._attach(model, layer, NativeAdapters(each, shape, placement, active))
             else:
                 memory, is_head = slot_tensors(each, shape, placement), layer is model.parts[3]
-                made = StackedAdapters(each, memory, active, ranks[number], dependent_rows, is_seldom=is_head)
+                made = StackedAdapters(each, memory, active, ranks[number], dependent_rows, side, is_seldom=is_head)
                 self._attach(model, layer, made)
             self.targets |= _targets(path, layer, each, number)
         for number, (path, product) in enumerate(experts.items(), len(layers)):

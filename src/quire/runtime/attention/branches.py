@@ -16,11 +16,11 @@ Launch = Callable[[], None]
 
 
 class SideBranch:
-    """The second stream of a device. The host waits for nothing."""
+    """The second stream of a device. The host waits for nothing. `is_first`: its kernels get free multiprocessors
+    before those of the current stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        # Its kernels get free multiprocessors first: those that need a whole one find none beside many small ones.
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, *, is_first: bool = False) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1 if is_first else 0)  # type: ignore[no-untyped-call]
         self._forked: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._joined: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 

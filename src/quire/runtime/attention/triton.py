@@ -111,7 +111,8 @@ class TritonAttention:
         """Have a second stream, where the device has streams."""
         tokens_per_tile = self._prefill.block_m / self._heads.num_query  # a tile is under one key/value head
         self._most_branched = int(BRANCHED_TILES * num_processors(device) * tokens_per_tile)
-        self._side = SideBranch(device) if device.type == "cuda" else None
+        # Kernels that need a whole multiprocessor find none beside many small ones, unless they are first.
+        self._side = SideBranch(device, is_first=True) if device.type == "cuda" else None
 
     def is_dependent(self, num_tokens: int) -> bool:
         """Whether kernels of a step are launched while the ones before them still run."""

@@ -7,7 +7,7 @@ fills before it runs them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.program import Symbol
 from quire.kernels.reference.lora import Runs, add_low_rank
+from quire.runtime.attention.branches import SideBranch
 from quire.runtime.layers.split import Split
 from quire.runtime.layers.step import AdaptedRows, AdapterStep
 from quire.runtime.layers.stream import Value
@@ -114,6 +115,15 @@ class LinearAdapters(SlotMemory):
     def add_rows(self, out: Tensor, x: Tensor, rows: AdaptedRows) -> None:
         """The same for rows that use these adapters."""
 
+    def multiply(self, multiply: Callable[[], Value], x: Value) -> tuple[Value, Tensor | None]:
+        """Run `multiply`, which computes the layer's product with x. Returns the product [rows, outputs], and the
+        change by the adapters of the step's rows [rows, outputs] for the caller to add; None: it is added already."""
+        return self.add(multiply(), x), None
+
+    def join(self, product: Tensor, change: Tensor) -> None:
+        """Add a change that `multiply` returned to `product`, in place."""
+        product.add_(change)
+
 
 class NativeAdapters(LinearAdapters):
     """In the compiled CPU kernels, of programs and alone."""
@@ -157,7 +167,8 @@ class StackedAdapters(LinearAdapters):
     parts] are those of the slots, on the device and mirrored on the host: 0 where an adapter does not change a part.
     The owner of the slots sends them to the device. What lies beyond a rank is never read. `dependent_rows`: rows from
     which Triton kernels are launched while the one before still runs. `is_seldom`: few adapters change the layer, so
-    that Triton kernels read a slot's rank before its B.
+    that Triton kernels read a slot's rank before its B. `side`: where Triton kernels run beside the layer's product;
+    None: before it.
     """
 
     def __init__(
@@ -167,6 +178,7 @@ class StackedAdapters(LinearAdapters):
         active: ActiveAdapters,
         ranks: tuple[Tensor, npt.NDArray[np.int32]],
         dependent_rows: int = 0,
+        side: SideBranch | None = None,
         *,
         is_seldom: bool = False,
     ) -> None:
@@ -174,7 +186,7 @@ class StackedAdapters(LinearAdapters):
         super().__init__(parts, self.a.shape[2], active)
         self.ranks, self.host_ranks = ranks
         self._outputs, self._dependent_rows = [part.outputs for part in parts], dependent_rows
-        self._is_seldom = is_seldom
+        self._is_seldom, self._side = is_seldom, side
         self._blocks: OutputBlocks | None = None  # for the Triton kernels
         if self.a.is_cuda:
             self._blocks = _blocks_of(self._outputs, self.a.device)  # not while a graph is captured
@@ -197,13 +209,54 @@ class StackedAdapters(LinearAdapters):
             return
         from quire.kernels.triton.lora import add_tiles
 
-        if self._blocks is None:
-            self._blocks = _blocks_of(self._outputs, out.device)
         tiles = (rows.tiles.order, rows.tiles.tiles, rows.tiles.most)
-        dependent = 0 < self._dependent_rows <= len(x)
         add_tiles(
-            out, x, self.a, self.b, self.ranks, *tiles, self._blocks, dependent=dependent, is_seldom=self._is_seldom
-        )
+            out, x, self.a, self.b, self.ranks, *tiles, self._output_blocks(),
+            dependent=self._is_dependent(x), is_seldom=self._is_seldom,
+        )  # fmt: skip
+
+    def multiply(self, multiply: Callable[[], Value], x: Value) -> tuple[Value, Tensor | None]:
+        tiles = self.active.rows.tiles
+        if tiles is None:
+            return super().multiply(multiply, x)
+        from quire.kernels.triton import lora, lora_few
+
+        blocks, dependent, products = self._output_blocks(), self._is_dependent(x), []
+        is_whole = blocks.num_outputs == self.b.shape[1]  # else a change would hold no numbers for some outputs
+        if not is_whole or lora.takes_many(tiles.most, len(x), len(self.b)):
+            return super().multiply(multiply, x)
+        low = lora_few.empty_low(x, self.a, tiles.order)  # both branches are joined before it is freed
+        change = torch.empty(len(x), blocks.num_outputs, dtype=x.dtype, device=x.device)
+
+        def run_change() -> None:
+            lora_few.shrink(low, x, self.a, self.b, self.ranks, tiles.order, tiles.tiles, dependent=dependent)
+            lora_few.expand(
+                change, low, self.b, self.ranks, tiles.order, tiles.tiles, blocks.wide,
+                are_aligned=blocks.are_aligned, slots=tiles.slots, dependent=dependent,
+            )  # fmt: skip
+
+        def run_product() -> None:
+            products.append(multiply())
+
+        if self._side is None:
+            run_change()
+            run_product()
+        else:
+            self._side.run_beside(run_change, run_product)
+        return products[0], change
+
+    def join(self, product: Tensor, change: Tensor) -> None:
+        from quire.kernels.triton.lora_few import add_change
+
+        add_change(product, change, dependent=self._is_dependent(product))
+
+    def _is_dependent(self, x: Tensor) -> bool:
+        return 0 < self._dependent_rows <= len(x)
+
+    def _output_blocks(self) -> OutputBlocks:
+        if self._blocks is None:
+            self._blocks = _blocks_of(self._outputs, self.a.device)
+        return self._blocks
 
 
 def slot_tensors(

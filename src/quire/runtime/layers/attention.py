@@ -48,17 +48,20 @@ class Attention(nn.Module):
         """Layers in which this is equal launch the same kernels."""
         return self._heads, self.rule.window is None, self._borrows
 
-    def forward(self, qkv: Value, step: ForwardStep, norm: HeadNorm | None = None) -> Value:
+    def forward(
+        self, qkv: Value, step: ForwardStep, norm: HeadNorm | None = None, change: Tensor | None = None
+    ) -> Value:
         """qkv: [tokens, (query + 2 * kv heads) * dim or more], or queries alone; overwritten -> [tokens, query heads *
-        dim]."""
+        dim]. `change` [tokens, as qkv] has yet to be added to it."""
         if isinstance(qkv, Symbol):
             return self._write_down(qkv, step, norm)
         if isinstance(qkv, RowSymbol):
             return self._write_phase(qkv, step, norm)
-        qkv = qkv[:, : self._heads.query_size + 2 * self._heads.kv_size]
+        size = self._heads.query_size + 2 * self._heads.kv_size
+        qkv, change = qkv[:, :size], None if change is None else change[:, :size]
         if step.backend.kernels == "triton" and (self.rotary is None or self.rotary.is_static):
-            return self._by_triton(qkv, step, norm)
-        return self._by_parts(qkv, step, norm)
+            return self._by_triton(qkv, step, norm, change)
+        return self._by_parts(qkv if change is None else qkv.add_(change), step, norm)
 
     def _by_parts(self, qkv: Tensor, step: ForwardStep, norm: HeadNorm | None) -> Tensor:
         heads = self._heads
@@ -80,8 +83,8 @@ class Attention(nn.Module):
         attended: Tensor = step.backend.attend(query, key, value, cache, step.attention_of(cache), self.rule)
         return attended
 
-    def _by_triton(self, qkv: Tensor, step: ForwardStep, norm: HeadNorm | None) -> Tensor:
-        """Norms, positions and the write to the cache in one launch."""
+    def _by_triton(self, qkv: Tensor, step: ForwardStep, norm: HeadNorm | None, change: Tensor | None) -> Tensor:
+        """The change, norms, positions and the write to the cache in one launch."""
         from quire.kernels.triton.rotary import HeadNorms, LayerMemory, rotate_and_store
 
         heads, cache = self._heads, step.caches[self._layer]
@@ -91,7 +94,7 @@ class Attention(nn.Module):
         rotate_and_store(
             qkv, table, plan.positions, plan.rows, plan.tables,
             LayerMemory(cache.key, cache.value, scales=cache.scales), norms=norms, angles=lines,
-            stores=not self._borrows, dependent=step.backend.is_dependent(len(qkv)),
+            stores=not self._borrows, dependent=step.backend.is_dependent(len(qkv)), change=change,
         )  # fmt: skip
         by_head, stored = qkv.view(len(qkv), -1, heads.dim), 0 if self._borrows else heads.num_kv
         query, key, value = torch.split(by_head, [heads.num_query, stored, stored], dim=1)
@@ -163,9 +166,11 @@ class DecoderAttention(nn.Module):
         self.o_proj = build.row_linear("o_proj", heads, hidden, bias=config.o_bias)
 
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
+        if self.gate is None:
+            qkv, change = self.qkv_proj.apart(x)
+            return self.o_proj.later(self.attention(qkv, step, self.qk_norm, change))
         qkv = self.qkv_proj(x)
-        attended = self.attention(qkv, step, self.qk_norm)
-        return self.o_proj.later(attended if self.gate is None else self.gate(attended, qkv))
+        return self.o_proj.later(self.gate(self.attention(qkv, step, self.qk_norm), qkv))
 
 
 class SelfAttention(nn.Module):

@@ -200,20 +200,35 @@ class Linear(WeightLayer):
         return [part]
 
     def forward(self, x: Value | Normed) -> Value:  # [tokens, in] -> [tokens, out]
+        product, change = self.apart(x)
+        return product if change is None else self._joined(product, change)
+
+    def apart(self, x: Value | Normed) -> tuple[Value, Tensor | None]:  # [tokens, in] -> [tokens, out] twice
+        """The product with x, and what has yet to be added to it, if there is anything: the change by the adapters of
+        the step's rows, where it is computed beside the product."""
         assert self.multiply is not None, "finish() was not called"
         if isinstance(x, Normed):
             if x.stream.is_empty:
-                return x.stream.x.new_empty(0, self.num_outputs)
+                return x.stream.x.new_empty(0, self.num_outputs), None
             if self.fused is not None and isinstance(x.norm, RMSNorm) and not self.is_adapted:
                 fused = self.fused.on(x.stream.x)
-                return fused.after_norm(x.stream.x, x.norm.as_norm, x.stream.take_pending())
+                return fused.after_norm(x.stream.x, x.norm.as_norm, x.stream.take_pending()), None
             x = x.value()
         if isinstance(x, Tensor) and len(x) == 0:
-            return x.new_empty(0, self.num_outputs)
-        product = self._multiply(x)
+            return x.new_empty(0, self.num_outputs), None
+        change = None
         if self.adapters is not None and self.is_adapted:
-            product = self.adapters.add(product, x)
-        return all_reduce(self.group, product) if self.reduces and self.group is not None else product
+            product, change = self.adapters.multiply(partial(self._multiply, x), x)
+        else:
+            product = self._multiply(x)
+        if self.reduces and self.group is not None:
+            return all_reduce(self.group, product if change is None else self._joined(product, change)), None
+        return product, change
+
+    def _joined(self, product: Tensor, change: Tensor) -> Tensor:
+        assert self.adapters is not None
+        self.adapters.join(product, change)
+        return product
 
     def _multiply(self, x: Value) -> Value:
         assert self.multiply is not None
@@ -227,10 +242,17 @@ class Linear(WeightLayer):
         assert self.fused is not None
         if self.reduces:
             return cast("Tensor", self(x))  # the next norm's kernel adds it
-        pending = self.fused.on(x).add_to(target, x)
-        if self.adapters is not None and self.is_adapted:
-            self.adapters.add(target if pending is None else pending, x)
-        return pending
+        fused, pending = self.fused.on(x), None
+        if self.adapters is None or not self.is_adapted:
+            return fused.add_to(target, x)
+
+        def multiply() -> Tensor:
+            nonlocal pending
+            pending = fused.add_to(target, x)
+            return target if pending is None else pending
+
+        _, change = self.adapters.multiply(multiply, x)
+        return pending if change is None else change if pending is None else self._joined(pending, change)
 
     def later(self, x: Value) -> Projected:
         """The product with x, for the residual stream to compute when it is added."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import why_not_native
 from quire.kernels.reference.activation import gate as reference_gate
+from quire.runtime.accelerator import dependent_rows
 from quire.runtime.attention.backend import LayerCache
 
 GELU = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -38,6 +39,9 @@ class LayerOps(Protocol):
     def gate(self, gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
         """[tokens, 2 * size], gate then up -> activation(gate) * up [tokens, size]; by silu within limits with a
         clamp."""
+
+    def gate_sum(self, gate_up: Tensor, change: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
+        """`gate` of gate_up + change. May overwrite gate_up."""
 
     def times(self, x: Tensor, y: Tensor, column: int) -> Tensor:
         """x [tokens, size] by as many columns of y, from a column on. May overwrite x."""
@@ -77,6 +81,9 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return _activate(gate, activation).mul_(up)
 
+    def gate_sum(self, gate_up: Tensor, change: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
+        return self.gate(gate_up.add_(change), activation, clamp)
+
     def times(self, x: Tensor, y: Tensor, column: int) -> Tensor:
         return x.mul_(y[:, column : column + x.shape[1]])
 
@@ -88,21 +95,30 @@ class TorchOps:
 
 
 class TritonOps(TorchOps):
-    """One launch each for the norm and the gate. Most root-mean-square norms are taken along by the product behind."""
+    """One launch each for the norm and the gate. Most root-mean-square norms are taken along by the product behind.
+    `dependent_rows`: rows from which a kernel is launched while the one before still runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, dependent_rows: int) -> None:
         from quire.kernels.triton import activation, layer_norm, norm
 
         self._norm, self._layer_norm, self._activation = norm, layer_norm, activation
+        self._dependent_rows = dependent_rows
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm.rms_norm(x, weight, eps)
+        return self._norm.rms_norm(x, weight, eps, dependent=self._is_dependent(x))
 
     def add_rms_norm(self, x: Tensor, change: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm.add_rms_norm(change, x, weight, eps)
+        return self._norm.add_rms_norm(change, x, weight, eps, dependent=self._is_dependent(x))
 
     def gate(self, gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
-        return super().gate(gate_up, activation, clamp) if clamp else self._activation.gate(gate_up, activation)
+        if clamp is not None:
+            return super().gate(gate_up, activation, clamp)
+        return self._activation.gate(gate_up, activation, dependent=self._is_dependent(gate_up))
+
+    def gate_sum(self, gate_up: Tensor, change: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
+        if clamp is not None:
+            return super().gate_sum(gate_up, change, activation, clamp)
+        return self._activation.gate(gate_up, activation, dependent=self._is_dependent(gate_up), change=change)
 
     def layer_norm(self, x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:
         return self._layer_norm.layer_norm(x, weight_bias, eps)
@@ -110,6 +126,9 @@ class TritonOps(TorchOps):
     def activate(self, x: Tensor, activation: str) -> Tensor:
         self._activation.activate_rows(x, activation)
         return x
+
+    def _is_dependent(self, x: Tensor) -> bool:
+        return len(x) >= self._dependent_rows
 
 
 def _activate(x: Tensor, activation: str) -> Tensor:
@@ -122,7 +141,7 @@ def _activate(x: Tensor, activation: str) -> Tensor:
 def choose_ops(dtype: torch.dtype, device: torch.device, *, triton: bool = False) -> LayerOps:
     """`triton`: the Triton kernels run this model."""
     if triton:
-        return TritonOps()
+        return TritonOps(dependent_rows(device))
     if why_not_native(dtype, device) is not None:
         return TorchOps()
     from quire.runtime.layers.native import NativeOps

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.config.adapter_memory import MANY_TOKENS
 from quire.config.engine import EngineConfig
 from quire.config.model import ModelConfig
 from quire.runtime.accelerator import dependent_rows
@@ -26,7 +27,6 @@ from quire.types.errors import InvalidRequest
 from quire.types.step import NewRow
 
 FEW_ROWS, MANY_ROWS = 4, 64  # rows of a tile
-_MANY_TOKENS = 512  # of a step, from which tiles have many rows
 
 
 class TileArrays(NamedTuple):
@@ -133,7 +133,7 @@ def make_adapters(
 
 def tile_rows(num_tokens: int) -> int:
     """How many rows a tile has in steps of so many tokens."""
-    return MANY_ROWS if num_tokens >= _MANY_TOKENS else FEW_ROWS
+    return MANY_ROWS if num_tokens >= MANY_TOKENS else FEW_ROWS
 
 
 def tile_tokens(slots: Longs, most: int, room: tuple[int, int] | None = None) -> TileArrays:

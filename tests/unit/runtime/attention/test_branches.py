@@ -78,9 +78,11 @@ def test_there_is_one_branch_where_a_second_gains_nothing(
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no streams")
-def test_both_branches_of_a_captured_graph_begin_after_the_fork_and_end_before_the_join() -> None:
+@pytest.mark.parametrize("is_first", [False, True])
+def test_both_branches_of_a_captured_graph_begin_after_the_fork_and_end_before_the_join(is_first: bool) -> None:
     numbers = torch.zeros(3, 1 << 22, device=DEVICE)
-    branch = SideBranch(torch.device(DEVICE))
+    branch = SideBranch(torch.device(DEVICE), is_first=is_first)
+    assert branch._stream.priority == (-1 if is_first else 0)
 
     def launch() -> None:
         numbers[0] += 1
