@@ -202,6 +202,8 @@ def test_levels_are_counted_as_they_are_kept() -> None:
     assert weights("float32", replace(LAPTOP, native_refusal="not built")) == 4 * SMALL.num_parameters
     on_tiles = weights("bfloat16", replace(SERVER, native_refusal=None, tile_units=True))
     assert on_tiles == 2 * numbers + 600 + table
+    in_whole_numbers = weights("bfloat16", replace(SERVER, native_refusal=None, tile_units=True), integer=True)
+    assert in_whole_numbers == 2 * numbers + 640
     in_halves = weights("float16", replace(SERVER, native_refusal=None, tile_units=True))
     assert in_halves > 2 * SMALL.num_parameters, "no kernel multiplies halves by levels"
 
