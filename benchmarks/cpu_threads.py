@@ -175,7 +175,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", help="a folder, file or name (the embedded model)")
     parser.add_argument("--dtype", default="auto", help="types to compute in, by commas")
-    parser.add_argument("--cpu-weights", default="integer", help="how quantized weights are multiplied, by commas")
+    parser.add_argument("--cpu-weights", default="auto", help="how quantized weights are multiplied, by commas")
     parser.add_argument("--out", type=Path, help="write all figures to this JSON file")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Figure]:
     parser.add_argument("--window", type=int, default=512, help="tokens that are read as one prompt")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--cpu-weights", choices=CPU_WEIGHTS, default="integer", help="as in LLM")
+    parser.add_argument("--cpu-weights", choices=("auto", *CPU_WEIGHTS), default="auto", help="as in LLM")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--llama-library", type=Path, help="a shared library with llama.cpp, for GGUF models")
     parser.add_argument("--json", type=Path, help="write all figures here")

@@ -86,10 +86,40 @@ def test_events_of_a_stream_hold_the_answer_so_far(server: TestServer) -> None:
     assert {event["index"]: event["text"] for event in many} == {0: ANSWER, 1: " answer 0 to <xyz>"}
 
 
+def test_every_event_of_a_stream_is_an_answer_and_the_last_has_the_warnings(server: TestServer) -> None:
+    *events, last = server.events("/generate", {"text": "abc", "no_logs": True})
+    assert last == "[DONE]"
+    assert all(event["text"] and event["meta_info"]["id"] for event in events)
+    assert [event for event in events if "warnings" in event] == events[-1:]
+
+
+def test_a_stream_without_new_tokens_has_none(server: TestServer) -> None:
+    body = {"text": "abc", "sampling_params": {"max_new_tokens": 0}}
+    *_, event, last = server.events("/generate", body)
+    assert last == "[DONE]"
+    assert (event["text"], event["output_ids"], event["meta_info"]["completion_tokens"]) == ("", [], 0)
+    assert event["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+
+
+def test_no_prompt_token_has_logprobs_behind_the_last(server: TestServer) -> None:
+    logprobs = {"return_logprob": True, "top_logprobs_num": 1}
+    num = generate(server, text="abc")["meta_info"]["prompt_tokens"]
+    told = generate(server, text="abc", **logprobs, logprob_start_len=num)["meta_info"]
+    assert told["input_token_logprobs"] == told["input_top_logprobs"] == []
+    first = generate(server, text="abc", **logprobs, logprob_start_len=num - 1)["meta_info"]
+    assert [entry[0] for entry in first["input_token_logprobs"]] == first["input_top_logprobs"] == [None]
+
+
+def test_empty_members_that_are_not_supported_change_nothing(server: TestServer) -> None:
+    empty: dict[str, Any] = {"stop_regex": [], "custom_params": {}, "structural_tag": ""}
+    assert generate(server, text="abc", sampling_params=empty)["text"] == ANSWER
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
         ({}, "text"),
+        ({"text": "a", "model": "one", "lora_path": "other"}, "lora_path"),
         ({"text": "a", "input_ids": [1]}, "text"),
         ({"token_ids": [1]}, "token_ids"),
         ({"text": [[1]]}, "text"),

@@ -49,8 +49,8 @@ def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
         "bfloat16": facts.tile_units or panels,
     }.get(dtype, False)
     if has_levels and keeps_levels:
-        is_shared = integer and model.tie_word_embeddings  # the head's panels are the table
-        beside = 0 if is_shared else _level_table(model) if levels.has_table else copied * weight_bytes
+        table_bytes = 0 if integer else _level_table(model)  # panels are among those held; a tied head's are the table
+        beside = table_bytes if levels.has_table else copied * weight_bytes
         held = levels.integer_bytes if integer else levels.num_bytes
         return (model.num_parameters - levels.parameters) * weight_bytes + held + beside
     if quantizes and keeps_levels:

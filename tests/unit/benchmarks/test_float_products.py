@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 
 
 def test_every_product_of_a_layer_is_measured_once_and_the_head_not() -> None:
-    assert products_of_layer(SHAPES["tiny"]) == [(128, 64), (64, 64), (256, 64), (64, 128)]
+    assert products_of_layer(SHAPES["tiny"]) == [(320, 256), (256, 256), (1024, 256), (256, 512)]
 
 
 def test_speeds_are_of_the_clock_that_is_given_for_both_in_every_turn() -> None:

@@ -221,6 +221,9 @@ def test_checkpoints_that_are_quantized_are_counted_as_they_are_held() -> None:
     native, numbers = replace(SERVER, native_refusal=None, tile_units=True, triton=True), SMALL.num_parameters
     assert weights("cpu", "float32", replace(LAPTOP, level_panels=True)) == 4 * (numbers - 1_000) + 600
     assert weights("cpu", "bfloat16", native) == 2 * (numbers - 1_000 + table) + 600
+    stored = replace(stored, levels=replace(levels, integer_bytes=640))
+    assert weights("cpu", "bfloat16", native) == 2 * (numbers - 1_000 + table) + 640
+    assert weights("cpu", "float32", native) == 4 * (numbers - 1_000) + 640
     assert weights("cuda", "bfloat16", native) == 2 * (numbers - 900) + 500
     assert weights("cuda", "bfloat16", replace(native, triton=False)) == 2 * numbers
     older = replace(native, cuda=tuple(replace(device, capability=(8, 0)) for device in native.cuda))

@@ -173,8 +173,10 @@ class Linear(WeightLayer):
         return self._product.pack_quantized(whole.to(self._placement.device), bias)
 
     def _pack_apart(self) -> Multiply | None:
-        """Parts as the product holds each of them; None: it takes them as one weight."""
-        parts = [self._quantized[name].to(self._placement.device) for name in self.spans]
+        """Parts as a CPU's product holds each of them; None: it takes them as one weight."""
+        if self._placement.device.type != "cpu":
+            return None
+        parts = [self._quantized[name] for name in self.spans]
         biases = [None if self._bias is None else self._bias[span].clone() for span in self.spans.values()]
         return self._product.pack_parts(list(zip(parts, biases, strict=True)))
 

@@ -157,9 +157,10 @@ def describe_products(facts: HardwareFacts) -> list[tuple[str, str]]:
     halves = f"{facts.cpu_path}, widened to float32 in registers"
     if facts.bf16_dots:
         halves = f"{facts.cpu_path}, by dot products of bfloat16"
+    how = "float32 rows in whole numbers, bfloat16 rows in tiles" if facts.tile_units else "rows in whole numbers"
     return [
         ("float32 weights", str(facts.cpu_path)),
-        ("quantized weights", f"{facts.cpu_path}, as stored in the file, rows in whole numbers"),
+        ("quantized weights", f"{facts.cpu_path}, as stored in the file, {how}"),
         ("bfloat16 weights", "amx, in tiles" if facts.tile_units else halves),
     ]
 

@@ -62,7 +62,7 @@ def read_prompt(body: bytes, headers: Mapping[bytes, bytes], tenant: bytes, *, i
     if not isinstance(fields, dict):
         return Prompt(session=session)
     text = b"\0".join(_parts(fields))
-    model = _text(fields.get("model"))
+    model = _text(fields.get("model")) or _text(fields.get("lora_path"))
     if not is_fork and _NAMING.isdisjoint(fields):  # as in most requests
         return Prompt(model, chunk_keys(hash((tenant, "", model)), text), len(text), session)
     root = hash((tenant, _text(fields.get("cache_salt")), model))

@@ -56,6 +56,11 @@ def test_requests_that_share_no_cache_share_no_key(other: dict[str, Any]) -> Non
     assert shared(read(**given), read(**(given | other))) == 0
 
 
+def test_adapters_of_sglangs_name_are_models() -> None:
+    one, other = (read(text=LONG, lora_path=name) for name in ("one", "other"))
+    assert (one.model, shared(one, other)) == ("one", 0)
+
+
 def test_parts_of_content_and_plain_text_have_the_same_keys() -> None:
     plain, parts = talk(LONG), talk([{"type": "text", "text": LONG}])
     assert read(messages=plain).keys == read(messages=parts).keys

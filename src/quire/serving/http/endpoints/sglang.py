@@ -36,15 +36,17 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A member that would change the answer, and that this server does not have."""
+    """A member that would change the answer, and that this server does not have. Empty, it changes nothing."""
 
     why: str
 
     def check(self, where: str, value: Any, limits: Bounds) -> None:  # noqa: ARG002
+        if value in ("", [], {}):
+            return
         raise UnsupportedParameter(where, self.why, "leave it out")
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
-        return {"type": "null"}
+        return {"enum": [None, "", [], {}]}
 
 
 class Batch(NamedTuple):
@@ -126,7 +128,9 @@ _FIELDS = (
     Field("token_ids_logprob", TokenIds("logprob_token_ids", 1),
           "And of these tokens, at every place of the answer; without `top_logprobs_num` and `logprob_start_len`."),
     Field("return_text_in_logprobs", Flag(), "Write the text of tokens there, and not null.", False),
-    Field("stream", Flag(), "Answer as server-sent events: each holds all of an answer so far.", False),
+    Field("stream", Flag(),
+          "Answer as server-sent events: each holds all of an answer so far, and comes when it grew by a sixteenth.",
+          False),
     Field("rid", Identifier(), "Names the request in answers and logs."),
     Field("lora_path", Text("label"), "The name of a LoRA adapter; the same as `model`."),
     Field("cache_salt", Text("label", 1), "Requests share cached prompts only with requests of the same salt and key."),
@@ -156,8 +160,9 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
     batch: Batch = texts or ids
     sampling = {_RENAMED.get(name, name): value for name, value in given.pop("sampling_params", {}).items()}
     found = {**_logprobs(given), **sampling, "prompt": batch.prompts, "is_list": batch.is_list}
-    if "lora_path" in found:
-        found.setdefault("model", found.pop("lora_path"))
+    adapter = found.pop("lora_path", None)
+    if adapter and found.setdefault("model", adapter) != adapter:
+        raise InvalidRequest("lora_path", "names another model than model does", "send one of them")
     if "rid" in found:
         found["request_id"] = found["response_id"] = found.pop("rid")
     if found.get("max_tokens") == 0:
@@ -218,7 +223,7 @@ _ANSWER = record(
 )
 _SCHEMAS: dict[str, Schema] = {
     "SglangAnswer": {"anyOf": [_ANSWER, many(_ANSWER)]},
-    "SglangChunk": {"anyOf": [_ANSWER, record({"warnings": many(TEXT)})]},
+    "SglangChunk": _ANSWER,
     "SglangModel": record({"model_path": TEXT, "is_generation": FLAG}, is_open=True),
     "SglangServer": record({"version": TEXT, "max_total_num_tokens": WHOLE}, is_open=True),
 }

@@ -97,7 +97,8 @@ class SglangStream:
     def __init__(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> None:
         self._options, self._requests = options, requests
         self._told: dict[int, _Told] = {}  # by choice
-        self._has_many = options.parameters["is_list"] or sum(request.n for request in requests) > 1
+        self._num_open = sum(request.n for request in requests)  # choices that have not ended
+        self._has_many = options.parameters["is_list"] or self._num_open > 1
 
     def opening(self) -> bytes:
         return b""
@@ -108,8 +109,7 @@ class SglangStream:
         return b"".join([self._choice(choice, list(group)) for choice, group in groups])
 
     def closing(self) -> bytes:
-        warned = {"warnings": self._options.warnings}
-        return (b"data: " + _encode(warned) + b"\n\n" if self._options.warnings else b"") + DONE
+        return DONE
 
     @staticmethod
     def failure(error: ApiError) -> bytes:
@@ -121,15 +121,24 @@ class SglangStream:
 
     def _choice(self, choice: int, deltas: list[Delta]) -> bytes:
         told, last = self._told.setdefault(choice, _Told()), deltas[-1]
-        told.texts += [delta.text for delta in deltas]
         new = [token for delta in deltas for token in delta.token_ids]
+        if self._options.drops_answer:
+            new = []
+        else:
+            told.texts += [delta.text for delta in deltas]
         ids, columns = told.extend(new, [delta.logprobs for delta in deltas if delta.logprobs])
         if last.finish_reason is None and not told.is_due():
             return b""
         told.texts = ["".join(told.texts)]
         request = next(one for one in self._requests if choice < one.first_choice + one.n)
-        sample = Sample(request, ids, columns, last.finish_reason, last.stop_reason)
+        ended = last.finish_reason, last.stop_reason
+        if self._options.drops_answer and last.finish_reason is not None:
+            ended = "length", None
+        sample = Sample(request, ids, columns, *ended)
         event = {"text": told.texts[0], "output_ids": ids, "meta_info": _meta_info(self._options, sample)}
+        self._num_open -= last.finish_reason is not None
+        if self._options.warnings and not self._num_open:  # in an event of an answer: clients read one in each
+            event["warnings"] = self._options.warnings
         return b"data: " + _encode(event | ({"index": choice} if self._has_many else {})) + b"\n\n"
 
 
@@ -180,8 +189,10 @@ def _input_logprobs(options: ResponseOptions, sample: Sample, entries: Entries) 
     ids = sample.request.submit.prompt_token_ids.tolist()
     lines = list(islice(finished.prompt_logprobs.lines(), start + 1, None))
     rest = zip(ids[start + 1 :], lines, strict=True)
-    found = [entries.one(ids[start], None)]
-    found += [entries.one(token, None if line is None else line[1][0]) for token, line in rest]
-    tops = [b"null"] + [b"null" if line is None else entries.many(line[0][1:], line[1][1:]) for line in lines]
+    first = [entries.one(token, None) for token in ids[start : start + 1]]
+    found = first + [entries.one(token, None if line is None else line[1][0]) for token, line in rest]
+    tops = [b"null"] * len(first) + [
+        b"null" if line is None else entries.many(line[0][1:], line[1][1:]) for line in lines
+    ]
     told: dict[str, Any] = {"input_token_logprobs": [msgspec.Raw(one) for one in found]}
     return told | ({"input_top_logprobs": [msgspec.Raw(one) for one in tops]} if num_top else {})

@@ -31,7 +31,11 @@ class TextOrTexts:
             return text.check(where, value, limits)
         if len(value) > limits["prompts"]:
             raise InvalidRequest(where, f"has {len(value)} texts, limit {limits['prompts']}", "send fewer at once")
-        return [text.check(f"{where}[{place}]", item, limits) for place, item in enumerate(value)]
+        texts: list[str] = [text.check(f"{where}[{place}]", item, limits) for place, item in enumerate(value)]
+        size, limit = sum(map(len, texts)), limits["prompt_characters"]
+        if size > limit:
+            raise InvalidRequest(where, f"has {size} characters in all, limit {limit}", "send less at once")
+        return texts
 
     def schema(self, limits: Bounds) -> Schema:
         text = Text("prompt_characters").schema(limits)
