@@ -83,6 +83,11 @@ def test_a_registered_prompt_is_found_listed_and_removed(open_server: TestServer
     open_server.wait(open_server.is_idle)
 
 
+def test_a_prompt_of_token_ids_can_be_registered(open_server: TestServer) -> None:
+    assert register(open_server, prompt=list(ids(SYSTEM))).json()["num_tokens"] == len(ids(SYSTEM))
+    assert found(open_server, SYSTEM + " Who are you?") == len(ids(SYSTEM))
+
+
 def test_the_beginning_of_a_conversation_can_be_registered(open_server: TestServer) -> None:
     messages = [{"role": "system", "content": SYSTEM}]
     body = {"name": "chat", "messages": messages}

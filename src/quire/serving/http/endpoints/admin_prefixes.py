@@ -11,14 +11,16 @@ from quire.serving.http.exchange import Exchange
 from quire.serving.http.generation.conversation import render_messages, unread_values
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.service import Service
+from quire.serving.http.validators.prompts import Prompts
 from quire.serving.http.validators.values import Identifier, Options, Text
 from quire.types.errors import InvalidRequest
 
-_TAKEN = ("prompt", "messages", "tools", "add_special_tokens", "chat_template_kwargs")
+_TAKEN = ("messages", "tools", "add_special_tokens", "chat_template_kwargs")
 _BODY = Options(
     {
         "name": Identifier(),
         "api_key": Text("label", 1),
+        "prompt": Prompts(),
         **{name: TOKENIZE.fields_by_name[name].validator for name in _TAKEN},
     }
 )
@@ -66,7 +68,9 @@ def _tokens(service: Service, given: dict[str, Any]) -> tuple[int, ...]:
         return tuple(service.texts.tokenizer.encode(text, given.get("add_special_tokens", False)))
     if unsuited := [name for name in ("tools", "chat_template_kwargs") if name in given]:
         raise InvalidRequest(unsuited[0], "means nothing to a prompt", "send messages, or leave it out")
-    prompt = given["prompt"][0]
+    prompt, *others = given["prompt"]
+    if others:
+        raise InvalidRequest("body.prompt", f"has {1 + len(others)} prompts, limit 1", "give each a name")
     if prompt.token_ids is not None:
         return tuple(prompt.token_ids)
     return tuple(service.texts.tokenizer.encode(prompt.text, given.get("add_special_tokens", True)))
