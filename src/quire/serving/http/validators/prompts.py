@@ -41,10 +41,7 @@ class Prompts:
             return _bounded(where, [self._tokens(where, value, limits)], limits)
         if len(value) > limits[self.count]:
             raise InvalidRequest(where, f"has {len(value)} {self.count}, limit {limits[self.count]}", "send fewer")
-        prompts = [
-            (self._text if isinstance(item, str) else self._tokens)(f"{where}[{place}]", item, limits)
-            for place, item in enumerate(value)
-        ]
+        prompts = [self._one(f"{where}[{place}]", item, limits) for place, item in enumerate(value)]
         return _bounded(where, prompts, limits)
 
     def schema(self, limits: Bounds) -> Schema:
@@ -52,6 +49,11 @@ class Prompts:
         tokens = TokenIds("prompt_tokens", 1).schema(limits)
         many = {"type": "array", "minItems": 1, "maxItems": limits[self.count]}
         return {"anyOf": [text, tokens, {**many, "items": {"anyOf": [text, tokens]}}]}
+
+    def _one(self, where: str, item: Any, limits: Bounds) -> Prompt:
+        if not isinstance(item, str | list):
+            raise InvalidRequest(where, f"must be text or a list of token ids, got {shown(item)}", _FORMS)
+        return (self._text if isinstance(item, str) else self._tokens)(where, item, limits)
 
     @staticmethod
     def _text(where: str, value: Any, limits: Bounds) -> Prompt:
