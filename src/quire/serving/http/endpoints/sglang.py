@@ -158,8 +158,10 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
         reason = "is missing" if texts is None else "cannot be used together with input_ids"
         raise InvalidRequest("text", reason, "send text or input_ids")
     batch: Batch = texts or ids
+    prompt_field = "text" if ids is None else "input_ids"
     sampling = {_RENAMED.get(name, name): value for name, value in given.pop("sampling_params", {}).items()}
     found = {**_logprobs(given), **sampling, "prompt": batch.prompts, "is_list": batch.is_list}
+    found["prompt_field"] = prompt_field
     adapter = found.pop("lora_path", None)
     if adapter and found.setdefault("model", adapter) != adapter:
         raise InvalidRequest("lora_path", "names another model than model does", "send one of them")
@@ -219,7 +221,7 @@ _META: dict[str, Schema] = {
 }
 _ANSWER = record(
     {"text": TEXT, "output_ids": IDS, "meta_info": record(_META, {"e2e_latency": NUMBER}, is_open=True)},
-    {"warnings": many(TEXT), "index": WHOLE},
+    {"warnings": many(TEXT), "quire": {"type": "object"}, "index": WHOLE},
 )
 _SCHEMAS: dict[str, Schema] = {
     "SglangAnswer": {"anyOf": [_ANSWER, many(_ANSWER)]},

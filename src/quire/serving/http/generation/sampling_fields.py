@@ -103,6 +103,8 @@ def in_own_words(error: InvalidRequest, given: Parameters) -> InvalidRequest:
     """An error of the engine that names the field of this API."""
     if error.field == "prompt_logprobs" and "prompt_logprobs" not in given:  # an echo asked for them
         return InvalidRequest("logprobs", error.reason, error.fix)
+    if error.field == "prompt" and "prompt_field" in given:
+        return InvalidRequest(given["prompt_field"], error.reason, error.fix)
     if error.field != "beam_width":
         return error
     return InvalidRequest("best_of" if "best_of" in given else "n", error.reason, error.fix)
