@@ -26,13 +26,11 @@ OF_SERVERS: dict[str, NoEffect] = {
     "enable_reasoning": NoEffect(_ALWAYS),
     "chat_template_content_format": tuning("messages are given to the template as it reads them", "auto"),
     "trust_request_chat_template": NoEffect(OFF, "use --chat-template; requests cannot bring a template"),
-    "default_chat_template_kwargs": NoEffect((None, {}), "send chat_template_kwargs with each request"),
     "response_role": NoEffect((None, "assistant"), "answers are the assistant's; leave it out"),
     # answers
     "return_tokens_as_token_ids": NoEffect(OFF, "send return_tokens_as_token_ids with each request"),
     "enable_prompt_tokens_details": NoEffect(_ALWAYS),
     "enable_per_request_metrics": tuning("send the header X-Quire-Explain, or use --trace-endpoint", False),
-    "enable_force_include_usage": NoEffect(OFF, "send stream_options.include_usage with each request"),
     "enable_request_id_headers": NoEffect(_ALWAYS),
     "fingerprint_mode": tuning("system_fingerprint tells version, model and settings", "full", "hash"),
     # pages

@@ -106,8 +106,7 @@ _MEMBERS: dict[str, Validator] = {
     **{name: _KNOWN[name] for name in ("skip_special_tokens", "spaces_between_special_tokens", "stream_interval")},
     "no_stop_trim": _KNOWN["include_stop_str_in_output"],
     "sampling_seed": _KNOWN["seed"],
-    **{name: Guided(name, or_empty=True) for name in ("json_schema", "regex", "ebnf")},
-    "structural_tag": Refused("is not supported yet"),
+    **{name: Guided(name, or_empty=True) for name in ("json_schema", "regex", "ebnf", "structural_tag")},
     "stop_regex": Refused("is not supported yet"),
     "custom_params": Refused("belongs to plug-ins, which this server does not have"),
 }
@@ -120,7 +119,7 @@ _FIELDS = (
           "One object for all prompts. `max_new_tokens` (128; 0: only the prompt's logprobs), `min_new_tokens`, "
           "`stop`, `stop_token_ids`, `no_stop_trim`, `ignore_eos`, `n`, `temperature`, `top_p`, `top_k`, `min_p`, "
           "penalties, `logit_bias`, `sampling_seed`, `json_schema` (text or object), `regex`, `ebnf`, "
-          "`skip_special_tokens`, `spaces_between_special_tokens`, `stream_interval`."),
+          "`structural_tag`, `skip_special_tokens`, `spaces_between_special_tokens`, `stream_interval`."),
     Field("return_logprob", Flag(), "Return logprobs in `meta_info`, as `[logprob, token id, text]`.", False),
     Field("logprob_start_len", Whole(-1, "prompt_tokens"),
           "Also of the prompt's tokens from this one on, which has null itself; -1: of none. Not with `stream`.", -1),

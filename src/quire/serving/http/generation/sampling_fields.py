@@ -39,7 +39,8 @@ def take_structure(given: Parameters) -> str:
         given["structured_outputs"] = given[name]
     if not asked:
         return ""
-    return "response_format.json_schema.schema" if asked[0] == "response_format" else asked[0]
+    is_schema = asked[0] == "response_format" and given["structured_outputs"].structural_tag is None
+    return "response_format.json_schema.schema" if is_schema else asked[0]
 
 
 def read_sampling(
