@@ -265,7 +265,9 @@ def test_a_suffix_and_an_infill_request_give_the_model_both_sides(
     extra = [{"filename": "f", "text": "t"}]
     body = post(server, "/infill", input_prefix="p", input_suffix="s", prompt="q", input_extra=extra)
     assert body["content"] == " middle"
-    assert sorted(asked) == sorted(["<a|z|()>", "<b|z|()>", "<pq|s|[('f', 't')]>"])
+    ollama = post(server, "/api/generate", prompt="x", suffix="y", stream=False)
+    assert (ollama["response"], "context" in ollama) == (" middle", False)
+    assert sorted(asked) == sorted(["<a|z|()>", "<b|z|()>", "<pq|s|[('f', 't')]>", "<x|y|()>"])
     for change, field in (({"echo": True}, "echo"), ({"prompt": [1]}, "prompt")):
         refusal = server.post("/v1/completions", {"prompt": "a", "suffix": "z", **change})
         assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, field)

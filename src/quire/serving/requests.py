@@ -311,6 +311,6 @@ class RequestMaker:
     def _grammar(self, params: SamplingParams) -> CheckedGrammar | None:
         if params.structure is None:
             return None
-        if self._checker is None:
+        if self._checker is None or self._tokenizer is None:
             raise InvalidRequest("structured_outputs", "needs text, but there is no tokenizer", "leave it out")
-        return self._checker.check(plan_of(params.structure))
+        return self._checker.check(plan_of(params.structure, self._tokenizer.special_tokens))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from quire.types.errors import InvalidRequest
+from quire.types.structural_tag import read_structural_tag
 
 MAX_BEAM_WIDTH = 256
 MAX_CHOICES = 1_024
@@ -48,6 +49,7 @@ class StructuredOutputsParams:
     choice: Iterable[str] | None = None
     grammar: str | None = None  # EBNF or Lark
     json_object: bool | None = None  # any JSON object
+    structural_tag: str | Mapping[str, Any] | None = None  # free text with tags that follow schemas, or its JSON text
 
     def __post_init__(self) -> None:
         given = [item.name for item in fields(self) if getattr(self, item.name) is not None]
@@ -60,6 +62,9 @@ class StructuredOutputsParams:
         name = given[0]
         if name == "json":
             object.__setattr__(self, "json", _schema_text(self.json))
+        elif name == "structural_tag":
+            text = read_structural_tag("structured_outputs.structural_tag", self.structural_tag)
+            object.__setattr__(self, "structural_tag", text)
         elif name == "choice":
             object.__setattr__(self, "choice", _choices(self.choice))
         elif name == "json_object":

@@ -21,8 +21,9 @@ from quire.types.decoding import (
     read_structured_outputs,
 )
 from quire.types.errors import InvalidRequest, UnknownParameter
+from quire.types.structural_tag import MEMBERS
 
-_FORMAT_MEMBERS = ("type", "schema", "json_schema")
+_FORMAT_MEMBERS = ("type", *(name for members in MEMBERS_OF_TYPE.values() for name in members))
 STRUCTURE_FIELDS = ("structured_outputs", "response_format", *OTHER_NAMES)
 _TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_CHARACTERS}
 _MEMBERS: dict[str, Schema] = {
@@ -31,7 +32,37 @@ _MEMBERS: dict[str, Schema] = {
     "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICES},
     "grammar": _TEXT,
     "json_object": {"const": True},
+    "structural_tag": {"anyOf": [{"type": "object"}, _TEXT]},
 }
+_TAG_FORMS: list[Schema] = [  # of response_format
+    {
+        "type": "object",
+        "properties": {"type": {"const": "structural_tag"}, **members},
+        "required": ["type", *(name for name in members if name != "at_least_one")],
+        "additionalProperties": False,
+    }
+    for members in (
+        {
+            "structures": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {
+                        "begin": {"type": "string"},
+                        "schema": {"type": "object"},
+                        "end": {"type": "string"},
+                    },
+                    "required": ["begin", "end"],
+                    "additionalProperties": False,
+                },
+                "minItems": 1,
+            },
+            "triggers": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            "at_least_one": {"type": "boolean"},
+        },
+        {"format": {"type": "object", "properties": {"type": {"enum": list(MEMBERS)}}, "required": ["type"]}},
+    )
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +123,7 @@ class ResponseFormat:
             "required": ["type", "json_schema"],
             "additionalProperties": False,
         }
-        return {"anyOf": [*plain, by_schema]}
+        return {"anyOf": [*plain, *_TAG_FORMS, by_schema]}
 
 
 @dataclass(frozen=True, slots=True)
