@@ -19,7 +19,7 @@ from quire.runtime.sampling.transforms.temperature import Temperature
 from quire.runtime.sampling.transforms.transform import Transform
 from quire.types.sampling import TokenRules
 from quire.types.step import NewRow
-from tests.unit.runtime.sampling.bench import CPU, new_row, transform_rows
+from tests.unit.runtime.sampling.bench import CPU, LargestTensor, new_row, transform_rows
 from tests.unit.runtime.sampling.naive import transformed
 
 VOCAB = 70  # not a multiple of a tile
@@ -120,6 +120,19 @@ def test_a_bad_word_may_not_begin_in_the_prompt() -> None:
     )
     assert changed[0, 2] == 0.0
     assert changed[1, 2] == -math.inf
+
+
+def test_the_bad_words_of_one_row_cost_no_other_row_anything() -> None:
+    many = tuple((token % VOCAB,) for token in range(200))
+    longest = (tuple(token % VOCAB for token in range(3_000)),)
+    transform, logits = BadWords(ROWS, CPU), torch.zeros(1, VOCAB)
+    transform.add(new_row(1, rules=TokenRules(bad_words=many + longest)))
+    transform.members.leave(1)
+    new = new_row(0, output=[2], rules=TokenRules(bad_words=((2, 3),)))
+    with LargestTensor() as largest:
+        changed = transform_rows(transform, logits, [new])
+    assert changed.isinf().nonzero().tolist() == [[0, 3]]
+    assert largest.num_numbers <= 16 * VOCAB  # the test's own rows; 200 words of 3,000 tokens would be 600,000
 
 
 def test_the_prompt_counts_for_repetition_but_not_for_presence_and_frequency() -> None:
