@@ -160,7 +160,7 @@ class EngineKeeper:
         for message in self.child.receive():
             self.obey(message)
         ending = self.child.reap()
-        reason = self._hung or (self._fatal.reason if self._fatal else f"the engine process {ending}")
+        reason = self._fatal.reason if self._fatal else self._hung or f"the engine process {ending}"
         is_final = self._fatal is not None and not self._fatal.retry
         served_seconds = None if self.up is None else time.monotonic() - self._up_at
         self.child = self.up = None

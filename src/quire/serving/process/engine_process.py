@@ -248,8 +248,12 @@ def _serve(loop: EngineLoop, channel: ControlChannel) -> int:
     try:
         loop.run()
     except EngineDead as error:
-        loop.close()
-        return _fail(channel, str(error), EXIT_ENGINE_DEAD, retry=True)
+        code = _fail(channel, str(error), EXIT_ENGINE_DEAD, retry=True)  # first: a device that failed may fail here too
+        try:
+            loop.close()
+        except Exception:
+            logger.debug("closing failed after the engine's death", exc_info=True)
+        return code
     except Exception as error:
         logger.exception("the engine's loop failed")
         return _fail(channel, f"the engine's loop failed: {error!r}", EXIT_ENGINE_DEAD, retry=True)
