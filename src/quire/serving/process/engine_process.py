@@ -216,7 +216,7 @@ def longest_step(device: DeviceConfig, num_tokens: int, model: ModelConfig) -> f
 
 
 class _Control:
-    """A thread that obeys the supervisor, also while the model loads, and ends the process when it is gone."""
+    """Reads the supervisor's messages in a thread, while the model loads too. Ends the process when it is gone."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
