@@ -36,7 +36,7 @@ class BeamRules:
             raise InvalidRequest("beam_width", f"must be in [1, {MAX_BEAM_WIDTH}], got {width!r}")
         if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not -100.0 <= penalty <= 100.0:
             raise InvalidRequest("length_penalty", f"must be a number in [-100, 100], got {penalty!r}")
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":  # 1 == True, but is not True
             raise InvalidRequest("early_stopping", f'must be true, false or "never", got {self.early_stopping!r}')
 
 

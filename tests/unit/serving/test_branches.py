@@ -50,6 +50,7 @@ def test_a_search_may_return_fewer_and_end_at_stop_strings(make_llm: MakeLLM) ->
         ({"n": 5}, "n"),
         ({"length_penalty": "long"}, "length_penalty"),
         ({"early_stopping": "soon"}, "early_stopping"),
+        ({"early_stopping": 1}, "early_stopping"),  # equal to True, and would have meant False
         ({"max_tokens": -1}, "max_tokens"),
     ],
 )
