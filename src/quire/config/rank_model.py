@@ -51,10 +51,7 @@ def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) ->
         raise ConfigError(_SETTING, reason, f"set it to {num} or less, or leave enable_expert_parallel out")
     if model.encoder is not None:
         raise ConfigError(_SETTING, "encoders are not shared by ranks", "leave it out")
-    try:
-        ranks = _rank_models(model, parallel)
-    except ValueError:
-        raise ConfigError(_SETTING, *_too_many(model, parallel.tensor)) from None
+    ranks = models_of_ranks(model, parallel)
     sizes = _sizes(model, whole_experts=parallel.expert)
     if 0 in [len(share_size(size, parallel.tensor - 1, parallel.tensor)) for size in sizes]:
         reason = f"{parallel.tensor} ranks cannot share {min(sizes)} numbers of a layer"
@@ -65,6 +62,14 @@ def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) ->
     ):
         reason = f"{parallel.tensor} ranks would divide the two kinds of heads of this model differently"
         raise ConfigError(_SETTING, reason, "choose a number that divides the key/value heads of both kinds")
+
+
+def models_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> list[ModelConfig]:
+    """What each rank has of a model. Raises ConfigError if there are more ranks than heads."""
+    try:
+        return _rank_models(model, parallel)
+    except ValueError:
+        raise ConfigError(_SETTING, *_too_many(model, parallel.tensor)) from None
 
 
 def planned_rank(model: ModelConfig, draft: ModelConfig | None, parallel: ParallelConfig, kv_dtype: str) -> ModelConfig:

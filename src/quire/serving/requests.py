@@ -68,6 +68,14 @@ def read_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
     return [_read_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
 
 
+def read_one_prompt(prompt: PromptLike) -> Prompt:
+    """Read what must be one prompt. Raises InvalidRequest."""
+    read = read_prompts(prompt)
+    if len(read) != 1:
+        raise InvalidRequest("prompt", f"are {len(read)} prompts", "pass one at a time")
+    return read[0]
+
+
 def refuse_salts(prompts: Sequence[Prompt]) -> None:
     """Raise InvalidRequest for a prompt with a salt where nothing is cached."""
     for i, prompt in enumerate(prompts):

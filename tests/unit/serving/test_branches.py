@@ -177,6 +177,11 @@ def test_branches_can_be_ended_early(make_llm: MakeLLM) -> None:
     assert llm.generate("x", SamplingParams(max_tokens=2))[0].outputs[0].text == "zz"
 
 
+def test_one_prompt_is_started_at_a_time(make_llm: MakeLLM) -> None:
+    with pytest.raises(InvalidRequest, match="^prompt: are 2 prompts; pass one"):
+        make_llm(script).start(["x:", "y:"], LONG)  # type: ignore[arg-type]
+
+
 def test_other_calls_wait_until_no_request_lives(make_llm: MakeLLM) -> None:
     llm = make_llm(script)
     live = llm.start("x:", LONG)

@@ -66,6 +66,11 @@ class ChatTemplate:
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
 
     @property
+    def reads_messages(self) -> bool:
+        """Whether the conversation is in its prompts at all."""
+        return "messages" in self._read
+
+    @property
     def reads_tools(self) -> bool:
         """Whether it tells the model of tools by itself."""
         return "tools" in self._read
@@ -187,6 +192,9 @@ class ChatTemplates:
             if name in _OPTIONS:
                 raise InvalidRequest(f"chat_template_kwargs.{name}", "is no variable of templates", "pass it by itself")
         template = self._find(source or self._default)
+        if source and not template.reads_messages:
+            reason = f"{source!r:.80} never reads the variable messages"
+            raise InvalidRequest("chat_template", reason, "pass the text of a Jinja template, not the path of its file")
         return [template.render(each, **options, **(variables or {})) for each in conversations]
 
     def _find(self, source: str | None) -> ChatTemplate:
