@@ -15,6 +15,12 @@ struct PackedLinear {
     const void* bias;  // [outputs] or null
 };
 
+// Weights of the same rows, whose outputs lie side by side.
+struct PackedParts {
+    const PackedLinear* linears;
+    int64_t count;
+};
+
 // The experts of one layer: gate and up in one product, then down.
 struct PackedExperts {
     int64_t num, used;
@@ -24,7 +30,8 @@ struct PackedExperts {
     double scale;                 // of a row's weights
     int64_t groups, groups_used;  // of experts, side by side; those of a row are of the groups that rank first
     const float* score_bias;      // [num]: experts rank by sigmoids plus this, groups by their best two; null: softmax
-    const PackedLinear *gate_up, *down;  // [held]
+    const PackedParts* gate_up;          // [held]: one weight, or gate and up apart where their formats differ
+    const PackedLinear* down;            // [held]
     const Clamp* clamp;                  // of the gate, or null
     const float* factors;                // [num]: of the weights of each, or null
     int64_t activation;                  // of the gate
@@ -36,11 +43,11 @@ template <typename T> void multiply_by(const PackedLinear& linear, const T* x, i
     multiply_for<T>(linear.format)(x, linear.weight, static_cast<const T*>(linear.bias), product, out);
 }
 
-// Rows by several weights, whose outputs lie side by side.
-template <typename T> void multiply_by_each(const PackedLinear* linears, int64_t count, const T* x, int64_t rows, T* out) {
+template <typename T> void multiply_by_each(const PackedParts& parts, const T* x, int64_t rows, T* out) {
+    const PackedLinear *linear = parts.linears, *end = linear + parts.count;
     int64_t width = 0;
-    for (int64_t i = 0; i < count; ++i) width += linears[i].outputs;
-    for (const PackedLinear* linear = linears; linear < linears + count; out += linear->outputs, ++linear)
+    for (const PackedLinear* each = linear; each < end; ++each) width += each->outputs;
+    for (; linear < end; out += linear->outputs, ++linear)
         multiply_for<T>(linear->format)(x, linear->weight, static_cast<const T*>(linear->bias),
                                         Product{rows, linear->inputs, linear->outputs, width}, out);
 }
@@ -189,7 +196,7 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
         std::optional<RowUnits> units;  // of the expert's rows, by their adapters
         for (int64_t i = 0; adapts && i < count; ++i) slots[i] = adapters[pairs.rows[begin + i]];
         if (adapts) units.emplace(slots.data(), count);
-        multiply_by(experts.gate_up[expert], taken.get(), count, both.get());
+        multiply_by_each(experts.gate_up[expert], taken.get(), count, both.get());
         if (units) low_rank_add(*experts.gate_up_adapters[expert], *units, taken.get(), hidden, both.get(), 2 * size);
         ::gate<T>(experts.activation, experts.clamp, both.get(), inner.get(), count, size);
         multiply_by(experts.down[expert], inner.get(), count, taken.get());

@@ -5,7 +5,6 @@
 
 namespace {
 
-constexpr int64_t PARTS = INT8_OUTPUTS / LANES;  // registers of a line
 constexpr int INT8_ROWS = LANES == 16 || BY_LANES ? 8 : 4;  // rows whose sums fit in the registers
 constexpr int64_t INT8_ROWS_AT_ONCE = 128;  // of a product: quantized, they stay in the second cache
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -13,8 +12,8 @@ from torch import Tensor
 from quire.kernels.native.program import Symbol
 from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.modules import RMSNorm
-from quire.runtime.layers.native import NativeMultiply, NativeParts
-from quire.runtime.layers.product import FusedMultiply, Multiply, Product
+from quire.runtime.layers.native import program_weights
+from quire.runtime.layers.product import FusedMultiply, Multiply, PartsMultiply, Product
 from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored, WeightLayer
@@ -234,8 +233,11 @@ class Linear(WeightLayer):
 
     def _multiply(self, x: Value) -> Value:
         assert self.multiply is not None
-        if isinstance(x, Symbol) and not isinstance(self.multiply, NativeMultiply | NativeParts):
-            return x.writer.call(partial(_multiply, self.multiply), (x,), self.num_outputs)
+        if isinstance(x, Symbol):
+            weights = program_weights(self.multiply)
+            if weights is None:
+                return x.writer.call(partial(_multiply, self.multiply), (x,), self.num_outputs)
+            return x.writer.multiply(x, *weights)
         return self.multiply(x) if self.fused is None else self.fused.on(x)(x)
 
     def add_to(self, target: Tensor, x: Value) -> Tensor | None:
@@ -276,18 +278,6 @@ class Linear(WeightLayer):
         if whole is None:
             raise KeyError(part)
         return whole.data[self.spans[name]]
-
-
-@dataclass(frozen=True, slots=True)
-class PartsMultiply:
-    """Products by several weights, their outputs one behind the other, or in an order."""
-
-    parts: tuple[Multiply, ...]
-    order: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        whole = torch.cat([multiply(x) for multiply in self.parts], dim=1)
-        return whole if self.order is None else whole.index_select(1, self.order)
 
 
 class KeysAsValues(Linear):
