@@ -144,8 +144,9 @@ class _Threads:
 
 
 def _after_fork() -> None:
-    _Threads.is_forked = True
-    torch.set_num_threads(1)
+    if _Threads.asked is not None:  # a model was run
+        _Threads.is_forked = True
+        torch.set_num_threads(1)
 
 
 os.register_at_fork(after_in_child=_after_fork)

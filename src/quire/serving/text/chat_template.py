@@ -199,7 +199,8 @@ class ChatTemplates:
 
     def _find(self, source: str | None) -> ChatTemplate:
         if source is None:
-            raise InvalidRequest("messages", "the model has no chat template", "pass chat_template, or use generate()")
+            fix = "pass chat_template, or continue a text: generate(), `quire complete`"
+            raise InvalidRequest("messages", "the model has no chat template", fix)
         if source not in self._compiled:
             self._compiled[source] = ChatTemplate(source, bos_token=self._bos_token, eos_token=self._eos_token)
         return self._compiled[source]
