@@ -14,6 +14,12 @@ MAX_BEAM_WIDTH = 256
 MAX_CHOICES = 1_024
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
 
+OF_BACKENDS: dict[str, tuple[bool, ...]] = {  # members of vLLM's, with the values that change nothing here
+    "disable_any_whitespace": (False, True),  # JSON has one way to write blanks
+    "disable_fallback": (False, True),
+    "disable_additional_properties": (False,),
+    "whitespace_pattern": (),
+}
 EarlyStopping = bool | Literal["never"]
 
 
@@ -85,9 +91,14 @@ def read_structured_outputs(name: str, value: object) -> StructuredOutputsParams
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     known = [item.name for item in fields(StructuredOutputsParams)]
-    if not isinstance(value, Mapping) or not set(value) <= set(known):
+    if not isinstance(value, Mapping):
         raise InvalidRequest(name, f"must be an object of {', '.join(known)}")
-    return StructuredOutputsParams(**value)
+    for member, given in value.items():
+        if member in OF_BACKENDS and given is not None and given not in OF_BACKENDS[member]:
+            raise InvalidRequest(f"{name}.{member}", "is not supported", "leave it out")
+        if member not in known and member not in OF_BACKENDS:
+            raise InvalidRequest(f"{name}.{member!s:.80}", "is not known here", f"known are: {', '.join(known)}")
+    return StructuredOutputsParams(**{member: value[member] for member in known if member in value})
 
 
 def _schema_text(schema: object) -> str:

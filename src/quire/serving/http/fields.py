@@ -148,7 +148,8 @@ STRUCTURE = (
           "[structural tags](../guides/structured_output.md#structural-tags)."),
     Field("structured_outputs", StructuredOutputs(),
           "The answer matches one of: `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or "
-          "EBNF), `json_object` (true), `structural_tag` (an object or its JSON text)."),
+          "EBNF), `json_object` (true), `structural_tag` (an object or its JSON text). Members by "
+          "which vLLM sets up its backends are taken where they change nothing."),
     *(Field(name, Guided(name), f"The old name of `structured_outputs.{member}`.")
       for name, member in GUIDED.items()),
     Field("grammar", Guided("grammar", or_empty=True), "llama.cpp's name of `structured_outputs.grammar`."),

@@ -74,6 +74,9 @@ class LlamaStream(ServerSentEvents):
         return b""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
+        if self._options.drops_answer:
+            self._ended = "length", None
+            return b""
         text = "".join(delta.text for delta in deltas)
         ids = [token for delta in deltas for token in delta.token_ids]
         self._num_tokens += len(ids)
@@ -151,7 +154,7 @@ def _end(
 
 def _settings(options: ResponseOptions, request: InFlightRequest) -> dict[str, Any]:
     sampling = request.submit.sampling
-    length = -1 if sampling.max_tokens is None else sampling.max_tokens
+    length = 0 if options.drops_answer else -1 if sampling.max_tokens is None else sampling.max_tokens
     return {
         "n_predict": length,
         "max_tokens": length,

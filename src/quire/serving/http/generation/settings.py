@@ -129,4 +129,7 @@ class GenerationSettings:
         own = None if name is None else self.own_names.get(name[0])
         if name is None or own is None:
             return error
-        return type(error)(own + error.field[name.end() :], error.reason, error.fix)
+        rest = error.field[name.end() :]
+        if name[0] == "structured_outputs":  # its member, such as json, is what the endpoint's field stands for
+            rest = re.sub(r"^\.\w+", "", rest)
+        return type(error)(own + rest, error.reason, error.fix)

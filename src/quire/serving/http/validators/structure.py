@@ -17,6 +17,7 @@ from quire.serving.text.structure_fields import (
 from quire.types.decoding import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARACTERS,
+    OF_BACKENDS,
     StructuredOutputsParams,
     read_structured_outputs,
 )
@@ -34,6 +35,7 @@ _MEMBERS: dict[str, Schema] = {
     "json_object": {"const": True},
     "structural_tag": {"anyOf": [{"type": "object"}, _TEXT]},
 }
+_OF_BACKENDS: dict[str, Schema] = {name: {"enum": [None, *values]} for name, values in OF_BACKENDS.items()}
 _TAG_FORMS: list[Schema] = [  # of response_format
     {
         "type": "object",
@@ -73,8 +75,8 @@ class StructuredOutputs:
         return read_structured_outputs(where, value)
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
-        one = {"minProperties": 1, "maxProperties": 1, "additionalProperties": False}
-        return {"type": "object", "properties": _MEMBERS, **one}
+        one = {"oneOf": [{"required": [name]} for name in _MEMBERS], "additionalProperties": False}
+        return {"type": "object", "properties": {**_MEMBERS, **_OF_BACKENDS}, **one}
 
 
 @dataclass(frozen=True, slots=True)
