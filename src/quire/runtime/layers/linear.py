@@ -141,14 +141,15 @@ class Linear(WeightLayer):
 
     def finish(self) -> None:
         is_complete = self._quantized.keys() == self.spans.keys()
-        apart = self._pack_apart() if is_complete and self.order is None and self.num_parts > 1 else None
-        whole = stack([self._quantized[name] for name in self.spans]) if is_complete and apart is None else None
-        if apart is not None:
-            self.multiply = apart
+        has_parts = is_complete and self.order is None and self.num_parts > 1
+        in_own_forms = self._pack_in_own_forms() if has_parts else None
+        whole = stack([self._quantized[name] for name in self.spans]) if is_complete and in_own_forms is None else None
+        if in_own_forms is not None:
+            self.multiply = in_own_forms
         elif whole is not None:
             self.multiply = self._pack_quantized(whole)
         elif any(weight.activations is not None for weight in self._quantized.values()):
-            self.multiply = self._pack_parts()
+            self.multiply = self._pack_with_own_rounding()
         else:
             for name, quantized in self._quantized.items():
                 self._hold(f"{name}.weight")
@@ -171,7 +172,7 @@ class Linear(WeightLayer):
             whole, bias = whole.rows(self.order), None if bias is None else bias[self.order.to(bias.device)]
         return self._product.pack_quantized(whole.to(self._placement.device), bias)
 
-    def _pack_apart(self) -> Multiply | None:
+    def _pack_in_own_forms(self) -> Multiply | None:
         """Parts as a CPU's product holds each of them; None: it takes them as one weight."""
         if self._placement.device.type != "cpu":
             return None
@@ -179,7 +180,7 @@ class Linear(WeightLayer):
         biases = [None if self._bias is None else self._bias[span].clone() for span in self.spans.values()]
         return self._product.pack_parts(list(zip(parts, biases, strict=True)))
 
-    def _pack_parts(self) -> Multiply:
+    def _pack_with_own_rounding(self) -> Multiply:
         """Parts that differ in how their rows are rounded are multiplied one after the other."""
         parts: list[Multiply] = []
         for name, span in self.spans.items():
@@ -201,12 +202,12 @@ class Linear(WeightLayer):
         return [part]
 
     def forward(self, x: Value | Normed) -> Value:  # [tokens, in] -> [tokens, out]
-        product, change = self.apart(x)
+        product, change = self.product_and_change(x)
         return product if change is None else self._joined(product, change)
 
-    def apart(self, x: Value | Normed) -> tuple[Value, Tensor | None]:  # [tokens, in] -> [tokens, out] twice
-        """The product with x, and what has yet to be added to it, if there is anything: the change by the adapters of
-        the step's rows, where it is computed beside the product."""
+    def product_and_change(self, x: Value | Normed) -> tuple[Value, Tensor | None]:
+        """The product with x [tokens, in], and what has yet to be added to it, if there is anything: the change by the
+        adapters of the step's rows, where it is computed beside the product. Both are [tokens, out]."""
         assert self.multiply is not None, "finish() was not called"
         if isinstance(x, Normed):
             if x.stream.is_empty:
