@@ -67,9 +67,11 @@ struct PanelBytes {
     const uint8_t *begin, *factors;
 };
 
-// Where the factors of a panel are: with super-blocks in `room`, which grows, else in the panel. See places_of.
-inline const uint8_t* decode_factors(int64_t format, const uint8_t* panel, int64_t inputs, std::vector<uint8_t>& room) {
+// Where the factors of a panel are: with super-blocks in memory of this thread, until its next call, else in the panel. See
+// places_of.
+inline const uint8_t* decode_factors(int64_t format, const uint8_t* panel, int64_t inputs) {
     if (!has_super_blocks(format)) return panel;
+    static thread_local std::vector<uint8_t> room;  // to ask for it takes long: not for every panel of other formats
     const int64_t groups = inputs / INT8_GROUP;
     room.resize(std::max<size_t>(room.size(), groups * int8_factor_bytes(format)));
     (has_offsets(format) ? decode_super_blocks<true> : decode_super_blocks<false>)(panel, groups, room.data());

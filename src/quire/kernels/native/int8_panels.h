@@ -124,10 +124,9 @@ template <typename T> struct Int8Product {
         const int64_t bytes = int8_panel_bytes(kernels.format, inputs);
         share_out(panels, product.panels_in_turn(bytes), product.is_large(), [&] {
             return [&, take = make()](int64_t panel) mutable {
-                static thread_local std::vector<uint8_t> factors;
                 const uint8_t* own = weight + panel * bytes;
                 const int64_t begin = panel * INT8_OUTPUTS, count = std::min(INT8_OUTPUTS, product.outputs - begin);
-                take(PanelBytes{own, decode_factors(kernels.format, own, inputs, factors)},
+                take(PanelBytes{own, decode_factors(kernels.format, own, inputs)},
                      PanelResults<T>{out + begin, bias == nullptr ? nullptr : bias + begin, product.out_stride, count});
             };
         });
@@ -138,8 +137,10 @@ template <typename T> struct Int8Product {
         for (int64_t n; row < product.rows; row += n) {
             n = rows_together(INT8_ROWS, product.rows - row);
             Floats sums[INT8_ROWS * PARTS];
-            kernels.multiply[n](room + place_of(row), product.inputs, panel, sums);
-            if (kernels.add_low != nullptr) kernels.add_low(room + place_of(row), n, product.inputs, panel, sums);
+            uint8_t* const records = room + place_of(row);
+            kernels.multiply[n](records, product.inputs, panel, sums);
+            if (kernels.add_low != nullptr && have_low_digits(records, n, product.inputs))
+                kernels.add_low(records, n, product.inputs, panel, sums);
             results.put_sums(sums, row, n);
         }
     }
@@ -218,9 +219,8 @@ inline bool read_int8_rows(int64_t format, const uint8_t* panels, const int64_t*
         if (places[row] < 0 || places[row] >= product.outputs) return false;
     const int64_t groups = inputs / INT8_GROUP, scales = scales_of(format), each = INT8_GROUP / scales;
     for_each(count, count * inputs > MANY_NUMBERS, [&](int64_t row) {
-        static thread_local std::vector<uint8_t> factors;
         const uint8_t* panel = panels + places[row] / INT8_OUTPUTS * int8_panel_bytes(format, inputs);
-        const uint8_t* decoded = decode_factors(format, panel, inputs, factors);
+        const uint8_t* decoded = decode_factors(format, panel, inputs);
         const int64_t place = places[row] % INT8_OUTPUTS;
         for (int64_t part = 0; part < groups * scales; ++part) {
             const GroupPlaces places = places_of(format, groups, part / scales);

@@ -232,6 +232,12 @@ void quantize_shape(int64_t format, const T* x, int64_t count, int64_t inputs, u
     }
 }
 
+// Whether one of so many rows, in records from `at` on, has loose low digits.
+inline bool have_low_digits(uint8_t* at, int64_t rows, int64_t inputs) {
+    const RecordOfShape<0> first{{}, rows, at};
+    return first.has_low(0, rows) || first.distance() < inputs / INT8_GROUP;
+}
+
 // Rows [row, row + count) of x [rows, inputs], in records of so many. To nearest, ties to even. A group with a NaN or an
 // infinity gets such a scale, and so its products are none either.
 template <typename T>
