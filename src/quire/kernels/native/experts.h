@@ -38,11 +38,7 @@ struct PackedExperts {
     const LowRankLayer *const *gate_up_adapters, *const *down_adapters;  // [held] each, or null: experts have none
 };
 
-template <typename T> void multiply_by(const PackedLinear& linear, const T* x, int64_t rows, T* out) {
-    const Product product{rows, linear.inputs, linear.outputs, linear.outputs};
-    multiply_for<T>(linear.format)(x, linear.weight, static_cast<const T*>(linear.bias), product, out);
-}
-
+// Rows by each of the weights of `parts`, whose outputs lie side by side.
 template <typename T> void multiply_by_each(const PackedParts& parts, const T* x, int64_t rows, T* out) {
     const PackedLinear *linear = parts.linears, *end = linear + parts.count;
     int64_t width = 0;
@@ -65,7 +61,7 @@ void multiply_heads(const PackedLinear* linears, int64_t heads, int64_t rest, co
         T* to = out + head * width;
         for (int64_t row = 0; row < rows; ++row)
             std::memcpy(&taken[row * inputs], from + row * stride, inputs * sizeof(T));
-        multiply_by(linears[head], taken.get(), rows, made.get());
+        multiply_by_each({linears + head, 1}, taken.get(), rows, made.get());
         for (int64_t row = 0; row < rows; ++row, from += stride, to += heads * width) {
             std::memcpy(to, &made[row * outputs], outputs * sizeof(T));
             std::memcpy(to + outputs, from + inputs, rest * sizeof(T));
@@ -199,7 +195,7 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
         multiply_by_each(experts.gate_up[expert], taken.get(), count, both.get());
         if (units) low_rank_add(*experts.gate_up_adapters[expert], *units, taken.get(), hidden, both.get(), 2 * size);
         ::gate<T>(experts.activation, experts.clamp, both.get(), inner.get(), count, size);
-        multiply_by(experts.down[expert], inner.get(), count, taken.get());
+        multiply_by_each({experts.down + expert, 1}, inner.get(), count, taken.get());
         if (units) low_rank_add(*experts.down_adapters[expert], *units, inner.get(), size, taken.get(), hidden);
         for_each(count, count * hidden > 65536, [&](int64_t i) {  // no row comes twice
             float* to = &sums[pairs.rows[begin + i] * hidden];

@@ -67,17 +67,21 @@ struct PanelBytes {
     const uint8_t *begin, *factors;
 };
 
-// Where the factors of a panel are: with super-blocks in `room`, which grows, else in the panel. See places_of.
-inline const uint8_t* decode_factors(int64_t format, const uint8_t* panel, int64_t inputs, std::vector<uint8_t>& room) {
+// Where the factors of a panel are: with super-blocks in memory of this thread, until its next call, else in the panel. See
+// places_of.
+inline const uint8_t* decode_factors(int64_t format, const uint8_t* panel, int64_t inputs) {
     if (!has_super_blocks(format)) return panel;
+    static thread_local std::vector<uint8_t> room;  // to ask for it takes long: not for every panel of other formats
     const int64_t groups = inputs / INT8_GROUP;
     room.resize(std::max<size_t>(room.size(), groups * int8_factor_bytes(format)));
     (has_offsets(format) ? decode_super_blocks<true> : decode_super_blocks<false>)(panel, groups, room.data());
     return room.data();
 }
 
-// Codes between `least` and `most`, and one float16 number, whose products are `factors` [16], float16; false: there are none.
+// Codes between `least` and `most`, and one float16 number, whose products are `factors` [16], float16; false: there are none,
+// as for infinities and NaNs.
 inline bool find_codes(const uint16_t* factors, int32_t least, int32_t most, uint16_t& shared, int8_t* codes) {
+    if (std::any_of(factors, factors + INT8_OUTPUTS, [](uint16_t bits) { return (bits & 0x7C00) == 0x7C00; })) return false;
     Floats wanted[PARTS];
     load_shared(reinterpret_cast<const uint8_t*>(factors), wanted);
     float largest = 0.0f;  // by size
@@ -86,14 +90,13 @@ inline bool find_codes(const uint16_t* factors, int32_t least, int32_t most, uin
         if (std::abs(factor) > std::abs(largest)) largest = factor;
     }
     const auto fits = [&](uint16_t bits) {
-        const Floats magic = all(12582912.0f);  // see `exponentials`
         uint16_t same[INT8_OUTPUTS];
         std::fill_n(same, INT8_OUTPUTS, bits);
         Floats own[PARTS];
         load_shared(reinterpret_cast<const uint8_t*>(same), own);
         bool found = true;
         for (int64_t part = 0; part < PARTS; ++part) {
-            const Floats code = wanted[part] / own[part] + magic - magic;
+            const Floats code = wanted[part] / own[part] + ROUNDING - ROUNDING;
             uint8_t rounded[2 * LANES];
             store_float16(rounded, code * own[part]);
             const Floats made = load_float16(rounded);
