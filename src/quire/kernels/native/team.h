@@ -167,10 +167,10 @@ inline Team& team() {
 inline int64_t num_threads() { return team_threads.load(std::memory_order_relaxed); }
 inline void set_num_threads(int64_t threads) { team_threads = std::clamp<int64_t>(threads, 1, MOST_THREADS); }
 
-// each = make() on every thread that takes part, then each(i) for items [0, count), every item once, in any order, up to
-// `most` neighbours at a time by one thread. is_worth: whether sharing pays; a loop of less than some microseconds is
-// done by the caller alone.
-template <typename Make> void share_out(int64_t count, int64_t most, bool is_worth, Make make) {
+// each = make() on every thread that takes part, then each(begin, end) for ranges of items [0, count), every item once, in
+// any order, up to `most` neighbours at a time by one thread. is_worth: whether sharing pays; a loop of less than some
+// microseconds is done by the caller alone.
+template <typename Make> void share_ranges(int64_t count, int64_t most, bool is_worth, Make make) {
     const int64_t threads = std::min(num_threads(), count);
     if (is_worth && threads > 1) {
         Turns turns(count, most, threads);
@@ -178,15 +178,23 @@ template <typename Make> void share_out(int64_t count, int64_t most, bool is_wor
             int64_t begin, end;
             if (!of.take(begin, end)) return;
             auto each = make();
-            do
-                for (int64_t i = begin; i < end; ++i) each(i);
+            do each(begin, end);
             while (of.take(begin, end));
         };
         if (team().share(turns, threads, body)) return;
     }
     if (count == 0) return;
     auto each = make();
-    for (int64_t i = 0; i < count; ++i) each(i);
+    each(int64_t{0}, count);
+}
+
+// The same, item by item: each(i).
+template <typename Make> void share_out(int64_t count, int64_t most, bool is_worth, Make make) {
+    share_ranges(count, most, is_worth, [&] {
+        return [each = make()](int64_t begin, int64_t end) mutable {
+            for (int64_t i = begin; i < end; ++i) each(i);
+        };
+    });
 }
 
 // The same with nothing that a thread keeps from item to item.
