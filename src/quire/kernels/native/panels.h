@@ -18,7 +18,9 @@ constexpr int MOST_ROWS = LANES == 8 ? 4 : 8;              // rows whose sums fi
 // Inputs of a panel at a time: they stay in the first cache, of which rows need their share.
 constexpr int64_t MOST_INPUTS = (LANES == 16 ? 6144 : 7680) / PANEL_OUTPUTS;
 constexpr int INPUTS_IN_TURN = LANES == 16 ? 2 : 1;        // of a loop: fewer instructions for as many products
-constexpr int64_t ROWS_AT_ONCE = 256;                      // woven, with their sums in the second cache
+constexpr int64_t ROWS_AT_ONCE = 256;                      // woven
+constexpr int64_t PANELS_TOGETHER = 4;                     // whose sums stay in the second cache, with the rows' inputs
+constexpr int64_t ROWS_TOGETHER = 4 * MOST_ROWS;           // from so many on, panels are multiplied by together
 #ifdef __AVX2__
 constexpr bool LEVELS_PAY = true;
 #else
@@ -128,42 +130,78 @@ inline const float* plain_inputs(Format format, const uint8_t* panel, int64_t fr
     return room;
 }
 
-// One input: `weights` of all outputs of the panel, `x` of ROWS rows.
+// sum + x * *factor. With AVX-512 the instruction reads and spreads the factor itself: nothing else is to be issued.
+#ifdef __AVX512F__
+constexpr int SPREAD_ROWS = 4;  // rows whose factors are read so: more of them, and loads take longer than products
+inline __attribute__((always_inline)) void add_spread(Floats& sum, Floats x, const float* factor) {
+    asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(x), "m"(*factor));
+}
+#else
+constexpr int SPREAD_ROWS = 0;
+inline void add_spread(Floats& sum, Floats x, const float* factor) { sum = add_product(sum, x, all(*factor)); }
+#endif
+
+// One input: `weights` of all outputs of the panel, `x` of ROWS rows. Always inline, as all below it: the sums of a
+// function that is called are in memory.
 template <int ROWS, typename W>
-inline void add_input(const W* weights, const float* x, Floats (&sums)[ROWS][PANEL_PIECES]) {
+inline __attribute__((always_inline)) void add_input(const W* weights, const float* x,
+                                                     Floats (&sums)[ROWS][PANEL_PIECES]) {
     Pieces entries;
-    unroll<PANEL_PIECES>([&](auto p) { entries[p] = load(weights + p * LANES); });
+    for (int64_t p = 0; p < PANEL_PIECES; ++p) entries[p] = load(weights + p * LANES);
     if constexpr (ROWS >= 4 && LANES == 4) {  // four factors by one load
-        unroll<ROWS / 4>([&](auto quarter) {
+        unroll<ROWS / 4>([&](auto quarter) __attribute__((always_inline)) {
             const Quad four = load(x + 4 * quarter);
-            unroll<4>([&](auto lane) {
-                unroll<PANEL_PIECES>([&](auto p) {
-                    Floats& own = sums[4 * quarter + lane][p];
-                    own = add_scaled<lane>(own, entries[p], four);
-                });
+            unroll<4 * PANEL_PIECES>([&](auto i) __attribute__((always_inline)) {
+                Floats& own = sums[4 * quarter + i / PANEL_PIECES][i % PANEL_PIECES];
+                own = add_scaled<i / PANEL_PIECES>(own, entries[i % PANEL_PIECES], four);
             });
         });
     } else {
-        unroll<ROWS>([&](auto r) {
-            const Floats factor = all(x[r]);
-            unroll<PANEL_PIECES>([&](auto p) { sums[r][p] = add_product(sums[r][p], entries[p], factor); });
+        unroll<ROWS>([&](auto r) __attribute__((always_inline)) {
+            if constexpr (ROWS == MOST_ROWS && r >= ROWS - SPREAD_ROWS) {
+                for (int64_t p = 0; p < PANEL_PIECES; ++p) add_spread(sums[r][p], entries[p], x + r);
+            } else {
+                const Floats factor = all(x[r]);
+                for (int64_t p = 0; p < PANEL_PIECES; ++p) sums[r][p] = add_product(sums[r][p], entries[p], factor);
+            }
         });
     }
 }
 
-// x [inputs][ROWS] times weights [inputs][PANEL_OUTPUTS], on top of what `sums` [ROWS][PANEL_OUTPUTS] holds, or, where
-// they are the first inputs, in its place.
-template <int ROWS, typename W>
-void add_inputs(const float* x, const W* weights, int64_t inputs, bool is_first, float* sums) {
+// Sums of rows and the outputs of a panel: [rows][PANEL_OUTPUTS], with `stride` numbers from one row to the next.
+struct Sums {
+    const float* before;  // of the inputs before, PANEL_OUTPUTS numbers a row; null: none
+    float* to;
+    int64_t stride;
+};
+
+// x [inputs][ROWS] times weights [inputs][PANEL_OUTPUTS], on top of the sums before.
+template <int ROWS, typename W> void add_inputs(const float* x, const W* weights, int64_t inputs, const Sums& sums) {
     Floats own[ROWS][PANEL_PIECES] = {};
-    const auto each = [&](auto body) {
-        unroll<ROWS * PANEL_PIECES>([&](auto i) { body(own[i / PANEL_PIECES][i % PANEL_PIECES], sums + i * LANES); });
+    const auto each = [&](auto body) __attribute__((always_inline)) {
+        unroll<ROWS * PANEL_PIECES>([&](auto i) __attribute__((always_inline)) {
+            body(own[i / PANEL_PIECES][i % PANEL_PIECES], i / PANEL_PIECES, i % PANEL_PIECES * LANES);
+        });
     };
-    if (!is_first) each([](Floats& sum, const float* from) { sum = load(from); });
-#pragma GCC unroll INPUTS_IN_TURN
-    for (const W* end = weights + inputs * PANEL_OUTPUTS; weights < end; weights += PANEL_OUTPUTS, x += ROWS)
-        add_input<ROWS>(weights, x, own);
-    each([](const Floats& sum, float* to) { store(to, sum); });
+    const auto add = [&](auto count) __attribute__((always_inline)) {
+        unroll<count>([&](auto i) __attribute__((always_inline)) {
+            add_input<ROWS>(weights + i * PANEL_OUTPUTS, x + i * ROWS, own);
+        });
+        weights += count * PANEL_OUTPUTS;
+        x += count * ROWS;
+    };
+    if (const float* before = sums.before)
+        each([&](Floats& sum, int64_t row, int64_t i) __attribute__((always_inline)) {
+            sum = load(before + row * PANEL_OUTPUTS + i);
+        });
+    for (; inputs >= INPUTS_IN_TURN; inputs -= INPUTS_IN_TURN) add(std::integral_constant<int, INPUTS_IN_TURN>{});
+    if constexpr (INPUTS_IN_TURN > 1)
+        for (; inputs > 0; --inputs) add(std::integral_constant<int, 1>{});
+    float* const to = sums.to;
+    const int64_t stride = sums.stride;
+    each([&](const Floats& sum, int64_t row, int64_t i) __attribute__((always_inline)) {
+        store(to + row * stride + i, sum);
+    });
 }
 
 inline float as_float(float x) { return x; }
@@ -174,30 +212,116 @@ inline float as_float(bf16 x) {
     return value;
 }
 
-// Rows [begin, end) of x [rows, inputs], n of them together: [inputs][n], at row * inputs.
-template <typename T> inline void weave_rows(const T* x, int64_t begin, int64_t end, int64_t inputs, float* woven) {
+// `inputs` inputs of N rows of x, `stride` apart -> [inputs][N].
+template <int N, typename T> inline void weave(const T* x, int64_t stride, int64_t inputs, float* to) {
+    int64_t i = 0;
+#ifdef __AVX512F__
+    if constexpr (N == 8 && std::is_same_v<T, float>)
+        for (; i + 8 <= inputs; i += 8, to += 64) {
+            __m512 both[4], pairs[4], fours[4];
+            for (int r = 0; r < 4; ++r) {  // rows r and r + 4
+                const __m512 upper = _mm512_castps256_ps512(_mm256_loadu_ps(x + r * stride + i));
+                const __m256d lower = _mm256_castps_pd(_mm256_loadu_ps(x + (r + 4) * stride + i));
+                both[r] = _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(upper), lower, 1));
+            }
+            for (int r = 0; r < 4; r += 2) {
+                pairs[r] = _mm512_unpacklo_ps(both[r], both[r + 1]);
+                pairs[r + 1] = _mm512_unpackhi_ps(both[r], both[r + 1]);
+            }
+            for (int k = 0; k < 4; ++k) {  // inputs k and k + 4 of four rows, then of the other four
+                const __m512d a = _mm512_castps_pd(pairs[k / 2]), b = _mm512_castps_pd(pairs[k / 2 + 2]);
+                fours[k] = _mm512_castpd_ps(k % 2 ? _mm512_unpackhi_pd(a, b) : _mm512_unpacklo_pd(a, b));
+            }
+            for (int k = 0; k < 4; k += 2) {
+                _mm512_storeu_ps(to + 8 * k, _mm512_shuffle_f32x4(fours[k], fours[k + 1], 0x88));
+                _mm512_storeu_ps(to + 8 * k + 32, _mm512_shuffle_f32x4(fours[k], fours[k + 1], 0xDD));
+            }
+        }
+#endif
+    for (; i < inputs; ++i)
+        for (int r = 0; r < N; ++r) *to++ = as_float(x[r * stride + i]);
+}
+
+// Where woven rows from `row` on have their inputs [from, from + inputs): those of all rows lie together, so that what a
+// piece of a panel is multiplied by is read from one end to the other.
+inline int64_t woven_place(const Product& product, int64_t from, int64_t inputs, int64_t row) {
+    return from * product.rows + row * inputs;
+}
+
+// Rows [begin, end) of x [rows, inputs]: of every MOST_INPUTS inputs n rows together, [inputs][n].
+template <typename T>
+inline void weave_rows(const T* x, int64_t begin, int64_t end, const Product& product, float* woven) {
     by_rows<MOST_ROWS>(begin, end, [&](auto n, int64_t row) {
-        float* to = woven + row * inputs;
-        for (int64_t i = 0; i < inputs; ++i)
-            for (int r = 0; r < n; ++r) *to++ = as_float(x[(row + r) * inputs + i]);
+        for (int64_t from = 0; from < product.inputs; from += MOST_INPUTS) {
+            const int64_t inputs = std::min(MOST_INPUTS, product.inputs - from);
+            weave<n>(x + row * product.inputs + from, product.inputs, inputs,
+                     woven + woven_place(product, from, inputs, row));
+        }
     });
 }
 
-// All rows, woven, times one panel -> sums [rows, PANEL_OUTPUTS]. `room`: for MOST_INPUTS inputs of a panel.
-inline void multiply_panel(Format format, const float* woven, const uint8_t* panel, const Product& product, float* room,
-                           float* sums) {
-    for (int64_t from = 0; from < product.inputs; from += MOST_INPUTS) {
-        const int64_t count = std::min(MOST_INPUTS, product.inputs - from);
-        const auto add = [&](const auto* weights) {
-            by_rows<MOST_ROWS>(0, product.rows, [&](auto n, int64_t row) {
-                add_inputs<n>(woven + row * product.inputs + from * n, weights, count, from == 0,
-                              sums + row * PANEL_OUTPUTS);
+// Some neighbouring panels and where their products go. `next`: the piece of a panel that is multiplied by next.
+struct Piece {
+    const uint8_t *panel, *next;
+    int64_t from;  // the first of its inputs
+    float* sums;   // [rows, PANEL_OUTPUTS]
+    float* out;    // if not null, sums are put there, product.out_stride apart
+};
+
+// All rows, woven, times MOST_INPUTS inputs of a panel. `room`: for those inputs as numbers. While rows are many, the
+// second cache is filled with the next piece, a part of it with every few rows.
+inline void multiply_piece(Format format, const float* woven, const Piece& piece, const Product& product, float* room) {
+    const int64_t from = piece.from, inputs = std::min(MOST_INPUTS, product.inputs - from);
+    const bool is_ahead = product.rows >= ROWS_TOGETHER;
+    const int64_t ahead = is_ahead ? panel_bytes(format, inputs) * MOST_ROWS / product.rows : 0;
+    const uint8_t* next = piece.next;
+    const auto add = [&](const auto* weights) {
+        by_rows<MOST_ROWS>(0, product.rows, [&](auto n, int64_t row) {
+            for (int64_t i = 0; i < ahead; i += 64) __builtin_prefetch(next + i, 0, 2);
+            next += ahead;
+            float* own = piece.sums + row * PANEL_OUTPUTS;
+            Sums sums{from == 0 ? nullptr : own, own, PANEL_OUTPUTS};
+            if (piece.out != nullptr) sums.to = piece.out + row * product.out_stride, sums.stride = product.out_stride;
+            add_inputs<n>(woven + woven_place(product, from, inputs, row), weights, inputs, sums);
+        });
+    };
+    if (format == HALVES && product.rows <= MOST_ROWS)  // each number is used once: it need not be stored as a float
+        add(reinterpret_cast<const bf16*>(piece.panel) + from * PANEL_OUTPUTS);
+    else
+        add(plain_inputs(format, piece.panel, from, inputs, room));
+}
+
+inline float* as_floats(float* x) { return x; }
+inline float* as_floats(bf16*) { return nullptr; }
+
+// All rows, woven, times panels [begin, end): by the same inputs of each, then by the next, so that rows are read from
+// the second cache for all panels but the first. `sums`: [panels, rows, PANEL_OUTPUTS].
+template <typename T>
+void multiply_some_panels(Format format, const float* woven, const uint8_t* weight, const T* bias, const Product& product,
+                          int64_t begin, int64_t end, float* room, float* sums, T* out) {
+    const int64_t bytes = panel_bytes(format, product.inputs);
+    const auto is_final = [&](int64_t panel) {  // a sum is the result, and the panel has no outputs too many
+        return as_floats(out) != nullptr && bias == nullptr && (panel + 1) * PANEL_OUTPUTS <= product.outputs;
+    };
+    const auto sums_of = [&](int64_t panel) { return sums + (panel - begin) * product.rows * PANEL_OUTPUTS; };
+    for (int64_t from = 0; from < product.inputs; from += MOST_INPUTS)
+        for (int64_t panel = begin; panel < end; ++panel) {
+            const bool is_last = from + MOST_INPUTS >= product.inputs;
+            const int64_t next = panel + 1 < end ? panel + 1 : is_last ? end : begin;
+            const int64_t next_from = panel + 1 < end ? from : is_last ? 0 : from + MOST_INPUTS;
+            float* to = is_last && is_final(panel) ? as_floats(out) + panel * PANEL_OUTPUTS : nullptr;
+            const uint8_t* next_piece = weight + next * bytes + panel_bytes(format, next_from);
+            multiply_piece(format, woven, {weight + panel * bytes, next_piece, from, sums_of(panel), to}, product, room);
+        }
+    for (int64_t panel = begin; panel < end; ++panel) {
+        if (is_final(panel)) continue;
+        const int64_t first = panel * PANEL_OUTPUTS, count = std::min(PANEL_OUTPUTS, product.outputs - first);
+        for (int64_t row = 0; row < product.rows; ++row)
+            in_pieces(count, [&](int64_t i, int64_t n) {
+                const Floats value = load(sums_of(panel) + row * PANEL_OUTPUTS + i);
+                put(out + row * product.out_stride + first + i,
+                    bias == nullptr ? value : rounded<T>(value) + fetch(bias + first + i, n), n);
             });
-        };
-        if (format == HALVES && product.rows <= MOST_ROWS)  // each number is used once: it need not be stored as a float
-            add(reinterpret_cast<const bf16*>(panel) + from * PANEL_OUTPUTS);
-        else
-            add(plain_inputs(format, panel, from, count, room));
     }
 }
 
@@ -205,22 +329,21 @@ inline void multiply_panel(Format format, const float* woven, const uint8_t* pan
 template <typename T>
 void multiply_some(Format format, const T* x, const uint8_t* weight, const T* bias, const Product& product, float* woven,
                    T* out) {
+    struct alignas(64) Line {  // of a cache, which numbers must not lie across
+        float numbers[16];
+    };
     const int64_t panels = (product.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
     for_each((product.rows + MOST_ROWS - 1) / MOST_ROWS, product.rows * product.inputs > MANY_NUMBERS, [&](int64_t i) {
-        weave_rows(x, i * MOST_ROWS, std::min((i + 1) * MOST_ROWS, product.rows), product.inputs, woven);
+        weave_rows(x, i * MOST_ROWS, std::min((i + 1) * MOST_ROWS, product.rows), product, woven);
     });
-    share_out(panels, product.panels_in_turn(panel_bytes(format, product.inputs)), product.is_large(), [&] {
-        std::vector<float> room(format == PLAIN ? 0 : MOST_INPUTS * PANEL_OUTPUTS), sums(product.rows * PANEL_OUTPUTS);
-        return [&, room = std::move(room), sums = std::move(sums)](int64_t panel) mutable {
-            multiply_panel(format, woven, weight + panel * panel_bytes(format, product.inputs), product, room.data(),
-                           sums.data());
-            const int64_t begin = panel * PANEL_OUTPUTS, count = std::min(PANEL_OUTPUTS, product.outputs - begin);
-            for (int64_t row = 0; row < product.rows; ++row)
-                in_pieces(count, [&](int64_t i, int64_t n) {
-                    const Floats value = load(sums.data() + row * PANEL_OUTPUTS + i);
-                    put(out + row * product.out_stride + begin + i,
-                        bias == nullptr ? value : rounded<T>(value) + fetch(bias + begin + i, n), n);
-                });
+    const int64_t together = product.rows < ROWS_TOGETHER ? 1 : PANELS_TOGETHER;
+    share_ranges(panels, product.panels_in_turn(panel_bytes(format, product.inputs)), product.is_large(), [&] {
+        std::vector<float> room(format == PLAIN ? 0 : MOST_INPUTS * PANEL_OUTPUTS);
+        std::vector<Line> sums((together * product.rows * PANEL_OUTPUTS + 15) / 16);
+        return [&, room = std::move(room), sums = std::move(sums)](int64_t begin, int64_t end) mutable {
+            for (; begin < end; begin += together)
+                multiply_some_panels(format, woven, weight, bias, product, begin, std::min(begin + together, end),
+                                     room.data(), sums.data()->numbers, out);
         };
     });
 }

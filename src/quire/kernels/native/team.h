@@ -174,23 +174,31 @@ inline void share_items(int64_t count, int64_t most, int64_t threads, Team::Call
         Turns turns(count, most, threads);
         if (team().share(turns, threads, call, body)) return;
     }
-    Turns turns(count, most, 1);
+    Turns turns(count, count, 1);
     call(body, turns);
 }
 
-// each = make() on every thread that takes part, then each(i) for items [0, count), every item once, in any order, up to
-// `most` neighbours at a time by one thread. is_worth: whether sharing pays; a loop of less than some microseconds is
-// done by the caller alone, by the same function, as what it does to items may take long to compile.
-template <typename Make> void share_out(int64_t count, int64_t most, bool is_worth, Make make) {
+// each = make() on every thread that takes part, then each(begin, end) for ranges of items [0, count), every item once, in
+// any order, up to `most` neighbours at a time by one thread. is_worth: whether sharing pays; a loop of less than some
+// microseconds is done by the caller alone, by the same function, as what it does to items may take long to compile.
+template <typename Make> void share_ranges(int64_t count, int64_t most, bool is_worth, Make make) {
     const auto call = [](void* given, Turns& turns) {
         int64_t begin, end;
         if (!turns.take(begin, end)) return;
         auto each = (*static_cast<Make*>(given))();
-        do
-            for (int64_t i = begin; i < end; ++i) each(i);
+        do each(begin, end);
         while (turns.take(begin, end));
     };
     share_items(count, most, is_worth ? std::min(num_threads(), count) : 1, call, &make);
+}
+
+// The same, item by item: each(i).
+template <typename Make> void share_out(int64_t count, int64_t most, bool is_worth, Make make) {
+    share_ranges(count, most, is_worth, [&] {
+        return [each = make()](int64_t begin, int64_t end) mutable {
+            for (int64_t i = begin; i < end; ++i) each(i);
+        };
+    });
 }
 
 // The same with nothing that a thread keeps from item to item.
