@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
+from quire.runtime.models.gguf_layout import Rearranged
 from quire.runtime.models.labels import read_labels
 
 if TYPE_CHECKING:
@@ -37,6 +38,17 @@ GGUF_INNER = {
     "ffn_down": "mlp.down_proj",
 }
 
+GGUF_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
 _OUTER = re.compile(r"model\.(?:layers\.\d+\.)?")
 _OWN_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.(?:weight|bias)")
 
@@ -62,7 +74,8 @@ class GgufFamily:
     A `*` in a name stands for the number of an expert: the tensor holds those of all. `has_pairs`: files store each
     head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...). `norm_offset`: what they add to norm weights.
     `read` completes a config by `settings`, which only this family has. `whole` gives one number for all layers where
-    files may have one for each, for what all families read.
+    files may have one for each, for what all families read. `rearrange` says which tensors of layers files store in
+    another layout, given the names of the stored ones.
     """
 
     outer: Mapping[str, str] = field(default_factory=lambda: GGUF_OUTER)
@@ -72,6 +85,7 @@ class GgufFamily:
     settings: frozenset[str] = frozenset()
     read: Callable[[Fields, ModelConfig], ModelConfig] | None = None
     whole: Callable[[Fields], Fields] | None = None
+    rearrange: Callable[[ModelConfig, Collection[str]], dict[str, Rearranged]] | None = None
 
 
 STACKED = {  # all experts of a layer in two tensors

@@ -12,6 +12,8 @@ from quire.runtime.models.hf_config import check_experts, read_kv_layers
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 LOCAL_THETA, LOGIT_CAP = "rope.freq_base_swa", "final_logit_softcapping"
 EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+GATING, SIGMOID = "expert_gating_func", 2  # how experts are ranked: by a softmax (1), or by sigmoids
+DRAFT_LAYERS = "nextn_predict_layers"  # so many of the last layers draft tokens
 _LOCAL_DIM, _SHARED = "attention.key_length_swa", "attention.shared_kv_layers"
 _LOCAL_DIMS = ("attention.value_length_swa", "rope.dimension_count_swa")  # only as _LOCAL_DIM has it
 LAYERS = frozenset({_LOCAL_DIM, *_LOCAL_DIMS, _SHARED})  # that `read_layers` reads
@@ -42,6 +44,14 @@ def read_experts(fields: Fields, size: int | None = None, **rest: Any) -> Expert
     num, num_used, inner = EXPERTS
     experts = Experts(fields.integer(num), fields.integer(num_used), fields.integer(inner, size), **rest)
     return check_experts(fields, experts, EXPERTS)
+
+
+def without_drafts(fields: Fields) -> dict[str, object]:
+    """The number of layers without those that draft tokens."""
+    count, drafts = fields.integer("block_count"), fields.integer(DRAFT_LAYERS, 0)
+    if not 0 <= drafts < count:
+        raise fields.refuse(DRAFT_LAYERS, f"must be below the number of layers, {count}, is {drafts}")
+    return {"block_count": count - drafts}
 
 
 def whole_numbers(fields: Fields, windows: tuple[int | None, ...]) -> Fields:

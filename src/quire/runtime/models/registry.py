@@ -38,10 +38,20 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen2_moe": Entry("mixture", "QWEN2_MOE", ("Qwen2MoeForCausalLM",)),
     "qwen3": Entry("decoder", "QWEN3", ("Qwen3ForCausalLM",), in_gguf=True),
     "qwen3_moe": Entry("mixture", "QWEN3_MOE", ("Qwen3MoeForCausalLM",)),
-    "qwen3_next": Entry("qwen3_next", "QWEN3_NEXT", ("Qwen3NextForCausalLM",)),
-    "qwen3_5_text": Entry("qwen3_next", "QWEN3_5", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")),
+    "qwen3_next": Entry("qwen3_next", "QWEN3_NEXT", ("Qwen3NextForCausalLM",), in_gguf=True, gguf_name="qwen3next"),
+    "qwen3_5_text": Entry(
+        "qwen3_next",
+        "QWEN3_5",
+        ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+        in_gguf=True,
+        gguf_name="qwen35",
+    ),
     "qwen3_5_moe_text": Entry(
-        "qwen3_next", "QWEN3_5_MOE", ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+        "qwen3_next",
+        "QWEN3_5_MOE",
+        ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        in_gguf=True,
+        gguf_name="qwen35moe",
     ),
     "qwen2_vl": Entry("qwen_vl", "QWEN2_VL", ("Qwen2VLForConditionalGeneration",)),
     "qwen2_5_vl": Entry("qwen_vl", "QWEN2_5_VL", ("Qwen2_5_VLForConditionalGeneration",)),
@@ -65,7 +75,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "phi": Entry("phi", "PHI", ("PhiForCausalLM",)),
     "starcoder2": Entry("starcoder2", "STARCODER2", ("Starcoder2ForCausalLM",)),
     "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",)),
-    "deepseek_v2": Entry("deepseek", "DEEPSEEK_V2", ("DeepseekV2ForCausalLM",)),
+    "deepseek_v2": Entry("deepseek", "DEEPSEEK_V2", ("DeepseekV2ForCausalLM",), in_gguf=True, gguf_name="deepseek2"),
     "deepseek_v3": Entry("deepseek", "DEEPSEEK_V3", ("DeepseekV3ForCausalLM",)),
     "eagle3": Entry(
         "eagle",
@@ -99,6 +109,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     ),
 }
 CLASSES = {known: name for name, entry in ENTRIES.items() for known in entry.classes}
+GGUF_SIGMOIDS = {"deepseek2": "deepseek_v3"}  # those of IN_GGUF whose experts rank by sigmoids are of another family
 IN_GGUF = {entry.gguf_name or name: name for name, entry in ENTRIES.items() if entry.in_gguf}
 
 

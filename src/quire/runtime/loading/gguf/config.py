@@ -25,7 +25,8 @@ from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.gguf.names import ROPE_FACTORS
 from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.gguf.types import LEVEL_FORMS, NATIVE_GROUP, LevelForm
-from quire.runtime.models.registry import IN_GGUF, find_family
+from quire.runtime.models.gguf_config import DRAFT_LAYERS, GATING, SIGMOID
+from quire.runtime.models.registry import GGUF_SIGMOIDS, IN_GGUF, find_family
 from quire.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -43,7 +44,12 @@ _READ = {
 }  # fmt: skip
 _WINDOW = "attention.sliding_window"
 _TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
-_STACKED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))  # by one layer
+_STACKED = (  # by one layer
+    ("attn_q", "attn_k", "attn_v", "attn_q_a", "attn_kv_a_mqa"), ("attn_qkv", "attn_gate"), ("ffn_gate", "ffn_up"),
+    ("ffn_gate_shexp", "ffn_up_shexp"),
+)  # fmt: skip
+_EXPANDED = ("attn_k_b", "attn_v_b", "attn_kv_b")  # matrices that no layer holds quantized
+_MOVED = {"qwen35": "ssm_out", "qwen35moe": "ssm_out"}  # matrices whose columns move, where value heads share keys
 _HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", "pooling_type", "attention.layer_norm_epsilon"}
 
 
@@ -93,7 +99,8 @@ def gguf_architecture(model: GgufModel) -> str:
         raise ModelLoadError(
             model.name, f"architecture {name!r} is not supported", fix=f"supported in GGUF: {', '.join(IN_GGUF)}"
         )
-    return IN_GGUF[name]
+    fields = Fields(model.name, model.metadata, prefix=f"{name}.")
+    return (GGUF_SIGMOIDS if fields.integer(GATING, 0) == SIGMOID else {}).get(name, IN_GGUF[name])
 
 
 def gguf_family(architecture: str) -> GgufFamily:
@@ -103,16 +110,27 @@ def gguf_family(architecture: str) -> GgufFamily:
     return family
 
 
+def draft_blocks(model: GgufModel) -> tuple[str, ...]:
+    """How the names of tensors begin that are of the last layers, which draft tokens: they are left out."""
+    prefix = Fields(model.name, model.metadata).text("general.architecture") + "."
+    fields = Fields(model.name, model.metadata, prefix=prefix)
+    end, count = fields.integer("block_count"), fields.integer(DRAFT_LAYERS, 0)
+    return tuple(f"blk.{layer}." for layer in range(max(0, end - count), end))
+
+
 def _read_levels(model: GgufModel) -> StoredLevels:
-    """Keys that are values too are stored once, and held twice. A GPU expands embedding tables and experts."""
-    owners = model.owners
+    """Keys that are values too are stored once, and held twice. A GPU expands embedding tables and experts. Layers that
+    draft tokens are not held."""
+    drafts, moved = draft_blocks(model), _moved_columns(model)
+    owners = {name: owner for name, owner in model.owners.items() if not name.startswith(drafts)}
     copied = [name for name in owners if ".attn_k." in name and name.replace("attn_k", "attn_v") not in owners]
     found = StoredLevels()
     for name in (*owners, *copied):
-        tensor = owners[name].tensors[name]
-        if tensor.ggml_type.name not in LEVEL_FORMS or len(tensor.shape) < 2:
+        tensor, word = owners[name].tensors[name], name.removesuffix(".weight").rpartition(".")[2]
+        if tensor.ggml_type.name not in LEVEL_FORMS or len(tensor.shape) < 2 or word in _EXPANDED:
             continue
         size, own = math.prod(tensor.shape), LEVEL_FORMS[tensor.ggml_type.name]
+        own = own._replace(super_bits=None) if word == moved else own  # super-blocks do not stay together
         form = _held_form(_stacked_forms(model, name))
         on_gpu = name not in _TABLES and len(tensor.shape) == 2
         found = replace(
@@ -124,6 +142,13 @@ def _read_levels(model: GgufModel) -> StoredLevels:
             gpu_bytes=found.gpu_bytes + (_gpu_bytes(size, form) if on_gpu else 0),
         )
     return found
+
+
+def _moved_columns(model: GgufModel) -> str | None:
+    name = Fields(model.name, model.metadata).text("general.architecture")
+    fields = Fields(model.name, model.metadata, prefix=f"{name}.")
+    shares = fields.raw("ssm.group_count") != fields.raw("ssm.time_step_rank")
+    return _MOVED.get(name) if shares else None
 
 
 def _stacked_forms(model: GgufModel, name: str) -> list[LevelForm]:

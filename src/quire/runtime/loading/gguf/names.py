@@ -11,7 +11,7 @@ from quire.runtime.models.family import GgufFamily
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies; not a weight
 EXPERT = "*"  # in a name: the number of an expert
 
-_BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)\.(weight|bias|scale)", re.ASCII)
+_BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)(?:\.(weight|bias|scale))?", re.ASCII)
 
 
 def canonical_name(family: GgufFamily, name: str) -> str | None:
@@ -21,9 +21,9 @@ def canonical_name(family: GgufFamily, name: str) -> str | None:
     match = _BLOCK.fullmatch(name)
     if match is None:
         return None
-    whole = family.inner.get(f"{match[2]}.{match[3]}")
-    if whole is not None:
-        return f"model.layers.{match[1]}.{whole}"
+    whole = family.inner.get(f"{match[2]}.{match[3] or ''}")
+    if whole is not None or match[3] is None:
+        return None if whole is None else f"model.layers.{match[1]}.{whole}"
     return f"model.layers.{match[1]}.{family.inner[match[2]]}.{match[3]}" if match[2] in family.inner else None
 
 
