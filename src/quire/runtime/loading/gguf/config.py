@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -50,7 +50,9 @@ _STACKED = (  # by one layer
 )  # fmt: skip
 _EXPANDED = ("attn_k_b", "attn_v_b", "attn_kv_b")  # matrices that no layer holds quantized
 _MOVED = {"qwen35": "ssm_out", "qwen35moe": "ssm_out"}  # matrices whose columns move, where value heads share keys
-_HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", "pooling_type", "attention.layer_norm_epsilon"}
+_POOLING = "pooling_type"
+_POOLINGS: dict[int, Literal["mean", "cls", "last"] | None] = {0: None, 1: "mean", 2: "cls", 3: "last"}
+_HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", _POOLING, "attention.layer_norm_epsilon"}
 
 
 def gguf_model_config(model: GgufModel) -> ModelConfig:
@@ -108,6 +110,16 @@ def gguf_family(architecture: str) -> GgufFamily:
     family = find_family(architecture).gguf
     assert family is not None, architecture
     return family
+
+
+def gguf_pooling(model: GgufModel) -> Literal["mean", "cls", "last"] | None:
+    """How files of a model for embeddings say that texts become vectors; None: they say nothing of it."""
+    prefix = Fields(model.name, model.metadata).text("general.architecture") + "."
+    fields = Fields(model.name, model.metadata, prefix=prefix)
+    kind = fields.integer(_POOLING, 0)
+    if kind not in _POOLINGS:
+        raise fields.refuse(_POOLING, f"{kind} is not supported", fix="supported: 1 (mean), 2 (cls), 3 (last)")
+    return _POOLINGS[kind]
 
 
 def draft_blocks(model: GgufModel) -> tuple[str, ...]:
