@@ -17,6 +17,7 @@ from quire.runtime.layers.modules import PairedEmbedding
 from quire.runtime.layers.side_inputs import SideInputs
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
+from quire.runtime.models import gguf_config
 from quire.runtime.models.base import BaseModel
 from quire.runtime.models.family import Family, GgufFamily, classifier_of
 from quire.runtime.models.hf_config import (
@@ -134,8 +135,14 @@ def read_smollm3(config: Fields) -> ModelConfig:
 
 LLAMA = Family(name="llama", build=Decoder, read=read_llama, gguf=GgufFamily(has_pairs=True))
 MISTRAL = Family(name="mistral", build=Decoder, read=read_mistral)
-GRANITE = Family(name="granite", build=Decoder, read=read_granite)
-SMOLLM3 = Family(name="smollm3", build=Decoder, read=read_smollm3)
+GRANITE = Family(
+    name="granite", build=Decoder, read=read_granite,
+    gguf=GgufFamily(has_pairs=True, settings=gguf_config.SCALES, read=gguf_config.read_scales),
+)  # fmt: skip
+SMOLLM3 = Family(
+    name="smollm3", build=Decoder, read=read_smollm3,
+    gguf=GgufFamily(has_pairs=True, read=gguf_config.read_layers_without_rope),
+)  # fmt: skip
 QWEN2 = Family(name="qwen2", build=Decoder, read=read_qwen2, gguf=GgufFamily())
 QWEN3 = Family(name="qwen3", build=Decoder, read=read_qwen3, gguf=GgufFamily())
 LLAMA_CLASSIFIER, MISTRAL_CLASSIFIER, QWEN2_CLASSIFIER, QWEN3_CLASSIFIER = map(

@@ -6,6 +6,8 @@ one norm. Checkpoints hold q, k and v in one matrix, group after group.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from quire.config.fields import Fields
@@ -17,7 +19,7 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.layers.weights import Stored
 from quire.runtime.models.base import BaseModel
-from quire.runtime.models.family import Family
+from quire.runtime.models.family import Family, GgufFamily
 from quire.runtime.models.hf_config import PLAIN, read_activation, read_heads, refuse_set
 from quire.runtime.models.hf_rope import read_rope
 
@@ -101,4 +103,35 @@ def _read_heads(config: Fields, is_new: bool) -> Heads:
     return Heads(heads.num_query, 1 if config.flag("multi_query", True) else heads.num_query, heads.dim)
 
 
-FALCON = Family(name="falcon", build=Falcon, read=read_falcon, embedding="transformer.word_embeddings.weight")
+def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: ARG001
+    """Files do not name the activation."""
+    return replace(config, activation="gelu")
+
+
+def rename_gguf(config: ModelConfig, name: str) -> str:
+    return name.replace(".ln_mlp.", ".input_layernorm.") if config.shared_norm else name
+
+
+GGUF = GgufFamily(
+    outer={
+        "token_embd.weight": "transformer.word_embeddings.weight",
+        "output_norm.weight": "transformer.ln_f.weight",
+        "output_norm.bias": "transformer.ln_f.bias",
+        "output.weight": "lm_head.weight",
+    },
+    inner={
+        "attn_norm": "ln_mlp",
+        "attn_norm_2": "ln_attn",
+        "attn_qkv": "self_attention.query_key_value",
+        "attn_output": "self_attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+    blocks="transformer.h",
+    ungrouped="query_key_value",
+    read=read_gguf,
+    rename=rename_gguf,
+)
+FALCON = Family(
+    name="falcon", build=Falcon, read=read_falcon, embedding="transformer.word_embeddings.weight", gguf=GGUF
+)  # fmt: skip

@@ -71,20 +71,27 @@ class Stacked:
 class GgufFamily:
     """How GGUF files of a family differ from Hugging Face's.
 
-    A `*` in a name stands for the number of an expert: the tensor holds those of all. `has_pairs`: files store each
-    head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...). `norm_offset`: what they add to norm weights.
-    `read` completes a config by `settings`, which only this family has. `whole` gives one number for all layers where
-    files may have one for each, for what all families read. `rearrange` says which tensors of layers files store in
-    another layout, given the names of the stored ones.
+    A `*` in a name stands for the number of an expert: the tensor holds those of all. `blocks`: what stands before the
+    number of a block. `has_pairs`: files store each head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...).
+    `ungrouped`: the layer whose rows files store as all queries, all keys, all values, where checkpoints have them
+    group after group. `turned`: checkpoints store matrices by inputs, then outputs, and files do not. `norm_offset`:
+    what files add to norm weights. `read` completes a config by `settings`, which only this family has. `whole` gives
+    one number for all layers where files may have one for each, for what all families read. `rename` says a name again
+    where it depends on the config. `rearrange` says which tensors of layers files store in another layout, given the
+    names of the stored ones.
     """
 
     outer: Mapping[str, str] = field(default_factory=lambda: GGUF_OUTER)
     inner: Mapping[str, str] = field(default_factory=lambda: GGUF_INNER)
+    blocks: str = "model.layers"
     has_pairs: bool = False
+    ungrouped: str | None = None
+    turned: bool = False
     norm_offset: float = 0.0
     settings: frozenset[str] = frozenset()
     read: Callable[[Fields, ModelConfig], ModelConfig] | None = None
     whole: Callable[[Fields], Fields] | None = None
+    rename: Callable[[ModelConfig, str], str] | None = None
     rearrange: Callable[[ModelConfig, Collection[str]], dict[str, Rearranged]] | None = None
 
 

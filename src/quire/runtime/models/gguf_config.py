@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig, Rope
 from quire.runtime.models.hf_config import check_experts, read_kv_layers
@@ -12,6 +14,9 @@ from quire.runtime.models.hf_config import check_experts, read_kv_layers
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 LOCAL_THETA, LOGIT_CAP = "rope.freq_base_swa", "final_logit_softcapping"
 EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+NORMALIZED = "expert_weights_norm"
+SHARED_SIZE = "expert_shared_feed_forward_length"
+SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})  # that `read_scales` reads
 GATING, SIGMOID = "expert_gating_func", 2  # how experts are ranked: by a softmax (1), or by sigmoids
 DRAFT_LAYERS = "nextn_predict_layers"  # so many of the last layers draft tokens
 _LOCAL_DIM, _SHARED = "attention.key_length_swa", "attention.shared_kv_layers"
@@ -44,6 +49,31 @@ def read_experts(fields: Fields, size: int | None = None, **rest: Any) -> Expert
     num, num_used, inner = EXPERTS
     experts = Experts(fields.integer(num), fields.integer(num_used), fields.integer(inner, size), **rest)
     return check_experts(fields, experts, EXPERTS)
+
+
+def read_scales(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """What embeddings, scores and layers are multiplied by, and logits divided by."""
+    divisor = fields.number("logit_scale", 1.0)
+    if divisor == 0:
+        raise fields.refuse("logit_scale", "must not be 0")
+    scale = fields.optional_number("attention.scale")
+    return replace(
+        config,
+        attention_scale=None if scale is None else decimal(scale),
+        embedding_scale=decimal(fields.number("embedding_scale", 1.0)),
+        residual_scale=decimal(fields.number("residual_scale", 1.0)),
+        logit_scale=1.0 / decimal(divisor),
+    )
+
+
+def read_layers_without_rope(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: ARG001
+    """Every fourth layer; files do not say it."""
+    return replace(config, layers_without_rope=tuple(range(3, config.num_layers, 4)))
+
+
+def decimal(value: float) -> float:
+    """The shortest decimal that a 32-bit float stands for: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
 
 
 def without_drafts(fields: Fields) -> dict[str, object]:

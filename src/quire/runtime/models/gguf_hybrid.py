@@ -17,7 +17,15 @@ from quire.config.fields import Fields
 from quire.config.model import Experts, ModelConfig, Recurrent
 from quire.runtime.models import gguf_config
 from quire.runtime.models.family import GGUF_EXPERTS, GGUF_INNER, GgufFamily
-from quire.runtime.models.gguf_layout import Order, Rearranged, apart, expand_order, grouped_heads, in_order
+from quire.runtime.models.gguf_layout import (
+    Order,
+    Rearranged,
+    apart,
+    expand_order,
+    grouped_heads,
+    in_order,
+    shared_gates,
+)
 from quire.runtime.models.hf_config import check_recurrent
 
 _KEY_HEADS, _VALUE_HEADS, _KEY_DIM = "ssm.group_count", "ssm.time_step_rank", "ssm.state_size"
@@ -78,16 +86,13 @@ def whole_heads(fields: Fields) -> Fields:
 
 def rearrange(config: ModelConfig, names: Collection[str], *, tiled: bool) -> dict[str, Rearranged]:
     """`tiled`: the first value heads of all key heads come first."""
-    hidden, found = config.hidden_size, {}
+    hidden, found = config.hidden_size, shared_gates(config, names)
     for layer in range(config.num_layers):
         path, sizes = f"model.layers.{layer}", config.recurrent
         for norm in (f"{path}.{word}.weight" for word in _SHIFTED):
             if norm in names:
                 size = hidden if "layernorm" in norm else config.heads.dim
                 found[norm] = Rearranged({norm: (size,)}, (size,), restore=_without_one)
-        gate = f"{path}.mlp.shared_expert_gate.weight"
-        if gate in names:
-            found[gate] = Rearranged({gate: (1, hidden)}, (1, hidden))
         if sizes is not None and layer in sizes.layers:
             found |= _delta_net(f"{path}.linear_attn", sizes, hidden, names, tiled=tiled)
     found["model.norm.weight"] = Rearranged({"model.norm.weight": (hidden,)}, (hidden,), restore=_without_one)

@@ -3,12 +3,14 @@ are made of, and how."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from quire.config.model import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +38,12 @@ class Rearranged:
     @property
     def first(self) -> str:
         return next(iter(self.parts))
+
+
+def shared_gates(config: ModelConfig, names: Collection[str]) -> dict[str, Rearranged]:
+    """The gates of shared experts: matrices of one row, which files may store as vectors."""
+    shape = (1, config.hidden_size)
+    return {name: Rearranged({name: shape}, shape) for name in names if name.endswith(".mlp.shared_expert_gate.weight")}
 
 
 def in_order(order: Order) -> Order | None:

@@ -5,6 +5,8 @@ Its checkpoints store matrices by inputs, then outputs, and q, k and v in one of
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from quire.config.fields import Fields
@@ -16,7 +18,7 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.layers.weights import Stored
 from quire.runtime.models.base import BaseModel
-from quire.runtime.models.family import Family
+from quire.runtime.models.family import Family, GgufFamily
 from quire.runtime.models.hf_config import PLAIN, read_activation, read_heads, refuse_set
 
 TURNED = Stored(turned=True)
@@ -92,6 +94,32 @@ def rename_gpt2(name: str) -> str | None:
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
+def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: ARG001
+    """Files do not name the activation."""
+    rope = Rope(max_position=config.rope.max_position)
+    return replace(config, activation="gelu_tanh", rope=rope, qkv_bias=False, o_bias=False, mlp_bias=False)
+
+
+GGUF = GgufFamily(
+    outer={
+        "token_embd.weight": "transformer.wte.weight",
+        "position_embd.weight": "transformer.wpe.weight",
+        "output_norm.weight": "transformer.ln_f.weight",
+        "output_norm.bias": "transformer.ln_f.bias",
+        "output.weight": "lm_head.weight",
+    },
+    inner={
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
+    blocks="transformer.h",
+    turned=True,
+    read=read_gguf,
+)
 GPT2 = Family(
-    name="gpt2", build=Gpt2, read=read_gpt2, rename=rename_gpt2, embedding="transformer.wte.weight"
+    name="gpt2", build=Gpt2, read=read_gpt2, rename=rename_gpt2, embedding="transformer.wte.weight", gguf=GGUF
 )  # fmt: skip

@@ -5,6 +5,8 @@ Their checkpoints hold q, k and v in one matrix, head after head.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from quire.config.fields import Fields
@@ -16,7 +18,7 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.layers.weights import Stored
 from quire.runtime.models.base import BaseModel
-from quire.runtime.models.family import Family
+from quire.runtime.models.family import Family, GgufFamily
 from quire.runtime.models.hf_config import PLAIN, read_activation, read_heads
 from quire.runtime.models.hf_rope import read_rope
 
@@ -94,10 +96,38 @@ def rename_gpt_neox(name: str) -> str | None:
     return name.replace("embed_out.", "lm_head.")
 
 
+def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """Files do not name the activation."""
+    return replace(
+        config, activation="gelu", mlp_bias=False, parallel_residual=fields.flag("use_parallel_residual", True)
+    )
+
+
+GGUF = GgufFamily(
+    outer={
+        "token_embd.weight": "gpt_neox.embed_in.weight",
+        "output_norm.weight": "gpt_neox.final_layer_norm.weight",
+        "output_norm.bias": "gpt_neox.final_layer_norm.bias",
+        "output.weight": "lm_head.weight",
+    },
+    inner={
+        "attn_norm": "input_layernorm",
+        "attn_qkv": "attention.query_key_value",
+        "attn_output": "attention.dense",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+    blocks="gpt_neox.layers",
+    ungrouped="query_key_value",
+    settings=frozenset({"use_parallel_residual"}),
+    read=read_gguf,
+)
 GPT_NEOX = Family(
     name="gpt_neox",
     build=Neox,
     read=read_gpt_neox,
     rename=rename_gpt_neox,
     embedding="gpt_neox.embed_in.weight",
+    gguf=GGUF,
 )

@@ -17,8 +17,10 @@ from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
+from quire.runtime.models import gguf_config
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.family import Family
+from quire.runtime.models.family import GGUF_EXPERTS, GGUF_INNER, Family, GgufFamily
+from quire.runtime.models.gguf_layout import shared_gates
 from quire.runtime.models.hf_config import check_experts, read_decoder, read_window, read_windows, refuse_windows
 
 
@@ -120,6 +122,38 @@ def rename_mixtral(name: str) -> str:
     return name.replace(".mlp.", ".block_sparse_moe.", 1)
 
 
-MIXTRAL = Family(name="mixtral", build=Mixtral, read=read_mixtral, rename=rename_mixtral)
-QWEN3_MOE = Family(name="qwen3_moe", build=QwenMoe, read=read_qwen3_moe)
-QWEN2_MOE = Family(name="qwen2_moe", build=QwenMoe, read=read_qwen2_moe)
+def read_mixtral_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
+    return replace(config, experts=gguf_config.read_experts(fields, config.intermediate_size))
+
+
+def read_qwen3_moe_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
+    is_normalized = fields.flag(gguf_config.NORMALIZED, True)
+    return replace(config, experts=gguf_config.read_experts(fields, is_normalized=is_normalized))
+
+
+def read_qwen2_moe_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
+    shared, is_normalized = fields.integer(gguf_config.SHARED_SIZE), fields.flag(gguf_config.NORMALIZED, False)
+    experts = gguf_config.read_experts(fields, shared_size=shared, shared_has_gate=True, is_normalized=is_normalized)
+    return replace(config, experts=experts)
+
+
+MIXTRAL_GGUF = GgufFamily(
+    inner={
+        **GGUF_INNER,
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+        "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+        "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+    },
+    has_pairs=True,
+    settings=frozenset(gguf_config.EXPERTS),
+    read=read_mixtral_gguf,
+)
+MOE_NAMES, MOE_SETTINGS = {**GGUF_INNER, **GGUF_EXPERTS}, frozenset({*gguf_config.EXPERTS, gguf_config.NORMALIZED})
+QWEN3_GGUF = GgufFamily(inner=MOE_NAMES, settings=MOE_SETTINGS, read=read_qwen3_moe_gguf)
+QWEN2_GGUF = GgufFamily(
+    inner=MOE_NAMES, settings=MOE_SETTINGS | {gguf_config.SHARED_SIZE}, read=read_qwen2_moe_gguf, rearrange=shared_gates
+)
+MIXTRAL = Family(name="mixtral", build=Mixtral, read=read_mixtral, rename=rename_mixtral, gguf=MIXTRAL_GGUF)
+QWEN3_MOE = Family(name="qwen3_moe", build=QwenMoe, read=read_qwen3_moe, gguf=QWEN3_GGUF)
+QWEN2_MOE = Family(name="qwen2_moe", build=QwenMoe, read=read_qwen2_moe, gguf=QWEN2_GGUF)

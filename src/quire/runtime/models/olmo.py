@@ -10,7 +10,7 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Projected, Stream, Value
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.family import Family
+from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily
 from quire.runtime.models.hf_config import read_decoder, refuse_windows
 
 
@@ -51,4 +51,11 @@ def read_olmo2(config: Fields) -> ModelConfig:
     return read_decoder(config, "olmo2", 2_048, qkv_bias=bias, o_bias=bias, norm_eps=eps)
 
 
-OLMO2 = Family(name="olmo2", build=Olmo2, read=read_olmo2)
+GGUF = GgufFamily(
+    inner={
+        **GGUF_INNER,
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+)
+OLMO2 = Family(name="olmo2", build=Olmo2, read=read_olmo2, gguf=GGUF)

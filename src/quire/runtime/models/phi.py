@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from quire.config.fields import Fields
@@ -12,7 +14,7 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.base import BaseModel
-from quire.runtime.models.family import Family
+from quire.runtime.models.family import GGUF_INNER, GGUF_OUTER, Family, GgufFamily
 from quire.runtime.models.hf_config import PLAIN, read_activation, read_heads, refuse_set
 from quire.runtime.models.hf_rope import read_rope
 
@@ -72,4 +74,19 @@ def read_phi(config: Fields) -> ModelConfig:
     )
 
 
-PHI = Family(name="phi", build=Phi, read=read_phi)
+def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: ARG001
+    """Files do not name the activation."""
+    return replace(config, activation="gelu_tanh", qkv_bias=False, o_bias=False, mlp_bias=False)
+
+
+GGUF = GgufFamily(
+    outer={
+        **GGUF_OUTER,
+        "output_norm.weight": "model.final_layernorm.weight",
+        "output_norm.bias": "model.final_layernorm.bias",
+        "output.bias": "lm_head.bias",
+    },
+    inner={**GGUF_INNER, "attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+    read=read_gguf,
+)
+PHI = Family(name="phi", build=Phi, read=read_phi, gguf=GGUF)

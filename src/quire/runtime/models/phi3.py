@@ -5,6 +5,8 @@ Sequences past the length that the model was first trained for are rotated by ot
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from quire.config.fields import Fields
@@ -12,8 +14,9 @@ from quire.config.model import ModelConfig
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Stream
+from quire.runtime.models import gguf_config
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.family import Family
+from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily
 from quire.runtime.models.hf_config import read_decoder, read_heads, read_window
 from quire.runtime.models.hf_rope import read_rope
 
@@ -64,4 +67,15 @@ def read_phi3(config: Fields) -> ModelConfig:
     return read_decoder(config, "phi3", 4_096, windows=windows, norm_eps=eps, rope=rope)
 
 
-PHI3 = Family(name="phi3", build=Phi3, read=read_phi3)
+def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """A window of 0 tokens is none."""
+    window = fields.integer(gguf_config.WINDOW, 0)
+    return replace(config, windows=(window,) * config.num_layers if window else ())
+
+
+GGUF = GgufFamily(
+    inner={**GGUF_INNER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    settings=frozenset({gguf_config.WINDOW}),
+    read=read_gguf,
+)
+PHI3 = Family(name="phi3", build=Phi3, read=read_phi3, gguf=GGUF)

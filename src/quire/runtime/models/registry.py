@@ -27,17 +27,19 @@ class Entry(NamedTuple):
     gguf_name: str | None = None  # their `general.architecture`, where it differs from `model_type`
     kind: Kind = "decoder"
     formats: tuple[str, ...] = ()  # of quantized checkpoints that only this family has, by `quant_method`
+    gguf_mixture: bool = False  # its GGUF files have the name of another family, and experts
+    gguf_sigmoids: bool = False  # likewise, and experts that rank by sigmoids
     by_inputs: bool = False  # checkpoints store matrices by inputs first: quantized ones are not read
 
 
 ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "llama": Entry("decoder", "LLAMA", ("LlamaForCausalLM",), in_gguf=True),
     "mistral": Entry("decoder", "MISTRAL", ("MistralForCausalLM",)),
-    "mixtral": Entry("mixture", "MIXTRAL", ("MixtralForCausalLM",)),
+    "mixtral": Entry("mixture", "MIXTRAL", ("MixtralForCausalLM",), in_gguf=True, gguf_name="llama", gguf_mixture=True),
     "qwen2": Entry("decoder", "QWEN2", ("Qwen2ForCausalLM",), in_gguf=True),
-    "qwen2_moe": Entry("mixture", "QWEN2_MOE", ("Qwen2MoeForCausalLM",)),
+    "qwen2_moe": Entry("mixture", "QWEN2_MOE", ("Qwen2MoeForCausalLM",), in_gguf=True, gguf_name="qwen2moe"),
     "qwen3": Entry("decoder", "QWEN3", ("Qwen3ForCausalLM",), in_gguf=True),
-    "qwen3_moe": Entry("mixture", "QWEN3_MOE", ("Qwen3MoeForCausalLM",)),
+    "qwen3_moe": Entry("mixture", "QWEN3_MOE", ("Qwen3MoeForCausalLM",), in_gguf=True, gguf_name="qwen3moe"),
     "qwen3_next": Entry("qwen3_next", "QWEN3_NEXT", ("Qwen3NextForCausalLM",), in_gguf=True, gguf_name="qwen3next"),
     "qwen3_5_text": Entry(
         "qwen3_next",
@@ -55,10 +57,10 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     ),
     "qwen2_vl": Entry("qwen_vl", "QWEN2_VL", ("Qwen2VLForConditionalGeneration",)),
     "qwen2_5_vl": Entry("qwen_vl", "QWEN2_5_VL", ("Qwen2_5_VLForConditionalGeneration",)),
-    "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",)),
-    "smollm3": Entry("decoder", "SMOLLM3", ("SmolLM3ForCausalLM",)),
-    "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",)),
-    "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",)),
+    "granite": Entry("decoder", "GRANITE", ("GraniteForCausalLM",), in_gguf=True),
+    "smollm3": Entry("decoder", "SMOLLM3", ("SmolLM3ForCausalLM",), in_gguf=True),
+    "olmo2": Entry("olmo", "OLMO2", ("Olmo2ForCausalLM",), in_gguf=True),
+    "phi3": Entry("phi3", "PHI3", ("Phi3ForCausalLM",), in_gguf=True),
     "gemma2": Entry("gemma", "GEMMA2", ("Gemma2ForCausalLM",), in_gguf=True),
     "gemma3_text": Entry(
         "gemma", "GEMMA3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), in_gguf=True, gguf_name="gemma3"
@@ -66,17 +68,24 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "gemma4_text": Entry(
         "gemma4", "GEMMA4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), in_gguf=True, gguf_name="gemma4"
     ),
-    "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",), by_inputs=True),
+    "gpt2": Entry("gpt2", "GPT2", ("GPT2LMHeadModel",), in_gguf=True, by_inputs=True),
     "gpt_oss": Entry(
         "gpt_oss", "GPT_OSS", ("GptOssForCausalLM",), in_gguf=True, gguf_name="gpt-oss", formats=("mxfp4",)
     ),
     "opt": Entry("opt", "OPT", ("OPTForCausalLM",)),
-    "gpt_neox": Entry("gpt_neox", "GPT_NEOX", ("GPTNeoXForCausalLM",)),
-    "phi": Entry("phi", "PHI", ("PhiForCausalLM",)),
-    "starcoder2": Entry("starcoder2", "STARCODER2", ("Starcoder2ForCausalLM",)),
-    "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",)),
+    "gpt_neox": Entry("gpt_neox", "GPT_NEOX", ("GPTNeoXForCausalLM",), in_gguf=True, gguf_name="gptneox"),
+    "phi": Entry("phi", "PHI", ("PhiForCausalLM",), in_gguf=True, gguf_name="phi2"),
+    "starcoder2": Entry("starcoder2", "STARCODER2", ("Starcoder2ForCausalLM",), in_gguf=True),
+    "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",), in_gguf=True),
     "deepseek_v2": Entry("deepseek", "DEEPSEEK_V2", ("DeepseekV2ForCausalLM",), in_gguf=True, gguf_name="deepseek2"),
-    "deepseek_v3": Entry("deepseek", "DEEPSEEK_V3", ("DeepseekV3ForCausalLM",)),
+    "deepseek_v3": Entry(
+        "deepseek",
+        "DEEPSEEK_V3",
+        ("DeepseekV3ForCausalLM",),
+        in_gguf=True,
+        gguf_name="deepseek2",
+        gguf_sigmoids=True,
+    ),
     "eagle3": Entry(
         "eagle",
         "EAGLE3",
@@ -109,8 +118,14 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     ),
 }
 CLASSES = {known: name for name, entry in ENTRIES.items() for known in entry.classes}
-GGUF_SIGMOIDS = {"deepseek2": "deepseek_v3"}  # those of IN_GGUF whose experts rank by sigmoids are of another family
-IN_GGUF = {entry.gguf_name or name: name for name, entry in ENTRIES.items() if entry.in_gguf}
+IN_GGUF, GGUF_MIXTURES, GGUF_SIGMOIDS = (
+    {
+        entry.gguf_name or name: name
+        for name, entry in ENTRIES.items()
+        if entry.in_gguf and (entry.gguf_mixture, entry.gguf_sigmoids) == flags
+    }
+    for flags in ((False, False), (True, False), (False, True))
+)
 
 
 def of_kind(kind: Kind) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from quire.config.fields import Fields
@@ -12,7 +14,7 @@ from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models.base import BaseModel
-from quire.runtime.models.family import Family
+from quire.runtime.models.family import GGUF_INNER, GGUF_OUTER, Family, GgufFamily
 from quire.runtime.models.hf_config import PLAIN, read_activation, read_decoder, read_window, refuse_windows
 
 
@@ -73,4 +75,14 @@ def read_starcoder2(config: Fields) -> ModelConfig:
     )
 
 
-STARCODER2 = Family(name="starcoder2", build=Starcoder2, read=read_starcoder2)
+def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: ARG001
+    """Files do not name the activation. They leave windows out too, as long as the model's context."""
+    return replace(config, activation="gelu_tanh")
+
+
+GGUF = GgufFamily(
+    outer={**GGUF_OUTER, "output_norm.bias": "model.norm.bias"},
+    inner={**GGUF_INNER, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    read=read_gguf,
+)
+STARCODER2 = Family(name="starcoder2", build=Starcoder2, read=read_starcoder2, gguf=GGUF)

@@ -13,7 +13,7 @@ from quire.runtime.loading.expected import check_tensors
 from quire.runtime.loading.gguf.config import draft_blocks, gguf_family, gguf_model_config
 from quire.runtime.loading.gguf.dequantize import dequantize
 from quire.runtime.loading.gguf.levels import read_levels
-from quire.runtime.loading.gguf.names import EXPERT, ROPE_FACTORS, canonical_name, rotary_heads, split_halves
+from quire.runtime.loading.gguf.names import EXPERT, NO_WEIGHTS, canonical_name, row_order
 from quire.runtime.loading.gguf.reader import GgufTensor
 from quire.runtime.loading.gguf.rearranged import find_rearranged, layer_names, make_levels, make_tensor
 from quire.runtime.loading.gguf.shards import GgufModel
@@ -32,7 +32,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class GgufCheckpoint:
-    """Reads one tensor at a time: quantized ones to float32, others as stored, query and key rows in half-split order.
+    """Reads one tensor at a time: quantized ones to float32, others as stored, rows in the order that layers want.
 
     A tensor read as stored is a view of the file; it stays valid after `close`.
     """
@@ -54,7 +54,11 @@ class GgufCheckpoint:
             raise
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._rearranged[name].shape if name in self._rearranged else self._stored_shape(name)
+        """As Hugging Face's checkpoints have it."""
+        if name in self._rearranged:
+            return self._rearranged[name].shape
+        shape = self._stored_shape(name)
+        return shape[::-1] if self._is_turned(name) else shape
 
     def source(self, name: str) -> str:
         return self._model.owners[self._pieces[self._first(name)].tensor].name
@@ -63,6 +67,8 @@ class GgufCheckpoint:
         """The tensor on the CPU. Raises ModelLoadError when numbers of its `own` part are damaged beyond doubt."""
         made = self._rearranged.get(name)
         values = self._values(name) if made is None else make_tensor(made, self._values)
+        if made is None and self._is_turned(name):
+            values = values.t()
         refuse_non_finite(own(values), self.source(name), self._pieces[self._first(name)].tensor)
         offset = self._family.norm_offset
         return values.float() - offset if offset and name.endswith("norm.weight") else values
@@ -71,8 +77,10 @@ class GgufCheckpoint:
         if name in self._rearranged:
             return self._read_rearranged(self._rearranged[name], region)
         kind, shape = self._tensor(name).ggml_type, self.shape(name)
+        if self._is_turned(name):  # blocks are of inputs
+            return None
         blocks = None if region is None else blocks_of(region.inputs, shape[1], kind.block_values)
-        if region is None or blocks is None or not self._has_heads(name, region.outputs):
+        if region is None or blocks is None:
             found = read_levels(torch.from_numpy(self._raw(name)), kind, shape)
         else:
             found = read_levels(torch.from_numpy(self._raw(name, (region.outputs, blocks))), kind, region.shape)
@@ -95,6 +103,10 @@ class GgufCheckpoint:
         """The name of a stored tensor that a tensor is made of."""
         return self._rearranged[name].first if name in self._rearranged else name
 
+    def _is_turned(self, name: str) -> bool:
+        """Whether Hugging Face's checkpoints have a matrix the other way round."""
+        return self._family.turned and name.startswith(self._family.blocks) and len(self._stored_shape(name)) == 2
+
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         return self._pieces[name].shape(self._tensor(name).shape)
 
@@ -109,11 +121,6 @@ class GgufCheckpoint:
             raise ModelLoadError(self.source(name), f"has type {kind.name}, not a weight's", tensor=stored)
         return values
 
-    def _has_heads(self, name: str, outputs: range) -> bool:
-        """Whether rows that the layers want in another order are those of whole heads."""
-        num_heads, rows = rotary_heads(self._family, name, self.config.heads), self.shape(name)[0]
-        return num_heads is None or blocks_of(outputs, rows, rows // num_heads) is not None
-
     def _raw(self, name: str, own: tuple[range, range] | None = None) -> Bytes:
         """The stored bytes, rows in the order the layers want them. `own`: only of these rows, and of these blocks of
         each."""
@@ -122,13 +129,13 @@ class GgufCheckpoint:
         if piece.expert is not None:
             raw = raw.reshape(self._tensor(name).shape[0], piece.count, -1)[piece.expert, piece.number]
         refuse_blank(raw, len(shape), self.source(name), piece.tensor)
-        num_heads, rows = rotary_heads(self._family, name, self.config.heads), shape[0]
-        if own is not None:
-            (outputs, blocks), size = own, self._tensor(name).ggml_type.block_bytes
-            whole = raw.reshape(rows, -1, size)
-            raw = whole[outputs.start : outputs.stop, blocks.start : blocks.stop].reshape(-1)
-            num_heads, rows = None if num_heads is None else num_heads * len(outputs) // rows, len(outputs)
-        return raw if num_heads is None else split_halves(raw, num_heads, rows)
+        order = row_order(self._family, self.config, name)
+        if own is None:
+            return raw if order is None else raw.reshape(shape[0], -1)[order].reshape(-1)
+        (outputs, blocks), size = own, self._tensor(name).ggml_type.block_bytes
+        chosen = slice(outputs.start, outputs.stop) if order is None else order[outputs.start : outputs.stop]
+        rows = raw.reshape(shape[0], -1, size)[chosen]
+        return rows[:, blocks.start : blocks.stop].reshape(-1)
 
     def _tensor(self, name: str) -> GgufTensor:
         stored = self._pieces[name].tensor
@@ -143,13 +150,15 @@ class GgufCheckpoint:
             if name.startswith(drafts):
                 continue
             canonical = canonical_name(self._family, name)
+            if canonical is not None and self._family.rename is not None:
+                canonical = self._family.rename(self.config, canonical)
             if canonical is not None and is_unread(self.config, canonical):
                 continue
             if canonical is not None and EXPERT in canonical:
                 found |= self._pieces_of_experts(canonical, owner.tensors[name], owner.name, family.stacked)
             elif canonical is not None:
                 found[canonical] = Piece(name)
-            elif name != ROPE_FACTORS:
+            elif name not in NO_WEIGHTS:
                 raise ModelLoadError(owner.name, f"has no place in a {self.config.architecture} model", tensor=name)
         return found
 

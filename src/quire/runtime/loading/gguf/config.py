@@ -22,11 +22,11 @@ from quire.config.model import (
     table_bytes,
 )
 from quire.runtime.loading.checks import check_config, inside
-from quire.runtime.loading.gguf.names import ROPE_FACTORS
+from quire.runtime.loading.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.gguf.types import LEVEL_FORMS, NATIVE_GROUP, LevelForm
-from quire.runtime.models.gguf_config import DRAFT_LAYERS, GATING, SIGMOID
-from quire.runtime.models.registry import GGUF_SIGMOIDS, IN_GGUF, find_family
+from quire.runtime.models.gguf_config import DRAFT_LAYERS, GATING, SIGMOID, decimal
+from quire.runtime.models.registry import GGUF_MIXTURES, GGUF_SIGMOIDS, IN_GGUF, find_family
 from quire.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -36,13 +36,15 @@ if TYPE_CHECKING:
 _READ = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    "attention.layer_norm_rms_epsilon", "attention.sliding_window", "attention.causal",
+    "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.sliding_window", "attention.causal",
     "expert_count", "expert_used_count",
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
-_WINDOW = "attention.sliding_window"
+_WINDOW, _RMS_NORM, _LAYER_NORM = (
+    f"attention.{each}" for each in ("sliding_window", "layer_norm_rms_epsilon", "layer_norm_epsilon")
+)
 _TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
 _STACKED = (  # by one layer
     ("attn_q", "attn_k", "attn_v", "attn_q_a", "attn_kv_a_mqa"), ("attn_qkv", "attn_gate"), ("ffn_gate", "ffn_up"),
@@ -52,7 +54,7 @@ _EXPANDED = ("attn_k_b", "attn_v_b", "attn_kv_b")  # matrices that no layer hold
 _MOVED = {"qwen35": "ssm_out", "qwen35moe": "ssm_out"}  # matrices whose columns move, where value heads share keys
 _POOLING = "pooling_type"
 _POOLINGS: dict[int, Literal["mean", "cls", "last"] | None] = {0: None, 1: "mean", 2: "cls", 3: "last"}
-_HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", _POOLING, "attention.layer_norm_epsilon"}
+_HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", _POOLING}
 
 
 def gguf_model_config(model: GgufModel) -> ModelConfig:
@@ -65,8 +67,7 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
     given = Fields(model.name, model.metadata, prefix=prefix)
     fields = given if family.whole is None else family.whole(given)
     _refuse_unknown(fields, prefix, family.settings)
-    heads = _read_heads(fields)
-    tensors = model.owners
+    heads, tensors = _read_heads(fields), model.owners
     vocab_size = _read_vocab_size(model, fields)
     config = ModelConfig(
         architecture=name,
@@ -75,18 +76,19 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
         intermediate_size=fields.integer("feed_forward_length"),
         num_layers=fields.integer("block_count"),
         heads=heads,
-        rope=_read_rope(model, fields, heads),
-        norm_eps=_decimal(fields.number("attention.layer_norm_rms_epsilon")),
+        rope=_read_rope(model, fields, heads, family),
+        norm_eps=decimal(fields.number(_LAYER_NORM if fields.raw(_RMS_NORM) is None else _RMS_NORM)),
         tie_word_embeddings="output.weight" not in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
+        qkv_bias=any(f"blk.0.{each}.bias" in tensors for each in ("attn_q", "attn_qkv")),
         o_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        qk_norm=name == "qwen3",
+        mlp_bias="blk.0.ffn_up.bias" in tensors,
+        qk_norm=name in ("qwen3", "qwen3_moe"),
+        shared_norm=name == "falcon" and "blk.0.attn_norm_2.weight" not in tensors,
         keys_are_values=any(name.replace("attn_k", "attn_v") not in tensors for name in tensors if ".attn_k." in name),
         dtype=_read_dtype(model),
         bos_id=inside(_token_id(model, "bos"), vocab_size),
         eos_ids=_read_eos_ids(model, vocab_size),
-        levels=_read_levels(model),
+        levels=StoredLevels() if family.turned else _read_levels(model),
     )
     if family.read is not None:
         config = family.read(given, config)
@@ -102,7 +104,9 @@ def gguf_architecture(model: GgufModel) -> str:
             model.name, f"architecture {name!r} is not supported", fix=f"supported in GGUF: {', '.join(IN_GGUF)}"
         )
     fields = Fields(model.name, model.metadata, prefix=f"{name}.")
-    return (GGUF_SIGMOIDS if fields.integer(GATING, 0) == SIGMOID else {}).get(name, IN_GGUF[name])
+    if name in GGUF_SIGMOIDS and fields.integer(GATING, 0) == SIGMOID:
+        return GGUF_SIGMOIDS[name]
+    return GGUF_MIXTURES[name] if name in GGUF_MIXTURES and fields.integer("expert_count", 0) else IN_GGUF[name]
 
 
 def gguf_family(architecture: str) -> GgufFamily:
@@ -216,8 +220,6 @@ def _read_heads(fields: Fields) -> Heads:
     dim = fields.integer("attention.key_length", fields.integer("embedding_length") // num_query)
     if fields.integer("attention.value_length", dim) != dim:
         raise fields.refuse("attention.value_length", "keys and values of different sizes are not supported")
-    if fields.integer("rope.dimension_count", dim) != dim:
-        raise fields.refuse("rope.dimension_count", f"only whole heads ({dim}) can be rotated")
     return Heads(num_query, fields.integer("attention.head_count_kv", num_query), dim)
 
 
@@ -231,9 +233,20 @@ def _read_vocab_size(model: GgufModel, fields: Fields) -> int:
     return size
 
 
-def _read_rope(model: GgufModel, fields: Fields, heads: Heads) -> Rope:
-    theta, length = _decimal(fields.number("rope.freq_base", 10_000.0)), fields.integer("context_length")
-    factors = _read_frequency_factors(model, heads)
+def _read_rope(model: GgufModel, fields: Fields, heads: Heads, family: GgufFamily) -> Rope:
+    dim = fields.integer("rope.dimension_count", heads.dim)
+    if dim == heads.dim:
+        return _read_whole_rope(model, fields, dim)
+    if family.has_pairs or not 0 < dim < heads.dim or dim % 2:
+        raise fields.refuse("rope.dimension_count", f"only whole heads ({heads.dim}) can be rotated, not {dim}")
+    return replace(_read_whole_rope(model, fields, dim), dim=dim)
+
+
+def _read_whole_rope(model: GgufModel, fields: Fields, dim: int) -> Rope:
+    theta, length = decimal(fields.number("rope.freq_base", 10_000.0)), fields.integer("context_length")
+    if SHORT_FACTORS in model.owners or LONG_FACTORS in model.owners:
+        return _read_long_rope(model, fields, theta, dim)
+    factors = _read_frequency_factors(model, ROPE_FACTORS, dim)
     linear = fields.number("rope.scale_linear", 1.0)
     kind = fields.text("rope.scaling.type", "none" if linear == 1.0 else "linear")
     factor = fields.number("rope.scaling.factor", linear)
@@ -265,24 +278,33 @@ def _read_yarn(fields: Fields, factor: float, length: int) -> tuple[tuple[str, f
     return tuple(scaling.items())
 
 
-def _read_frequency_factors(model: GgufModel, heads: Heads) -> tuple[float, ...]:
-    """Llama 3 files carry their rope scaling as a tensor of divisors, one for each frequency."""
-    owner = model.owners.get(ROPE_FACTORS)
+def _read_long_rope(model: GgufModel, fields: Fields, theta: float, dim: int) -> Rope:
+    """Divisors for short and for long sequences. Files name no kind of scaling, but the factor of attention."""
+    length = fields.integer("context_length")
+    for name in (SHORT_FACTORS, LONG_FACTORS):
+        if name not in model.owners:
+            raise ModelLoadError(model.name, "is missing", tensor=name, fix="download the model again")
+    short, long = (_read_frequency_factors(model, name, dim) for name in (SHORT_FACTORS, LONG_FACTORS))
+    scaling = {
+        "original_max_position_embeddings": float(fields.integer("rope.scaling.original_context_length", length)),
+        "attention_factor": decimal(fields.number("rope.scaling.attn_factor", 1.0)),
+    }
+    return Rope(theta, "longrope", tuple(scaling.items()), length, short, long)
+
+
+def _read_frequency_factors(model: GgufModel, name: str, dim: int) -> tuple[float, ...]:
+    """A tensor of divisors, one for each frequency: Llama 3 files carry their rope scaling so."""
+    owner = model.owners.get(name)
     if owner is None:
         return ()
-    tensor = owner.tensors[ROPE_FACTORS]
-    if tensor.ggml_type.name != "F32" or tensor.shape != (heads.dim // 2,):
+    tensor = owner.tensors[name]
+    if tensor.ggml_type.name != "F32" or tensor.shape != (dim // 2,):
         found = f"{tensor.ggml_type.name} of shape {tensor.shape}"
-        raise ModelLoadError(owner.name, f"is {found}, expected F32 of shape ({heads.dim // 2},)", tensor=ROPE_FACTORS)
-    factors = owner.raw(ROPE_FACTORS).view(np.float32)
+        raise ModelLoadError(owner.name, f"is {found}, expected F32 of shape ({dim // 2},)", tensor=name)
+    factors = owner.raw(name).view(np.float32)
     if not np.isfinite(factors).all() or (factors <= 0).any():
-        raise ModelLoadError(owner.name, "must hold finite numbers above 0", tensor=ROPE_FACTORS)
+        raise ModelLoadError(owner.name, "must hold finite numbers above 0", tensor=name)
     return tuple(factors.tolist())
-
-
-def _decimal(value: float) -> float:
-    """The shortest decimal that a 32-bit float stands for: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
 
 
 def _read_dtype(model: GgufModel) -> Dtype:

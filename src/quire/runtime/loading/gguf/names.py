@@ -1,15 +1,20 @@
-"""GGUF tensor names to Hugging Face's, and the row order of rotary projections."""
+"""GGUF tensor names to Hugging Face's, and the order of a tensor's rows."""
 
 from __future__ import annotations
 
 import re
 
-from quire.config.model import Heads
-from quire.runtime.loading.mapping import Bytes
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.config.model import ModelConfig
 from quire.runtime.models.family import GgufFamily
 
-ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies; not a weight
+ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # likewise, of longrope
+NO_WEIGHTS = frozenset({ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
 EXPERT = "*"  # in a name: the number of an expert
+Order = NDArray[np.int64]
 
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)(?:\.(weight|bias|scale))?", re.ASCII)
 
@@ -23,20 +28,27 @@ def canonical_name(family: GgufFamily, name: str) -> str | None:
         return None
     whole = family.inner.get(f"{match[2]}.{match[3] or ''}")
     if whole is not None or match[3] is None:
-        return None if whole is None else f"model.layers.{match[1]}.{whole}"
-    return f"model.layers.{match[1]}.{family.inner[match[2]]}.{match[3]}" if match[2] in family.inner else None
+        return None if whole is None else f"{family.blocks}.{match[1]}.{whole}"
+    return f"{family.blocks}.{match[1]}.{family.inner[match[2]]}.{match[3]}" if match[2] in family.inner else None
 
 
-def rotary_heads(family: GgufFamily, name: str, heads: Heads) -> int | None:
-    """How many heads' rows to bring back to half-split order; None where the order is right as stored."""
-    if not family.has_pairs:
-        return None
-    if ".self_attn.q_proj." in name:
-        return heads.num_query
-    return heads.num_kv if ".self_attn.k_proj." in name else None
+def row_order(family: GgufFamily, config: ModelConfig, name: str) -> Order | None:
+    """For each row of a tensor the one that files store it as; None where the order is right as stored."""
+    heads = config.heads
+    if family.ungrouped is not None and f".{family.ungrouped}." in name:
+        return _groups(heads.num_query, heads.num_kv, heads.dim)
+    if family.has_pairs and ".self_attn.q_proj." in name:
+        return _halves(heads.num_query, heads.dim)
+    return _halves(heads.num_kv, heads.dim) if family.has_pairs and ".self_attn.k_proj." in name else None
 
 
-def split_halves(raw: Bytes, num_heads: int, num_rows: int) -> Bytes:
-    """Reorder stored rows, still quantized, from pairs to halves within each head. Copies."""
-    pairs = raw.reshape(num_heads, num_rows // num_heads // 2, 2, -1)
-    return pairs.swapaxes(1, 2).reshape(-1)
+def _halves(num_heads: int, dim: int) -> Order:
+    """From pairs to halves within each head."""
+    return np.arange(num_heads * dim).reshape(num_heads, dim // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _groups(num_query: int, num_kv: int, dim: int) -> Order:
+    """From all queries, all keys and all values to groups of queries, a key and a value."""
+    ends = num_query * dim, (num_query + num_kv) * dim
+    parts = np.split(np.arange((num_query + 2 * num_kv) * dim), ends)
+    return np.concatenate([part.reshape(num_kv, -1) for part in parts], axis=1).reshape(-1)

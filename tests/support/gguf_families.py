@@ -1,0 +1,280 @@
+"""GGUF files of the tiny models of families, with the names, settings and orders of rows that llama.cpp's converter
+gives them: the names are the `gguf` package's own. Its files of these models had the same settings, and tensors
+that are equal to the bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from torch import Tensor
+
+from family_models import VOCAB, FamilyCase
+from gguf_files import Stored, stored, write_gguf
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+Settings = Callable[[Any], Mapping[str, object]]
+Turn = Callable[[str, Tensor, Any], Tensor]
+
+
+def as_it_is(name: str, values: Tensor, config: Any) -> Tensor:
+    return values
+
+
+def in_pairs(name: str, values: Tensor, config: Any) -> Tensor:
+    """Rows of a head's first half beside those of its second."""
+    part = re.search(r"self_attn\.([qk])_proj", name)
+    if part is None:
+        return values
+    heads = config.num_attention_heads if part[1] == "q" else config.num_key_value_heads
+    return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def ungrouped(name: str, values: Tensor, config: Any) -> Tensor:
+    """All queries, all keys, all values, in place of groups."""
+    if "query_key_value" not in name:
+        return values
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_kv_heads", heads) if getattr(config, "multi_query", None) is not True else 1
+    kv_heads = config.num_kv_heads if getattr(config, "new_decoder_architecture", False) else kv_heads
+    groups = values.unflatten(0, (kv_heads, heads // kv_heads + 2, -1))
+    parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+    return torch.cat([part.flatten(0, 2) for part in parts])
+
+
+def by_outputs(name: str, values: Tensor, config: Any) -> Tensor:
+    return values.t() if re.search(r"\.c_(attn|proj|fc)\.weight", name) else values
+
+
+def decoder_settings(config: Any) -> dict[str, object]:
+    rope = config.rope_parameters or {}
+    return {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
+        **({"attention.layer_norm_rms_epsilon": config.rms_norm_eps} if hasattr(config, "rms_norm_eps") else {}),
+    }
+
+
+def whole_heads(config: Any) -> dict[str, object]:
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {"attention.key_length": dim, "attention.value_length": dim}
+
+
+def llama_settings(config: Any) -> dict[str, object]:
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {**decoder_settings(config), "vocab_size": VOCAB, "rope.dimension_count": dim}
+
+
+def expert_settings(config: Any) -> dict[str, object]:
+    num = getattr(config, "num_local_experts", None) or config.num_experts
+    return {"expert_count": num, "expert_used_count": config.num_experts_per_tok}
+
+
+def qwen_moe_settings(config: Any) -> dict[str, object]:
+    shared = getattr(config, "shared_expert_intermediate_size", None)
+    return {
+        **decoder_settings(config), **expert_settings(config),
+        **(whole_heads(config) if getattr(config, "head_dim", None) else {}),
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        **({"expert_shared_feed_forward_length": shared} if shared else {}),
+    }  # fmt: skip
+
+
+def granite_settings(config: Any) -> dict[str, object]:
+    return {
+        **llama_settings(config),
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
+
+
+def phi3_settings(config: Any) -> dict[str, object]:
+    rope = config.rope_parameters or {}
+    dim = config.hidden_size // config.num_attention_heads
+    scaling: dict[str, object] = {
+        "rope.dimension_count": dim,
+        "rope.scaling.original_context_length": config.original_max_position_embeddings,
+    }
+    if "long_factor" in rope:
+        scaling["rope.scaling.attn_factor"] = 1.1055415868759155  # of sequences four times as long as 512 tokens
+    return {**decoder_settings(config), **scaling, "attention.sliding_window": config.sliding_window or 0}
+
+
+def neox_settings(config: Any) -> dict[str, object]:
+    share = config.rope_parameters["partial_rotary_factor"]
+    return {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "rope.dimension_count": int(share * (config.hidden_size // config.num_attention_heads)),
+        "use_parallel_residual": config.use_parallel_residual,
+    }
+
+
+def phi_settings(config: Any) -> dict[str, object]:
+    share, settings = config.rope_parameters["partial_rotary_factor"], decoder_settings(config)
+    del settings["rope.freq_base"]
+    return {
+        **settings,
+        "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "rope.dimension_count": int(share * (config.hidden_size // config.num_attention_heads)),
+    }
+
+
+def falcon_settings(config: Any) -> dict[str, object]:
+    return {
+        "block_count": config.num_hidden_layers,
+        "context_length": 2_048,  # whatever config.json says
+        "tensor_data_layout": "jploski",
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": 4 * config.hidden_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_kv_heads if config.new_decoder_architecture else 1,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+    }
+
+
+def gpt2_settings(config: Any) -> dict[str, object]:
+    return {
+        "block_count": config.n_layer,
+        "context_length": config.n_positions,
+        "embedding_length": config.n_embd,
+        "feed_forward_length": 4 * config.n_embd,
+        "attention.head_count": config.n_head,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+    }
+
+
+def starcoder2_settings(config: Any) -> dict[str, object]:
+    return {**decoder_settings(config), "attention.layer_norm_epsilon": config.norm_epsilon}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How files of a family are laid out. `changes`: of the tiny model, where files leave a setting out."""
+
+    architecture: str
+    settings: Settings = decoder_settings
+    turn: Turn = as_it_is
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+LONG_ROPE = {
+    "type": "longrope", "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 512,
+    "short_factor": [1.0 + 0.125 * step for step in range(8)],
+    "long_factor": [2.0 + 0.25 * step for step in range(8)],
+}  # fmt: skip
+# By the names of CASES in family_models, or with a dash: another model of a family.
+LAYOUTS: dict[str, Layout] = {
+    "llama": Layout("llama", lambda config: {**llama_settings(config), **whole_heads(config)}, in_pairs),
+    "qwen2": Layout("qwen2"),
+    "qwen3": Layout("qwen3", lambda config: {**decoder_settings(config), **whole_heads(config)}),
+    "mixtral": Layout(
+        "llama", lambda config: {**llama_settings(config), **expert_settings(config)}, in_pairs,
+        {"sliding_window": None},
+    ),
+    "qwen2_moe": Layout("qwen2moe", qwen_moe_settings),
+    "qwen3_moe": Layout("qwen3moe", qwen_moe_settings, changes={"norm_topk_prob": True}),
+    "granite": Layout("granite", granite_settings, in_pairs),
+    "smollm3": Layout(
+        "smollm3", llama_settings, in_pairs, {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}
+    ),
+    "olmo2": Layout("olmo2"),
+    "phi3": Layout("phi3", phi3_settings),
+    "phi3-window": Layout("phi3", phi3_settings, changes={"sliding_window": 7}),
+    "phi3-long": Layout("phi3", phi3_settings, changes={"max_position_embeddings": 2_048, "rope_scaling": LONG_ROPE}),
+    "starcoder2": Layout("starcoder2", starcoder2_settings),
+    "phi": Layout("phi2", phi_settings, changes={"num_key_value_heads": 4, "intermediate_size": 256}),
+    "gpt2": Layout("gpt2", gpt2_settings, by_outputs, {"n_inner": ...}),
+    "gpt_neox": Layout("gptneox", neox_settings, ungrouped),
+    "gpt_neox-serial": Layout("gptneox", neox_settings, ungrouped, {"use_parallel_residual": False}),
+    "falcon": Layout("falcon", falcon_settings, ungrouped),
+    "falcon-7b": Layout(
+        "falcon", falcon_settings, ungrouped,
+        {"new_decoder_architecture": False, "num_kv_heads": ..., "multi_query": True},
+    ),
+}  # fmt: skip
+
+
+def gguf_case(name: str, directory: Path) -> FamilyCase:
+    """The tiny model of a family of LAYOUTS."""
+    return FamilyCase(name.partition("-")[0], directory, dict(LAYOUTS[name].changes))
+
+
+def write_family(path: Path, name: str, case: FamilyCase, kind: str = "F32") -> Path:
+    """`kind`: the type of matrices. Norms, biases and routers are float32."""
+    layout, config = LAYOUTS[name], case.model.config
+    settings = {f"{layout.architecture}.{key}": value for key, value in layout.settings(config).items()}
+    metadata = {
+        "general.architecture": layout.architecture, **settings,
+        "tokenizer.ggml.tokens": [f"token{number}" for number in range(VOCAB)],
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+    }  # fmt: skip
+    return write_gguf(path, metadata, [*_tensors(layout, case, kind), *_rope_factors(config)])
+
+
+def _tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
+    names = gguf.get_tensor_name_map(
+        next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == layout.architecture), 8
+    )
+    checkpoint, found = case.checkpoint(), dict[str, Tensor]()
+    experts: dict[str, list[Tensor]] = {}
+    for name in sorted(checkpoint.names, key=_expert_number):
+        if name == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
+            continue
+        values, match = layout.turn(name, checkpoint.read(name), case.model.config), _EXPERT.fullmatch(name)
+        if match is None:
+            found[name] = values
+        else:
+            experts.setdefault(f"{match[1]}.{match[3]}".replace("model.layers", _outer(match[1])), []).append(values)
+    found |= {name: torch.stack(parts) for name, parts in experts.items()}
+    checkpoint.close()
+    made = []
+    for name, values in found.items():
+        stored_as = names.get_name(_published(name), try_suffixes=(".weight", ".bias"))
+        assert stored_as is not None, name
+        if kind != "F32" and "gate_inp_shexp" in stored_as:
+            values = values.squeeze(0)  # as llama-quantize writes a matrix of one row
+        is_plain = values.ndim < 2 or "gate_inp" in stored_as or "position" in stored_as
+        made.append(stored(stored_as, values.contiguous().numpy(), "F32" if is_plain else kind))
+    return made
+
+
+def _published(name: str) -> str:
+    """What the converter's table calls a few tensors."""
+    name = name.replace(".block_sparse_moe.experts.", ".feed_forward.experts.")
+    return "embed_out.weight" if name == "lm_head.weight" else name
+
+
+def _outer(path: str) -> str:
+    """The same for experts of Mixtral."""
+    return "layers" if "block_sparse_moe" in path else "model.layers"
+
+
+def _expert_number(name: str) -> tuple[int, str]:
+    match = _EXPERT.fullmatch(name)
+    return (-1 if match is None else int(match[2]), name)
+
+
+def _rope_factors(config: Any) -> list[Stored]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [
+        stored(f"rope_factors_{each}.weight", torch.tensor(rope[f"{each}_factor"]).numpy())
+        for each in ("long", "short")
+        if f"{each}_factor" in rope
+    ]
