@@ -30,7 +30,8 @@ OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1:die_after_fork=0",
 }
 SMALL_CHECKS = ("team_checks", "shared_memory_checks")
-MEMORY_CHECKS = (*SMALL_CHECKS, "bf16_dots_checks")
+PLAIN_CHECKS = ("bf16_dots_checks",)  # of the portable path: their instructions are plain code, see PLAIN_DOTS
+MEMORY_CHECKS = (*SMALL_CHECKS, *PLAIN_CHECKS)
 CHECKS = {"address": MEMORY_CHECKS, "undefined": MEMORY_CHECKS, "thread": (*SMALL_CHECKS, "path_checks")}
 DEFINES = ('-DQUIRE_SOURCE="none"', "-DPLAIN_DOTS")  # dot products of bfloat16 as plain code, which runs anywhere
 KERNELS = "panels int8_panels super_blocks tiles low_rank delta program team message_ring"
@@ -82,7 +83,8 @@ def check(sanitizer: str, path: CpuPath, name: str) -> None:
     program = ROOT / "build" / f"{sanitizer}-{name}"
     program.parent.mkdir(exist_ok=True)
     print(f"{sanitizer}: {name}", flush=True)
-    flags = [*COMPILE, *path.flags, "-O1", "-g1", f"-fsanitize={sanitizer}", *DEFINES]
+    own = PATHS[-1].flags if name in PLAIN_CHECKS else path.flags
+    flags = [*COMPILE, *own, "-O1", "-g1", f"-fsanitize={sanitizer}", *DEFINES]
     source = ROOT / "tests" / "support" / f"{name}.cpp"
     headers = ROOT / "src" / "quire" / "kernels" / "native"
     subprocess.run(["g++", *flags, f"-I{headers}", str(source), "-o", str(program)], check=True)

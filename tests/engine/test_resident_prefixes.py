@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import pytest
 
 from fake_executor import VOCAB, continuation
 from harness import Harness
 from quire.config.tiers import EVICTION_NAMES, EvictionName
+from quire.engine.kvcache.pinned_prefixes import PinnedPrefixes
 from quire.types.errors import InvalidRequest
 from quire.types.request import Abort
 
@@ -153,6 +156,19 @@ def test_a_prompt_that_counted_on_a_resident_one_is_not_held_when_that_was_let_g
     engine.run(limit=400)
     assert engine.core.pins.listing() == ()
     assert engine.answer("large") == continuation(list(range(30, 60)), 34, seed=1)
+
+
+def test_a_request_that_is_refused_looks_at_no_resident_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Harness(num_blocks=48)
+    register(engine, "system", SYSTEM)
+
+    def count(_: PinnedPrefixes) -> NoReturn:
+        raise AssertionError("pinned blocks are counted")
+
+    with monkeypatch.context() as patched, pytest.raises(InvalidRequest, match="^prompt: "):
+        patched.setattr(PinnedPrefixes, "_count", count)
+        engine.submit("bad", [VOCAB])
+    engine.core.check()
 
 
 def test_without_a_cache_nothing_can_be_resident() -> None:

@@ -163,7 +163,6 @@ def test_an_encoder_refuses_what_it_cannot_do(encoder: EncoderServer, path: str,
     ("path", "body"),
     [
         (EMBED, {"input": "x"}),
-        (SCORE, {"text_1": "x", "text_2": "y"}),
         (RERANK, {"query": "x", "documents": ["y"]}),
         ("/classify", {"input": "x"}),
         ("/pooling", {"input": "x"}),

@@ -100,6 +100,38 @@ def test_each_of_several_prompts_is_told_why_its_own_prefix_was_not_found(serve:
     assert told == {0: "X", 1: "Q"}
 
 
+OTHER_ENDPOINTS = [
+    ("/generate", {"text": "abc", "sampling_params": {"max_new_tokens": 8, "stop": ["n"]}}),
+    ("/generate", {"text": ["abc", "abd"], "sampling_params": {"max_new_tokens": 2}}),
+    ("/completion", {"prompt": "abc", "n_predict": 2}),
+    ("/completion", {"prompt": "abc", "n_predict": 8, "stop": ["n"], "response_fields": ["content"]}),
+    ("/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}),
+    ("/v1/messages", {"max_tokens": 2, "messages": [{"role": "user", "content": "abc"}]}),
+    ("/v1/responses", {"max_output_tokens": 16, "input": "abc"}),
+    ("/api/generate", {"prompt": "abc", "options": {"num_predict": 2}, "stream": False}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), OTHER_ENDPOINTS)
+def test_every_endpoint_that_generates_explains_its_answer(server: TestServer, path: str, body: dict[str, Any]) -> None:
+    whole = server.post(path, body, **EXPLAIN).json()
+    told = whole[0] if isinstance(whole, list) else whole
+    kinds = [entry["kind"] for entry in told["quire"]["ledger"]]
+    assert kinds[0] == "received"
+    assert "finished" in kinds
+    assert "quire" not in str(server.post(path, body).json())
+
+
+@pytest.mark.parametrize(("path", "body"), [one for one in OTHER_ENDPOINTS if one[0] in ("/generate", "/completion")])
+def test_the_last_event_of_a_stream_has_an_answer_and_its_ledger(
+    server: TestServer, path: str, body: dict[str, Any]
+) -> None:
+    events = [event for event in server.events(path, body, **EXPLAIN) if event != "[DONE]"]
+    assert [event for event in events if "quire" in event] == events[-1:]
+    assert "finished" in [entry["kind"] for entry in events[-1]["quire"]["ledger"]]
+    assert "text" in events[-1] or "content" in events[-1]
+
+
 # ------------------------------------------------------------------------------------------------- who may know what
 def test_a_client_of_another_key_learns_no_request_id_from_a_shared_cache(serve: Serve) -> None:
     access = AccessConfig(key_digests=digests("sk-one", "sk-two"), shares_cache=True)

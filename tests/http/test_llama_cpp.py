@@ -62,8 +62,21 @@ def test_completion_follows_a_grammar_or_a_schema(serve: Serve) -> None:
     )
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
     assert json.loads(post(server, "/completion", prompt="x", json_schema=schema, n_predict=32)["content"]) == {"a": 1}
+    for wrong, field in (({"grammar": "root ::= ("}, "grammar"), ({"json_schema": {"type": "no"}}, "json_schema")):
+        assert server.post("/completion", {"prompt": "x", **wrong}).json()["error"]["param"] == field
     both = server.post("/completion", {"prompt": "x", "grammar": "x", "json_schema": {}})
     assert (both.status_code, both.json()["error"]["param"]) == (400, "json_schema")
+
+
+@pytest.mark.parametrize("prompt", ["abc", ["abc", "abd"]])
+def test_a_prompt_can_be_computed_without_an_answer(server: TestServer, prompt: Any) -> None:
+    told = post(server, "/completion", prompt=prompt, n_predict=0, n_probs=1)
+    for one in told if isinstance(told, list) else [told]:
+        assert (one["content"], one["tokens_predicted"], one["stop_type"]) == ("", 0, "limit")
+        assert (one["tokens_evaluated"], one["generation_settings"]["n_predict"]) == (3, 0)
+    if isinstance(prompt, str):
+        (event,) = server.events("/completion", {"prompt": prompt, "n_predict": 0})
+        assert (event["content"], event["tokens_predicted"], event["stop_type"]) == ("", 0, "limit")
 
 
 def test_a_chat_follows_llama_cpps_grammar_or_schema(serve: Serve) -> None:
@@ -265,7 +278,9 @@ def test_a_suffix_and_an_infill_request_give_the_model_both_sides(
     extra = [{"filename": "f", "text": "t"}]
     body = post(server, "/infill", input_prefix="p", input_suffix="s", prompt="q", input_extra=extra)
     assert body["content"] == " middle"
-    assert sorted(asked) == sorted(["<a|z|()>", "<b|z|()>", "<pq|s|[('f', 't')]>"])
+    ollama = post(server, "/api/generate", prompt="x", suffix="y", stream=False)
+    assert (ollama["response"], "context" in ollama) == (" middle", False)
+    assert sorted(asked) == sorted(["<a|z|()>", "<b|z|()>", "<pq|s|[('f', 't')]>", "<x|y|()>"])
     for change, field in (({"echo": True}, "echo"), ({"prompt": [1]}, "prompt")):
         refusal = server.post("/v1/completions", {"prompt": "a", "suffix": "z", **change})
         assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, field)

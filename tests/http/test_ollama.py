@@ -292,7 +292,8 @@ def test_the_root_answers_whether_there_is_a_playground_or_not(serve: Serve, has
         (chat("x", format="xml"), "format"),
         (chat("x", think="hard"), "think"),
         (chat("x", tools=[{"type": "function", "function": {"name": "a b"}}]), "tools[0].function.name"),
-        (chat("x", logprobs=True), "logprobs"),
+        (chat("x", top_logprobs=2), "top_logprobs: needs logprobs=true"),
+        (chat("x", logprobs="true"), "logprobs: must be true or false, got 'true'; send it without quotes"),
         (chat("x" * 600), "messages: has "),
     ],
 )
@@ -307,7 +308,8 @@ def test_a_field_that_makes_no_sense_is_refused_by_its_path(
     [
         ({"images": ["aGk="]}, "images: is not supported: this API takes text only"),
         ({"template": "{{ .Prompt }}"}, "template: is set by the operator only"),
-        ({"suffix": "x"}, "suffix"),
+        ({"suffix": "x"}, "suffix: needs a model that fills in the middle"),
+        ({"suffix": "x", "system": "y"}, "system: cannot be used together with suffix"),
         ({"context": ["x"]}, "context"),
     ],
 )
@@ -315,6 +317,20 @@ def test_a_prompt_that_cannot_be_taken_is_refused_by_its_field(
     server: TestServer, fields: dict[str, Any], where: str
 ) -> None:
     assert refusal(server, {"prompt": "x", **fields}, GENERATE).startswith(where)
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+def test_logprobs_come_with_the_tokens_whole_and_streamed(server: TestServer, path: str) -> None:
+    body = {**(chat("abc") if path == CHAT else {"prompt": "abc"}), "logprobs": True, "top_logprobs": 2}
+    whole = server.post(path, {**body, "stream": False}).json()
+    text = whole["message"]["content"] if path == CHAT else whole["response"]
+    assert "".join(one["token"] for one in whole["logprobs"]).startswith(text)
+    assert {len(one["top_logprobs"]) for one in whole["logprobs"]} == {2}
+    assert len(whole["logprobs"]) == whole["eval_count"]
+    lines = server.post(path, {**body, "stream": True}).text.splitlines()
+    streamed = [one for line in lines for one in json.loads(line).get("logprobs", ())]
+    assert streamed == whole["logprobs"]
+    assert "logprobs" not in server.post(path, {**body, "stream": False, "logprobs": False, "top_logprobs": 0}).json()
 
 
 @pytest.mark.parametrize("path", ["/api/nothing", "/api/blobs/sha256:0", "/api/chat/more", "/api/"])

@@ -22,6 +22,11 @@ pytest.importorskip("llguidance")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASK = [{"role": "user", "content": "say"}]
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<n>", "schema": SCHEMA, "end": "</n>"}],
+    "triggers": ["<n"],
+}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "number", "schema": SCHEMA}}
 SAID = {  # what the pretend model would say; what it may not is replaced token by token
     "json": '{"n": 12}',
@@ -34,6 +39,7 @@ SAID = {  # what the pretend model would say; what it may not is replaced token 
         for place in range(40)
     ),
     "nested": "<think>hm</think>((x))",
+    "tags": 'so <n>{"n": 5}</n> and <n>{"m',
     "strict": 'so:<tool_call>\n{"name": "weather", "arguments": {"town": "x',
 }
 
@@ -116,12 +122,54 @@ def test_every_way_to_ask_is_taken_by_completions_too(server: TestServer, fields
         ({"guided_regex": "("}, "guided_regex"),
         ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"),
         ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<"]}},
+         "response_format.structures"),
+        ({"response_format": {**TAG, "triggers": ["<m"]}}, "response_format.triggers[0]"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "any_tokens"}}},
+         "response_format.format.type"),
+        ({"response_format": {**TAG, "structures": [{"begin": "<n>", "schema": {"type": "nothing"}, "end": ""}]}},
+         "response_format"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": {"format": {"type": "regex", "pattern": "("}}}},
+         "structured_outputs.structural_tag"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_matched_is_refused_by_the_name_it_was_given(
     server: TestServer, fields: dict[str, Any], param: str
 ) -> None:
     assert refusal(server, **fields)["param"] == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": TAG},
+        {"structured_outputs": {"structural_tag": TAG}},
+        {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+        {"structural_tag": json.dumps(TAG)},
+        {"response_format": {"type": "structural_tag", "format": {
+            "type": "triggered_tags", "triggers": ["<n"],
+            "tags": [{"begin": "<n>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</n>"}],
+        }}},
+    ],
+)  # fmt: skip
+def test_what_stands_in_a_structural_tag_follows_its_schema(server: TestServer, fields: dict[str, Any]) -> None:
+    text = chat(server, "tags", **fields)["message"]["content"]
+    answer = server.post(COMPLETIONS, {"prompt": "tags", "max_tokens": 120, **fields})
+    assert answer.json()["choices"][0]["text"] == text
+    assert text.startswith('so <n>{"n": 5}</n> and <n>{"n": ')
+    inside = text.split("<n>")[2].split("</n>")[0]
+    assert isinstance(json.loads(inside)["n"], int)
+    assert chat(server, "words", **fields)["message"]["content"] == SAID["words"]
+
+
+def test_sglangs_endpoint_takes_a_structural_tag(server: TestServer) -> None:
+    params = {"structural_tag": json.dumps(TAG), "max_new_tokens": 120}
+    text = server.post("/generate", {"text": "tags", "sampling_params": params}).json()["text"]
+    assert text.startswith('so <n>{"n": 5}</n> and <n>{"n": ')
+    wrong = {"text": "a", "sampling_params": {"structural_tag": {"structures": [{}], "triggers": ["<"]}}}
+    error = server.post("/generate", wrong).json()["error"]
+    assert error["param"] == "sampling_params.structural_tag.structures[0].begin"
 
 
 def test_reasoning_goes_before_what_must_match(serve: Serve) -> None:

@@ -1,9 +1,21 @@
 // Products by dot products of bfloat16 against sums in double precision, and rows alone against rows among others.
 // Compiled by test_emulated_paths.py for Arm with BF16; and with PLAIN_DOTS, where the instructions of AVX-512 BF16, which
-// no emulator at hand knows, are functions in plain code with four numbers to a register.
+// no emulator at hand knows, are functions in plain code with four numbers to a register. PLAIN_DOTS needs flags of a path
+// with four lanes: the portable one.
 #ifdef PLAIN_DOTS
 #include <cstdint>
 #include <cstring>
+
+#if defined(__x86_64__)  // the compiler's own declarations come first, and keep their names
+#include <immintrin.h>
+#define __m512 PlainFloats
+#define __m512i PlainInts
+#define __m512bh PlainHalves
+#define _mm512_set1_epi32 plain_set1_epi32
+#define _mm512_loadu_si512 plain_loadu_si512
+#define _mm512_dpbf16_ps plain_dpbf16_ps
+#define _mm512_cvtneps_pbh plain_cvtneps_pbh
+#endif
 
 typedef float __m512 __attribute__((vector_size(16)));
 typedef int32_t __m512i __attribute__((vector_size(16)));

@@ -128,6 +128,7 @@ class TestServer:
             texts=ModelText(
                 TOKENIZER,
                 self.config.source.chat_template,
+                template_kwargs=self.config.source.chat_template_kwargs,
                 tool_call_parser=self.config.source.tool_call_parser,
                 reasoning_parser=self.config.source.reasoning_parser,
                 sampling_defaults=self._sampling_defaults,

@@ -34,7 +34,7 @@ class HardwareFacts:
     cores: int
     isa: frozenset[str]  # instruction set extensions by their /proc/cpuinfo names
     supports_bf16: bool  # the CPU multiplies bfloat16 in hardware, without emulation
-    supports_fp16: bool  # the CPU multiplies float16 in hardware
+    supports_fp16: bool  # torch multiplies float16 in the CPU's hardware; native kernels multiply it as float32
     total_memory: int
     available_memory: int
     torch_version: str

@@ -329,6 +329,8 @@ def _activations(model: ModelConfig, config: EngineConfig, facts: HardwareFacts)
     attention = _attention(config, facts)
     if attention == "native" and model.latent is not None and config.device.kv_dtype == "float8":
         attention = "gather"  # no compiled kernel reads latents in float8
+    if attention == "native" and config.device.dtype == "float16":
+        attention = "gather"  # keys and values are widened before kernels read them
     if attention == "triton":
         widest += attention_parts(model, config) + scratch_memory(model, config, facts, has_triton=True)
     if attention in IN_PLACE_BYTES:

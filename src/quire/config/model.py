@@ -166,7 +166,8 @@ class WeightCounts:
     blocks, which quantization shrinks; and the output features of these matrices, each of which has a scale. Of linear
     layers that LoRA adapters may change: the inputs of all matrices and the outputs; the most matrices of a layer; the
     inputs and outputs of routed experts, which they may change too where the settings say so. Of the matrices that a
-    GPU holds quantized if quantization is int4: the weights, and their bytes."""
+    GPU holds quantized if quantization is int4: the weights, and their bytes. `plain_linears`: the weights of linear
+    layers that quantization does not shrink, such as an untied output head."""
 
     parameters: int = 0
     in_blocks: int = 0
@@ -176,14 +177,19 @@ class WeightCounts:
     adapter_expert_width: int = 0
     int4_parameters: int = 0
     int4_bytes: int = 0
+    plain_linears: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLevels:
     """The weights that the model's file stores quantized and that kernels can multiply as stored: their number, and
     their bytes in memory, with the native CPU kernels, with their integer products (0: these do not multiply them), and
-    with the Triton kernels. `gpu_is_float8`: these need a GPU that multiplies float8. `has_table`: the embedding table
-    may be one of them."""
+    with the Triton kernels. `gpu_is_float8`: these need a GPU that multiplies float8.
+
+    `has_table`: the embedding table may be one of them; `table_bytes`: what tables take on top of `num_bytes`, a byte
+    for each weight and their factors. `expanded`: the weights that a CPU expands to numbers, which bfloat16 does not
+    hold exactly. Where ranks cut super-blocks, these are held in groups of 16: `cut_heads_bytes` and `cut_sizes_bytes`
+    are what integer products then take on top, for matrices whose inputs are heads, and an intermediate size."""
 
     parameters: int = 0
     num_bytes: int = 0
@@ -192,8 +198,13 @@ class StoredLevels:
     gpu_bytes: int = 0
     gpu_is_float8: bool = False
     has_table: bool = True
+    table_bytes: int = 0
+    expanded: int = 0
+    cut_heads_bytes: int = 0
+    cut_sizes_bytes: int = 0
 
 
+SUPER_BLOCK = 256  # weights of neighbouring inputs whose factors share a scale in Q2_K and Q3_K
 MXFP4 = "mxfp4"  # the quantization of gpt-oss
 MXFP4_GROUP = 32  # weights of neighbouring inputs that have one scale
 
@@ -213,10 +224,9 @@ def integer_bytes(num_weights: int, least: int, most: int, *, has_offsets: bool,
     return num_weights * bits // 8 + num_weights // shared * 2 * (1 + has_offsets)
 
 
-def table_bytes(num_weights: int) -> int:
-    """Return the bytes of weights in such panels that have at most 16 levels. Tables are not counted: 4 bytes for each
-    output."""
-    return num_weights // 32 * 18
+def table_bytes(num_weights: int, outputs: int) -> int:
+    """Return the bytes of weights in such panels that have at most 16 levels: 16 outputs have a table of 64 bytes."""
+    return num_weights // 32 * 18 + 4 * outputs
 
 
 def super_block_bytes(num_weights: int, bits: int, *, has_offsets: bool) -> int:

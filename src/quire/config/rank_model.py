@@ -9,6 +9,7 @@ from math import ceil
 from quire.config.kv_cache import lay_out, stored_specs
 from quire.config.model import (
     MXFP4,
+    SUPER_BLOCK,
     Experts,
     Heads,
     ModelConfig,
@@ -51,10 +52,7 @@ def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) ->
         raise ConfigError(_SETTING, reason, f"set it to {num} or less, or leave enable_expert_parallel out")
     if model.encoder is not None:
         raise ConfigError(_SETTING, "encoders are not shared by ranks", "leave it out")
-    try:
-        ranks = _rank_models(model, parallel)
-    except ValueError:
-        raise ConfigError(_SETTING, *_too_many(model, parallel.tensor)) from None
+    ranks = models_of_ranks(model, parallel)
     sizes = _sizes(model, whole_experts=parallel.expert)
     if 0 in [len(share_size(size, parallel.tensor - 1, parallel.tensor)) for size in sizes]:
         reason = f"{parallel.tensor} ranks cannot share {min(sizes)} numbers of a layer"
@@ -65,6 +63,14 @@ def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) ->
     ):
         reason = f"{parallel.tensor} ranks would divide the two kinds of heads of this model differently"
         raise ConfigError(_SETTING, reason, "choose a number that divides the key/value heads of both kinds")
+
+
+def models_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> list[ModelConfig]:
+    """What each rank has of a model. Raises ConfigError if there are more ranks than heads."""
+    try:
+        return _rank_models(model, parallel)
+    except ValueError:
+        raise ConfigError(_SETTING, *_too_many(model, parallel.tensor)) from None
 
 
 def planned_rank(model: ModelConfig, draft: ModelConfig | None, parallel: ParallelConfig, kv_dtype: str) -> ModelConfig:
@@ -82,6 +88,7 @@ def largest_rank(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     ranks = _rank_models(model, parallel)
     first, weights = ranks[0], model.rank_weights or _most_weights(model, ranks, parallel)
     levels = _levels(model.levels, weights.in_blocks / max(model.weights.in_blocks, 1))
+    levels = replace(levels, integer_bytes=levels.integer_bytes + _cut_bytes(model, parallel))
     return replace(
         first,
         heads=_most_heads([rank.heads for rank in ranks]),
@@ -105,11 +112,16 @@ def _too_many(model: ModelConfig, size: int) -> tuple[str, str]:
 
 def _sizes(model: ModelConfig, *, whole_experts: bool) -> list[int]:
     """Of what ranks share besides heads and whole experts."""
+    return [model.vocab_size, *_inner_sizes(model, whole_experts=whole_experts)]
+
+
+def _inner_sizes(model: ModelConfig, *, whole_experts: bool) -> list[int]:
+    """The intermediate sizes that ranks share."""
     experts = model.experts
     if experts is None:
-        return [model.intermediate_size, model.vocab_size]
+        return [model.intermediate_size]
     shared = [experts.shared_size] if experts.shared_size else []
-    return [model.vocab_size, *shared, *([] if whole_experts else [experts.size])]
+    return [*shared, *([] if whole_experts else [experts.size])]
 
 
 def _most_heads(ranks: Sequence[Heads]) -> Heads:
@@ -126,14 +138,32 @@ def _most_weights(model: ModelConfig, ranks: Sequence[ModelConfig], parallel: Pa
     if model.experts is not None and parallel.expert:
         shares.append(len(share_of(model.experts.num, 0, len(ranks))) / model.experts.num)
         width = ceil(width * shares[-1])
-    divided = ("parameters", "in_blocks", "int4_parameters", "int4_bytes")
+    divided = ("parameters", "in_blocks", "int4_parameters", "int4_bytes", "plain_linears")
     numbers = {name: ceil(getattr(model.weights, name) * max(shares)) for name in divided}
     return replace(model.weights, **numbers, adapter_expert_width=width)
 
 
 def _levels(levels: StoredLevels, share: float) -> StoredLevels:
-    names = ("parameters", "num_bytes", "integer_bytes", "gpu_parameters", "gpu_bytes")
+    names = ("parameters", "num_bytes", "integer_bytes", "gpu_parameters", "gpu_bytes", "table_bytes", "expanded")
     return replace(levels, **{name: ceil(getattr(levels, name) * share) for name in names})
+
+
+def _cut_bytes(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """What integer products take on top on a rank, for matrices whose super-blocks do not begin where the inputs of
+    ranks do."""
+    levels, size = model.levels, parallel.tensor
+    heads = [share_heads(model.heads.num_query, model.heads.num_kv, index, size).query for index in range(size)]
+    of_heads = [range(each.start * model.heads.dim, each.stop * model.heads.dim) for each in heads]
+    counts = _inner_sizes(model, whole_experts=parallel.expert)
+    of_sizes = [[share_size(count, index, size) for index in range(size)] for count in counts]
+    found = _largest_cut(of_heads) * levels.cut_heads_bytes
+    return ceil(found + max(map(_largest_cut, of_sizes), default=0.0) * levels.cut_sizes_bytes)
+
+
+def _largest_cut(shares: Sequence[range]) -> float:
+    """The largest part of all inputs that a rank has, of those whose share cuts a super-block."""
+    cut = [len(share) for share in shares if share.start % SUPER_BLOCK or len(share) % SUPER_BLOCK]
+    return max(cut, default=0) / shares[-1].stop
 
 
 def _heads(heads: Heads, index: int, size: int) -> Heads:

@@ -32,6 +32,7 @@ class ModelSource:
     load_format: Literal["auto", "dummy"] = "auto"
     served_names: tuple[str, ...] = ()  # names that clients may use; responses carry the first
     chat_template: str | None = None  # text of a template that replaces the model's; None: the model's
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # template variables of requests without them
     tool_call_parser: str = "auto"  # the format of tool calls; auto: by the chat template
     reasoning_parser: str = "auto"  # the format of reasoning; auto: by the chat template
     generation_config: str = "auto"  # default sampling: auto (of the model's files), none, or a folder
@@ -99,6 +100,7 @@ class ServerConfig:
     api_workers: int = 1
     replicas: int = 1  # servers behind one address, each with an engine of its own
     strict: bool = False  # request parameters without effect cause errors, not warnings
+    force_include_usage: bool = False  # streams end with their usage, whatever the request says
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
     step_timeout: float = DEFAULT_STEP_TIMEOUT  # seconds after which a step counts as hung
     load_timeout: float = DEFAULT_LOAD_TIMEOUT  # seconds without progress after which loading counts as hung

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.config.engine import EngineConfig
 from quire.config.facts import HardwareFacts, cuda_index
-from quire.config.model import DTYPE_BYTES, ModelConfig, packed_bytes
+from quire.config.model import DTYPE_BYTES, ModelConfig, integer_bytes, packed_bytes
 
 
 def weight_memory(model: ModelConfig, config: EngineConfig, facts: HardwareFacts, *, has_triton: bool) -> int:
@@ -37,34 +37,49 @@ def _on_cpu(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> i
     weight_bytes = facts.weight_bytes(dtype, "cpu")
     table = (model.vocab_size if model.eagle is None else model.eagle.vocab_size) * model.hidden_size
     tied = table if model.tie_word_embeddings else 0
-    has_head = not tied and model.encoder is None and config.parallel.num_ranks == 1  # ranks have a part of it, or none
     copied = tied if weight_bytes < DTYPE_BYTES["float32"] else 0
     has_levels, is_native = levels.parameters > 0 and quantization is None, facts.native_refusal is None
     quantizes = quantization in ("int8", "int4")
     has_integers = config.device.integer_products and is_native and dtype != "float16"
     integer = has_integers and (levels.integer_bytes > 0 if has_levels else quantizes)
     panels = facts.level_panels and facts.has_halves(dtype)
+    saved = _halved(model, config, facts) * (weight_bytes - DTYPE_BYTES["bfloat16"])
     keeps_levels = integer or {
         "float32": is_native and facts.level_panels,
         "bfloat16": facts.tile_units or panels,
     }.get(dtype, False)
     if has_levels and keeps_levels:
-        table_bytes = 0 if integer else _level_table(model)  # panels are among those held; a tied head's are the table
+        table_bytes = 0 if integer else levels.table_bytes  # panels are among those held; a tied head's are the table
         beside = table_bytes if levels.has_table else copied * weight_bytes
         held = levels.integer_bytes if integer else levels.num_bytes
-        return (model.num_parameters - levels.parameters) * weight_bytes + held + beside
+        return (model.num_parameters - levels.parameters) * weight_bytes + held + beside - saved
     if quantizes and keeps_levels:
         small = model.layer_weights[0]
-        held = packed_bytes(small, nibbles=quantization == "int4")
-        return (model.num_parameters - small + copied) * weight_bytes + held
-    is_plain = quantization is model.quantization is None and levels.parameters == 0 and model.dtype == "bfloat16"
-    if dtype == "float32" and is_plain and facts.has_halves(dtype):
-        halved = model.layer_weights[0] + (table if has_head else 0)
-        return model.num_parameters * weight_bytes - halved * (weight_bytes - DTYPE_BYTES["bfloat16"])
+        nibbles = quantization == "int4"
+        held = packed_bytes(small, nibbles=nibbles)
+        if integer and not nibbles:  # without offsets
+            held = integer_bytes(small, -127, 127, has_offsets=False, group=32)
+        return (model.num_parameters - small + copied) * weight_bytes + held - saved
+    if weight_bytes == DTYPE_BYTES["float32"] and saved:
+        return model.num_parameters * weight_bytes - saved
     if weight_bytes == DTYPE_BYTES["float32"]:
         has_table = has_levels and dtype == "float32" and is_native and levels.has_table and model.tie_word_embeddings
-        return model.num_parameters * weight_bytes + (_level_table(model) if has_table else 0)
+        return model.num_parameters * weight_bytes + (levels.table_bytes if has_table else 0)
     return (model.num_parameters + copied) * weight_bytes
+
+
+def _halved(model: ModelConfig, config: EngineConfig, facts: HardwareFacts) -> int:
+    """The weights that float32 rows are multiplied by and that stay bfloat16, as their checkpoint has them. Of a GGUF
+    file with quantized weights none are counted, of an encoder there are none. Stages count none beside the blocks:
+    which of them has the output head is not known here."""
+    if config.device.dtype != "float32" or model.dtype != "bfloat16" or not facts.has_halves("float32"):
+        return 0
+    levels = model.levels
+    if model.encoder is not None or (levels.parameters > 0 and levels.has_table):
+        return 0
+    in_blocks = 0 if config.device.quantization is not None else model.layer_weights[0]
+    beside = model.weights.plain_linears if config.parallel.pipeline == 1 else 0
+    return max(0, in_blocks + beside - levels.parameters - levels.expanded)
 
 
 def _quantized(model: ModelConfig, quantization: str) -> tuple[int, int]:
@@ -73,11 +88,3 @@ def _quantized(model: ModelConfig, quantization: str) -> tuple[int, int]:
         return model.weights.int4_parameters, model.weights.int4_bytes
     small, outputs = model.layer_weights
     return small, small + outputs * DTYPE_BYTES["float32"]
-
-
-def _level_table(model: ModelConfig) -> int:
-    """Bytes of an embedding table of quantized weights, one byte each, besides the packed weights. A table that is not
-    the output head is counted among the packed weights already, with at least four bits per weight."""
-    size = model.vocab_size * model.hidden_size
-    counted = 0 if model.tie_word_embeddings else packed_bytes(size, nibbles=True)
-    return packed_bytes(size, nibbles=False) - counted

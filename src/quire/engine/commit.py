@@ -3,7 +3,7 @@ of tokens that the engine returns. EngineCore calls it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ class RowColumns(NamedTuple):
     handles: npt.NDArray[np.int64]
     streamed: npt.NDArray[np.bool_] | None  # [rows], False: its tokens are not streamed; None: all are streamed
     end_ids: Ints  # [k, rows]
+    many_end_ids: tuple[tuple[int, frozenset[int]], ...]  # (place in `rows`, end ids) of rows that have more than k
     limits: Ints
 
     @classmethod
@@ -42,11 +43,13 @@ class RowColumns(NamedTuple):
         handles, leases = table.handles[places], table.leases[places]
         streamed = handles >= 0 if table.num_not_streamed else None
         starts, ends, limits = table.starts[places], table.end_ids.take(places, axis=1), table.limits[places]
-        return cls(rows, table.version, places, starts, leases, handles, streamed, ends, limits)
+        many = table.many_end_ids
+        lists = tuple([(place, many[row]) for place, row in enumerate(rows.tolist()) if row in many]) if many else ()
+        return cls(rows, table.version, places, starts, leases, handles, streamed, ends, lists, limits)
 
 
 _NO_PLACES = np.empty(0, dtype=np.intp)
-_NOTHING = RowColumns(NO_ROWS, -1, _NO_PLACES, _NO_PLACES, NO_BATCH[0], NO_BATCH[0], None, NO_ROWS, NO_ROWS)
+_NOTHING = RowColumns(NO_ROWS, -1, _NO_PLACES, _NO_PLACES, NO_BATCH[0], NO_BATCH[0], None, NO_ROWS, (), NO_ROWS)
 
 
 class Committer:
@@ -109,7 +112,7 @@ class Committer:
             self._note_first_tokens(step)
         columns = self._gather(rows, step.micro_batch)
         counts = table.record(columns.places, columns.starts, tokens)
-        ends = find_ends(tokens, columns.end_ids, counts, columns.limits)
+        ends = find_ends(tokens, columns.end_ids, counts, columns.limits, columns.many_end_ids)
         ended = []
         if len(ends):
             last = zip(rows[ends].tolist(), tokens[ends].tolist(), strict=True)
@@ -232,12 +235,17 @@ def _with_paced(
     return handles, tokens, logprobs
 
 
-def find_ends(tokens: Ints, end_ids: Ints, counts: Ints, limits: Ints) -> npt.NDArray[np.intp]:
+def find_ends(
+    tokens: Ints, end_ids: Ints, counts: Ints, limits: Ints, many: Iterable[tuple[int, frozenset[int]]] = ()
+) -> npt.NDArray[np.intp]:
     """Return the positions in a batch whose sequences end with their token: an end token, or the length limit.
 
     tokens, counts, limits: [batch]; end_ids: [k, batch], padded with -1. counts are outputs, this token included.
+    many: positions with more than k end tokens, and these.
     """
     full = counts >= limits
     for ids in end_ids:  # each is contiguous
         full |= ids == tokens
+    for place, ends in many:
+        full[place] |= int(tokens[place]) in ends
     return full.nonzero()[0]

@@ -50,7 +50,7 @@ def _machine() -> HardwareFacts:
         cores=usable_cores(),
         isa=cpuinfo[1],
         supports_bf16=_multiplies_bf16(cpuinfo[1]),
-        supports_fp16=_multiplies_fp16(),
+        supports_fp16=refusal is not None and _multiplies_fp16(),
         total_memory=0,
         available_memory=0,
         torch_version=str(torch.__version__),

@@ -24,6 +24,7 @@ from quire.config.memory import MemoryPlan
 from quire.config.memory_check import check_memory
 from quire.config.model import ModelConfig
 from quire.config.parallel import check_one_rank
+from quire.config.rank_model import models_of_ranks
 from quire.config.resolve import resolve_engine_config
 from quire.config.speculation import DRAFT_MODEL, read_speculation
 from quire.engine.adapter_fetch import PatientFetch
@@ -220,7 +221,9 @@ def _plan_engine(files: ModelFiles, model: ModelConfig, arguments: EngineArgumen
     draft = None if draft_files is None else read_model_config(draft_files)
     if draft is not None:
         check_drafts(draft.architecture)
-    counted = count_rank_weights(model, read_arguments(arguments).parallel)
+    parallel = read_arguments(arguments).parallel
+    models_of_ranks(model, parallel)  # refuses too many ranks, before their weights are counted
+    counted = count_rank_weights(model, parallel)
     facts = detect_hardware()
     config, memory = resolve_engine_config(arguments, facts, counted, draft, offline=offline)
     modules = read_modules(arguments.lora_modules, enable=arguments.enable_lora)

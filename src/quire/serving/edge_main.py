@@ -254,6 +254,7 @@ def _load_texts(source: ModelSource) -> ModelText:
     return ModelText(
         load_tokenizer(own),
         source.chat_template,
+        template_kwargs=source.chat_template_kwargs,
         tool_call_parser=source.tool_call_parser,
         reasoning_parser=source.reasoning_parser,
         sampling_defaults=read_sampling_defaults(files, source.generation_config, source.override_generation_config),

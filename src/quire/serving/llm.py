@@ -25,6 +25,7 @@ from quire.serving.requests import (
     pair_beams,
     pair_sampling,
     read_conversations,
+    read_one_prompt,
     read_prompts,
 )
 from quire.serving.terminal import DeferredInterrupt, ProgressLine
@@ -41,6 +42,8 @@ from quire.types.sampling import SamplingParams
 from quire.types.stats import EngineStats
 
 logger = logging.getLogger("quire")
+
+BUSY = "this LLM is in the middle of another call; finish or close that one first, or use AsyncLLM for several at once"
 
 Stream: TypeAlias = Generator[StreamPiece, None, None]
 
@@ -184,10 +187,10 @@ class LLM(OfflineModel):
 
         While requests live, only they are computed: other calls are refused.
         """
-        read = read_prompts(prompt)
-        requests = self._requests.make(read, self._pair(sampling_params, len(read)))
+        read = read_one_prompt(prompt)
+        requests = self._requests.make([read], self._pair(sampling_params, 1))
         (request,) = with_lora(self._client, requests, lora_request)
-        return self._start(request, read[0].text)
+        return self._start(request, read.text)
 
     def fork(
         self,
@@ -212,7 +215,7 @@ class LLM(OfflineModel):
     def _start(self, request: Submit, prompt: str | None) -> LiveRequest:
         self._check_generates()
         if self._busy:
-            raise QuireError("this LLM is in the middle of another call; finish or close its stream first")
+            raise QuireError(BUSY)
         return self._live.start(request, prompt)
 
     # -------------------------------------------------------------------------------------------- resident prompts
@@ -225,9 +228,7 @@ class LLM(OfflineModel):
         if is_chat := is_conversation(prompt):
             prompts = self._render(read_conversations(prompt), None, None, add_generation_prompt=False)
         else:
-            prompts = read_prompts(prompt)  # type: ignore[arg-type]
-        if len(prompts) != 1:
-            raise InvalidRequest("prompt", f"are {len(prompts)} prompts", "register one at a time")
+            prompts = [read_one_prompt(prompt)]  # type: ignore[arg-type]
         sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         self._run(prompts, [sampling], False, add_special_tokens=not is_chat, pin=name)
         for prefix in self.prefixes():
@@ -386,7 +387,7 @@ class LLM(OfflineModel):
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
         if self._busy or self._live.is_live:
-            raise QuireError("this LLM is in the middle of another call; finish, close or cancel what it runs first")
+            raise QuireError(BUSY)
         self._busy = True
         try:
             yield

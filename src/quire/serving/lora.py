@@ -76,7 +76,10 @@ def load_loras(client: EngineClient, requests: list[LoRARequest | None]) -> list
             raise InvalidRequest("lora_request", f"must be a LoRARequest, got {type(request).__name__}")
         folder = None if request is None else folder_to_load(client, request)
         if request is not None and folder is not None:
-            client.load_adapter(request.lora_name, folder, in_place=request.load_inplace)
+            try:
+                client.load_adapter(request.lora_name, folder, in_place=request.load_inplace)
+            except InvalidRequest as error:
+                raise InvalidRequest(error.field, f"{folder}: {error.reason}", error.fix) from None
     return ["" if request is None else request.lora_name for request in requests]
 
 

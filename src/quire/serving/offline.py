@@ -20,7 +20,7 @@ from quire.serving.requests import Prompt, PromptLike, RequestMaker, read_prompt
 from quire.serving.terminal import ProgressLine
 from quire.serving.text.tokenizer import Tokenizer
 from quire.serving.vllm_arguments import CallArguments, check_call
-from quire.types.errors import ConfigError, EngineDead, InvalidRequest
+from quire.types.errors import ConfigError, EngineDead, InvalidRequest, QuireError
 from quire.types.pooling import (
     Classification,
     ClassificationOutput,
@@ -114,7 +114,7 @@ class OfflineModel:
         loaded = self._encoder()
         check_scores(loaded.model)
         second = read_texts(data_2, "data_2")
-        first = pair_up(read_texts(data_1, "data_1"), second)
+        first = pair_up(read_texts(data_1, "data_1"), second, "data_1")
         if loaded.model.task == "classify":
             texts = loaded.reader.pairs(first, second, "data_2", truncate_prompt_tokens)
             scores = [row[0] for row in self._rows(loaded, texts, pooling_params, use_tqdm)]
@@ -206,6 +206,11 @@ class OfflineModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Called by pickle and copy."""
+        name = type(self).__name__
+        raise QuireError(f"an {name} holds a loaded model and cannot be pickled or copied; make one in each process")
 
     if not TYPE_CHECKING:  # with it, every name would be an attribute
 

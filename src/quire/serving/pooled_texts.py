@@ -241,13 +241,13 @@ def check_scores(model: PoolingModel) -> None:
         raise InvalidRequest("model", reason, "use classify, or a cross-encoder with one label")
 
 
-def pair_up(first: Sequence[str], second: Sequence[str]) -> list[str]:
+def pair_up(first: Sequence[str], second: Sequence[str], where: str = "text_1") -> list[str]:
     """The first texts, one for each of the second. One text is compared with all. Raises InvalidRequest."""
     if len(first) == 1:
         return list(first) * len(second)
     if len(first) != len(second):
         reason = f"has {len(first)} texts, and the other side has {len(second)}"
-        raise InvalidRequest("text_1", reason, "send one text, or as many as there")
+        raise InvalidRequest(where, reason, "send one text, or as many as there")
     return list(first)
 
 

@@ -68,6 +68,14 @@ def read_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[Prompt]:
     return [_read_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
 
 
+def read_one_prompt(prompt: PromptLike) -> Prompt:
+    """Read what must be one prompt. Raises InvalidRequest."""
+    read = read_prompts(prompt)
+    if len(read) != 1:
+        raise InvalidRequest("prompt", f"are {len(read)} prompts", "pass one at a time")
+    return read[0]
+
+
 def refuse_salts(prompts: Sequence[Prompt]) -> None:
     """Raise InvalidRequest for a prompt with a salt where nothing is cached."""
     for i, prompt in enumerate(prompts):
@@ -311,6 +319,6 @@ class RequestMaker:
     def _grammar(self, params: SamplingParams) -> CheckedGrammar | None:
         if params.structure is None:
             return None
-        if self._checker is None:
+        if self._checker is None or self._tokenizer is None:
             raise InvalidRequest("structured_outputs", "needs text, but there is no tokenizer", "leave it out")
-        return self._checker.check(plan_of(params.structure))
+        return self._checker.check(plan_of(params.structure, self._tokenizer.special_tokens))

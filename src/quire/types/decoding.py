@@ -8,11 +8,18 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from quire.types.errors import InvalidRequest
+from quire.types.structural_tag import read_structural_tag
 
 MAX_BEAM_WIDTH = 256
 MAX_CHOICES = 1_024
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
 
+OF_BACKENDS: dict[str, tuple[bool, ...]] = {  # members of vLLM's, with the values that change nothing here
+    "disable_any_whitespace": (False, True),  # JSON has one way to write blanks
+    "disable_fallback": (False, True),
+    "disable_additional_properties": (False,),
+    "whitespace_pattern": (),
+}
 EarlyStopping = bool | Literal["never"]
 
 
@@ -35,7 +42,7 @@ class BeamRules:
             raise InvalidRequest("beam_width", f"must be in [1, {MAX_BEAM_WIDTH}], got {width!r}")
         if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not -100.0 <= penalty <= 100.0:
             raise InvalidRequest("length_penalty", f"must be a number in [-100, 100], got {penalty!r}")
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":  # 1 == True, but is not True
             raise InvalidRequest("early_stopping", f'must be true, false or "never", got {self.early_stopping!r}')
 
 
@@ -48,6 +55,7 @@ class StructuredOutputsParams:
     choice: Iterable[str] | None = None
     grammar: str | None = None  # EBNF or Lark
     json_object: bool | None = None  # any JSON object
+    structural_tag: str | Mapping[str, Any] | None = None  # free text with tags that follow schemas, or its JSON text
 
     def __post_init__(self) -> None:
         given = [item.name for item in fields(self) if getattr(self, item.name) is not None]
@@ -60,6 +68,9 @@ class StructuredOutputsParams:
         name = given[0]
         if name == "json":
             object.__setattr__(self, "json", _schema_text(self.json))
+        elif name == "structural_tag":
+            text = read_structural_tag("structured_outputs.structural_tag", self.structural_tag)
+            object.__setattr__(self, "structural_tag", text)
         elif name == "choice":
             object.__setattr__(self, "choice", _choices(self.choice))
         elif name == "json_object":
@@ -80,9 +91,14 @@ def read_structured_outputs(name: str, value: object) -> StructuredOutputsParams
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     known = [item.name for item in fields(StructuredOutputsParams)]
-    if not isinstance(value, Mapping) or not set(value) <= set(known):
+    if not isinstance(value, Mapping):
         raise InvalidRequest(name, f"must be an object of {', '.join(known)}")
-    return StructuredOutputsParams(**value)
+    for member, given in value.items():
+        if member in OF_BACKENDS and given is not None and given not in OF_BACKENDS[member]:
+            raise InvalidRequest(f"{name}.{member}", "is not supported", "leave it out")
+        if member not in known and member not in OF_BACKENDS:
+            raise InvalidRequest(f"{name}.{member!s:.80}", "is not known here", f"known are: {', '.join(known)}")
+    return StructuredOutputsParams(**{member: value[member] for member in known if member in value})
 
 
 def _schema_text(schema: object) -> str:

@@ -6,6 +6,16 @@ from __future__ import annotations
 class QuireError(Exception):
     """The base of all errors of Quire. The message is one line that can be shown to a user."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors may cross processes, as those of multiprocessing's pools do: their constructors take no message."""
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[QuireError], args: tuple[object, ...], fields: dict[str, object]) -> QuireError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
+
 
 class InvalidRequest(QuireError, ValueError):
     """A request was refused before any work was done for it. The message names the field, the limit and the fix."""

@@ -38,20 +38,20 @@ def test_many_parcels_in_a_row_do_not_mix() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_tokens_of_several_steps_in_flight_come_home_apart() -> None:
-    from quire.runtime.executor.token_ring import TokenRing
+    from quire.runtime.executor.pinned_results import PinnedResults
 
-    ring, buffer = TokenRing(8), torch.zeros(8, dtype=torch.int64, device="cuda")
-    scores = torch.zeros(40, 3, device="cuda")  # more than a landing has room for at first
-    landings = []
+    results, source = PinnedResults(8), torch.zeros(8, dtype=torch.int64, device="cuda")
+    scores = torch.zeros(40, 3, device="cuda")  # more than a buffer has room for at first
+    buffers = []
     for step in range(3):
-        buffer.fill_(step)  # each step overwrites the numbers of the one before
+        source.fill_(step)  # each step overwrites the numbers of the one before
         scores.fill_(step / 2)
-        landings.append(ring.send((buffer[: step + 1], scores)))
-    for step, landing in enumerate(landings):
-        token_ids, also = landing.read()
+        buffers.append(results.send((source[: step + 1], scores)))
+    for step, buffer in enumerate(buffers):
+        token_ids, also = buffer.read()
         assert token_ids.tolist() == [step] * (step + 1)
         assert also.tolist() == [[step / 2] * 3] * 40
-        ring.give_back(landing)
-    again = ring.send((buffer,))
-    assert again in landings
+        results.give_back(buffer)
+    again = results.send((source,))
+    assert again in buffers
     assert [tensor.tolist() for tensor in again.read()] == [[2] * 8]

@@ -18,6 +18,7 @@ from quire.config.sizes import GIB
 from quire.config.tiers import TierConfig
 from quire.runtime.loading.files import ModelFiles
 from quire.serving import assembly
+from quire.types.errors import ConfigError
 from tests.unit.config.machines import LARGE, SERVER
 from tiny_models import engine_config, tiny_config
 
@@ -75,3 +76,10 @@ def test_nothing_is_asked_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     files = ModelFiles("tiny", Path("nowhere"), "hf")
     planned = assembly.PlannedEngine(files, tiny_config(), engine_config(), cast("MemoryPlan", None))
     planned._check_memory(planned.config)
+
+
+def test_more_ranks_than_heads_are_refused_before_anything_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = cast("ModelFiles", None)
+    monkeypatch.setattr(assembly, "read_model_config", lambda _files: tiny_config())
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: 7 ranks cannot share 6 query heads; set it to 6"):
+        assembly.plan_engine(files, EngineArguments(tensor_parallel_size=7))

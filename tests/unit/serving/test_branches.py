@@ -50,6 +50,7 @@ def test_a_search_may_return_fewer_and_end_at_stop_strings(make_llm: MakeLLM) ->
         ({"n": 5}, "n"),
         ({"length_penalty": "long"}, "length_penalty"),
         ({"early_stopping": "soon"}, "early_stopping"),
+        ({"early_stopping": 1}, "early_stopping"),  # equal to True, and would have meant False
         ({"max_tokens": -1}, "max_tokens"),
     ],
 )
@@ -174,6 +175,11 @@ def test_branches_can_be_ended_early(make_llm: MakeLLM) -> None:
     live.cancel()
     assert llm.stats().blocks.used == 0
     assert llm.generate("x", SamplingParams(max_tokens=2))[0].outputs[0].text == "zz"
+
+
+def test_one_prompt_is_started_at_a_time(make_llm: MakeLLM) -> None:
+    with pytest.raises(InvalidRequest, match="^prompt: are 2 prompts; pass one"):
+        make_llm(script).start(["x:", "y:"], LONG)  # type: ignore[arg-type]
 
 
 def test_other_calls_wait_until_no_request_lives(make_llm: MakeLLM) -> None:

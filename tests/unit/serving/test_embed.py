@@ -121,7 +121,7 @@ def test_the_doctor_says_what_an_encoder_takes(folder: Path, capsys: pytest.Capt
 
 
 def test_the_doctor_says_which_setting_an_encoder_cannot_have(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--model", str(folder), "--max-num-batched-tokens", "7"]) == 0
+    assert main(["doctor", "--model", str(folder), "--max-num-batched-tokens", "7"]) == 1
     assert "no memory plan: max_num_batched_tokens: is 7, and a text may have 8 tokens" in capsys.readouterr().out
 
 

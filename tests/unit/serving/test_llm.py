@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -141,8 +143,17 @@ def test_conversations_are_rendered_by_the_models_template(make_llm: MakeLLM) ->
     assert [output.outputs[0].text for output in outputs] == ["<user:hello\nbot:>"] * 2
     own = llm.chat(hello, LONG, chat_template="{{ messages[0].content }}!")
     assert own[0].prompt == "hello!"
+    with pytest.raises(InvalidRequest, match=r"^chat_template: 'template.jinja' never reads .* not the path"):
+        llm.chat(hello, LONG, chat_template="template.jinja")
     with pytest.raises(InvalidRequest, match=r"^chat_template_kwargs\.tools"):
         llm.chat(hello, LONG, chat_template_kwargs={"tools": []})
+
+
+def test_a_model_is_neither_pickled_nor_copied(make_llm: MakeLLM) -> None:
+    llm = make_llm(echo)
+    for duplicate in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(QuireError, match="an LLM holds a loaded model .* make one in each process"):
+            duplicate(llm)
 
 
 def test_a_stream_says_the_same_as_generate(make_llm: MakeLLM) -> None:

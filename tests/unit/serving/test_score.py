@@ -57,7 +57,7 @@ def test_a_cross_encoder_reads_both_texts(tmp_path: Path) -> None:
         )
         with pytest.raises(InvalidRequest, match="is a classifier and makes no embeddings"):
             llm.embed("cat")
-        with pytest.raises(InvalidRequest, match="text_1: has 2 texts, and the other side has 3"):
+        with pytest.raises(InvalidRequest, match="data_1: has 2 texts, and the other side has 3"):
             llm.score(["a", "b"], ["a", "b", "c"])
         with pytest.raises(InvalidRequest, match="data_1: must be a text"):
             llm.score([], "cat")

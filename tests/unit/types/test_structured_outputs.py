@@ -65,7 +65,17 @@ def test_a_false_json_object_is_as_good_as_none() -> None:
     assert StructuredOutputsParams(json_object=False, regex="a").regex == "a"
 
 
-@pytest.mark.parametrize("value", ["json", ["json"], {"schema": {}}])
+def test_members_of_vllms_backends_are_taken_where_they_change_nothing() -> None:
+    given = {"regex": "a+", "disable_any_whitespace": True, "disable_fallback": False, "whitespace_pattern": None}
+    assert read_structured_outputs("structured_outputs", given) == StructuredOutputsParams(regex="a+")
+    for name, value in (("whitespace_pattern", " "), ("disable_additional_properties", True)):
+        with pytest.raises(InvalidRequest, match=f"structured_outputs.{name}: is not supported"):
+            read_structured_outputs("structured_outputs", {"regex": "a+", name: value})
+    with pytest.raises(InvalidRequest, match="structured_outputs.schema: is not known here"):
+        read_structured_outputs("structured_outputs", {"schema": {}})
+
+
+@pytest.mark.parametrize("value", ["json", ["json"]])
 def test_only_an_object_of_known_fields_is_read(value: object) -> None:
     with pytest.raises(InvalidRequest, match="structured_outputs: must be an object of json, regex"):
         read_structured_outputs("structured_outputs", value)

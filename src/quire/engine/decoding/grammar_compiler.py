@@ -118,7 +118,8 @@ class GrammarCompiler:
         later: deque[Callable[[], None]] = deque()
         while (job := self._waiting.get()) is not None:
             if isinstance(job, _Compiling):
-                job.run(lambda text: CompiledGrammar(text, tokens, max_lexers=self._max_lexers, builder=self))
+                if not job.has_failed:  # else its requests have ended, and those behind it still wait
+                    job.run(lambda text: CompiledGrammar(text, tokens, max_lexers=self._max_lexers, builder=self))
                 self._news.set()
             else:
                 later.append(job)

@@ -112,8 +112,9 @@ class PinnedPrefixes:
         name it gave if the request succeeded, the whole prompt is cached, and the reserved blocks suffice. Idempotent.
         """
         reservation = self._reservations.pop(request.request_id, None)
-        is_whole = end is not None and end.error is None and all(s.finish_reason != "abort" for s in end.samples)
-        if reservation is not None and is_whole:
+        if reservation is None:
+            return  # as of every request without a pin that is refused: counting looks at all pinned blocks
+        if end is not None and end.error is None and all(s.finish_reason != "abort" for s in end.samples):
             self._hold(request, reservation)
         self._count()
 

@@ -14,6 +14,8 @@ Longs = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Index = npt.NDArray[np.intp]
 
+MOST_END_IDS = 8  # of a row that are in the column `end_ids`: every step compares the tokens of all rows with each line
+
 
 class RowTable:
     """Assigns rows to sequences and keeps their generated tokens.
@@ -39,7 +41,8 @@ class RowTable:
         self.guided: Bools = np.zeros(num_rows, dtype=np.bool_)  # a grammar's mask applies to each of its samples
         self.observed: Bools = np.zeros(num_rows, dtype=np.bool_)  # a draft proposer observes its tokens
         self.end_ids: Ints = np.full((1, num_rows), -1, dtype=np.int32)  # [k, rows]
-        self._end_ids: list[tuple[int, ...]] = [()] * num_rows  # what each column of `end_ids` holds
+        self.many_end_ids: dict[int, frozenset[int]] = {}  # by row, where a column has no room for them
+        self._end_ids: list[tuple[int, ...]] = [()] * num_rows  # what both hold of each row
         self._capacity = 256  # outputs that a row has memory for
         self._outputs: Ints = np.empty((num_rows, self._capacity), dtype=np.int32)  # [rows, capacity]
         self._flat = self._outputs.reshape(-1)  # the same memory
@@ -69,7 +72,7 @@ class RowTable:
         """Give the sequence a row and a new lease, and copy its outputs into the table."""
         row, lease, group = self._free.pop(), self._next_lease, sequence.group
         ends, limit, outputs = group.request.rules.end_ids, group.limit - group.num_prompt, sequence.outputs
-        if limit > self._capacity or len(ends) > len(self.end_ids):
+        if limit > self._capacity or len(self.end_ids) < len(ends) <= MOST_END_IDS:
             self._make_room(limit, len(ends))
         sequence.row = row
         self.sequences[row] = sequence
@@ -84,12 +87,18 @@ class RowTable:
         if outputs:
             self._outputs[row, : len(outputs)] = outputs
         if ends != self._end_ids[row]:
-            column, self._end_ids[row] = self.end_ids[:, row], ends
-            for place in range(len(column)):  # few: faster than numpy reads a tuple
-                column[place] = ends[place] if place < len(ends) else -1
+            self._note_end_ids(row, ends)
         if sequence.controller is not PLAIN:
             self._note_controller(row, sequence.controller)
         return row
+
+    def _note_end_ids(self, row: int, ends: tuple[int, ...]) -> None:
+        column, self._end_ids[row] = self.end_ids[:, row], ends
+        self.many_end_ids.pop(row, None)
+        if len(ends) > MOST_END_IDS:
+            self.many_end_ids[row], ends = frozenset(ends), ()
+        for place in range(len(column)):  # few: faster than numpy reads a tuple
+            column[place] = ends[place] if place < len(ends) else -1
 
     def _note_controller(self, row: int, controller: StepController) -> None:
         if controller.is_guided:
@@ -163,7 +172,7 @@ class RowTable:
             self._outputs, self._flat = grown, grown.reshape(-1)
             self.starts = np.arange(rows) * self._capacity
         width = len(self.end_ids)
-        if end_ids > width:
+        if width < end_ids <= MOST_END_IDS:
             self.end_ids = np.pad(self.end_ids, ((0, end_ids - width), (0, 0)), constant_values=-1)
 
     def check(self) -> None:
@@ -177,7 +186,11 @@ class RowTable:
             assert self.handles[row] == sequence.handle
             assert self.counts[row] < self.limits[row]
             assert self.guided[row] == sequence.controller.is_guided
-            assert tuple(self.end_ids[:, row].tolist())[: len(self._end_ids[row])] == self._end_ids[row]
+            assert self._end_ids[row] == sequence.group.request.rules.end_ids
+        for row, ends in enumerate(self._end_ids):
+            column = {end for end in self.end_ids[:, row].tolist() if end != -1}
+            assert column | self.many_end_ids.get(row, frozenset()) == set(ends)
+        assert len(self.end_ids) <= MOST_END_IDS
         assert all(self.leases[row] == 0 for row in self._free)
         assert self.lease_of == self.leases.tolist()
         assert self.num_not_streamed == sum(self.sequence_at(row).handle < 0 for row in taken)

@@ -33,7 +33,7 @@ struct ChoiceBatch {
 
 // e^x for x up to 0 as Sleef computes it with one unit of error, which torch uses.
 inline Floats torch_exponential(Floats x) {
-    const Floats magic = all(12582912.0f), n = (x * 1.44269504088896340736f + magic) - magic;
+    const Floats n = (x * 1.44269504088896340736f + ROUNDING) - ROUNDING;
     Floats f = add_product(x, n, all(-0.693145751953125f));
     f = add_product(f, n, all(-1.428606765330187045e-06f));
     Floats p = all(0.000198527617612853646278381f);

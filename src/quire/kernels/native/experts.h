@@ -15,6 +15,12 @@ struct PackedLinear {
     const void* bias;  // [outputs] or null
 };
 
+// Weights of the same rows, whose outputs lie side by side.
+struct PackedParts {
+    const PackedLinear* linears;
+    int64_t count;
+};
+
 // The experts of one layer: gate and up in one product, then down.
 struct PackedExperts {
     int64_t num, used;
@@ -24,23 +30,20 @@ struct PackedExperts {
     double scale;                 // of a row's weights
     int64_t groups, groups_used;  // of experts, side by side; those of a row are of the groups that rank first
     const float* score_bias;      // [num]: experts rank by sigmoids plus this, groups by their best two; null: softmax
-    const PackedLinear *gate_up, *down;  // [held]
+    const PackedParts* gate_up;          // [held]: one weight, or gate and up apart where their formats differ
+    const PackedLinear* down;            // [held]
     const Clamp* clamp;                  // of the gate, or null
     const float* factors;                // [num]: of the weights of each, or null
     int64_t activation;                  // of the gate
     const LowRankLayer *const *gate_up_adapters, *const *down_adapters;  // [held] each, or null: experts have none
 };
 
-template <typename T> void multiply_by(const PackedLinear& linear, const T* x, int64_t rows, T* out) {
-    const Product product{rows, linear.inputs, linear.outputs, linear.outputs};
-    multiply_for<T>(linear.format)(x, linear.weight, static_cast<const T*>(linear.bias), product, out);
-}
-
-// Rows by several weights, whose outputs lie side by side.
-template <typename T> void multiply_by_each(const PackedLinear* linears, int64_t count, const T* x, int64_t rows, T* out) {
+// Rows by each of the weights of `parts`, whose outputs lie side by side.
+template <typename T> void multiply_by_each(const PackedParts& parts, const T* x, int64_t rows, T* out) {
+    const PackedLinear *linear = parts.linears, *end = linear + parts.count;
     int64_t width = 0;
-    for (int64_t i = 0; i < count; ++i) width += linears[i].outputs;
-    for (const PackedLinear* linear = linears; linear < linears + count; out += linear->outputs, ++linear)
+    for (const PackedLinear* each = linear; each < end; ++each) width += each->outputs;
+    for (; linear < end; out += linear->outputs, ++linear)
         multiply_for<T>(linear->format)(x, linear->weight, static_cast<const T*>(linear->bias),
                                         Product{rows, linear->inputs, linear->outputs, width}, out);
 }
@@ -58,7 +61,7 @@ void multiply_heads(const PackedLinear* linears, int64_t heads, int64_t rest, co
         T* to = out + head * width;
         for (int64_t row = 0; row < rows; ++row)
             std::memcpy(&taken[row * inputs], from + row * stride, inputs * sizeof(T));
-        multiply_by(linears[head], taken.get(), rows, made.get());
+        multiply_by_each({linears + head, 1}, taken.get(), rows, made.get());
         for (int64_t row = 0; row < rows; ++row, from += stride, to += heads * width) {
             std::memcpy(to, &made[row * outputs], outputs * sizeof(T));
             std::memcpy(to + outputs, from + inputs, rest * sizeof(T));
@@ -189,10 +192,10 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
         std::optional<RowUnits> units;  // of the expert's rows, by their adapters
         for (int64_t i = 0; adapts && i < count; ++i) slots[i] = adapters[pairs.rows[begin + i]];
         if (adapts) units.emplace(slots.data(), count);
-        multiply_by(experts.gate_up[expert], taken.get(), count, both.get());
+        multiply_by_each(experts.gate_up[expert], taken.get(), count, both.get());
         if (units) low_rank_add(*experts.gate_up_adapters[expert], *units, taken.get(), hidden, both.get(), 2 * size);
         ::gate<T>(experts.activation, experts.clamp, both.get(), inner.get(), count, size);
-        multiply_by(experts.down[expert], inner.get(), count, taken.get());
+        multiply_by_each({experts.down + expert, 1}, inner.get(), count, taken.get());
         if (units) low_rank_add(*experts.down_adapters[expert], *units, inner.get(), size, taken.get(), hidden);
         for_each(count, count * hidden > 65536, [&](int64_t i) {  // no row comes twice
             float* to = &sums[pairs.rows[begin + i] * hidden];

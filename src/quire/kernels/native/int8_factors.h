@@ -9,10 +9,10 @@ namespace {
 typedef int8_t Codes __attribute__((vector_size(INT8_OUTPUTS)));
 typedef uint16_t CodePairs __attribute__((vector_size(INT8_OUTPUTS)));
 typedef Codes LooseCodes __attribute__((aligned(1), may_alias));
-constexpr int64_t CODE_PARTS = INT8_OUTPUTS / LANES;
+constexpr int64_t PARTS = INT8_OUTPUTS / LANES;  // registers of floats for 16 outputs
 
 // Codes of 16 outputs as floats.
-inline void widen_codes(Codes codes, Floats (&to)[CODE_PARTS]) {
+inline void widen_codes(Codes codes, Floats (&to)[PARTS]) {
 #if defined(__AVX512F__)
     to[0] = __builtin_convertvector((Ints)_mm512_maskz_cvtepi8_epi32(0xFFFF, (__m128i)codes), Floats);
 #elif defined(__AVX2__)
@@ -30,14 +30,14 @@ inline void widen_codes(Codes codes, Floats (&to)[CODE_PARTS]) {
 }
 
 // Codes of 16 outputs times the number of each -> float16 [16].
-inline void store_factors(Codes codes, const Floats (&shared)[CODE_PARTS], uint8_t* to) {
-    Floats wide[CODE_PARTS];
+inline void store_factors(Codes codes, const Floats (&shared)[PARTS], uint8_t* to) {
+    Floats wide[PARTS];
     widen_codes(codes, wide);
-    unroll<CODE_PARTS>([&](auto part) { store_float16(to + 2 * part * LANES, wide[part] * shared[part]); });
+    unroll<PARTS>([&](auto part) { store_float16(to + 2 * part * LANES, wide[part] * shared[part]); });
 }
 
-inline void load_shared(const uint8_t* from, Floats (&to)[CODE_PARTS]) {
-    unroll<CODE_PARTS>([&](auto part) { to[part] = load_float16(from + 2 * part * LANES); });
+inline void load_shared(const uint8_t* from, Floats (&to)[PARTS]) {
+    unroll<PARTS>([&](auto part) { to[part] = load_float16(from + 2 * part * LANES); });
 }
 
 // The factors of a panel of so many times 32 inputs -> to [groups][scales, offsets], each [2][16 outputs], float16.
@@ -46,7 +46,7 @@ template <bool OFFSETS> inline void decode_super_blocks(const uint8_t* panel, in
     const uint8_t* shared = panel;
     const auto* codes = reinterpret_cast<const LooseCodes*>(panel + groups / SUPER_GROUPS * super_factor_bytes(FORMAT));
     for (int64_t block = 0; block < groups / SUPER_GROUPS; ++block, shared += super_factor_bytes(FORMAT)) {
-        Floats scales[CODE_PARTS], offsets[CODE_PARTS];
+        Floats scales[PARTS], offsets[PARTS];
         load_shared(shared, scales);
         if constexpr (OFFSETS) load_shared(shared + EACH, offsets);
         for (int64_t i = 0; i < SUPER_GROUPS; ++i, to += int8_factor_bytes(FORMAT))
@@ -67,18 +67,22 @@ struct PanelBytes {
     const uint8_t *begin, *factors;
 };
 
-// Where the factors of a panel are: with super-blocks in `room`, which grows, else in the panel. See places_of.
-inline const uint8_t* decode_factors(int64_t format, const uint8_t* panel, int64_t inputs, std::vector<uint8_t>& room) {
+// Where the factors of a panel are: with super-blocks in memory of this thread, until its next call, else in the panel. See
+// places_of.
+inline const uint8_t* decode_factors(int64_t format, const uint8_t* panel, int64_t inputs) {
     if (!has_super_blocks(format)) return panel;
+    static thread_local std::vector<uint8_t> room;  // to ask for it takes long: not for every panel of other formats
     const int64_t groups = inputs / INT8_GROUP;
     room.resize(std::max<size_t>(room.size(), groups * int8_factor_bytes(format)));
     (has_offsets(format) ? decode_super_blocks<true> : decode_super_blocks<false>)(panel, groups, room.data());
     return room.data();
 }
 
-// Codes between `least` and `most`, and one float16 number, whose products are `factors` [16], float16; false: there are none.
+// Codes between `least` and `most`, and one float16 number, whose products are `factors` [16], float16; false: there are none,
+// as for infinities and NaNs.
 inline bool find_codes(const uint16_t* factors, int32_t least, int32_t most, uint16_t& shared, int8_t* codes) {
-    Floats wanted[CODE_PARTS];
+    if (std::any_of(factors, factors + INT8_OUTPUTS, [](uint16_t bits) { return (bits & 0x7C00) == 0x7C00; })) return false;
+    Floats wanted[PARTS];
     load_shared(reinterpret_cast<const uint8_t*>(factors), wanted);
     float largest = 0.0f;  // by size
     for (int64_t i = 0; i < INT8_OUTPUTS; ++i) {
@@ -86,14 +90,13 @@ inline bool find_codes(const uint16_t* factors, int32_t least, int32_t most, uin
         if (std::abs(factor) > std::abs(largest)) largest = factor;
     }
     const auto fits = [&](uint16_t bits) {
-        const Floats magic = all(12582912.0f);  // see `exponentials`
         uint16_t same[INT8_OUTPUTS];
         std::fill_n(same, INT8_OUTPUTS, bits);
-        Floats own[CODE_PARTS];
+        Floats own[PARTS];
         load_shared(reinterpret_cast<const uint8_t*>(same), own);
         bool found = true;
-        for (int64_t part = 0; part < CODE_PARTS; ++part) {
-            const Floats code = wanted[part] / own[part] + magic - magic;
+        for (int64_t part = 0; part < PARTS; ++part) {
+            const Floats code = wanted[part] / own[part] + ROUNDING - ROUNDING;
             uint8_t rounded[2 * LANES];
             store_float16(rounded, code * own[part]);
             const Floats made = load_float16(rounded);

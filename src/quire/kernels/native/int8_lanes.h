@@ -170,7 +170,7 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
         const int8x16_t* own = lines + half * LINES_EACH;
         unroll<N / M>([&](auto some) __attribute__((always_inline)) {
             constexpr int ROW = some * M;
-            if (DIGIT == 1 && !record.template has_low<ROW, M>()) return;
+            if (DIGIT == 1 && !record.has_low(ROW, M)) return;
             add_turn<FORMAT, DIGIT, UPPER, ROW, M, half>(record, own, scale, offset, sums);
         });
     });
@@ -252,13 +252,12 @@ inline __attribute__((always_inline)) void add_digits_of_one(const Record& recor
     });
 }
 
-// N rows times one panel, whose factors are where decode_factors says -> sums. A row's sums run over its groups in order,
-// however many rows there are; those of loose low digits come after all others, so that the loop that all rows need knows
-// nothing of them.
+// N rows, in records, times one panel -> sums [N][PARTS]. A row's sums run over its groups in order, however many rows there
+// are; those of loose low digits come after all others, so that the loop that all rows need knows nothing of them.
 template <int64_t FORMAT, int N>
-inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, const uint8_t* decoded,
-                               Floats (&sums)[N][PARTS]) {
-    using Rows = IntegerRows<FORMAT>;
+void multiply_int8_panel(uint8_t* rows, int64_t inputs, const PanelBytes& bytes, Floats* to) {
+    const uint8_t *panel = bytes.begin, *decoded = bytes.factors;
+    Floats sums[N][PARTS];
     constexpr bool IS_SUPER = has_super_blocks(FORMAT);
     constexpr int64_t SPAN = groups_of_span(FORMAT), GROUP_BYTES = int8_group_bytes(FORMAT);
     // from one span to the next: lines, and factors, which lie together but with super-blocks
@@ -268,7 +267,7 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
     constexpr int64_t LINES = IS_SUPER ? 0 : places_of(FORMAT, SPAN, 0).lines;
     const int64_t groups = inputs / INT8_GROUP;
     const uint8_t* first_span = IS_SUPER ? panel + super_bytes(FORMAT, groups) : panel;
-    const typename Rows::template Record<N> first{rows};
+    const RecordOf<FORMAT, N> first{{}, {}, rows};
     int8x16_t table{};
     if constexpr (has_table(FORMAT)) table = vreinterpretq_s8_u8(vld1q_u8(panel));
     // digit(which, record, where its span begins, its factors, which 32 inputs of the span): first the high digits of all
@@ -280,7 +279,7 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
             for (int64_t i = 0; i < SPAN; ++i, record = record.next())
                 digit(std::integral_constant<int, 0>{}, record, span, GroupFactors{factors + SCALES, factors + OFFSETS}, i);
         if constexpr (has_loose_digits(FORMAT))
-            Rows::for_low(first, groups, [&](int64_t group, const auto& low) __attribute__((always_inline)) {
+            for_low(first, groups, [&](int64_t group, const auto& low) __attribute__((always_inline)) {
                 const uint8_t* own = decoded + group / SPAN * FACTOR_BYTES;
                 digit(std::integral_constant<int, 1>{}, low, first_span + group / SPAN * SPAN_BYTES,
                       GroupFactors{own + SCALES, own + OFFSETS}, group % SPAN);
@@ -314,6 +313,7 @@ inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* pan
             }
         });
     }
+    std::memcpy(to, &sums, sizeof sums);
 }
 
 }  // namespace

@@ -166,15 +166,15 @@ inline __attribute__((always_inline)) void add_short_lines(Ints (&sums)[M], cons
     constexpr int32_t MOST = INT16_MAX / (2 * ((1 << level_bits_of(FORMAT)) - 1) * 128);
     constexpr int RUN = std::min<int>(N, MOST >= 8 ? 8 : MOST >= 4 ? 4 : 2);
     static_assert(MOST >= 2);
-    unroll<N / RUN>([&](auto run) __attribute__((always_inline)) {
+    unroll<N / RUN>([&](int run) __attribute__((always_inline)) {
         Shorts some[M] = {};
-        unroll<RUN * M>([&](auto i) __attribute__((always_inline)) {
-            constexpr int line = FIRST + run * RUN + i / M, r = i % M;
+        unroll<RUN * M>([&](int i) __attribute__((always_inline)) {
+            const int line = FIRST + run * RUN + i / M, r = i % M;
             const uint8_t* digits = rows.numbers(ROW + r) + DIGIT * INT8_GROUP;
             some[r] = add_byte_pairs(some[r], lines[line], all_fours(digits + 4 * line));
             if constexpr (M > 1 && LANES == 16) keep_here(some[r]);
         });
-        unroll<M>([&](auto r) __attribute__((always_inline)) {
+        unroll<M>([&](int r) __attribute__((always_inline)) {
             sums[r] = add_pairs(sums[r], some[r], (Bytes)(Shorts{} + static_cast<uint16_t>(1)));
         });
     });
@@ -189,8 +189,8 @@ inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Byte
     if constexpr (BY_BYTE_PAIRS && has_loose_digits(FORMAT)) {
         add_short_lines<FORMAT, DIGIT, N, FIRST, ROW>(sums, lines, rows);
     } else if constexpr (by_pairs(FORMAT)) {
-        unroll<N * M>([&](auto i) __attribute__((always_inline)) {
-            constexpr int line = FIRST + i / M, r = i % M;
+        unroll<N * M>([&](int i) __attribute__((always_inline)) {
+            const int line = FIRST + i / M, r = i % M;
             const uint8_t* numbers = rows.numbers(ROW + r) + 8 * line;
             const Shorts both = (Shorts)lines[line];
             sums[r] = add_pairs(sums[r], both & static_cast<uint16_t>(255), all_fours(numbers));
@@ -199,15 +199,24 @@ inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Byte
     } else {
         constexpr int64_t AT = has_loose_digits(FORMAT) ? DIGIT * INT8_GROUP : INT8_GROUP;
         Ints high[M] = {};
-        unroll<N * M>([&](auto i) __attribute__((always_inline)) {
-            constexpr int line = FIRST + i / M, r = i % M;
+        unroll<N * M>([&](int i) __attribute__((always_inline)) {
+            const int line = FIRST + i / M, r = i % M;
             const uint8_t* digits = rows.numbers(ROW + r) + 4 * line;
             if constexpr (!has_loose_digits(FORMAT)) high[r] = add_fours(high[r], lines[line], all_fours(digits));
             sums[r] = add_fours(sums[r], lines[line], all_fours(digits + AT));
         });
         if constexpr (!has_loose_digits(FORMAT))
-            unroll<M>([&](auto r) __attribute__((always_inline)) { sums[r] += high[r] * 256; });
+            unroll<M>([&](int r) __attribute__((always_inline)) { sums[r] += high[r] * 256; });
     }
+}
+
+// body(part) for the registers of a line. With four lanes the sums of several rows have no room in registers: there it is a
+// loop, which is a quarter of the code and faster.
+template <int N, typename Body> inline __attribute__((always_inline)) void for_parts(Body body) {
+    if constexpr (LANES == 4 && N > 1)
+        for (int64_t part = 0; part < PARTS; ++part) body(part);
+    else
+        unroll<PARTS>(body);
 }
 
 // 32 inputs of N rows -> to sums[row]; lines, factors: those of these inputs. DIGIT: see add_lines.
@@ -216,7 +225,7 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
                                                      const GroupFactors& factors, Floats (&sums)[N][PARTS]) {
     constexpr int64_t SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
     constexpr float UNIT = DIGIT == 0 ? 1.0f : 1.0f / 256;
-    unroll<PARTS>([&](auto part) {
+    for_parts<N>([&](auto part) __attribute__((always_inline)) {
         Bytes own[INT8_LINES];
         load_lines<FORMAT>(lines + part * 4 * LANES, table, own);
         unroll<SCALES>([&](auto half) {
@@ -228,12 +237,12 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
                 constexpr int ROW = some * M;
                 Ints whole[M] = {};
                 if constexpr (zero_of(FORMAT) != 0)
-                    unroll<M>([&](auto r) __attribute__((always_inline)) {
+                    unroll<M>([&](int r) __attribute__((always_inline)) {
                         whole[r] = all_ints(record.begin(ROW + r, half, DIGIT));
                     });
                 add_lines<FORMAT, DIGIT, LINES_EACH, half * LINES_EACH, ROW>(whole, own, record);
-                unroll<M>([&](auto i) __attribute__((always_inline)) {
-                    constexpr int r = ROW + i;
+                unroll<M>([&](int i) __attribute__((always_inline)) {
+                    const int r = ROW + i;
                     Floats& sum = sums[r][part];
                     const Floats factor = scale * (record.scale(r) * UNIT);
                     sum = add_product(sum, __builtin_convertvector(whole[i], Floats), factor);
@@ -245,28 +254,61 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
     });
 }
 
-// N rows times one panel, whose factors are where decode_factors says -> sums. A row's sums run over its groups in order,
-// however many rows there are; those of loose low digits come after all others.
+// One row of a record of several, as a record of one.
+template <int64_t FORMAT> struct OneOfRecord {
+    RowRecord<std::integral_constant<int64_t, FORMAT>, int64_t> record;
+    int64_t row;
+
+    uint8_t* numbers(int64_t) const { return record.numbers(row); }
+    float scale(int64_t) const { return record.scale(row); }
+    float sum(int64_t, int64_t part) const { return record.sum(row, part); }
+    int32_t begin(int64_t, int64_t part, int64_t digit) const { return record.begin(row, part, digit); }
+};
+
+// 32 inputs of a panel -> to sums[row].
+template <int64_t FORMAT, int DIGIT, int N, typename Record>
+inline __attribute__((always_inline)) void add_group_of(const Record& record, int64_t group, int64_t groups,
+                                                        const PanelBytes& panel, const Bytes& table,
+                                                        Floats (&sums)[N][PARTS]) {
+    const GroupPlaces places = places_of(FORMAT, groups, group);
+    const GroupFactors factors{panel.factors + places.scales, panel.factors + places.offsets};
+    add_group<FORMAT, DIGIT>(record, panel.begin + places.lines, table, factors, sums);
+}
+
+template <int64_t FORMAT> inline Bytes table_of([[maybe_unused]] const PanelBytes& panel) {
+    if constexpr (has_table(FORMAT)) return load_table(panel.begin);
+    return Bytes{};
+}
+
+// N rows, in records, times one panel -> sums [N][PARTS]. A row's sums run over its groups in order, however many rows there
+// are. Loose low digits are left out: add_low_digits adds them.
 template <int64_t FORMAT, int N>
-inline void multiply_int8_rows(uint8_t* rows, int64_t inputs, const uint8_t* panel, const uint8_t* decoded,
-                               Floats (&sums)[N][PARTS]) {
-    using Rows = IntegerRows<FORMAT>;
+void multiply_int8_panel(uint8_t* rows, int64_t inputs, const PanelBytes& panel, Floats* sums) {
     const int64_t groups = inputs / INT8_GROUP;
-    const typename Rows::template Record<N> first{rows};
-    Bytes table{};
-    if constexpr (has_table(FORMAT)) table = load_table(panel);
-    const auto add = [&](auto digit, int64_t group, const auto& record) __attribute__((always_inline)) {
-        const GroupPlaces places = places_of(FORMAT, groups, group);
-        const GroupFactors factors{decoded + places.scales, decoded + places.offsets};
-        add_group<FORMAT, digit>(record, panel + places.lines, table, factors, sums);
-    };
-    auto record = first;
+    const Bytes table = table_of<FORMAT>(panel);
+    Floats own[N][PARTS] = {};
+    RecordOf<FORMAT, N> record{{}, {}, rows};
     for (int64_t group = 0; group < groups; ++group, record = record.next())
-        add(std::integral_constant<int, 0>{}, group, record);
-    if constexpr (has_loose_digits(FORMAT))
-        Rows::for_low(first, groups, [&](int64_t group, const auto& low) __attribute__((always_inline)) {
-            add(std::integral_constant<int, 1>{}, group, low);
-        });
+        add_group_of<FORMAT, 0>(record, group, groups, panel, table, own);
+    std::memcpy(sums, &own, sizeof own);
+}
+
+// The loose low digits of rows of records of `count`, times one panel -> to sums [count][PARTS]. One row at a time: few rows
+// have such digits, and so one function does for records of any size.
+template <int64_t FORMAT>
+void add_low_digits(uint8_t* rows, int64_t count, int64_t inputs, const PanelBytes& panel, Floats* sums) {
+    const int64_t groups = inputs / INT8_GROUP;
+    const Bytes table = table_of<FORMAT>(panel);
+    const RowRecord<std::integral_constant<int64_t, FORMAT>, int64_t> first{{}, count, rows};
+    for_low(first, groups, [&](int64_t group, const auto& record) __attribute__((always_inline)) {
+        for (int64_t r = 0; r < count; ++r) {
+            if ((record.mark(r) & 1) == 0) continue;
+            Floats own[1][PARTS];
+            std::memcpy(&own, sums + r * PARTS, sizeof own);
+            add_group_of<FORMAT, 1>(OneOfRecord<FORMAT>{record, r}, group, groups, panel, table, own);
+            std::memcpy(sums + r * PARTS, &own, sizeof own);
+        }
+    });
 }
 
 }  // namespace

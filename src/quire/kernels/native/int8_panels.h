@@ -3,8 +3,9 @@
 // 16 inputs become floats.
 //
 // A weight is level * scale + offset. The weight [outputs, inputs] is cut into panels of 16 outputs, padded with zeros,
-// so that its bytes are those of the file, and at most a tenth more, but for Q4_K: 1.11 of the file, as offsets are float16
-// numbers (bytes, as the file has them, cost 4 % of the speed). A panel is
+// so that its bytes are those of the file, and at most a tenth more, with these exceptions. Q4_K takes 1.11 of the file, as
+// offsets are float16 numbers (bytes, as the file has them, cost 4 % of the speed). Levels of fewer than 4 bits take 4, but
+// for those of Q2_K and Q3_K: TQ1_0 takes 2.4 of the file, TQ2_0 and GPTQ of 2 bits 2.0, GPTQ of 3 bits 1.35. A panel is
 //   table    of formats that have one: 16 signed bytes, then zeros up to 64;
 //   scales   [inputs / 32 or 16; wide: / 128][16 outputs], float16;
 //   offsets  likewise, in formats that have them;
@@ -19,8 +20,9 @@
 // Lines of 8 bits are signed bytes. Lines of fewer bits are unsigned. Of 2 bits, two byte lines hold lines 0-3 and 4-7, the
 // lowest bits first. Of 3 bits, byte line j of three holds line 2 j in its bits 0-2 and line 2 j + 1 in bits 3-5; bits 6 and 7
 // of byte lines 0 and 1 are the low bits of lines 6 and 7, those of byte line 2 their third bits. Of 4 bits and more, four
-// byte lines hold lines 0-3 in the low halves and lines 4-7 in the high ones; behind them the fifth bits of all lines (bit k: of line k), or the fifth and sixth ones
-// in two lines (bits 2 k and 2 k + 1 of the first one: of line k, of the second one: of line 4 + k). Without offsets the
+// byte lines hold lines 0-3 in the low halves and lines 4-7 in the high ones; behind them the fifth bits of all lines (bit k:
+// of line k), or the fifth and sixth ones in two lines (bits 2 k and 2 k + 1 of the first one: of line k, of the second one:
+// of line 4 + k). Without offsets the
 // middle level, 1 << (bits - 1), is the number 0. With a table, levels are its entries, and lines hold their places in it.
 //
 // With ARM's dot products, the two levels of a byte of 4 bits are of one input and two outputs, so that no instruction takes
@@ -46,93 +48,144 @@ template <typename T> struct PanelResults {
     const T* bias;  // of these outputs, or null
     int64_t stride, count;
 
-    template <int N> __attribute__((noinline)) void put_sums(const Floats (&sums)[N][PARTS], int64_t row) const {
-        for (int r = 0; r < N; ++r)
+    void put_sums(const Floats* sums, int64_t row, int64_t rows) const {
+        for (int64_t r = 0; r < rows; ++r)
             for (int64_t part = 0; part * LANES < count; ++part) {
                 const int64_t at = part * LANES, some = std::min(LANES, count - at);
-                const Floats value = sums[r][part];
+                const Floats value = sums[r * PARTS + part];
                 put(out + (row + r) * stride + at, bias == nullptr ? value : rounded<T>(value) + fetch(bias + at, some),
                     some);
             }
     }
 };
 
-// N rows from `row` on times one panel. Whatever type rows have, it is one function, which takes long to compile.
-template <int64_t FORMAT, int N>
-__attribute__((noinline)) void multiply_int8_panel(uint8_t* room, int64_t row, int64_t inputs, const PanelBytes& panel,
-                                                   Floats (&sums)[N][PARTS]) {
-    Floats own[N][PARTS] = {};
-    multiply_int8_rows<FORMAT, N>(room + IntegerRows<FORMAT>::bytes(row, inputs), inputs, panel.begin, panel.factors, own);
-    std::memcpy(&sums, &own, sizeof own);
-}
-
-// Rounds rows, MOST of them together, and gives each panel to what `make()` returns, which each thread has for itself.
-template <int64_t FORMAT, int MOST, typename T, typename Make>
-void multiply_int8_by(const T* x, const uint8_t* weight, const T* bias, const Product& product, uint8_t* room, T* out,
-                      Make make) {
-    const int64_t panels = (product.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS, inputs = product.inputs;
-    for_each((product.rows + MOST - 1) / MOST, product.rows * inputs > MANY_NUMBERS / 2, [&](int64_t i) {
-        by_rows<MOST>(i * MOST, std::min((i + 1) * MOST, product.rows), [&](auto n, int64_t row) {
-            IntegerRows<FORMAT>::template quantize<n>(x, row, inputs, room);
-        });
-    });
-    const int64_t in_turn = product.panels_in_turn(int8_panel_bytes(FORMAT, inputs));
-    share_out(panels, in_turn, product.is_large(), [&] {
-        return [&, take = make()](int64_t panel) mutable {
-            static thread_local std::vector<uint8_t> factors;
-            const uint8_t* own = weight + panel * int8_panel_bytes(FORMAT, inputs);
-            const int64_t begin = panel * INT8_OUTPUTS, count = std::min(INT8_OUTPUTS, product.outputs - begin);
-            take(PanelBytes{own, decode_factors(FORMAT, own, inputs, factors)},
-                 PanelResults<T>{out + begin, bias == nullptr ? nullptr : bias + begin, product.out_stride, count});
-        };
-    });
-}
-
-// Up to INT8_ROWS_AT_ONCE rows; `room` is for them.
-template <int64_t FORMAT, typename T>
-void multiply_int8_some(const T* x, const uint8_t* weight, const T* bias, const Product& product, uint8_t* room, T* out) {
-    const auto multiply = [&](auto n, int64_t row, const PanelBytes& panel, const PanelResults<T>& results) {
-        Floats sums[n][PARTS];
-        multiply_int8_panel<FORMAT, n>(room, row, product.inputs, panel, sums);
-        results.put_sums(sums, row);
-    };
+// What there is for each format apart. All else takes the format as a number: so it is compiled once.
+struct Int8Kernels {
+    int64_t format;
+    // [rows together]: multiply_int8_panel, null but for those that rows_together gives
+    void (*multiply[INT8_ROWS + 1])(uint8_t* rows, int64_t inputs, const PanelBytes& panel, Floats* sums);
+    // add_low_digits, or null: `multiply` does it
+    void (*add_low)(uint8_t* rows, int64_t count, int64_t inputs, const PanelBytes& panel, Floats* sums);
 #ifdef __AMX_INT8__
-    if constexpr (has_loose_digits(FORMAT))
-        if (has_tiles && product.rows >= INT8_TILE_ROWS)
-            return multiply_int8_by<FORMAT, INT8_TILE_ROWS>(x, weight, bias, product, room, out, [&] {
-                return [&, tiles = Int8Tiles<FORMAT>(product.inputs)](const PanelBytes& panel, const auto& results) mutable {
-                    tiles.take(panel);
-                    by_rows<INT8_TILE_ROWS>(0, product.rows, [&](auto n, int64_t row) {
-                        if constexpr (n == INT8_TILE_ROWS) {
-                            Floats sums[n][PARTS];
-                            tiles.multiply(room + IntegerRows<FORMAT>::bytes(row, product.inputs), sums);
-                            results.put_sums(sums, row);
-                        } else {
-                            multiply(n, row, panel, results);
-                        }
-                    });
+    void (*multiply_tiles)(uint8_t* room, int64_t rows, int64_t inputs, const PanelBytes& panel, Floats* sums);  // or null
+#endif
+};
+
+template <int64_t FORMAT> constexpr Int8Kernels make_int8_kernels() {
+    Int8Kernels kernels{};
+    kernels.format = FORMAT;
+    kernels.multiply[1] = multiply_int8_panel<FORMAT, 1>;
+    kernels.multiply[2] = multiply_int8_panel<FORMAT, 2>;
+    kernels.multiply[3] = multiply_int8_panel<FORMAT, 3>;
+    kernels.multiply[4] = multiply_int8_panel<FORMAT, 4>;
+    kernels.multiply[INT8_ROWS] = multiply_int8_panel<FORMAT, INT8_ROWS>;
+#ifndef __ARM_FEATURE_DOTPROD
+    if constexpr (has_loose_digits(FORMAT)) kernels.add_low = add_low_digits<FORMAT>;
+#endif
+#ifdef __AMX_INT8__
+    if constexpr (has_loose_digits(FORMAT)) kernels.multiply_tiles = multiply_int8_tiles<FORMAT>;
+#endif
+    return kernels;
+}
+template <int64_t FORMAT> constexpr Int8Kernels INT8_KERNELS = make_int8_kernels<FORMAT>();
+
+// Of `rest` rows, how many are multiplied together next, at most so many.
+constexpr int64_t rows_together(int64_t most, int64_t rest) {
+    while (most > rest) most = most > 4 ? most / 2 : most - 1;
+    return most;
+}
+
+// Up to INT8_ROWS_AT_ONCE rows times weights; `room` is for these rows.
+template <typename T> struct Int8Product {
+    const Int8Kernels& kernels;
+    const T* x;
+    const uint8_t* weight;
+    const T* bias;
+    Product product;
+    uint8_t* room;
+    T* out;
+
+    int64_t place_of(int64_t row) const { return integer_rows_bytes(kernels.format, row, product.inputs); }
+
+    // Rounds rows, `most` of them together.
+    void quantize(int64_t most) const {
+        for_each((product.rows + most - 1) / most, product.rows * product.inputs > MANY_NUMBERS / 2, [&](int64_t i) {
+            const int64_t end = std::min((i + 1) * most, product.rows);
+            for (int64_t row = i * most, n; row < end; row += n) {
+                n = rows_together(most, end - row);
+                quantize_rows(kernels.format, x, row, n, product.inputs, room);
+            }
+        });
+    }
+
+    // Gives each panel and where its results go to what `make()` returns, which each thread has for itself.
+    template <typename Make> void for_panels(Make make) const {
+        const int64_t panels = (product.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS, inputs = product.inputs;
+        const int64_t bytes = int8_panel_bytes(kernels.format, inputs);
+        share_out(panels, product.panels_in_turn(bytes), product.is_large(), [&] {
+            return [&, take = make()](int64_t panel) mutable {
+                const uint8_t* own = weight + panel * bytes;
+                const int64_t begin = panel * INT8_OUTPUTS, count = std::min(INT8_OUTPUTS, product.outputs - begin);
+                take(PanelBytes{own, decode_factors(kernels.format, own, inputs)},
+                     PanelResults<T>{out + begin, bias == nullptr ? nullptr : bias + begin, product.out_stride, count});
+            };
+        });
+    }
+
+    // Rows from `row` on times one panel.
+    void multiply_panel(int64_t row, const PanelBytes& panel, const PanelResults<T>& results) const {
+        for (int64_t n; row < product.rows; row += n) {
+            n = rows_together(INT8_ROWS, product.rows - row);
+            Floats sums[INT8_ROWS * PARTS];
+            uint8_t* const records = room + place_of(row);
+            kernels.multiply[n](records, product.inputs, panel, sums);
+            if (kernels.add_low != nullptr && have_low_digits(records, n, product.inputs))
+                kernels.add_low(records, n, product.inputs, panel, sums);
+            results.put_sums(sums, row, n);
+        }
+    }
+
+    void go() const {
+#ifdef __AMX_INT8__
+        if (has_tiles && kernels.multiply_tiles != nullptr && product.rows >= INT8_TILE_ROWS) {
+            quantize(INT8_TILE_ROWS);
+            const int64_t tiled = product.rows / INT8_TILE_ROWS * INT8_TILE_ROWS;
+            return for_panels([&] {
+                const TileShapes shapes = int8_tile_shapes(scales_of(kernels.format));
+                return [&, tiled, in_use = TilesInUse(shapes)](const PanelBytes& panel, const PanelResults<T>& results) {
+                    Floats sums[INT8_ROWS_AT_ONCE];
+                    kernels.multiply_tiles(room, tiled, product.inputs, panel, sums);
+                    results.put_sums(sums, 0, tiled);
+                    multiply_panel(tiled, panel, results);
                 };
             });
+        }
 #endif
-    multiply_int8_by<FORMAT, INT8_ROWS>(x, weight, bias, product, room, out, [&] {
-        return [&](const PanelBytes& panel, const auto& results) {
-            by_rows<INT8_ROWS>(0, product.rows, [&](auto n, int64_t row) { multiply(n, row, panel, results); });
-        };
-    });
-}
+        quantize(INT8_ROWS);
+        for_panels([&] {
+            return [&](const PanelBytes& panel, const PanelResults<T>& results) { multiply_panel(0, panel, results); };
+        });
+    }
+};
 
 // x [rows, inputs] times the weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].
-template <int64_t FORMAT, typename T>
-void multiply_int8(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out) {
+template <typename T>
+void multiply_int8_by(const Int8Kernels& kernels, const T* x, const uint8_t* weight, const T* bias, const Product& product,
+                      T* out) {
     static thread_local std::vector<uint8_t> room;
     const int64_t most = std::min(INT8_ROWS_AT_ONCE, product.rows);
-    room.resize(std::max<size_t>(room.size(), IntegerRows<FORMAT>::bytes(most, product.inputs)));
+    room.resize(std::max<size_t>(room.size(), integer_rows_bytes(kernels.format, most, product.inputs)));
     for (int64_t row = 0; row < product.rows; row += INT8_ROWS_AT_ONCE) {
         Product some = product;
         some.rows = std::min(INT8_ROWS_AT_ONCE, product.rows - row);
-        multiply_int8_some<FORMAT>(x + row * product.inputs, weight, bias, some, room.data(),
-                                   out + row * product.out_stride);
+        Int8Product<T>{kernels, x + row * product.inputs, weight, bias, some, room.data(), out + row * product.out_stride}
+            .go();
     }
+}
+
+template <int64_t FORMAT, typename T>
+void multiply_int8(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out) {
+    multiply_int8_by(INT8_KERNELS<FORMAT>, x, weight, bias, product, out);
 }
 
 // Level `input` of 32, of output `place` of 16.
@@ -166,9 +219,8 @@ inline bool read_int8_rows(int64_t format, const uint8_t* panels, const int64_t*
         if (places[row] < 0 || places[row] >= product.outputs) return false;
     const int64_t groups = inputs / INT8_GROUP, scales = scales_of(format), each = INT8_GROUP / scales;
     for_each(count, count * inputs > MANY_NUMBERS, [&](int64_t row) {
-        static thread_local std::vector<uint8_t> factors;
         const uint8_t* panel = panels + places[row] / INT8_OUTPUTS * int8_panel_bytes(format, inputs);
-        const uint8_t* decoded = decode_factors(format, panel, inputs, factors);
+        const uint8_t* decoded = decode_factors(format, panel, inputs);
         const int64_t place = places[row] % INT8_OUTPUTS;
         for (int64_t part = 0; part < groups * scales; ++part) {
             const GroupPlaces places = places_of(format, groups, part / scales);

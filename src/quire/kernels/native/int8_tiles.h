@@ -19,17 +19,16 @@ inline TileShapes int8_tile_shapes(int64_t scales) {
     return shapes;
 }
 
-// One panel at a time, as levels of a byte each, times 16 rows at a time. Each thread has its own.
+// One panel, as levels of a byte each, times 16 rows at a time. The tile units are laid out as int8_tile_shapes says.
 template <int64_t FORMAT> class Int8Tiles {
-    using Record = typename IntegerRows<FORMAT>::template Record<INT8_TILE_ROWS>;
+    using Record = RecordOf<FORMAT, INT8_TILE_ROWS>;
     static constexpr int64_t SCALES = scales_of(FORMAT), GROUP_BYTES = INT8_LINES * LINE_BYTES;
     static constexpr int64_t BEHIND = 2, STORED = 4;  // sums wait so long until they are read; tiles of sums that wait
     static constexpr int64_t SUMS = INT8_TILE_ROWS * INT8_OUTPUTS;
 
     const int64_t groups_;
     uint8_t* levels_;  // [groups][8 lines][64 bytes]
-    PanelBytes panel_{};
-    TilesInUse in_use_{int8_tile_shapes(SCALES)};
+    const PanelBytes& panel_;
 
     // Part `half` of 32 inputs: the digits of 16 rows times levels -> sums [16 rows][16 outputs].
     template <int DIGIT> void multiply(int64_t group, int64_t half, const Record& record, int64_t tile, int32_t* sums) const {
@@ -58,7 +57,7 @@ template <int64_t FORMAT> class Int8Tiles {
         const Floats scale = factors.scale(half, 0);
         Floats offset{};
         if constexpr (has_offsets(FORMAT) && DIGIT == 0) offset = factors.offset(half, 0);
-        unroll<INT8_TILE_ROWS>([&](auto r) __attribute__((always_inline)) {
+        unroll<INT8_TILE_ROWS>([&](int r) __attribute__((always_inline)) {
             Ints own = (Ints)_mm512_load_si512(whole + r * INT8_OUTPUTS);
             if constexpr (zero_of(FORMAT) != 0) own += all_ints(record.begin(r, half, DIGIT));
             sums[r] = add_product(sums[r], __builtin_convertvector(own, Floats), scale * (record.scale(r) * UNIT));
@@ -68,13 +67,9 @@ template <int64_t FORMAT> class Int8Tiles {
     }
 
    public:
-    explicit Int8Tiles(int64_t inputs) : groups_(inputs / INT8_GROUP) {
+    Int8Tiles(const PanelBytes& panel, int64_t inputs) : groups_(inputs / INT8_GROUP), panel_(panel) {
         static thread_local std::vector<uint8_t> room;
         levels_ = aligned_room(room, groups_ * GROUP_BYTES);
-    }
-
-    void take(const PanelBytes& panel) {
-        panel_ = panel;
         Bytes table{};
         if constexpr (has_table(FORMAT)) table = load_table(panel.begin);
         for (int64_t group = 0; group < groups_; ++group) {
@@ -88,10 +83,10 @@ template <int64_t FORMAT> class Int8Tiles {
     }
 
     // 16 rows times the panel -> sums, as multiply_int8_rows.
-    __attribute__((noinline)) void multiply(uint8_t* rows, Floats (&sums)[INT8_TILE_ROWS][1]) const {
+    void multiply(uint8_t* rows, Floats* sums) const {
         alignas(64) int32_t whole[STORED][SUMS];
         Floats own[INT8_TILE_ROWS] = {};
-        const Record first{rows};
+        const Record first{{}, {}, rows};
         const int64_t steps = groups_ * SCALES;
         for (int64_t step = 0; step < steps + BEHIND; ++step) {
             if (step < steps) {
@@ -101,14 +96,22 @@ template <int64_t FORMAT> class Int8Tiles {
             if (const int64_t last = step - BEHIND; last >= 0)
                 add<0>(last / SCALES, last % SCALES, first.next(last / SCALES), whole[last % STORED], own);
         }
-        IntegerRows<FORMAT>::for_low(first, groups_, [&](int64_t group, const Record& low) {
+        for_low(first, groups_, [&](int64_t group, const Record& low) {
             for (int64_t half = 0; half < SCALES; ++half) {
                 multiply<1>(group, half, low, half % 2, whole[half]);
                 add<1>(group, half, low, whole[half], own);
             }
         });
-        unroll<INT8_TILE_ROWS>([&](auto r) __attribute__((always_inline)) { sums[r][0] = own[r]; });
+        unroll<INT8_TILE_ROWS>([&](int r) __attribute__((always_inline)) { sums[r] = own[r]; });
     }
 };
+
+// As multiply_int8_panel, with low digits; rows: a multiple of 16, in records of 16 each.
+template <int64_t FORMAT>
+void multiply_int8_tiles(uint8_t* room, int64_t rows, int64_t inputs, const PanelBytes& panel, Floats* sums) {
+    const Int8Tiles<FORMAT> tiles(panel, inputs);
+    for (int64_t row = 0; row < rows; row += INT8_TILE_ROWS)
+        tiles.multiply(room + integer_rows_bytes(FORMAT, row, inputs), sums + row);
+}
 
 }  // namespace

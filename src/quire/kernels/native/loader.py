@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sysconfig
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from quire.kernels.native.paths import PATHS, CpuPath, digest_of_sources
+
+logger = logging.getLogger("quire.kernels")
 
 _HERE = Path(__file__).parent
 CGROUP = Path("/sys/fs/cgroup")
@@ -137,13 +140,30 @@ def open_library() -> ctypes.CDLL:
 
 class _Threads:
     asked: int | None = None  # by `set_threads`
+    is_forked = False  # torch's threads stayed in the parent process: its parallel loops would wait for them forever
+
+
+def _after_fork() -> None:
+    if _Threads.asked is not None:  # a model was run
+        _Threads.is_forked = True
+        torch.set_num_threads(1)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def set_threads(count: int | None) -> None:
     """Let torch and the compiled kernels use so many threads, the kernels not more than this process has cores. None:
-    as many as torch uses now, or as there are cores. The kernels do not follow `torch.set_num_threads`."""
-    count = count or _threads_that_can_run(torch.get_num_threads())
-    torch.set_num_threads(count)
+    as many as torch uses now, or as there are cores. The kernels do not follow `torch.set_num_threads`.
+
+    In a process that was forked after this was called, torch has one thread; the kernels have as many as elsewhere."""
+    if _Threads.is_forked:
+        logger.warning(
+            "this process was forked from one that has run a model: torch computes with one thread here; use "
+            "multiprocessing's start method spawn for all of them"
+        )
+    count = count or (_Threads.is_forked and _Threads.asked) or _threads_that_can_run(torch.get_num_threads())
+    torch.set_num_threads(1 if _Threads.is_forked else count)
     _Threads.asked = count
     if open_library.cache_info().currsize:
         open_library().quire_prepare(choose_path().name == "amx", kernel_threads())

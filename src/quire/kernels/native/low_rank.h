@@ -126,9 +126,10 @@ template <typename W> struct VectorLines {
     static constexpr int64_t AHEAD = 64;  // lines
     static constexpr int MOST_ROWS = LANES == 8 ? 2 : 4, MOST_PANELS = LANES / 4;  // their sums fit in the registers
 
-    // ROWS rows x PANELS panels of `lines` lines, one behind the other: give(row, panel, sums [16]).
-    template <int ROWS, int PANELS, typename Give>
-    static void add_up(const float* x, int64_t stride, const uint8_t* panel, int64_t lines, Give give) {
+    // ROWS rows x PANELS panels of `lines` lines, one behind the other -> found [ROWS][PANELS][16].
+    template <int ROWS, int PANELS>
+    static __attribute__((noinline)) void add_up(const float* x, int64_t stride, const uint8_t* panel, int64_t lines,
+                                                 float* found) {
         const W* weights = reinterpret_cast<const W*>(panel);
         // Lines are asked for before they are needed: CPUs do not see by themselves what follows short panels.
         const int64_t ahead = std::min(lines * PANELS, AHEAD) * LOW_RANK_OUTPUTS;
@@ -146,20 +147,16 @@ template <typename W> struct VectorLines {
                     [&](auto i) { sums[r][i] = add_product(sums[r][i], entries[i], factor); });
             });
         }
-        for (int r = 0; r < ROWS; ++r)
-            for (int p = 0; p < PANELS; ++p) {
-                float found[LOW_RANK_OUTPUTS];
-                for (int64_t i = 0; i < PIECES; ++i) store(found + i * LANES, sums[r][p * PIECES + i]);
-                give(r, p, found);
-            }
+        std::memcpy(found, &sums, sizeof sums);
     }
 
     template <typename Give>
     static void multiply(const UnitRows<float>& rows, const uint8_t* memory, int64_t lines, int64_t panels, Give give) {
         by_rows<MOST_PANELS>(0, panels, [&](auto num, int64_t panel) {
             by_rows<MOST_ROWS>(0, rows.count, [&](auto n, int64_t row) {
-                add_up<n, num>(rows.first + row * rows.stride, rows.stride, memory + panel * lines * LINE_BYTES, lines,
-                               [&](int64_t r, int64_t p, const float* sums) { give(row + r, panel + p, sums); });
+                float found[n * num * LOW_RANK_OUTPUTS];
+                add_up<n, num>(rows.first + row * rows.stride, rows.stride, memory + panel * lines * LINE_BYTES, lines, found);
+                for (int i = 0; i < n * num; ++i) give(row + i / num, panel + i % num, found + i * LOW_RANK_OUTPUTS);
             });
         });
     }

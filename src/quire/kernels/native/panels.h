@@ -66,7 +66,7 @@ inline void load_nibbles(const uint8_t* line, Pieces& low, Pieces& high) {
 // LANES bytes, with a sign or without. By name where it can be: compilers take them apart one by one.
 inline Ints widen_signed(const uint8_t* bytes) {
 #if defined(__AVX512F__)
-    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+    return (Ints)_mm512_maskz_cvtepi8_epi32(0xFFFF, _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
 #elif defined(__AVX2__)
     return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
 #else
@@ -115,17 +115,16 @@ template <Format FORMAT> inline void unpack_group(const uint8_t* group, float* t
 }
 
 // Inputs [from, from + count) of a panel as numbers: where they lie, or unpacked into `room`. `from` begins a group.
-template <Format FORMAT>
-inline const float* plain_inputs(const uint8_t* panel, int64_t from, int64_t count, float* room) {
-    if constexpr (FORMAT == PLAIN) return reinterpret_cast<const float*>(panel) + from * PANEL_OUTPUTS;
-    if constexpr (FORMAT == HALVES) {
+inline const float* plain_inputs(Format format, const uint8_t* panel, int64_t from, int64_t count, float* room) {
+    if (format == PLAIN) return reinterpret_cast<const float*>(panel) + from * PANEL_OUTPUTS;
+    if (format == HALVES) {
         const bf16* halves = reinterpret_cast<const bf16*>(panel) + from * PANEL_OUTPUTS;
         for (int64_t i = 0; i < count * PANEL_OUTPUTS; i += LANES) store(room + i, load(halves + i));
         return room;
     }
-    panel += from / GROUP_INPUTS * group_bytes(FORMAT);
-    for (int64_t i = 0; i < count; i += GROUP_INPUTS, panel += group_bytes(FORMAT))
-        unpack_group<FORMAT>(panel, room + i * PANEL_OUTPUTS);
+    panel += from / GROUP_INPUTS * group_bytes(format);
+    const auto unpack = format == NIBBLES ? unpack_group<NIBBLES> : unpack_group<BYTES>;
+    for (int64_t i = 0; i < count; i += GROUP_INPUTS, panel += group_bytes(format)) unpack(panel, room + i * PANEL_OUTPUTS);
     return room;
 }
 
@@ -185,8 +184,8 @@ template <typename T> inline void weave_rows(const T* x, int64_t begin, int64_t 
 }
 
 // All rows, woven, times one panel -> sums [rows, PANEL_OUTPUTS]. `room`: for MOST_INPUTS inputs of a panel.
-template <Format FORMAT>
-inline void multiply_panel(const float* woven, const uint8_t* panel, const Product& product, float* room, float* sums) {
+inline void multiply_panel(Format format, const float* woven, const uint8_t* panel, const Product& product, float* room,
+                           float* sums) {
     for (int64_t from = 0; from < product.inputs; from += MOST_INPUTS) {
         const int64_t count = std::min(MOST_INPUTS, product.inputs - from);
         const auto add = [&](const auto* weights) {
@@ -195,27 +194,26 @@ inline void multiply_panel(const float* woven, const uint8_t* panel, const Produ
                               sums + row * PANEL_OUTPUTS);
             });
         };
-        if constexpr (FORMAT == HALVES)
-            if (product.rows <= MOST_ROWS) {  // each number is used once: it need not be stored as a float
-                add(reinterpret_cast<const bf16*>(panel) + from * PANEL_OUTPUTS);
-                continue;
-            }
-        add(plain_inputs<FORMAT>(panel, from, count, room));
+        if (format == HALVES && product.rows <= MOST_ROWS)  // each number is used once: it need not be stored as a float
+            add(reinterpret_cast<const bf16*>(panel) + from * PANEL_OUTPUTS);
+        else
+            add(plain_inputs(format, panel, from, count, room));
     }
 }
 
 // Up to ROWS_AT_ONCE rows; `woven` is room for them.
-template <Format FORMAT, typename T>
-void multiply_some(const T* x, const uint8_t* weight, const T* bias, const Product& product, float* woven, T* out) {
+template <typename T>
+void multiply_some(Format format, const T* x, const uint8_t* weight, const T* bias, const Product& product, float* woven,
+                   T* out) {
     const int64_t panels = (product.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
     for_each((product.rows + MOST_ROWS - 1) / MOST_ROWS, product.rows * product.inputs > MANY_NUMBERS, [&](int64_t i) {
         weave_rows(x, i * MOST_ROWS, std::min((i + 1) * MOST_ROWS, product.rows), product.inputs, woven);
     });
-    share_out(panels, product.panels_in_turn(panel_bytes(FORMAT, product.inputs)), product.is_large(), [&] {
-        std::vector<float> room(FORMAT == PLAIN ? 0 : MOST_INPUTS * PANEL_OUTPUTS), sums(product.rows * PANEL_OUTPUTS);
+    share_out(panels, product.panels_in_turn(panel_bytes(format, product.inputs)), product.is_large(), [&] {
+        std::vector<float> room(format == PLAIN ? 0 : MOST_INPUTS * PANEL_OUTPUTS), sums(product.rows * PANEL_OUTPUTS);
         return [&, room = std::move(room), sums = std::move(sums)](int64_t panel) mutable {
-            multiply_panel<FORMAT>(woven, weight + panel * panel_bytes(FORMAT, product.inputs), product, room.data(),
-                                   sums.data());
+            multiply_panel(format, woven, weight + panel * panel_bytes(format, product.inputs), product, room.data(),
+                           sums.data());
             const int64_t begin = panel * PANEL_OUTPUTS, count = std::min(PANEL_OUTPUTS, product.outputs - begin);
             for (int64_t row = 0; row < product.rows; ++row)
                 in_pieces(count, [&](int64_t i, int64_t n) {
@@ -228,16 +226,20 @@ void multiply_some(const T* x, const uint8_t* weight, const T* bias, const Produ
 }
 
 // x [rows, inputs] times the weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].
-template <Format FORMAT, typename T>
-void multiply_panels(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out) {
+template <typename T>
+void multiply_panels_of(Format format, const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out) {
     static thread_local std::vector<float> room;
     room.resize(std::max<size_t>(room.size(), std::min(ROWS_AT_ONCE, product.rows) * product.inputs));
     for (int64_t row = 0; row < product.rows; row += ROWS_AT_ONCE) {
         Product some = product;
         some.rows = std::min(ROWS_AT_ONCE, product.rows - row);
-        multiply_some<FORMAT>(x + row * product.inputs, weight, bias, some, room.data(),
-                              out + row * product.out_stride);
+        multiply_some(format, x + row * product.inputs, weight, bias, some, room.data(), out + row * product.out_stride);
     }
+}
+
+template <Format FORMAT, typename T>
+void multiply_panels(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out) {
+    multiply_panels_of(FORMAT, x, weight, bias, product, out);
 }
 
 }  // namespace

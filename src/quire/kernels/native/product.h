@@ -25,7 +25,7 @@ struct Product {
 };
 constexpr int64_t MANY_NUMBERS = 1 << 15;  // of rows: threads share what is done to each
 
-// LANES float16 numbers, none of them infinite or NaN.
+// LANES float16 numbers.
 inline Floats load_float16(const uint8_t* from) {
 #ifdef __aarch64__
     return (Floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
@@ -38,7 +38,8 @@ inline Floats load_float16(const uint8_t* from) {
     std::memcpy(&halves, from, sizeof halves);
     const Words bits = __builtin_convertvector(halves, Words);
     const Floats magnitude = (Floats)((bits & 0x7FFFu) << 13) * 5.192296858534828e33f;  // 2^112: exponents' distance
-    return (Floats)((Words)magnitude | (bits & 0x8000u) << 16);
+    const Words is_none = (Words)((bits & 0x7C00u) == 0x7C00u);  // an infinity or a NaN stays one
+    return (Floats)((Words)magnitude | (is_none & 0x7F800000u) | (bits & 0x8000u) << 16);
 #endif
 }
 

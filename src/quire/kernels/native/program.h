@@ -130,7 +130,8 @@ template <typename T> struct Interpreter {
     }
 
     void multiply(const Operation& op) const {
-        multiply_by_each(static_cast<const PackedLinear*>(op.weight), op.groups, at(op.x), run.rows, at(op.out));
+        const PackedParts parts{static_cast<const PackedLinear*>(op.weight), op.groups};
+        multiply_by_each(parts, at(op.x), run.rows, at(op.out));
     }
 
     void multiply_by_heads(const Operation& op) const {
@@ -283,7 +284,9 @@ template <typename T> bool can_multiply(const Operation* operations, int64_t cou
     return std::all_of(operations, operations + count, [](const Operation& op) {
         if (op.kind == MIX) {
             const PackedExperts& experts = *static_cast<const PackedExperts*>(op.weight);
-            return has_kernels<T>(experts.gate_up, experts.held) && has_kernels<T>(experts.down, experts.held);
+            const auto has_parts = [](const PackedParts& parts) { return has_kernels<T>(parts.linears, parts.count); };
+            return std::all_of(experts.gate_up, experts.gate_up + experts.held, has_parts) &&
+                   has_kernels<T>(experts.down, experts.held);
         }
         if (op.kind != MULTIPLY && op.kind != MULTIPLY_HEADS) return true;
         return has_kernels<T>(static_cast<const PackedLinear*>(op.weight), op.groups);

@@ -27,7 +27,7 @@ from quire.kernels.native.low_rank import LowRankSlots
 from quire.kernels.native.ops import ACTIVATIONS, doubles, scaled_fields
 from quire.kernels.native.shared_ranks import SharedRanks
 from quire.kernels.native.structures import CAngles, CDelta, COperation, CRun, ProgramStep
-from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear
+from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExperts, PackedLinear, PackedParts
 
 (
     RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, SCALE, TIMES,
@@ -87,9 +87,8 @@ class ProgramWriter:
     def multiply(self, x: Symbol, *linears: LinearWeights) -> Symbol:
         """By each of the weights, their outputs side by side."""
         assert all(linear.weight.inputs == x.width for linear in linears)
-        packed = (PackedLinear * len(linears))(*map(self._pack, linears))
         out = self._new(sum(linear.weight.outputs for linear in linears))
-        self._add(MULTIPLY, x.buffer, out=out.buffer, groups=len(linears), pointer=self._keep(packed))
+        self._add(MULTIPLY, x.buffer, out=out.buffer, groups=len(linears), pointer=self._pack_all(linears))
         return out
 
     def low_rank_add(self, x: Symbol, y: Symbol, slots: LowRankSlots) -> None:
@@ -100,10 +99,10 @@ class ProgramWriter:
 
     def multiply_heads(self, x: Symbol, linears: Sequence[LinearWeights], rest: int) -> Symbol:
         """Each head that rows begin with by a weight of its own; `rest` numbers behind its inputs go on as they are."""
-        weight, num = linears[0].weight, len(linears)
-        assert x.width >= num * (weight.inputs + rest)
-        out, packed = self._new(num * (weight.outputs + rest)), (PackedLinear * num)(*map(self._pack, linears))
-        self._add(MULTIPLY_HEADS, x.buffer, out=out.buffer, groups=num, size=rest, pointer=self._keep(packed))
+        num, inputs, outputs = len(linears), linears[0].weight.inputs, linears[0].weight.outputs
+        assert x.width >= num * (inputs + rest)
+        out = self._new(num * (outputs + rest))
+        self._add(MULTIPLY_HEADS, x.buffer, out=out.buffer, groups=num, size=rest, pointer=self._pack_all(linears))
         return out
 
     def mix(self, x: Symbol, logits: Symbol, experts: ExpertWeights, shared: Sequence[Symbol] = ()) -> Symbol:
@@ -111,12 +110,12 @@ class ProgramWriter:
         of the sigmoid that it is multiplied by; or less."""
         num, held, out = logits.width, len(experts.gate_up), self._new(x.width)
         assert 0 <= experts.first <= num - held
-        gate_up, down = ((PackedLinear * held)(*map(self._pack, each)) for each in (experts.gate_up, experts.down))
+        gate_up = (PackedParts * held)(*(PackedParts(self._pack_all(each), len(each)) for each in experts.gate_up))
         others = [each.buffer for each in shared]
         packed = PackedExperts(
             num, experts.num_used, experts.first, held, experts.is_normalized, *(*others, -1, -1)[:2], experts.scale,
             *experts.groups,
-            self._keep_each(experts.score_bias, num), self._keep(gate_up), self._keep(down),
+            self._keep_each(experts.score_bias, num), self._keep(gate_up), self._pack_all(experts.down),
             self._keep(doubles(experts.clamp)), self._keep_each(experts.factors, num), ACTIVATIONS[experts.activation],
             *map(self._keep_slots, experts.adapters),
         )  # fmt: skip
@@ -156,8 +155,8 @@ class ProgramWriter:
 
     def gate(self, x: Symbol, activation: str, clamp: Clamp | None = None) -> Symbol:
         """activation(gate) * up of rows of gate, then up; one of ACTIVATIONS."""
-        out, kind, limits = self._new(x.width // 2), ACTIVATIONS[activation], self._keep(doubles(clamp))
-        self._add(GATE, x.buffer, out=out.buffer, size=out.width, layer=kind, pointer=limits)
+        out, limits = self._new(x.width // 2), self._keep(doubles(clamp))
+        self._add(GATE, x.buffer, out=out.buffer, size=out.width, layer=ACTIVATIONS[activation], pointer=limits)
         return out
 
     def activate(self, x: Symbol, activation: str) -> None:
@@ -172,8 +171,7 @@ class ProgramWriter:
         decays. `layer`: whose states."""
         mixed, out = self._new(sizes.channels), self._new(sizes.value_size)
         assert x.width == sizes.channels + sizes.value_size
-        pointers = [tensor.data_ptr() for tensor in weights[:4]]
-        packed = CDelta(*sizes, gates.buffer, *pointers, weights.eps)
+        packed = CDelta(*sizes, gates.buffer, *(tensor.data_ptr() for tensor in weights[:4]), weights.eps)
         self._kept += [weights, packed]
         place = ctypes.addressof(packed)
         self._add(CONVOLVE, x.buffer, out=mixed.buffer, pointer=place, layer=layer)
@@ -260,12 +258,15 @@ class ProgramWriter:
         self._kept.append(each)
         return self._keep((ctypes.c_void_p * len(each))(*(ctypes.addressof(slots.layer) for slots in each)))
 
+    def _pack_all(self, linears: Sequence[LinearWeights]) -> int | None:
+        """The address of the weights, as the kernels read them."""
+        return self._keep((PackedLinear * len(linears))(*map(self._pack, linears)))
+
     def _pack(self, linear: LinearWeights) -> PackedLinear:
-        weight, bias = linear.weight, linear.bias
+        weight, bias = linear.weight, None if linear.bias is None else linear.bias.data_ptr()
         assert weight.dtype == self._dtype
         self._kept.append(linear)
-        pointer = None if bias is None else bias.data_ptr()
-        return PackedLinear(weight.format, weight.inputs, weight.outputs, weight.data.data_ptr(), pointer)
+        return PackedLinear(weight.format, weight.inputs, weight.outputs, weight.data.data_ptr(), bias)
 
     def _add(
         self, kind: int, x: int, *, y: int = 0, out: int = 0, weight: Tensor | None = None, pointer: int | None = None,

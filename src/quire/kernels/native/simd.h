@@ -111,6 +111,7 @@ template <typename T> inline void put(T* to, Floats value, int64_t count) {
 }
 
 // body(0), ... body(N - 1), written out: as numbers known to the compiler, so that arrays they index stay in registers.
+// A body that takes an int, and need not know it in a template, is compiled once for all of them.
 template <int... I, typename Body>
 inline __attribute__((always_inline)) void unroll(std::integer_sequence<int, I...>, Body body) {
     (body(std::integral_constant<int, I>{}), ...);
@@ -211,17 +212,19 @@ inline float largest(Floats x) {
 #endif
 }
 
+// 1.5 * 2^23: added to a number of up to 22 bits, it rounds it to a whole number, which is in the sum's lowest bits.
+constexpr float ROUNDING = 12582912.0f;
+
 // e^x by 2^n * p(f), relative error below 2e-7, for x up to LARGEST_EXPONENT; those below -87 give 0. Several at once:
 // one step of all comes before the next, so that none waits for its own last one.
 constexpr float LARGEST_EXPONENT = 88.0f;
 template <int64_t N> inline void exponentials(Floats (&x)[N]) {
     constexpr float POLYNOMIAL[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
                                     1.6666665459e-1f, 5.0000001201e-1f, 1.0f,             1.0f};
-    const Floats magic = all(12582912.0f);  // adding 1.5 * 2^23 rounds to a whole number, in the lowest bits
     Floats f[N], p[N];
     Words shifted[N];
     for (int64_t i = 0; i < N; ++i) {
-        const Floats rounded = add_product(magic, x[i], all(1.44269504088896341f)), n = rounded - magic;
+        const Floats rounded = add_product(all(ROUNDING), x[i], all(1.44269504088896341f)), n = rounded - ROUNDING;
         shifted[i] = (Words)rounded << 23;
         f[i] = add_product(x[i], n, all(-0.693359375f));
         f[i] = add_product(f[i], n, all(2.12194440e-4f));

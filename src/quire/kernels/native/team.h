@@ -29,12 +29,12 @@ class Turns {
 
     // Items [begin, end) for the thread that asks; false: all are taken. The first turns are long, three quarters of a fair
     // share of what is left, as neighbours are read faster; the last items go one by one, so that threads end at about the
-    // same time.
+    // same time. A thread alone gets all items at once.
     bool take(int64_t& begin, int64_t& end) {
         begin = next_.load(std::memory_order_relaxed);
         do {
             if (begin >= count_) return false;
-            end = begin + std::clamp<int64_t>((count_ - begin) * 3 / (4 * threads_), 1, most_);
+            end = threads_ == 1 ? count_ : begin + std::clamp<int64_t>((count_ - begin) * 3 / (4 * threads_), 1, most_);
         } while (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed));
         return true;
     }
@@ -48,13 +48,15 @@ class Turns {
 
 class Team {
    public:
-    // body(turns) on this thread and on up to threads - 1 others; who comes twice finds no items. Returns false, with nothing done,
-    // if another thread has the team now, or this one is part of it.
-    template <typename Body> bool share(Turns& turns, int64_t threads, Body& body) {
+    typedef void (*Call)(void* body, Turns& turns);
+
+    // call(body, turns) on this thread and on up to threads - 1 others; who comes twice finds no items. Returns false, with
+    // nothing done, if another thread has the team now, or this one is part of it.
+    bool share(Turns& turns, int64_t threads, Call call, void* body) {
         if (busy_.exchange(true, std::memory_order_acquire)) return false;
         make_workers(threads - 1);
-        call_ = [](void* given, Turns& of) { (*static_cast<Body*>(given))(of); };
-        body_ = &body;
+        call_ = call;
+        body_ = body;
         turns_ = &turns;
         helpers_ = threads - 1;
         state_.fetch_or(OPEN, std::memory_order_seq_cst);
@@ -134,7 +136,7 @@ class Team {
 
     std::atomic<bool> busy_{false};
     // set by who has the team, read by who has joined
-    void (*call_)(void*, Turns&) = nullptr;
+    Call call_ = nullptr;
     void* body_ = nullptr;
     Turns* turns_ = nullptr;
     int64_t helpers_ = 0, num_workers_ = 0, most_workers_ = MOST_THREADS;
@@ -167,26 +169,28 @@ inline Team& team() {
 inline int64_t num_threads() { return team_threads.load(std::memory_order_relaxed); }
 inline void set_num_threads(int64_t threads) { team_threads = std::clamp<int64_t>(threads, 1, MOST_THREADS); }
 
+inline void share_items(int64_t count, int64_t most, int64_t threads, Team::Call call, void* body) {
+    if (threads > 1) {
+        Turns turns(count, most, threads);
+        if (team().share(turns, threads, call, body)) return;
+    }
+    Turns turns(count, most, 1);
+    call(body, turns);
+}
+
 // each = make() on every thread that takes part, then each(i) for items [0, count), every item once, in any order, up to
 // `most` neighbours at a time by one thread. is_worth: whether sharing pays; a loop of less than some microseconds is
-// done by the caller alone.
+// done by the caller alone, by the same function, as what it does to items may take long to compile.
 template <typename Make> void share_out(int64_t count, int64_t most, bool is_worth, Make make) {
-    const int64_t threads = std::min(num_threads(), count);
-    if (is_worth && threads > 1) {
-        Turns turns(count, most, threads);
-        auto body = [&](Turns& of) {
-            int64_t begin, end;
-            if (!of.take(begin, end)) return;
-            auto each = make();
-            do
-                for (int64_t i = begin; i < end; ++i) each(i);
-            while (of.take(begin, end));
-        };
-        if (team().share(turns, threads, body)) return;
-    }
-    if (count == 0) return;
-    auto each = make();
-    for (int64_t i = 0; i < count; ++i) each(i);
+    const auto call = [](void* given, Turns& turns) {
+        int64_t begin, end;
+        if (!turns.take(begin, end)) return;
+        auto each = (*static_cast<Make*>(given))();
+        do
+            for (int64_t i = begin; i < end; ++i) each(i);
+        while (turns.take(begin, end));
+    };
+    share_items(count, most, is_worth ? std::min(num_threads(), count) : 1, call, &make);
 }
 
 // The same with nothing that a thread keeps from item to item.

@@ -19,6 +19,10 @@ class PackedLinear(Structure):
     )  # fmt: skip
 
 
+class PackedParts(Structure):
+    _fields_ = (("linears", c_void_p), ("count", c_int64))
+
+
 class PackedExperts(Structure):
     _fields_ = (
         ("num", c_int64), ("used", c_int64), ("first", c_int64), ("held", c_int64),
@@ -41,7 +45,7 @@ class LinearWeights:
 class ExpertWeights:
     """The experts of a layer, or some of them: gate and up in one product, then down."""
 
-    gate_up: Sequence[LinearWeights]
+    gate_up: Sequence[Sequence[LinearWeights]]  # of each expert: one weight, or gate and up where their formats differ
     down: Sequence[LinearWeights]
     num_used: int  # by each row: those that its logits rank first, weighted by the softmax over all
     is_normalized: bool  # weights are divided by their sum

@@ -22,7 +22,7 @@ from quire.kernels.triton.launch import await_inputs, check, check_rows, power_o
 from quire.kernels.triton.lora_few import add_few_tiles
 
 RANK_STEP = 16  # ranks are multiples of it
-_FEW_ROWS = 16  # of a tile: so many or fewer are multiplied one after the other,
+_ROWS_IN_TURN = 16  # of a tile: so many or fewer are multiplied one after the other,
 _FEW_IN_STEP = 192  # unless a step has more than so many
 _SHARED_ROWS = 3  # and at least so many for each slot
 OUTPUT_BLOCK = 256  # outputs of a program, at most
@@ -143,7 +143,7 @@ def _expand_kernel(
 def takes_many(most: int, rows: int, slots: int) -> bool:
     """Whether a tile's rows are multiplied together, by `add_many_tiles`, in a step of so many rows in tiles of at most
     `most`. Else one after the other, by the kernels of `lora_few`, which read A and B for each of them."""
-    return most > _FEW_ROWS or (rows > _FEW_IN_STEP and rows >= _SHARED_ROWS * slots)
+    return most > _ROWS_IN_TURN or (rows > _FEW_IN_STEP and rows >= _SHARED_ROWS * slots)
 
 
 def add_tiles(

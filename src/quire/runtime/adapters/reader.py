@@ -103,6 +103,10 @@ class AdapterReader:
             raise InvalidRequest("lora_path", reason, "see the log of the engine") from None
 
     def _read(self, folder: Path) -> HostAdapter:
+        if not folder.is_dir():
+            raise InvalidRequest("lora_path", "the folder is not there", "check the path")
+        if not (folder / CONFIG).exists():
+            raise InvalidRequest("lora_path", f"{CONFIG} is not in the folder", "give the folder that PEFT saved")
         config = read_peft_config(
             parse_json(bytes(HeldFile(folder / CONFIG, _MAX_CONFIG_BYTES).data), str(folder / CONFIG))
         )

@@ -26,12 +26,14 @@ class SideBranch:
 
     def run_beside(self, on_side: Launch, here: Launch) -> None:
         """Launch `on_side` on the side stream and `here` on the current one; later work of the current stream waits for
-        both."""
+        both. So it does for what was launched before one of them raised: memory that is freed then may be in use."""
         current = torch.cuda.current_stream(self._stream.device)
         self._forked.record(current)
         self._stream.wait_event(self._forked)
-        with torch.cuda.stream(self._stream):
-            on_side()
+        try:
+            with torch.cuda.stream(self._stream):
+                on_side()
+            here()
+        finally:
             self._joined.record(self._stream)
-        here()
-        current.wait_event(self._joined)
+            current.wait_event(self._joined)

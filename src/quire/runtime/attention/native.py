@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -13,6 +13,8 @@ from torch import Tensor
 from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native import ops
 from quire.runtime.attention.backend import AttentionBatch, Counts, Kernels, LayerCache
+
+WIDENED_BYTES = 4 << 20  # of keys in float32, that HalfAttention holds at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,87 @@ class NativeAttention:
         rule: AttentionRule,
     ) -> Tensor:
         return ops.paged_attention(query, cache.key, cache.value, plan.tables, plan.spans, rule)
+
+
+@dataclass(frozen=True, slots=True)
+class HalfPart:
+    """Spans whose blocks are widened together."""
+
+    begin: int  # of their tokens
+    end: int
+    blocks: Tensor  # [distinct blocks]
+    plan: NativePlan  # over these blocks and tokens
+
+
+@dataclass(frozen=True, slots=True)
+class HalfPlan:
+    whole: NativePlan
+    parts: tuple[HalfPart, ...]  # none where the cache has scales
+
+
+class HalfAttention:
+    """The same for float16, which the compiled kernels do not know: queries, and the blocks that a step reads, are
+    widened to float32, some megabytes at a time. A cache with scales is read in place."""
+
+    kernels: Kernels = "torch"
+
+    def __init__(self) -> None:
+        self._wide = NativeAttention()
+
+    def accept(self, rule: AttentionRule) -> None:
+        """All of them."""
+
+    def prepare(self, batch: AttentionBatch) -> HalfPlan:
+        whole = self._wide.prepare(batch)
+        if batch.cache.key_scales is not None:
+            return HalfPlan(whole, ())
+        most = max(1, WIDENED_BYTES // (4 * batch.cache.key[0].numel()))  # blocks
+        spans = whole.spans.numpy()
+        used = -(-(spans[:, 1] + spans[:, 2] - 1) // batch.block_size)  # [spans], blocks
+        parts, first = [], 0
+        for last in range(1, len(spans) + 1):
+            if last == len(spans) or used[first : last + 1].sum() > most:
+                parts.append(_half_part(spans[first:last], used[first:last], whole.tables))
+                first = last
+        return HalfPlan(whole, tuple(parts))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        plan: HalfPlan,
+        rule: AttentionRule,
+    ) -> Tensor:
+        wide = query.float()
+        if rule.sinks is not None:
+            rule = replace(rule, sinks=rule.sinks.float())
+        if not plan.parts:
+            return self._wide.attend(wide, key, value, cache, plan.whole, rule).to(query.dtype)
+        found = []
+        for part in plan.parts:
+            keys = cache.key.index_select(0, part.blocks).float()
+            values = (
+                keys[..., : cache.value.shape[3]]
+                if cache.is_latent
+                else cache.value.index_select(0, part.blocks).float()
+            )
+            given = (part.plan.tables, part.plan.spans)
+            found.append(ops.paged_attention(wide[part.begin : part.end], keys, values, *given, rule))
+        return torch.cat(found).to(query.dtype)
+
+
+def _half_part(spans: npt.NDArray[np.int64], used: npt.NDArray[np.int64], tables: Tensor) -> HalfPart:
+    """`used`: how many blocks of its table each span reads."""
+    own = spans.copy()
+    own[:, 0] -= spans[0, 0]
+    own[:, 3] = np.cumsum(used) - used
+    listed = tables.numpy()
+    entries = np.concatenate([listed[at : at + count] for at, count in zip(spans[:, 3], used, strict=True)])
+    blocks, places = np.unique(entries, return_inverse=True)
+    plan = NativePlan(torch.from_numpy(own), torch.from_numpy(places))
+    return HalfPart(int(spans[0, 0]), int(spans[-1, 0] + spans[-1, 1]), torch.from_numpy(blocks), plan)
 
 
 def _spans(batch: AttentionBatch) -> npt.NDArray[np.int64]:  # [decodes + chunks, 4]

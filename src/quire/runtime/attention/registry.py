@@ -71,7 +71,8 @@ def _why_not_native(placement: Placement, heads: Heads, kv_dtype: torch.dtype | 
     known = (placement.dtype,) if heads.latent is not None else (placement.dtype, *SCALED)
     if kv_dtype is not None and kv_dtype not in known:
         return f"its kernels read no cache of {str(kv_dtype).removeprefix('torch.')} here"
-    return why_not_native(placement.dtype, placement.device)
+    dtype = torch.float32 if placement.dtype == torch.float16 else placement.dtype  # halves are widened
+    return why_not_native(dtype, placement.device)
 
 
 def make_backend(
@@ -94,9 +95,9 @@ def make_backend(
         flash = can_flash(heads, placement.dtype, placement.device)
         return FlashVirtualAttention(placement.device) if flash else VirtualAttention(heads, compute)
     if chosen == "native":
-        from quire.runtime.attention.native import NativeAttention
+        from quire.runtime.attention.native import HalfAttention, NativeAttention
 
-        return NativeAttention()
+        return HalfAttention() if placement.dtype == torch.float16 else NativeAttention()
     if chosen == "flashinfer":
         return FlashInferAttention(heads, placement, block_size)
     device = placement.device

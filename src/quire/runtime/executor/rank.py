@@ -1,4 +1,4 @@
-"""What the process of one rank does: it joins the others, loads its part of the model and obeys the engine's plans."""
+"""The process of one rank: it joins the others, loads its part of the model and executes the engine's plans."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MakeStore = Callable[[RankPlace], "Store"]
 
 
 class RankServer:
-    """Obeys one engine. `run` never returns: the process ends with it. A thread of its own ends the process when the
+    """Serves one engine. `run` never returns: the process ends with it. A thread of its own ends the process when the
     engine's process is gone, also in the middle of a step."""
 
     def __init__(
@@ -67,7 +67,7 @@ class RankServer:
             assert start is not None
             threading.Thread(target=self._serve_calls, name="quire-calls", daemon=True).start()
             self._load(decode(start.data))
-            self._obey()
+            self._execute_messages()
         except EOFError:
             self._end(EXIT_ORPHANED)
         except BaseException as error:
@@ -142,8 +142,8 @@ class RankServer:
             self._control.send(Kind.PROGRESS, encode((what, done, total)))
 
     # --------------------------------------------------------------------------------------------------------- plans
-    def _obey(self) -> None:
-        """Until the engine says STOP."""
+    def _execute_messages(self) -> None:
+        """Execute the engine's messages in order, until it sends STOP."""
         while True:
             message = self._control.receive()
             assert message is not None

@@ -19,8 +19,8 @@ from quire.config.model import ModelConfig
 from quire.config.stages import stage_model
 from quire.kernels.native.loader import set_threads
 from quire.runtime.adapters.store import AdapterStore
+from quire.runtime.executor.pinned_results import PinnedBuffer, PinnedResults
 from quire.runtime.executor.tensor_bytes import tensor_bytes
-from quire.runtime.executor.token_ring import Landing, TokenRing
 from quire.runtime.hardware import pin_cpu_threads
 from quire.runtime.layers.builder import TORCH_DTYPES, LayerBuilder
 from quire.runtime.loading.checkpoint import open_checkpoint
@@ -55,7 +55,7 @@ class _Launched:
     """A step whose numbers are on the way to the host."""
 
     output: StepOutput
-    landing: Landing
+    buffer: PinnedBuffer
 
 
 class SingleExecutor:
@@ -91,7 +91,7 @@ class SingleExecutor:
         self._worker: Worker | None = None
         self._launched: deque[StepResult | _Launched] = deque()
         self._owes_masks = False  # the step launched last, which is guided
-        self._ring = TokenRing(config.scheduler.num_samples)
+        self._results = PinnedResults(config.scheduler.num_samples)
         load: Load = partial(_load, progress=progress)
         if load_format == "dummy":
             load = partial(_noise, seed=config.scheduler.seed, progress=progress)
@@ -161,8 +161,8 @@ class SingleExecutor:
         launched = self._launched.popleft()
         if isinstance(launched, StepResult):
             return launched
-        result = launched.output.result(launched.landing.read())
-        self._ring.give_back(launched.landing)
+        result = launched.output.result(launched.buffer.read())
+        self._results.give_back(launched.buffer)
         return result
 
     def _report(self, output: StepOutput) -> None:
@@ -170,7 +170,7 @@ class SingleExecutor:
         if self._device.type == "cpu":
             self._launched.append(output.result(output.tensors))
         else:
-            self._launched.append(_Launched(output, self._ring.send(output.tensors)))
+            self._launched.append(_Launched(output, self._results.send(output.tensors)))
 
     def transfers(self) -> TransferReport:
         return NOTHING_MOVED if self._worker is None else self._worker.tiers.report()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -13,8 +12,8 @@ from torch import Tensor
 from quire.kernels.native.program import Symbol
 from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.modules import RMSNorm
-from quire.runtime.layers.native import NativeMultiply, NativeParts
-from quire.runtime.layers.product import FusedMultiply, Multiply, Product
+from quire.runtime.layers.native import program_weights
+from quire.runtime.layers.product import FusedMultiply, Multiply, PartsMultiply, Product
 from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored, WeightLayer
@@ -142,14 +141,15 @@ class Linear(WeightLayer):
 
     def finish(self) -> None:
         is_complete = self._quantized.keys() == self.spans.keys()
-        apart = self._pack_apart() if is_complete and self.order is None and self.num_parts > 1 else None
-        whole = stack([self._quantized[name] for name in self.spans]) if is_complete and apart is None else None
-        if apart is not None:
-            self.multiply = apart
+        has_parts = is_complete and self.order is None and self.num_parts > 1
+        in_own_forms = self._pack_in_own_forms() if has_parts else None
+        whole = stack([self._quantized[name] for name in self.spans]) if is_complete and in_own_forms is None else None
+        if in_own_forms is not None:
+            self.multiply = in_own_forms
         elif whole is not None:
             self.multiply = self._pack_quantized(whole)
         elif any(weight.activations is not None for weight in self._quantized.values()):
-            self.multiply = self._pack_parts()
+            self.multiply = self._pack_with_own_rounding()
         else:
             for name, quantized in self._quantized.items():
                 self._hold(f"{name}.weight")
@@ -172,7 +172,7 @@ class Linear(WeightLayer):
             whole, bias = whole.rows(self.order), None if bias is None else bias[self.order.to(bias.device)]
         return self._product.pack_quantized(whole.to(self._placement.device), bias)
 
-    def _pack_apart(self) -> Multiply | None:
+    def _pack_in_own_forms(self) -> Multiply | None:
         """Parts as a CPU's product holds each of them; None: it takes them as one weight."""
         if self._placement.device.type != "cpu":
             return None
@@ -180,7 +180,7 @@ class Linear(WeightLayer):
         biases = [None if self._bias is None else self._bias[span].clone() for span in self.spans.values()]
         return self._product.pack_parts(list(zip(parts, biases, strict=True)))
 
-    def _pack_parts(self) -> Multiply:
+    def _pack_with_own_rounding(self) -> Multiply:
         """Parts that differ in how their rows are rounded are multiplied one after the other."""
         parts: list[Multiply] = []
         for name, span in self.spans.items():
@@ -202,12 +202,12 @@ class Linear(WeightLayer):
         return [part]
 
     def forward(self, x: Value | Normed) -> Value:  # [tokens, in] -> [tokens, out]
-        product, change = self.apart(x)
+        product, change = self.product_and_change(x)
         return product if change is None else self._joined(product, change)
 
-    def apart(self, x: Value | Normed) -> tuple[Value, Tensor | None]:  # [tokens, in] -> [tokens, out] twice
-        """The product with x, and what has yet to be added to it, if there is anything: the change by the adapters of
-        the step's rows, where it is computed beside the product."""
+    def product_and_change(self, x: Value | Normed) -> tuple[Value, Tensor | None]:
+        """The product with x [tokens, in], and what has yet to be added to it, if there is anything: the change by the
+        adapters of the step's rows, where it is computed beside the product. Both are [tokens, out]."""
         assert self.multiply is not None, "finish() was not called"
         if isinstance(x, Normed):
             if x.stream.is_empty:
@@ -234,8 +234,11 @@ class Linear(WeightLayer):
 
     def _multiply(self, x: Value) -> Value:
         assert self.multiply is not None
-        if isinstance(x, Symbol) and not isinstance(self.multiply, NativeMultiply | NativeParts):
-            return x.writer.call(partial(_multiply, self.multiply), (x,), self.num_outputs)
+        if isinstance(x, Symbol):
+            weights = program_weights(self.multiply)
+            if weights is None:
+                return x.writer.call(partial(_multiply, self.multiply), (x,), self.num_outputs)
+            return x.writer.multiply(x, *weights)
         return self.multiply(x) if self.fused is None else self.fused.on(x)(x)
 
     def add_to(self, target: Tensor, x: Value) -> Tensor | None:
@@ -276,18 +279,6 @@ class Linear(WeightLayer):
         if whole is None:
             raise KeyError(part)
         return whole.data[self.spans[name]]
-
-
-@dataclass(frozen=True, slots=True)
-class PartsMultiply:
-    """Products by several weights, their outputs one behind the other, or in an order."""
-
-    parts: tuple[Multiply, ...]
-    order: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        whole = torch.cat([multiply(x) for multiply in self.parts], dim=1)
-        return whole if self.order is None else whole.index_select(1, self.order)
 
 
 class KeysAsValues(Linear):

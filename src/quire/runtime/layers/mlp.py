@@ -8,7 +8,7 @@ from quire.kernels.clamp import Clamp
 from quire.kernels.native.weights import LinearWeights
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import RMSNorm
-from quire.runtime.layers.native import NativeMultiply
+from quire.runtime.layers.native import program_weights
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.stream import Normed, Projected, Stream, Value
 
@@ -50,19 +50,17 @@ class GatedMLP(nn.Module):
     def forward(self, x: Value | Normed) -> Projected:  # [tokens, hidden]
         return self.down_proj.later(self._gated(x))
 
-    def as_native(self) -> tuple[LinearWeights, LinearWeights] | None:
-        """The weights for gate and up, and for down, where compiled kernels multiply by both."""
-        first, second = self.gate_up_proj.multiply, self.down_proj.multiply
-        if isinstance(first, NativeMultiply) and isinstance(second, NativeMultiply):
-            return LinearWeights(first.weight, first.bias), LinearWeights(second.weight, second.bias)
-        return None
+    def as_native(self) -> tuple[tuple[LinearWeights, ...], LinearWeights] | None:
+        """The weights for gate and up, side by side, and the one for down, where compiled kernels multiply by all."""
+        gate_up, down = program_weights(self.gate_up_proj.multiply), program_weights(self.down_proj.multiply)
+        return None if gate_up is None or down is None else (gate_up, down[0])
 
     def _gated(self, x: Value | Normed) -> Value:  # [tokens, intermediate]
         fused = self.gate_up_proj.fused if self._clamp is None and not self.gate_up_proj.is_adapted else None
         if fused is not None and isinstance(x, Normed) and isinstance(x.norm, RMSNorm) and not x.stream.is_empty:
             own = fused.on(x.stream.x)
             return own.gated(x.stream.x, x.norm.as_norm, self.activation, x.stream.take_pending())
-        product, change = self.gate_up_proj.apart(x)
+        product, change = self.gate_up_proj.product_and_change(x)
         if change is None:
             return self._ops.gate(product, self.activation, self._clamp)
         return self._ops.gate_sum(product, change, self.activation, self._clamp)

@@ -22,7 +22,7 @@ from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
 from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.ops import TorchOps
-from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct, Part
+from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct, Part, PartsMultiply
 from quire.runtime.layers.stream import Value
 from quire.runtime.quantization.activations import rounding
 from quire.runtime.quantization.levels import LevelWeight
@@ -89,22 +89,8 @@ class NativeMultiply:
     weight: PackedWeight
     bias: Tensor | None
 
-    def __call__(self, x: Value) -> Value:
-        if isinstance(x, Symbol):
-            return x.writer.multiply(x, LinearWeights(self.weight, self.bias))
+    def __call__(self, x: Tensor) -> Tensor:
         return multiply(x.contiguous(), self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class NativeParts:
-    """Products by several weights, each in a format of its own, their outputs one behind the other."""
-
-    parts: tuple[NativeMultiply, ...]
-
-    def __call__(self, x: Value) -> Value:
-        if isinstance(x, Symbol):
-            return x.writer.multiply(x, *(LinearWeights(each.weight, each.bias) for each in self.parts))
-        return torch.cat([each(x) for each in self.parts], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +229,15 @@ class IntegerProduct(LevelProduct):
         if len(packed) == 1:
             return packed[0]
         has_several = len({each.weight.format for each in packed}) > 1
-        return NativeParts(tuple(packed)) if has_several else None
+        return PartsMultiply(tuple(packed)) if has_several else None
+
+
+def program_weights(multiply: Multiply | None) -> tuple[LinearWeights, ...] | None:
+    """The weights by which an operation of a compiled program multiplies, outputs side by side; None: the product has
+    no compiled form."""
+    parts = multiply.parts if isinstance(multiply, PartsMultiply) and multiply.order is None else (multiply,)
+    linears = tuple(LinearWeights(each.weight, each.bias) for each in parts if isinstance(each, NativeMultiply))
+    return linears if len(linears) == len(parts) else None
 
 
 def _join_biases(first: Tensor | None, second: Tensor | None) -> Tensor | None:

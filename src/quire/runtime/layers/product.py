@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -101,6 +102,18 @@ class Product(Protocol):
     def pack_parts(self, parts: Sequence[Part]) -> Multiply | None:
         """The same for several weights of the same rows, outputs one behind the other, each held in its own form. None:
         they are to be packed as one weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartsMultiply:
+    """Products by several weights, their outputs one behind the other, or in an order."""
+
+    parts: tuple[Multiply, ...]
+    order: Tensor | None = None  # [out]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        whole = torch.cat([multiply(x) for multiply in self.parts], dim=1)
+        return whole if self.order is None else whole.index_select(1, self.order)
 
 
 class NumbersProduct(ABC):

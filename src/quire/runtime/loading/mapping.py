@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from quire.types.errors import ModelLoadError
 
+_GIT_LFS = b"version https://git-lfs"  # how a file begins that stands for a large one in a git checkout
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -59,6 +61,9 @@ class MappedFile(_WholeFile):
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise ModelLoadError(self.name, f"cannot be opened: {_reason(error)}") from None
+        if self.data[: len(_GIT_LFS)] == _GIT_LFS:
+            fix = "run `git lfs pull` in the folder, or download the file"
+            raise ModelLoadError(self.name, "is a pointer of Git LFS, not the file itself", fix=fix)
 
     def forget(self, offset: int, count: int) -> None:
         """Let the pages of these bytes go from this process's memory. They are loaded again when they are read."""

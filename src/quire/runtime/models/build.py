@@ -159,7 +159,7 @@ class _Outlined(OneRank):
 
 def _count(model: BaseModel | BaseEncoder) -> WeightCounts:
     inside = {id(layer) for blocks in model.modules() if isinstance(blocks, Blocks) for layer in blocks.modules()}
-    parameters = in_blocks = outputs = int4_parameters = int4_bytes = 0
+    parameters = in_blocks = outputs = int4_parameters = int4_bytes = plain = 0
     for layer, parts in weight_layers(model):
         shapes = [layer.held_shape(part) for part in parts.values() for _ in range(layer.copies(part))]
         parameters += sum(map(math.prod, shapes))
@@ -172,7 +172,9 @@ def _count(model: BaseModel | BaseEncoder) -> WeightCounts:
                     math.prod(shape), layer.num_inputs if isinstance(layer, Linear) else shape[1]
                 )
                 int4_parameters, int4_bytes = int4_parameters + held, int4_bytes + num_bytes
-    return WeightCounts(parameters, in_blocks, outputs, *_count_adapted(model), int4_parameters, int4_bytes)
+        elif isinstance(layer, Linear):
+            plain += sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    return WeightCounts(parameters, in_blocks, outputs, *_count_adapted(model), int4_parameters, int4_bytes, plain)
 
 
 def _count_int4(size: int, num_inputs: int) -> tuple[int, int]:

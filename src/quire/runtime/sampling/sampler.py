@@ -32,7 +32,7 @@ from quire.types.step import Candidates, Ints, NewRow, RowLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token per sample of a batch. An id below zero marks one that failed: see `failures.row_failures`."""
+    """One token per sample of a batch. An id below zero marks one that failed: see `choice.row_failures`."""
 
     token_ids: Tensor  # [S] int64, on the device
     report: Report = NO_REPORT

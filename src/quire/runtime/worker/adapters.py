@@ -26,7 +26,7 @@ from quire.types.adapters import NO_ADAPTER, AdapterPlacement
 from quire.types.errors import InvalidRequest
 from quire.types.step import NewRow
 
-FEW_ROWS, MANY_ROWS = 4, 64  # rows of a tile
+SMALL_TILE, LARGE_TILE = 4, 64  # rows of one adapter that are multiplied together, at most
 
 
 class TileArrays(NamedTuple):
@@ -133,7 +133,7 @@ def make_adapters(
 
 def tile_rows(num_tokens: int) -> int:
     """How many rows a tile has in steps of so many tokens."""
-    return MANY_ROWS if num_tokens >= MANY_TOKENS else FEW_ROWS
+    return LARGE_TILE if num_tokens >= MANY_TOKENS else SMALL_TILE
 
 
 def tile_tokens(slots: Longs, most: int, room: tuple[int, int] | None = None) -> TileArrays:

@@ -1,4 +1,4 @@
-"""The worker: obeys plans, owns all state of one device."""
+"""The worker: executes plans, owns all state of one device."""
 
 from __future__ import annotations
 

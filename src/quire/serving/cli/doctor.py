@@ -70,12 +70,12 @@ def run_doctor(args: argparse.Namespace) -> int:
     _print_section("hardware", describe_hardware(facts))
     _print_section("packages", [(name, _version(name)) for name in (*REQUIRED, *OPTIONAL)])
     _print_section("backends", _backends(facts))
-    _print_plan(args, facts)
+    is_planned = _print_plan(args, facts)
     findings = find_slow(facts, has_nvidia_driver=Path("/proc/driver/nvidia/version").exists())
     print("\nwhat is slow here" if findings else "\nnothing here is slower than it must be")
     for finding in findings:
         print(f"  {finding.cause}\n    fix: {finding.fix}")
-    return 0
+    return 0 if is_planned or args.model is None else 1
 
 
 def describe_hardware(facts: HardwareFacts) -> list[tuple[str, str]]:
@@ -165,7 +165,8 @@ def describe_products(facts: HardwareFacts) -> list[tuple[str, str]]:
     ]
 
 
-def _print_plan(args: argparse.Namespace, facts: HardwareFacts) -> None:
+def _print_plan(args: argparse.Namespace, facts: HardwareFacts) -> bool:
+    """Print the memory plan of the model, or why there is none. Returns whether there is one."""
     from quire.runtime.loading.resolve import resolve_model
 
     print()
@@ -178,6 +179,8 @@ def _print_plan(args: argparse.Namespace, facts: HardwareFacts) -> None:
         command = " ".join(["quire pull", *([args.model] if args.model else [])])
         pull = f"the model is not here yet; run `{command}`"
         print(f"no memory plan: {pull if absent else error}")
+        return False
+    return True
 
 
 def _plan(files: ModelFiles, arguments: EngineArguments, facts: HardwareFacts) -> list[str]:

@@ -10,6 +10,7 @@ import re
 import secrets
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from quire.config.arguments import EngineArguments, read_arguments
@@ -19,7 +20,7 @@ from quire.config.server import AccessConfig, ListenConfig, ModelSource, Prefill
 from quire.serving.cli.arguments import engine_settings
 from quire.serving.process.spawning import Spawned
 from quire.serving.process.tls import make_context
-from quire.types.errors import ConfigError, ModelLoadError
+from quire.types.errors import ConfigError, InvalidRequest, ModelLoadError
 from quire.types.install import install_extra
 
 MAX_WORKERS = 256
@@ -75,6 +76,7 @@ def server_config(args: argparse.Namespace) -> tuple[ServerConfig, KeySources]:
         api_workers=args.api_workers,
         replicas=replicas,
         strict=args.strict,
+        force_include_usage=args.enable_force_include_usage,
         drain_seconds=args.drain_seconds,
         step_timeout=args.step_timeout,
         load_timeout=args.load_timeout,
@@ -108,11 +110,23 @@ def _source(args: argparse.Namespace) -> ModelSource:
         load_format=args.load_format,
         served_names=tuple(dict.fromkeys(names)),
         chat_template=None if args.chat_template is None else _read_template(args.chat_template),
+        chat_template_kwargs=_template_kwargs(args.default_chat_template_kwargs or {}),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         generation_config=args.generation_config or "auto",
         override_generation_config=args.override_generation_config or {},
     )
+
+
+def _template_kwargs(values: dict[str, Any]) -> dict[str, Any]:
+    """Whether the template reads them is known once the model is loaded."""
+    from quire.serving.http.limits import Limits
+    from quire.serving.http.validators.prompts import TemplateVariables
+
+    try:
+        return TemplateVariables().check("default_chat_template_kwargs", values, Limits())
+    except InvalidRequest as error:
+        raise ConfigError(error.field, error.reason, error.fix) from None
 
 
 def _keys(args: argparse.Namespace) -> KeySources:

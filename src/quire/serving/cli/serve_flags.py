@@ -26,6 +26,7 @@ from quire.serving.cli.arguments import (
     add_loading,
     add_lora,
     examples,
+    json_object,
 )
 
 EXAMPLES = {
@@ -77,6 +78,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         help="what the model is for: generate text, embed, classify or score texts (auto: as its files say)",
     )
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template instead of the model's own")
+    parser.add_argument(
+        "--default-chat-template-kwargs",
+        type=json_object,
+        metavar="JSON",
+        help='values of the chat template\'s variables for requests that do not set them: {"enable_thinking": false}',
+    )
     parser.add_argument(
         "--tool-call-parser",
         choices=TOOL_PARSERS,
@@ -164,6 +171,10 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--queue-timeout", type=float, metavar="S", help="end a request with 503 that waits longer for the engine"
     )
+    _add_requests(group)
+
+
+def _add_requests(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--limit",
         action="append",
@@ -173,6 +184,11 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--strict", action="store_true", help="refuse request parameters without effect instead of warning"
+    )
+    group.add_argument(
+        "--enable-force-include-usage",
+        action="store_true",
+        help="end every stream with its usage, as if the request had set stream_options.include_usage",
     )
     group.add_argument(
         "--files-dir",

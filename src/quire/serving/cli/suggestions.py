@@ -46,6 +46,7 @@ FLAGS = {
     "--model-draft": "--speculative-config",
     "-md": "--speculative-config",
     "--chat-template-file": "--chat-template",
+    "--chat-template-kwargs": "--default-chat-template-kwargs",
     "-sys": "--system-prompt",
     # SGLang
     "--model-path": "--model",

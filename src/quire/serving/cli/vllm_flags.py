@@ -9,19 +9,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.serving.vllm_arguments import NO_EFFECT, RENAMED, REVISIONS, NoEffect, with_revision
+from quire.serving.vllm_arguments import NO_EFFECT, OFF, RENAMED, REVISIONS, NoEffect, tuning, with_revision
 
 logger = logging.getLogger("quire")
 
 HIGHEST_LOGPROBS = 2**20  # a limit that no vocabulary exceeds
 _SHORT = {"-dp": "--data-parallel-size"}
-_OFF = (None, False)
 _ALWAYS = (None, False, True)  # what it turns on is always there
-
-
-def _tuning(advice: str, *neutral: object) -> NoEffect:
-    return NoEffect((None, *neutral), advice, only_tunes=True)
-
 
 OF_SERVERS: dict[str, NoEffect] = {
     # tools and templates
@@ -30,43 +24,41 @@ OF_SERVERS: dict[str, NoEffect] = {
     "tool_parser_plugin": NoEffect((None, ""), "use --tool-call-parser; no code of others is loaded"),
     "tool_server": NoEffect((None,), "the client runs its tools; leave it out"),
     "enable_reasoning": NoEffect(_ALWAYS),
-    "chat_template_content_format": _tuning("messages are given to the template as it reads them", "auto"),
-    "trust_request_chat_template": NoEffect(_OFF, "use --chat-template; requests cannot bring a template"),
-    "default_chat_template_kwargs": NoEffect((None, {}), "send chat_template_kwargs with each request"),
+    "chat_template_content_format": tuning("messages are given to the template as it reads them", "auto"),
+    "trust_request_chat_template": NoEffect(OFF, "use --chat-template; requests cannot bring a template"),
     "response_role": NoEffect((None, "assistant"), "answers are the assistant's; leave it out"),
     # answers
-    "return_tokens_as_token_ids": NoEffect(_OFF, "send return_tokens_as_token_ids with each request"),
+    "return_tokens_as_token_ids": NoEffect(OFF, "send return_tokens_as_token_ids with each request"),
     "enable_prompt_tokens_details": NoEffect(_ALWAYS),
-    "enable_per_request_metrics": _tuning("send the header X-Quire-Explain, or use --trace-endpoint", False),
-    "enable_force_include_usage": NoEffect(_OFF, "send stream_options.include_usage with each request"),
+    "enable_per_request_metrics": tuning("send the header X-Quire-Explain, or use --trace-endpoint", False),
     "enable_request_id_headers": NoEffect(_ALWAYS),
-    "fingerprint_mode": _tuning("system_fingerprint tells version, model and settings", "full", "hash"),
+    "fingerprint_mode": tuning("system_fingerprint tells version, model and settings", "full", "hash"),
     # pages
     "enable_server_load_tracking": NoEffect(_ALWAYS),
     "enable_tokenizer_info_endpoint": NoEffect(_ALWAYS),
-    "disable_fastapi_docs": _tuning("there is /openapi.json alone", False),
-    "enable_offline_docs": _tuning("there is /openapi.json alone", False),
+    "disable_fastapi_docs": tuning("there is /openapi.json alone", False),
+    "enable_offline_docs": tuning("there is /openapi.json alone", False),
     # logs
-    "log_config_file": _tuning("use --log-level and --log-format"),
-    "uvicorn_log_level": _tuning("use --log-level", "info"),
+    "log_config_file": tuning("use --log-level and --log-format"),
+    "uvicorn_log_level": tuning("use --log-level", "info"),
     "disable_uvicorn_access_log": NoEffect(_ALWAYS),  # there is one only with --access-log
-    "disable_access_log_for_endpoints": _tuning("there is an access log only with --access-log"),
-    "max_log_len": _tuning("texts are not logged"),
-    "enable_log_outputs": _tuning("texts are not logged", False),
+    "disable_access_log_for_endpoints": tuning("there is an access log only with --access-log"),
+    "max_log_len": tuning("texts are not logged"),
+    "enable_log_outputs": tuning("texts are not logged", False),
     "enable_log_deltas": NoEffect(_ALWAYS),
-    "log_error_stack": _tuning("use --log-level debug", False),
+    "log_error_stack": tuning("use --log-level debug", False),
     # connections
     "middleware": NoEffect((None, []), "no code of others is loaded; put a proxy before the server"),
-    "allow_credentials": NoEffect(_OFF, "pages of an origin of --cors-origin send keys in headers; leave it out"),
-    "allowed_methods": _tuning("those of the API are allowed", ["*"]),
-    "allowed_headers": _tuning("those of the API are allowed", ["*"]),
+    "allow_credentials": NoEffect(OFF, "pages of an origin of --cors-origin send keys in headers; leave it out"),
+    "allowed_methods": tuning("those of the API are allowed", ["*"]),
+    "allowed_headers": tuning("those of the API are allowed", ["*"]),
     "ssl_ca_certs": NoEffect((None,), "certificates of clients are not checked; use --api-key"),
     "ssl_cert_reqs": NoEffect((None, 0), "certificates of clients are not checked; use --api-key"),
     "ssl_ciphers": NoEffect((None,), "put a proxy before the server"),
-    "enable_ssl_refresh": NoEffect(_OFF, "send the server SIGHUP for new certificates; leave it out"),
-    "disable_frontend_multiprocessing": _tuning("the engine always runs in a process of its own", False),
-    "h11_max_incomplete_event_size": _tuning("use --limit header_bytes=N"),
-    "h11_max_header_count": _tuning("use --limit header_bytes=N"),
+    "enable_ssl_refresh": NoEffect(OFF, "send the server SIGHUP for new certificates; leave it out"),
+    "disable_frontend_multiprocessing": tuning("the engine always runs in a process of its own", False),
+    "h11_max_incomplete_event_size": tuning("use --limit header_bytes=N"),
+    "h11_max_header_count": tuning("use --limit header_bytes=N"),
 }
 
 

@@ -144,16 +144,20 @@ STRUCTURE = (
     Field("response_format", ResponseFormat(),
           '`{"type": "json_schema", "json_schema": {"schema": ...}}`: the answer is JSON of this schema; '
           '`{"type": "json_object"}`: any JSON object, or JSON of the `schema` beside the type; `{"type": "text"}`: '
-          "anything."),
+          'anything; `{"type": "structural_tag", ...}`: text with tags whose contents follow schemas, see '
+          "[structural tags](../guides/structured_output.md#structural-tags)."),
     Field("structured_outputs", StructuredOutputs(),
           "The answer matches one of: `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or "
-          "EBNF), `json_object` (true)."),
+          "EBNF), `json_object` (true), `structural_tag` (an object or its JSON text). Members by "
+          "which vLLM sets up its backends are taken where they change nothing."),
     *(Field(name, Guided(name), f"The old name of `structured_outputs.{member}`.")
       for name, member in GUIDED.items()),
     Field("grammar", Guided("grammar", or_empty=True), "llama.cpp's name of `structured_outputs.grammar`."),
     Field("json_schema", Guided("json_schema", or_empty=True), "llama.cpp's name of `structured_outputs.json`."),
     Field("regex", Guided("regex", or_empty=True), "SGLang's name of `structured_outputs.regex`."),
     Field("ebnf", Guided("ebnf", or_empty=True), "SGLang's name of `structured_outputs.grammar`."),
+    Field("structural_tag", Guided("structural_tag", or_empty=True),
+          "The old name of `structured_outputs.structural_tag`."),
 )  # fmt: skip
 
 _STREAM_OPTIONS: dict[str, Validator] = {

@@ -7,13 +7,13 @@ import ctypes
 import hashlib
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from quire.config.embedding import PoolingModel
 from quire.config.server import ServerConfig
@@ -50,7 +50,7 @@ from quire.serving.text.tokenizer import Tokenizer
 from quire.serving.text.tool_calls.derived import PROBE_TOOLS
 from quire.serving.text.tool_calls.formats import ToolFormat, tool_format
 from quire.serving.vision.sources import read_media_folder
-from quire.types.errors import InvalidRequest, ModelLoadError
+from quire.types.errors import ConfigError, InvalidRequest, ModelLoadError
 from quire.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class ModelText:
         tokenizer: Tokenizer,
         chat_template: str | None = None,
         *,
+        template_kwargs: Mapping[str, Any] | None = None,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
         sampling_defaults: SamplingDefaults = NO_DEFAULTS,
@@ -117,6 +118,20 @@ class ModelText:
         self._source = chat_template or tokenizer.chat_template
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
         self._makers: dict[tuple[int, ...], RequestMaker] = {}
+        self.template_kwargs = dict(template_kwargs or {})
+        self._check_template_kwargs()
+
+    def _check_template_kwargs(self) -> None:
+        """Raise ConfigError for values that the chat template does not read."""
+        for name in self.template_kwargs:
+            field = f"default_chat_template_kwargs.{name}"
+            try:
+                read = self.template.variables
+            except InvalidRequest as error:
+                raise ConfigError(field, error.reason, "leave it out, or set --chat-template") from None
+            if name not in read:
+                fix = f"it reads: {', '.join(sorted(read)) or 'none'}"
+                raise ConfigError(field, "is not read by the model's chat template", fix)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -166,23 +181,18 @@ class ModelText:
             raise InvalidRequest(field, reason, "leave it out, or serve a model such as qwen2.5-coder")
         return Prompt(token_ids=self.infill.prompt(prefix, suffix, files))
 
-    @cached_property
-    def special_tokens(self) -> dict[str, int]:
-        """The ids of special tokens by their text: those that texts leave out."""
-        return {self.tokenizer.token_text(token): token for token in sorted(self.tokenizer.special_ids)}
-
     def hides(self, reading: MessageReading) -> bool:
         """Whether a mark that is to be read is a special token, so that texts must show those."""
         marks = [] if reading.tools is None else list(reading.tools.marks)
         if reading.reasoning is not None:
             marks += reading.reasoning.marks
-        return any(mark in self.special_tokens for mark in marks)
+        return any(mark in self.tokenizer.special_tokens for mark in marks)
 
     def special_marks(self, reading: MessageReading) -> tuple[tuple[str, int], ...]:
         """The special tokens in the marks of what is read, with their ids."""
         marks = () if reading.tools is None else reading.tools.marks
         texts = "\n".join((*marks, *(() if reading.reasoning is None else reading.reasoning.marks)))
-        return tuple((text, token) for text, token in self.special_tokens.items() if text and text in texts)
+        return tuple((text, token) for text, token in self.tokenizer.special_tokens.items() if text and text in texts)
 
     def mark_token(self, mark: str) -> int | None:
         """The token that is this mark, special or not; None: there is none."""

@@ -92,14 +92,23 @@ class ChildProcess:
         self._signal(number)
 
     def reap(self) -> str:
-        """Make sure that the process is gone, close the socket, and say how it ended."""
-        try:
-            code = self._process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
+        """Make sure that the process is gone, close the socket, and say how it ended. Of a process that the system does
+        not let go, as a driver may hold it, it says that: others are served without it."""
+        code = self._wait(_EXIT_SECONDS)
+        if code is None:
             self.kill()
-            code = self._process.wait(_REAP_SECONDS)
+            code = self._wait(_REAP_SECONDS)
         self._socket.close()
+        if code is None:
+            return f"was killed and has not ended after {_REAP_SECONDS:g} s"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def _wait(self, seconds: float) -> int | None:
+        """Return its exit code; None: it has not ended in that time."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

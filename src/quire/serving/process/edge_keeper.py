@@ -103,8 +103,8 @@ class EdgeKeeper:
             if seat.child is None and not self.draining and self.failure is None and now >= seat.start_at:
                 self._start(seat, now)
 
-    def obey(self, child: ChildProcess, message: ControlMessage) -> None:
-        """What an edge said of itself."""
+    def handle(self, child: ChildProcess, message: ControlMessage) -> None:
+        """Take in a message of an edge about itself."""
         seat = next(seat for seat in self._seats if seat.child is child)
         if isinstance(message, EdgeReady):
             seat.is_ready, seat.failures, seat.ready_at = True, 0, time.monotonic()
@@ -190,7 +190,7 @@ class EdgeKeeper:
     def _bury(self, seat: _Seat) -> None:
         assert seat.child is not None
         for message in seat.child.receive():
-            self.obey(seat.child, message)
+            self.handle(seat.child, message)
         ending = seat.child.reap()
         seat.child, was_ready, seat.is_ready = None, seat.is_ready, False
         clear_seat(self._directory / EDGE_LOADS, seat.place)

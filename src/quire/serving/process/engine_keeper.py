@@ -80,8 +80,8 @@ class EngineKeeper:
         elif self._start_at is not None and now >= self._start_at and not self.retired and self.failure is None:
             self._start(now)
 
-    def obey(self, message: ControlMessage) -> None:
-        """What the engine said of itself."""
+    def handle(self, message: ControlMessage) -> None:
+        """Take in a message of the engine about itself."""
         if isinstance(message, EngineUp):
             self.up, self._up_at, self._has_served, self._load_failures = message, time.monotonic(), True, 0
             self._reader = ProgressReader(self._file("progress"))
@@ -158,9 +158,9 @@ class EngineKeeper:
         """The engine ended: take in its last words, tell the edges, decide about the next one."""
         assert self.child is not None
         for message in self.child.receive():
-            self.obey(message)
+            self.handle(message)
         ending = self.child.reap()
-        reason = self._hung or (self._fatal.reason if self._fatal else f"the engine process {ending}")
+        reason = self._fatal.reason if self._fatal else self._hung or f"the engine process {ending}"
         is_final = self._fatal is not None and not self._fatal.retry
         served_seconds = None if self.up is None else time.monotonic() - self._up_at
         self.child = self.up = None

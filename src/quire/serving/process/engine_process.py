@@ -216,7 +216,7 @@ def longest_step(device: DeviceConfig, num_tokens: int, model: ModelConfig) -> f
 
 
 class _Control:
-    """A thread that obeys the supervisor, also while the model loads, and ends the process when it is gone."""
+    """Reads the supervisor's messages in a thread, while the model loads too. Ends the process when it is gone."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
@@ -248,8 +248,12 @@ def _serve(loop: EngineLoop, channel: ControlChannel) -> int:
     try:
         loop.run()
     except EngineDead as error:
-        loop.close()
-        return _fail(channel, str(error), EXIT_ENGINE_DEAD, retry=True)
+        code = _fail(channel, str(error), EXIT_ENGINE_DEAD, retry=True)  # first: a device that failed may fail here too
+        try:
+            loop.close()
+        except Exception:
+            logger.debug("closing failed after the engine's death", exc_info=True)
+        return code
     except Exception as error:
         logger.exception("the engine's loop failed")
         return _fail(channel, f"the engine's loop failed: {error!r}", EXIT_ENGINE_DEAD, retry=True)

@@ -110,7 +110,7 @@ def _end(channel: ControlChannel, reason: str) -> None:
     os._exit(EXIT_FAILED)
 
 
-def _obey(channel: ControlChannel) -> None:
+def _watch_supervisor(channel: ControlChannel) -> None:
     """End this process when the supervisor says so, or is gone."""
     while (message := channel.receive()) is not None:
         if isinstance(message, Stop):
@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> int:
         return EXIT_ORPHANED
     set_up_logging(start.config.log_level, start.config.log_format, "fetch")
     responder = UnavailableResponder("the model is being downloaded; try again later")
-    threading.Thread(target=_obey, args=(channel,), name="control", daemon=True).start()
+    threading.Thread(target=_watch_supervisor, args=(channel,), name="control", daemon=True).start()
     threading.Thread(target=_fetch, args=(start, channel, responder), name="fetch", daemon=True).start()
     with contextlib.suppress(asyncio.CancelledError):
         sockets = [socket.socket(fileno=fd) for fd in start.listen_fds]

@@ -170,8 +170,8 @@ class _Child:
                 self._channel.send_bytes(json.dumps(question).encode())
         except OSError:
             self.is_lost = True
-            del self._asked[number]
-            raise QuireError(LOST) from None
+            if self._asked.pop(number, None) is not None:  # else the reader has answered it already
+                raise QuireError(LOST) from None
 
     def close(self) -> None:
         """End the process; what was asked of it is answered by its loss."""

@@ -196,9 +196,9 @@ class Supervisor:
         for child in _wait_for(children, wake, min(_TICK_SECONDS, self._config.step_timeout / 4)):
             child.flush()
             for message in child.receive():
-                self._obey(child, message)
+                self._handle(child, message)
 
-    def _obey(self, child: ChildProcess, message: ControlMessage) -> None:
+    def _handle(self, child: ChildProcess, message: ControlMessage) -> None:
         if child is not self._engine.child:
             if isinstance(message, AskDrain):
                 self._drain(time.monotonic(), "an admin asked for it")
@@ -206,9 +206,9 @@ class Supervisor:
                 self._edges.broadcast(message, but=child)
             elif isinstance(message, EdgeAnswer):
                 self._edges.tell(message.asker, message)
-            self._edges.obey(child, message)
+            self._edges.handle(child, message)
             return
-        self._engine.obey(message)
+        self._engine.handle(message)
         if isinstance(message, EngineUp):
             seconds = time.monotonic() - self._engine.started_at
             logger.info("engine %d is up after %.1f s", self._engine.generation, seconds)
@@ -318,7 +318,7 @@ def _wait_for(children: Iterable[ChildProcess], wake: socket.socket, seconds: fl
 
 @contextmanager
 def _signals(noted: list[int]) -> Iterator[socket.socket]:
-    """While entered, `_NOTED` signals are noted, not obeyed; they and a child's end make the socket readable."""
+    """While entered, `_NOTED` signals are noted for the loop; they and a child's end make the socket readable."""
     wake, waker = socket.socketpair()
     wake.setblocking(False)
     waker.setblocking(False)

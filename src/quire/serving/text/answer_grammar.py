@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from quire.serving.text.lark import ANY_TOKENS, LarkGrammar
+from quire.serving.text.lark import ANY_TEXT, ANY_TOKENS, LarkGrammar
 from quire.serving.text.reasoning import ReasoningFormat, reasoning_format_named
+from quire.serving.text.structural_tag import fixed_texts
 from quire.serving.text.structure import Structure, expression_of, grammar_of, is_long, structure_of
 from quire.serving.text.tool_calls.formats import tool_format_named
 from quire.types.decoding import StructuredOutputsParams
@@ -83,9 +84,17 @@ class AnswerPlan:
         )
 
 
-def plan_of(params: StructuredOutputsParams) -> AnswerPlan:
-    """Return the plan of an answer that matches a structure and holds nothing else."""
-    return AnswerPlan(structure_of(params))
+def plan_of(params: StructuredOutputsParams, special_tokens: Mapping[str, int] | None = None) -> AnswerPlan:
+    """Return the plan of an answer that matches a structure and holds nothing else. `special_tokens`: of the model."""
+    return AnswerPlan(structure_of(params), special=special_in(params, special_tokens or {}))
+
+
+def special_in(params: StructuredOutputsParams, special_tokens: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return those of the model's special tokens that stand in the fixed texts of a structural tag."""
+    if params.structural_tag is None:
+        return ()
+    texts = fixed_texts(str(params.structural_tag))
+    return tuple((text, token) for text, token in special_tokens.items() if text and text in texts)
 
 
 def build_grammar(plan: AnswerPlan) -> str:
@@ -94,10 +103,12 @@ def build_grammar(plan: AnswerPlan) -> str:
     Whether llguidance takes it is not known yet.
     """
     if plan.calls is None and not plan.reasoning and plan.structure is not None:
-        return grammar_of(plan.structure)
+        return grammar_of(plan.structure, dict(plan.special))
     lark = LarkGrammar(dict(plan.special))
     form = reasoning_format_named(plan.reasoning) if plan.reasoning else None
     before_words = "" if form is None else lark.fixed(form.before_words)
+    if form is not None and not plan.begins_inside:  # else words could swallow the reasoning
+        lark.forbid_in_words(form.start)
     answer = _answer(plan, lark, before_words)
     if form is not None and plan.reasoning_budget is not None:
         answer = _after_bounded_reasoning(plan, plan.reasoning_budget, form, lark, answer)
@@ -112,7 +123,7 @@ def parts_of(plan: AnswerPlan) -> list[tuple[str, AnswerPlan]]:
     """Return the parts that users wrote, each alone, with the field that holds it. The part at fault fails alone."""
     found: list[tuple[str, AnswerPlan]] = []
     if plan.structure is not None:
-        found.append((f"structured_outputs.{plan.structure.kind}", AnswerPlan(plan.structure)))
+        found.append((f"structured_outputs.{plan.structure.kind}", AnswerPlan(plan.structure, special=plan.special)))
     if plan.calls is not None:
         for place, function in enumerate(json.loads(plan.calls.functions)):
             alone = replace(plan.calls, functions=json.dumps([function]), role="required", most=1)
@@ -138,7 +149,7 @@ def _answer(plan: AnswerPlan, lark: LarkGrammar, before_words: str) -> str:
 def _reasoning(form: ReasoningFormat, lark: LarkGrammar, *, inside: bool) -> str:
     """Return the expression of the reasoning before an answer: it must be closed where the prompt opened it, and is
     optional elsewhere."""
-    text = lark.text_until("reasoning", form.end)
+    text = lark.text_until("reasoning", form.end, ANY_TEXT)
     lark.rule("REASONING_SPACE", r"/[ \n]{0,4}/")
     ending = lark.fixed(form.before_next) or "REASONING_SPACE"
     return f"{text} {ending}" if inside else f"({lark.fixed(form.start)} {text} {ending})?"

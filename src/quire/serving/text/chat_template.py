@@ -66,6 +66,11 @@ class ChatTemplate:
         self._tokens = {name: token for name, token in tokens.items() if token is not None}
 
     @property
+    def reads_messages(self) -> bool:
+        """Whether the conversation is in its prompts at all."""
+        return "messages" in self._read
+
+    @property
     def reads_tools(self) -> bool:
         """Whether it tells the model of tools by itself."""
         return "tools" in self._read
@@ -187,11 +192,15 @@ class ChatTemplates:
             if name in _OPTIONS:
                 raise InvalidRequest(f"chat_template_kwargs.{name}", "is no variable of templates", "pass it by itself")
         template = self._find(source or self._default)
+        if source and not template.reads_messages:
+            reason = f"{source!r:.80} never reads the variable messages"
+            raise InvalidRequest("chat_template", reason, "pass the text of a Jinja template, not the path of its file")
         return [template.render(each, **options, **(variables or {})) for each in conversations]
 
     def _find(self, source: str | None) -> ChatTemplate:
         if source is None:
-            raise InvalidRequest("messages", "the model has no chat template", "pass chat_template, or use generate()")
+            fix = "pass chat_template, or continue a text: generate(), `quire complete`"
+            raise InvalidRequest("messages", "the model has no chat template", fix)
         if source not in self._compiled:
             self._compiled[source] = ChatTemplate(source, bos_token=self._bos_token, eos_token=self._eos_token)
         return self._compiled[source]

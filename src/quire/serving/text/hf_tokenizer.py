@@ -42,7 +42,8 @@ def build_hf_tokenizer(directory: Path) -> tuple[Tokenizer, SpecialTokens]:
 
 def _read_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
-        fix = "convert the slow tokenizer to a tokenizer.json (transformers: save_pretrained of a fast tokenizer)"
+        fix = "download it, or convert a slow tokenizer (transformers: save_pretrained of a fast one), or name "
+        fix += "a folder that has one as `tokenizer`"
         raise ModelLoadError(str(path), "no such file, and there is no vocab.txt of word pieces either", fix=fix)
     try:
         tokenizer = Tokenizer.from_file(str(path))

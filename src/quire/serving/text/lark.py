@@ -16,6 +16,7 @@ from quire.types.errors import InvalidRequest
 # One way to write blanks: a model cannot lose itself in them, and everything between values is known beforehand.
 COMPACT: dict[str, object] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _BLANKS = {*COMPACT, "whitespace_pattern"}
+_EBNF_RULE = re.compile(r"(?m)^[ \t]*[A-Za-z_][\w-]*[ \t]*::=")
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 ANY_TEXT = r"/(.|\n)*/"
 ANY_TOKENS = "<[*]>*"
@@ -30,6 +31,7 @@ class LarkGrammar:
 
     def __init__(self, special: Mapping[str, int] | None = None) -> None:
         self._special = dict(special or {})
+        self.words = ANY_TEXT  # the expression of free text in an answer
         self._rules: dict[str, str] = {}
         self._grammars: dict[str, str] = {}
 
@@ -57,12 +59,26 @@ class LarkGrammar:
         """Return the expression of any tokens, at most so many, but for the special token of this text."""
         return "" if most == 0 else f"<[^{self._special[text]}]>{'*' if most is None else f'{{0,{most}}}'}"
 
-    def text_until(self, name: str, end: str) -> str:
-        """Add a rule for any text up to and including `end`, and return its name."""
+    def forbid_in_words(self, text: str) -> None:
+        """Keep a text out of the words of an answer. A special token is no text, and never among words."""
+        if not self.is_special(text):
+            self.words = f"{ANY_TEXT} & ~({ANY_TEXT} {_quoted(text)} {ANY_TEXT})"
+
+    def text_until(self, name: str, end: str, text: str = "") -> str:
+        """Add a rule for words up to and including `end`, and return its name. `text`: the expression of other text."""
         words = f"{name.upper()}_TEXT"
-        self._rules[words] = f"{words}: {ANY_TEXT}"
+        self._rules[words] = f"{words}: {text or self.words}"
         is_token = self._split(end)[:1] != [end] or end in self._special
         return self.rule(name, f"{words} {self.fixed(end)}", lazy=not is_token)
+
+    def cuts_token(self, text: str, place: int) -> bool:
+        """Whether `place` is inside a special token of the text."""
+        start = 0
+        for piece in self._split(text):
+            if start < place < start + len(piece) and piece in self._special:
+                return True
+            start += len(piece)
+        return False
 
     def is_special(self, text: str) -> bool:
         return text in self._special
@@ -94,6 +110,28 @@ def json_rule(schema: Mapping[str, Any] | bool) -> str:
     if isinstance(own, Mapping) and not _BLANKS & own.keys():
         rules["x-guidance"] = {**COMPACT, **own}
     return f"%json {json.dumps(rules)}"
+
+
+def regex_rule(regex: str) -> str:
+    """Return the expression of a regex."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(regex, use_ascii='d')}/"
+
+
+def lark_of(grammar: str) -> str:
+    """Return Lark as it is; EBNF in llama.cpp's dialect (GBNF) is rewritten."""
+    if not _EBNF_RULE.search(grammar):
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except RecursionError:
+        raise InvalidRequest("structured_outputs.grammar", "is nested too deeply", "flatten it") from None
+    except Exception as error:  # noqa: BLE001 - the converter raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise InvalidRequest("structured_outputs.grammar", f"is no EBNF that can be read: {reason}") from None
 
 
 def one_of(expressions: Iterable[str]) -> str:

@@ -6,24 +6,23 @@ Runs where a check may be killed: what users send is read here for the first tim
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.serving.text.lark import LarkGrammar, json_rule, one_of
+from quire.serving.text.lark import LarkGrammar, json_rule, lark_of, one_of, regex_rule
+from quire.serving.text.structural_tag import tag_expression
 from quire.types.decoding import StructuredOutputsParams
-from quire.types.errors import InvalidRequest
 
-Kind = Literal["json", "regex", "choice", "grammar"]
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 
 FORCED_CHARACTERS = 16_384  # a longer grammar may hold long fixed texts, and finding those would cost too much
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
-_EBNF_RULE = re.compile(r"(?m)^[ \t]*[A-Za-z_][\w-]*[ \t]*::=")
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What was asked for, as text: a schema, a regex, a JSON list of choices, or a grammar."""
+    """What was asked for, as text: a schema, a regex, a JSON list of choices, a grammar, or a structural tag."""
 
     kind: Kind
     text: str
@@ -43,19 +42,23 @@ def structure_of(params: StructuredOutputsParams) -> Structure:
         return Structure("regex", params.regex)
     if params.choice is not None:
         return Structure("choice", json.dumps(list(params.choice)))
+    if params.structural_tag is not None:
+        return Structure("structural_tag", str(params.structural_tag))
     assert params.grammar is not None
     return Structure("grammar", params.grammar)
 
 
-def grammar_of(structure: Structure) -> str:
+def grammar_of(structure: Structure, special: Mapping[str, int] | None = None) -> str:
     """Return the grammar in llguidance's Lark. Raises InvalidRequest for an EBNF that cannot be read.
+
+    `special`: the special tokens that its fixed texts hold, with their ids.
 
     Whether llguidance takes it is not known yet.
     """
     if structure.kind == "grammar":
         grammar = lark_of(structure.text)
         return _NO_FORCING + grammar if is_long(structure) and "%llguidance" not in grammar else grammar
-    lark = LarkGrammar()
+    lark = LarkGrammar(special)
     return lark.text(expression_of(structure, lark), no_forcing=is_long(structure))
 
 
@@ -66,31 +69,12 @@ def expression_of(structure: Structure, lark: LarkGrammar) -> str:
     if structure.kind == "choice":
         return one_of(map(json.dumps, json.loads(structure.text)))
     if structure.kind == "regex":
-        return _regex_rule(structure.text)
+        return regex_rule(structure.text)
+    if structure.kind == "structural_tag":
+        return tag_expression(structure.text, lark)
     return lark.user_grammar("structured_outputs", lark_of(structure.text))
 
 
 def is_long(structure: Structure) -> bool:
     """Whether the structure may hold fixed texts too long to be looked for ahead."""
     return len(structure.text) > FORCED_CHARACTERS
-
-
-def _regex_rule(regex: str) -> str:
-    from llguidance import regex_to_lark
-
-    return f"/{regex_to_lark(regex, use_ascii='d')}/"
-
-
-def lark_of(grammar: str) -> str:
-    """Return Lark as it is; EBNF in llama.cpp's dialect (GBNF) is rewritten."""
-    if not _EBNF_RULE.search(grammar):
-        return grammar
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return gbnf_to_lark(grammar)
-    except RecursionError:
-        raise InvalidRequest("structured_outputs.grammar", "is nested too deeply", "flatten it") from None
-    except Exception as error:  # noqa: BLE001 - the converter raises nothing narrower
-        reason = " ".join(str(error).split())
-        raise InvalidRequest("structured_outputs.grammar", f"is no EBNF that can be read: {reason}") from None

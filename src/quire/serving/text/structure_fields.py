@@ -1,5 +1,5 @@
 """Structured outputs under the other names that clients know: OpenAI's response_format, vLLM's guided_*, llama.cpp's
-grammar and json_schema, and SGLang's regex and ebnf."""
+grammar and json_schema, SGLang's regex and ebnf, and structural tags of both."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.types.decoding import StructuredOutputsParams
 from quire.types.errors import InvalidRequest
+from quire.types.structural_tag import OLD_MEMBERS, read_structural_tag
 
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 OTHER_NAMES = {  # of one member of structured_outputs
@@ -17,8 +18,14 @@ OTHER_NAMES = {  # of one member of structured_outputs
     "json_schema": "json",
     "regex": "regex",
     "ebnf": "grammar",
+    "structural_tag": "structural_tag",
 }
-MEMBERS_OF_TYPE = {"text": (), "json_object": ("schema",), "json_schema": ("json_schema",)}
+MEMBERS_OF_TYPE = {
+    "text": (),
+    "json_object": ("schema",),
+    "json_schema": ("json_schema",),
+    "structural_tag": (*OLD_MEMBERS, "format"),
+}
 _TYPES = tuple(MEMBERS_OF_TYPE)
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
@@ -40,6 +47,8 @@ def structure_of_response_format(value: object) -> StructuredOutputsParams | Non
     _refuse_others("response_format", value, ("type", *MEMBERS_OF_TYPE[kind]))
     if kind == "text":
         return None
+    if kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=read_structural_tag("response_format", value))
     if kind == "json_object" and value.get("schema") is None:
         return StructuredOutputsParams(json_object=True)
     if kind == "json_object":
@@ -95,5 +104,7 @@ def _named(field: str, shown: str) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        name = shown if error.field in (field, "structured_outputs") else error.field
+        name = shown if error.field == "structured_outputs" else error.field
+        if name.startswith(field):
+            name = shown + name.removeprefix(field)
         raise InvalidRequest(name, error.reason, error.fix) from None

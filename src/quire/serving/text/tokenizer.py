@@ -296,6 +296,11 @@ class Tokenizer:
         """All tokens as the vocabulary spells them, with their ids."""
         return self._backend.get_vocab(with_added_tokens=True)
 
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of special tokens by their text: those that texts leave out."""
+        return {self.token_text(token): token for token in sorted(self.special_ids)}
+
     def token_text(self, token_id: int) -> str:
         """What one token looks like inside a text; U+FFFD stands for bytes that are no character alone."""
         if self.decoding.rules.byte_level:

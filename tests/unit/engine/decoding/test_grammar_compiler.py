@@ -105,6 +105,36 @@ def test_a_compilation_that_takes_too_long_counts_as_failed() -> None:
     grammars.close()
 
 
+def test_a_grammar_that_took_too_long_is_not_compiled_before_those_that_can_still_be_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, held, tried = [0.0], threading.Event(), list[str]()
+
+    class Noted(CompiledGrammar):
+        def __init__(self, text: str, tokens: GrammarTokens, *, max_lexers: int, builder: GrammarCompiler) -> None:
+            tried.append(text)
+            super().__init__(text, tokens, max_lexers=max_lexers, builder=builder)
+
+    def source() -> Vocabulary:
+        held.wait(120)
+        return byte_vocabulary()
+
+    monkeypatch.setattr(grammar_compiler, "CompiledGrammar", Noted)
+    grammars = GrammarCompiler(source, SIZE, clock=lambda: now[0])
+    late = grammars.compile('start: "a"')
+    now[0] = grammar_compiler.COMPILE_SECONDS + grammar_compiler.VOCABULARY_SECONDS + 1
+    fresh = grammars.compile('start: "b"')
+    held.set()
+    while not fresh.is_ready:
+        grammars.wait(5.0)
+    assert fresh.matcher(RULES).advance(ord("b"))
+    with pytest.raises(GrammarError, match="too long"):
+        late.matcher(RULES)
+    assert tried == ['start: "b"']
+    assert compiled(grammars, 'start: "a"').matcher(RULES).advance(ord("a"))  # a later request has it compiled
+    grammars.close()
+
+
 def test_waiting_ends_after_the_given_time_when_nothing_is_compiled() -> None:
     held = threading.Event()
 

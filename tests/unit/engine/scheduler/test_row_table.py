@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from plain_groups import add_sequence, make_group
+from quire.engine.commit import RowColumns, find_ends
 from quire.engine.decoding.controller import PLAIN, StepController
 from quire.engine.decoding.group import Sequence
-from quire.engine.scheduler.row_table import RowTable
+from quire.engine.scheduler.row_table import MOST_END_IDS, RowTable
 from quire.types.sampling import TokenRules
 from toy_decoding import ToyMatcher, ToyProposer, ToyProposers
 
@@ -22,6 +23,10 @@ def guided() -> StepController:
 
 def observed() -> StepController:
     return StepController(TokenRules(), proposer=ToyProposer(ToyProposers(), 100, 0, [], is_observed=True))
+
+
+def ends_of(table: RowTable, row: int) -> set[int]:
+    return {end for end in table.end_ids[:, row].tolist() if end != -1} | table.many_end_ids.get(row, frozenset())
 
 
 @dataclass
@@ -44,8 +49,7 @@ class Model:
             assert table.counts[row] == len(self.outputs[row])
             assert table.limits[row] == group.limit - group.num_prompt
             assert table.handles[row] == sequence.handle
-            ends = [end for end in table.end_ids[:, row].tolist() if end != -1]
-            assert tuple(ends) == group.request.rules.end_ids
+            assert ends_of(table, row) == set(group.request.rules.end_ids)
             assert table.guided[row] == controller.is_guided
             assert table.observed[row] == controller.proposer.is_observed
         assert table.num_guided == sum(each.controller.is_guided for each in self.sequences.values())
@@ -135,7 +139,7 @@ def test_end_ids_of_the_sequence_before_do_not_end_the_next_one() -> None:
     for end_ids in ((1, 2, 3, 4, 5, 6), (7,), (), (8, 9), (8, 9), (1, 2, 3, 4, 5, 6)):
         sequence = add_sequence(make_group([1], end_ids=end_ids))
         row = table.assign(sequence)
-        assert [end for end in table.end_ids[:, row].tolist() if end != -1] == list(end_ids)
+        assert ends_of(table, row) == set(end_ids)
         table.release(sequence)
 
 
@@ -147,5 +151,20 @@ def test_a_wider_row_leaves_what_others_have_as_it_is() -> None:
     other = add_sequence(make_group([1], 1, end_ids=tuple(range(40)), max_tokens=5_000))
     table.assign(other)
     assert table.outputs(row) == list(range(90))
-    assert [end for end in table.end_ids[:, row].tolist() if end != -1] == [5, 6]
+    assert ends_of(table, row) == {5, 6}
     table.check()
+
+
+@pytest.mark.parametrize("num_ends", [MOST_END_IDS, MOST_END_IDS + 1, 1_000])
+def test_a_row_with_many_end_ids_ends_by_each_and_lets_no_other_row_compare_more(num_ends: int) -> None:
+    table = RowTable(2)
+    many = table.assign(add_sequence(make_group([1], end_ids=tuple(range(10, 10 + num_ends)))))
+    other = table.assign(add_sequence(make_group([1], 1, end_ids=(5, 6))))
+    columns = RowColumns.of(np.array([other, many], dtype=np.int32), table)
+    assert len(columns.end_ids) <= MOST_END_IDS
+    no_limits = np.full(2, 100, dtype=np.int32)
+    for token in (4, 5, 9, 10, 9 + num_ends, 10 + num_ends):
+        tokens = np.full(2, token, dtype=np.int32)
+        found = find_ends(tokens, columns.end_ids, np.ones(2, dtype=np.int32), no_limits, columns.many_end_ids)
+        assert found.tolist() == ([0] if token == 5 else [1] if 10 <= token < 10 + num_ends else [])
+    assert RowColumns.of(np.array([other], dtype=np.int32), table).many_end_ids == ()

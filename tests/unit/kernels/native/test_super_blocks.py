@@ -124,6 +124,21 @@ def test_shared_factors_of_every_size_are_found(form: str) -> None:
     assert torch.equal(read_rows(panels, torch.arange(40)), exact.values())
 
 
+@pytest.mark.parametrize("finite", [0, 1], ids=["nothing else", "a zero beside them"])
+@FORMS
+@BITS
+def test_factors_that_are_no_numbers_stay_visible(bits: int, form: str, finite: int) -> None:
+    """NaNs for a whole super-block of one output: that output fails, and no other."""
+    weight, x = random_weight(form, 40, 512), random_rows(3, 512)
+    scales = weight.scales.clone()
+    scales[7, 16:] = float("nan")
+    scales[7, 16 : 16 + finite] = 0.0
+    offsets = weight.offsets if form == "Q2_K" else scales * -8
+    found = multiply(x, packed(replace(weight, scales=scales, offsets=offsets), bits))
+    assert bool(found[:, 7].isnan().all())
+    assert bool(found.isfinite().sum() == found.numel() - 3)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 13, 130])
 @pytest.mark.parametrize("shape", [(1, 256), (50, 512), (100, 1536)])
 @FORMS

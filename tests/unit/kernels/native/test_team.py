@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from ctypes import c_int64
 from pathlib import Path
 
@@ -54,6 +55,23 @@ def test_a_child_of_fork_computes_what_its_parent_does() -> None:
         if child == 0:
             os._exit(0 if multiply(x, weight).equal(product) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_torch_does_not_wait_in_a_child_of_fork_for_threads_of_its_parent() -> None:
+    before, numbers = torch.get_num_threads(), torch.arange(1 << 20, dtype=torch.float32)
+    try:
+        set_threads(2)
+        sums = numbers.cos().sum()  # starts torch's threads
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # ends a child that waits
+            set_threads(2)
+            os._exit(0 if numbers.cos().sum().isclose(sums) and torch.get_num_threads() == 1 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        set_threads(before)
 
 
 @pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))

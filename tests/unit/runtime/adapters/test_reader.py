@@ -232,7 +232,8 @@ def test_ranks_and_shapes_are_checked(reader: AdapterReader, model: torch.nn.Mod
 
 
 def test_pickles_and_empty_folders_are_refused(reader: AdapterReader, model: torch.nn.Module, tmp_path: Path) -> None:
-    assert "adapter_config.json" in refusal(reader, tmp_path)
+    assert "the folder is not there; check the path" in refusal(reader, tmp_path / "nowhere")
+    assert "adapter_config.json is not in the folder" in refusal(reader, tmp_path)
     make_adapter(tmp_path, model)
     (tmp_path / "adapter_model.safetensors").unlink()
     assert "adapter_model.safetensors is not in the folder" in refusal(reader, tmp_path)

@@ -13,7 +13,7 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native.loader import why_not_native
 from quire.runtime.attention.backend import AttentionBatch, ChunkSpan, LayerCache
 from quire.runtime.attention.gather import GatherAttention, split_by_length
-from quire.runtime.attention.native import NativeAttention
+from quire.runtime.attention.native import HalfAttention, NativeAttention
 from quire.runtime.attention.reference import ReferenceAttention
 from quire.runtime.attention.registry import make_backend
 from quire.runtime.layers.weights import Placement
@@ -131,14 +131,33 @@ def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
 
 
 def test_the_native_backend_is_refused_where_it_cannot_run_and_auto_falls_to_torch() -> None:
-    half = Placement(torch.float16, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="do not know float16"):
-        make_backend("native", HEADS, torch.float32, half)
-    assert isinstance(make_backend("auto", HEADS, torch.float32, half), GatherAttention)
+    latent, float8 = Heads(4, 1, 24, latent=16), torch.float8_e4m3fn
+    with pytest.raises(ConfigError, match="read no cache of float8"):
+        make_backend("native", latent, torch.float32, CPU, kv_dtype=float8)
+    assert isinstance(make_backend("auto", latent, torch.float32, CPU, kv_dtype=float8), GatherAttention)
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float16_is_attended_by_the_native_kernels_in_parts_and_no_part_changes_a_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    half = Placement(torch.float16, torch.device("cpu"))
+    batch, cache, tensors = batch_of([700, 513, 256, 33, 32, 1], [(0, 6), (16, 16)], 16, HEADS)
+    cache = LayerCache.of(cache.key.half(), cache.value.half())
+    batch, given = replace(batch, cache=cache), [tensor.half() for tensor in tensors]
+    backend = make_backend("auto", HEADS, torch.float32, half)
+    assert isinstance(backend, HalfAttention)
+    whole = backend.prepare(batch)
+    assert len(whole.parts) == 1
+    monkeypatch.setattr("quire.runtime.attention.native.WIDENED_BYTES", 1)
+    parts = backend.prepare(batch)
+    assert len(parts.parts) == 8
+    expected = backend.attend(*given, cache, whole, RULE)
+    assert torch.equal(backend.attend(*given, cache, parts, RULE), expected)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [HEADS, Heads(9, 3, 64), Heads(4, 4, 128), Heads(8, 1, 80)])
 @pytest.mark.parametrize("size", [1, 16])
 def test_the_native_backend_gives_what_the_reference_gives(size: int, heads: Heads, dtype: torch.dtype) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 
@@ -75,6 +78,47 @@ def test_there_is_one_branch_where_a_second_gains_nothing(
     count, found, wanted = attended(decodes, chunks, most)
     assert count == 0
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+class NotedStream:
+    """A stream that notes what it is told to wait for."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.waited_for: list[NotedEvent] = []
+
+    def wait_event(self, event: NotedEvent) -> None:
+        self.waited_for.append(event)
+
+
+class NotedEvent:
+    """An event that notes the stream whose work it stands for."""
+
+    recorded_on: NotedStream | None = None
+
+    def record(self, stream: NotedStream) -> None:
+        self.recorded_on = stream
+
+
+@pytest.mark.parametrize("at_fault", ["side", "here"])
+def test_the_current_stream_waits_for_the_side_stream_where_a_launch_fails(
+    at_fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = NotedStream()
+    monkeypatch.setattr(torch.cuda, "Stream", NotedStream)
+    monkeypatch.setattr(torch.cuda, "Event", NotedEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+
+    def launch(name: str) -> None:
+        if name == at_fault:
+            raise RuntimeError(name)
+
+    branch = SideBranch(torch.device("cuda"))
+    with pytest.raises(RuntimeError, match=at_fault):
+        branch.run_beside(lambda: launch("side"), lambda: launch("here"))
+    assert [event.recorded_on for event in current.waited_for] == [branch._stream]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no streams")

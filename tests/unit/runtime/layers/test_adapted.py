@@ -16,7 +16,7 @@ from quire.runtime.attention.branches import Launch
 from quire.runtime.layers.adapted import ActiveAdapters, AdaptedPart, StackedAdapters
 from quire.runtime.layers.split import as_split
 from quire.runtime.layers.step import AdaptedRows, AdapterStep, AdapterTiles
-from quire.runtime.worker.adapters import FEW_ROWS, MANY_ROWS, tile_tokens
+from quire.runtime.worker.adapters import LARGE_TILE, SMALL_TILE, tile_tokens
 from tiny_models import DEVICE
 
 SLOTS, RANK, INPUTS, OUTPUTS = 3, 16, 32, 48
@@ -58,18 +58,18 @@ def multiplied(parts: list[Runs], most: int, of_rows: Sequence[int] = OF_ROWS) -
 
 
 def test_a_product_is_changed_by_the_adapters_of_its_rows() -> None:
-    count, is_left, found, wanted = multiplied(WHOLE, FEW_ROWS)
+    count, is_left, found, wanted = multiplied(WHOLE, SMALL_TILE)
     assert (count, is_left) == (1, True)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_outputs_of_no_part_are_left_as_they_are() -> None:
-    count, is_left, found, wanted = multiplied([[(0, 16)], [(32, 48)]], FEW_ROWS)
+    count, is_left, found, wanted = multiplied([[(0, 16)], [(32, 48)]], SMALL_TILE)
     assert (count, is_left) == (0, False), "a change would hold no numbers there"
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("most", "times"), [(MANY_ROWS, 1), (FEW_ROWS, 34)])
+@pytest.mark.parametrize(("most", "times"), [(LARGE_TILE, 1), (SMALL_TILE, 34)])
 def test_steps_of_many_rows_are_changed_after_the_product(most: int, times: int) -> None:
     count, is_left, found, wanted = multiplied(WHOLE, most, OF_ROWS * times)
     assert (count, is_left) == (0, False)

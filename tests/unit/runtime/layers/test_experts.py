@@ -75,15 +75,16 @@ class Layer:
             layer.finish()
 
     def load(self, layer: WeightLayer, name: str, part: str, *, levels: bool) -> None:
-        if not levels:
+        if not levels or self.tensors[name].dim() == 1:
             layer.load(part, self.tensors[name])
             return
-        groups = self.tensors[name].view(self.tensors[name].shape[0], -1, 32)
-        scales = (groups.abs().amax(dim=-1) / 127).half()
-        stored = (groups / scales.float().unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
-        weight = LevelWeight(stored.view(self.tensors[name].shape), scales, torch.zeros_like(scales), nibbles=False)
+        weight = as_levels(self.tensors[name], nibbles=self.has_nibbles(name))
         self.tensors[name] = weight.values()
         assert layer.load_quantized(part, weight)
+
+    def has_nibbles(self, name: str) -> bool:
+        """Whether levels of a matrix have 4 bits, not 8."""
+        return False
 
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         if self.is_program:
@@ -131,6 +132,16 @@ class Layer:
                 shared = shared * torch.sigmoid(x @ tensors["shared_expert_gate.weight"].t())
             out = out + shared
         return out
+
+
+def as_levels(numbers: Tensor, *, nibbles: bool) -> LevelWeight:
+    """Rounded to levels of 4 or 8 bits, 32 of which share a scale."""
+    groups, most = numbers.view(len(numbers), -1, 32), 7 if nibbles else 127
+    scales = (groups.abs().amax(dim=-1) / most).half()
+    levels = (groups / scales.float().unsqueeze(-1)).round().clamp(-most, most).view(numbers.shape)
+    if nibbles:
+        return LevelWeight((levels + 8).to(torch.uint8), scales, -8 * scales, nibbles=True)
+    return LevelWeight(levels.to(torch.int8), scales, torch.zeros_like(scales), nibbles=False)
 
 
 def numbers(tokens: int) -> Tensor:
@@ -191,6 +202,21 @@ def test_a_program_mixes_levels_as_they_are_stored() -> None:
     layer, x = Layer(SETTINGS["shared"], "program", levels=True), numbers(5)
     assert layer.program(x).num_calls == 0
     torch.testing.assert_close(layer(x), layer.wanted(x), rtol=1e-4, atol=1e-3)  # rows are rounded to 16 bits
+
+
+class MixedLayer(Layer):
+    """As of a GGUF file that stores gates in Q4_0 and the other matrices in Q8_0."""
+
+    def has_nibbles(self, name: str) -> bool:
+        return "gate_proj" in name
+
+
+@pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+@pytest.mark.parametrize("settings", ["shared", "biases, and a gate within limits"])
+def test_a_program_mixes_experts_whose_gate_and_up_have_different_formats(settings: str) -> None:
+    layer, x = MixedLayer(SETTINGS[settings], "program", levels=True), numbers(5)
+    assert layer.program(x).num_calls == 0
+    torch.testing.assert_close(layer(x), layer.wanted(x), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.skipif(

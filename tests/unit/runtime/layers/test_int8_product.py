@@ -13,12 +13,13 @@ from quire.config.engine import DeviceConfig
 from quire.config.model import CpuWeights, Heads, Quantization
 from quire.kernels.native.int8_panels import is_int8_format
 from quire.kernels.native.loader import why_not_native
-from quire.kernels.native.ops import BYTE_ROWS, TABLE, PackedWeight, read_rows
+from quire.kernels.native.ops import BYTE_ROWS, PackedWeight, read_rows
 from quire.kernels.native.program import ProgramWriter
 from quire.kernels.native.structures import ProgramStep
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.modules import Embedding, TiedHead
-from quire.runtime.layers.native import GatheredMultiply, IntegerProduct, NativeMultiply, NativeParts, PanelProduct
+from quire.runtime.layers.native import GatheredMultiply, IntegerProduct, NativeMultiply, PanelProduct, program_weights
+from quire.runtime.layers.product import PartsMultiply
 from quire.runtime.layers.quantizing import choose_quantizing_product
 from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.gguf.config import _integer_bytes
@@ -106,15 +107,15 @@ def test_weights_take_the_memory_that_is_planned_for_them(first: str, second: st
     """Random levels have all values that there are; a layer has weights of one type or of two."""
     names = [first] if second is None else [first, second]
     held = held_parts(IntegerProduct(PANELS), [gguf_weight(name, 32, 512) for name in names])
-    planned = sum(_integer_bytes(32 * 512, LEVEL_FORMS[name]) for name in names)
-    tables = sum(4 * each.outputs for each in held if each.format & 15 == TABLE)
-    assert sum(each.data.nbytes for each in held) == planned + tables
+    planned = sum(_integer_bytes((32, 512), LEVEL_FORMS[name]) for name in names)
+    assert sum(each.data.nbytes for each in held) == planned
 
 
 def held_parts(product: IntegerProduct, weights: list[LevelWeight]) -> list[PackedWeight]:
     multiply = product.pack_parts([(weight, None) for weight in weights])
-    assert isinstance(multiply, NativeMultiply | NativeParts)
-    return [multiply.weight] if isinstance(multiply, NativeMultiply) else [each.weight for each in multiply.parts]
+    linears = program_weights(multiply)
+    assert linears is not None
+    return [linear.weight for linear in linears]
 
 
 @pytest.mark.parametrize("names", [("Q4_K", "Q4_K", "Q6_K"), ("Q2_K", "Q3_K", "Q3_K"), ("Q5_0", "Q8_0", "Q5_0")])
@@ -124,7 +125,7 @@ def test_parts_of_different_types_are_each_held_and_multiplied_as_stored(names: 
     sizes = zip(names, (48, 32, 40), strict=True)
     parts = [(gguf_weight(name, outputs, 512), torch.randn(outputs)) for name, outputs in sizes]
     multiply = product.pack_parts(parts)
-    assert isinstance(multiply, NativeParts)
+    assert isinstance(multiply, PartsMultiply)
     assert len(multiply.parts) == 1 + sum(one != other for one, other in pairwise(names))
     alone = [product.pack_quantized(*part)(x) for part in parts]
     assert torch.equal(multiply(x), torch.cat(alone, dim=1))
@@ -155,7 +156,7 @@ def test_a_layer_of_different_types_runs_inside_a_program() -> None:
     for name, kind, outputs in (("q_proj", "Q4_K", 32), ("k_proj", "Q4_K", 16), ("v_proj", "Q6_K", 16)):
         layer.load_quantized(f"{name}.weight", gguf_weight(kind, outputs, 256))
     layer.finish()
-    assert isinstance(layer.multiply, NativeParts)
+    assert isinstance(layer.multiply, PartsMultiply)
     x, writer, nothing = torch.randn(3, 256), ProgramWriter(torch.float32, 256), torch.empty(0, dtype=torch.int64)
     program, wanted = writer.finish(writer.select(layer(writer.stream), fresh=True)), torch.tensor([2, 0])
     assert program.num_calls == 0  # all in one compiled call

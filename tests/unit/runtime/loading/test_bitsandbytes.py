@@ -62,13 +62,16 @@ def test_int8_matrices_are_their_levels_times_the_scale_of_their_output() -> Non
         torch.testing.assert_close(found, levels.float() * scales.unsqueeze(1) / 127, rtol=1e-6, atol=0.0)
 
 
-def test_the_memory_plan_counts_a_byte_for_each_weight() -> None:
+def test_the_memory_plan_counts_a_byte_for_each_weight_and_half_of_one_for_integer_products() -> None:
     """Of seven matrices of 64 x 64, 32 x 64 (twice) and 128 x 64 (three times)."""
     weights = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64
     table, int8 = (open_checkpoint(files_at(FIXTURES / name)).config for name in ("bnb-nf4", "bnb-int8"))
     assert table.quantization == "bitsandbytes"
     assert table.levels.parameters == table.levels.gpu_parameters == weights
     assert table.levels.num_bytes == int8.levels.num_bytes == weights * 36 // 32
+    outputs = 2 * 64 + 2 * 32 + 2 * 128 + 64
+    assert table.levels.integer_bytes == weights // 2 + weights // 32 * 2 + 4 * outputs
+    assert int8.levels.integer_bytes == weights + weights // 32 * 2
     assert table.levels.gpu_bytes == weights + weights // BLOCK * 4
 
 

@@ -185,6 +185,7 @@ def test_texts_are_decoded_when_they_are_asked_for_also_after_the_file_is_closed
     ("content", "message"),
     [
         (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n", "pointer of Git LFS.*git lfs pull"),
         (b"GG", "the file ends"),
         (b"PK\x03\x04" + bytes(60), "is not a GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "has GGUF version 1"),

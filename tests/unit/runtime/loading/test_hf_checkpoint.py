@@ -221,6 +221,7 @@ def test_a_wrong_header_is_refused_by_name_and_reason(tmp_path: Path, case: str)
     ("content", "message"),
     [
         (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n", "pointer of Git LFS.*git lfs pull"),
         (b"12345", "too few for a header"),
         (struct.pack("<Q", 1 << 60), "claims a header of"),
         (struct.pack("<Q", 100) + b"{}", "inside its header"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from gguf_encoders import encode
 from quire.runtime.loading.gguf.dequantize import dequantize
 from quire.runtime.loading.gguf.levels import read_levels
 from quire.runtime.loading.gguf.types import LEVEL_FORMS, TYPE_BY_NAME
@@ -21,6 +23,11 @@ HALVES = {
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
+# how far off numbers are, of their own size, when their type has rounded them
+ERRORS = {
+    "Q4_0": 0.13, "Q4_1": 0.1, "Q5_0": 0.07, "Q5_1": 0.05, "Q8_0": 0.01, "Q2_K": 0.4, "Q3_K": 0.25, "Q4_K": 0.1,
+    "Q5_K": 0.05, "Q6_K": 0.03, "Q8_K": 0.02, "IQ4_NL": 0.12, "IQ4_XS": 0.12, "MXFP4": 0.15, "TQ1_0": 0.9, "TQ2_0": 0.9,
+}  # fmt: skip
 
 
 def stored(name: str, scale: float = 0.01) -> torch.Tensor:
@@ -48,6 +55,17 @@ def test_levels_stand_for_the_very_numbers_of_the_file(name: str) -> None:
     assert form.least <= int(levels.levels.min()) <= int(levels.levels.max()) <= form.most
     some = torch.tensor([4, 0, 4])
     assert torch.equal(levels.rows(some).values(), levels.values()[some])
+
+
+@pytest.mark.parametrize("name", LEVEL_FORMS)
+def test_numbers_that_were_encoded_are_read_near_to_what_they_were(name: str) -> None:
+    numbers = np.random.default_rng(0).normal(size=(OUTPUTS, 3 * INPUTS)).astype(np.float32) * np.float32(0.05)
+    numbers[:, ::97] *= 6  # outliers
+    raw = torch.frombuffer(bytearray(encode(numbers, name)), dtype=torch.uint8)
+    levels = read_levels(raw, TYPE_BY_NAME[name], numbers.shape)
+    assert levels is not None
+    off = np.linalg.norm(levels.values().numpy() - numbers) / np.linalg.norm(numbers)
+    assert off < ERRORS[name]
 
 
 @pytest.mark.parametrize("name", LEVEL_FORMS)

@@ -13,8 +13,8 @@ from quire.config.engine import DeviceConfig
 from quire.config.model import Heads
 from quire.kernels.reference.quantize import quantize_rows_int8
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.linear import Linear, PartsMultiply
-from quire.runtime.layers.product import DenseProduct, Multiply
+from quire.runtime.layers.linear import Linear
+from quire.runtime.layers.product import DenseProduct, Multiply, PartsMultiply
 from quire.runtime.layers.quantizing import QUANTIZERS, QuantizingProduct
 from quire.runtime.layers.weights import Placement
 from quire.runtime.loading.hf.quantized.integers import Integers

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.sampler import Sampled, Sampler
@@ -39,6 +40,21 @@ def new_row(
         sample_index=sample_index,
         seed=seed,
     )
+
+
+class LargestTensor(TorchDispatchMode):
+    """While entered, notes how many numbers the largest tensor has that torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, Tensor):
+                self.num_numbers = max(self.num_numbers, each.numel())
+        return made
 
 
 class Bench:

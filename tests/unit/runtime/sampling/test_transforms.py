@@ -3,11 +3,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.runtime.sampling.transforms import history_tokens
 from quire.runtime.sampling.transforms.allowed_ids import AllowedIds
 from quire.runtime.sampling.transforms.bad_words import BadWords
 from quire.runtime.sampling.transforms.logit_bias import LogitBias
@@ -16,10 +18,10 @@ from quire.runtime.sampling.transforms.min_tokens import MinTokens
 from quire.runtime.sampling.transforms.occurrence import OccurrencePenalty
 from quire.runtime.sampling.transforms.repetition import RepetitionPenalty
 from quire.runtime.sampling.transforms.temperature import Temperature
-from quire.runtime.sampling.transforms.transform import Transform
+from quire.runtime.sampling.transforms.transform import Step, Transform
 from quire.types.sampling import TokenRules
 from quire.types.step import NewRow
-from tests.unit.runtime.sampling.bench import CPU, new_row, transform_rows
+from tests.unit.runtime.sampling.bench import CPU, Bench, LargestTensor, new_row, transform_rows
 from tests.unit.runtime.sampling.naive import transformed
 
 VOCAB = 70  # not a multiple of a tile
@@ -120,6 +122,53 @@ def test_a_bad_word_may_not_begin_in_the_prompt() -> None:
     )
     assert changed[0, 2] == 0.0
     assert changed[1, 2] == -math.inf
+
+
+def test_the_bad_words_of_one_row_cost_no_other_row_anything() -> None:
+    many = tuple((token % VOCAB,) for token in range(200))
+    longest = (tuple(token % VOCAB for token in range(3_000)),)
+    transform, logits = BadWords(ROWS, CPU), torch.zeros(1, VOCAB)
+    transform.add(new_row(1, rules=TokenRules(bad_words=many + longest)))
+    transform.members.leave(1)
+    new = new_row(0, output=[2], rules=TokenRules(bad_words=((2, 3),)))
+    with LargestTensor() as largest:
+        changed = transform_rows(transform, logits, [new])
+    assert changed.isinf().nonzero().tolist() == [[0, 3]]
+    assert largest.num_numbers <= 16 * VOCAB  # the test's own rows; 200 words of 3,000 tokens would be 600,000
+
+
+PENALTIES: dict[str, dict[str, float]] = {
+    "repetition": {"repetition_penalty": 1.5},
+    "occurrence": {"presence_penalty": 0.5, "frequency_penalty": 0.25},
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_long_history_costs_the_penalties_of_other_rows_nothing(name: str) -> None:
+    bench, transform, vocab_size = Bench(8, ROWS), MAKERS[name](), 8
+    for row in range(ROWS):
+        new = new_row(row, output=[row % 8] * (60 if row == 0 else 1), **PENALTIES[name])
+        bench.add(new)
+        transform.add(new)
+    part = transform.members.part(np.arange(ROWS, dtype=np.int32), CPU)
+    assert part is not None
+    step = Step(bench.samples(range(ROWS)), bench.history, bench.history.num_prompt.numpy().astype(np.int64))
+    with LargestTensor() as largest:
+        transform.apply(torch.ones(ROWS, vocab_size), part, step)
+    assert largest.num_numbers <= 60 + 2 * ROWS  # not ROWS * 60
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize("at_once", [1, 7, 16])
+def test_penalties_are_the_same_however_histories_are_cut(
+    name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs: list[list[int]] = [[3, 4, 3], [], [5] * 20, [1], [6, 7, 6, 6, 7], []]
+    news = [new_row(row, output=each, **PENALTIES[name]) for row, each in enumerate(outputs)]
+    logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(3))
+    whole = transform_rows(MAKERS[name](), logits, news)
+    monkeypatch.setattr(history_tokens, "AT_ONCE", at_once)
+    assert torch.equal(transform_rows(MAKERS[name](), logits, news), whole)
 
 
 def test_the_prompt_counts_for_repetition_but_not_for_presence_and_frequency() -> None:

@@ -132,7 +132,7 @@ def test_flags_of_vllms_server_start_a_server_where_they_ask_for_what_is_there(
 @pytest.mark.parametrize(
     ("flags", "advice"),
     [
-        ("serve m --enable-force-include-usage", "send stream_options.include_usage with each request"),
+        ("serve m --return-tokens-as-token-ids", "send return_tokens_as_token_ids with each request"),
         ("serve m --middleware my.module", "put a proxy before the server"),
         ("chat --enable-auto-tool-choice", "unrecognized arguments"),
     ],

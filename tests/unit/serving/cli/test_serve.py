@@ -56,6 +56,14 @@ def test_without_flags_the_default_model_is_served_on_the_loopback_to_anyone_the
     assert (made.host, made.port, made.access.key_digests, made.access.admin_digests) == ("127.0.0.1", 8000, (), ())
 
 
+def test_defaults_for_templates_and_usage_become_settings() -> None:
+    made = config("--default-chat-template-kwargs", '{"enable_thinking": false}', "--enable-force-include-usage")
+    assert (made.source.chat_template_kwargs, made.force_include_usage) == ({"enable_thinking": False}, True)
+    assert (config().source.chat_template_kwargs, config().force_include_usage) == ({}, False)
+    with pytest.raises(ConfigError, match="default_chat_template_kwargs: 'not a name' is no name"):
+        config("--default-chat-template-kwargs", '{"not a name": 1}')
+
+
 def test_flags_become_settings(tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages }}")

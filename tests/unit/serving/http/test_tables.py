@@ -36,6 +36,7 @@ SMALLEST: dict[str, dict[str, Any]] = {
     "pooling": {"input": "x"},
     "classify": {"input": "x"},
     "score": {"text_1": "x", "text_2": "y"},
+    "generative_scoring": {"query": "x", "items": ["y"], "label_token_ids": [1]},
     "rerank": {"query": "x", "documents": ["y"]},
     "ollama_embed": {"input": "x"},
     "ollama_embeddings": {"prompt": "x"},

@@ -58,11 +58,11 @@ def test_the_first_engine_has_those_of_the_command_line(keeper: EngineKeeper) ->
 def test_the_next_engine_has_those_that_the_last_one_had(keeper: EngineKeeper) -> None:
     keeper._start(0.0)
     loaded = AdapterModule("loaded", "/adapters/loaded")
-    keeper.obey(AdaptersNow((GIVEN, loaded)))
+    keeper.handle(AdaptersNow((GIVEN, loaded)))
     keeper._start(1.0)
     assert Child.started[-1].adapters == (GIVEN, loaded)
     assert Child.started[-1].config.engine.lora_modules is None  # they are not loaded twice
-    keeper.obey(AdaptersNow(()))  # clients unloaded all of them
+    keeper.handle(AdaptersNow(()))  # clients unloaded all of them
     keeper._start(2.0)
     assert Child.started[-1].adapters == ()
     assert Child.started[-1].config.engine.lora_modules is None

@@ -38,7 +38,7 @@ def is_taken_for_hung(directory: Path, ready: EngineReady) -> bool:
     keeper, child = EngineKeeper(config, directory, "none", on_down=lambda _: None), Child()
     keeper.child = cast("ChildProcess", child)
     record = ProgressRecord(directory / "progress-0")
-    keeper.obey(EngineUp(ready, ""))
+    keeper.handle(EngineUp(ready, ""))
     record.begin_step()
     keeper.poll(0.0)
     time.sleep(0.2)

@@ -4,8 +4,9 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -149,6 +150,25 @@ def test_checks_that_a_lost_child_owed_fail_with_words(own: GrammarChecker) -> N
     os.kill(own._child._process.pid, signal.SIGKILL)
     with pytest.raises(QuireError, match="send the request again"):
         begun.result()
+
+
+def test_a_check_that_is_answered_by_the_loss_while_it_is_sent_has_one_answer(own: GrammarChecker) -> None:
+    own.check(regex("a+"))
+    child = own._child
+    assert child is not None
+
+    class Lost:
+        def send_bytes(self, _: bytes) -> None:
+            child._process.kill()
+            child._reader.join()  # it answers all that was asked
+            raise OSError
+
+        def close(self) -> None:
+            channel.close()
+
+    channel, child._channel = child._channel, cast("Connection", Lost())
+    with pytest.raises(QuireError, match="send the request again"):
+        own.begin(regex("b+")).result()
 
 
 def test_too_many_checks_at_once_are_told_to_come_back(own: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def test_json_object_and_json_schema_are_understood() -> None:
         ("json", "response_format"),
         ([], "response_format"),
         ({}, "response_format.type"),
-        ({"type": "structural_tag"}, "response_format.type"),
+        ({"type": "structural_tag"}, "response_format.structures"),
         ({"type": ["text"]}, "response_format.type"),
         ({"type": "text", "schema": {}}, "response_format.schema"),
         ({"type": "json_object", "json_schema": {}}, "response_format.json_schema"),

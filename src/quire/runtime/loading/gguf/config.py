@@ -140,22 +140,32 @@ def _read_levels(model: GgufModel) -> StoredLevels:
     drafts, moved = draft_blocks(model), _moved_columns(model)
     owners = {name: owner for name, owner in model.owners.items() if not name.startswith(drafts)}
     copied = [name for name in owners if ".attn_k." in name and name.replace("attn_k", "attn_v") not in owners]
-    found = StoredLevels()
+    found, are_halves = StoredLevels(), _read_dtype(model) == "bfloat16"
     for name in (*owners, *copied):
         tensor, word = owners[name].tensors[name], name.removesuffix(".weight").rpartition(".")[2]
-        if tensor.ggml_type.name not in LEVEL_FORMS or len(tensor.shape) < 2 or word in _EXPANDED:
+        if len(tensor.shape) < 2 or word in _EXPANDED:
+            continue
+        if tensor.ggml_type.name not in LEVEL_FORMS:
+            if are_halves and tensor.ggml_type.name != "BF16":
+                found = replace(found, expanded=found.expanded + math.prod(tensor.shape))
             continue
         size, own = math.prod(tensor.shape), LEVEL_FORMS[tensor.ggml_type.name]
         own = own._replace(super_bits=None) if word == moved else own  # super-blocks do not stay together
         form = _held_form(_stacked_forms(model, name))
         on_gpu = name not in _TABLES and len(tensor.shape) == 2
+        on_top, is_head = _cut_bytes(tensor.shape, own), name == _TABLES[0] and "output.weight" not in owners
+        num_bytes = packed_bytes(size, nibbles=form.nibbles and form.group >= NATIVE_GROUP)
+        counted = 0 if is_head else num_bytes
         found = replace(
             found,
             parameters=found.parameters + size,
-            num_bytes=found.num_bytes + packed_bytes(size, nibbles=form.nibbles and form.group >= NATIVE_GROUP),
-            integer_bytes=found.integer_bytes + _integer_bytes(size, own),
+            num_bytes=found.num_bytes + num_bytes,
+            table_bytes=found.table_bytes + (_table_bytes(size, own) - counted if name in _TABLES else 0),
+            integer_bytes=found.integer_bytes + _integer_bytes(tensor.shape, own),
             gpu_parameters=found.gpu_parameters + (size if on_gpu else 0),
             gpu_bytes=found.gpu_bytes + (_gpu_bytes(size, form) if on_gpu else 0),
+            cut_heads_bytes=found.cut_heads_bytes + (on_top if ".attn_output." in name else 0),
+            cut_sizes_bytes=found.cut_sizes_bytes + (on_top if ".ffn_down" in name else 0),
         )
     return found
 
@@ -184,14 +194,27 @@ def _held_form(forms: Sequence[LevelForm]) -> LevelForm:
     )
 
 
-def _integer_bytes(size: int, form: LevelForm) -> int:
+def _integer_bytes(shape: tuple[int, ...], form: LevelForm) -> int:
     """Integer products hold every tensor in its own form, beside whichever others a layer stacks it with."""
-    if form.table is not None:
-        return table_bytes(size)
+    size = math.prod(shape)
+    if form.has_table:
+        return table_bytes(size, size // shape[-1])
     if form.super_bits is not None:
         return super_block_bytes(size, form.super_bits, has_offsets=form.has_offset)
     least, most = (-8, 7) if form.nibbles and not form.has_offset else (form.least, form.most)
     return integer_bytes(size, least, most, has_offsets=form.has_offset, group=form.group)
+
+
+def _table_bytes(size: int, form: LevelForm) -> int:
+    """Of an embedding table in bytes: 16 or 32 of them have a scale and an offset."""
+    return size + size // min(form.group, NATIVE_GROUP) * 4
+
+
+def _cut_bytes(shape: tuple[int, ...], form: LevelForm) -> int:
+    """What a tensor takes on top where its super-blocks are cut."""
+    if form.super_bits is None:
+        return 0
+    return _integer_bytes(shape, form._replace(super_bits=None)) - _integer_bytes(shape, form)
 
 
 def _gpu_bytes(size: int, form: LevelForm) -> int:

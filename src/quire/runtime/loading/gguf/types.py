@@ -59,7 +59,7 @@ NATIVE_GROUP = 32  # values that share factors in the native kernels: smaller gr
 
 class LevelForm(NamedTuple):
     """How the levels of a type are held: in 4 bits or 8, with a scale for a group of values, perhaps an offset too; and
-    the least and the most level that there can be. `table`: the name of its 16 levels, if there are no others.
+    the least and the most level that there can be. `has_table`: there are 16 levels, which are not neighbours.
     `super_bits`: of a level where the panels of integer products hold its factors as super-blocks."""
 
     nibbles: bool
@@ -67,7 +67,7 @@ class LevelForm(NamedTuple):
     has_offset: bool
     least: int = 0
     most: int = 15
-    table: str | None = None
+    has_table: bool = False
     super_bits: int | None = None
 
 
@@ -84,9 +84,9 @@ LEVEL_FORMS: dict[str, LevelForm] = {
     "Q5_K": LevelForm(False, 32, True, 0, 31),
     "Q6_K": LevelForm(False, 16, False, -32, 31),
     "Q8_K": LevelForm(False, 256, False, -128, 127),
-    "IQ4_NL": LevelForm(False, 32, False, -127, 113, table="IQ4"),
-    "IQ4_XS": LevelForm(False, 32, False, -127, 113, table="IQ4"),
-    "MXFP4": LevelForm(False, 32, False, -12, 12, table="MXFP4"),
+    "IQ4_NL": LevelForm(False, 32, False, -127, 113, has_table=True),
+    "IQ4_XS": LevelForm(False, 32, False, -127, 113, has_table=True),
+    "MXFP4": LevelForm(False, 32, False, -12, 12, has_table=True),
     "TQ1_0": LevelForm(True, 256, False),
     "TQ2_0": LevelForm(True, 256, False),
 }

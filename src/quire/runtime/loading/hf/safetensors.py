@@ -62,7 +62,8 @@ class SafetensorsFile:
             raise ModelLoadError(self.name, f"has {size} bytes, too few for a header", fix="download it again")
         length = int.from_bytes(self._file.data[:8], "little")
         if length > MAX_HEADER_BYTES:
-            raise ModelLoadError(self.name, f"claims a header of {length} bytes, limit {MAX_HEADER_BYTES}")
+            reason = f"claims a header of {length} bytes, limit {MAX_HEADER_BYTES}"
+            raise ModelLoadError(self.name, reason, fix="download it again")
         if 8 + length > size:
             raise ModelLoadError(self.name, f"ends at byte {size}, inside its header", fix="download it again")
         return 8 + length

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.runtime.sampling.column import doubled
-from quire.runtime.sampling.samples import Members, Part
-from quire.runtime.sampling.transforms.transform import Step, add_at
-from quire.runtime.transfer import to_device
-from quire.types.step import NewRow
+from quire.runtime.sampling.samples import Longs, Members, Part
+from quire.runtime.sampling.transforms.transform import Step
+from quire.runtime.transfer import Courier
+from quire.types.step import Ints, NewRow
 
-_ANY = -1  # padding: left of a short word it matches any token, as a last token it means there is no word
-_NOT_OUTPUT = -2  # stands where a row has not generated that many tokens, and matches nothing but _ANY
+
+class _RowWords(NamedTuple):
+    """The words of one row, without padding: a long word of one row costs no other word and no other row anything."""
+
+    last: Longs  # [words]: the token that completes each word
+    tokens: Longs  # [tokens]: those before the last ones, word by word
+    distances: Longs  # [tokens]: how many tokens before the one that is chosen each must stand
+    words: Longs  # [tokens]: the place of its word in `last`
+
+
+class _BatchWords(NamedTuple):
+    """The words of all samples of a part, on the device."""
+
+    last: Tensor  # [words]: where the logit of the token that completes each word is in the flattened logits
+    tokens: Tensor  # [tokens]
+    distances: Tensor  # [tokens]
+    words: Tensor  # [tokens]: the place of its word in `last`
+    lines: Tensor  # [tokens]: the place of its sample in the part
+    rows: Tensor  # [tokens]: the row of its sample
 
 
 class BadWords:
@@ -23,38 +42,56 @@ class BadWords:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.members = Members(num_rows)
-        self._words = torch.full((1, 1, 1), _ANY, device=device)  # [slots, words, longest], right-aligned
+        self._courier = Courier(device)
+        self._words: dict[int, _RowWords] = {}  # by row; some of rows that have left
+        self._batch: tuple[Part, _BatchWords] | None = None  # the part of the last step, and its words
 
     def add(self, new: NewRow) -> None:
         words = new.rules.bad_words
         if not words:
             return
-        slot = self.members.join(new.row)
-        self._grow(slot + 1, len(words), max(map(len, words)))
-        _, num_words, longest = self._words.shape
-        padded = [(_ANY,) * (longest - len(word)) + tuple(word) for word in words]
-        padded += [(_ANY,) * longest] * (num_words - len(words))
-        self._words[slot].copy_(to_device(torch.tensor(padded), self._words.device))
+        self.members.join(new.row)
+        self._words[new.row] = _row_words(words)
 
     def apply(self, logits: Tensor, part: Part, step: Step) -> None:
-        words = self._words.index_select(0, part.slots)  # [G, words, longest]
-        prefixes, last = words[:, :, :-1], words[:, :, -1]
-        tail = _output_tail(part, step, prefixes.shape[2])  # [G, longest - 1]
-        complete = ((prefixes == tail[:, None]) | (prefixes == _ANY)).all(dim=-1) & (last != _ANY)  # [G, words]
-        add_at(logits, part, last.clamp(min=0), torch.where(complete, float("-inf"), 0.0))
+        found, history = self._words_of(logits, part, step), step.history
+        places = step.lengths(part).index_select(0, found.lines) - found.distances
+        tokens = history.tokens[found.rows, places.clamp(min=0)]
+        is_output = places >= history.num_prompt.index_select(0, found.rows)
+        is_other = (tokens != found.tokens) | ~is_output
+        num_others = torch.zeros_like(found.last).index_add_(0, found.words, is_other.long())
+        logits.view(-1).scatter_add_(0, found.last, torch.where(num_others == 0, float("-inf"), 0.0))
 
-    def _grow(self, *needed: int) -> None:
-        old = self._words
-        shape = [doubled(size, wanted) for size, wanted in zip(old.shape, needed, strict=True)]
-        if shape != list(old.shape):
-            self._words = old.new_full(shape, _ANY)
-            self._words[: old.shape[0], : old.shape[1], shape[2] - old.shape[2] :] = old
+    def _words_of(self, logits: Tensor, part: Part, step: Step) -> _BatchWords:
+        """Return the words of a part. They stay the same while the sampler passes the same part."""
+        if self._batch is None or self._batch[0] is not part:
+            self._words = {row: words for row, words in self._words.items() if row in self.members}
+            words = self._join(logits.shape[1], part, step.samples.rows[part.host_positions])
+            self._batch = part, words
+        return self._batch[1]
+
+    def _join(self, vocab_size: int, part: Part, rows: Ints) -> _BatchWords:
+        """`rows`: those of the part's samples."""
+        each = [self._words[row] for row in rows.tolist()]
+        num_words, num_tokens = [len(words.last) for words in each], [len(words.tokens) for words in each]
+        begins = np.cumsum(num_words) - num_words  # of the words of each sample
+        last, tokens, distances, words = (np.concatenate(arrays) for arrays in zip(*each, strict=True))
+        samples = np.arange(len(each))
+        return _BatchWords(
+            *self._courier.send(
+                np.repeat(part.host_positions, num_words) * vocab_size + last,
+                tokens,
+                distances,
+                np.repeat(begins, num_tokens) + words,
+                np.repeat(samples, num_tokens),
+                np.repeat(rows.astype(np.int64), num_tokens),
+            )
+        )
 
 
-def _output_tail(part: Part, step: Step, length: int) -> Tensor:  # [G, length]
-    history = step.history
-    ends = step.lengths(part)[:, None]
-    places = ends + torch.arange(-length, 0, device=ends.device)
-    tokens = history.tokens[part.rows[:, None], places.clamp(min=0)].long()
-    is_output = places >= history.num_prompt.index_select(0, part.rows).long()[:, None]
-    return torch.where(is_output, tokens, _NOT_OUTPUT)
+def _row_words(words: tuple[tuple[int, ...], ...]) -> _RowWords:
+    lengths = [len(word) - 1 for word in words]
+    tokens = np.array([token for word in words for token in word[:-1]], dtype=np.int64)
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    last = np.array([word[-1] for word in words], dtype=np.int64)
+    return _RowWords(last, tokens, ends - np.arange(len(tokens)), np.repeat(np.arange(len(words)), lengths))

@@ -7,14 +7,15 @@ from torch import Tensor
 
 from quire.runtime.sampling.column import Column
 from quire.runtime.sampling.samples import Members, Part
-from quire.runtime.sampling.transforms.transform import Step, flat_index
+from quire.runtime.sampling.transforms.history_tokens import history_tokens
+from quire.runtime.sampling.transforms.transform import Step
 from quire.types.step import NewRow
 
 
 class RepetitionPenalty:
     """Divides a seen token's logit by the penalty if it is positive, else multiplies; once, however often it was seen.
 
-    Keeps no counts: touches only the tokens in the row's history, at O(longest history) per member.
+    Keeps no counts: touches only the tokens in the row's history.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -26,10 +27,9 @@ class RepetitionPenalty:
             self._penalty.put(self.members.join(new.row), [new.sampling.repetition_penalty])
 
     def apply(self, logits: Tensor, part: Part, step: Step) -> None:
-        tokens = step.history.tokens[:, : step.longest(part)].index_select(0, part.rows).long()  # [G, longest]
-        known = torch.arange(tokens.shape[1], device=tokens.device) < step.lengths(part)[:, None]
-        index = flat_index(logits, part, torch.where(known, tokens, tokens[:, :1]))
-        seen = logits.view(-1).index_select(0, index).view_as(tokens)
-        penalty = self._penalty.scalars(part.slots)[:, None]
-        changed = torch.where(seen > 0, seen / penalty, seen * penalty)
-        logits.view(-1).scatter_(0, index, changed.view(-1))  # a token seen twice is written twice, with one value
+        flat, penalties, lengths = logits.view(-1), self._penalty.scalars(part.slots), step.lengths(part)
+        known = step.samples.lengths[part.host_positions]
+        for places, lines in history_tokens(logits, part, step, torch.zeros_like(lengths), lengths, known):
+            seen, penalty = flat.index_select(0, places), penalties.index_select(0, lines)
+            changed = torch.where(seen > 0, seen / penalty, seen * penalty)
+            flat.scatter_(0, places, changed)  # a token seen twice is written twice, with one value

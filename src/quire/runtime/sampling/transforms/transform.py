@@ -30,14 +30,10 @@ class Step:
         """How many of those were generated."""
         return self.lengths(part) - self.history.num_prompt.index_select(0, part.rows).long()
 
-    def longest(self, part: Part) -> int:
-        """The most tokens that a sample of the part knows; asks the host."""
-        return int(self.samples.lengths[part.host_positions].max())
-
-    def most_outputs(self, part: Part) -> int:
-        """The most generated tokens that a sample of the part knows; asks the host."""
+    def host_num_outputs(self, part: Part) -> npt.NDArray[np.int64]:  # [G]
+        """The same, as the host knows it."""
         where = part.host_positions
-        return int((self.samples.lengths[where] - self.num_prompt[self.samples.rows[where]]).max())
+        return self.samples.lengths[where] - self.num_prompt[self.samples.rows[where]]
 
 
 class Transform(Protocol):

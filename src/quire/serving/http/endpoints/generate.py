@@ -15,9 +15,15 @@ from quire.serving.dispatch.in_flight_request import InFlightRequest, RenderLogp
 from quire.serving.dispatch.mailbox import Delta
 from quire.serving.http.endpoints.chat import CHAT
 from quire.serving.http.endpoints.completions import COMPLETIONS
-from quire.serving.http.endpoints.openai_format import DONE, Names, extras, prompt_members, usage_json
+from quire.serving.http.endpoints.openai_format import (
+    DONE,
+    Names,
+    ServerSentEvents,
+    extras,
+    prompt_members,
+    usage_json,
+)
 from quire.serving.http.endpoints.openai_logprobs import TokenNames, chat_logprobs, number
-from quire.serving.http.errors import ApiError
 from quire.serving.http.fields import CANDIDATES as CANDIDATE_FIELDS
 from quire.serving.http.fields import (
     LABELS,
@@ -187,10 +193,8 @@ class SoFar:
         return True
 
 
-class TokenStream:
+class TokenStream(ServerSentEvents):
     """A StreamFormat: one event for new tokens of a choice."""
-
-    content_type = b"text/event-stream; charset=utf-8"
 
     def __init__(self, options: ResponseOptions, requests: Sequence[InFlightRequest], names: Names) -> None:
         self._options, self._requests, self._names = options, requests, names
@@ -212,14 +216,6 @@ class TokenStream:
         if self._options.include_usage:
             last["usage"] = self._usage()
         return (self._event([], last) if last else b"") + DONE
-
-    @staticmethod
-    def failure(error: ApiError) -> bytes:
-        return b"data: " + error.body() + b"\n\n" + DONE
-
-    @staticmethod
-    def ping(*, is_queued: bool) -> bytes:
-        return b": queued\n\n" if is_queued else b": working\n\n"
 
     def _choice(self, choice: int, deltas: list[Delta]) -> bytes:
         last = deltas[-1]

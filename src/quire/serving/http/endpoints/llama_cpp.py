@@ -29,6 +29,7 @@ from quire.serving.http.schemas import FLAG, IDS, TEXT, WHOLE, Schema, many, rec
 from quire.serving.http.service import Service
 from quire.serving.http.validators.prompts import Messages, Prompts
 from quire.serving.http.validators.values import MAX_TOKEN_ID, Bounds, Flag, Number, Text, Texts, Whole, shown
+from quire.serving.text.structure_fields import structure_of_guided
 from quire.types.errors import EngineDead, InvalidRequest
 
 MAX_FILES = 256
@@ -113,7 +114,8 @@ class LlamaBias:
 _SHARED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _COMMON = (
     MODEL,
-    Field("n_predict", Whole(-1, "max_tokens"), "At most this many new tokens; -1: as many as fit.", -1),
+    Field("n_predict", Whole(-1, "max_tokens"),
+          "At most this many new tokens; -1: as many as fit; 0: the prompt is only computed, and cached.", -1),
     *(field for field in SAMPLING if field.name in _SHARED),
     Field("repeat_penalty", Number(0.01, 100.0), "Divides the logits of tokens in prompt and answer; 1 is off.", 1.0),
     Field("stop", Texts("stop_strings", "stop_characters"), "The answer ends before the first of these."),
@@ -149,7 +151,6 @@ def translate_common(service: Service, given: Parameters) -> Parameters:
     """Rename llama.cpp's parameters."""
     if "grammar" in given and "json_schema" in given:
         raise InvalidRequest("json_schema", "cannot be used together with grammar", "send one of them")
-    structure = {"grammar": given.pop("grammar", None), "json": given.pop("json_schema", None)}
     if not given.get("n_probs"):
         given.pop("n_probs", None)
     if "logit_bias" in given:
@@ -157,8 +158,11 @@ def translate_common(service: Service, given: Parameters) -> Parameters:
     found = {_RENAMED.get(name, name): value for name, value in given.items()}
     if found.get("max_tokens", -1) < 0:
         found.pop("max_tokens", None)
-    if any(value is not None for value in structure.values()):
-        found["structured_outputs"] = {name: value for name, value in structure.items() if value is not None}
+    if found.get("max_tokens") == 0:
+        found["echo"] = True  # the request is for its prompt, which is computed and cached
+    for name in ("grammar", "json_schema"):
+        if name in found:
+            found[name] = structure_of_guided({name: found[name]})
     return found
 
 
@@ -254,7 +258,7 @@ _SCHEMAS: dict[str, Schema] = {
     "LlamaProps": record({"total_slots": WHOLE, "chat_template": TEXT}, is_open=True),
     "LlamaSlots": many(record({"id": WHOLE, "n_ctx": WHOLE, "is_processing": FLAG})),
 }
-_OWN_NAMES = {**{own: name for name, own in _RENAMED.items()}, "structured_outputs": "grammar"}
+_OWN_NAMES = {own: name for name, own in _RENAMED.items()}
 LLAMA_CPP: tuple[Endpoint, ...] = (
     GenerationEndpoint(
         name="llama_completion",

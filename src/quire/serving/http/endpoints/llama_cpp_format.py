@@ -9,6 +9,7 @@ import msgspec
 
 from quire.serving.dispatch.in_flight_request import InFlightRequest, RenderLogprobs
 from quire.serving.dispatch.mailbox import Delta
+from quire.serving.http.endpoints.openai_format import Names, ServerSentEvents, extras
 from quire.serving.http.endpoints.openai_logprobs import TokenName, TokenNames, number
 from quire.serving.http.errors import ApiError
 from quire.serving.http.generation.results import ChoiceResult, ResultReader
@@ -35,10 +36,10 @@ class LlamaFormat:
 
     def __init__(self, service: Service) -> None:
         self._tokenizer = service.texts.tokenizer
-        self._reader, self._names = ResultReader(self._tokenizer), TokenNames(self._tokenizer)
+        self._reader, self._names = ResultReader(self._tokenizer), Names(self._tokenizer)
 
-    def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:  # noqa: ARG002
-        return render_probabilities(self._names)
+    def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:
+        return render_probabilities(self._names.of(options))
 
     def body(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> bytes:
         render = self.logprobs_renderer(options) if options.wants_logprobs else None
@@ -53,19 +54,17 @@ class LlamaFormat:
         request, ended = result.request, (result.finish_reason, result.stop_reason)
         told |= _end(options, request, ended, len(result.token_ids), has_new_line="\n" in result.content)
         told["prompt"] = self._tokenizer.decode(request.submit.prompt_token_ids.tolist(), skip_special_tokens=False)
-        return _chosen(options, told)
+        return _chosen(options, told) | extras(options, [request], self._names)
 
     def stream(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> LlamaStream:
-        return LlamaStream(options, requests[0])
+        return LlamaStream(options, requests[0], self._names)
 
 
-class LlamaStream:
-    """A StreamFormat: events with new text; the last says why it ended."""
+class LlamaStream(ServerSentEvents):
+    """A StreamFormat: events with new text; the last says why it ended, and no `[DONE]` follows."""
 
-    content_type = b"text/event-stream; charset=utf-8"
-
-    def __init__(self, options: ResponseOptions, request: InFlightRequest) -> None:
-        self._options, self._request = options, request
+    def __init__(self, options: ResponseOptions, request: InFlightRequest, names: Names) -> None:
+        self._options, self._request, self._names = options, request, names
         self._num_tokens = 0
         self._ended: tuple[str | None, int | str | None] = (None, None)
         self._has_new_line = False
@@ -75,6 +74,9 @@ class LlamaStream:
         return b""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
+        if self._options.drops_answer:
+            self._ended = "length", None
+            return b""
         text = "".join(delta.text for delta in deltas)
         ids = [token for delta in deltas for token in delta.token_ids]
         self._num_tokens += len(ids)
@@ -91,7 +93,7 @@ class LlamaStream:
         told = {"content": "", "tokens": [], **self._probabilities()}
         ended, num_tokens = self._ended, self._num_tokens
         told |= _end(self._options, self._request, ended, num_tokens, has_new_line=self._has_new_line)
-        return _event(_chosen(self._options, told))
+        return _event(_chosen(self._options, told) | extras(self._options, [self._request], self._names))
 
     def _probabilities(self) -> dict[str, Any]:
         columns, self._columns = self._columns, []
@@ -100,10 +102,6 @@ class LlamaStream:
     @staticmethod
     def failure(error: ApiError) -> bytes:
         return b"data: " + error.body() + b"\n\n"
-
-    @staticmethod
-    def ping(*, is_queued: bool) -> bytes:
-        return b": queued\n\n" if is_queued else b": working\n\n"
 
 
 def render_probabilities(names: TokenNames) -> RenderLogprobs:
@@ -140,7 +138,7 @@ def _end(
     """The members of a whole answer and of the last event."""
     finish_reason, stop_reason = ended
     word = stop_reason if isinstance(stop_reason, str) else ""
-    told = {
+    return {
         **_begin(request, num_tokens),
         "stop": True,
         "model": options.model,
@@ -152,12 +150,11 @@ def _end(
         "generation_settings": _settings(options, request),
         "timings": _timings(request, num_tokens),
     }
-    return {**told, "warnings": options.warnings} if options.warnings else told
 
 
 def _settings(options: ResponseOptions, request: InFlightRequest) -> dict[str, Any]:
     sampling = request.submit.sampling
-    length = -1 if sampling.max_tokens is None else sampling.max_tokens
+    length = 0 if options.drops_answer else -1 if sampling.max_tokens is None else sampling.max_tokens
     return {
         "n_predict": length,
         "max_tokens": length,

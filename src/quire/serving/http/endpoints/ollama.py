@@ -27,7 +27,7 @@ from quire.serving.http.generation.settings import GenerationSettings
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import Flag, Text
 
-API_VERSION = "0.12.6"  # the version of Ollama whose API this is; clients ask for it before they use newer parts
+API_VERSION = "0.12.11"  # the version of Ollama whose API this is; clients ask for it before they use newer parts
 _DESCRIPTION = (
     'Ollama\'s API: see [the guide](../guides/other_apis.md). Errors are `{"error": "text"}`; a stream that breaks '
     "ends with one."

@@ -13,13 +13,20 @@ from quire.serving.dispatch.in_flight_request import InFlightRequest, RenderLogp
 from quire.serving.dispatch.mailbox import Delta
 from quire.serving.http.endpoints.anthropic_format import read_arguments
 from quire.serving.http.endpoints.openai_format import Names, extras
+from quire.serving.http.endpoints.openai_logprobs import render_chat
 from quire.serving.http.errors import ApiError
-from quire.serving.http.generation.results import ResultReader, StreamReader, Usage, count_usage, usage_of
+from quire.serving.http.generation.results import (
+    LogprobColumns,
+    ResultReader,
+    StreamReader,
+    Usage,
+    count_usage,
+    usage_of,
+)
 from quire.serving.http.generation.settings import ResponseOptions
 from quire.serving.http.schemas import FLAG, IDS, TEXT, WHOLE, Schema, many, record, ref
 from quire.serving.http.service import Service
 from quire.serving.text.parts import CallArguments, CallBegun, Part, Said, Thought
-from quire.types.errors import InvalidRequest
 
 _encode = msgspec.json.encode
 NANOSECONDS = 1_000_000_000
@@ -50,13 +57,15 @@ class OllamaFormat:
         self._is_chat = is_chat
         self._reader, self._names = ResultReader(tokenizer), Names(tokenizer)
 
-    def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:  # noqa: ARG002
-        raise InvalidRequest("logprobs", "is not supported here", "use /v1/chat/completions")
+    def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:
+        return render_chat(self._names.of(options))
 
     def body(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> bytes:
-        (result,) = results = self._reader.results(options, requests, None)
+        render = self.logprobs_renderer(options) if options.wants_logprobs else None
+        (result,) = results = self._reader.results(options, requests, render)
         calls = [_call(call.name, call.arguments) for call in result.calls]
         said = _said(result.content, thinking=result.reasoning, calls=calls, is_chat=self._is_chat)
+        said |= _logprobs(result.logprobs)
         ending = self.ending(options, requests, usage_of(options, results, requests), result.finish_reason)
         return _encode({**_head(options.model), **said, **ending})
 
@@ -92,6 +101,7 @@ class OllamaStream:
         self._num_tokens = 0
         self._call: tuple[str, list[str]] | None = None  # the name of the call that is being written, and its arguments
         self._finish_reason: str | None = None
+        self._columns: list[LogprobColumns] = []  # logprobs of tokens that no line has shown yet
 
     def opening(self) -> bytes:
         return b""
@@ -100,6 +110,7 @@ class OllamaStream:
         if not deltas:
             return b""
         self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
+        self._columns += [delta.logprobs for delta in deltas if delta.logprobs]
         if self._reader is None:
             text = "".join(delta.text for delta in deltas)
             lines = [self._line(text)] if text else []
@@ -113,7 +124,7 @@ class OllamaStream:
     def closing(self) -> bytes:
         usage = count_usage(self._options, self._requests, self._num_tokens, 0)
         ending = self._form.ending(self._options, self._requests, usage, self._finish_reason)
-        said = _said("", is_chat=self._form.is_chat)
+        said = _said("", is_chat=self._form.is_chat) | self._taken_logprobs()
         return _encode({**_head(self._options.model), **said, **ending}) + b"\n"
 
     @staticmethod
@@ -151,7 +162,11 @@ class OllamaStream:
 
     def _line(self, text: str, *, thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> bytes:
         said = _said(text, thinking=thinking, calls=calls, is_chat=self._form.is_chat)
-        return _encode({**_head(self._options.model), **said, "done": False}) + b"\n"
+        return _encode({**_head(self._options.model), **said, **self._taken_logprobs(), "done": False}) + b"\n"
+
+    def _taken_logprobs(self) -> dict[str, Any]:
+        columns, self._columns = self._columns, []
+        return _logprobs(columns)
 
 
 def _head(model: str) -> dict[str, Any]:
@@ -165,6 +180,10 @@ def _said(text: str, *, thinking: str = "", calls: Sequence[dict[str, Any]] = ()
     if calls:
         more["tool_calls"] = calls
     return {"message": {"role": "assistant", "content": text, **more}}
+
+
+def _logprobs(columns: Sequence[LogprobColumns]) -> dict[str, Any]:
+    return {"logprobs": [msgspec.Raw(column[0]) for column in columns]} if columns else {}
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
@@ -198,6 +217,7 @@ _HEAD: dict[str, Schema] = {"model": TEXT, "created_at": TEXT, "done": FLAG}
 _END: dict[str, Schema] = {
     "done_reason": {"enum": ["stop", "length", "load"]},
     **dict.fromkeys((*_DURATIONS, "prompt_eval_count", "eval_count"), WHOLE),
+    "logprobs": many({"type": "object"}),
     "warnings": many(TEXT),
     "quire": ref("Explanation"),
 }

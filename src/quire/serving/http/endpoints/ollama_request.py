@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from quire.serving.http.endpoints.completions import with_infill_stops
 from quire.serving.http.fields import MODEL, TOOLS, Field, not_supported
 from quire.serving.http.generation.conversation import render_messages
 from quire.serving.http.generation.settings import Parameters
@@ -236,9 +237,8 @@ _COMMON = (
     Field("keep_alive", KeepAlive(), "The model stays loaded.", support="no effect"),
     Field("truncate", Flag(), "Prompts are never cut.", support="no effect"),
     Field("shift", Flag(), "Answers end where the context does.", support="no effect"),
-    not_supported("logprobs", "Log-probabilities of tokens.", False, why="is not supported: use /v1/chat/completions"),
-    not_supported("top_logprobs", "The same for the likeliest tokens.", 0,
-                  why="is not supported: use /v1/chat/completions"),
+    Field("logprobs", Flag(), "Return the log-probability of each token of the answer.", False),
+    Field("top_logprobs", Whole(0, 20), "And of this many likeliest tokens; needs `logprobs`.", 0),
 )  # fmt: skip
 CHAT_FIELDS = (
     MODEL,
@@ -256,7 +256,8 @@ GENERATE_FIELDS = (
     Field("context", TokenIds("prompt_tokens"), "The `context` of an earlier answer, which this one continues."),
     *_COMMON,
     not_supported("images", "Pictures.", [], why="is not supported: this API takes text only"),
-    not_supported("suffix", "Text after the answer.", ""),
+    Field("suffix", Text("prompt_characters"), "The text after the gap that the answer fills; needs a model that was "
+          "trained to."),
     not_supported("template", "A template with the request.", "", why="is set by the operator only"),
 )  # fmt: skip
 OWN_NAMES = {
@@ -280,6 +281,8 @@ def generate_parameters(service: Service, given: Parameters, head: RequestHead) 
     if not given.get("prompt"):
         raise NothingToGenerate(service.served_name(given.get("model")))
     made, prompt, context = _shared(given), given["prompt"], given.get("context")
+    if given.get("suffix"):
+        return _infill(service, given, made)
     if given.get("raw"):
         for name in [name for name in ("system", "context") if given.get(name)]:
             raise InvalidRequest(name, "cannot be used together with raw", "leave it out, or set raw=false")
@@ -295,6 +298,14 @@ def generate_parameters(service: Service, given: Parameters, head: RequestHead) 
     return {**_shared(given), "prompt": [Prompt(token_ids=(*context, *new))]}
 
 
+def _infill(service: Service, given: Parameters, made: Parameters) -> Parameters:
+    """The parameters of a request for the text between prompt and suffix."""
+    for name in [name for name in ("system", "context", "think") if given.get(name)]:
+        raise InvalidRequest(name, "cannot be used together with suffix", "leave it out")
+    prompt = service.texts.infill_prompt("suffix", given["prompt"], given["suffix"])
+    return with_infill_stops(service, {**made, "prompt": [prompt], "raw": True})
+
+
 def _shared(given: Parameters) -> Parameters:
     options = given.get("options", {})
     made: Parameters = {_RENAMED.get(name, name): options[name] for name in _SAMPLING if name in options}
@@ -305,6 +316,10 @@ def _shared(given: Parameters) -> Parameters:
         made["seed"] = -1
     if options.get("num_predict", 0) > 0:
         made["max_tokens"] = options["num_predict"]
+    if given.get("logprobs"):
+        made["logprobs"] = given.get("top_logprobs", 0)
+    elif given.get("top_logprobs"):
+        raise InvalidRequest("top_logprobs", "needs logprobs=true", "set logprobs or leave it out")
     if given.get("format") is not None:
         made["structured_outputs"] = given["format"]
     return made

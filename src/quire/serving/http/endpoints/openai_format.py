@@ -99,11 +99,23 @@ def extras(options: ResponseOptions, requests: Sequence[InFlightRequest], names:
     return found
 
 
-class OpenAIStream(ABC):
-    """Writes deltas as chunks. Deltas of one choice that come together share a chunk. What never changes is encoded
-    once."""
+class ServerSentEvents:
+    """What streams share whose events are JSON after `data: ` and whose last one is `[DONE]`."""
 
     content_type = b"text/event-stream; charset=utf-8"
+
+    @staticmethod
+    def failure(error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n" + DONE
+
+    @staticmethod
+    def ping(*, is_queued: bool) -> bytes:
+        return _QUEUED if is_queued else _WORKING
+
+
+class OpenAIStream(ServerSentEvents, ABC):
+    """Writes deltas as chunks. Deltas of one choice that come together share a chunk. What never changes is encoded
+    once."""
 
     def __init__(
         self, options: ResponseOptions, requests: Sequence[InFlightRequest], names: Names, object_name: str
@@ -161,14 +173,6 @@ class OpenAIStream(ABC):
     def _has_closing(self) -> bool:
         """Whether a chunk without choices ends the stream. Clients that did not ask for it may not expect one."""
         return self._options.include_usage or self._options.explain
-
-    @staticmethod
-    def failure(error: ApiError) -> bytes:
-        return b"data: " + error.body() + b"\n\n" + DONE
-
-    @staticmethod
-    def ping(*, is_queued: bool) -> bytes:
-        return _QUEUED if is_queued else _WORKING
 
     # --------------------------------------------------------------------------------------------------- internals
     def _choice(self, choice: int, deltas: list[Delta]) -> bytes:

@@ -88,7 +88,7 @@ class Pages:
     async def tokenizer_info(self, exchange: Exchange) -> None:
         """Reply with what the files of Hugging Face say about a tokenizer, as far as it is known here."""
         service, engine, tokenizer = self._service, self._service.engine(), self._service.texts.tokenizer
-        special = service.texts.special_tokens
+        special = service.texts.tokenizer.special_tokens
         added = {str(token): {"content": text, "special": True} for text, token in special.items()}
         eos = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
         found = {

@@ -8,6 +8,7 @@ import numpy as np
 
 from quire.serving.http.endpoint import Endpoint
 from quire.serving.http.endpoints.embeddings import COMMON, list_schema, listing
+from quire.serving.http.endpoints.label_scoring import LABEL_SCORING, ScoreEndpoint
 from quire.serving.http.fields import Field, not_supported
 from quire.serving.http.pooling.handler import PoolingCall, PoolingEndpoint, PoolingJob
 from quire.serving.http.schemas import NUMBER, TEXT, WHOLE, Schema, many, or_null, record
@@ -134,7 +135,7 @@ _CLASS_SCHEMAS: dict[str, Schema] = {
     "Class": record({"index": WHOLE, "label": or_null(TEXT), "probs": many(NUMBER), "num_classes": WHOLE}),
 }
 SCORING: tuple[Endpoint, ...] = (
-    PoolingEndpoint(
+    ScoreEndpoint(
         name="score",
         paths=("/score", "/v1/score"),
         summary="Score pairs of texts",
@@ -146,10 +147,12 @@ SCORING: tuple[Endpoint, ...] = (
         ),
         response="Scores",
         schemas=_SCORE_SCHEMAS,
-        description=_GUIDE + "A cross-encoder reads both texts at once; of an encoder it is the cosine of embeddings.",
+        description=_GUIDE + "A cross-encoder reads both texts at once; of an encoder it is the cosine of embeddings. "
+        "A model that generates text scores label tokens instead, with the fields of `/generative_scoring`.",
         id_prefix="score",
         read=score,
     ),
+    LABEL_SCORING,
     PoolingEndpoint(
         name="rerank",
         paths=("/rerank", "/v1/rerank", "/v2/rerank"),

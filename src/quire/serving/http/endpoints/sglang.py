@@ -106,8 +106,7 @@ _MEMBERS: dict[str, Validator] = {
     **{name: _KNOWN[name] for name in ("skip_special_tokens", "spaces_between_special_tokens", "stream_interval")},
     "no_stop_trim": _KNOWN["include_stop_str_in_output"],
     "sampling_seed": _KNOWN["seed"],
-    **{name: Guided(name, or_empty=True) for name in ("json_schema", "regex", "ebnf")},
-    "structural_tag": Refused("is not supported yet"),
+    **{name: Guided(name, or_empty=True) for name in ("json_schema", "regex", "ebnf", "structural_tag")},
     "stop_regex": Refused("is not supported yet"),
     "custom_params": Refused("belongs to plug-ins, which this server does not have"),
 }
@@ -120,7 +119,7 @@ _FIELDS = (
           "One object for all prompts. `max_new_tokens` (128; 0: only the prompt's logprobs), `min_new_tokens`, "
           "`stop`, `stop_token_ids`, `no_stop_trim`, `ignore_eos`, `n`, `temperature`, `top_p`, `top_k`, `min_p`, "
           "penalties, `logit_bias`, `sampling_seed`, `json_schema` (text or object), `regex`, `ebnf`, "
-          "`skip_special_tokens`, `spaces_between_special_tokens`, `stream_interval`."),
+          "`structural_tag`, `skip_special_tokens`, `spaces_between_special_tokens`, `stream_interval`."),
     Field("return_logprob", Flag(), "Return logprobs in `meta_info`, as `[logprob, token id, text]`.", False),
     Field("logprob_start_len", Whole(-1, "prompt_tokens"),
           "Also of the prompt's tokens from this one on, which has null itself; -1: of none. Not with `stream`.", -1),
@@ -158,8 +157,10 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
         reason = "is missing" if texts is None else "cannot be used together with input_ids"
         raise InvalidRequest("text", reason, "send text or input_ids")
     batch: Batch = texts or ids
+    prompt_field = "text" if ids is None else "input_ids"
     sampling = {_RENAMED.get(name, name): value for name, value in given.pop("sampling_params", {}).items()}
     found = {**_logprobs(given), **sampling, "prompt": batch.prompts, "is_list": batch.is_list}
+    found["prompt_field"] = prompt_field
     adapter = found.pop("lora_path", None)
     if adapter and found.setdefault("model", adapter) != adapter:
         raise InvalidRequest("lora_path", "names another model than model does", "send one of them")
@@ -219,7 +220,7 @@ _META: dict[str, Schema] = {
 }
 _ANSWER = record(
     {"text": TEXT, "output_ids": IDS, "meta_info": record(_META, {"e2e_latency": NUMBER}, is_open=True)},
-    {"warnings": many(TEXT), "index": WHOLE},
+    {"warnings": many(TEXT), "quire": {"type": "object"}, "index": WHOLE},
 )
 _SCHEMAS: dict[str, Schema] = {
     "SglangAnswer": {"anyOf": [_ANSWER, many(_ANSWER)]},

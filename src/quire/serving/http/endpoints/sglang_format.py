@@ -13,9 +13,8 @@ import msgspec
 from quire.serving.dispatch.in_flight_request import InFlightRequest, RenderLogprobs
 from quire.serving.dispatch.mailbox import Delta
 from quire.serving.http.endpoints.generate import SoFar
-from quire.serving.http.endpoints.openai_format import DONE
+from quire.serving.http.endpoints.openai_format import DONE, Names, ServerSentEvents, extras
 from quire.serving.http.endpoints.openai_logprobs import TokenNames, number
-from quire.serving.http.errors import ApiError
 from quire.serving.http.generation.results import LogprobColumns, ResultReader
 from quire.serving.http.generation.settings import ResponseOptions
 from quire.serving.http.service import Service
@@ -58,7 +57,7 @@ class SglangFormat:
     """A ResponseFormat: one text with `meta_info`; a list of them for a list of prompts and for several answers."""
 
     def __init__(self, service: Service) -> None:
-        self._reader, self._names = ResultReader(service.texts.tokenizer), TokenNames(service.texts.tokenizer)
+        self._reader, self._names = ResultReader(service.texts.tokenizer), Names(service.texts.tokenizer)
 
     def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:
         return self._entries(options).columns
@@ -71,15 +70,14 @@ class SglangFormat:
             sample = Sample(result.request, result.token_ids, result.logprobs, *ended)
             meta_info = _meta_info(options, sample) | _input_logprobs(options, sample, entries)
             answers.append({"text": result.content, "output_ids": result.token_ids, "meta_info": meta_info})
-        if options.warnings:
-            answers[0]["warnings"] = options.warnings
+        answers[0] |= extras(options, requests, self._names)
         return _encode(answers if options.parameters["is_list"] or len(answers) > 1 else answers[0])
 
     def stream(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> SglangStream:
-        return SglangStream(options, requests)
+        return SglangStream(options, requests, self._names)
 
     def _entries(self, options: ResponseOptions) -> Entries:
-        return Entries(self._names, with_text=options.parameters.get("return_text_in_logprobs", False))
+        return Entries(self._names.of(options), with_text=options.parameters.get("return_text_in_logprobs", False))
 
 
 @dataclass(slots=True)
@@ -89,16 +87,16 @@ class _Told(SoFar):
     texts: list[str] = field(default_factory=list)
 
 
-class SglangStream:
-    """A StreamFormat: each event holds all of an answer so far, and comes when it has grown by a share."""
+class SglangStream(ServerSentEvents):
+    """A StreamFormat: each event holds all of an answer so far, and comes when it has grown by a share. The last one
+    also has the warnings and the ledger: clients read an answer in each event."""
 
-    content_type = b"text/event-stream; charset=utf-8"
-
-    def __init__(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> None:
-        self._options, self._requests = options, requests
+    def __init__(self, options: ResponseOptions, requests: Sequence[InFlightRequest], names: Names) -> None:
+        self._options, self._requests, self._names = options, requests, names
         self._told: dict[int, _Told] = {}  # by choice
         self._num_open = sum(request.n for request in requests)  # choices that have not ended
         self._has_many = options.parameters["is_list"] or self._num_open > 1
+        self._last: tuple[int, Sample, str] | None = None  # choice, answer and text of the last event
 
     def opening(self) -> bytes:
         return b""
@@ -109,15 +107,8 @@ class SglangStream:
         return b"".join([self._choice(choice, list(group)) for choice, group in groups])
 
     def closing(self) -> bytes:
-        return DONE
-
-    @staticmethod
-    def failure(error: ApiError) -> bytes:
-        return b"data: " + error.body() + b"\n\n" + DONE
-
-    @staticmethod
-    def ping(*, is_queued: bool) -> bytes:
-        return b": queued\n\n" if is_queued else b": working\n\n"
+        more = extras(self._options, self._requests, self._names)
+        return (b"" if self._last is None else self._event(*self._last, more)) + DONE
 
     def _choice(self, choice: int, deltas: list[Delta]) -> bytes:
         told, last = self._told.setdefault(choice, _Told()), deltas[-1]
@@ -135,11 +126,16 @@ class SglangStream:
         if self._options.drops_answer and last.finish_reason is not None:
             ended = "length", None
         sample = Sample(request, ids, columns, *ended)
-        event = {"text": told.texts[0], "output_ids": ids, "meta_info": _meta_info(self._options, sample)}
         self._num_open -= last.finish_reason is not None
-        if self._options.warnings and not self._num_open:  # in an event of an answer: clients read one in each
-            event["warnings"] = self._options.warnings
-        return b"data: " + _encode(event | ({"index": choice} if self._has_many else {})) + b"\n\n"
+        if not self._num_open:  # the request may not have finished yet, if its text ended the answer
+            self._last = choice, sample, told.texts[0]
+            return b""
+        return self._event(choice, sample, told.texts[0], {})
+
+    def _event(self, choice: int, sample: Sample, text: str, more: dict[str, Any]) -> bytes:
+        answer = {"text": text, "output_ids": sample.token_ids, "meta_info": _meta_info(self._options, sample)}
+        which = {"index": choice} if self._has_many else {}
+        return b"data: " + _encode(answer | more | which) + b"\n\n"
 
 
 def _meta_info(options: ResponseOptions, sample: Sample) -> dict[str, Any]:

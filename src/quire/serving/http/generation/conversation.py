@@ -62,7 +62,7 @@ def render_messages(
     placeholders of images."""
     if not takes_images and service.engine().images is not None:
         _refuse_images(given["messages"])
-    variables = dict(given.get("chat_template_kwargs", {}))
+    variables = service.texts.template_kwargs | given.get("chat_template_kwargs", {})
     variables |= {name: given[name] for name in _FOR_TEMPLATES if name in given}
     return service.texts.template.render(
         given["messages"],

@@ -93,6 +93,7 @@ def prepare_job(
         is_cut = "truncate_prompt_tokens" in given
         prefaces = [_text_of(service, *pair, is_cut=is_cut) for pair in zip(prompts, submits, strict=True)]
     stream_options = given.get("stream_options", {})
+    include_usage = stream_options.get("include_usage", False) or service.config.force_include_usage
     request_id = given.get("request_id", head.request_id)
     options = ResponseOptions(
         response_id=given.get("response_id", f"{settings.id_prefix}-{request_id}"),
@@ -100,8 +101,8 @@ def prepare_job(
         created=created,
         fingerprint=service.fingerprint,
         stream=given.get("stream", False),
-        include_usage=stream_options.get("include_usage", False),
-        continuous_usage=all(stream_options.get(name) for name in ("include_usage", "continuous_usage_stats")),
+        include_usage=include_usage,
+        continuous_usage=include_usage and stream_options.get("continuous_usage_stats", False),
         wants_logprobs=sampling.logprobs is not None,
         prompt_logprobs=given.get("prompt_logprobs"),
         tokens_as_ids=given.get("return_tokens_as_token_ids", False),

@@ -39,7 +39,8 @@ def take_structure(given: Parameters) -> str:
         given["structured_outputs"] = given[name]
     if not asked:
         return ""
-    return "response_format.json_schema.schema" if asked[0] == "response_format" else asked[0]
+    is_schema = asked[0] == "response_format" and given["structured_outputs"].structural_tag is None
+    return "response_format.json_schema.schema" if is_schema else asked[0]
 
 
 def read_sampling(
@@ -103,6 +104,8 @@ def in_own_words(error: InvalidRequest, given: Parameters) -> InvalidRequest:
     """An error of the engine that names the field of this API."""
     if error.field == "prompt_logprobs" and "prompt_logprobs" not in given:  # an echo asked for them
         return InvalidRequest("logprobs", error.reason, error.fix)
+    if error.field == "prompt" and "prompt_field" in given:
+        return InvalidRequest(given["prompt_field"], error.reason, error.fix)
     if error.field != "beam_width":
         return error
     return InvalidRequest("best_of" if "best_of" in given else "n", error.reason, error.fix)

@@ -24,7 +24,8 @@ from quire.types.request import Branch
 Parameters = dict[str, Any]
 """What a request asks for, in the names of `/v1/chat/completions` and `/v1/completions`: `messages` or `prompt` (a list
 of Prompt), and of the other parameters those that were given, with values as their validators return them. `logprobs`
-is a number, as in `/v1/completions`."""
+is a number, as in `/v1/completions`. An endpoint that takes prompts in several fields adds `prompt_field`: the one that
+was used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,4 +129,7 @@ class GenerationSettings:
         own = None if name is None else self.own_names.get(name[0])
         if name is None or own is None:
             return error
-        return type(error)(own + error.field[name.end() :], error.reason, error.fix)
+        rest = error.field[name.end() :]
+        if name[0] == "structured_outputs":  # its member, such as json, is what the endpoint's field stands for
+            rest = re.sub(r"^\.\w+", "", rest)
+        return type(error)(own + rest, error.reason, error.fix)

@@ -38,6 +38,12 @@ class Work:
     adapter: str = ""  # LoRA; empty: none
 
     @property
+    def prompt_field(self) -> str:
+        """The field that the prompt came in. An endpoint that takes it in several says which."""
+        name: str = self.given.get("prompt_field", self.settings.prompt_field)
+        return name
+
+    @property
     def count(self) -> int:
         """How many sequences run at once for one prompt."""
         return self.sampling.num_sequences if self.beam is None else self.beam.width
@@ -103,7 +109,7 @@ def _tokenize(
     service: Service, engine: EngineReady, work: Work, prompts: Sequence[Prompt]
 ) -> list[tuple[tuple[int, ...], tuple[PromptImage, ...]]]:
     """The token ids of every prompt, and its images where their placeholders are."""
-    given, field = work.given, work.settings.prompt_field
+    given, field = work.given, work.prompt_field
     if "truncate_prompt_tokens" not in given:
         check_texts(service, field, prompts, engine.max_model_len)
     add_special = given.get("add_special_tokens", work.settings.adds_special_tokens)

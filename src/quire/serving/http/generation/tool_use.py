@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import UnsupportedParameter
-from quire.serving.text.answer_grammar import AnswerPlan, CallPlan, CallRole, plan_of
+from quire.serving.text.answer_grammar import AnswerPlan, CallPlan, CallRole, plan_of, special_in
 from quire.serving.text.message_reading import MessageReading
 from quire.serving.text.structure import structure_of
 from quire.serving.text.tool_calls.formats import ToolFormat
@@ -85,18 +85,20 @@ def answer_plan(
         reason = "needs a model that marks the end of its reasoning with one token, and this one does not"
         raise UnsupportedParameter("thinking_token_budget", reason, "leave it out, or bound the answer by max_tokens")
     if reading is None:
-        return None if structure is None else plan_of(structure)
+        return None if structure is None else plan_of(structure, service.texts.tokenizer.special_tokens)
     calls = None if reading.tools is None else _call_plan(reading.tools, use, has_structure=structure is not None)
     if calls is not None and calls.role == "required":
         structure = None  # there are no words that could match it
     if calls is None and structure is None and budget is None:
         return None
+    marks = service.texts.special_marks(reading) if budget is None else service.texts.token_marks(reading)
+    in_tags = () if structure is None else special_in(structure, service.texts.tokenizer.special_tokens)
     return AnswerPlan(
         None if structure is None else structure_of(structure),
         calls,
         "" if reading.reasoning is None else reading.reasoning.name,
         reading.begins_inside,
-        service.texts.special_marks(reading) if budget is None else service.texts.token_marks(reading),
+        tuple(dict.fromkeys((*marks, *in_tags))),
         budget,
     )
 

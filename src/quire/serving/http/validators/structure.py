@@ -17,12 +17,14 @@ from quire.serving.text.structure_fields import (
 from quire.types.decoding import (
     MAX_CHOICES,
     MAX_GRAMMAR_CHARACTERS,
+    OF_BACKENDS,
     StructuredOutputsParams,
     read_structured_outputs,
 )
 from quire.types.errors import InvalidRequest, UnknownParameter
+from quire.types.structural_tag import MEMBERS
 
-_FORMAT_MEMBERS = ("type", "schema", "json_schema")
+_FORMAT_MEMBERS = ("type", *(name for members in MEMBERS_OF_TYPE.values() for name in members))
 STRUCTURE_FIELDS = ("structured_outputs", "response_format", *OTHER_NAMES)
 _TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_CHARACTERS}
 _MEMBERS: dict[str, Schema] = {
@@ -31,7 +33,38 @@ _MEMBERS: dict[str, Schema] = {
     "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICES},
     "grammar": _TEXT,
     "json_object": {"const": True},
+    "structural_tag": {"anyOf": [{"type": "object"}, _TEXT]},
 }
+_OF_BACKENDS: dict[str, Schema] = {name: {"enum": [None, *values]} for name, values in OF_BACKENDS.items()}
+_TAG_FORMS: list[Schema] = [  # of response_format
+    {
+        "type": "object",
+        "properties": {"type": {"const": "structural_tag"}, **members},
+        "required": ["type", *(name for name in members if name != "at_least_one")],
+        "additionalProperties": False,
+    }
+    for members in (
+        {
+            "structures": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {
+                        "begin": {"type": "string"},
+                        "schema": {"type": "object"},
+                        "end": {"type": "string"},
+                    },
+                    "required": ["begin", "end"],
+                    "additionalProperties": False,
+                },
+                "minItems": 1,
+            },
+            "triggers": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            "at_least_one": {"type": "boolean"},
+        },
+        {"format": {"type": "object", "properties": {"type": {"enum": list(MEMBERS)}}, "required": ["type"]}},
+    )
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +75,8 @@ class StructuredOutputs:
         return read_structured_outputs(where, value)
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
-        one = {"minProperties": 1, "maxProperties": 1, "additionalProperties": False}
-        return {"type": "object", "properties": _MEMBERS, **one}
+        one = {"oneOf": [{"required": [name]} for name in _MEMBERS], "additionalProperties": False}
+        return {"type": "object", "properties": {**_MEMBERS, **_OF_BACKENDS}, **one}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +125,7 @@ class ResponseFormat:
             "required": ["type", "json_schema"],
             "additionalProperties": False,
         }
-        return {"anyOf": [*plain, by_schema]}
+        return {"anyOf": [*plain, *_TAG_FORMS, by_schema]}
 
 
 @dataclass(frozen=True, slots=True)

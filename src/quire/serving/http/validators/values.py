@@ -53,15 +53,22 @@ def shown(value: object) -> str:
         return f"a whole number of {value.bit_length()} bits"
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()  # as JSON writes it
     text = ascii(value if not isinstance(value, str) else value[:80])
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _unquoted(value: object) -> str:
+    """The fix for a value of another type: clients in shells and forms often send text."""
+    return "send it without quotes" if isinstance(value, str) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
     def check(self, where: str, value: Any, limits: Bounds) -> bool:  # noqa: ARG002
         if not isinstance(value, bool):
-            raise InvalidRequest(where, f"must be true or false, got {shown(value)}")
+            raise InvalidRequest(where, f"must be true or false, got {shown(value)}", _unquoted(value))
         return value
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
@@ -79,7 +86,7 @@ class Whole:
         high = _resolved(self.high, limits)
         number = int(value) if isinstance(value, float) and value.is_integer() else value
         if isinstance(number, bool) or not isinstance(number, int):
-            raise InvalidRequest(where, f"must be a whole number, got {shown(value)}")
+            raise InvalidRequest(where, f"must be a whole number, got {shown(value)}", _unquoted(value))
         if not self.low <= number <= high:
             raise InvalidRequest(where, f"must be in [{self.low}, {high}], got {shown(number)}", _fix(self.high))
         return number
@@ -98,7 +105,7 @@ class Number:
 
     def check(self, where: str, value: Any, limits: Bounds) -> float:  # noqa: ARG002
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidRequest(where, f"must be a number, got {shown(value)}")
+            raise InvalidRequest(where, f"must be a number, got {shown(value)}", _unquoted(value))
         if not self.low <= value <= self.high or (self.is_open and value == self.low):
             allowed = f"{'(' if self.is_open else '['}{self.low:g}, {self.high:g}]"
             raise InvalidRequest(where, f"must be in {allowed}, got {shown(value)}", "choose a value inside it")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from quire.serving.text.lark import ANY_TEXT, LarkGrammar, json_rule, one_of
+from quire.serving.text.lark import LarkGrammar, json_rule, one_of
 
 MAX_CALLS = 16  # that one answer may hold under a grammar; the grammar ends with the last of them
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -48,7 +48,7 @@ class CallShape:
         """Return the expression of words with calls in any place. Raises ValueError without a mark."""
         if not self.mark:
             raise ValueError("the format has no mark")
-        lark.rule("WORDS", ANY_TEXT)
+        lark.rule("WORDS", lark.words)
         if self.words_mark:
             return f"({lark.fixed(self.words_mark)} WORDS) | ({self.calls(lark, functions, most)})"
         words = lark.text_until("words_before_call", self.mark)

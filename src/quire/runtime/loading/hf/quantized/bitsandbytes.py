@@ -63,7 +63,7 @@ class BitsAndBytes(Method):
             outputs, inputs = need(tensors, "weight", 2, ("I8",))
             if need(tensors, "SCB", 1, FLOATS) != (outputs,):
                 raise BadTensors("SCB", f"has shape {list(tensors['SCB'].shape)}, there are {outputs} outputs")
-            return Layout(outputs, inputs, 8, 1)
+            return Layout(outputs, inputs, 8, 1, has_offsets=False)
         need(tensors, "weight", 2, _PACKED)
         state = _read_state({word: tensors[word].content for word in STATES if word in tensors})
         outputs, inputs = state.shape
@@ -80,7 +80,8 @@ class BitsAndBytes(Method):
             need(tensors, "weight.nested_quant_map", 1, ("F32",))
             if need(tensors, "weight.nested_absmax", 1, ("F32",)) != (-(-blocks // state.nested.block),):
                 raise BadTensors("weight.nested_absmax", f"does not scale {blocks} blocks")
-        return Layout(outputs, inputs, 8, inputs // math.gcd(inputs, state.block))
+        groups = inputs // math.gcd(inputs, state.block)
+        return Layout(outputs, inputs, 8, groups, has_offsets=False, has_table=True)
 
     def read(self, layer: str, tensors: Mapping[str, Tensor]) -> LevelWeight:  # noqa: ARG002
         if "SCB" in tensors:

@@ -96,7 +96,7 @@ class CompressedTensors(Method):
         if scheme.activations is not None and scheme.activations.is_static:
             check_scale(tensors, "input_scale", (1, 1), (1, 1))
         bits, groups = 0 if scheme.is_float else scheme.bits, -(-inputs // block[1])
-        return Layout(outputs, inputs, bits, groups)
+        return Layout(outputs, inputs, bits, groups, has_offsets=not scheme.is_symmetric or bits < 4)
 
     def cut(
         self, layer: str, layout: Layout, tensors: Mapping[str, Tensor], region: Region

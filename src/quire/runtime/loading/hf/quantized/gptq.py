@@ -42,6 +42,7 @@ class Gptq(Method):
             raise config.refuse("adapter", "weights that need an adapter are not supported")
         self._shift, self._size = ZERO_SHIFT[form], config.integer("group_size", 128)
         self._varies = bool(config.raw("dynamic"))
+        self._is_symmetric = config.flag("sym", False)
 
     def layout(self, layer: str, tensors: Mapping[str, StoredTensor]) -> Layout:  # noqa: ARG002
         words, outputs = need(tensors, "qweight", 2, ("I32",))
@@ -57,7 +58,7 @@ class Gptq(Method):
             raise BadTensors("qweight", f"has {bits} bits, config.json says {self._bits}")
         if "g_idx" in tensors and need(tensors, "g_idx", 1, ("I32", "I64")) != (inputs,):
             raise BadTensors("g_idx", f"has shape {tensors['g_idx'].shape}, there are {inputs} inputs")
-        return Layout(outputs, inputs, bits, groups)
+        return Layout(outputs, inputs, bits, groups, has_offsets=not self._is_symmetric or bits < 4)
 
     def cut(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quire.config.model import ModelConfig, StoredLevels, integer_bytes, packed_bytes
+from quire.config.model import ModelConfig, StoredLevels, integer_bytes, packed_bytes, table_bytes
 from quire.runtime.loading.hf.directory import weight_files
 from quire.runtime.loading.hf.names import part_names
 from quire.runtime.loading.hf.quantized.method import BadTensors, Layout, Method
@@ -84,14 +84,16 @@ def count_stored(directory: Path, method: Method, config: ModelConfig) -> Stored
     by_groups = [one for _, one in layouts if one.bits and one.inputs % GROUP == 0 and _is_held_by_cpu(one)]
     on_cpu = [(one.outputs * one.inputs, one.bits <= 4 and one.inputs >= GROUP * one.groups) for one in by_groups]
     on_gpu = [one for name, one in layouts if _is_held_by_gpu(one) and ".experts." not in name]
+    parameters = sum(size for size, _ in on_cpu)
     return StoredLevels(
-        parameters=sum(size for size, _ in on_cpu),
+        parameters=parameters,
         num_bytes=sum(packed_bytes(size, nibbles=few) for size, few in on_cpu),
         integer_bytes=sum(map(_integer_bytes, by_groups)),
         gpu_parameters=sum(one.outputs * one.inputs for one in on_gpu),
         gpu_bytes=sum(map(_gpu_bytes, on_gpu)),
         gpu_is_float8=any(one.bits == 0 for one in on_gpu),
         has_table=False,
+        expanded=sum(one.outputs * one.inputs for _, one in layouts) - parameters,
     )
 
 
@@ -102,11 +104,16 @@ def _is_held_by_cpu(layout: Layout) -> bool:
 
 
 def _integer_bytes(layout: Layout) -> int:
-    """Groups smaller than 16 become such of 32, with 8 bits. Any may have offsets."""
-    size = layout.inputs // layout.groups
-    least, most = (0, 15) if layout.bits <= 4 and size >= GROUP // 2 else (-128, 127)
-    group = size if size >= GROUP // 2 else GROUP
-    return integer_bytes(layout.outputs * layout.inputs, least, most, has_offsets=True, group=group)
+    """Groups smaller than 16 become such of 32, with 8 bits."""
+    weights, size, has_offsets = layout.outputs * layout.inputs, layout.inputs // layout.groups, layout.has_offsets
+    if layout.has_table and size >= GROUP:
+        return table_bytes(weights, layout.outputs)
+    is_small, bits = size < GROUP // 2, max(layout.bits, 4)
+    if is_small or (has_offsets and bits > 4):
+        bits = 8
+    least = 0 if has_offsets and bits == 4 else -(1 << (bits - 1))
+    group = GROUP if is_small else size
+    return integer_bytes(weights, least, least + (1 << bits) - 1, has_offsets=has_offsets, group=group)
 
 
 def _is_held_by_gpu(layout: Layout) -> bool:

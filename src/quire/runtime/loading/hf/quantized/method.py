@@ -27,6 +27,8 @@ class Layout(NamedTuple):
     inputs: int
     bits: int  # of an entry as it is held; 0: they are float8
     groups: int  # of the inputs of an output: each has a scale
+    has_offsets: bool = True  # the middle level need not be the number 0
+    has_table: bool = False  # an entry is one of 16 levels
 
 
 class Method(ABC):
