@@ -12,6 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs/reference/models.md"
 
 def row_of(name: str, entry: Entry) -> str:
     stored = f"`{entry.gguf_name or name}`" + (" with experts" if entry.gguf_mixture else "")
+    stored += " with sigmoids" if entry.gguf_sigmoids else ""
     classes = ", ".join(f"`{each}`" for each in entry.classes)
     return f"| `{name}` | {classes} | {stored if entry.in_gguf else ''} | {entry.kind} |"
 

@@ -248,6 +248,8 @@ def _tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
     for name, values in found.items():
         stored_as = names.get_name(_published(name), try_suffixes=(".weight", ".bias"))
         assert stored_as is not None, name
+        if kind != "F32" and "gate_inp_shexp" in stored_as:
+            values = values.squeeze(0)  # as llama-quantize writes a matrix of one row
         is_plain = values.ndim < 2 or "gate_inp" in stored_as or "position" in stored_as
         made.append(stored(stored_as, values.contiguous().numpy(), "F32" if is_plain else kind))
     return made

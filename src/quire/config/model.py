@@ -125,6 +125,7 @@ class Recurrent:
     value_dim: int
     width: int  # of the convolution
     layers: tuple[int, ...]  # that are recurrent; all others attend
+    joined: bool = False  # checkpoints have what a key head and its value heads need side by side, in two matrices
 
     @property
     def key_size(self) -> int:

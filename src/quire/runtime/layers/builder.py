@@ -203,12 +203,12 @@ class LayerBuilder:
         """Of query heads with `dim` numbers each, for `stacked_linear`."""
         return self._splits.query(heads, dim)
 
-    def delta_linears(self, hidden: int, sizes: Recurrent, *, joined: bool) -> tuple[Linear, Linear]:
+    def delta_linears(self, hidden: int, sizes: Recurrent) -> tuple[Linear, Linear]:
         """The products for queries, keys, values and gates of a delta net, and for strength and decay, which is never
-        quantized. `joined`: checkpoints have what a key head and its value heads need side by side."""
+        quantized."""
         each, shared = self._splits.recurrent(sizes), sizes.value_heads // sizes.key_heads
         keys, values, heads, groups = each.keys, each.values, each.value_heads, each.groups
-        if not joined:
+        if not sizes.joined:
             wide = {"in_proj_qkv": behind(keys, keys, values), "in_proj_z": values}
             in_proj = Linear(hidden, wide, False, self._product, self.placement)
             narrow = {"in_proj_b": heads, "in_proj_a": heads}

@@ -18,12 +18,14 @@ from quire.runtime.layers.split import Split
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected
 from quire.runtime.layers.weights import Stored
+from quire.runtime.models import gguf_deepseek
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import Family
-from quire.runtime.models.hf_config import check_experts, read_decoder, refuse_other, refuse_set
+from quire.runtime.models.hf_config import check_experts, read_decoder, read_groups, refuse_other, refuse_set
 from quire.runtime.models.hf_rope import read_rope, score_scale
 from quire.runtime.models.mixture import QwenMoeBlock
 
+GROUPS = ("n_group", "topk_group")
 LATENT_EPS = 1e-6  # of the norms between the two products of queries and of latents, whatever the others have
 
 
@@ -78,7 +80,7 @@ def read_deepseek_v2(config: Fields) -> ModelConfig:
     refuse_set(config, "norm_topk_prob", usual=False)
     experts = read_experts(config, "softmax", size=1_407, num_shared=2, first=0)
     if method != "greedy":
-        experts = read_groups(config, experts)
+        experts = read_groups(config, experts, GROUPS)
     return read_latent_decoder(config, "deepseek_v2", 2_048, experts=experts)
 
 
@@ -86,9 +88,7 @@ def read_deepseek_v3(config: Fields) -> ModelConfig:
     refuse_other(config, "topk_method", "noaux_tc")
     some = read_experts(config, "sigmoid", size=2_048, num_shared=1, first=3)
     some = replace(some, by_sigmoid=True, is_normalized=config.flag("norm_topk_prob", True))
-    experts = read_groups(config, some, num=8, used=4)
-    if experts.groups_used < experts.num_groups and experts.num < 2 * experts.num_groups:
-        raise config.refuse("n_group", "a group must have two experts at least")
+    experts = read_groups(config, some, GROUPS, num=8, used=4)
     pairs = config.flag("rope_interleave", True)
     return read_latent_decoder(config, "deepseek_v3", 4_096, experts=experts, in_pairs=pairs)
 
@@ -141,18 +141,14 @@ def read_experts(config: Fields, scoring: str, *, size: int, num_shared: int, fi
     return check_experts(config, experts, ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"))
 
 
-def read_groups(config: Fields, experts: Experts, num: int | None = None, used: int | None = None) -> Experts:
-    num, used = config.integer("n_group", num), config.integer("topk_group", used)
-    if num < 1 or experts.num % num or not 1 <= used <= num or experts.num_used > experts.num // num * used:
-        raise config.refuse("n_group", f"{experts.num} experts in {num} groups, of which {used} count, cannot be")
-    return replace(experts, num_groups=num, groups_used=used)
-
-
 def rename_deepseek(name: str) -> str:
     return name.replace(".mlp.shared_experts.", ".mlp.shared_expert.")
 
 
-DEEPSEEK_V2 = Family(name="deepseek_v2", build=Deepseek, read=read_deepseek_v2, rename=rename_deepseek)
-DEEPSEEK_V3 = Family(
-    name="deepseek_v3", build=Deepseek, read=read_deepseek_v3, rename=rename_deepseek, drops_layers=True
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2", build=Deepseek, read=read_deepseek_v2, rename=rename_deepseek, gguf=gguf_deepseek.V2
 )
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3", build=Deepseek, read=read_deepseek_v3, rename=rename_deepseek, drops_layers=True,
+    gguf=gguf_deepseek.V3,
+)  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.config.fields import Fields
 from quire.config.model import ModelConfig
+from quire.runtime.models.gguf_layout import Rearranged
 from quire.runtime.models.labels import read_labels
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ class GgufFamily:
     group after group. `turned`: checkpoints store matrices by inputs, then outputs, and files do not. `norm_offset`:
     what files add to norm weights. `read` completes a config by `settings`, which only this family has. `whole` gives
     one number for all layers where files may have one for each, for what all families read. `rename` says a name again
-    where it depends on the config.
+    where it depends on the config. `rearrange` says which tensors of layers files store in another layout, given the
+    names of the stored ones.
     """
 
     outer: Mapping[str, str] = field(default_factory=lambda: GGUF_OUTER)
@@ -90,6 +92,7 @@ class GgufFamily:
     read: Callable[[Fields, ModelConfig], ModelConfig] | None = None
     whole: Callable[[Fields], Fields] | None = None
     rename: Callable[[ModelConfig, str], str] | None = None
+    rearrange: Callable[[ModelConfig, Collection[str]], dict[str, Rearranged]] | None = None
 
 
 STACKED = {  # all experts of a layer in two tensors

@@ -17,6 +17,8 @@ EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 NORMALIZED = "expert_weights_norm"
 SHARED_SIZE = "expert_shared_feed_forward_length"
 SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})  # that `read_scales` reads
+GATING, SIGMOID = "expert_gating_func", 2  # how experts are ranked: by a softmax (1), or by sigmoids
+DRAFT_LAYERS = "nextn_predict_layers"  # so many of the last layers draft tokens
 _LOCAL_DIM, _SHARED = "attention.key_length_swa", "attention.shared_kv_layers"
 _LOCAL_DIMS = ("attention.value_length_swa", "rope.dimension_count_swa")  # only as _LOCAL_DIM has it
 LAYERS = frozenset({_LOCAL_DIM, *_LOCAL_DIMS, _SHARED})  # that `read_layers` reads
@@ -72,6 +74,14 @@ def read_layers_without_rope(fields: Fields, config: ModelConfig) -> ModelConfig
 def decimal(value: float) -> float:
     """The shortest decimal that a 32-bit float stands for: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
+
+
+def without_drafts(fields: Fields) -> dict[str, object]:
+    """The number of layers without those that draft tokens."""
+    count, drafts = fields.integer("block_count"), fields.integer(DRAFT_LAYERS, 0)
+    if not 0 <= drafts < count:
+        raise fields.refuse(DRAFT_LAYERS, f"must be below the number of layers, {count}, is {drafts}")
+    return {"block_count": count - drafts}
 
 
 def whole_numbers(fields: Fields, windows: tuple[int | None, ...]) -> Fields:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
 from quire.config.fields import Fields
-from quire.config.model import Encoder, Experts, Heads, ModelConfig, Rope
+from quire.config.model import Encoder, Experts, Heads, ModelConfig, Recurrent, Rope
 from quire.runtime.models.hf_rope import read_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # what `layer_types` says of layers
@@ -225,6 +225,31 @@ def check_experts(config: Fields, experts: Experts, keys: tuple[str, str, str]) 
     if experts.size < 1:
         raise config.refuse(size, f"must be at least 1, is {experts.size}")
     return experts
+
+
+def read_groups(
+    config: Fields, experts: Experts, keys: tuple[str, str], num: int | None = None, used: int | None = None
+) -> Experts:
+    """`keys`: of the number of groups, and of those that count; `num` and `used`: where the config is silent."""
+    num, used = config.integer(keys[0], num), config.integer(keys[1], used)
+    if num < 1 or experts.num % num or not 1 <= used <= num or experts.num_used > experts.num // num * used:
+        raise config.refuse(keys[0], f"{experts.num} experts in {num} groups, of which {used} count, cannot be")
+    if experts.by_sigmoid and used < num and experts.num < 2 * num:
+        raise config.refuse(keys[0], "a group must have two experts at least")
+    return replace(experts, num_groups=num, groups_used=used)
+
+
+def check_recurrent(config: Fields, sizes: Recurrent, keys: Sequence[str]) -> Recurrent:
+    """`keys`: of the key heads, value heads, their dims, and of the convolution's width."""
+    numbers = (sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim, sizes.width)
+    limits = ((1, 1_024), (1, 1_024), (1, 256), (1, 256), (2, 8))
+    for key, number, (least, most) in zip(keys, numbers, limits, strict=True):
+        if not least <= number <= most:
+            raise config.refuse(key, f"must be in [{least}, {most}], is {number}")
+    if sizes.value_heads % sizes.key_heads:
+        heads = f"{sizes.key_heads} key heads"
+        raise config.refuse(keys[1], f"must be a multiple of {heads}, is {sizes.value_heads}")
+    return sizes
 
 
 def read_activation(

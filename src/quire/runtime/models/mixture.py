@@ -20,6 +20,7 @@ from quire.runtime.layers.stream import Stream
 from quire.runtime.models import gguf_config
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import GGUF_EXPERTS, GGUF_INNER, Family, GgufFamily
+from quire.runtime.models.gguf_layout import shared_gates
 from quire.runtime.models.hf_config import check_experts, read_decoder, read_window, read_windows, refuse_windows
 
 
@@ -150,7 +151,9 @@ MIXTRAL_GGUF = GgufFamily(
 )
 MOE_NAMES, MOE_SETTINGS = {**GGUF_INNER, **GGUF_EXPERTS}, frozenset({*gguf_config.EXPERTS, gguf_config.NORMALIZED})
 QWEN3_GGUF = GgufFamily(inner=MOE_NAMES, settings=MOE_SETTINGS, read=read_qwen3_moe_gguf)
-QWEN2_GGUF = GgufFamily(inner=MOE_NAMES, settings=MOE_SETTINGS | {gguf_config.SHARED_SIZE}, read=read_qwen2_moe_gguf)
+QWEN2_GGUF = GgufFamily(
+    inner=MOE_NAMES, settings=MOE_SETTINGS | {gguf_config.SHARED_SIZE}, read=read_qwen2_moe_gguf, rearrange=shared_gates
+)
 MIXTRAL = Family(name="mixtral", build=Mixtral, read=read_mixtral, rename=rename_mixtral, gguf=MIXTRAL_GGUF)
 QWEN3_MOE = Family(name="qwen3_moe", build=QwenMoe, read=read_qwen3_moe, gguf=QWEN3_GGUF)
 QWEN2_MOE = Family(name="qwen2_moe", build=QwenMoe, read=read_qwen2_moe, gguf=QWEN2_GGUF)

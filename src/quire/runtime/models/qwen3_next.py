@@ -19,9 +19,17 @@ from quire.runtime.layers.experts import MoEMLP
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
+from quire.runtime.models import gguf_hybrid
 from quire.runtime.models.decoder import Decoder
 from quire.runtime.models.family import STACKED, Family, text_part
-from quire.runtime.models.hf_config import FULL, read_decoder, read_heads, refuse_other, refuse_set
+from quire.runtime.models.hf_config import (
+    FULL,
+    check_recurrent,
+    read_decoder,
+    read_heads,
+    refuse_other,
+    refuse_set,
+)
 from quire.runtime.models.hf_rope import read_rope
 from quire.runtime.models.mixture import read_qwen_experts
 
@@ -35,16 +43,12 @@ class HybridAttention(DecoderAttention):
 
 
 class HybridBlock(nn.Module):
-    """`joined`: checkpoints have what a key head and its value heads need side by side, in two matrices."""
-
-    joined = False
-
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
         hidden, eps, experts = config.hidden_size, config.norm_eps, config.experts
         self.input_layernorm = build.rms_norm("input_layernorm", hidden, eps, NORM_OFFSET)
         if config.is_recurrent(layer):
-            self.linear_attn = delta_net(config, layer, build, joined=self.joined)
+            self.linear_attn = delta_net(config, layer, build)
         else:
             self.self_attn = HybridAttention(config, layer, build)
         self.post_attention_layernorm = build.rms_norm("post_attention_layernorm", hidden, eps, NORM_OFFSET)
@@ -60,28 +64,21 @@ class HybridBlock(nn.Module):
         x.add(self.mlp(self.post_attention_layernorm(x)))
 
 
-class NextBlock(HybridBlock):
-    joined = True
-
-
 class Hybrid(Decoder):
     block = HybridBlock
     norm_offset = NORM_OFFSET
 
 
-class Qwen3Next(Hybrid):
-    block = NextBlock
-
-
-def delta_net(config: ModelConfig, layer: int, build: LayerBuilder, *, joined: bool) -> GatedDeltaNet:
+def delta_net(config: ModelConfig, layer: int, build: LayerBuilder) -> GatedDeltaNet:
     sizes, hidden = config.recurrent, config.hidden_size
     assert sizes is not None
     rule = build.delta_rule(sizes, config.place_of(layer), config.norm_eps)
-    return GatedDeltaNet(*build.delta_linears(hidden, sizes, joined=joined), rule, build.delta_out(sizes, hidden))
+    return GatedDeltaNet(*build.delta_linears(hidden, sizes), rule, build.delta_out(sizes, hidden))
 
 
 def read_qwen3_next(config: Fields) -> ModelConfig:
-    return _read_hybrid(config, "qwen3_next", 2, _read_experts(config, config.flag("norm_topk_prob", True)))
+    hybrid = _read_hybrid(config, "qwen3_next", 2, _read_experts(config, config.flag("norm_topk_prob", True)))
+    return hybrid if hybrid.recurrent is None else replace(hybrid, recurrent=replace(hybrid.recurrent, joined=True))
 
 
 def read_qwen3_5(config: Fields) -> ModelConfig:
@@ -124,16 +121,11 @@ def _read_recurrent(config: Fields) -> Recurrent | None:
     if FULL not in kinds:
         raise config.refuse("layer_types", "a model without attention is not supported")
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    usual, limits = (16, 32, 128, 128, 4), ((1, 1_024), (1, 1_024), (1, 256), (1, 256), (2, 8))
-    numbers = [config.integer(f"linear_{name}", number) for name, number in zip(names, usual, strict=True)]
-    for name, number, (least, most) in zip(names, numbers, limits, strict=True):
-        if not least <= number <= most:
-            raise config.refuse(f"linear_{name}", f"must be in [{least}, {most}], is {number}")
-    key_heads, value_heads, key_dim, value_dim, width = numbers
-    if value_heads % key_heads:
-        raise config.refuse("linear_num_value_heads", f"must be a multiple of {key_heads} key heads, is {value_heads}")
+    keys, usual = tuple(f"linear_{name}" for name in names), (16, 32, 128, 128, 4)
+    heads, value_heads, dim, value_dim, width = map(config.integer, keys, usual)
     layers = tuple(layer for layer in range(count) if kinds[layer] == LINEAR)
-    return Recurrent(key_heads, value_heads, key_dim, value_dim, width, layers) if layers else None
+    sizes = Recurrent(heads, value_heads, dim, value_dim, width, layers)
+    return check_recurrent(config, sizes, keys) if layers else None
 
 
 def rename(name: str) -> str | None:
@@ -141,8 +133,13 @@ def rename(name: str) -> str | None:
     return text_part(name, ("mtp.", "visual."))
 
 
-QWEN3_NEXT = Family(name="qwen3_next", build=Qwen3Next, read=read_qwen3_next, rename=rename, stacked=STACKED)
-QWEN3_5 = Family(name="qwen3_5_text", build=Hybrid, read=read_qwen3_5, rename=rename, nested="text_config")
-QWEN3_5_MOE = Family(
-    name="qwen3_5_moe_text", build=Hybrid, read=read_qwen3_5_moe, rename=rename, stacked=STACKED, nested="text_config"
+QWEN3_NEXT = Family(
+    name="qwen3_next", build=Hybrid, read=read_qwen3_next, rename=rename, stacked=STACKED, gguf=gguf_hybrid.NEXT
 )
+QWEN3_5 = Family(
+    name="qwen3_5_text", build=Hybrid, read=read_qwen3_5, rename=rename, nested="text_config", gguf=gguf_hybrid.DENSE
+)
+QWEN3_5_MOE = Family(
+    name="qwen3_5_moe_text", build=Hybrid, read=read_qwen3_5_moe, rename=rename, stacked=STACKED, nested="text_config",
+    gguf=gguf_hybrid.MIXTURE,
+)  # fmt: skip

@@ -28,6 +28,7 @@ class Entry(NamedTuple):
     kind: Kind = "decoder"
     formats: tuple[str, ...] = ()  # of quantized checkpoints that only this family has, by `quant_method`
     gguf_mixture: bool = False  # its GGUF files have the name of another family, and experts
+    gguf_sigmoids: bool = False  # likewise, and experts that rank by sigmoids
     by_inputs: bool = False  # checkpoints store matrices by inputs first: quantized ones are not read
 
 
@@ -39,10 +40,20 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen2_moe": Entry("mixture", "QWEN2_MOE", ("Qwen2MoeForCausalLM",), in_gguf=True, gguf_name="qwen2moe"),
     "qwen3": Entry("decoder", "QWEN3", ("Qwen3ForCausalLM",), in_gguf=True),
     "qwen3_moe": Entry("mixture", "QWEN3_MOE", ("Qwen3MoeForCausalLM",), in_gguf=True, gguf_name="qwen3moe"),
-    "qwen3_next": Entry("qwen3_next", "QWEN3_NEXT", ("Qwen3NextForCausalLM",)),
-    "qwen3_5_text": Entry("qwen3_next", "QWEN3_5", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")),
+    "qwen3_next": Entry("qwen3_next", "QWEN3_NEXT", ("Qwen3NextForCausalLM",), in_gguf=True, gguf_name="qwen3next"),
+    "qwen3_5_text": Entry(
+        "qwen3_next",
+        "QWEN3_5",
+        ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+        in_gguf=True,
+        gguf_name="qwen35",
+    ),
     "qwen3_5_moe_text": Entry(
-        "qwen3_next", "QWEN3_5_MOE", ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+        "qwen3_next",
+        "QWEN3_5_MOE",
+        ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        in_gguf=True,
+        gguf_name="qwen35moe",
     ),
     "qwen2_vl": Entry("qwen_vl", "QWEN2_VL", ("Qwen2VLForConditionalGeneration",)),
     "qwen2_5_vl": Entry("qwen_vl", "QWEN2_5_VL", ("Qwen2_5_VLForConditionalGeneration",)),
@@ -66,8 +77,15 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "phi": Entry("phi", "PHI", ("PhiForCausalLM",), in_gguf=True, gguf_name="phi2"),
     "starcoder2": Entry("starcoder2", "STARCODER2", ("Starcoder2ForCausalLM",), in_gguf=True),
     "falcon": Entry("falcon", "FALCON", ("FalconForCausalLM",), in_gguf=True),
-    "deepseek_v2": Entry("deepseek", "DEEPSEEK_V2", ("DeepseekV2ForCausalLM",)),
-    "deepseek_v3": Entry("deepseek", "DEEPSEEK_V3", ("DeepseekV3ForCausalLM",)),
+    "deepseek_v2": Entry("deepseek", "DEEPSEEK_V2", ("DeepseekV2ForCausalLM",), in_gguf=True, gguf_name="deepseek2"),
+    "deepseek_v3": Entry(
+        "deepseek",
+        "DEEPSEEK_V3",
+        ("DeepseekV3ForCausalLM",),
+        in_gguf=True,
+        gguf_name="deepseek2",
+        gguf_sigmoids=True,
+    ),
     "eagle3": Entry(
         "eagle",
         "EAGLE3",
@@ -100,9 +118,13 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     ),
 }
 CLASSES = {known: name for name, entry in ENTRIES.items() for known in entry.classes}
-IN_GGUF, GGUF_MIXTURES = (
-    {entry.gguf_name or name: name for name, entry in ENTRIES.items() if entry.in_gguf and entry.gguf_mixture is mixed}
-    for mixed in (False, True)
+IN_GGUF, GGUF_MIXTURES, GGUF_SIGMOIDS = (
+    {
+        entry.gguf_name or name: name
+        for name, entry in ENTRIES.items()
+        if entry.in_gguf and (entry.gguf_mixture, entry.gguf_sigmoids) == flags
+    }
+    for flags in ((False, False), (True, False), (False, True))
 )
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from gguf_files import write_tiny_gguf
 from quire.config.embedding import EmbeddingSettings, Pooling
 from quire.runtime.loading.files import ModelFiles
+from quire.runtime.loading.hf.pooling_task import read_pooling_settings
 from quire.runtime.loading.hf.sentence import read_embedding_settings
 from quire.types.errors import ModelLoadError
 
@@ -89,3 +91,26 @@ def test_damaged_modules_are_refused(tmp_path: Path, modules: str) -> None:
     (tmp_path / "modules.json").write_text(modules)
     with pytest.raises(ModelLoadError, match=r"modules\.json"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(1, "mean"), (2, "cls"), (3, "last")])
+def test_a_gguf_file_may_say_how_to_pool_and_then_embeds(tmp_path: Path, number: int, kind: Any) -> None:
+    files = ModelFiles("tiny", write_tiny_gguf(tmp_path / "m.gguf", pooling_type=number), "gguf")
+    assert read_embedding_settings(files).pooling == Pooling(kind)
+    assert read_pooling_settings(files, "auto") == read_embedding_settings(files)
+    assert read_pooling_settings(files, "generate") is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"pooling_type": 0}])
+def test_a_gguf_file_that_does_not_say_generates_and_pools_the_last_token_if_asked(
+    tmp_path: Path, settings: dict[str, int]
+) -> None:
+    files = ModelFiles("tiny", write_tiny_gguf(tmp_path / "m.gguf", **settings), "gguf")
+    assert read_pooling_settings(files, "auto") is None
+    assert read_pooling_settings(files, "embed") == EmbeddingSettings(Pooling("last"))
+
+
+def test_a_gguf_file_that_ranks_is_refused(tmp_path: Path) -> None:
+    files = ModelFiles("tiny", write_tiny_gguf(tmp_path / "m.gguf", pooling_type=4), "gguf")
+    with pytest.raises(ModelLoadError, match="pooling_type"):
+        read_pooling_settings(files, "auto")

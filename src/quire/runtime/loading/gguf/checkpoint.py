@@ -10,16 +10,19 @@ from torch import Tensor
 
 from quire.config.model import ModelConfig
 from quire.runtime.loading.expected import check_tensors
-from quire.runtime.loading.gguf.config import gguf_family, gguf_model_config
+from quire.runtime.loading.gguf.config import draft_blocks, gguf_family, gguf_model_config
 from quire.runtime.loading.gguf.dequantize import dequantize
 from quire.runtime.loading.gguf.levels import read_levels
 from quire.runtime.loading.gguf.names import EXPERT, NO_WEIGHTS, canonical_name, row_order
 from quire.runtime.loading.gguf.reader import GgufTensor
+from quire.runtime.loading.gguf.rearranged import find_rearranged, layer_names, make_levels, make_tensor
 from quire.runtime.loading.gguf.shards import GgufModel
+from quire.runtime.loading.gguf.types import LEVEL_FORMS
 from quire.runtime.loading.mapping import Bytes
 from quire.runtime.loading.pieces import Piece
 from quire.runtime.loading.values import Own, all_of_it, refuse_blank, refuse_non_finite
 from quire.runtime.models.family import Stacked, is_unread
+from quire.runtime.models.gguf_layout import Rearranged
 from quire.runtime.models.registry import find_family
 from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.region import Region, blocks_of
@@ -41,7 +44,10 @@ class GgufCheckpoint:
             self.config: ModelConfig = gguf_model_config(self._model)
             self._family = gguf_family(self.config.architecture)
             self._pieces = self._find_pieces()
-            self.names = frozenset(self._pieces)
+            self._rearranged = find_rearranged(
+                self._family, self.config, self._pieces.keys(), self._stored_shape, self.file
+            )
+            self.names = layer_names(self._pieces, self._rearranged)
             check_tensors(self.config, self.names, shape=self.shape, source=self.source, file=self.file)
         except ModelLoadError:
             self.close()
@@ -49,27 +55,27 @@ class GgufCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As Hugging Face's checkpoints have it."""
+        if name in self._rearranged:
+            return self._rearranged[name].shape
         shape = self._stored_shape(name)
         return shape[::-1] if self._is_turned(name) else shape
 
     def source(self, name: str) -> str:
-        return self._model.owners[self._pieces[name].tensor].name
+        return self._model.owners[self._pieces[self._first(name)].tensor].name
 
     def read(self, name: str, own: Own = all_of_it) -> Tensor:
         """The tensor on the CPU. Raises ModelLoadError when numbers of its `own` part are damaged beyond doubt."""
-        tensor, stored = self._tensor(name), self._pieces[name].tensor
-        values = dequantize(torch.from_numpy(self._raw(name)), tensor.ggml_type).view(self._stored_shape(name))
-        if self._is_turned(name):
+        made = self._rearranged.get(name)
+        values = self._values(name) if made is None else make_tensor(made, self._values)
+        if made is None and self._is_turned(name):
             values = values.t()
-        if values.dtype == torch.float64:
-            values = values.float()
-        if values.dtype not in FLOATS:
-            raise ModelLoadError(self.source(name), f"has type {tensor.ggml_type.name}, not a weight's", tensor=stored)
-        refuse_non_finite(own(values), self.source(name), stored)
+        refuse_non_finite(own(values), self.source(name), self._pieces[self._first(name)].tensor)
         offset = self._family.norm_offset
         return values.float() - offset if offset and name.endswith("norm.weight") else values
 
     def read_quantized(self, name: str, region: Region | None = None) -> LevelWeight | None:
+        if name in self._rearranged:
+            return self._read_rearranged(self._rearranged[name], region)
         kind, shape = self._tensor(name).ggml_type, self.shape(name)
         if self._is_turned(name):  # blocks are of inputs
             return None
@@ -87,12 +93,33 @@ class GgufCheckpoint:
         """Unmap the files. Idempotent."""
         self._model.close()
 
+    def _read_rearranged(self, made: Rearranged, region: Region | None) -> LevelWeight | None:
+        kind = self._tensor(made.first).ggml_type
+        if made.restore is not None or kind.name not in LEVEL_FORMS:
+            return None
+        return make_levels(made, self._raw(made.first), kind, region)
+
+    def _first(self, name: str) -> str:
+        """The name of a stored tensor that a tensor is made of."""
+        return self._rearranged[name].first if name in self._rearranged else name
+
     def _is_turned(self, name: str) -> bool:
         """Whether Hugging Face's checkpoints have a matrix the other way round."""
         return self._family.turned and name.startswith(self._family.blocks) and len(self._stored_shape(name)) == 2
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         return self._pieces[name].shape(self._tensor(name).shape)
+
+    def _values(self, name: str) -> Tensor:
+        """The numbers of a stored tensor."""
+        kind = self._tensor(name).ggml_type
+        values = dequantize(torch.from_numpy(self._raw(name)), kind).view(self._stored_shape(name))
+        if values.dtype == torch.float64:
+            values = values.float()
+        if values.dtype not in FLOATS:
+            stored = self._pieces[name].tensor
+            raise ModelLoadError(self.source(name), f"has type {kind.name}, not a weight's", tensor=stored)
+        return values
 
     def _raw(self, name: str, own: tuple[range, range] | None = None) -> Bytes:
         """The stored bytes, rows in the order the layers want them. `own`: only of these rows, and of these blocks of
@@ -118,7 +145,10 @@ class GgufCheckpoint:
         """Where each tensor of the layers lies, by its name."""
         found: dict[str, Piece] = {}
         family = find_family(self.config.architecture)
+        drafts = draft_blocks(self._model)
         for name, owner in self._model.owners.items():
+            if name.startswith(drafts):
+                continue
             canonical = canonical_name(self._family, name)
             if canonical is not None and self._family.rename is not None:
                 canonical = self._family.rename(self.config, canonical)

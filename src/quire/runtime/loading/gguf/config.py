@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -25,8 +25,8 @@ from quire.runtime.loading.checks import check_config, inside
 from quire.runtime.loading.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.gguf.types import LEVEL_FORMS, NATIVE_GROUP, LevelForm
-from quire.runtime.models.gguf_config import decimal
-from quire.runtime.models.registry import GGUF_MIXTURES, IN_GGUF, find_family
+from quire.runtime.models.gguf_config import DRAFT_LAYERS, GATING, SIGMOID, decimal
+from quire.runtime.models.registry import GGUF_MIXTURES, GGUF_SIGMOIDS, IN_GGUF, find_family
 from quire.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -46,8 +46,15 @@ _WINDOW, _RMS_NORM, _LAYER_NORM = (
     f"attention.{each}" for each in ("sliding_window", "layer_norm_rms_epsilon", "layer_norm_epsilon")
 )
 _TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
-_STACKED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))  # by one layer
-_HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", "pooling_type"}
+_STACKED = (  # by one layer
+    ("attn_q", "attn_k", "attn_v", "attn_q_a", "attn_kv_a_mqa"), ("attn_qkv", "attn_gate"), ("ffn_gate", "ffn_up"),
+    ("ffn_gate_shexp", "ffn_up_shexp"),
+)  # fmt: skip
+_EXPANDED = ("attn_k_b", "attn_v_b", "attn_kv_b")  # matrices that no layer holds quantized
+_MOVED = {"qwen35": "ssm_out", "qwen35moe": "ssm_out"}  # matrices whose columns move, where value heads share keys
+_POOLING = "pooling_type"
+_POOLINGS: dict[int, Literal["mean", "cls", "last"] | None] = {0: None, 1: "mean", 2: "cls", 3: "last"}
+_HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", _POOLING}
 
 
 def gguf_model_config(model: GgufModel) -> ModelConfig:
@@ -96,8 +103,10 @@ def gguf_architecture(model: GgufModel) -> str:
         raise ModelLoadError(
             model.name, f"architecture {name!r} is not supported", fix=f"supported in GGUF: {', '.join(IN_GGUF)}"
         )
-    num_experts = Fields(model.name, model.metadata, prefix=f"{name}.").integer("expert_count", 0)
-    return GGUF_MIXTURES[name] if num_experts and name in GGUF_MIXTURES else IN_GGUF[name]
+    fields = Fields(model.name, model.metadata, prefix=f"{name}.")
+    if name in GGUF_SIGMOIDS and fields.integer(GATING, 0) == SIGMOID:
+        return GGUF_SIGMOIDS[name]
+    return GGUF_MIXTURES[name] if name in GGUF_MIXTURES and fields.integer("expert_count", 0) else IN_GGUF[name]
 
 
 def gguf_family(architecture: str) -> GgufFamily:
@@ -107,20 +116,41 @@ def gguf_family(architecture: str) -> GgufFamily:
     return family
 
 
+def gguf_pooling(model: GgufModel) -> Literal["mean", "cls", "last"] | None:
+    """How files of a model for embeddings say that texts become vectors; None: they say nothing of it."""
+    prefix = Fields(model.name, model.metadata).text("general.architecture") + "."
+    fields = Fields(model.name, model.metadata, prefix=prefix)
+    kind = fields.integer(_POOLING, 0)
+    if kind not in _POOLINGS:
+        raise fields.refuse(_POOLING, f"{kind} is not supported", fix="supported: 1 (mean), 2 (cls), 3 (last)")
+    return _POOLINGS[kind]
+
+
+def draft_blocks(model: GgufModel) -> tuple[str, ...]:
+    """How the names of tensors begin that are of the last layers, which draft tokens: they are left out."""
+    prefix = Fields(model.name, model.metadata).text("general.architecture") + "."
+    fields = Fields(model.name, model.metadata, prefix=prefix)
+    end, count = fields.integer("block_count"), fields.integer(DRAFT_LAYERS, 0)
+    return tuple(f"blk.{layer}." for layer in range(max(0, end - count), end))
+
+
 def _read_levels(model: GgufModel) -> StoredLevels:
-    """Keys that are values too are stored once, and held twice. A GPU expands embedding tables and experts."""
-    owners = model.owners
+    """Keys that are values too are stored once, and held twice. A GPU expands embedding tables and experts. Layers that
+    draft tokens are not held."""
+    drafts, moved = draft_blocks(model), _moved_columns(model)
+    owners = {name: owner for name, owner in model.owners.items() if not name.startswith(drafts)}
     copied = [name for name in owners if ".attn_k." in name and name.replace("attn_k", "attn_v") not in owners]
     found, are_halves = StoredLevels(), _read_dtype(model) == "bfloat16"
     for name in (*owners, *copied):
-        tensor = owners[name].tensors[name]
-        if len(tensor.shape) < 2:
+        tensor, word = owners[name].tensors[name], name.removesuffix(".weight").rpartition(".")[2]
+        if len(tensor.shape) < 2 or word in _EXPANDED:
             continue
         if tensor.ggml_type.name not in LEVEL_FORMS:
             if are_halves and tensor.ggml_type.name != "BF16":
                 found = replace(found, expanded=found.expanded + math.prod(tensor.shape))
             continue
         size, own = math.prod(tensor.shape), LEVEL_FORMS[tensor.ggml_type.name]
+        own = own._replace(super_bits=None) if word == moved else own  # super-blocks do not stay together
         form = _held_form(_stacked_forms(model, name))
         on_gpu = name not in _TABLES and len(tensor.shape) == 2
         on_top, is_head = _cut_bytes(tensor.shape, own), name == _TABLES[0] and "output.weight" not in owners
@@ -138,6 +168,13 @@ def _read_levels(model: GgufModel) -> StoredLevels:
             cut_sizes_bytes=found.cut_sizes_bytes + (on_top if ".ffn_down" in name else 0),
         )
     return found
+
+
+def _moved_columns(model: GgufModel) -> str | None:
+    name = Fields(model.name, model.metadata).text("general.architecture")
+    fields = Fields(model.name, model.metadata, prefix=f"{name}.")
+    shares = fields.raw("ssm.group_count") != fields.raw("ssm.time_step_rank")
+    return _MOVED.get(name) if shares else None
 
 
 def _stacked_forms(model: GgufModel, name: str) -> list[LevelForm]:

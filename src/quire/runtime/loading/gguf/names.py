@@ -16,7 +16,7 @@ NO_WEIGHTS = frozenset({ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
 EXPERT = "*"  # in a name: the number of an expert
 Order = NDArray[np.int64]
 
-_BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)\.(weight|bias|scale)", re.ASCII)
+_BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)(?:\.(weight|bias|scale))?", re.ASCII)
 
 
 def canonical_name(family: GgufFamily, name: str) -> str | None:
@@ -26,9 +26,9 @@ def canonical_name(family: GgufFamily, name: str) -> str | None:
     match = _BLOCK.fullmatch(name)
     if match is None:
         return None
-    whole = family.inner.get(f"{match[2]}.{match[3]}")
-    if whole is not None:
-        return f"{family.blocks}.{match[1]}.{whole}"
+    whole = family.inner.get(f"{match[2]}.{match[3] or ''}")
+    if whole is not None or match[3] is None:
+        return None if whole is None else f"{family.blocks}.{match[1]}.{whole}"
     return f"{family.blocks}.{match[1]}.{family.inner[match[2]]}.{match[3]}" if match[2] in family.inner else None
 
 

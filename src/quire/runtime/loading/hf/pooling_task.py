@@ -8,7 +8,7 @@ from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.hf.config import CONFIG
 from quire.runtime.loading.hf.json_file import read_json
 from quire.runtime.loading.hf.sentence import MODULES, read_embedding_settings, read_modules
-from quire.runtime.loading.model_config import read_family
+from quire.runtime.loading.model_config import read_family, read_gguf_pooling
 from quire.runtime.models.registry import ENTRIES
 from quire.types.errors import ConfigError
 
@@ -19,7 +19,8 @@ _LOGIT_SCORE = "LogitScore"  # a module of sentence-transformers
 
 def read_pooling_settings(files: ModelFiles, task: str) -> EmbeddingSettings | None:
     """What a model makes of texts; None: it generates text. A decoder does so unless the task says otherwise, or its
-    files do: those of sentence-transformers beside config.json, or `classifier_from_token` in it.
+    files do: those of sentence-transformers beside config.json, `classifier_from_token` in it, or `pooling_type` in a
+    GGUF file.
 
     Raises ConfigError for a task that the model does not do.
     """
@@ -37,8 +38,8 @@ def read_pooling_settings(files: ModelFiles, task: str) -> EmbeddingSettings | N
     answers = _read_answers(files)
     if task == "score" or (task in ("auto", "pooling") and answers is not None):
         return EmbeddingSettings(Pooling("last"), classes=Classes(("yes",), "sigmoid"), answers=answers or ANSWERS)
-    has_modules = files.kind == "hf" and (files.path / MODULES).is_file()
-    return read_embedding_settings(files) if task != "auto" or has_modules else None
+    embeds = (files.path / MODULES).is_file() if files.kind == "hf" else read_gguf_pooling(files) is not None
+    return read_embedding_settings(files) if task != "auto" or embeds else None
 
 
 def _check_task(task: str, classes: Classes | None) -> None:

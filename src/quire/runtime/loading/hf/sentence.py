@@ -12,7 +12,7 @@ from quire.config.fields import Fields
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.hf.config import CONFIG
 from quire.runtime.loading.hf.json_file import read_json
-from quire.runtime.loading.model_config import read_family
+from quire.runtime.loading.model_config import read_family, read_gguf_pooling
 from quire.runtime.models.labels import read_classes
 from quire.runtime.models.registry import CLASSIFIERS, ENTRIES
 from quire.types.errors import ModelLoadError
@@ -23,14 +23,15 @@ _PREFIX = "pooling_mode_"
 
 
 def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
-    """The settings of a model's folder. Where it has none of these files: the mean, normalized; of a model that
-    generates text the last token, normalized. A classifier has labels in place of an embedding.
+    """The settings of a model's folder, or the pooling that a GGUF file names. Where it has none of these files: the
+    mean, normalized; of a model that generates text the last token, normalized. A classifier has labels in place of an
+    embedding.
 
     Raises ModelLoadError for a setting that is not supported and would change the embeddings.
     """
     directory = files.path
     if files.kind != "hf":
-        return EmbeddingSettings(Pooling("last"))
+        return EmbeddingSettings(Pooling(read_gguf_pooling(files) or "last"))
     kind = ENTRIES[read_family(files)].kind
     if kind in CLASSIFIERS:
         length, lowercase = _read_transformer(directory)

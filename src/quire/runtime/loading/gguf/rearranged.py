@@ -1,0 +1,85 @@
+"""Makes tensors of layers out of stored ones where GGUF files have another layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config.model import ModelConfig
+from quire.runtime.loading.gguf.levels import read_levels
+from quire.runtime.loading.gguf.types import GgmlType
+from quire.runtime.loading.mapping import Bytes
+from quire.runtime.models.family import GgufFamily
+from quire.runtime.models.gguf_layout import Order, Rearranged, Shape
+from quire.runtime.quantization.levels import LevelWeight
+from quire.runtime.quantization.region import Region, blocks_of
+from quire.types.errors import ModelLoadError
+
+
+def find_rearranged(
+    family: GgufFamily, config: ModelConfig, names: Collection[str], shape: Callable[[str], Shape], file: str
+) -> dict[str, Rearranged]:
+    """The tensors of layers that are stored in another layout. `names`: of the stored tensors, as the family translates
+    them. Raises ModelLoadError for a part that is missing or has not the shape that the config says."""
+    found = {} if family.rearrange is None else family.rearrange(config, names)
+    for tensor in found.values():
+        for part, wanted in tensor.parts.items():
+            if part not in names:
+                raise ModelLoadError(
+                    file, "is missing from the checkpoint", tensor=part, fix="download the model again"
+                )
+            if _without_ones(shape(part)) != _without_ones(wanted):
+                raise ModelLoadError(file, f"has shape {shape(part)}, the config says {wanted}", tensor=part)
+    return found
+
+
+def layer_names(stored: Collection[str], rearranged: Mapping[str, Rearranged]) -> frozenset[str]:
+    """The names of all tensors of layers."""
+    used = {part for tensor in rearranged.values() for part in tensor.parts}
+    return frozenset({*stored} - used | rearranged.keys())
+
+
+def make_tensor(tensor: Rearranged, values: Callable[[str], Tensor]) -> Tensor:
+    """`values`: the numbers of a stored tensor."""
+    parts = [values(part).reshape(shape) for part, shape in tensor.parts.items()]
+    if tensor.rows is not None:
+        parts[0] = parts[0].index_select(0, torch.from_numpy(tensor.rows))
+    if tensor.columns is not None:
+        parts[0] = parts[0].index_select(1, torch.from_numpy(tensor.columns))
+    made = parts[0] if tensor.restore is None else tensor.restore(*parts)
+    return made.reshape(tensor.shape)
+
+
+def make_levels(tensor: Rearranged, raw: Bytes, kind: GgmlType, region: Region | None) -> LevelWeight | None:
+    """The matrix of the stored bytes of its only part, still quantized: its region where that is whole blocks in the
+    stored order, else all of it."""
+    stored, inputs = tensor.parts[tensor.first][0], tensor.shape[-1]
+    blocks = None if region is None else blocks_of(region.inputs, inputs, kind.block_values)
+    by_blocks = raw.reshape(stored, -1, kind.block_bytes)
+    rows = np.arange(stored) if tensor.rows is None else tensor.rows
+    if region is None or blocks is None or tensor.columns is not None:
+        found = read_levels(torch.from_numpy(by_blocks[rows].reshape(-1)), kind, tensor.shape)
+    else:
+        own = by_blocks[rows[region.outputs.start : region.outputs.stop], blocks.start : blocks.stop]
+        found = read_levels(torch.from_numpy(own.reshape(-1)), kind, region.shape)
+    return found if found is None or tensor.columns is None else reorder_columns(found, tensor.columns)
+
+
+def reorder_columns(weight: LevelWeight, columns: Order) -> LevelWeight:
+    """Columns in another order. Where whole groups stay together, their factors move along; else products reorder the
+    inputs."""
+    order = torch.from_numpy(columns)
+    groups = order.view(-1, weight.group)
+    if bool((groups == groups[:, :1] + torch.arange(weight.group)).all() and (groups[:, 0] % weight.group == 0).all()):
+        chosen = groups[:, 0] // weight.group
+        scales, offsets = weight.scales.index_select(1, chosen), weight.offsets.index_select(1, chosen)
+        return replace(weight, levels=weight.levels.index_select(1, order), scales=scales, offsets=offsets)
+    return replace(weight, columns=torch.argsort(order))
+
+
+def _without_ones(shape: Shape) -> Shape:
+    return tuple(size for size in shape if size != 1)

@@ -1,0 +1,134 @@
+"""GGUF files of DeepSeek V2 and V3, whose architecture is `deepseek2` in both: experts that rank by sigmoids are V3's.
+
+Files of today store the matrix from latents to keys and values in two, the first of them transposed in each head; older
+ones store it whole, and count heads as if there were no latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.config.fields import Fields
+from quire.config.model import Experts, Heads, Latent, ModelConfig, Rope
+from quire.runtime.models import gguf_config
+from quire.runtime.models.family import GGUF_EXPERTS, GGUF_INNER, GgufFamily
+from quire.runtime.models.gguf_layout import Rearranged
+from quire.runtime.models.hf_config import read_groups
+from quire.runtime.models.hf_rope import score_scale
+
+_RANK, _QUERY_RANK = "attention.kv_lora_rank", "attention.q_lora_rank"
+_KEY, _VALUE, _ROPE = "attention.key_length", "attention.value_length", "rope.dimension_count"
+_DENSE, _SHARED = "leading_dense_block_count", "expert_shared_count"
+_SCALE, _NORM = "expert_weights_scale", "expert_weights_norm"
+_GROUPS = ("expert_group_count", "expert_group_used_count")
+_MAGNITUDE = "rope.scaling.yarn_log_multiplier"  # a tenth of `mscale_all_dim`
+_SOFTMAX = 1  # of `gguf_config.GATING`
+
+
+def read_v2(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """Weights of experts are divided by no sum, as in checkpoints of Hugging Face."""
+    if fields.flag(_NORM, False):
+        raise fields.refuse(_NORM, "weights of experts that rank by a softmax are not normalized")
+    if fields.integer(gguf_config.GATING, _SOFTMAX) not in (0, _SOFTMAX):
+        raise fields.refuse(gguf_config.GATING, "must be 1 (softmax) or 2 (sigmoid)")
+    return _read_latent_decoder(fields, config, by_sigmoid=False)
+
+
+def read_v3(fields: Fields, config: ModelConfig) -> ModelConfig:
+    return _read_latent_decoder(fields, config, by_sigmoid=True)
+
+
+def _read_latent_decoder(fields: Fields, config: ModelConfig, *, by_sigmoid: bool) -> ModelConfig:
+    latent, rope = _read_latent(fields), _read_rope(fields, config)
+    return replace(
+        config,
+        latent=latent,
+        heads=Heads(config.heads.num_query, 1, latent.rank + latent.rope_dim, latent.rank),
+        rope=rope,
+        attention_scale=latent.query_dim**-0.5 * score_scale(rope),
+        experts=_read_experts(fields, config.num_layers, by_sigmoid=by_sigmoid),
+    )
+
+
+def _read_latent(fields: Fields) -> Latent:
+    """Files of today have the sizes of heads under names of their own, as these heads read latents."""
+    keys = (f"{_KEY}_mla", f"{_VALUE}_mla") if fields.raw(f"{_KEY}_mla") is not None else (_KEY, _VALUE)
+    rope_dim, rank = fields.integer(_ROPE, least=2), fields.integer(_RANK, least=1)
+    query_dim, value_dim = fields.integer(keys[0]), fields.integer(keys[1], least=1)
+    if rope_dim % 2 or query_dim <= rope_dim:
+        raise fields.refuse(_ROPE, f"must be even and below the size of keys, {query_dim}, is {rope_dim}")
+    return Latent(rank, query_dim - rope_dim, rope_dim, value_dim, fields.optional_integer(_QUERY_RANK, least=1))
+
+
+def _read_rope(fields: Fields, config: ModelConfig) -> Rope:
+    """Files do not name `mscale`: published models have the same number as `mscale_all_dim`."""
+    rope, magnitude = replace(config.rope, in_pairs=True), fields.optional_number(_MAGNITUDE)
+    if rope.kind != "yarn" or magnitude is None:
+        return rope
+    size = round(magnitude * 10, 6)  # files have 32-bit floats
+    return replace(rope, scaling=(*rope.scaling, ("mscale", size), ("mscale_all_dim", size)))
+
+
+def _read_experts(fields: Fields, num_layers: int, *, by_sigmoid: bool) -> Experts:
+    some = gguf_config.read_experts(
+        fields, by_sigmoid=by_sigmoid, is_normalized=fields.flag(_NORM, False),
+        scale=fields.number(_SCALE, 1.0),
+        dense_layers=tuple(range(min(fields.integer(_DENSE, 0, least=0), num_layers))),
+    )  # fmt: skip
+    some = replace(some, shared_size=some.size * fields.integer(_SHARED, 0, least=0))
+    return read_groups(fields, some, _GROUPS, num=1, used=1)
+
+
+def whole_heads(fields: Fields) -> Fields:
+    """One size of heads, all of which is rotated, for what all families read of them."""
+    dim = fields.integer(_KEY)
+    return fields.changed(gguf_config.without_drafts(fields) | {_VALUE: dim, _ROPE: dim})
+
+
+def rearrange(config: ModelConfig, names: Collection[str]) -> dict[str, Rearranged]:
+    """The matrix from latents to keys and values, of the two that hold it."""
+    latent, heads = config.latent, config.heads.num_query
+    assert latent is not None
+    found = {}
+    for layer in range(config.num_layers):
+        path = f"model.layers.{layer}.self_attn"
+        if f"{path}.k_b_proj.weight" in names:
+            parts = {
+                f"{path}.k_b_proj.weight": (heads, latent.rank, latent.nope_dim),
+                f"{path}.v_b_proj.weight": (heads, latent.value_dim, latent.rank),
+            }
+            shape = (heads * (latent.nope_dim + latent.value_dim), latent.rank)
+            found[f"{path}.kv_b_proj.weight"] = Rearranged(parts, shape, restore=_join)
+    return found
+
+
+def _join(keys: Tensor, values: Tensor) -> Tensor:
+    return torch.cat((keys.transpose(1, 2).float(), values.float()), dim=1)
+
+
+_INNER = GGUF_INNER | GGUF_EXPERTS | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}  # fmt: skip
+V2 = GgufFamily(
+    inner=_INNER,
+    settings=frozenset(
+        {
+            _RANK, _QUERY_RANK, f"{_KEY}_mla", f"{_VALUE}_mla", _DENSE, _SHARED, _SCALE, _NORM, *_GROUPS, _MAGNITUDE,
+            gguf_config.GATING, gguf_config.DRAFT_LAYERS, *gguf_config.EXPERTS,
+        }
+    ),
+    read=read_v2, whole=whole_heads, rearrange=rearrange,
+)  # fmt: skip
+V3 = replace(V2, read=read_v3)
