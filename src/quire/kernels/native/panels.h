@@ -116,6 +116,11 @@ template <Format FORMAT> inline void unpack_group(const uint8_t* group, float* t
     }
 }
 
+template <Format FORMAT> inline void unpack_groups(const uint8_t* groups, int64_t inputs, float* to) {
+    for (int64_t i = 0; i < inputs; i += GROUP_INPUTS, groups += group_bytes(FORMAT))
+        unpack_group<FORMAT>(groups, to + i * PANEL_OUTPUTS);
+}
+
 // Inputs [from, from + count) of a panel as numbers: where they lie, or unpacked into `room`. `from` begins a group.
 inline const float* plain_inputs(Format format, const uint8_t* panel, int64_t from, int64_t count, float* room) {
     if (format == PLAIN) return reinterpret_cast<const float*>(panel) + from * PANEL_OUTPUTS;
@@ -125,8 +130,10 @@ inline const float* plain_inputs(Format format, const uint8_t* panel, int64_t fr
         return room;
     }
     panel += from / GROUP_INPUTS * group_bytes(format);
-    const auto unpack = format == NIBBLES ? unpack_group<NIBBLES> : unpack_group<BYTES>;
-    for (int64_t i = 0; i < count; i += GROUP_INPUTS, panel += group_bytes(format)) unpack(panel, room + i * PANEL_OUTPUTS);
+    if (format == NIBBLES)
+        unpack_groups<NIBBLES>(panel, count, room);
+    else
+        unpack_groups<BYTES>(panel, count, room);
     return room;
 }
 
@@ -338,12 +345,14 @@ void multiply_some(Format format, const T* x, const uint8_t* weight, const T* bi
     });
     const int64_t together = product.rows < ROWS_TOGETHER ? 1 : PANELS_TOGETHER;
     share_ranges(panels, product.panels_in_turn(panel_bytes(format, product.inputs)), product.is_large(), [&] {
-        std::vector<float> room(format == PLAIN ? 0 : MOST_INPUTS * PANEL_OUTPUTS);
-        std::vector<Line> sums((together * product.rows * PANEL_OUTPUTS + 15) / 16);
-        return [&, room = std::move(room), sums = std::move(sums)](int64_t begin, int64_t end) mutable {
+        static thread_local std::vector<float> room;
+        static thread_local std::vector<Line> sums;
+        if (format != PLAIN) room.resize(MOST_INPUTS * PANEL_OUTPUTS);
+        sums.resize(std::max<size_t>(sums.size(), (together * product.rows * PANEL_OUTPUTS + 15) / 16));
+        return [&, expanded = room.data(), own = sums.data()->numbers](int64_t begin, int64_t end) {
             for (; begin < end; begin += together)
-                multiply_some_panels(format, woven, weight, bias, product, begin, std::min(begin + together, end),
-                                     room.data(), sums.data()->numbers, out);
+                multiply_some_panels(format, woven, weight, bias, product, begin, std::min(begin + together, end), expanded,
+                                     own, out);
         };
     });
 }
