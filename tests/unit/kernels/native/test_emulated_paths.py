@@ -54,3 +54,15 @@ def test_dot_products_of_bfloat16_give_the_sums_of_their_numbers(flags: list[str
     library = [] if own else ["-L", "/usr/aarch64-linux-gnu"]
     done = subprocess.run([*emulator, *library, str(program)], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_integer_products_by_tile_units_have_the_bits_of_those_without(tmp_path: Path) -> None:
+    """The tile units in plain code, on a CPU with AVX-512."""
+    wide = next((path for path in paths_of(platform.machine()) if path.name == "avx512"), None)
+    if wide is None or "avx512vl" not in Path("/proc/cpuinfo").read_text() or shutil.which("g++") is None:
+        pytest.skip("needs AVX-512 and g++")
+    program = tmp_path / "checks"
+    given = [*COMPILE, *wide.flags, "-O1", f"-I{SOURCES}", str(CHECKS.with_name("tile_checks.cpp")), "-o", str(program)]
+    subprocess.run(["g++", *given], check=True, timeout=900)
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
