@@ -12,7 +12,8 @@ pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
 from family_models import FamilyCase
-from gguf_families import LAYOUTS, gguf_case, write_family
+from gguf_families import LAYOUTS, family_metadata, family_tensors, gguf_case, write_family
+from gguf_files import Stored, write_gguf
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.models.registry import ENTRIES
@@ -101,3 +102,23 @@ def test_experts_that_are_missing_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up_exps.weight", b"blk.1.ffn_xx_exps.weight"))
     with pytest.raises(ModelLoadError, match=r"blk\.1\.ffn_xx_exps\.weight: has no place in a mixtral model"):
         open_checkpoint(files_at(path))
+
+
+def test_experts_that_old_files_store_apart_are_read(tmp_path: Path) -> None:
+    case = gguf_case("mixtral", tmp_path / "hf")
+    layout = LAYOUTS["mixtral"]
+    tensors = list[Stored]()
+    for tensor in family_tensors(layout, case, "F32"):
+        if not tensor.name.endswith("_exps.weight"):
+            tensors.append(tensor)
+            continue
+        count, *shape = tensor.shape
+        size, name = len(tensor.data) // count, tensor.name.replace("_exps.weight", "")
+        tensors += [
+            Stored(f"{name}.{expert}.weight", tuple(shape), tensor.type_number, tensor.data[expert * size :][:size])
+            for expert in range(count)
+        ]
+    theirs = case.checkpoint()
+    ours = open_checkpoint(files_at(write_gguf(tmp_path / "m.gguf", family_metadata(layout, case), tensors)))
+    assert ours.names == theirs.names
+    assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.names)

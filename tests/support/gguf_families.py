@@ -218,17 +218,21 @@ def gguf_case(name: str, directory: Path) -> FamilyCase:
 
 def write_family(path: Path, name: str, case: FamilyCase, kind: str = "F32") -> Path:
     """`kind`: the type of matrices. Norms, biases and routers are float32."""
-    layout, config = LAYOUTS[name], case.model.config
-    settings = {f"{layout.architecture}.{key}": value for key, value in layout.settings(config).items()}
-    metadata = {
+    layout = LAYOUTS[name]
+    tensors = [*family_tensors(layout, case, kind), *_rope_factors(case.model.config)]
+    return write_gguf(path, family_metadata(layout, case), tensors)
+
+
+def family_metadata(layout: Layout, case: FamilyCase) -> dict[str, object]:
+    settings = {f"{layout.architecture}.{key}": value for key, value in layout.settings(case.model.config).items()}
+    return {
         "general.architecture": layout.architecture, **settings,
         "tokenizer.ggml.tokens": [f"token{number}" for number in range(VOCAB)],
         "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
     }  # fmt: skip
-    return write_gguf(path, metadata, [*_tensors(layout, case, kind), *_rope_factors(config)])
 
 
-def _tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
+def family_tensors(layout: Layout, case: FamilyCase, kind: str) -> list[Stored]:
     names = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == layout.architecture), 8
     )

@@ -22,7 +22,7 @@ from quire.config.model import (
     table_bytes,
 )
 from quire.runtime.loading.checks import check_config, inside
-from quire.runtime.loading.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from quire.runtime.loading.gguf.names import LONG_FACTORS, ONE_EXPERT, ROPE_FACTORS, SHORT_FACTORS
 from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.gguf.types import LEVEL_FORMS, NATIVE_GROUP, LevelForm
 from quire.runtime.models.gguf_config import DRAFT_LAYERS, GATING, SIGMOID, decimal
@@ -152,7 +152,7 @@ def _read_levels(model: GgufModel) -> StoredLevels:
         size, own = math.prod(tensor.shape), LEVEL_FORMS[tensor.ggml_type.name]
         own = own._replace(super_bits=None) if word == moved else own  # super-blocks do not stay together
         form = _held_form(_stacked_forms(model, name))
-        on_gpu = name not in _TABLES and len(tensor.shape) == 2
+        on_gpu = name not in _TABLES and len(tensor.shape) == 2 and ONE_EXPERT.fullmatch(name) is None
         on_top, is_head = _cut_bytes(tensor.shape, own), name == _TABLES[0] and "output.weight" not in owners
         num_bytes = packed_bytes(size, nibbles=form.nibbles and form.group >= NATIVE_GROUP)
         counted = 0 if is_head else num_bytes

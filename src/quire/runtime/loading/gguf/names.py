@@ -18,6 +18,8 @@ Order = NDArray[np.int64]
 
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)(?:\.(weight|bias|scale))?", re.ASCII)
 
+ONE_EXPERT = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(0|[1-9][0-9]{0,3})\.weight", re.ASCII)  # in old files
+
 
 def canonical_name(family: GgufFamily, name: str) -> str | None:
     """The Hugging Face name of a GGUF tensor; None for one that the family does not have."""
@@ -25,11 +27,20 @@ def canonical_name(family: GgufFamily, name: str) -> str | None:
         return family.outer[name]
     match = _BLOCK.fullmatch(name)
     if match is None:
-        return None
+        return _name_of_expert(family, name)
     whole = family.inner.get(f"{match[2]}.{match[3] or ''}")
     if whole is not None or match[3] is None:
         return None if whole is None else f"{family.blocks}.{match[1]}.{whole}"
     return f"{family.blocks}.{match[1]}.{family.inner[match[2]]}.{match[3]}" if match[2] in family.inner else None
+
+
+def _name_of_expert(family: GgufFamily, name: str) -> str | None:
+    """Old files store the matrices of each expert apart."""
+    match = ONE_EXPERT.fullmatch(name)
+    inner = None if match is None else family.inner.get(f"{match[2]}_exps")
+    if match is None or inner is None:
+        return None
+    return f"{family.blocks}.{match[1]}.{inner.replace(EXPERT, match[3])}.weight"
 
 
 def row_order(family: GgufFamily, config: ModelConfig, name: str) -> Order | None:
