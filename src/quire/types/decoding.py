@@ -69,7 +69,7 @@ class StructuredOutputsParams:
         if name == "json":
             object.__setattr__(self, "json", _schema_text(self.json))
         elif name == "structural_tag":
-            text = read_structural_tag("structured_outputs.structural_tag", self.structural_tag)
+            text = read_structural_tag("structured_outputs.structural_tag", self.structural_tag, MAX_GRAMMAR_CHARACTERS)
             object.__setattr__(self, "structural_tag", text)
         elif name == "choice":
             object.__setattr__(self, "choice", _choices(self.choice))

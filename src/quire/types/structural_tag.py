@@ -13,6 +13,7 @@ from typing import Any
 from quire.types.errors import InvalidRequest
 
 MAX_DEPTH = 16  # formats inside formats
+MAX_TAGS = 128  # in one list of tags, or of triggers: each is compared with all others
 MEMBERS: dict[str, dict[str, type | tuple[type, ...]]] = {  # of each kind of format
     "const_string": {"value": str},
     "json_schema": {"json_schema": (dict, bool)},
@@ -40,13 +41,16 @@ OLD_MEMBERS = ("structures", "triggers", "at_least_one")
 _FORMS = 'send {"structures": [{"begin", "schema", "end"}], "triggers": [...]} or {"format": {...}}'
 
 
-def read_structural_tag(where: str, value: object) -> str:
-    """Return a structural tag as the JSON text of the newer form. Raises InvalidRequest naming the member at fault."""
+def read_structural_tag(where: str, value: object, limit: int) -> str:
+    """Return a structural tag as the JSON text of the newer form. Raises InvalidRequest naming the member at fault, or
+    for more than `limit` characters, before anything else is looked at."""
     try:
         read = json.loads(value) if isinstance(value, str) else value
-        json.dumps(read, allow_nan=False)
+        size = len(json.dumps(read, allow_nan=False, ensure_ascii=False))
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidRequest(where, f"is no JSON: {error}", _FORMS) from None
+    if size > limit:
+        raise InvalidRequest(where, f"has {size} characters, limit {limit}", "send a smaller one")
     if not isinstance(read, Mapping):
         raise InvalidRequest(where, "must be an object, or its JSON text", _FORMS)
     if read.get("type", "structural_tag") != "structural_tag":
@@ -179,6 +183,8 @@ def _filled(where: str, name: str, value: Mapping[str, Any]) -> list[Any]:
     found = value.get(name)
     if not isinstance(found, list) or not found:
         raise InvalidRequest(f"{where}.{name}", "is missing" if found is None else "must be a non-empty list", _FORMS)
+    if len(found) > MAX_TAGS:
+        raise InvalidRequest(f"{where}.{name}", f"has {len(found)} entries, limit {MAX_TAGS}", "send fewer")
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from quire.types.decoding import StructuredOutputsParams
+from quire.types.decoding import MAX_GRAMMAR_CHARACTERS, StructuredOutputsParams
 from quire.types.errors import InvalidRequest
 from quire.types.structural_tag import OLD_MEMBERS, read_structural_tag
 
@@ -48,7 +48,8 @@ def structure_of_response_format(value: object) -> StructuredOutputsParams | Non
     if kind == "text":
         return None
     if kind == "structural_tag":
-        return StructuredOutputsParams(structural_tag=read_structural_tag("response_format", value))
+        tag = read_structural_tag("response_format", value, MAX_GRAMMAR_CHARACTERS)
+        return StructuredOutputsParams(structural_tag=tag)
     if kind == "json_object" and value.get("schema") is None:
         return StructuredOutputsParams(json_object=True)
     if kind == "json_object":

@@ -222,3 +222,11 @@ def test_formats_nested_too_deeply_are_refused() -> None:
         value = {"type": "optional", "content": value}
     with pytest.raises(InvalidRequest, match="nested deeper than"):
         params({"format": value})
+
+
+@pytest.mark.parametrize(("count", "words"), [(129, "has 129 entries, limit 128"), (9_000, "characters, limit 262144")])
+def test_a_tag_that_would_take_long_to_check_is_refused_first(count: int, words: str) -> None:
+    tags = [{"begin": f"<{number:06d}>", "end": "</>"} for number in range(count)]
+    value = {"structures": tags, "triggers": [tag["begin"] for tag in tags]}
+    with pytest.raises(InvalidRequest, match=words):
+        StructuredOutputsParams(structural_tag=value)

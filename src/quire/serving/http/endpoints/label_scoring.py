@@ -80,7 +80,8 @@ def _scores(request: InFlightRequest, labels: Sequence[int], *, softmax: bool) -
     if not softmax or best == -math.inf:
         return [math.exp(value) for value in found]
     shares = [math.exp(value - best) for value in found]
-    return [share / sum(shares) for share in shares]
+    total = sum(shares)
+    return [share / total for share in shares]
 
 
 def translator(*, softmax: bool, name: str) -> Callable[[Service, Parameters, RequestHead], Parameters]:
