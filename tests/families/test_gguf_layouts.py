@@ -167,6 +167,7 @@ def test_experts_of_a_layer_may_have_gate_and_up_in_one_tensor(folders: dict[str
         ("deepseek_v3", {"rope.dimension_count": 7}, "rope.dimension_count"),
         ("deepseek_v3", {"attention.kv_lora_rank": 16}, "has shape"),
         ("deepseek_v3", {"nextn_predict_layers": 3}, "nextn_predict_layers"),
+        ("deepseek_v3", {"nextn_predict_layers": 1 << 30, "block_count": (1 << 30) + 2}, r"\[0, 64\] beside"),
         ("deepseek_v3", {"attention.temperature_scale": 2.0}, "does not know"),
         ("qwen3_5_text", {"ssm.inner_size": 193}, "ssm.inner_size"),
         ("qwen3_5_text", {"ssm.group_count": 4}, "ssm.time_step_rank"),

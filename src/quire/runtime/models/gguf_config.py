@@ -19,6 +19,7 @@ SHARED_SIZE = "expert_shared_feed_forward_length"
 SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})  # that `read_scales` reads
 GATING, SIGMOID = "expert_gating_func", 2  # how experts are ranked: by a softmax (1), or by sigmoids
 DRAFT_LAYERS = "nextn_predict_layers"  # so many of the last layers draft tokens
+_MOST_DRAFT_LAYERS = 64  # each is looked for by name before the number of layers is checked
 _LOCAL_DIM, _SHARED = "attention.key_length_swa", "attention.shared_kv_layers"
 _LOCAL_DIMS = ("attention.value_length_swa", "rope.dimension_count_swa")  # only as _LOCAL_DIM has it
 LAYERS = frozenset({_LOCAL_DIM, *_LOCAL_DIMS, _SHARED})  # that `read_layers` reads
@@ -79,8 +80,9 @@ def decimal(value: float) -> float:
 def without_drafts(fields: Fields) -> dict[str, object]:
     """The number of layers without those that draft tokens."""
     count, drafts = fields.integer("block_count"), fields.integer(DRAFT_LAYERS, 0)
-    if not 0 <= drafts < count:
-        raise fields.refuse(DRAFT_LAYERS, f"must be below the number of layers, {count}, is {drafts}")
+    most = min(count - 1, _MOST_DRAFT_LAYERS)
+    if not 0 <= drafts <= most:
+        raise fields.refuse(DRAFT_LAYERS, f"must be in [0, {most}] beside {count} layers, is {drafts}")
     return {"block_count": count - drafts}
 
 

@@ -22,7 +22,7 @@ from quire.types.decoding import (
     read_structured_outputs,
 )
 from quire.types.errors import InvalidRequest, UnknownParameter
-from quire.types.structural_tag import MEMBERS
+from quire.types.structural_tag import MAX_TAGS, MEMBERS
 
 _FORMAT_MEMBERS = ("type", *(name for members in MEMBERS_OF_TYPE.values() for name in members))
 STRUCTURE_FIELDS = ("structured_outputs", "response_format", *OTHER_NAMES)
@@ -58,8 +58,14 @@ _TAG_FORMS: list[Schema] = [  # of response_format
                     "additionalProperties": False,
                 },
                 "minItems": 1,
+                "maxItems": MAX_TAGS,
             },
-            "triggers": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            "triggers": {
+                "type": "array",
+                "items": {"type": "string", "minLength": 1},
+                "minItems": 1,
+                "maxItems": MAX_TAGS,
+            },
             "at_least_one": {"type": "boolean"},
         },
         {"format": {"type": "object", "properties": {"type": {"enum": list(MEMBERS)}}, "required": ["type"]}},
