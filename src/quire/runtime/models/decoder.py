@@ -144,7 +144,7 @@ SMOLLM3 = Family(
     gguf=GgufFamily(has_pairs=True, read=gguf_config.read_layers_without_rope),
 )  # fmt: skip
 QWEN2 = Family(name="qwen2", build=Decoder, read=read_qwen2, gguf=GgufFamily())
-QWEN3 = Family(name="qwen3", build=Decoder, read=read_qwen3, gguf=GgufFamily())
+QWEN3 = Family(name="qwen3", build=Decoder, read=read_qwen3, gguf=GgufFamily(qk_norm=True))
 LLAMA_CLASSIFIER, MISTRAL_CLASSIFIER, QWEN2_CLASSIFIER, QWEN3_CLASSIFIER = map(
     classifier_of, (LLAMA, MISTRAL, QWEN2, QWEN3)
 )

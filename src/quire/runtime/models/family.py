@@ -75,10 +75,11 @@ class GgufFamily:
     number of a block. `has_pairs`: files store each head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...).
     `ungrouped`: the layer whose rows files store as all queries, all keys, all values, where checkpoints have them
     group after group. `turned`: checkpoints store matrices by inputs, then outputs, and files do not. `norm_offset`:
-    what files add to norm weights. `read` completes a config by `settings`, which only this family has. `whole` gives
-    one number for all layers where files may have one for each, for what all families read. `rename` says a name again
-    where it depends on the config. `rearrange` says which tensors of layers files store in another layout, given the
-    names of the stored ones.
+    what files add to norm weights. `qk_norm`: heads of queries and keys are normed, which no setting says.
+
+    `read` completes a config by `settings`, which only this family has. `whole` gives one number for all layers where
+    files may have one for each, for what all families read. `rename` says a name again where it depends on the config.
+    `rearrange` says which tensors of layers files store in another layout, given the names of the stored ones.
     """
 
     outer: Mapping[str, str] = field(default_factory=lambda: GGUF_OUTER)
@@ -88,6 +89,7 @@ class GgufFamily:
     ungrouped: str | None = None
     turned: bool = False
     norm_offset: float = 0.0
+    qk_norm: bool = False
     settings: frozenset[str] = frozenset()
     read: Callable[[Fields, ModelConfig], ModelConfig] | None = None
     whole: Callable[[Fields], Fields] | None = None

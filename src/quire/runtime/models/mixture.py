@@ -150,7 +150,7 @@ MIXTRAL_GGUF = GgufFamily(
     read=read_mixtral_gguf,
 )
 MOE_NAMES, MOE_SETTINGS = {**GGUF_INNER, **GGUF_EXPERTS}, frozenset({*gguf_config.EXPERTS, gguf_config.NORMALIZED})
-QWEN3_GGUF = GgufFamily(inner=MOE_NAMES, settings=MOE_SETTINGS, read=read_qwen3_moe_gguf)
+QWEN3_GGUF = GgufFamily(inner=MOE_NAMES, qk_norm=True, settings=MOE_SETTINGS, read=read_qwen3_moe_gguf)
 QWEN2_GGUF = GgufFamily(
     inner=MOE_NAMES, settings=MOE_SETTINGS | {gguf_config.SHARED_SIZE}, read=read_qwen2_moe_gguf, rearrange=shared_gates
 )

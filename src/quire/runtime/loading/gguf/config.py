@@ -82,7 +82,7 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
         qkv_bias=any(f"blk.0.{each}.bias" in tensors for each in ("attn_q", "attn_qkv")),
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
-        qk_norm=name in ("qwen3", "qwen3_moe"),
+        qk_norm=family.qk_norm,
         shared_norm=name == "falcon" and "blk.0.attn_norm_2.weight" not in tensors,
         keys_are_values=any(name.replace("attn_k", "attn_v") not in tensors for name in tensors if ".attn_k." in name),
         dtype=_read_dtype(model),
