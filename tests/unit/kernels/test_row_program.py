@@ -47,7 +47,7 @@ def test_records_are_those_of_the_source() -> None:
 def test_numbers_that_stand_in_both_languages_are_the_same() -> None:
     text = "".join((FOLDER / name).read_text() for name in row_program._FILES)
     found = dict(re.findall(r"constexpr int (\w+) = (\d+);", text))
-    ours = {"WARPS": row_records.WARPS, "COPYING": row_records.COPYING, "TILE": row_records.TILE}
+    ours = {"WARPS": row_records.WARPS, "TILE": row_records.TILE}
     ours |= {"UNIT": row_records.UNIT, "PIECE_STEPS": row_records.PIECE_STEPS, "MOST_TABLES": row_records.MOST_TABLES}
     assert {name: int(found[name]) for name in ours} == ours
     assert row_records.TILE * int(found["PITCH"]) == row_records._PIECE
@@ -67,11 +67,26 @@ def attention() -> AttentionPhase:
     return AttentionPhase(*vectors, 4, 2, 64, None, None, cache, cache, None, 0, AttentionRule(0.125))
 
 
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "warps"),
+    [
+        (6144, 4096, 8),  # 3 tiles for each of 132 programs: 8 warps take 4 pieces of each of them one after the other
+        (4096, 4096, 4),  # 2 tiles: two teams
+        (8192, 64, 2),  # 4 tiles of a single piece: four teams
+        (1024, 2048, 8),  # one tile
+    ],
+)
+def test_as_many_warps_share_a_tile_as_end_all_tiles_soonest(outputs: int, inputs: int, warps: int) -> None:
+    phases = [product(outputs, inputs, device="cpu")]
+    (record,), (source,) = row_records.lay_out(phases, row_records.Vectors(phases, torch.device("cpu")), 132)
+    assert 1 << record.team_shift == 1 << source.team_shift == warps
+
+
 def test_small_layers_are_run_together_and_large_ones_are_not() -> None:
     small: list[Phase] = [product(4096, 1024), attention()]
     assert row_program.why_not_faster(small) is None
-    large: list[Phase] = [product(28_672, 4096), attention()]
-    assert "224 MiB" in str(row_program.why_not_faster(large))
+    large: list[Phase] = [product(28_672, 16_384), attention()]
+    assert "896 MiB" in str(row_program.why_not_faster(large))
     assert row_program.why_not_faster([*large, attention()]) is None  # it is the layer that counts
 
 
@@ -110,7 +125,7 @@ class Launches:
 
     def launch(self, programs: int, threads: int, arguments: tuple[row_records.RunRecord, ctypes.c_uint64]) -> None:
         run, address = arguments
-        assert (programs, threads) == (4, 32 * (row_records.WARPS + row_records.COPYING))
+        assert (programs, threads) == (4, 32 * row_records.WARPS)
         records = (row_records.PhaseRecord * run.num_phases).from_address(address.value)
         copies = [row_records.PhaseRecord.from_buffer_copy(record) for record in records]
         if len(self.seen) == self.spoils:

@@ -4,49 +4,12 @@
 // Known when this is compiled: HEAD_DIM, QUERIES that share a key/value head, CACHE_KIND (BF16, FLOAT8 or INT8; the last
 // two with a scale for each token of a head).
 
-constexpr int LANE_NUMBERS = 8;                              // of a head, that a lane holds
 constexpr int TOKEN_LANES = HEAD_DIM / LANE_NUMBERS;         // lanes that read one token
 constexpr int TOKENS = 32 / TOKEN_LANES;                     // that a warp reads at once
-constexpr int AHEAD = QUERIES > 4 ? 1 : 2;                   // times TOKENS that it asks for before it uses them
-constexpr int LEAST_SHARE = 32;                              // tokens of a context that are worth a program
+constexpr int AHEAD = QUERIES > 4 ? 1 : 2;                  // times TOKENS that it asks for before it uses them
+constexpr int LEAST_SHARE = 16;                              // tokens of a context that are worth a program
 constexpr int PART = QUERIES * (HEAD_DIM + 2);               // numbers that a program leaves: sums, largest, total
 constexpr float NOTHING = -1e30f;
-
-typedef typename Choice<CACHE_KIND == BF16, uint4, uint2>::type CacheWord;  // LANE_NUMBERS of the cache
-
-__device__ __forceinline__ void numbers_of_word(const uint4& word, float (&x)[LANE_NUMBERS]) {
-    const u32 pairs[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        x[2 * i] = low_half(pairs[i]);
-        x[2 * i + 1] = high_half(pairs[i]);
-    }
-}
-
-// Four numbers of a quantized cache.
-__device__ __forceinline__ void numbers_of(u32 word, float (&numbers)[4]) {
-    if (CACHE_KIND == INT8) {  // the bytes of a float32 of 2**23 + 128 + number
-        const u32 biased = word ^ 0x80808080u;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            numbers[i] = __uint_as_float(__byte_perm(biased, 0x4B000000u, 0x7440 | i)) - 8388736.0f;
-        }
-    } else {
-        from_float8((u16)word, numbers[0], numbers[1]);
-        from_float8((u16)(word >> 16), numbers[2], numbers[3]);
-    }
-}
-
-__device__ __forceinline__ void numbers_of_word(const uint2& word, float (&x)[LANE_NUMBERS]) {
-    float first[4], second[4];
-    numbers_of(word.x, first);
-    numbers_of(word.y, second);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        x[i] = first[i];
-        x[i + 4] = second[i];
-    }
-}
 
 // A warp's part of softmax: of all its tokens that a group of lanes has read.
 struct Seen {
@@ -223,21 +186,33 @@ __device__ __forceinline__ void join_shares(
         const int ends = QUERIES * HEAD_DIM + 2 * (i / HEAD_DIM);
         float most = NOTHING, total = 0.0f, sum = 0.0f;
 #pragma unroll 1
-        for (int number = threadIdx.x % JOINING; number < shares; number += JOINING) {
-            const u64* part = parts + number * PART;
-            u64 pairs[3];
+        for (int number = threadIdx.x % JOINING; number < shares; number += 2 * JOINING) {
+            u64 pairs[2][3];  // of two parts, asked for together
+            const bool has_second = number + JOINING < shares;
+            bool are_there;
             int looks = 0;
             do {
-                pairs[0] = look_at_pair(part + ends);
-                pairs[1] = look_at_pair(part + ends + 1);
-                pairs[2] = look_at_pair(part + i);
+                are_there = true;
+#pragma unroll
+                for (int each = 0; each < 2; ++each) {
+                    const u64* part = parts + (number + (has_second ? each * JOINING : 0)) * PART;
+                    pairs[each][0] = look_at_pair(part + ends);
+                    pairs[each][1] = look_at_pair(part + ends + 1);
+                    pairs[each][2] = look_at_pair(part + i);
+                }
+#pragma unroll
+                for (int each = 0; each < 6; ++each) are_there &= (u32)(pairs[each / 3][each % 3] >> 32) == mark;
                 if (++looks > MOST_LOOKS) __trap();
-            } while ((u32)(pairs[0] >> 32) != mark || (u32)(pairs[1] >> 32) != mark || (u32)(pairs[2] >> 32) != mark);
-            const float own = __uint_as_float((u32)pairs[0]), higher = fmaxf(most, own);
-            const float mine = power_of_2(most - higher), theirs = power_of_2(own - higher);
-            total = total * mine + __uint_as_float((u32)pairs[1]) * theirs;
-            sum = sum * mine + __uint_as_float((u32)pairs[2]) * theirs;
-            most = higher;
+            } while (!are_there);
+#pragma unroll
+            for (int each = 0; each < 2; ++each) {
+                if (each && !has_second) break;
+                const float own = __uint_as_float((u32)pairs[each][0]), higher = fmaxf(most, own);
+                const float mine = power_of_2(most - higher), theirs = power_of_2(own - higher);
+                total = total * mine + __uint_as_float((u32)pairs[each][1]) * theirs;
+                sum = sum * mine + __uint_as_float((u32)pairs[each][2]) * theirs;
+                most = higher;
+            }
         }
         __syncwarp();
 #pragma unroll
@@ -304,7 +279,7 @@ __device__ __forceinline__ void attend_share(
         prepare_head(p, number, mark_of(launch, p.source_phase), norm, kind < 2, min(position, room - 1), mine);
         if (kind > 0 && stores) store_head(kind == 1 ? p.keys : p.values, kind == 1 ? p.key_scales : p.value_scales, own, mine);
     }
-    sync_computing();
+    __syncthreads();
     const int column = lane % TOKEN_LANES * LANE_NUMBERS;
     float query[QUERIES][LANE_NUMBERS];
     Seen seen;
@@ -320,7 +295,7 @@ __device__ __forceinline__ void attend_share(
     }
     read_context(seen, p, query, tokens, table, head, first, last, has_own ? heads + QUERIES * HEAD_DIM : nullptr);
     leave_part(seen, parts + warp * PART);
-    sync_computing();
+    __syncthreads();
     u64* left = run.parts + (long long)(head * shares) * PART;
 #pragma unroll 1
     for (int i = threadIdx.x; i < QUERIES * HEAD_DIM; i += THREADS) {
@@ -387,6 +362,6 @@ __device__ __forceinline__ void attend(const Phase& p, const Run& run, float* me
         const int head = unit / c.shares, share = unit % c.shares;
         const int first = c.begin + min(c.count, share * c.each), last = c.begin + min(c.count, (share + 1) * c.each);
         attend_share(p, run, memory, head, share, c.shares, first, last, c.position, launch, phase);
-        sync_computing();  // before the next one overwrites the memory
+        __syncthreads();  // before the next one overwrites the memory
     }
 }

@@ -5,7 +5,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int WARPS = 8;             // that compute
+constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 constexpr int MOST_TABLES = 4;
 constexpr u32 ALL_LANES = 0xFFFFFFFFu;
@@ -34,6 +34,7 @@ struct Phase {
     int group_shift, factor_stride, num_query;
     int num_kv, turned, table, window;
     int shift;               // program 0 begins with this tile, so that all get as many in the end
+    int team_shift, parts;   // warps that multiply a tile together, as a power of 2; 2 parts: gate and up
     int source_phase, before_phase;  // that wrote the source, and what is added to
     float eps, factor, softcap, value_scale;
 };
@@ -49,7 +50,7 @@ struct Run {
     u32* counters;          // [0] programs of this launch that have ended, [1] phases of all launches before
     u64* parts;             // of attention: [kv heads, shares, PART] pairs of a float32 number and a mark
     u64 sources;            // of all products: Source, see row_ring.cuh
-    int num_phases, num_sources, slot_bytes, vector_bytes, sums_bytes;
+    int num_phases, num_sources, slot_bytes, vector_bytes, quarters_bytes;
 };
 
 __device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
@@ -171,13 +172,8 @@ __device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrive when all copies of this thread until now have ended.
-__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void arrive(u32 barrier, u32 count = 1) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 __device__ __forceinline__ void await_barrier(u32 barrier, u32 parity) {
@@ -186,6 +182,3 @@ __device__ __forceinline__ void await_barrier(u32 barrier, u32 parity) {
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}\n" ::"r"(barrier), "r"(parity)
         : "memory");
 }
-
-// All threads that compute wait for one another.
-__device__ __forceinline__ void sync_computing() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }

@@ -1,4 +1,41 @@
-// One head of the token: its norm, its positions, and its place in the paged cache.
+// One head of the token: its norm, its positions, and its place in the paged cache; numbers as the cache holds them.
+
+constexpr int LANE_NUMBERS = 8;                              // of a head, that a lane holds
+typedef typename Choice<CACHE_KIND == BF16, uint4, uint2>::type CacheWord;  // LANE_NUMBERS of the cache
+
+__device__ __forceinline__ void numbers_of_word(const uint4& word, float (&x)[LANE_NUMBERS]) {
+    const u32 pairs[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        x[2 * i] = low_half(pairs[i]);
+        x[2 * i + 1] = high_half(pairs[i]);
+    }
+}
+
+// Four numbers of a quantized cache.
+__device__ __forceinline__ void numbers_of(u32 word, float (&numbers)[4]) {
+    if (CACHE_KIND == INT8) {  // the bytes of a float32 of 2**23 + 128 + number
+        const u32 biased = word ^ 0x80808080u;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            numbers[i] = __uint_as_float(__byte_perm(biased, 0x4B000000u, 0x7440 | i)) - 8388736.0f;
+        }
+    } else {
+        from_float8((u16)word, numbers[0], numbers[1]);
+        from_float8((u16)(word >> 16), numbers[2], numbers[3]);
+    }
+}
+
+__device__ __forceinline__ void numbers_of_word(const uint2& word, float (&x)[LANE_NUMBERS]) {
+    float first[4], second[4];
+    numbers_of(word.x, first);
+    numbers_of(word.y, second);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        x[i] = first[i];
+        x[i + 4] = second[i];
+    }
+}
 
 // Where a token of the context lies.
 struct Place { long long at, of_scale; };
@@ -16,10 +53,36 @@ __device__ __forceinline__ const int* table_of(const Phase& p, const Run& run) {
     return reinterpret_cast<const int*>(run.tables[p.table]) + row * run.table_strides[p.table];
 }
 
+// What a lane needs of a head's norm and angles, as it lies in memory: asked for before the head is there.
+struct HeadFactors { u32 weights[HEAD_DIM / 32]; u16 cosines[HEAD_DIM / 64], sines[HEAD_DIM / 64]; };
+
+__device__ __forceinline__ void ask_for_factors(const Phase& p, u64 norm, bool turns, long long position, HeadFactors& f) {
+    const int lane = threadIdx.x % 32, half = p.turned / 2;
+    if (norm) {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 32; ++i) {
+            f.weights[i] = p.norm_is_wide ? __ldg(reinterpret_cast<const u32*>(norm) + lane + 32 * i)
+                                          : __ldg(reinterpret_cast<const u16*>(norm) + lane + 32 * i);
+        }
+    }
+    if (!turns || !p.angles) return;
+    const u16* angles = reinterpret_cast<const u16*>(p.angles) + position * p.turned;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 64; ++i) {
+        if (lane + 32 * i >= half) break;
+        f.cosines[i] = __ldg(angles + lane + 32 * i);
+        f.sines[i] = __ldg(angles + half + lane + 32 * i);
+    }
+}
+
 // One head of the token by one warp: norm, positions; as float32 numbers that bfloat16 holds, in `out`.
 __device__ __forceinline__ void prepare_head(
     const Phase& p, int number, u32 mark, u64 norm, bool turns, long long position, float* out) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, half = turns && p.angles ? p.turned / 2 : 0;
+    const int is_wide = p.norm_is_wide;
+    const float eps = p.eps;
+    HeadFactors f;
+    ask_for_factors(p, norm, turns, position, f);
     float squares = 0.0f;
     for (int i = lane * 4; i < HEAD_DIM; i += 128) {
         const int at = number * HEAD_DIM + i;
@@ -39,22 +102,22 @@ __device__ __forceinline__ void prepare_head(
     }
     __syncwarp();
     if (norm) {
-        const float inverse = rsqrtf(sum_of_warp(squares) / HEAD_DIM + p.eps);
-        for (int i = lane; i < HEAD_DIM; i += 32) {
-            const float weight = p.norm_is_wide ? reinterpret_cast<const float*>(norm)[i]
-                                                : from_bf16(reinterpret_cast<const u16*>(norm)[i]);
-            out[i] = rounded(rounded(out[i] * inverse) * weight);
+        const float inverse = rsqrtf(sum_of_warp(squares) / HEAD_DIM + eps);
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 32; ++i) {
+            float& x = out[lane + 32 * i];
+            x = rounded(rounded(x * inverse) * (is_wide ? __uint_as_float(f.weights[i]) : from_bf16((u16)f.weights[i])));
         }
+        __syncwarp();
     }
-    __syncwarp();
-    if (!turns || !p.angles) return;
-    const int half = p.turned / 2;
-    const u16* angles = reinterpret_cast<const u16*>(p.angles) + position * p.turned;
-    for (int i = lane; i < half; i += 32) {
-        const float cosine = from_bf16(angles[i]), sine = from_bf16(angles[half + i]);
-        const float first = out[i], second = out[half + i];
-        out[i] = rounded(first * cosine - second * sine);
-        out[half + i] = rounded(second * cosine + first * sine);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 64; ++i) {
+        const int at = lane + 32 * i;
+        if (at >= half) break;
+        const float first = out[at], second = out[half + at];
+        const float cosine = from_bf16(f.cosines[i]), sine = from_bf16(f.sines[i]);
+        out[at] = rounded(first * cosine - second * sine);
+        out[half + at] = rounded(second * cosine + first * sine);
     }
     __syncwarp();
 }

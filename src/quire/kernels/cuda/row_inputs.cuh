@@ -1,13 +1,15 @@
 // The inputs of a product: waited for, normed, and put into shared memory in the form that its weight is multiplied by.
 
+// 32 inputs as whole numbers of 15 bits: input = scale * number.
+struct __align__(8) Quarter { float scale, total; };  // total: of the inputs
+
 struct Shared {
     u8* vector;          // the phase's inputs, bfloat16; attention's numbers
     float* squares;      // [warps]: of the inputs
     u32* largest;        // [warps]: the bits of their magnitudes
-    float* sums;         // of 32 inputs each, for weights of 4 bits
-    float* partial;      // [TURNS][2 parts][16 outputs][warps]
-    u32 done, taken;     // barriers of each turn: all warps have left their sums; these were read
-    const Source* sources;
+    Quarter* quarters;   // of the inputs, for weights of 4 bits
+    float* partial;      // [teams][TURNS][2 parts][16 outputs][warps of a team]
+    u32 done, taken;     // barriers of each turn of each team: it has left its sums; these were read
 };
 
 // The power of two that float16 inputs were divided by. Infinite or NaN: so is what comes out.
@@ -116,7 +118,7 @@ __device__ __forceinline__ void to_halves(const Phase& p, const Shared& shared) 
     }
     most = __reduce_max_sync(ALL_LANES, most);
     if (threadIdx.x % 32 == 0) shared.largest[threadIdx.x / 32] = most;
-    sync_computing();
+    __syncthreads();
     const float shrink = 1.0f / scale_of_inputs(shared);
 #pragma unroll 1
     for (int i = threadIdx.x; i * 8 < p.inputs; i += THREADS) {
@@ -130,66 +132,92 @@ __device__ __forceinline__ void to_halves(const Phase& p, const Shared& shared) 
     }
 }
 
-// Sums of 32 inputs each.
-__device__ __forceinline__ void sum_inputs(const Shared& shared, int padded) {
-    const uint4* vector = reinterpret_cast<const uint4*>(shared.vector);
-    for (int i = threadIdx.x; i < padded / 32; i += THREADS) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const uint4 x = vector[i * 4 + j];
-            sum += low_half(x.x) + high_half(x.x) + low_half(x.y) + high_half(x.y);
-            sum += low_half(x.z) + high_half(x.z) + low_half(x.w) + high_half(x.w);
-        }
-        shared.sums[i] = sum;
-    }
+// Lower or upper bytes of four numbers.
+__device__ __forceinline__ u32 bytes_of(const int (&numbers)[8], int first, int place) {
+    const u32 pair = place ? 0x51 : 0x40;
+    const u32 left = __byte_perm(numbers[first], numbers[first + 1], pair), right = __byte_perm(numbers[first + 2], numbers[first + 3], pair);
+    return __byte_perm(left, right, 0x5410);
 }
 
-// Put the phase's inputs, times the norm's weights, into shared memory, zeros behind them up to whole steps.
+// This lane's 8 inputs as numbers 256 * upper + lower: eight upper bytes, then eight lower ones, all of them signed. NaN or
+// infinity make all 32 NaN.
+__device__ __forceinline__ uint4 to_whole_numbers(const uint4& x, Quarter& quarter) {
+    u32 most = larger_bits(x.x, larger_bits(x.y, larger_bits(x.z, larger_bits(x.w, 0))));
+    most = max(most, __shfl_xor_sync(ALL_LANES, most, 1));
+    most = max(most, __shfl_xor_sync(ALL_LANES, most, 2));
+    const int exponent = max((int)(most >> 7) - 127, -100);  // the largest is below 2 ** (exponent + 1)
+    const float enlarged = __uint_as_float((u32)(13 - exponent + 127) << 23);
+    const u32 pairs[4] = {x.x, x.y, x.z, x.w};
+    int numbers[8], sum = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float input = j % 2 ? high_half(pairs[j / 2]) : low_half(pairs[j / 2]);
+        numbers[j] = __float_as_int(fmaf(input, enlarged, 12582912.0f)) - 0x4B400000;  // rounded by the addition
+        sum += numbers[j];
+    }
+    sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+    sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+    quarter.scale = most < 0x7F80u ? __uint_as_float((u32)(exponent - 13 + 127) << 23) : __int_as_float(0x7FC00000);
+    quarter.total = quarter.scale * sum;
+    uint4 out;
+    out.z = bytes_of(numbers, 0, 0);
+    out.w = bytes_of(numbers, 4, 0);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) numbers[j] += 128;
+    out.x = bytes_of(numbers, 0, 1);
+    out.y = bytes_of(numbers, 4, 1);
+    return out;
+}
+
+// Put the phase's inputs, times the norm's weights, into shared memory, zeros behind them up to whole steps; for weights
+// of 4 bits as whole numbers, 32 with the same scale.
+template <int KIND>
 __device__ __forceinline__ void load_vector(const Phase& p, const Run& run, const Shared& shared, const NormWeights& held, u32 launch) {
     const u32 mark = mark_of(launch, p.source_phase);
-    const int padded = p.kind == NIBBLES ? p.steps * 128 : p.inputs;
+    const int inputs = p.inputs, padded = KIND == NIBBLES ? p.steps * 128 : inputs;
+    const u64 norm = p.norm;
     uint4* vector = reinterpret_cast<uint4*>(shared.vector);
     float squares = 0.0f;
     if (!p.plain_source) {  // one lane looks until something is there, so that few look in vain
-        const int middle = min(threadIdx.x / 32 * 32 + 16, p.inputs / 8 - 1);
+        const int middle = min(threadIdx.x / 32 * 32 + 16, inputs / 8 - 1);
         if (threadIdx.x % 32 == 0) await_word(p.source + (u64)middle * 32, mark);
         __syncwarp();
     }
 #pragma unroll 1
-    for (int first = threadIdx.x; first * 8 < padded; first += LOOKED_AT * THREADS) {
+    for (int begin = 0; begin < padded / 8; begin += LOOKED_AT * THREADS) {
+        const int first = begin + threadIdx.x;
         uint4 x[LOOKED_AT];
         find_inputs(p, run, first, mark, x);
 #pragma unroll
         for (int turn = 0; turn < LOOKED_AT; ++turn) {
             const int i = first + turn * THREADS;
-            if (i * 8 >= padded) break;
-            if (i * 8 >= p.inputs) {
-                vector[i] = make_uint4(0, 0, 0, 0);
-                continue;
-            }
+            if (i / 32 * 32 >= padded / 8) break;  // the same for all lanes of a warp
             uint4 low = make_uint4(0, 0, 0, 0), high = low;
-            if (turn < HELD && first < THREADS) {
+            if (turn < HELD && begin == 0) {
                 low = held.low[turn < HELD ? turn : 0];
                 high = held.high[turn < HELD ? turn : 0];
-            } else if (p.norm) {
+            } else if (norm && i * 8 < inputs) {
                 ask_for_weights(p, i, low, high);
             }
-            vector[i] = scaled_inputs(p, x[turn], low, high, squares);
+            const uint4 y = i * 8 < inputs ? scaled_inputs(p, x[turn], low, high, squares) : make_uint4(0, 0, 0, 0);
+            if constexpr (KIND == NIBBLES) {
+                Quarter quarter;
+                const uint4 numbers = to_whole_numbers(y, quarter);
+                if (i * 8 < padded) {
+                    vector[i] = numbers;
+                    if (i % 4 == 0) shared.quarters[i / 4] = quarter;
+                }
+            } else if (i * 8 < padded) {
+                vector[i] = y;
+            }
         }
     }
-    if (p.norm) {
+    if (norm) {
         squares = sum_of_warp(squares);
         if (threadIdx.x % 32 == 0) shared.squares[threadIdx.x / 32] = squares;
     }
-    if ((HAS_FLOAT8 && p.kind == FLOAT8) || (HAS_INT8 && p.kind == INT8)) {
-        to_halves(p, shared);
-    }
-    sync_computing();
-    if (p.kind == NIBBLES) {
-        sum_inputs(shared, padded);
-        sync_computing();
-    }
+    if (KIND == FLOAT8 || KIND == INT8) to_halves(p, shared);
+    __syncthreads();
 }
 
 // What sums over normed inputs are multiplied by.

@@ -5,7 +5,9 @@
 
 struct Lanes { float low, high; };  // sums of outputs g and g + 8
 
-constexpr int TURNS = 4;  // tiles that warps may be ahead of the one that ends them
+constexpr int TURNS = 4;  // tiles of a team that its warps may be ahead of the one that ends them
+constexpr int TEAM_SIZES = 3;  // as powers of 2, from 2 warps on
+constexpr int ALL_TEAMS = WARPS / 2 + WARPS / 4 + WARPS / 8;  // each with its own barriers
 
 __device__ __forceinline__ float activated(float x, int kind) {
     if (kind == 0) return x / (1.0f + __expf(-x));
@@ -51,109 +53,134 @@ __device__ __forceinline__ void multiply_unit(const uint4& low, const uint4& hig
         return;
     }
     const uint4 y = inputs[1];
-    add_half_product(sums[0], from_bytes<KIND, 0>(low.x), from_bytes<KIND, 0>(high.x), from_bytes<KIND, 1>(low.x),
-                     from_bytes<KIND, 1>(high.x), x.x, x.y);
-    add_half_product(sums[1], from_bytes<KIND, 0>(low.y), from_bytes<KIND, 0>(high.y), from_bytes<KIND, 1>(low.y),
-                     from_bytes<KIND, 1>(high.y), x.z, x.w);
-    add_half_product(sums[2], from_bytes<KIND, 0>(low.z), from_bytes<KIND, 0>(high.z), from_bytes<KIND, 1>(low.z),
-                     from_bytes<KIND, 1>(high.z), y.x, y.y);
-    add_half_product(sums[3], from_bytes<KIND, 0>(low.w), from_bytes<KIND, 0>(high.w), from_bytes<KIND, 1>(low.w),
-                     from_bytes<KIND, 1>(high.w), y.z, y.w);
+    const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+    const u32 xs[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+        const u32 first = from_bytes<KIND, 0>(lows[word]), second = from_bytes<KIND, 1>(lows[word]);
+        const u32 third = from_bytes<KIND, 0>(highs[word]), fourth = from_bytes<KIND, 1>(highs[word]);
+        add_half_product(sums[word], first, third, second, fourth, xs[2 * word], xs[2 * word + 1]);
+    }
 }
 
-// Sums of one slot's units of a dense weight; `vector`: the inputs of the first one.
-template <int KIND>
+// Sums of one slot's units of a dense weight; `vector`: the inputs of the first one. IS_WHOLE: there are PIECE_UNITS.
+template <int KIND, bool IS_WHOLE>
 __device__ __forceinline__ void multiply_units(u32 slot, const u8* vector, int count, float (&sums)[CHAINS][4]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const u8* rows = reinterpret_cast<const u8*>(__cvta_shared_to_generic(slot)) + g * PITCH + t * 16;
+    const u8* row = reinterpret_cast<const u8*>(__cvta_shared_to_generic(slot)) + g * PITCH + t * 16;
+    const u8* rows[2] = {row + g % 2 * UNIT, row - g % 2 * UNIT};  // for even units and for odd ones, see copy_rows
     const uint4* inputs = reinterpret_cast<const uint4*>(vector) + (KIND == BF16 ? t : 2 * t);
 #pragma unroll
     for (int unit = 0; unit < PIECE_UNITS; ++unit) {
-        if (unit >= count) break;
-        const uint4 low = *reinterpret_cast<const uint4*>(rows + unit * UNIT);
-        const uint4 high = *reinterpret_cast<const uint4*>(rows + 8 * PITCH + unit * UNIT);
+        if (!IS_WHOLE && unit >= count) break;
+        const uint4 low = *reinterpret_cast<const uint4*>(rows[unit % 2] + unit * UNIT);
+        const uint4 high = *reinterpret_cast<const uint4*>(rows[unit % 2] + 8 * PITCH + unit * UNIT);
         multiply_unit<KIND>(low, high, inputs + unit * (KIND == BF16 ? 4 : 8), sums, unit % 2 * 2);
     }
 }
 
-// The levels of a quarter in both halves of a word, as bfloat16 numbers 128 + level.
-__device__ __forceinline__ u32 levels_of(u32 word, int quarter) {
-    u32 out;
-    asm("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(out) : "r"(word >> (4 * quarter)));
-    return out;
+// The same of bytes: unsigned ones by signed ones.
+__device__ __forceinline__ void add_whole_product(int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+
+// The levels of quarters 0 and 2 of a step in turn, or of 1 and 3, as bytes.
+__device__ __forceinline__ u32 levels_of(u32 word, int odd) { return (odd ? word >> 4 : word) & 0x0F0F0F0Fu; }
 
 __device__ __forceinline__ float factor_at(const u8* factors, int line, int output) {
     const u16 bits = reinterpret_cast<const u16*>(factors)[line * TILE + output];
     return FACTORS_ARE_HALVES ? from_half(bits) : from_bf16(bits);
 }
 
-// Sums of one slot's steps of a weight of 4 bits, the first of which is step `first` of the weight.
+// Sums of one slot's steps of a weight of 4 bits, the first of which is step `first` of the weight; IS_WHOLE: there are
+// PIECE_STEPS. Of the eight columns of the right operand, two hold the upper and the lower bytes of the inputs of each quarter
+// of a step, and zeros for the others: a lane ends up with sums over quarter t alone, and the four lanes of an output share
+// the work with its factors.
+template <bool IS_WHOLE>
 __device__ __forceinline__ Lanes multiply_steps(
-    const Phase& p, const Shared& shared, u32 slot, int first, int count, Lanes acc) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const Shared& shared, u32 slot, int first, int count, int group_shift, bool has_offsets, Lanes acc) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, quarter = g / 2;
     const u8* data = reinterpret_cast<const u8*>(__cvta_shared_to_generic(slot));
-    const bool has_offsets = p.offset != 0;
-    int first_group;
-    const int groups = groups_of(first, count, p.group_shift, first_group);
+    const uint2* inputs = reinterpret_cast<const uint2*>(shared.vector) + (first * 16 + quarter * 4 + t) * 2 + g % 2;
+    const Quarter* quarters = shared.quarters + first * 4 + t;
+    const u32 places[2] = {quarter < 2 ? 0x4140u : 0x1404u, quarter < 2 ? 0x4342u : 0x3424u};  // of inputs among levels
 #pragma unroll
     for (int step = 0; step < PIECE_STEPS; ++step) {
-        if (step >= count) break;
+        if (!IS_WHOLE && step >= count) break;
         const uint4 low = *reinterpret_cast<const uint4*>(data + step * STEP_BYTES + lane * 16);
         const uint4 high = *reinterpret_cast<const uint4*>(data + step * STEP_BYTES + 512 + lane * 16);
-        const float4 totals = reinterpret_cast<const float4*>(shared.sums)[first + step];
-        const float inputs[4] = {totals.x, totals.y, totals.z, totals.w};
-        float sums[4][4];
+        const uint2 x = inputs[step * 32];
+        const Quarter own = quarters[step * 4];
+        int sums[2][4] = {};
 #pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            const uint4 x = reinterpret_cast<const uint4*>(shared.vector)[((first + step) * 4 + quarter) * 4 + t];
-            sums[quarter][0] = sums[quarter][1] = sums[quarter][2] = sums[quarter][3] = 0.0f;
-            add_product(sums[quarter], levels_of(low.x, quarter), levels_of(high.x, quarter), levels_of(low.y, quarter),
-                        levels_of(high.y, quarter), x.x, x.y);
-            add_product(sums[quarter], levels_of(low.z, quarter), levels_of(high.z, quarter), levels_of(low.w, quarter),
-                        levels_of(high.w, quarter), x.z, x.w);
+        for (int odd = 0; odd < 2; ++odd) {
+            const u32 left = quarter % 2 == odd ? places[0] : 0x4444u, right = quarter % 2 == odd ? places[1] : 0x4444u;
+            add_whole_product(sums[0], levels_of(low.x, odd), levels_of(high.x, odd), levels_of(low.y, odd), levels_of(high.y, odd),
+                              __byte_perm(x.x, 0, left), __byte_perm(x.x, 0, right));
+            add_whole_product(sums[1], levels_of(low.z, odd), levels_of(high.z, odd), levels_of(low.w, odd), levels_of(high.w, odd),
+                              __byte_perm(x.y, 0, left), __byte_perm(x.y, 0, right));
         }
-#pragma unroll
-        for (int begin = 0; begin < 4; begin += QUARTERS) {  // the groups of the step
-            float lower = 0.0f, upper = 0.0f, input = 0.0f;
-#pragma unroll
-            for (int quarter = begin; quarter < begin + QUARTERS; ++quarter) {
-                lower += sums[quarter][0];
-                upper += sums[quarter][2];
-                input += inputs[quarter];
-            }
-            const int line = QUARTERS < 4 ? step * (4 / QUARTERS) + begin / QUARTERS : ((first + step) >> p.group_shift) - first_group;
-            const u8* factors = data + FACTORS_AT;
-            acc.low += (lower - 136.0f * input) * factor_at(factors, line, g);
-            acc.high += (upper - 136.0f * input) * factor_at(factors, line, g + 8);
-            if (has_offsets) {
-                acc.low += input * factor_at(factors, groups + line, g);
-                acc.high += input * factor_at(factors, groups + line, g + 8);
-            }
+        const float lower = (sums[0][0] + sums[1][0]) * 256 + (sums[0][1] + sums[1][1]);
+        const float upper = (sums[0][2] + sums[1][2]) * 256 + (sums[0][3] + sums[1][3]);
+        const int line = QUARTERS < 4 ? step * (4 / QUARTERS) + t / QUARTERS
+                                      : group_of(first + step, group_shift) - group_of(first, group_shift);
+        const float middle = -8.0f * own.total;
+        acc.low = fmaf(fmaf(lower, own.scale, middle), factor_at(data + FACTORS_AT, line, g), acc.low);
+        acc.high = fmaf(fmaf(upper, own.scale, middle), factor_at(data + FACTORS_AT, line, g + 8), acc.high);
+        if (has_offsets) {
+            acc.low = fmaf(own.total, factor_at(data + OFFSETS_AT, line, g), acc.low);
+            acc.high = fmaf(own.total, factor_at(data + OFFSETS_AT, line, g + 8), acc.high);
         }
     }
     return acc;
 }
 
+// What becomes of the sums of a product. In registers: a phase lies in shared memory, which takes long to read.
+struct Ends {
+    u64 scale, bias, target, plain_before, plain_target;
+    int outputs, activation, adds;
+    u32 mark, mark_before;  // of the results, and of what they are added to
+    float factor;           // of all sums
+};
+
+__device__ __forceinline__ Ends ends_of(const Phase& p, const Run& run, u32 launch, int phase) {
+    return {p.scale, p.bias, p.target, plain(p.plain_before, run), plain(p.plain_target, run),
+            p.outputs, p.activation, p.adds, mark_of(launch, phase), mark_of(launch, p.before_phase), 1.0f};
+}
+
+// The inputs that a warp multiplies by, and the form of its weights.
+struct Share { int begin, count, group_shift; bool has_offsets; };
+
 // This warp's sums of one part of a tile.
 template <int KIND>
-__device__ __forceinline__ Lanes multiply_part(const Phase& p, const Run& run, const Shared& shared, Ring& ring, int begin, int count) {
+__device__ __forceinline__ Lanes multiply_part(const Shared& shared, Ring& ring, const Share& share, u64 policy) {
     Lanes acc = {0.0f, 0.0f};
     float sums[CHAINS][4] = {};
     const int each = KIND == NIBBLES ? PIECE_STEPS : PIECE_UNITS;
 #pragma unroll 1
-    for (int done = 0; done < count; done += each) {
-        const u32 slot = await_slot(ring, run);
-        const int some = min(each, count - done);
-        const u8* vector = shared.vector + (begin + done) * (KIND == BF16 ? UNIT : 2 * UNIT);
-        if (KIND == NIBBLES) {
-            acc = multiply_steps(p, shared, slot, begin + done, some, acc);
+    for (int done = 0; done < share.count; done += each) {
+        const u32 slot = await_slot(ring);
+        const int some = min(each, share.count - done);
+        const u8* vector = shared.vector + (share.begin + done) * (KIND == BF16 ? UNIT : 2 * UNIT);
+        if constexpr (KIND == NIBBLES) {
+            const int first = share.begin + done;
+            acc = some == each ? multiply_steps<true>(shared, slot, first, some, share.group_shift, share.has_offsets, acc)
+                               : multiply_steps<false>(shared, slot, first, some, share.group_shift, share.has_offsets, acc);
+        } else if (some == each) {
+            multiply_units<KIND, true>(slot, vector, some, sums);
         } else {
-            multiply_units<KIND>(slot, vector, some, sums);
+            multiply_units<KIND, false>(slot, vector, some, sums);
         }
-        release_slot(ring);
+        release_slot(ring, policy);
     }
-    if (KIND != NIBBLES) {
+    if constexpr (KIND == NIBBLES) {
+#pragma unroll
+        for (int apart = 1; apart < 4; apart *= 2) {
+            acc.low += __shfl_xor_sync(ALL_LANES, acc.low, apart);
+            acc.high += __shfl_xor_sync(ALL_LANES, acc.high, apart);
+        }
+    } else {
         acc.low = (sums[0][0] + sums[1][0]) + (sums[2][0] + sums[3][0]);
         acc.high = (sums[0][2] + sums[1][2]) + (sums[2][2] + sums[3][2]);
     }
@@ -167,87 +194,115 @@ struct Ending {
     u32 before;
 };
 
-__device__ __forceinline__ void ask_for_ending(const Phase& p, const Run& run, int n, int parts, Ending& ending) {
-    for (int part = 0; part < parts; ++part) {
-        const int row = n + part * p.outputs;
-        if (p.kind == FLOAT8 || p.kind == INT8) ending.scale[part] = __ldg(reinterpret_cast<const float*>(p.scale) + row);
-        if (p.bias) ending.bias[part] = __ldg(reinterpret_cast<const u16*>(p.bias) + row);
+template <int KIND>
+__device__ __forceinline__ void ask_for_ending(const Ends& e, int tile, bool is_ending, Ending& ending) {
+    const int lane = threadIdx.x % 32, n = tile * TILE + lane;
+    if (!is_ending || lane >= TILE || n >= e.outputs) return;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+        if (part && e.activation < 0) break;
+        const int row = n + part * e.outputs;
+        if (KIND == FLOAT8 || KIND == INT8) ending.scale[part] = __ldg(reinterpret_cast<const float*>(e.scale) + row);
+        if (e.bias) ending.bias[part] = __ldg(reinterpret_cast<const u16*>(e.bias) + row);
     }
-    if (!p.adds) return;
-    if (p.plain_before) ending.plain = reinterpret_cast<const u16*>(plain(p.plain_before, run))[n];
-    else asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(ending.before) : "l"(p.target + 4ull * n) : "memory");
+    if (!e.adds) return;
+    if (e.plain_before) ending.plain = reinterpret_cast<const u16*>(e.plain_before)[n];
+    else asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(ending.before) : "l"(e.target + 4ull * n) : "memory");
 }
 
 // Write an output, of sums over the inputs of each part.
-__device__ __forceinline__ void finish(
-    const Phase& p, const Run& run, int n, int parts, const float (&sums)[2], float inverse, const Ending& ending, u32 launch, int phase) {
+template <int KIND>
+__device__ __forceinline__ void finish(const Ends& e, int n, const float (&sums)[2], const Ending& ending) {
     float results[2] = {0.0f, 0.0f};
-    for (int part = 0; part < parts; ++part) {
-        float factor = inverse;
-        if (p.kind == FLOAT8 || p.kind == INT8) factor *= ending.scale[part];
-        results[part] = sums[part] * factor + (p.bias ? from_bf16(ending.bias[part]) : 0.0f);
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+        const float factor = KIND == FLOAT8 || KIND == INT8 ? e.factor * ending.scale[part] : e.factor;
+        results[part] = sums[part] * factor + (e.bias ? from_bf16(ending.bias[part]) : 0.0f);
     }
-    float result = parts == 2 ? activated(results[0], p.activation) * results[1] : results[0];
-    if (p.adds && p.plain_before) result += from_bf16(ending.plain);
-    else if (p.adds) {
-        const u32 mark = mark_of(launch, p.before_phase);
-        const u32 word = (ending.before & 0xFFFFu) == mark ? ending.before : await_word(p.target + 4ull * n, mark);
+    float result = e.activation >= 0 ? activated(results[0], e.activation) * results[1] : results[0];
+    if (e.adds && e.plain_before) result += from_bf16(ending.plain);
+    else if (e.adds) {
+        const u32 word = (ending.before & 0xFFFFu) == e.mark_before ? ending.before : await_word(e.target + 4ull * n, e.mark_before);
         result += high_half(word);
     }
-    leave_word(p.target + 4ull * n, result, mark_of(launch, phase));
-    if (p.plain_target) write_number(plain(p.plain_target, run) + 2ull * n, result);
+    leave_word(e.target + 4ull * n, result, e.mark);
+    if (e.plain_target) write_number(e.plain_target + 2ull * n, result);
 }
 
-// What a phase's tiles are ended with: by how much sums are multiplied, and what tells their results apart.
-struct End { float factor; u32 launch; int phase; };
+// A team of warps that multiply a tile together, in one phase.
+struct Team {
+    int shift, warp;     // its size as a power of 2; which of them this is
+    int number;          // among the teams of all sizes
+    int tiles;           // that teams of its size have multiplied before; they take turns at the memory for sums
+    __device__ __forceinline__ bool is_ending() const { return (tiles & ((1 << shift) - 1)) == warp; }  // warps take turns
+    __device__ __forceinline__ int turn() const { return number * TURNS + tiles % TURNS; }
+    __device__ __forceinline__ u32 parity() const { return tiles / TURNS % 2; }
+};
 
-// End a tile: by the first lanes of one warp, when all warps have left their sums.
+__device__ __forceinline__ Team team_of(int shift, const int (&tiles)[TEAM_SIZES]) {
+    const int warp = threadIdx.x / 32, before = shift == 1 ? 0 : shift == 2 ? WARPS / 2 : WARPS / 2 + WARPS / 4;
+    return {shift, warp & ((1 << shift) - 1), before + (warp >> shift), shift == 1 ? tiles[0] : shift == 2 ? tiles[1] : tiles[2]};
+}
+
+// End a tile: by the first lanes of one warp, when its team has left its sums.
+template <int KIND>
 __device__ __forceinline__ void end_tile(
-    const Phase& p, const Run& run, const Shared& shared, int n, int parts, int turn, u32 parity, const Ending& ending, const End& end) {
-    await_barrier(shared.done + turn * 8, parity);
+    const Ends& e, const Shared& shared, const Team& team, const float* partial, int n, const Ending& ending) {
     const int lane = threadIdx.x % 32;
-    const float* partial = shared.partial + turn * 2 * TILE * WARPS;
-    if (lane < TILE && n < p.outputs) {
-        float sums[2] = {0.0f, 0.0f};
-        for (int part = 0; part < parts; ++part) {
-            const float4* mine = reinterpret_cast<const float4*>(partial + (part * TILE + lane) * WARPS);
-            const float4 first = mine[0], second = mine[1];
-            sums[part] = ((first.x + first.y) + (first.z + first.w)) + ((second.x + second.y) + (second.z + second.w));
+    await_barrier(shared.done + team.turn() * 8, team.parity());
+    float sums[2] = {0.0f, 0.0f};
+    if (lane < TILE) {
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+            if (part && e.activation < 0) break;
+            const float2* mine = reinterpret_cast<const float2*>(partial + ((part * TILE + lane) << team.shift));
+#pragma unroll
+            for (int i = 0; i < WARPS / 2; ++i) {
+                if (2 * i >= 1 << team.shift) break;
+                sums[part] += mine[i].x + mine[i].y;
+            }
         }
-        finish(p, run, n, parts, sums, end.factor, ending, end.launch, end.phase);
     }
     __syncwarp();
-    if (lane == 0) arrive(shared.taken + turn * 8);
+    if (lane == 0) arrive(shared.taken + team.turn() * 8);
+    if (lane < TILE && n < e.outputs) finish<KIND>(e, n, sums, ending);
 }
 
-// `tiles`: how many this program has multiplied before; they take turns at the memory for sums.
+// Wait for a product's inputs, and multiply. `tiles`: what teams of each size have multiplied before.
 template <int KIND>
 __device__ __forceinline__ void multiply(
-    const Phase& p, const Run& run, const Shared& shared, Ring& ring, int& tiles, u32 launch, int phase) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = p.activation >= 0 ? 2 : 1;
-    End end = {inverse_norm(p, shared), launch, phase};
-    if (KIND == FLOAT8 || KIND == INT8) end.factor *= scale_of_inputs(shared);
-    int begin, count;
-    own_inputs(warp, KIND == NIBBLES ? p.steps : p.row_bytes / UNIT, begin, count);
+    const Phase& p, const Run& run, const Shared& shared, Ring& ring, int (&tiles)[TEAM_SIZES], u64 policy, u32 launch, int phase) {
+    const int lane = threadIdx.x % 32, parts = p.parts;
+    Team team = team_of(p.team_shift, tiles);
+    const int first = first_of_team(p.shift, team.shift), partials = (threadIdx.x / 32 >> team.shift) * TURNS;
+    Ends e = ends_of(p, run, launch, phase);
+    Share share = {0, 0, p.group_shift, p.offset != 0};
+    own_inputs(KIND == NIBBLES ? p.steps : p.row_bytes / UNIT, team.shift, share.begin, share.count);
+    NormWeights norm;
+    ask_for_norm(p, norm);
+    Ending ending;
+    ask_for_ending<KIND>(e, first, team.is_ending(), ending);
+    load_vector<KIND>(p, run, shared, norm, launch);
+    e.factor = inverse_norm(p, shared);
+    if (KIND == FLOAT8 || KIND == INT8) e.factor *= scale_of_inputs(shared);
 #pragma unroll 1
-    for (int tile = first_tile(p.shift); tile * TILE < p.outputs; tile += gridDim.x, ++tiles) {
-        const int turn = tiles % TURNS, n = tile * TILE + lane;
-        const u32 parity = tiles / TURNS % 2;
-        float* partial = shared.partial + turn * 2 * TILE * WARPS;
-        const bool ends = warp == tiles % WARPS;  // warps take turns at ending tiles
-        Ending ending;
-        if (ends && lane < TILE && n < p.outputs) ask_for_ending(p, run, n, parts, ending);
-        await_barrier(shared.taken + turn * 8, parity ^ 1);
+    for (int tile = first; tile * TILE < e.outputs; tile = next_of_team(tile, team.shift), ++team.tiles) {
+        float* partial = shared.partial + ((partials + team.tiles % TURNS) * 2 * TILE << team.shift);
+        if (tile != first) ask_for_ending<KIND>(e, tile, team.is_ending(), ending);
+        await_barrier(shared.taken + team.turn() * 8, team.parity() ^ 1);
 #pragma unroll 1
         for (int part = 0; part < parts; ++part) {
-            const Lanes acc = multiply_part<KIND>(p, run, shared, ring, begin, count);
+            const Lanes acc = multiply_part<KIND>(shared, ring, share, policy);
             if (lane % 4 == 0) {
-                partial[(part * TILE + lane / 4) * WARPS + warp] = acc.low;
-                partial[(part * TILE + lane / 4 + 8) * WARPS + warp] = acc.high;
+                partial[((part * TILE + lane / 4) << team.shift) + team.warp] = acc.low;
+                partial[((part * TILE + lane / 4 + 8) << team.shift) + team.warp] = acc.high;
             }
         }
         __syncwarp();
-        if (lane == 0) arrive(shared.done + turn * 8);
-        if (ends) end_tile(p, run, shared, n, parts, turn, parity, ending, end);
+        if (lane == 0) arrive(shared.done + team.turn() * 8, WARPS >> team.shift);
+        if (team.is_ending()) end_tile<KIND>(e, shared, team, partial, tile * TILE + lane, ending);
     }
+    if (team.shift == 1) tiles[0] = team.tiles;
+    else if (team.shift == 2) tiles[1] = team.tiles;
+    else tiles[2] = team.tiles;
 }

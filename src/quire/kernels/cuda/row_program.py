@@ -1,7 +1,7 @@
 """Phases as one kernel: a program on every multiprocessor, each of which goes through all phases.
 
 A program waits in a phase for the numbers that it reads and for nothing else, which takes about two microseconds, less
-than a launch. Memory is read meanwhile: other warps copy weights into shared memory ahead of time, across phases. See
+than a launch. Memory is read meanwhile: warps copy weights into shared memory ahead of time, across phases. See
 row_program.cu and the files it is made of. All programs must be on the device at once, so nothing may hold a
 multiprocessor for good meanwhile, as a second such kernel would that shares the GPU by MPS.
 """
@@ -19,7 +19,6 @@ from torch import Tensor
 from quire.kernels.cuda.nvrtc import CudaError, CudaKernel, compile_source, why_no_nvrtc
 from quire.kernels.cuda.row_phases import AttentionPhase, Phase, ProductPhase, ScaledRowsWeight
 from quire.kernels.cuda.row_records import (
-    COPYING,
     DIMS,
     MOST_QUERIES,
     MOST_TABLES,
@@ -54,7 +53,7 @@ _FILES = (
 _CAPABILITY = 9  # the major one of GPUs that the kernel was made for and tried on
 _ALIGNED = 16
 _NORM_DTYPES = (torch.bfloat16, torch.float32)
-_MOST_LAYER_BYTES = 200 << 20  # of bfloat16 weights, up to which it was faster
+_MOST_LAYER_BYTES = 512 << 20  # of bfloat16 weights; it was faster with 416 MiB, and not tried with more
 # Tokens of a context up to which it was faster, by weights of 4 bits and by others: its attention is the slower one.
 _LONGEST_NIBBLES, _LONGEST = 16_384, 4_096
 
@@ -191,13 +190,13 @@ class RowProgram:
             stream=stream.data_ptr(), positions=positions.data_ptr(), rows=rows.data_ptr(),
             counters=self._counters.data_ptr(), parts=self._parts.data_ptr(),
             sources=records[1].data_ptr(), num_phases=num_phases, num_sources=num_sources,
-            slot_bytes=self._sizes.slot, vector_bytes=self._sizes.vector, sums_bytes=self._sizes.sums,
+            slot_bytes=self._sizes.slot, vector_bytes=self._sizes.vector, quarters_bytes=self._sizes.quarters,
         )  # fmt: skip
         for number, table in enumerate(tables[:MOST_TABLES]):
             given.tables[number] = table.data_ptr()
             given.table_strides[number], given.table_widths[number] = table.stride(0), table.shape[1]
         self._kernel.launch(
-            self._programs, 32 * (WARPS + COPYING), (given, ctypes.c_uint64(records[0].data_ptr()))
+            self._programs, 32 * WARPS, (given, ctypes.c_uint64(records[0].data_ptr()))
         )  # fmt: skip
 
     def _check(self, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -15,13 +16,13 @@ from quire.kernels.triton.nibble_products import STEP, PackedNibbles
 
 BF16, FLOAT8, INT8, NIBBLES, ATTENTION = range(5)
 SMALL = {torch.float8_e4m3fn: FLOAT8, torch.int8: INT8}
-WARPS, COPYING, TILE, UNIT, PIECE_STEPS = 8, 4, 16, 64, 4
+WARPS, TILE, UNIT, PIECE_UNITS, PIECE_STEPS = 8, 16, 64, 4, 4
 MOST_TABLES = 4
 DIMS, MOST_QUERIES = (64, 128, 256), 8
 STREAM = 1  # in place of an address
-_PIECE = 16 * 320  # bytes of a slot; scales and offsets of 4-bit weights may take more
+_PIECE = PIECE_UNITS * TILE * UNIT  # bytes of a slot; scales and offsets of 4-bit weights take more
 _MOST_SLOTS, _FEWEST_SLOTS = 16, 2
-_STATIC_BYTES = 7168  # of shared memory, beside what a launch asks for
+_STATIC_BYTES = 6656  # of shared memory, beside what a launch asks for
 _LOG2_E = 1.4426950408889634  # scores are exponents of 2, and so is what caps them
 
 
@@ -42,7 +43,7 @@ class PhaseRecord(ctypes.Structure):
         *_fields(ctypes.c_int32, "activation", "adds", "norm_is_wide", "steps"),
         *_fields(ctypes.c_int32, "group_shift", "factor_stride", "num_query"),
         *_fields(ctypes.c_int32, "num_kv", "turned", "table", "window"),
-        *_fields(ctypes.c_int32, "shift", "source_phase", "before_phase"),
+        *_fields(ctypes.c_int32, "shift", "team_shift", "parts", "source_phase", "before_phase"),
         *_fields(ctypes.c_float, "eps", "factor", "softcap", "value_scale"),
     )
 
@@ -52,8 +53,8 @@ class SourceRecord(ctypes.Structure):
 
     _fields_ = (
         *_fields(ctypes.c_uint64, "weight", "scale", "offset"),
-        *_fields(ctypes.c_int32, "outputs", "row_bytes", "steps", "factor_stride"),
-        *_fields(ctypes.c_int16, "group_shift", "parts", "is_dense", "shift"),
+        *_fields(ctypes.c_int32, "outputs", "stride", "factor_stride", "shift"),
+        *_fields(ctypes.c_int16, "group_shift", "parts", "is_dense", "team_shift"),
     )
 
 
@@ -66,7 +67,7 @@ class RunRecord(ctypes.Structure):
         ("table_strides", ctypes.c_int32 * MOST_TABLES),
         ("table_widths", ctypes.c_int32 * MOST_TABLES),
         *_fields(ctypes.c_uint64, "counters", "parts", "sources"),
-        *_fields(ctypes.c_int32, "num_phases", "num_sources", "slot_bytes", "vector_bytes", "sums_bytes"),
+        *_fields(ctypes.c_int32, "num_phases", "num_sources", "slot_bytes", "vector_bytes", "quarters_bytes"),
     )
 
 
@@ -101,8 +102,8 @@ def name_of(vector: Tensor | None) -> int:
 
 
 class Sizes:
-    """Bytes of shared memory: what a slot of a warp's ring takes, how many slots it has, the phase's vector, the sums
-    behind it, and all together."""
+    """Bytes of shared memory: what a slot of a warp's ring takes, how many slots it has, the phase's vector, the scales
+    of its quarters behind it, and all together."""
 
     def __init__(self, phases: Sequence[Phase], queries: int, dim: int, limit: int) -> None:
         products = [phase for phase in phases if isinstance(phase, ProductPhase)]
@@ -110,22 +111,21 @@ class Sizes:
         inputs = max((-(-_inputs_of(phase) // STEP) * STEP for phase in products), default=0)
         attention = 4 * ((queries + 2) * dim + WARPS * queries * (dim + 2))
         self.vector = -(-max(2 * inputs, attention) // 128) * 128
-        self.sums = 4 * inputs // 32 if nibbles else 0
+        self.quarters = 8 * inputs // 32 if nibbles else 0
         sources = len(products) * ctypes.sizeof(SourceRecord)
         self.slot = max((_steps_bytes(weight) for weight in nibbles), default=0)
         if not nibbles or len(nibbles) < len(products):
             self.slot = max(self.slot, _PIECE)
-        room = limit - self.vector - self.sums - sources
+        room = limit - self.vector - self.quarters - sources
         self.slots = min(_MOST_SLOTS, room // (WARPS * self.slot))
         if self.slots < _FEWEST_SLOTS:
             raise ValueError(f"vectors of {inputs} numbers leave no room for weights in shared memory")
-        self.total = WARPS * self.slots * self.slot + self.vector + self.sums + sources
+        self.total = WARPS * self.slots * self.slot + self.vector + self.quarters + sources
 
 
 def _steps_bytes(weight: PackedNibbles) -> int:
     """Of a slot's steps with their scales and offsets, rounded up to whole lines."""
-    groups = -(-PIECE_STEPS * STEP // weight.group) + (1 if weight.group > STEP else 0)
-    lines = groups * (1 if weight.offsets is None else 2)
+    lines = PIECE_STEPS * STEP // min(weight.group, STEP) * (1 if weight.offsets is None else 2)
     return PIECE_STEPS * TILE * STEP // 2 + -(-lines * TILE * 2 // 128) * 128
 
 
@@ -196,16 +196,30 @@ def lay_out(
         records.append(record)
         if record.kind == ATTENTION:
             continue
-        record.shift = -tiles % programs
+        record.shift, record.team_shift = -tiles % programs, _team_shift(record, programs)
+        is_dense = record.kind != NIBBLES
         source = SourceRecord(
             weight=record.weight, scale=record.scale, offset=record.offset, outputs=record.outputs,
-            row_bytes=record.row_bytes, steps=record.steps, factor_stride=record.factor_stride,
-            group_shift=record.group_shift, parts=1 if record.activation < 0 else 2,
-            is_dense=int(record.kind != NIBBLES), shift=record.shift,
+            stride=record.row_bytes if is_dense else record.steps, factor_stride=record.factor_stride,
+            shift=record.shift, group_shift=record.group_shift, parts=record.parts, is_dense=int(is_dense),
+            team_shift=record.team_shift,
         )  # fmt: skip
         sources.append(source)
         tiles += -(-record.outputs // TILE)
     return (PhaseRecord * len(records))(*records), (SourceRecord * len(sources))(*sources)
+
+
+def _team_shift(record: PhaseRecord, programs: int) -> int:
+    """How many warps multiply a tile together, as a power of 2: so many that a program ends its tiles soonest, if a
+    tile costs as much as one and a half pieces besides its own."""
+    tiles = ceil(record.outputs / (TILE * programs))  # of a program
+    units, each = (record.steps, PIECE_STEPS) if record.kind == NIBBLES else (record.row_bytes // UNIT, PIECE_UNITS)
+
+    def cost(shift: int) -> float:
+        pieces = ceil(units / (each << shift)) * record.parts
+        return ceil(tiles / (WARPS >> shift)) * (pieces + 1.5)
+
+    return min((3, 2, 1), key=cost)
 
 
 def _record_of(phase: Phase) -> PhaseRecord:
@@ -219,7 +233,7 @@ def _product_record(phase: ProductPhase) -> PhaseRecord:
         norm=_address(None if norm is None else norm.weight), eps=0.0 if norm is None else norm.eps,
         norm_is_wide=int(norm is not None and norm.weight.dtype == torch.float32), adds=int(phase.adds),
         activation=-1 if phase.activation is None else ACTIVATIONS[phase.activation], inputs=_inputs_of(phase),
-        outputs=_count_outputs(phase),
+        outputs=_count_outputs(phase), parts=1 if phase.activation is None else 2,
     )  # fmt: skip
     if isinstance(weight, PackedNibbles):
         record.kind, record.steps = NIBBLES, weight.data.shape[1]

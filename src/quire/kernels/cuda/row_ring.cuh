@@ -1,201 +1,204 @@
-// Other warps copy the weights of those that compute ahead, through rings of slots in shared memory.
+// Every warp copies the weights that it will multiply by ahead of time, through a ring of slots in shared memory.
 //
-// A weight is cut into tiles of 16 outputs; a program takes whole tiles, and its warps share the inputs of a tile. All
-// that a warp multiplies by is known before the launch, so copies run ahead of the products, across phases: memory is read
-// while others wait. What the cursor asks for is in the order in which products take it.
+// A weight is cut into tiles of 16 outputs. A program takes every so many of them; teams of its warps take turns at its
+// tiles, and the warps of a team share the inputs of a tile. All that a warp multiplies by is known before the launch, so its
+// copies run ahead of its products, across phases: when it has read a slot it asks for what it will need SLOTS pieces later,
+// and memory is read while it waits for other programs. A ring belongs to one warp, which waits for its own copies and for
+// no barrier.
 
 constexpr int TILE = 16;            // outputs
 constexpr int UNIT = 64;            // bytes of a dense row: 16 for each of the four lanes that read it
 constexpr int PIECE_UNITS = 4;      // of a dense row, that a slot holds
-constexpr int PITCH = 320;          // bytes from row to row of a slot: two rows lie in different banks
+constexpr int PITCH = 256;          // bytes from row to row of a slot
+constexpr int ROW_LANES = 4 * PIECE_UNITS;  // that copy one row; two rows at once
 constexpr int STEP_BYTES = 1024;    // of 128 inputs of a tile of 4 bits
 constexpr int PANEL_BYTES = 4096;   // of four such tiles
 constexpr int PIECE_STEPS = 4;
-constexpr int COPYING = 4;          // warps
-constexpr int SERVED = WARPS / COPYING;
-constexpr int FACTORS_AT = PIECE_STEPS * STEP_BYTES;  // in a slot: scales, then offsets, of 4-bit weights
+constexpr int PIECE_GROUPS = 4 * PIECE_STEPS / QUARTERS;  // of factors, at most
+constexpr int FACTORS_AT = PIECE_STEPS * STEP_BYTES;      // in a slot: scales of 4-bit weights
+constexpr int OFFSETS_AT = FACTORS_AT + PIECE_GROUPS * TILE * 2;
 
 // What copies need to know of a product; all of them are kept in shared memory.
 struct Source {
     u64 weight, scale, offset;
-    int outputs, row_bytes;         // of a dense weight
-    int steps, factor_stride;       // of 4 bits
-    short group_shift, parts;       // steps of a group as a power of 2; 2 parts: gate and up
-    short is_dense, shift;          // see Phase
+    int outputs, stride;            // bytes of a row of a dense weight, steps of one of 4 bits
+    int factor_stride, shift;       // see Phase
+    short group_shift, parts;       // steps of a group as a power of 2
+    short is_dense, team_shift;
 };
 
-// Where a copying warp is, in registers.
-struct Cursor {
-    u64 from;                       // this lane's first bytes of the next piece
-    u64 weight;                     // of the product
-    int source;                     // number of the product; past the last one: nothing is left
+struct Ring {
+    u32 data, slot_bytes;           // shared memory of SLOTS pieces
+    int slot;                       // that is read next, and then filled again
+    // What is copied next:
+    u64 from;                       // this lane's first bytes
+    u64 weight, scale, offset;      // of the product
+    const Source* sources;
+    int source, num_sources;        // number of the product; past the last one: nothing is left
     int is_dense, outputs, parts, stride;  // stride: bytes of a dense row, or steps
+    int factor_stride, group_shift, team_shift;
     int tile, part, left;           // units or steps that are left of this part
     int begin, count;               // that the warp takes of a part
 };
 
-struct Ring {
-    u32 data, full, empty;          // SLOTS of each: memory, and barriers
-    int slot;
-    u32 parity;                     // of `full`; that of `empty` is the other one
-};
-
-// What a warp takes of `count` units or steps of the inputs.
-__device__ __forceinline__ void own_inputs(int warp, int count, int& begin, int& own) {
-    begin = warp * count / WARPS;
-    own = (warp + 1) * count / WARPS - begin;
+// What this warp takes of `count` units or steps of the inputs.
+__device__ __forceinline__ void own_inputs(int count, int team_shift, int& begin, int& own) {
+    const int warp = threadIdx.x / 32 & ((1 << team_shift) - 1);
+    begin = warp * count >> team_shift;
+    own = ((warp + 1) * count >> team_shift) - begin;
 }
 
-__device__ __forceinline__ int first_tile(int shift) { return (blockIdx.x + shift) % gridDim.x; }
+// The first tile of this program; that of this warp's team; the one after a tile of the team.
+__device__ __forceinline__ int first_tile(int shift) {
+    const int tile = blockIdx.x + shift;
+    return tile < (int)gridDim.x ? tile : tile - (int)gridDim.x;
+}
+
+__device__ __forceinline__ int first_of_team(int shift, int team_shift) {
+    return first_tile(shift) + (threadIdx.x / 32 >> team_shift) * gridDim.x;
+}
+
+__device__ __forceinline__ int next_of_team(int tile, int team_shift) { return tile + (WARPS >> team_shift) * gridDim.x; }
 
 // This lane's first bytes of a part of a tile.
-__device__ __forceinline__ void enter_part(Cursor& c) {
+__device__ __forceinline__ void enter_part(Ring& r) {
     const int lane = threadIdx.x % 32;
-    c.left = c.count;
-    if (c.is_dense) {
-        const u64 row = c.tile * TILE + lane / 16 + (c.part ? c.outputs : 0);
-        c.from = c.weight + row * c.stride + c.begin * UNIT + lane % 16 * 16;
+    r.left = r.count;
+    if (r.is_dense) {
+        const u64 row = r.tile * TILE + lane / ROW_LANES + (r.part ? r.outputs : 0);
+        r.from = r.weight + row * r.stride + r.begin * UNIT + lane % ROW_LANES * 16;
     } else {
-        const int tile = c.tile + (c.part ? c.outputs / TILE : 0);
-        c.from = c.weight + ((u64)(tile / 4) * c.stride + c.begin) * PANEL_BYTES + tile % 4 * STEP_BYTES + lane * 16;
+        const int tile = r.tile + (r.part ? r.outputs / TILE : 0);
+        r.from = r.weight + ((u64)(tile / 4) * r.stride + r.begin) * PANEL_BYTES + tile % 4 * STEP_BYTES + lane * 16;
     }
 }
 
-// Move to the first product from c.source on in which this warp has something to read.
-__device__ __forceinline__ void enter_product(Cursor& c, int warp, const Source* sources, int num_sources) {
-    for (; c.source < num_sources; ++c.source) {
-        const Source& s = sources[c.source];
-        c.is_dense = s.is_dense;
-        c.stride = c.is_dense ? s.row_bytes : s.steps;
-        own_inputs(warp, c.is_dense ? c.stride / UNIT : c.stride, c.begin, c.count);
-        c.tile = first_tile(s.shift);
-        c.outputs = s.outputs;
-        if (c.tile * TILE >= c.outputs || c.count == 0) continue;
-        c.parts = s.parts;
-        c.weight = s.weight;
-        c.part = 0;
-        enter_part(c);
+// Move to the first product from r.source on in which this warp has something to read.
+__device__ __forceinline__ void enter_product(Ring& r) {
+    for (; r.source < r.num_sources; ++r.source) {
+        const Source& s = r.sources[r.source];
+        r.is_dense = s.is_dense;
+        r.stride = s.stride;
+        r.team_shift = s.team_shift;
+        own_inputs(r.is_dense ? r.stride / UNIT : r.stride, r.team_shift, r.begin, r.count);
+        r.tile = first_of_team(s.shift, r.team_shift);
+        r.outputs = s.outputs;
+        if (r.tile * TILE >= r.outputs || r.count == 0) continue;
+        r.parts = s.parts;
+        r.weight = s.weight;
+        if (HAS_NIBBLES) {
+            r.scale = s.scale;
+            r.offset = s.offset;
+            r.factor_stride = s.factor_stride;
+            r.group_shift = s.group_shift;
+        }
+        r.part = 0;
+        enter_part(r);
         return;
     }
 }
 
-__device__ __forceinline__ void advance(Cursor& c, int warp, const Source* sources, int num_sources) {
-    c.left -= c.is_dense ? PIECE_UNITS : PIECE_STEPS;
-    if (c.left > 0) {
-        c.from += c.is_dense ? PIECE_UNITS * UNIT : PIECE_STEPS * PANEL_BYTES;
+__device__ __forceinline__ void advance(Ring& r) {
+    r.left -= r.is_dense ? PIECE_UNITS : PIECE_STEPS;
+    if (r.left > 0) {
+        r.from += r.is_dense ? PIECE_UNITS * UNIT : PIECE_STEPS * PANEL_BYTES;
         return;
     }
-    if (++c.part == c.parts) {
-        c.part = 0;
-        c.tile += gridDim.x;
-        if (c.tile * TILE >= c.outputs) {
-            ++c.source;
-            enter_product(c, warp, sources, num_sources);
+    if (++r.part == r.parts) {
+        r.part = 0;
+        r.tile = next_of_team(r.tile, r.team_shift);
+        if (r.tile * TILE >= r.outputs) {
+            ++r.source;
+            enter_product(r);
             return;
         }
     }
-    enter_part(c);
+    enter_part(r);
 }
 
-// Groups of factors that `count` steps from `first` on touch: the first group, and how many. QUARTERS of a step share a
-// factor, known when this is compiled; 4: one or more whole steps do.
-__device__ __forceinline__ int groups_of(int first, int count, int group_shift, int& group) {
-    if (QUARTERS < 4) {
-        group = first * (4 / QUARTERS);
-        return count * (4 / QUARTERS);
-    }
-    group = first >> group_shift;
-    return ((first + count - 1) >> group_shift) - group + 1;
+// The group of factors of a step.
+__device__ __forceinline__ int group_of(int step, int group_shift) {
+    return QUARTERS < 4 ? step * (4 / QUARTERS) : step >> group_shift;
 }
 
 // Steps of a weight of 4 bits, then scales and, if there are any, offsets of their groups.
-__device__ __forceinline__ void copy_steps(const Cursor& c, const Source& s, u32 to, u64 policy) {
+__device__ __forceinline__ void copy_steps(const Ring& r, u32 to, u64 policy) {
     const int lane = threadIdx.x % 32;
-    const int first = c.begin + c.count - c.left, count = min(PIECE_STEPS, c.left);
-    const int tile = c.tile + (c.part ? c.outputs / TILE : 0);
-    u32 at = to + lane * 16;
+    const int first = r.begin + r.count - r.left, count = min(PIECE_STEPS, r.left);
+    const int tile = r.tile + (r.part ? r.outputs / TILE : 0);
+    const u32 at = to + lane * 16;
 #pragma unroll
-    for (int step = 0; step < PIECE_STEPS; ++step, at += STEP_BYTES) {
+    for (int step = 0; step < PIECE_STEPS; ++step) {
         if (step < count) {
-            copy_to_shared(at, c.from + step * PANEL_BYTES, policy);
-            copy_to_shared(at + 512, c.from + step * PANEL_BYTES + 512, policy);
+            copy_to_shared(at + step * STEP_BYTES, r.from + step * PANEL_BYTES, policy);
+            copy_to_shared(at + step * STEP_BYTES + 512, r.from + step * PANEL_BYTES + 512, policy);
         }
     }
-    int group;
-    const int groups = groups_of(first, count, s.group_shift, group), lines = groups * (s.offset ? 2 : 1);
+    const int group = group_of(first, r.group_shift), last = group_of(first + count - 1, r.group_shift);
+    const int groups = last - group + (QUARTERS < 4 ? 4 / QUARTERS : 1);
+#pragma unroll
+    for (int begin = 0; begin < 4 * PIECE_GROUPS; begin += 32) {  // 16 bytes for each lane: half a group's factors
+        const int half = begin + lane, line = half / 2 % PIECE_GROUPS;
+        const u64 factors = half < 2 * PIECE_GROUPS ? r.scale : half < 4 * PIECE_GROUPS ? r.offset : 0;
+        if (factors && line < groups) {
+            const u64 place = (u64)(group + line) * r.factor_stride + tile * TILE;
+            copy_to_shared(to + FACTORS_AT + half * 16, factors + place * 2 + half % 2 * 16, policy);
+        }
+    }
+}
+
+// A part of 16 rows of a dense weight. Units of odd rows change places two by two, so that lanes which read two rows at
+// once find them in different banks.
+__device__ __forceinline__ void copy_rows(const Ring& r, u32 to, u64 policy) {
+    const int lane = threadIdx.x % 32, odd = lane / ROW_LANES, rows = r.outputs - r.tile * TILE - odd, stride = 2 * r.stride;
+    u64 from = r.from;
+    to += odd * PITCH + (lane % ROW_LANES * 16 ^ odd * UNIT);
+    if (rows >= TILE - 1 && r.left >= PIECE_UNITS) {
+#pragma unroll
+        for (int row = 0; row < TILE; row += 2, from += stride) copy_to_shared(to + row * PITCH, from, policy);
+        return;
+    }
+    if (lane % ROW_LANES >= 4 * r.left) return;
 #pragma unroll 1
-    for (int half = lane; half < 2 * lines; half += 32) {
-        const int line = half / 2;
-        const bool is_offset = line >= groups;
-        const u64 place = (u64)(group + line - (is_offset ? groups : 0)) * s.factor_stride + tile * TILE;
-        copy_to_shared(to + FACTORS_AT + half * 16, (is_offset ? s.offset : s.scale) + place * 2 + half % 2 * 16, policy);
-    }
+    for (int row = 0; row < min(rows, TILE); row += 2, from += stride) copy_to_shared(to + row * PITCH, from, policy);
 }
 
-// A part of 16 rows of a dense weight.
-__device__ __forceinline__ void copy_rows(const Cursor& c, u32 to, u64 policy) {
-    const int lane = threadIdx.x % 32, rows = c.outputs - c.tile * TILE - lane / 16;
-    if (lane % 16 >= 4 * c.left) return;
-    to += lane / 16 * PITCH + lane % 16 * 16;
-    u64 from = c.from;
-#pragma unroll
-    for (int pair = 0; pair < TILE / 2; ++pair, from += 2 * c.stride) {
-        if (2 * pair < rows) copy_to_shared(to + 2 * pair * PITCH, from, policy);
+// Ask for the next piece, if one is left, in the slot that was read last.
+__device__ __forceinline__ void fill_slot(Ring& r, u64 policy) {
+    if (r.source < r.num_sources) {
+        const u32 to = r.data + r.slot * r.slot_bytes;
+        if (HAS_NIBBLES && !r.is_dense) copy_steps(r, to, policy);
+        else copy_rows(r, to, policy);
+        advance(r);
     }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    r.slot = r.slot + 1 == SLOTS ? 0 : r.slot + 1;
 }
 
-__device__ __forceinline__ void next_slot(Ring& ring) {
-    if (++ring.slot == SLOTS) {
-        ring.slot = 0;
-        ring.parity ^= 1;
-    }
-}
-
-__device__ __forceinline__ bool is_empty(const Ring& ring) {
-    u32 done;
-    asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}\n"
-                 : "=r"(done) : "r"(ring.empty + ring.slot * 8), "r"(ring.parity ^ 1) : "memory");
-    return done;
-}
-
-// All that a copying warp does: it serves the rings of SERVED warps in turn, whichever has an empty slot.
-__device__ __forceinline__ void copy_weights(Ring (&rings)[SERVED], const int (&warps)[SERVED], const Run& run, const Source* sources) {
-    const u64 policy = read_once();
-    Cursor cursors[SERVED];
-    int left = 0;
-#pragma unroll
-    for (int i = 0; i < SERVED; ++i) {
-        cursors[i].source = 0;
-        enter_product(cursors[i], warps[i], sources, run.num_sources);
-        left += cursors[i].source < run.num_sources;
-    }
-    while (left > 0) {
-#pragma unroll
-        for (int i = 0; i < SERVED; ++i) {
-            Cursor& c = cursors[i];
-            Ring& ring = rings[i];
-            if (c.source >= run.num_sources || !is_empty(ring)) continue;
-            const u32 to = ring.data + ring.slot * run.slot_bytes;
-            if (HAS_NIBBLES && !c.is_dense) copy_steps(c, sources[c.source], to, policy);
-            else copy_rows(c, to, policy);
-            arrive_after_copies(ring.full + ring.slot * 8);
-            advance(c, warps[i], sources, run.num_sources);
-            next_slot(ring);
-            left -= c.source >= run.num_sources;
-        }
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+// The ring of this warp, all slots of which are on their way.
+__device__ __forceinline__ Ring start_ring(const u8* memory, const Run& run, const Source* sources, u64 policy) {
+    Ring r;
+    r.slot_bytes = run.slot_bytes;
+    r.data = shared_address(memory) + threadIdx.x / 32 * SLOTS * r.slot_bytes;
+    r.slot = 0;
+    r.sources = sources;
+    r.source = 0;
+    r.num_sources = run.num_sources;
+    enter_product(r);
+#pragma unroll 1
+    for (int slot = 0; slot < SLOTS; ++slot) fill_slot(r, policy);
+    return r;
 }
 
 // Wait for the slot that is next; returns where it is.
-__device__ __forceinline__ u32 await_slot(const Ring& ring, const Run& run) {
-    await_barrier(ring.full + ring.slot * 8, ring.parity);
-    return ring.data + ring.slot * run.slot_bytes;
+__device__ __forceinline__ u32 await_slot(const Ring& r) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(SLOTS - 1) : "memory");
+    __syncwarp();
+    return r.data + r.slot * r.slot_bytes;
 }
 
-// The slot was read by all lanes: it may be filled again.
-__device__ __forceinline__ void release_slot(Ring& ring) {
+// The slot was read: fill it again.
+__device__ __forceinline__ void release_slot(Ring& r, u64 policy) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(ring.empty + ring.slot * 8);
-    next_slot(ring);
+    fill_slot(r, policy);
 }
