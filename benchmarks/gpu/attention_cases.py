@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from quire.kernels.attention_rule import AttentionRule, CacheScales
 from quire.kernels.reference.attention import paged_attention
 from quire.kernels.reference.cache_quantize import INT4, group_of, quantize_heads, split_heads
+from quire.kernels.triton import attention_prefill
 from quire.kernels.triton.attention_cascade import (
     SharedPrefix,
     allocate_cascade_plan,
@@ -56,6 +59,7 @@ class Case:
     tile: PrefillConfig | None = None
     scales: bool = False  # heads have scales, as in the engine's quantized caches
     copied: int = 0  # prefill: attend over a dequantized copy, in pages of so many tokens
+    portable: bool = False  # prefill: by the portable kernel, on Hopper GPUs too
 
     @property
     def lengths(self) -> list[int]:
@@ -176,9 +180,13 @@ class Bench:
             return self._copied(chunks, config)
         tiles = lay_out_tiles(chunks, case.heads[0] // case.heads[1], config.block_m)
         plan = PrefillPlan(config, tiles.to(DEVICE))
-        return lambda keys, values, scales: paged_prefill(
-            self.query, keys, values, self.tables, plan, self.rule, out=self.out, scales=scales
-        )  # type: ignore[func-returns-value]
+
+        def launch(keys: Tensor, values: Tensor, scales: CacheScales | None) -> None:
+            forced = patch.object(attention_prefill, "fits_hopper", return_value=False)
+            with forced if case.portable else nullcontext():
+                paged_prefill(self.query, keys, values, self.tables, plan, self.rule, out=self.out, scales=scales)
+
+        return launch
 
     def _copied(self, chunks: list[tuple[int, int, int, int]], config: PrefillConfig) -> Launch:
         """What the engine does on Hopper GPUs: dequantize all that chunks see, then attend over the copy."""

@@ -45,6 +45,12 @@ def feature_cases() -> list[Case]:
             (64, 1, "bf16"), (80, 16, "fp16"), (96, 32, "bf16"), (256, 128, "bf16"), (128, 64, "fp8"), (64, 16, "fp8"),
         )
     ]  # fmt: skip
+    cases += [
+        Case(f"prefill dim {dim} block {block} window {window}, cap {cap}", "prefill", chunks, heads, dim, block,
+             window=window, softcap=cap, sinks=cap is not None)
+        for dim, block, heads in ((80, 16, (8, 8)), (80, 64, (14, 2)), (96, 8, (8, 8)), (96, 256, (6, 2)))
+        for window, cap in ((None, None), (100, None), (65, 20.0))
+    ]  # fmt: skip
     for kind, rows in (("decode", few), ("prefill", chunks)):
         cases.append(Case(f"{kind} window 100", kind, rows, (14, 2), 128, 16, window=100))
         cases.append(
@@ -113,6 +119,15 @@ def timed_cases() -> list[Case]:
         Case("prefill 8B 2048 after 6144", "prefill", ((6144, 2048),), eight),
         Case("prefill 8B 2048 after 6144 fp8", "prefill", ((6144, 2048),), eight, dtype="fp8"),
     ]
+    cases += [  # heads as of Phi-2 and of Phi-3-mini, by the kernel for Hopper GPUs and by the portable one
+        Case(f"prefill dim {dim} {shape}{way}", "prefill", rows, (32, 32), dim, portable=way != "")
+        for dim in (80, 96)
+        for shape, rows in (
+            ("16x512", ((0, 512),) * 16), ("4x2048", ((0, 2048),) * 4), ("1x8192", ((0, 8192),)),
+            ("2048 after 6144", ((6144, 2048),)),
+        )
+        for way in ("", " portable")
+    ]  # fmt: skip
     cases += [  # by the cache itself, and by a dequantized copy, which is timed too
         Case(f"prefill 8B {shape} {dtype} {way}", "prefill", rows, eight, dtype=dtype, scales=True, copied=copied)
         for shape, rows in (("2048 after 6144", ((6144, 2048),)), ("4x2048", ((0, 2048),) * 4))
@@ -194,7 +209,10 @@ def cudnn_seconds(case: Case) -> float | None:
                for heads in (query_heads, kv_heads, kv_heads))  # fmt: skip
     k, v = (side.repeat_interleave(query_heads // kv_heads, dim=1) for side in (k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return time_launches([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)])  # type: ignore[list-item]
+        try:
+            return time_launches([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)])  # type: ignore[list-item]
+        except RuntimeError:  # heads of a size that it does not take
+            return None
 
 
 def measure(case: Case) -> dict[str, object]:

@@ -9,12 +9,17 @@ import torch
 
 from attention_cases import DTYPES, FLOAT8, Heads, apart, close, paged, rule_for
 from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.triton import attention_prefill
 from quire.kernels.triton.attention_config import PrefillConfig, prefill_config
-from quire.kernels.triton.attention_prefill import PrefillPlan, lay_out_tiles, paged_prefill
+from quire.kernels.triton.attention_prefill import PrefillPlan, fits_hopper, lay_out_tiles, paged_prefill
 from triton_cases import DEVICE, ON_GPU
 
 Chunks = list[tuple[int, int]]  # position of the first token, tokens
 UNTOUCHED = 7.0
+LONG = [  # head size, block size
+    (64, 16), (64, 8), (80, 16), (80, 8), (80, 256), (96, 16), (96, 8), (96, 64), (96, 256),
+    (128, 16), (128, 256), (256, 16), (256, 64),
+]  # fmt: skip
 
 
 def plan_for(
@@ -74,12 +79,22 @@ def test_blocks_may_have_those_of_other_layers_between_them() -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="one of its kernels is for Hopper GPUs")
 @pytest.mark.parametrize("features", [{}, {"window": 100}, {"window": 1}, {"softcap": 2.0, "sinks": True}])
-@pytest.mark.parametrize(("dim", "block_size"), [(64, 16), (64, 8), (128, 16), (128, 256), (256, 16), (256, 64)])
+@pytest.mark.parametrize(("dim", "block_size"), LONG)
 def test_many_long_chunks_match_the_reference(dim: int, block_size: int, features: dict[str, object]) -> None:
     """More tiles than a GPU has processors, chunks that end inside blocks, rows that see several tiles of keys."""
     heads = Heads(12, 2, dim)
     chunks = [(0, 500), (37, 130), (1000, 77), (0, 1), (300, 256), *((7 * i, 60 + i) for i in range(24))]
     check(chunks, heads, block_size, torch.bfloat16, rule_for(heads, **features))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="one of its kernels is for Hopper GPUs")
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("query", "kv"), [(4, 4), (15, 3), (7, 1), (40, 1)])
+def test_any_number_of_query_heads_shares_a_key_value_head(query: int, kv: int, dtype: torch.dtype, dim: int) -> None:
+    heads = Heads(query, kv, dim)
+    rule = rule_for(heads, window=200, softcap=5.0, sinks=True, value_scale=1.5)
+    check([(0, 300), (150, 77), (513, 140), (64, 1)], heads, 16, dtype, rule, is_apart=True)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +124,21 @@ def test_tiles_hold_every_packed_row_once_heaviest_first(seed: int) -> None:
     assert keys == sorted(keys, reverse=True)
 
 
+def test_the_kernel_for_hopper_gpus_takes_the_sizes_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fits(dim: int, block_size: int = 16, dtype: torch.dtype = torch.bfloat16, block_m: int = 128) -> bool:
+        cache = torch.zeros(2, 1, block_size, dim, dtype=dtype, device=DEVICE)
+        return fits_hopper(torch.zeros(1, 1, dim, dtype=dtype, device=DEVICE), cache, cache, block_m)
+
+    if not ON_GPU:
+        assert not fits(128)
+    monkeypatch.setattr(attention_prefill, "has_gluon", lambda _: True)
+    assert [dim for dim in range(8, 520, 8) if fits(dim)] == [64, 80, 96, 128, 256]
+    assert [size for size in (1, 4, 8, 16, 24, 256) if fits(96, size)] == [8, 16, 256]
+    assert fits(80, dtype=torch.float16)
+    assert not fits(80, dtype=torch.float32)
+    assert not fits(96, block_m=64)
+
+
 def test_tiles_beyond_the_room_are_refused() -> None:
     with pytest.raises(ValueError, match="4 tiles, but there is room for 3"):
         lay_out_tiles([(0, 0, 32, 0)], 2, 16, capacity=3)
@@ -116,8 +146,9 @@ def test_tiles_beyond_the_room_are_refused() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_before_the_window_are_not_read(dtype: torch.dtype, block_size: int) -> None:
-    heads, (start, count), window = Heads(4, 2, 16), (75, 9), 7
+@pytest.mark.parametrize("dim", [16, 80, 96, 128] if ON_GPU else [16])
+def test_blocks_before_the_window_are_not_read(dim: int, dtype: torch.dtype, block_size: int) -> None:
+    heads, (start, count), window = Heads(4, 2, dim), (75, 9), 7
     rule = rule_for(heads, window=window)
     case = paged([start + count], heads, block_size, dtype)
     query = case.queries(count)

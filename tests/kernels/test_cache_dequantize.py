@@ -74,7 +74,9 @@ def test_attention_over_the_copy_is_attention_over_the_cache(name: str, features
 
 @pytest.mark.skipif(not ON_GPU, reason="one of its kernels is for Hopper GPUs")
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("dim", "size", "page"), [(64, 16, 64), (128, 16, 64), (128, 64, 16), (256, 32, 64)])
+@pytest.mark.parametrize(
+    ("dim", "size", "page"), [(64, 16, 64), (80, 16, 64), (96, 64, 64), (128, 16, 64), (128, 64, 16), (256, 32, 64)]
+)
 def test_many_long_chunks_over_the_copy_match_the_reference(name: str, dim: int, size: int, page: int) -> None:
     """As the engine runs them: pages and tiles of the usual sizes, sequences that end inside pages."""
     heads = Heads(12, 2, dim)

@@ -78,7 +78,8 @@ def main() -> None:
     knobs.compilation.listener = lambda *, src, cache_hit, **_: later.append((src.name, cache_hit))
     with compiling_only(wait=False):
         step(1, columns=256)
-        prompts(64)
+        for dim in (64, 80, 96):
+            prompts(dim)
         scaled_products()
     for future in list(compiling._begun.values()):
         future.result()

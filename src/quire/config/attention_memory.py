@@ -13,7 +13,7 @@ LARGE_PARTS_BYTES, LARGE_DIM = 48 * MIB, 256  # the same of heads of more number
 SCRATCH_BYTES = 256 * MIB  # the most that keys and values take which prompt chunks read dequantized
 LEAST_SCRATCH_TOKENS = 16_384
 HOPPER = 9  # major compute capability of the GPUs whose attention kernel reads plain numbers alone
-HOPPER_DIMS = (64, 128, 256)  # numbers of the heads it takes
+HOPPER_DIMS = (64, 80, 96, 128, 256)  # numbers of the heads it takes
 
 
 def attention_parts(model: ModelConfig, config: EngineConfig) -> int:

@@ -36,13 +36,15 @@ def test_a_copy_of_what_prompts_see_is_counted_on_hopper_gpus(kv_dtype: str) -> 
     assert copied(LARGE, config_of(kv_dtype, max_num_batched_tokens=10_000)) == 20_000 * TOKEN_BYTES
     assert copied(LARGE, config_of(kv_dtype, max_model_len=131_072)) == SCRATCH_BYTES
     assert copied(LARGE, config_of(kv_dtype, max_num_seqs=1, max_model_len=1_000)) == 1_000 * TOKEN_BYTES
+    other_heads = replace(LARGE, heads=Heads(32, 8, 96))
+    assert copied(other_heads, config_of(kv_dtype)) == 16_384 * TOKEN_BYTES * 96 // 128
 
 
 def test_there_is_none_where_prompts_read_the_cache_itself() -> None:
     config = config_of("int8")
     newer = replace(WITH_TRITON, cuda=(CudaDevice("newer", 80 * GIB, 79 * GIB, (10, 0)),))
     assert copied(LARGE, config, newer) == 0
-    other_heads, all_windows = replace(LARGE, heads=Heads(32, 8, 96)), replace(LARGE, windows=(512,) * 32)
+    other_heads, all_windows = replace(LARGE, heads=Heads(32, 8, 112)), replace(LARGE, windows=(512,) * 32)
     assert copied(other_heads, config) == 0
     assert copied(all_windows, config) == 0
     mixed = replace(LARGE, windows=(512,) * 31 + (None,))

@@ -4,6 +4,11 @@ The same tiles as in `attention_prefill`. The loading warp copies each block of 
 accelerator, a few tiles of keys ahead. Each warp group has half of a tile's rows: it asks for the scores of the next
 keys before it weighs the present ones, so that the tensor cores work while exponents are computed.
 Written in Gluon, because Triton's compiler does not give warps different work on these GPUs.
+
+Tensors are powers of two wide. Heads of 96 and of 80 numbers are cut into two slabs of columns, 64 + 32 and 64 + 16:
+scores are the sum of both slabs' products, and each slab of the output is an accumulator of its own. Zeros in place of
+the missing columns would take less code (the tensor memory accelerator fills them in), but the work and the shared
+memory of 128: 1.33 and 1.6 times as much. Heads of 64, 128 and 256 numbers are one slab.
 """
 
 from __future__ import annotations
@@ -14,7 +19,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -22,10 +26,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.attention_rule import AttentionRule
+from quire.kernels.triton.attention_hopper_load import BLOCK_M, allocate, item_of, key_range, load_cache, tile_of
 from quire.kernels.triton.launch import num_processors
 
-_BLOCK_M = gl.constexpr(128)  # packed query rows of a tile
-_SLABS = gl.NVMMASharedLayout(128, 16, 2)
+_LAYOUTS = {width: gl.NVMMASharedLayout(2 * width, 16, 2) for width in (16, 32, 64)}  # numbers of a row of a box
 LOG2_E = gl.constexpr(1.4426950408889634)
 EMPTY = gl.constexpr(-1.0e38)
 
@@ -46,8 +50,10 @@ def hopper_prefill(
     _, kv_heads, block_size, _ = key_cache.shape
     block_n = 64 if dim > 128 else 128
     page, items = min(block_size, block_n), tiles.shape[0] * kv_heads
+    keys, more_keys = _rows_of(key_cache, page)
+    values, more_values = _rows_of(value_cache, page)
     _hopper_prefill[(min(items, num_processors(query.device)),)](
-        query, out, _rows_of(key_cache, page), _rows_of(value_cache, page), tables, tiles,
+        query, out, keys, values, more_keys, more_values, tables, tiles,
         query if rule.sinks is None else rule.sinks, items, query.stride(0), out.stride(0), tables.stride(0),
         key_cache.stride(0) // dim, block_size, rule.factor, rule.softcap or 1.0, rule.window or 0, rule.value_scale,
         GROUP=query_heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_SIZE=block_size,
@@ -56,116 +62,16 @@ def hopper_prefill(
     )  # fmt: skip
 
 
-def _rows_of(cache: Tensor, page: int) -> TensorDescriptor:
-    """The cache as rows of one head and token each, which are copied `page` at a time and 64 numbers wide."""
+def _rows_of(cache: Tensor, page: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """The cache as rows of one head and token each, which are copied `page` at a time: 64 numbers wide, and where those
+    do not fill a head, as wide as its second slab."""
     blocks, heads, block_size, dim = cache.shape
     rows = (blocks - 1) * (cache.stride(0) // dim) + heads * block_size
-    return TensorDescriptor(cache, [rows, dim], [dim, 1], [page, 64], _SLABS)
 
+    def boxes(width: int) -> TensorDescriptor:
+        return TensorDescriptor(cache, [rows, dim], [dim, 1], [page, width], _LAYOUTS[width])
 
-@gluon.jit
-def _tile(tiles, item, KV_HEADS: gl.constexpr):
-    """The numbers of the item's tile, and its key/value head."""
-    record = tiles + item // KV_HEADS * 8
-    begin, start, count = gl.load(record), gl.load(record + 1), gl.load(record + 2)
-    return begin, start, count, gl.load(record + 3), gl.load(record + 4), item % KV_HEADS
-
-
-@gluon.jit
-def _keys(start, count, first_row, window, GROUP: gl.constexpr, PAGE: gl.constexpr, WINDOWED: gl.constexpr):
-    """The first and last position of the tile's rows, and where its keys begin."""
-    lowest = start + first_row // GROUP
-    highest = start + gl.minimum((first_row + _BLOCK_M - 1) // GROUP, count - 1)
-    begin_at = 0
-    if WINDOWED:
-        begin_at = gl.maximum(lowest + 1 - window, 0) // PAGE * PAGE
-    return lowest, highest, begin_at
-
-
-@gluon.jit
-def _item(turn, programs):
-    """What this program takes in its turn: heavy items come first, so every second turn runs backwards."""
-    place = gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
-
-
-@gluon.jit
-def _load_pages(
-    cache, table, first, limit, head_row, page_rows, buffers, base, full, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
-    DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Copy the rows of the keys first .. first + BLOCK_N into buffers [base ..] of 64 columns; signals `full`."""
-    PAGES: gl.constexpr = BLOCK_N // PAGE
-    mbarrier.expect(full, BLOCK_N * DIM * 2)
-    for p in gl.static_range(PAGES):
-        place = gl.minimum(first + p * PAGE, limit - 1)
-        row = gl.load(table + place // BLOCK_SIZE) * page_rows + head_row
-        if BLOCK_SIZE > PAGE:
-            row += (first + p * PAGE) % BLOCK_SIZE
-        for c in gl.static_range(DIM // 64):
-            tma.async_copy_global_to_shared(cache, [row, c * 64], full, buffers.index(base + c * PAGES + p))
-
-
-@gluon.jit
-def _clear_pages(first, limit, buffers, base, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr):
-    """Zeros in place of the rows from `limit` on: nobody has written them, they may be no numbers at all."""
-    PAGES: gl.constexpr = BLOCK_N // PAGE
-    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    rows = gl.arange(0, PAGE, gl.SliceLayout(1, LANES))
-    for p in range((limit - first) // PAGE, PAGES):
-        real = first + p * PAGE + rows < limit
-        for c in gl.static_range(DIM // 64):
-            buffer = buffers.index(base + c * PAGES + p)
-            buffer.store(gl.where(real[:, None], buffer.load(LANES), 0.0).to(buffer.dtype))
-    fence_async_shared()
-
-
-@gluon.jit
-def _load(
-    keys, values, tables, tiles, items, programs, table_stride, page_rows, head_rows, window, k_pages, v_pages,
-    k_full, k_empty, v_full, v_empty, v_last, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
-    WINDOWED: gl.constexpr,
-):  # fmt: skip
-    """What the loading warp does: keys and values of all this program's items, from the last keys to the first."""
-    PARTS: gl.constexpr = BLOCK_N // PAGE * (DIM // 64)
-    done = 0
-    cleared = 0
-    for turn in range((items + programs - 1) // programs):
-        item = _item(turn, programs)
-        if item < items:
-            _begin, start, count, row, first_row, head = _tile(tiles, item, KV_HEADS)
-            if count > 0:
-                _lowest, highest, begin_at = _keys(start, count, first_row, window, GROUP, PAGE, WINDOWED)
-                table = tables + row.to(gl.int64) * table_stride
-                head_row = head * head_rows
-                limit = start + count
-                number = (highest - begin_at + BLOCK_N) // BLOCK_N
-                for i in range(number):
-                    first = begin_at + (number - 1 - i) * BLOCK_N
-                    stage = done % STAGES
-                    free = ((done // STAGES) & 1) ^ 1
-                    mbarrier.wait(k_empty.index(stage), free)
-                    _load_pages(
-                        keys, table, first, limit, head_row, page_rows, k_pages, stage * PARTS, k_full.index(stage),
-                        BLOCK_N, PAGE, DIM, BLOCK_SIZE,
-                    )  # fmt: skip
-                    mbarrier.wait(v_empty.index(stage), free)
-                    if first + BLOCK_N > limit:
-                        _load_pages(
-                            values, table, first, limit, head_row, page_rows, v_pages, stage * PARTS, v_last, BLOCK_N,
-                            PAGE, DIM, BLOCK_SIZE,
-                        )  # fmt: skip
-                        mbarrier.wait(v_last, cleared & 1)
-                        _clear_pages(first, limit, v_pages, stage * PARTS, BLOCK_N, PAGE, DIM)
-                        mbarrier.arrive(v_full.index(stage), count=1)
-                        cleared += 1
-                    else:
-                        _load_pages(
-                            values, table, first, limit, head_row, page_rows, v_pages, stage * PARTS,
-                            v_full.index(stage), BLOCK_N, PAGE, DIM, BLOCK_SIZE,
-                        )  # fmt: skip
-                    done += 1
+    return boxes(64), boxes(dim % 64) if dim % 64 else None
 
 
 @gluon.jit
@@ -195,14 +101,51 @@ def _weigh(
 
 @gluon.jit
 def _rows(
-    pointer, stride, begin, count, first, head, ROWS: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    pointer, stride, begin, count, first, head, column, ROWS: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr,
+    LAYOUT: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """The addresses of packed rows first .. first + ROWS, and which of them are real."""
+    """The addresses of WIDTH columns of packed rows first .. first + ROWS, and which of these are real."""
     packed = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
+    columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     places = (begin + packed // GROUP).to(gl.int64) * stride + (head * GROUP + packed % GROUP) * DIM
     return pointer + places[:, None] + columns[None, :], (packed < count * GROUP)[:, None]
+
+
+@gluon.jit
+def _take_queries(
+    memory, query, stride, begin, count, first, head, COLUMN: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Copy a slab of packed rows from `first` on into `memory`; rows that are not real are zeros."""
+    ROWS: gl.constexpr = memory.shape[0]
+    WIDTH: gl.constexpr = memory.shape[1]
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    places, real = _rows(query, stride, begin, count, first, head, COLUMN, ROWS, DIM, GROUP, LOADS, WIDTH)
+    memory.store(gl.load(places, mask=real, other=0.0))
+
+
+@gluon.jit
+def _write(
+    acc, top, total, out, stride, sinks, begin, count, first, head, value_scale, COLUMN: gl.constexpr,
+    DIM: gl.constexpr, GROUP: gl.constexpr, SINKS: gl.constexpr,
+):  # fmt: skip
+    """Write a slab of the output of packed rows from `first` on, which `_attend` has left."""
+    ROWS: gl.constexpr = acc.shape[0]
+    WIDTH: gl.constexpr = acc.shape[1]
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    OUTPUT: gl.constexpr = acc.type.layout
+    acc *= value_scale
+    top = gl.convert_layout(top, gl.SliceLayout(1, OUTPUT))
+    total = gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))
+    if SINKS:
+        heads = head * GROUP + (first + gl.arange(0, ROWS, gl.SliceLayout(1, OUTPUT))) % GROUP
+        sink = gl.load(sinks + heads).to(gl.float32) * LOG2_E
+        higher = gl.maximum(top, sink)
+        acc *= gl.exp2(top - higher)[:, None]
+        total = total * gl.exp2(top - higher) + gl.exp2(sink - higher)
+    total = gl.where(total == 0.0, 1.0, total)  # a row of padding may have seen nothing
+    answer = gl.convert_layout((acc / total[:, None]).to(out.dtype.element_ty), LOADS)
+    places, real = _rows(out, stride, begin, count, first, head, COLUMN, ROWS, DIM, GROUP, LOADS, WIDTH)
+    gl.store(places, answer, mask=real)
 
 
 @gluon.jit
@@ -213,114 +156,148 @@ def _multiply(
     SINKS: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """What a warp group does: one half of the rows of all this program's items."""
-    ROWS: gl.constexpr = _BLOCK_M // 2
-    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    q_mine = q_memory.index(HALF)
+    ROWS: gl.constexpr = BLOCK_M // 2
+    q_mine = ()
+    for i in gl.static_range(len(q_memory)):
+        q_mine += (q_memory[i].index(HALF),)  # type: ignore[assignment]
     done = 0  # tiles of keys
     for turn in range((items + programs - 1) // programs):
-        item = _item(turn, programs)
+        item = item_of(turn, programs)
         if item < items:
-            begin, start, count, _row, first_row, head = _tile(tiles, item, KV_HEADS)
+            begin, start, count, _row, first_row, head = tile_of(tiles, item, KV_HEADS)
             if count > 0:
-                lowest, highest, begin_at = _keys(start, count, first_row, window, GROUP, PAGE, WINDOWED)
+                lowest, highest, begin_at = key_range(start, count, first_row, window, GROUP, PAGE, WINDOWED)
                 first_row += HALF * ROWS
-                places, real = _rows(query, query_stride, begin, count, first_row, head, ROWS, DIM, GROUP, LOADS)
-                q_mine.store(gl.load(places, mask=real, other=0.0))
+                for i in gl.static_range(len(q_mine)):
+                    _take_queries(q_mine[i], query, query_stride, begin, count, first_row, head, 64 * i, DIM, GROUP)
                 fence_async_shared()
                 acc, top, total, done = _attend(
                     done, q_mine, start, first_row, begin_at, lowest, highest, factor, cap, window, k_memory, v_memory,
-                    k_full, k_empty, v_full, v_empty, ROWS, BLOCK_N, DIM, STAGES, GROUP, CAPPED, WINDOWED,
+                    k_full, k_empty, v_full, v_empty, ROWS, BLOCK_N, STAGES, GROUP, CAPPED, WINDOWED,
                 )  # fmt: skip
-                acc *= value_scale
-                top = gl.convert_layout(top, gl.SliceLayout(1, OUTPUT))
-                total = gl.convert_layout(total, gl.SliceLayout(1, OUTPUT))
-                if SINKS:
-                    heads = head * GROUP + (first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUTPUT))) % GROUP
-                    sink = gl.load(sinks + heads).to(gl.float32) * LOG2_E
-                    higher = gl.maximum(top, sink)
-                    acc *= gl.exp2(top - higher)[:, None]
-                    total = total * gl.exp2(top - higher) + gl.exp2(sink - higher)
-                total = gl.where(total == 0.0, 1.0, total)  # a row of padding may have seen nothing
-                answer = gl.convert_layout((acc / total[:, None]).to(q_mine.dtype), LOADS)
-                places, real = _rows(out, out_stride, begin, count, first_row, head, ROWS, DIM, GROUP, LOADS)
-                gl.store(places, answer, mask=real)
+                for i in gl.static_range(len(acc)):
+                    _write(
+                        acc[i], top, total, out, out_stride, sinks, begin, count, first_row, head, value_scale, 64 * i,
+                        DIM, GROUP, SINKS,
+                    )  # fmt: skip
+
+
+@gluon.jit
+def _ask_for_scores(query, keys, stage, none):
+    """Begin the products of queries and a tile of keys: the sum over the slabs."""
+    s = warpgroup_mma(query[0], keys[0].index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+    for i in gl.static_range(1, len(query)):
+        s = warpgroup_mma(query[i], keys[i].index(stage).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _ask_for_output(acc, weights, values, stage):
+    """Begin to add the weighed values of a tile to each slab of the output, in one group of products for each."""
+    sums = ()
+    for i in gl.static_range(len(acc)):
+        p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc[i].type.layout, 2))  # the same registers for all
+        sums += (warpgroup_mma(p, values[i].index(stage), acc[i], is_async=True),)  # type: ignore[assignment]
+    return sums
+
+
+@gluon.jit
+def _wait_for_output(acc, weights):
+    """Wait until all products are done. Returns the slabs of the output, and the weights, which were read till then."""
+    if len(acc) == 1:
+        one, weights = warpgroup_mma_wait(0, deps=[acc[0], weights])
+        return (one,), weights
+    else:  # Triton compiles what follows a return as well
+        one, two, weights = warpgroup_mma_wait(0, deps=[acc[0], acc[1], weights])
+        return (one, two), weights
 
 
 @gluon.jit
 def _attend(
     done, query, start, first_row, begin_at, lowest, highest, factor, cap, window, k_memory, v_memory, k_full, k_empty,
-    v_full, v_empty, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
+    v_full, v_empty, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """The output, maximum exponent and sum of packed rows from `first_row` on, and `done` after their tiles of keys.
 
     The scores of a tile and the output of the one before are multiplied at once, while that one's weights are made.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     place = start + (first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // GROUP
     top = gl.full([ROWS], EMPTY, gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
     none = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, SCORES)
-    acc = gl.full([ROWS, DIM], 0.0, gl.float32, OUTPUT)
+    acc = (_zeros(ROWS, query[0].shape[1]),)
+    for i in gl.static_range(1, len(query)):
+        acc += (_zeros(ROWS, query[i].shape[1]),)  # type: ignore[assignment]
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     number = (highest - begin_at + BLOCK_N) // BLOCK_N
     last = begin_at + (number - 1) * BLOCK_N
 
     stage = done % STAGES
     mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
-    s = warpgroup_mma(query, k_memory.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
+    s = warpgroup_mma_wait(0, deps=[_ask_for_scores(query, k_memory, stage, none)])
     mbarrier.arrive(k_empty.index(stage), count=1)
     weights, fade, top, total = _weigh(
         s, top, total, place, last, lowest, highest, factor, cap, window, BLOCK_N, SCORES, CAPPED, WINDOWED
     )
-    p = gl.convert_layout(weights.to(query.dtype), WEIGHTS)
+    p = gl.convert_layout(weights.to(query[0].dtype), WEIGHTS)
     for i in range(1, number):
         before, phase = done % STAGES, (done // STAGES) & 1
         done += 1
         stage = done % STAGES
         mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
-        s_next = warpgroup_mma(query, k_memory.index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
+        s_next = _ask_for_scores(query, k_memory, stage, none)
         mbarrier.wait(v_full.index(before), phase)
-        acc_next = warpgroup_mma(p, v_memory.index(before), acc, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s_next])
+        acc_next = _ask_for_output(acc, p, v_memory, before)
+        s = warpgroup_mma_wait(len(acc_next), deps=[s_next])  # all but the output
         mbarrier.arrive(k_empty.index(stage), count=1)
         first = last - i * BLOCK_N
         weights, fade, top, total = _weigh(
             s, top, total, place, first, lowest, highest, factor, cap, window, BLOCK_N, SCORES, CAPPED, WINDOWED
         )
-        acc, p = warpgroup_mma_wait(0, deps=[acc_next, p])
+        acc_done, p = _wait_for_output(acc_next, p)
         mbarrier.arrive(v_empty.index(before), count=1)
-        acc *= gl.convert_layout(fade, gl.SliceLayout(1, OUTPUT))[:, None]
-        p = gl.convert_layout(weights.to(query.dtype), WEIGHTS)
+        acc = _faded(acc_done, fade)
+        p = gl.convert_layout(weights.to(query[0].dtype), WEIGHTS)
     stage = done % STAGES
     mbarrier.wait(v_full.index(stage), (done // STAGES) & 1)
-    acc_next = warpgroup_mma(p, v_memory.index(stage), acc, is_async=True)
-    acc, p = warpgroup_mma_wait(0, deps=[acc_next, p])
+    acc_next = _ask_for_output(acc, p, v_memory, stage)
+    acc, p = _wait_for_output(acc_next, p)
     mbarrier.arrive(v_empty.index(stage), count=1)
     return acc, top, total, done + 1
 
 
 @gluon.jit
+def _zeros(ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    return gl.full([ROWS, WIDTH], 0.0, gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
+
+
+@gluon.jit
+def _faded(acc, fade):
+    """Every slab of the output, multiplied by `fade`."""
+    slabs = ()
+    for i in gl.static_range(len(acc)):
+        slabs += (acc[i] * gl.convert_layout(fade, gl.SliceLayout(1, acc[i].type.layout))[:, None],)  # type: ignore[assignment]
+    return slabs
+
+
+@gluon.jit
 def _hopper_prefill(
-    query, out, keys, values, tables, tiles, sinks, items, query_stride, out_stride, table_stride, page_rows,
-    head_rows, factor, cap, window, value_scale, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr,
+    query, out, keys, values, more_keys, more_values, tables, tiles, sinks, items, query_stride, out_stride,
+    table_stride, page_rows, head_rows, factor, cap, window, value_scale, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
+    DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr,
     CAPPED: gl.constexpr, WINDOWED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Items are tiles of packed query rows, each under every key/value head; a program takes one after the other."""
     PAGE: gl.constexpr = min(BLOCK_SIZE, BLOCK_N)
-    PARTS: gl.constexpr = BLOCK_N // PAGE * (DIM // 64)
     dtype: gl.constexpr = keys.dtype
-    PAGES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     programs = gl.num_programs(0)
-    q_memory = gl.allocate_shared_memory(dtype, [2, _BLOCK_M // 2, DIM], PAGES)
-    k_pages = gl.allocate_shared_memory(dtype, [STAGES * PARTS, PAGE, 64], PAGES)
-    v_pages = gl.allocate_shared_memory(dtype, [STAGES * PARTS, PAGE, 64], PAGES)
-    k_memory = k_pages._reinterpret(dtype, [STAGES, BLOCK_N, DIM], PAGES)
-    v_memory = v_pages._reinterpret(dtype, [STAGES, BLOCK_N, DIM], PAGES)
+    key_slabs = (keys,) if DIM % 64 == 0 else (keys, more_keys)
+    value_slabs = (values,) if DIM % 64 == 0 else (values, more_values)
+    _q_pages, q_memory = allocate(dtype, 2, BLOCK_M // 2, BLOCK_M // 2, DIM)
+    k_pages, k_memory = allocate(dtype, STAGES, BLOCK_N, PAGE, DIM)
+    v_pages, v_memory = allocate(dtype, STAGES, BLOCK_N, PAGE, DIM)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -344,10 +321,10 @@ def _hopper_prefill(
             (_multiply, (gl.constexpr(1), query, out, sinks, tiles, items, programs, query_stride, out_stride, factor,
                          cap, window, value_scale, q_memory, k_memory, v_memory, k_full, k_empty, v_full, v_empty,
                          BLOCK_N, PAGE, DIM, STAGES, GROUP, KV_HEADS, SINKS, CAPPED, WINDOWED)),
-            (_load, (keys, values, tables, tiles, items, programs, table_stride, page_rows, head_rows, window, k_pages,
-                     v_pages, k_full, k_empty, v_full, v_empty, v_last, BLOCK_N, PAGE, DIM, BLOCK_SIZE, STAGES,
-                     GROUP, KV_HEADS, WINDOWED)),
+            (load_cache, (key_slabs, value_slabs, tables, tiles, items, programs, table_stride, page_rows, head_rows,
+                          window, k_pages, v_pages, k_full, k_empty, v_full, v_empty, v_last, BLOCK_N, PAGE, DIM,
+                          BLOCK_SIZE, STAGES, GROUP, KV_HEADS, WINDOWED)),
         ],
         [4, 1],
-        [240, 24],
+        [240, 24] if DIM % 64 == 0 else [232, 40],  # two slabs take fewer to multiply and more to load
     )  # fmt: skip

@@ -31,6 +31,7 @@ from quire.kernels.triton.attention_split import base_of
 from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, block_ids, fold, slots, squash, take_in
 from quire.kernels.triton.launch import await_inputs, has_gluon, power_of_two
 
+HOPPER_DIMS = (64, 80, 96, 128, 256)  # numbers of the heads that the kernel for Hopper GPUs takes
 TILE_NUMBERS = 8  # first token of the chunk in the batch, its position, its tokens, table row, first packed row, unused
 
 
@@ -120,8 +121,7 @@ def fits_hopper(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_m: 
 
 def takes_hopper(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel for Hopper GPUs can take heads of `dim` numbers in `dtype`."""
-    slabs = dim in (64, 128, 256)  # whole ones of 64, which are 128 bytes wide
-    return slabs and dtype in (torch.bfloat16, torch.float16) and has_gluon(device)
+    return dim in HOPPER_DIMS and dtype in (torch.bfloat16, torch.float16) and has_gluon(device)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.config.attention_memory import HOPPER_DIMS
 from quire.config.engine import CacheConfig
 from quire.config.kv_cache import KVCacheSpec, lay_out, stored_specs
 from quire.config.model import Heads
@@ -131,8 +132,11 @@ def test_only_hopper_gpus_are_given_a_copy_unasked(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(attention_prefill, "has_gluon", lambda _: True)
     assert prefill_scratch(wide, torch.int8, half) == ScratchConfig(torch.bfloat16)
     for heads, cache, placement in (
-        (Heads(8, 2, 80), torch.int8, half),  # heads that the kernel does not take
+        (Heads(8, 2, 112), torch.int8, half),  # heads that the kernel does not take
         (wide, torch.bfloat16, half),
         (wide, torch.int8, Placement(torch.float32, torch.device(DEVICE))),
     ):
         assert prefill_scratch(heads, cache, placement) is None
+    for dim in range(8, 520, 8):  # the memory plan counts a copy where there is one
+        has_copy = prefill_scratch(Heads(8, 2, dim), torch.int8, half) is not None
+        assert has_copy == (dim in HOPPER_DIMS)
