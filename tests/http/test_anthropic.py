@@ -290,7 +290,7 @@ def test_a_stream_that_breaks_ends_with_an_error_event(serve: Serve) -> None:
         ([{"type": "image", "source": {}}], "messages[0].content[0].source: must be an object"),
         ([{"type": "image", "source": {"type": "base64", "data": "x"}}], "messages[0].content[0].source.media_type"),
         ([{"type": "image", "source": {"type": "url", "url": "x", "b": 1}}], "messages[0].content[0].source.b: is not"),
-        ([IMAGE], "messages[0].content[0]: is 'image_url'; this model takes text only"),
+        ([IMAGE], "messages[0].content[0]: is 'image'; this model takes text only"),
         ([{"type": "document", "source": {}}], "messages[0].content[0].type: 'document' is not taken"),
         ([{"type": "tool_use", "id": "x", "name": "y", "input": {}}], "messages[0].content[0].type: 'tool_use'"),
         ([{"type": "text"}], "messages[0].content[0].text"),

@@ -137,6 +137,33 @@ def test_anthropics_blocks_are_taken_and_counted(case: Case) -> None:
     assert "nothing is fetched" in fetched.text
 
 
+def test_anthropics_blocks_are_refused_by_their_own_fields(case: Case) -> None:
+    """Also where the messages that the model is shown are others: a system prompt, and results of tools."""
+    good, text = encoded(picture(1)), {"type": "text", "text": "hi"}
+    before = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": {}}]},
+    ]
+    for source, field in [
+        ({"type": "base64", "media_type": "image/png", "data": "AA"}, "source: is no valid base64"),
+        ({"type": "base64", "media_type": "image/png", "data": "AAAA"}, "source: "),
+        ({"type": "base64", "media_type": "image/svg", "data": good}, "source: is of type 'image/svg'"),
+        ({"type": "url", "url": "https://a/b.png"}, "source.url: is an address on the network"),
+    ]:
+        result = {"type": "tool_result", "tool_use_id": "x", "content": "y"}
+        content = [result, text, {"type": "image", "source": source}]
+        body = {"system": "Be brief.", "messages": [*before, {"role": "user", "content": content}], "max_tokens": 4}
+        with case.server.client() as client:
+            found = client.post("/v1/messages", json=body)
+        assert found.status_code == 400
+        assert found.json()["error"]["message"].startswith(f"messages[2].content[2].{field}"), found.text
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": good}}
+    body = {"system": "s", "messages": [{"role": "user", "content": [image] * 3}], "max_tokens": 4}
+    with case.server.client() as client:
+        many = client.post("/v1/messages", json=body)
+    assert many.json()["error"]["message"].startswith("messages[0].content[2]: ")
+
+
 def test_responses_take_images_and_remember_them(case: Case) -> None:
     image = {"type": "input_image", "image_url": part(picture(5))["image_url"]["url"]}
     text = {"type": "input_text", "text": "hi"}

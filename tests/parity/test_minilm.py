@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from gguf_bert import export_encoder, word_metadata
 from quire import LLM, InvalidRequest
 from quire.runtime.loading.files import ModelFiles
 from quire.serving.text.tokenizer import load_tokenizer
 
+pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif("QUIRE_TEST_WHOLE" not in os.environ, reason="fetches 84 MB; make parity runs it")
 
@@ -85,3 +87,13 @@ def test_texts_are_cut_into_the_tokens_of_transformers(folder: Path) -> None:
             llm.embed("word " * 400)
         (cut,) = llm.embed("word " * 400, truncate_prompt_tokens=-1)
         assert cut.prompt_token_ids == tokenizer("word " * 400, truncation=True, max_length=256).input_ids
+
+
+def test_a_gguf_file_gives_the_tokens_and_embeddings_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    metadata = word_metadata((folder / "vocab.txt").read_text().splitlines())
+    path = export_encoder(folder, tmp_path / "m.gguf", settings={"pooling_type": 1}, metadata=metadata)
+    texts = [*TEXTS, "HELLO [MASK] a\u0301 नमस्ते 한국어 don't", "a" * 120, "\u2581hello ##ing ﬁ İ ½\u3000d"]
+    with LLM(folder, device="cpu", dtype="float32") as theirs, LLM(path, device="cpu") as ours:
+        for found, right in zip(ours.embed(texts), theirs.embed(texts), strict=True):
+            assert found.prompt_token_ids == right.prompt_token_ids
+            torch.testing.assert_close(torch.tensor(found.embedding), torch.tensor(right.embedding), rtol=0, atol=1e-5)

@@ -7,6 +7,7 @@ fields.
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +29,7 @@ from quire.types.sampling import SamplingParams
 from quire.types.stats import BlockMap, EngineStats
 
 MAX_MESSAGE = 64 * 2**20  # bytes
+_PATH, _NAME = re.compile(r" - at `\$\.?([^`]*)`$"), re.compile(r"field `([^`]+)`")  # in the decoder's reasons
 
 Question = Literal["stats", "block_map", "reset_cache", "pins", "adapters"]
 
@@ -144,12 +146,13 @@ FromEngine = Accepted | Refused | TokensOut | Answer | Lost
 class BadMessage(QuireError):
     """A frame is no message, or it is too large. The receiver logs and drops it.
 
-    `submit_id` is set when the frame is a Submit whose request id can be read: its sender waits for an answer.
+    `submit_id` is set when the frame is a Submit whose request id can be read: its sender waits for an answer. `field`
+    is the one that cannot be read, where the decoder says it.
     """
 
-    def __init__(self, reason: str, submit_id: str | None = None) -> None:
+    def __init__(self, reason: str, submit_id: str | None = None, field: str = "request") -> None:
         super().__init__(reason)
-        self.submit_id = submit_id
+        self.submit_id, self.field = submit_id, field
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
@@ -169,7 +172,8 @@ def decode_to_engine(frame: bytes) -> ToEngine:
     try:
         message: ToEngine = _decode(_TO_ENGINE, frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadMessage(f"not a message of an edge: {error}", _read_submit_id(frame)) from None
+        reason = f"not a message of an edge: {error}"
+        raise BadMessage(reason, _read_submit_id(frame), _read_field(str(error))) from None
     return message
 
 
@@ -207,6 +211,15 @@ def _read_submit_id(frame: bytes) -> str | None:
         return None
 
 
+def _read_field(reason: str) -> str:
+    """The field of a Submit that the decoder's reason is about, as requests name it: those of SamplingParams have no
+    prefix."""
+    path, name = _PATH.search(reason), _NAME.search(reason)
+    parts = [path[1] if path else "", name[1] if name else ""]
+    field = ".".join(filter(None, parts)).removeprefix("sampling.")
+    return "prompt" if field == "prompt_token_ids" else field or "request"
+
+
 # ------------------------------------------------------------------------------------------------------- wire forms
 @dataclass(frozen=True, slots=True)
 class _WireForm:
@@ -226,7 +239,7 @@ def _message_form(kind: type, tag: str) -> _WireForm:
         wrapped = msgspec.defstruct(kind.__name__, [("message", kind)], tag=tag, frozen=True)
         return _WireForm(wrapped, wrapped, attrgetter("message"))
     types = {name: _PACKED[hint].wire if hint in _PACKED else hint for name, hint in hints.items()}
-    wire, read = _struct_of(kind, types, tag), attrgetter(*hints)
+    wire, read, names = _struct_of(kind, types, tag), attrgetter(*hints), tuple(hints)
 
     def pack(message: Any) -> Any:
         values = list(read(message))
@@ -237,7 +250,10 @@ def _message_form(kind: type, tag: str) -> _WireForm:
     def unpack(sent: Any) -> Any:
         values = list(read(sent))
         for place, form in packed:
-            values[place] = form.unpack(values[place])
+            try:
+                values[place] = form.unpack(values[place])
+            except ValueError as error:
+                raise ValueError(f"{error} - at `$.{names[place]}`") from None
         return kind(*values)
 
     return _WireForm(wire, pack, unpack)

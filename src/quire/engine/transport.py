@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import zmq
 
 from quire.engine.messages import (
     MAX_MESSAGE,
+    AdapterAnswer,
     BadMessage,
     FromEngine,
+    Lost,
     Refused,
     ToEngine,
     decode_from_engine,
     decode_to_engine,
     encode,
 )
+from quire.types.output import Finished, TokensOut
 
 logger = logging.getLogger("quire.engine")
 
 _IPC = "ipc://"
 _FLUSH_MS = 500  # how long closing waits for the last messages to be sent
 _MAX_UNREAD = 4_096  # batches an edge may leave unread before it counts as stuck
+_UNSAID = "what the engine says of it cannot be sent"
 _MAX_UNSENT = 65_536  # batches an edge may send while the engine is in a long step
 
 
@@ -65,14 +70,17 @@ class EngineSocket:
                 except BadMessage as error:
                     logger.warning("dropped a message of edge %d: %s", int(sender), error)
                     if error.submit_id is not None:  # the edge waits for an answer to it
-                        refused = Refused(error.submit_id, "request", "cannot be read by the engine", "send it again")
-                        self.send(int(sender), [refused])
+                        reason = "cannot be read by the engine"
+                        self.send(int(sender), [Refused(error.submit_id, error.field, reason, "check this field")])
                     continue
                 yield int(sender), message
 
     def send(self, edge: int, messages: Sequence[FromEngine]) -> bool:
-        """Send messages to an edge as one batch. Returns False if the edge is gone or its queue is full."""
-        frames = [encode(message) for message in messages]
+        """Send messages to an edge as one batch. Returns False if the edge is gone or its queue is full. A message that
+        cannot be encoded is logged, and ends the requests that it is about."""
+        frames = [frame for message in messages if (frame := _encode(message)) is not None]
+        if not frames:
+            return True
         try:
             self._socket.send_multipart([b"%d" % edge, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -128,3 +136,40 @@ class EdgeSocket:
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _encode(message: FromEngine) -> bytes | None:
+    """The frame of a message; of one that cannot be encoded, that of what can be said in its place, if anything."""
+    try:
+        return encode(message)
+    except BadMessage as error:
+        logger.error("%s of the engine: %s", type(message).__name__, error)
+    instead = _instead(message)
+    try:
+        return None if instead is None else encode(instead)
+    except BadMessage:
+        return None
+
+
+def _instead(message: FromEngine) -> FromEngine | None:
+    """What tells the edge that requests have ended whose message cannot be encoded. An edge that has asked for numbers
+    of the engine gives up by itself."""
+    if isinstance(message, Refused):
+        return Refused(message.request_id, "request", f"was refused, and {_UNSAID}", "see the log of the engine")
+    if isinstance(message, Lost):
+        return Lost(f"the engine failed, and {_UNSAID}")
+    if isinstance(message, AdapterAnswer):
+        return AdapterAnswer(message.number, None, "lora_name", f"the answer is lost: {_UNSAID}")
+    if not isinstance(message, TokensOut):
+        return None
+    empty = replace(message, samples=message.samples[:0], token_ids=message.token_ids[:0], logprobs=(), best=())
+    return replace(message, finished=tuple(_end_of(empty, end) for end in message.finished))
+
+
+def _end_of(empty: TokensOut, end: Finished) -> Finished:
+    """The end of a request, or an error in its place where it cannot be encoded. `empty`: a message without tokens."""
+    try:
+        encode(replace(empty, finished=(end,)))
+    except BadMessage:
+        return Finished(end.request_id, (), error=f"the answer is lost: {_UNSAID}")
+    return end

@@ -243,24 +243,27 @@ def test_a_message_of_the_wrong_shape_is_bad(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "field"),
     [
-        {"prompt_token_ids": [1, 2]},
-        {"prompt_token_ids": b"\1\0\0"},
-        {"sampling": {"beam_width": 2}},
-        {"sampling": {"temperature": "hot"}},
-        {"sampling": {"stop": "end"}},
-        {"sampling": {"structured_outputs": {"xml": "a"}}},
-        {"rules": {"end_ids": ["a"]}},
-        {"beam": {"width": 0}},
-        {"favourite": 1},
+        ({"prompt_token_ids": [1, 2]}, "prompt"),
+        ({"prompt_token_ids": b"\1\0\0"}, "prompt"),
+        ({"sampling": {"beam_width": 2}}, "beam_width"),
+        ({"sampling": {"temperature": "hot"}}, "temperature"),
+        ({"sampling": {"stop": "end"}}, "stop"),
+        ({"sampling": {"structured_outputs": {"xml": "a"}}}, "structured_outputs.xml"),
+        ({"rules": {"end_ids": ["a"]}}, "rules.end_ids[0]"),
+        ({"beam": {"width": 0}}, "beam"),
+        ({"favourite": 1}, "favourite"),
     ],
 )
-def test_a_submit_of_the_wrong_shape_is_bad_and_says_whose_it_was(wrong: dict[str, object]) -> None:
+def test_a_submit_of_the_wrong_shape_is_bad_and_says_whose_it_was_and_where(
+    wrong: dict[str, object], field: str
+) -> None:
     decode_to_engine(msgspec.msgpack.encode(SUBMIT))
     with pytest.raises(BadMessage, match="not a message of an edge") as caught:
         decode_to_engine(msgspec.msgpack.encode({**SUBMIT, **wrong}))
     assert caught.value.submit_id == "a"
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("samples", ["text", b"123", 5])

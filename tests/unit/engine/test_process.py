@@ -15,6 +15,7 @@ from fake_executor import continuation
 from quire.config.engine import SchedulerConfig
 from quire.engine import transport
 from quire.engine.messages import (
+    AdapterAnswer,
     Ask,
     BlockMapAnswer,
     CacheReset,
@@ -140,17 +141,74 @@ def test_a_request_that_is_wrong_is_refused_with_its_reason(start: Start, connec
     }
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": "hot"}, {"n": 1.5}, {"beam_width": 2}, {"stop": [5]}, 7])
-def test_a_request_that_cannot_be_read_is_refused_and_harms_no_other(
-    start: Start, connect: Connect, sampling: object
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"n": 1.5}, "n"),
+        ({"beam_width": 2}, "beam_width"),
+        ({"stop": [5]}, "stop[0]"),
+        (7, "sampling"),
+    ],
+)
+def test_a_request_that_cannot_be_read_is_refused_by_its_field_and_harms_no_other(
+    start: Start, connect: Connect, sampling: object, field: str
 ) -> None:
     edge = connect(start())
     edge.submit("good", [1])
     frame = {"type": "submit", "request_id": "bad", "prompt_token_ids": b"\1\0\0\0", "sampling": sampling}
     assert edge.socket.send([msgspec.msgpack.encode(frame)])
     edge.wait(lambda: "bad" in edge.refusals() and edge.has_ended("good"))
-    assert edge.refusals()["bad"].field == "request"
+    assert edge.refusals()["bad"].field == field
     assert "bad" not in edge.handles()
+
+
+def test_a_message_that_cannot_be_sent_ends_its_request_and_no_other(
+    start: Start, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start()
+    edge, submit = connect(engine), engine.core.submit
+
+    def refuse(request: Submit) -> int:
+        if request.request_id == "bad":
+            raise InvalidRequest("stop", "half a character: \ud800")
+        return submit(request)
+
+    engine.core.submit = refuse  # type: ignore[method-assign]
+    edge.submit("bad", [1])
+    edge.submit("good", [1])
+    edge.wait(lambda: "bad" in edge.refusals() and edge.has_ended("good"))
+    assert "was refused" in edge.refusals()["bad"].reason
+    assert "surrogates not allowed" in caplog.text
+
+
+@pytest.fixture
+def engine_socket(tmp_path: Path) -> Iterator[transport.EngineSocket]:
+    made = transport.EngineSocket(f"ipc://{tmp_path}/engine")
+    yield made
+    made.close()
+
+
+def test_of_a_batch_only_what_cannot_be_sent_is_replaced(engine_socket: transport.EngineSocket, tmp_path: Path) -> None:
+    edge = PlainEdge(f"ipc://{tmp_path}/engine")
+    edge.say(Goodbye())
+    edge.wait(lambda: any(True for _ in engine_socket.receive()))  # from now on the socket knows the edge
+    ends = (Finished("b", (SampleEnd(0, (1,), "stop", "\ud800"),)), Finished("c", (SampleEnd(0, (2,), "stop"),)))
+    tokens = TokensOut(3, np.array([7], np.int64), np.array([5], np.int32), finished=ends)
+    sent = [tokens, AdapterAnswer(4, None, reason="\ud800"), Lost("\ud800"), CacheReset(2**70, 1), CacheReset(5, 1)]
+    assert engine_socket.send(1, sent)
+    edge.wait(lambda: len(edge.heard) == 4)
+    edge.close()
+    out, adapter, lost, last = edge.heard
+    assert isinstance(out, TokensOut)
+    assert out.token_ids.tolist() == [5]
+    assert out.finished[0].error is not None
+    assert out.finished[0].request_id == "b"
+    assert out.finished[1] == ends[1]
+    assert isinstance(adapter, AdapterAnswer)
+    assert isinstance(adapter.result(), InvalidRequest)
+    assert isinstance(lost, Lost)
+    assert last == CacheReset(5, 1)
 
 
 def test_a_request_id_in_use_is_refused_also_to_another_edge(start: Start, connect: Connect) -> None:

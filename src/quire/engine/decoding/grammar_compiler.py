@@ -20,6 +20,8 @@ from quire.types.sampling import TokenRules
 
 MAX_KEPT = 64
 MAX_NATIVE_BYTES = 12 << 20  # that the kept grammars may have grown to; beyond, the least recently used are dropped
+WORTH_BYTES = 64 << 10  # a grammar that frees less was dropped in vain: it is small, or requests follow it
+MAX_DROPPED_IN_VAIN = 4  # in a row; then it is not grammars that have grown
 MAX_EXTRA_LEXERS = 32  # of all grammars together, besides the first lexer of each
 IDLE_SECONDS = 10.0  # a grammar in no batch for this long gives up its extra lexers for another
 COMPILE_SECONDS = 20.0  # from the request to the end of its compilation, including the wait for earlier ones
@@ -73,14 +75,24 @@ class GrammarCompiler:
         return found
 
     def _drop_grown(self) -> None:
-        """Drop the least recently used grammars while all of them hold too much. Requests keep those they follow."""
+        """Drop the least recently used grammars while all of them hold too much. Requests keep those they follow.
+
+        malloc counts the whole process, prompts and tables of the engine too. What drops free tells whose the memory
+        is: if it is not that of grammars, it is taken for the others' from now on, until it is given back.
+        """
         if self._native_bytes is None:
             return
-        is_smaller = False
-        while len(self._kept) > 1 and native_bytes() - self._native_bytes > MAX_NATIVE_BYTES:
+        in_use = native_bytes()
+        self._native_bytes = min(self._native_bytes, in_use)
+        num_kept, in_vain = len(self._kept), 0
+        while len(self._kept) > 1 and in_use - self._native_bytes > MAX_NATIVE_BYTES:
+            if in_vain == MAX_DROPPED_IN_VAIN:
+                self._native_bytes = in_use - MAX_NATIVE_BYTES // 2
+                break
             self._kept.popitem(last=False)
-            is_smaller = True
-        if is_smaller:
+            before, in_use = in_use, native_bytes()
+            in_vain = 0 if before - in_use >= WORTH_BYTES else in_vain + 1
+        if len(self._kept) < num_kept:
             self._waiting.put(give_back)
 
     def wait(self, seconds: float) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import insort
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -28,14 +28,23 @@ class LexerOwner(Protocol):
         """
 
 
-@dataclass(eq=False, slots=True)
 class Lexer:
-    """One compilation of a grammar. All copies of `start` share one llguidance lexer behind one lock."""
+    """One compilation of a grammar. All copies of `start` share one llguidance lexer behind one lock.
 
-    start: LLMatcher  # at the start of the grammar; never advanced
-    owner: LexerOwner | None = None
-    is_retired: bool = False  # its matchers should move to another lexer of the owner
-    num_masks: int = 0  # masks that its matchers have computed
+    It does not keep its owner: a grammar that nobody keeps is freed at once, not when Python looks for cycles.
+    """
+
+    __slots__ = ("_owner", "is_retired", "num_masks", "start")
+
+    def __init__(self, start: LLMatcher, owner: LexerOwner | None = None) -> None:
+        self.start = start  # at the start of the grammar; never advanced
+        self._owner = None if owner is None else weakref.ref(owner)
+        self.is_retired = False  # its matchers should move to another lexer of the owner
+        self.num_masks = 0  # masks that its matchers have computed
+
+    @property
+    def owner(self) -> LexerOwner | None:
+        return None if self._owner is None else self._owner()
 
 
 class GrammarMatcher:
@@ -54,6 +63,7 @@ class GrammarMatcher:
         "_ended",
         "_mask_at",
         "_num_recovered",
+        "_owner",
         "_recovered_at",
         "_runs",
         "_runs_end",
@@ -72,6 +82,7 @@ class GrammarMatcher:
         self._vocabulary, self.ends = tokens, ends
         self.state = state  # llguidance's own matcher
         self.lexer = lexer or Lexer(state.deep_copy())
+        self._owner = self.lexer.owner  # kept while a sequence follows the grammar
         self.consumed: list[int] = []  # all tokens so far
         self._undone: list[int] = []  # tokens that were rolled back, the next one last
         self._runs: list[tuple[int, tuple[int, ...]]] = []  # (position, forced tokens from there), by position
@@ -199,7 +210,7 @@ class GrammarMatcher:
         A sequence first moves to the lexer that all others move to. If that breaks at once, others may have nearly used
         it up, so the sequence gets one of its own. If that breaks too at the same position, the sequence is at fault.
         """
-        owner = self.lexer.owner
+        owner = self._owner
         if self._recovered_at != len(self.consumed):
             self._recovered_at, self._num_recovered = len(self.consumed), 0
         while owner is not None and self._num_recovered < 2:

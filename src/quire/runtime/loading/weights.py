@@ -56,7 +56,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
                     progress("loading weights", done, total)
             layer.finish()
     if expanded:
-        reason = "no kernel here multiplies by their form"
+        reason = "the kernels chosen here do not multiply by their form"
         logger.info("%s: %d quantized matrices are expanded to plain numbers: %s", checkpoint.file, expanded, reason)
 
 

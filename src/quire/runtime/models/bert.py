@@ -7,6 +7,7 @@ names. Classifiers and cross-encoders of these families have a head over the fir
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from quire.runtime.layers.stream import Stream
 from quire.runtime.layers.texts import Texts
 from quire.runtime.models.base import BaseEncoder
 from quire.runtime.models.family import Family
+from quire.runtime.models.gguf_encoder import GGUF
 from quire.runtime.models.hf_config import read_encoder, refuse_other, refuse_set
 from quire.runtime.models.labels import read_labels
 
@@ -70,8 +72,7 @@ class Bert(BaseEncoder):
 def read_bert(
     config: Fields, name: str = "bert", *, skips_padding: bool = False, classifies: bool = False
 ) -> ModelConfig:
-    """`skips_padding`: the first position is in the line after that of the padding token's id. `classifies`: it has a
-    head."""
+    """`skips_padding`: the first position is in the line behind the padding token's id. `classifies`: it has a head."""
     refuse_other(config, "position_embedding_type", "absolute")
     refuse_set(config, "is_decoder", usual=False)
     refuse_set(config, "add_cross_attention", usual=False)
@@ -151,6 +152,7 @@ def _families(
 
 _read_roberta = partial(read_bert, skips_padding=True)
 BERT, BERT_CLASSIFIER = _families("bert", read_bert, BERT_NAMES, BERT_HEAD, "bert.")
+BERT = replace(BERT, gguf=GGUF)  # which files of the other encoders are named too
 ROBERTA, ROBERTA_CLASSIFIER = _families("roberta", _read_roberta, BERT_NAMES, ROBERTA_HEAD, "roberta.")
 XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER = _families("xlm-roberta", _read_roberta, BERT_NAMES, ROBERTA_HEAD, "roberta.")
 DISTILBERT, DISTILBERT_CLASSIFIER = _families(

@@ -104,7 +104,7 @@ ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
     "qwen3-classifier": Entry(
         "decoder", "QWEN3_CLASSIFIER", ("Qwen3ForSequenceClassification",), kind="decoder classifier"
     ),
-    "bert": Entry("bert", "BERT", ("BertModel", "BertForMaskedLM"), kind="encoder"),
+    "bert": Entry("bert", "BERT", ("BertModel", "BertForMaskedLM"), in_gguf=True, kind="encoder"),
     "roberta": Entry("bert", "ROBERTA", ("RobertaModel", "RobertaForMaskedLM"), kind="encoder"),
     "xlm-roberta": Entry("bert", "XLM_ROBERTA", ("XLMRobertaModel", "XLMRobertaForMaskedLM"), kind="encoder"),
     "distilbert": Entry("bert", "DISTILBERT", ("DistilBertModel", "DistilBertForMaskedLM"), kind="encoder"),

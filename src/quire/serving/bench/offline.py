@@ -63,6 +63,7 @@ def run_bench_latency(args: argparse.Namespace) -> int:
         raise ConfigError("output_len", f"must be at least 2 to time a token, got {args.output_len}", "raise it")
     with load(args) as llm:
         shape = RandomShape(args.input_len, args.output_len, vocab_size=llm.model_config.vocab_size)
+        _check_length(shape, llm)
         batches = [
             [job.prompt for job in random_jobs(args.batch_size, shape, args.seed + i, as_text=False)]
             for i in range(args.repeats + 1)
@@ -98,7 +99,18 @@ def _jobs(args: argparse.Namespace, llm: LLM) -> list[Job]:
         return read_jobs(args.workload, args.output_len)[: args.num_prompts]
     vocab_size = llm.model_config.vocab_size
     shape = RandomShape(args.input_len, args.output_len, args.spread, args.prefix_len, vocab_size)
+    _check_length(shape, llm)
     return random_jobs(args.num_prompts or 64, shape, args.seed, as_text=False)
+
+
+def _check_length(shape: RandomShape, llm: LLM) -> None:
+    """Raise ConfigError if the longest request does not fit: its answer would be shorter than what is timed."""
+    longest, most = shape.prefix_len + shape.input_len + shape.output_len, llm.config.scheduler.max_model_len
+    if longest > most:
+        parts = f"{shape.input_len} of the prompt and {shape.output_len} of the answer"
+        parts = f"{shape.prefix_len} of the prefix, {parts}" if shape.prefix_len else parts
+        reason = f"a request has up to {longest} tokens, {parts}, and max_model_len is {most}"
+        raise ConfigError("input_len", reason, "lower --input-len or --output-len, or raise --max-model-len")
 
 
 def _spread(values: list[float]) -> dict[str, float]:

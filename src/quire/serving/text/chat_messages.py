@@ -45,6 +45,15 @@ To call one, write its name and its arguments as a JSON object between tags, and
 {end}"""
 
 
+class ForeignImage(dict[str, Any]):
+    """An image part that an endpoint of another API has made of a block of its own. Errors name that block by its place
+    and its type, and the field of it that holds the image."""
+
+    def __init__(self, url: str, *, block: str, field: str, kind: str) -> None:
+        super().__init__(type="image_url", image_url={"url": url})
+        self.block, self.field, self.kind = block, field, kind
+
+
 class PlainData:
     """Copies JSON values for a template to read, and counts them against the input limit."""
 
@@ -208,6 +217,8 @@ def _part_or_image(where: str, part: Any, data: PlainData) -> Message:
 
 def _part(where: str, part: Any, data: PlainData) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if isinstance(part, ForeignImage):
+        where, kind = part.block, part.kind
     if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
         taken = "text and images" if data.takes_images else "text only"
         raise InvalidRequest(where, f"is {kind!r:.80}; this model takes {taken}", 'send {"type": "text", "text": ...}')

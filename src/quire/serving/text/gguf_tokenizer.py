@@ -40,7 +40,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, object], file: str) -> tuple[Tok
     add_bos, add_eos = True, False
     if kind == "gpt2":
         scheme = _scheme(vocabulary)
-        tokenizer, add_bos = _byte_level(vocabulary, scheme), scheme.add_bos
+        tokenizer, add_bos, add_eos = _byte_level(vocabulary, scheme), scheme.add_bos, scheme.add_eos
     elif kind == "llama":
         tokenizer = _sentencepiece(vocabulary, _merges_by_score(vocabulary), prefix=True)
     elif kind == "gemma4":

@@ -62,6 +62,7 @@ class Scheme:
     nfc: bool = False  # text is brought to Unicode normal form C first
     ignore_merges: bool = False  # a word that is a token stays whole even if merges would not build it
     add_bos: bool = False  # unless tokenizer.ggml.add_bos_token says otherwise
+    add_eos: bool = False  # unless tokenizer.ggml.add_eos_token says otherwise
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.Sequence(list(self._parts()))
@@ -118,6 +119,7 @@ _SEED = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{
 _FAMILIES: tuple[tuple[Scheme, str], ...] = (
     (_FALCON, "default falcon"),
     (_GPT2, "gpt-2 phi-2 jais trillion granite-docling exaone4 gigachat a.x-4.0 mellum modern-bert"),
+    (replace(_GPT2, add_bos=True, add_eos=True), "roberta-bpe"),
     (replace(_GPT2, nfc=True), "mpt olmo"),
     (_SINGLE_DIGITS, "smollm starcoder refact codeshell exaone minerva-7b mellum2"),
     (replace(_SINGLE_DIGITS, nfc=True), "command-r"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from quire.serving.text.chat_messages import IMAGE_PARTS, PLACEHOLDER, unknown_of_image
+from quire.serving.text.chat_messages import IMAGE_PARTS, PLACEHOLDER, ForeignImage, unknown_of_image
 from quire.serving.vision.image_reader import ImageBudget, ImageReader, TooManyImages
 from quire.serving.vision.sources import MediaSources
 from quire.types.errors import InvalidRequest
@@ -57,8 +57,9 @@ class ImageTaker:
             if kind == PLACEHOLDER["type"]:
                 raise InvalidRequest(f"{where}.content[{place}]", "has no image", _FORM)
             if kind in IMAGE_PARTS:
-                budget.add_one(f"{where}.content[{place}]")
-                images.append(self._read(f"{where}.content[{place}]", part, budget))
+                block = part.block if isinstance(part, ForeignImage) else f"{where}.content[{place}]"
+                budget.add_one(block)
+                images.append(self._read(block, part, budget))
                 parts.append(PLACEHOLDER)
             else:
                 parts.append(part)
@@ -73,6 +74,7 @@ class ImageTaker:
         given, field = part.get("image_url"), f"{where}.image_url"
         if isinstance(given, Mapping):
             given, field = given.get("url"), f"{field}.url"
+        field = part.field if isinstance(part, ForeignImage) else field
         if given is None:
             raise InvalidRequest(field, "is missing", _FORM)
         return self.reader.decode(field, self.sources.read(field, given), budget)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -267,6 +269,58 @@ def test_grammars_that_have_grown_too_large_together_are_dropped_oldest_first(mo
     assert list(grammars._kept) == ['start: "c"']
     held[0] = 0
     assert grammars.compile('start: "b"') is not second
+    grammars.close()
+
+
+def test_only_as_many_grammars_are_dropped_as_hold_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = GrammarCompiler(byte_vocabulary, SIZE)
+    monkeypatch.setattr(grammar_compiler, "native_bytes", lambda: (len(grammars._kept) << 22) if loaded else 0)
+    loaded: list[bool] = []
+    compiled(grammars, 'start: "0"')
+    loaded.append(True)
+    for number in range(1, 6):
+        compiled(grammars, f'start: "{number}"')
+    assert list(grammars._kept) == ['start: "3"', 'start: "4"', 'start: "5"']  # 12 MiB
+    grammars.close()
+
+
+def test_memory_that_others_hold_does_not_cost_all_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [0]
+    monkeypatch.setattr(grammar_compiler, "native_bytes", lambda: held[0])
+    grammars = GrammarCompiler(byte_vocabulary, SIZE)
+    for number in range(10):
+        compiled(grammars, f'start: "{number}"')
+    held[0] = 3 * grammar_compiler.MAX_NATIVE_BYTES  # prompts, for example
+    for number in range(10, 20):
+        compiled(grammars, f'start: "{number}"')
+    assert list(grammars._kept) == [f'start: "{number}"' for number in range(4, 20)]
+    held[0] = 0
+    compiled(grammars, 'start: "a"')
+    held[0] = grammar_compiler.MAX_NATIVE_BYTES + 1  # more than when the prompts had gone
+    compiled(grammars, 'start: "b"')
+    assert len(grammars._kept) == 18 - grammar_compiler.MAX_DROPPED_IN_VAIN
+    grammars.close()
+
+
+def test_a_grammar_that_is_dropped_is_freed_at_once_unless_a_sequence_follows_it() -> None:
+    grammars = GrammarCompiler(byte_vocabulary, SIZE)
+    matcher = compiled(grammars, "start: /[ab]+/").matcher(RULES)
+    for text in ('start: "a"', 'start: "b"'):
+        compiled(grammars, text)
+    freed = list[str]()
+    gc.disable()
+    try:
+        for _ in range(2):
+            text, dropped = grammars._kept.popitem(last=False)
+            assert isinstance(dropped, grammar_compiler._Compiling)
+            weakref.finalize(dropped._compiled, freed.append, text)
+            del dropped
+        assert freed == ['start: "a"']
+        assert matcher.lexer.owner is not None
+        del matcher
+        assert freed == ['start: "a"', "start: /[ab]+/"]
+    finally:
+        gc.enable()
     grammars.close()
 
 

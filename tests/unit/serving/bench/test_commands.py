@@ -116,6 +116,15 @@ class TestOffline:
         runs = json.loads(output.read_text())["runs"]
         assert [(run["prompt_tokens"], run["output_tokens"]) for run in runs] == [(24, 20)] * 2
 
+    @pytest.mark.parametrize("command", ["throughput", "latency"])
+    def test_lengths_that_do_not_fit_are_refused_by_the_options_to_change(
+        self, command: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["bench", command, "--input-len", "200", "--output-len", "1000000"]) == 2
+        error = capsys.readouterr().err
+        assert "input_len: a request has up to 1000200 tokens, 200 of the prompt and 1000000 of the answer" in error
+        assert "lower --input-len or --output-len, or raise --max-model-len" in error
+
     def test_throughput_takes_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         prompts = tmp_path / "prompts.txt"
         prompts.write_text("hello\nworld\n")

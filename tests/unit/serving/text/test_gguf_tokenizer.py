@@ -51,6 +51,13 @@ def test_every_known_pretokenizer_reads_every_text_back(name: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_texts_of_roberta_stand_between_bos_and_eos_unless_the_file_says_otherwise() -> None:
+    tokenizer = build(byte_level(pre="roberta-bpe"))
+    plain = build(byte_level(pre="roberta-bpe", add_bos_token=False, add_eos_token=False))
+    assert spell(tokenizer, "the", True) == ["<|start|>", "the", "<|end|>"]
+    assert spell(plain, "the", True) == ["the"]
+
+
 def test_an_unknown_pretokenizer_is_refused_by_name() -> None:
     with pytest.raises(ModelLoadError, match="model.gguf.*'martian' is not a known pre-tokenizer.*smollm"):
         build(byte_level(pre="martian"))

@@ -12,6 +12,7 @@ import numpy as np
 from quire.config.fields import Fields
 from quire.config.model import (
     Dtype,
+    Encoder,
     Heads,
     ModelConfig,
     Rope,
@@ -26,7 +27,7 @@ from quire.runtime.loading.gguf.names import LONG_FACTORS, ONE_EXPERT, ROPE_FACT
 from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.gguf.types import LEVEL_FORMS, NATIVE_GROUP, LevelForm
 from quire.runtime.models.gguf_config import DRAFT_LAYERS, GATING, SIGMOID, decimal
-from quire.runtime.models.registry import GGUF_MIXTURES, GGUF_SIGMOIDS, IN_GGUF, find_family
+from quire.runtime.models.registry import ENTRIES, GGUF_MIXTURES, GGUF_SIGMOIDS, IN_GGUF, Kind, find_family
 from quire.types.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ _WINDOW, _RMS_NORM, _LAYER_NORM = (
     f"attention.{each}" for each in ("sliding_window", "layer_norm_rms_epsilon", "layer_norm_epsilon")
 )
 _TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
+_TYPES = "token_types.weight"
 _STACKED = (  # by one layer
     ("attn_q", "attn_k", "attn_v", "attn_q_a", "attn_kv_a_mqa"), ("attn_qkv", "attn_gate"), ("ffn_gate", "ffn_up"),
     ("ffn_gate_shexp", "ffn_up_shexp"),
@@ -66,7 +68,7 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
     prefix = Fields(model.name, model.metadata).text("general.architecture") + "."
     given = Fields(model.name, model.metadata, prefix=prefix)
     fields = given if family.whole is None else family.whole(given)
-    _refuse_unknown(fields, prefix, family.settings)
+    _refuse_unknown(fields, prefix, family.settings, ENTRIES[name].kind)
     heads, tensors = _read_heads(fields), model.owners
     vocab_size = _read_vocab_size(model, fields)
     config = ModelConfig(
@@ -85,6 +87,7 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
         qk_norm=family.qk_norm,
         shared_norm=name == "falcon" and "blk.0.attn_norm_2.weight" not in tensors,
         keys_are_values=any(name.replace("attn_k", "attn_v") not in tensors for name in tensors if ".attn_k." in name),
+        encoder=_read_encoder(model) if ENTRIES[name].kind == "encoder" else None,
         dtype=_read_dtype(model),
         bos_id=inside(_token_id(model, "bos"), vocab_size),
         eos_ids=_read_eos_ids(model, vocab_size),
@@ -223,14 +226,16 @@ def _gpu_bytes(size: int, form: LevelForm) -> int:
     return (size // 2 if is_half else size) + factors
 
 
-def _refuse_unknown(fields: Fields, prefix: str, settings: frozenset[str]) -> None:
+def _refuse_unknown(fields: Fields, prefix: str, settings: frozenset[str], kind: Kind) -> None:
     for key in fields.values:
         if key.startswith(prefix) and key[len(prefix) :] not in _READ | _HARMLESS | settings:
             raise ModelLoadError(fields.file, "is a setting this engine does not know", tensor=key)
     if fields.integer("expert_count", 0) > 0 and "expert_count" not in settings:
         raise fields.refuse("expert_count", "mixtures of experts are not supported")
-    if not fields.flag("attention.causal", True):
-        raise fields.refuse("attention.causal", "only causal models generate text")
+    is_causal = fields.flag("attention.causal", kind != "encoder")
+    if is_causal == (kind == "encoder"):
+        reason = "tokens of an encoder see the whole text" if is_causal else "only causal models generate text"
+        raise fields.refuse("attention.causal", reason)
     window = 0 if _WINDOW in settings else fields.integer(_WINDOW, 0)
     if 0 < window < fields.integer("context_length"):
         raise fields.refuse(_WINDOW, f"a window of {window} tokens is not supported")
@@ -254,6 +259,11 @@ def _read_vocab_size(model: GgufModel, fields: Fields) -> int:
     if fields.integer("vocab_size", size) != size:
         raise fields.refuse("vocab_size", f"is {fields.integer('vocab_size')}, token_embd.weight has {size} rows")
     return size
+
+
+def _read_encoder(model: GgufModel) -> Encoder:
+    types = model.owners.get(_TYPES)
+    return Encoder(num_types=0 if types is None else types.tensors[_TYPES].shape[0])
 
 
 def _read_rope(model: GgufModel, fields: Fields, heads: Heads, family: GgufFamily) -> Rope:

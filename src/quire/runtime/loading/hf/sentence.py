@@ -29,10 +29,11 @@ def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
 
     Raises ModelLoadError for a setting that is not supported and would change the embeddings.
     """
-    directory = files.path
+    directory, kind = files.path, ENTRIES[read_family(files)].kind
+    usual = Pooling("last" if kind == "decoder" else "mean")
     if files.kind != "hf":
-        return EmbeddingSettings(Pooling(read_gguf_pooling(files) or "last"))
-    kind = ENTRIES[read_family(files)].kind
+        named = read_gguf_pooling(files)
+        return EmbeddingSettings(usual if named is None else Pooling(named))
     if kind in CLASSIFIERS:
         length, lowercase = _read_transformer(directory)
         classes = read_classes(Fields(str(directory / CONFIG), read_json(directory / CONFIG)))
@@ -40,7 +41,7 @@ def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
         return EmbeddingSettings(by, max_length=length, lowercase=lowercase, classes=classes)
     dimensions = _read_dimensions(directory)
     if not (directory / MODULES).is_file():
-        return EmbeddingSettings(Pooling("last" if kind == "decoder" else "mean"), dimensions=dimensions)
+        return EmbeddingSettings(usual, dimensions=dimensions)
     modules = read_modules(directory)
     _refuse_default_prompt(directory)
     first, second, *others = modules if len(modules) > 1 else (*modules, ("", ""))

@@ -18,7 +18,7 @@ from quire.serving.http.validators.values import (
     nullable,
     shown,
 )
-from quire.serving.text.chat_messages import check_outline
+from quire.serving.text.chat_messages import ForeignImage, check_outline
 from quire.types.decoding import StructuredOutputsParams, read_structured_outputs
 from quire.types.errors import InvalidRequest, UnknownParameter
 
@@ -293,7 +293,8 @@ def _image(where: str, block: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(source.get(name), str):
             raise InvalidRequest(f"{where}.source.{name}", "must be text", form)
     url = source["url"] if names == ("url",) else f"data:{source['media_type']};base64,{source['data']}"
-    return {"type": "image_url", "image_url": {"url": url}}
+    field = f"{where}.source.url" if names == ("url",) else f"{where}.source"
+    return ForeignImage(url, block=where, field=field, kind="image")
 
 
 def _call(where: str, block: dict[str, Any], limits: Bounds) -> dict[str, Any]:
