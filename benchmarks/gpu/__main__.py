@@ -38,7 +38,7 @@ import torch  # noqa: E402
 
 from benchmarks.gpu import floor, workloads  # noqa: E402
 from benchmarks.gpu.check import MOST_LOST, compare, read_accepted  # noqa: E402
-from benchmarks.gpu.models import MODELS  # noqa: E402
+from benchmarks.gpu.models import MODELS, BenchModel, find_model  # noqa: E402
 from benchmarks.gpu.workloads import VOCABULARY, Workload  # noqa: E402
 from benchmarks.report import facts, table  # noqa: E402
 from quire import LLM, BeamSearchParams, SamplingParams  # noqa: E402
@@ -88,8 +88,8 @@ WARM_UP = [512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1]
 class Bench:
     """One engine, and the figures found with it."""
 
-    def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        self._model = MODELS[name]
+    def __init__(self, name: str, model: BenchModel, settings: dict[str, Any]) -> None:
+        self._model = model
         with tempfile.TemporaryDirectory() as folder:
             path = self._model.write(Path(folder))
             usual: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 512}
@@ -237,7 +237,9 @@ def _figure(value: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
+    parser.add_argument(
+        "--model", default="qwen3-0.6b", help=f"of {', '.join(MODELS)}, or the path of any other shape's config.json"
+    )
     parser.add_argument(
         "--rows", default=",".join(ROWS), help=f"of {', '.join((*ROWS, LONG))}; default: all but {LONG}"
     )
@@ -270,7 +272,11 @@ def main() -> None:
     settings |= {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
     if options.max_num_batched_tokens is not None:
         settings["max_num_batched_tokens"] = options.max_num_batched_tokens
-    bench = Bench(options.model, settings)
+    try:
+        model = find_model(options.model)
+    except ValueError as error:
+        parser.error(f"--model {error}")
+    bench = Bench(options.model, model, settings)
     if "start" in rows:
         bench.start()
     bench.warm_up()

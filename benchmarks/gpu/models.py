@@ -209,3 +209,17 @@ MODELS = {
 MODELS["gpt-oss-20b-mxfp4"] = BenchModel(
     {**MODELS["gpt-oss-20b"].config, "quantization_config": {"quant_method": "mxfp4"}}
 )
+
+
+def find_model(name: str) -> BenchModel:
+    """One of MODELS by its name, or any other shape by its Hugging Face config: a config.json, or a folder with one.
+    Raises ValueError if it is neither."""
+    if name in MODELS:
+        return MODELS[name]
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        raise ValueError(f"{name} is neither one of {', '.join(MODELS)} nor a config.json or a folder with one")
+    config = json.loads(path.read_text())
+    heads = config["num_attention_heads"]
+    usual = {"head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads}
+    return BenchModel({**usual, **{key: value for key, value in config.items() if value is not None}})

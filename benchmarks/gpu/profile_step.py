@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import floor
-from benchmarks.gpu.models import MODELS
+from benchmarks.gpu.models import MODELS, find_model
 from benchmarks.gpu.workloads import Workload
 from quire.config.arguments import EngineArguments
 from quire.engine.core import EngineCore
@@ -86,7 +86,7 @@ class TimedExecutor:
 def make_engine(options: argparse.Namespace) -> tuple[EngineCore, TimedExecutor]:
     """An engine with room for `batch` sequences of `context` tokens that decode for some steps."""
     with tempfile.TemporaryDirectory() as folder:
-        files = resolve_model(str(MODELS[options.model].write(Path(folder))))
+        files = resolve_model(str(find_model(options.model).write(Path(folder))))
         longest = options.context + 40 + 4 * options.steps
         arguments = EngineArguments(
             dtype="bfloat16", max_model_len=longest, max_num_seqs=max(8, options.batch),
@@ -96,7 +96,7 @@ def make_engine(options: argparse.Namespace) -> tuple[EngineCore, TimedExecutor]
         planned = plan_engine(files, arguments)
         ranks = one_rank() if options.group else ALONE
         executor = SingleExecutor(
-            files, planned.model, planned.config, load_format=MODELS[options.model].load_format, ranks=ranks
+            files, planned.model, planned.config, load_format=find_model(options.model).load_format, ranks=ranks
         )
     timed = TimedExecutor(executor)
     return EngineCore(timed, planned.config.cache, planned.config.scheduler, planned.model.vocab_size), timed
@@ -179,7 +179,7 @@ def traced(work: Callable[[], int], keep: Path | None) -> tuple[list[dict[str, A
 
 def least_seconds(options: argparse.Namespace, steps: int) -> float:
     """The floor of a step."""
-    model, precision = MODELS[options.model], floor.Precision.of(options.quantization, options.kv_cache_dtype)
+    model, precision = find_model(options.model), floor.Precision.of(options.quantization, options.kv_cache_dtype)
     if options.prompts:
         prompts = Workload([[1] * options.context] * options.batch, [1] * options.batch)
         return floor.prefill_seconds(model, prompts, precision) / steps
@@ -188,7 +188,9 @@ def least_seconds(options: argparse.Namespace, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
+    parser.add_argument(
+        "--model", default="qwen3-0.6b", help=f"of {', '.join(MODELS)}, or the path of any other shape's config.json"
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=512, help="tokens each sequence holds at the start")
     parser.add_argument("--steps", type=int, default=50)
@@ -204,6 +206,10 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=14, help="kernels to list")
     parser.add_argument("--trace", type=Path, help="keep the trace here")
     options = parser.parse_args()
+    try:
+        find_model(options.model)
+    except ValueError as error:
+        parser.error(f"--model {error}")
     core, timed = make_engine(options)
     work = (read_prompts if options.prompts else decode)(core, options)
     timed.launching = timed.waiting = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("torch")
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import floor, workloads
-from benchmarks.gpu.models import MODELS, BenchModel
+from benchmarks.gpu.models import MODELS, BenchModel, find_model
 from benchmarks.gpu.profile_step import busy_share
 from quire.runtime.loading.hf.config import hf_model_config
 
@@ -76,13 +77,23 @@ def test_latents_and_experts_are_counted_as_the_engine_does(tmp_path: Path) -> N
     assert model.read_bytes(10_000, 1) + both == pytest.approx(config.num_parameters, rel=0.01)
 
 
+def test_any_shape_is_found_by_its_config(tmp_path: Path) -> None:
+    assert find_model("qwen3-0.6b") is MODELS["qwen3-0.6b"]
+    config = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": None, "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in (tmp_path, tmp_path / "config.json"):
+        found = find_model(str(name)).config
+        assert (found["head_dim"], found["num_key_value_heads"], found["model_type"]) == (16, 6, "llama")
+    with pytest.raises(ValueError, match=r"nowhere is neither one of qwen3-0\.6b, .* nor a config\.json"):
+        find_model("nowhere")
+
+
 def test_a_bench_runs_requests_and_says_how_far_they_are_from_the_floor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(MODELS, "qwen3-0.6b", TINY)
     monkeypatch.setattr(gpu, "WARM_UP", [4, 1])
     monkeypatch.setitem(gpu.WHOLE, "nano", lambda repeat: workloads.Workload([[5, 6 + repeat]] * 3, [4, 2, 3]))
-    bench = gpu.Bench("qwen3-0.6b", {"device": "cpu", "num_kv_blocks": 600, "threads": 1, "max_num_seqs": 8})
+    bench = gpu.Bench("qwen3-0.6b", TINY, {"device": "cpu", "num_kv_blocks": 600, "threads": 1, "max_num_seqs": 8})
     bench.start()
     bench.warm_up()
     bench.run("nano", 0)

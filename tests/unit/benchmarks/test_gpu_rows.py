@@ -50,10 +50,9 @@ def test_long_prompts_are_refused_where_they_do_not_fit(
 
 
 def test_the_first_long_prompt_is_asked_alone_and_then_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, "qwen3-0.6b", LLAMA)
     work = Workload([[place] * 64 for place in range(20, 24)], [8] * 4)
     monkeypatch.setattr(workloads, "long", lambda repeat: work)
-    bench = gpu.Bench("qwen3-0.6b", SETTINGS)
+    bench = gpu.Bench("qwen3-0.6b", LLAMA, SETTINGS)
     before = bench.llm._client._core.stats().prefix_hits
     bench.run("long", 0)
     assert bench.llm._client._core.stats().prefix_hits - before >= 48
