@@ -120,8 +120,10 @@ def test_a_mixture_runs_as_a_program_and_in_bfloat16(tmp_path: Path) -> None:
         torch.testing.assert_close(near[0], logits[0], rtol=0.1, atol=0.6)
 
 
-def test_what_gemma_4_takes_for_granted_is_what_transformers_does(tmp_path: Path) -> None:
-    theirs = transformers.Gemma4TextConfig(num_hidden_layers=7)
+@pytest.mark.parametrize("count", [7, 12])
+def test_what_gemma_4_takes_for_granted_is_what_transformers_does(count: int, tmp_path: Path) -> None:
+    """It writes the numbers of layers with as many digits each."""
+    theirs = transformers.Gemma4TextConfig(num_hidden_layers=count)
     theirs.save_pretrained(tmp_path)
     said = hf_model_config(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
@@ -131,7 +133,7 @@ def test_what_gemma_4_takes_for_granted_is_what_transformers_does(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(silent | tokens))
     config = hf_model_config(tmp_path)
     assert config == said
-    assert config.windows == (512, 512, 512, 512, 512, None, None)
+    assert config.windows == {7: (*[512] * 5, None, None), 12: (*[512] * 5, None) * 2}[count]
     assert config.rope.kind == "proportional"
     assert config.per_layer_input == 256
     assert (config.heads, config.local_heads) == (Heads(8, 4, 512), Heads(8, 4, 256))
@@ -144,6 +146,8 @@ def test_what_gemma_4_takes_for_granted_is_what_transformers_does(tmp_path: Path
         ({"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),  # that has a window
         ({"per_layer_config": {"1": {"hidden_size": 8}}}, "per_layer_config"),
         ({"per_layer_config": [1]}, "per_layer_config"),
+        ({"per_layer_config": {layer: {"head_dim": 32} for layer in ("1", "3", "4")}}, "per_layer_config"),  # of 4
+        ({"per_layer_config": {layer: {"head_dim": 32} for layer in ("1", "3", "01")}}, "per_layer_config"),
         ({"enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 4}, "num_experts"),
         (MIXTURE | {"top_k_experts": 6}, "top_k_experts"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
