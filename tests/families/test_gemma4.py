@@ -146,6 +146,8 @@ def test_what_gemma_4_takes_for_granted_is_what_transformers_does(count: int, tm
         ({"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),  # that has a window
         ({"per_layer_config": {"1": {"hidden_size": 8}}}, "per_layer_config"),
         ({"per_layer_config": [1]}, "per_layer_config"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters.*full_attention"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.*full_attention"),
         ({"per_layer_config": {layer: {"head_dim": 32} for layer in ("1", "3", "4")}}, "per_layer_config"),  # of 4
         ({"per_layer_config": {layer: {"head_dim": 32} for layer in ("1", "3", "01")}}, "per_layer_config"),
         ({"enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 4}, "num_experts"),
@@ -165,6 +167,16 @@ def test_settings_that_cannot_be_are_refused_by_name(changes: dict[str, Any], na
     change_config(tmp_path, **changes)
     with pytest.raises(ModelLoadError, match=named):
         hf_model_config(tmp_path)
+
+
+def test_positions_in_the_old_spelling_are_not_ignored(tmp_path: Path) -> None:
+    gemma4().save_pretrained(tmp_path)
+    said, path = hf_model_config(tmp_path), tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    values["rope_scaling"] = values.pop("rope_parameters")
+    path.write_text(json.dumps(values))
+    assert hf_model_config(tmp_path) == said
+    assert transformers.Gemma4TextConfig.from_pretrained(tmp_path).rope_parameters == values["rope_scaling"]
 
 
 def test_heads_are_those_of_transformers(tmp_path: Path) -> None:
