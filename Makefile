@@ -55,8 +55,7 @@ test-clients: $(CLIENTS)/clients/.installed $(CLIENTS)/clients-openai2/.installe
 check: $(DEV_STAMP) ## lint, formatting, types, architecture
 	$(BIN)/ruff check $(wildcard $(CODE))
 	$(BIN)/ruff format --check $(wildcard $(CODE))
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/architecture
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q tests/architecture; tests=$$?; wait $$types && exit $$tests
 
 format: $(DEV_STAMP) ## rewrite the code in the house's format
 	$(BIN)/ruff check --fix $(wildcard $(CODE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -33,12 +34,13 @@ class Module:
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else ""
 
+    @cached_property
     def imports(self) -> list[tuple[str, int]]:
         """Every imported module with its line: in functions, under TYPE_CHECKING and by import_module("name") too.
 
         A name taken from the top package counts as a module of it: it may be one, or lead to one.
         """
-        found = [(name, line) for name, line in self.dynamic_imports() if name is not None]
+        found = [(name, line) for name, line in self.dynamic_imports if name is not None]
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 found += [(alias.name, node.lineno) for alias in node.names]
@@ -51,16 +53,18 @@ class Module:
                     found.append((node.module, node.lineno))
         return found
 
+    @cached_property
     def dynamic_imports(self) -> list[tuple[str | None, int]]:
         """The modules imported by calling a function, with the line; None where the name is computed."""
         found: list[tuple[str | None, int]] = []
-        for name, node in self.calls():
+        for name, node in self.calls:
             if name in ("importlib.import_module", "__import__"):
                 given = node.args[0] if node.args else None
                 literal = given.value if isinstance(given, ast.Constant) and isinstance(given.value, str) else None
                 found.append((literal, node.lineno))
         return found
 
+    @cached_property
     def calls(self) -> list[tuple[str, ast.Call]]:
         """Every call of a name, spelt out in full: `np.load` is numpy.load, and `load` is what was imported as such."""
         known = self._imported_names()
@@ -81,6 +85,7 @@ class Module:
                 names.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
         return names
 
+    @cached_property
     def functions(self) -> list[tuple[str, int, ast.FunctionDef | ast.AsyncFunctionDef]]:
         """(qualified name, lines, node) of every function and method."""
         found: list[tuple[str, int, ast.FunctionDef | ast.AsyncFunctionDef]] = []
@@ -93,7 +98,7 @@ class Module:
                     walk(child, f"{name}.")
                 elif isinstance(child, ast.ClassDef):
                     walk(child, f"{prefix}{child.name}.")
-                else:
+                elif not isinstance(child, ast.expr):  # an expression holds no function with a name
                     walk(child, prefix)
 
         walk(self.tree, "")
@@ -124,6 +129,7 @@ def modules() -> tuple[Module, ...]:
         parts = path.relative_to(SOURCE).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found.append(Module(name, path, ast.parse(text, str(path)), text.count("\n")))
+    gc.freeze()  # else every search for garbage walks through a million nodes
     return tuple(found)
 
 

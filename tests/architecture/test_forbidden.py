@@ -30,7 +30,7 @@ MAX_ENVIRONMENT_VARIABLES = 9
 def _forbidden_calls(module: Module) -> list[str]:
     return [
         f"{module.where}:{node.lineno} {name}"
-        for name, node in module.calls()
+        for name, node in module.calls
         if name in FORBIDDEN_CALLS or (name == "numpy.load" and _may_unpickle(node))
     ]
 
@@ -42,7 +42,7 @@ def _may_unpickle(node: ast.Call) -> bool:
 
 
 def test_nothing_that_runs_foreign_bytes_is_imported() -> None:
-    found = [(m.where, line) for m in modules() for n, line in m.imports() if n.partition(".")[0] in FORBIDDEN_IMPORTS]
+    found = [(m.where, line) for m in modules() for n, line in m.imports if n.partition(".")[0] in FORBIDDEN_IMPORTS]
     assert not found
 
 
@@ -74,9 +74,9 @@ def test_numpy_may_load_what_is_no_pickle() -> None:
 
 def test_only_the_front_door_and_the_compiling_child_import_by_a_computed_name() -> None:
     """A child that compiles kernels is told the module of each; it takes only those of our own kernels."""
-    computed = {module.name for module in modules() for name, _ in module.dynamic_imports() if name is None}
+    computed = {module.name for module in modules() for name, _ in module.dynamic_imports if name is None}
     assert computed == {"quire", "quire.kernels.triton.compile_process", "quire.runtime.models.registry"}
-    assert parse("import importlib\nimportlib.import_module(name)").dynamic_imports() == [(None, 2)]
+    assert parse("import importlib\nimportlib.import_module(name)").dynamic_imports == [(None, 2)]
 
 
 def test_forbidden_functions_are_not_imported_by_name() -> None:

@@ -65,7 +65,7 @@ def _climbs(module: Module) -> list[str]:
     allowed = [f"quire.{name}" for name in (*MAY_IMPORT[module.package], "__version__")]
     return [
         f"{module.where}:{line} imports {name}"
-        for name, line in module.imports()
+        for name, line in module.imports
         if name.partition(".")[0] == "quire"
         and not any(name == other or name.startswith(f"{other}.") for other in allowed)
     ]
@@ -99,7 +99,7 @@ def test_only_declared_packages_are_imported() -> None:
     unknown = [
         f"{module.where}:{line} imports {name}"
         for module in modules()
-        for name, line in module.imports()
+        for name, line in module.imports
         if name.partition(".")[0] not in known
     ]
     assert not unknown
@@ -137,7 +137,7 @@ def test_an_import_of_torch_is_seen_in_any_form(text: str) -> None:
 
 
 def _imports_of_torch(module: Module) -> list[str]:
-    return [f"{module.where}:{line}" for name, line in module.imports() if name.partition(".")[0] == "torch"]
+    return [f"{module.where}:{line}" for name, line in module.imports if name.partition(".")[0] == "torch"]
 
 
 def test_every_package_has_a_rule() -> None:

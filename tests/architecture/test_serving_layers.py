@@ -31,7 +31,7 @@ def climbs(module: Module) -> list[str]:
         return []
     return [
         f"{module.where}:{line} imports {name}"
-        for name, line in module.imports()
+        for name, line in module.imports
         if (other := layer_of(name)) is not None and other > own
     ]
 
@@ -71,7 +71,7 @@ def test_an_import_of_a_package_above_is_seen(name: str, text: str) -> None:
 def test_no_module_of_the_server_imports_itself_by_a_detour() -> None:
     server = [module for module in modules() if layer_of(module.name) is not None]
     names = {module.name for module in server}
-    graph = {module.name: {name for name, _ in module.imports()} & names for module in server}
+    graph = {module.name: {name for name, _ in module.imports} & names for module in server}
     assert len(graph) > 30
     assert not circles(graph)
 

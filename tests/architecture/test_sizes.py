@@ -25,7 +25,7 @@ def _long_functions() -> set[str]:
     return {
         f"{module.where}:{name}"
         for module in modules()
-        for name, num_lines, _ in module.functions()
+        for name, num_lines, _ in module.functions
         if num_lines > MAX_FUNCTION_LINES
     }
 
@@ -33,7 +33,7 @@ def _long_functions() -> set[str]:
 def _wide_constructors() -> set[str]:
     wide = set()
     for module in modules():
-        for name, _, node in module.functions():
+        for name, _, node in module.functions:
             if name.endswith("__init__"):
                 arguments = node.args
                 count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from tiny_models import Bench, engine_config, greedy_reference
 from worker_executor import TinyEngine
 
 EXPERTS = replace(SMALL, experts=True)
+IN_FULL = "QUIRE_TEST_WHOLE" in os.environ  # make families
+IN_TORCH = [backend for backend in BACKENDS if IN_FULL or isinstance(backend, str)]
 
 
 def bench_of(case: FamilyCase, attention: str) -> Bench:
@@ -48,6 +51,8 @@ def check(name: str, forms: tuple[Form, Form], attention: str, folder: Path) -> 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_adapters_of_experts_change_what_merged_weights_would(name: str, attention: str, tmp_path: Path) -> None:
     """Names of other projects, shared experts, biases, gates with limits whose outputs come in turns."""
+    if attention == "triton" and name != "deepseek_v3" and not IN_FULL:
+        pytest.skip("tests of ranks and of parts that are left alone run its kernels; make families runs it")
     check(name, ("each", "fused"), attention, tmp_path)
 
 
@@ -94,7 +99,7 @@ def patterned(case: FamilyCase, folder: Path) -> tuple[Path, Path]:
     return first, make_expert_adapter(folder / "second", case.model, "fused", seed=2, others=False, **WHOLE)
 
 
-@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize("attention", IN_TORCH)  # slots are filled alike for all backends
 def test_patterns_say_the_ranks_and_scales_of_experts(attention: str, tmp_path: Path) -> None:
     case = FamilyCase("qwen3_moe", tmp_path / "model")
     first, second = patterned(case, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from quire.runtime.parallel import expert_sum
 from worker_executor import TinyEngine
 
 pytest.importorskip("transformers")
+WHOLE = "QUIRE_TEST_WHOLE" in os.environ  # make families
 CHANGES: dict[str, dict[str, Any]] = {  # numbers of experts that two ranks cannot share evenly
     "mixtral": {"num_local_experts": 5},
     "qwen2_moe": {"num_experts": 3},
@@ -60,6 +62,8 @@ def test_so_do_three_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", WITHOUT_SHARED)
 def test_so_does_an_all_to_all(name: str, attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all steps of two tokens and more."""
+    if (name, attention) == ("mixtral", "triton") and not WHOLE:
+        pytest.skip("its kernels are those of qwen3_moe; make families runs it")
     monkeypatch.setattr(expert_sum, "LEAST_ROWS", 2)
     monkeypatch.setattr(expert_sum, "LEAST_SAVING", 0.0)
     called = []

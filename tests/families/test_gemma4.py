@@ -120,8 +120,10 @@ def test_a_mixture_runs_as_a_program_and_in_bfloat16(tmp_path: Path) -> None:
         torch.testing.assert_close(near[0], logits[0], rtol=0.1, atol=0.6)
 
 
-def test_what_gemma_4_takes_for_granted_is_what_transformers_does(tmp_path: Path) -> None:
-    theirs = transformers.Gemma4TextConfig(num_hidden_layers=7)
+@pytest.mark.parametrize("count", [7, 12])
+def test_what_gemma_4_takes_for_granted_is_what_transformers_does(count: int, tmp_path: Path) -> None:
+    """It writes the numbers of layers with as many digits each."""
+    theirs = transformers.Gemma4TextConfig(num_hidden_layers=count)
     theirs.save_pretrained(tmp_path)
     said = hf_model_config(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
@@ -131,7 +133,7 @@ def test_what_gemma_4_takes_for_granted_is_what_transformers_does(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(silent | tokens))
     config = hf_model_config(tmp_path)
     assert config == said
-    assert config.windows == (512, 512, 512, 512, 512, None, None)
+    assert config.windows == {7: (*[512] * 5, None, None), 12: (*[512] * 5, None) * 2}[count]
     assert config.rope.kind == "proportional"
     assert config.per_layer_input == 256
     assert (config.heads, config.local_heads) == (Heads(8, 4, 512), Heads(8, 4, 256))
@@ -144,6 +146,10 @@ def test_what_gemma_4_takes_for_granted_is_what_transformers_does(tmp_path: Path
         ({"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),  # that has a window
         ({"per_layer_config": {"1": {"hidden_size": 8}}}, "per_layer_config"),
         ({"per_layer_config": [1]}, "per_layer_config"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters.*full_attention"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.*full_attention"),
+        ({"per_layer_config": {layer: {"head_dim": 32} for layer in ("1", "3", "4")}}, "per_layer_config"),  # of 4
+        ({"per_layer_config": {layer: {"head_dim": 32} for layer in ("1", "3", "01")}}, "per_layer_config"),
         ({"enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 4}, "num_experts"),
         (MIXTURE | {"top_k_experts": 6}, "top_k_experts"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
@@ -161,6 +167,16 @@ def test_settings_that_cannot_be_are_refused_by_name(changes: dict[str, Any], na
     change_config(tmp_path, **changes)
     with pytest.raises(ModelLoadError, match=named):
         hf_model_config(tmp_path)
+
+
+def test_positions_in_the_old_spelling_are_not_ignored(tmp_path: Path) -> None:
+    gemma4().save_pretrained(tmp_path)
+    said, path = hf_model_config(tmp_path), tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    values["rope_scaling"] = values.pop("rope_parameters")
+    path.write_text(json.dumps(values))
+    assert hf_model_config(tmp_path) == said
+    assert transformers.Gemma4TextConfig.from_pretrained(tmp_path).rope_parameters == values["rope_scaling"]
 
 
 def test_heads_are_those_of_transformers(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from interpreter import HAS_TRITON
 from quire.runtime.layers.vision import cut_patches
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
+from quire.runtime.loading.hf.config import hf_model_config
 from quire.runtime.sampling.make import make_sampler
+from quire.types.errors import ModelLoadError
 from quire.types.step import Chunk
 from tiny_models import DEVICE, Bench, engine_config
 from vision_models import VISION, VisionPrompt, picture, prompt_of, vision_model, vision_reference
@@ -131,3 +135,23 @@ def test_an_image_with_too_few_pixels_fails_its_own_row(case: Case) -> None:
     bench.run(chunks=[Chunk(0, 0, len(PROMPTS[0].tokens), (0,)), Chunk(1, 0, 5, (1,))])
     assert bench.worker._failed == {0}
     assert bench.tokens[1][5:] == case.expected[1][0][:1]
+
+
+def test_how_images_are_prepared_is_read_where_transformers_reads_it(case: Case, tmp_path: Path) -> None:
+    """An object of processor_config.json counts before preprocessor_config.json, which older versions write."""
+    shutil.copy(case.folder / "config.json", tmp_path)
+    unit = VISION.patch * VISION.merge
+    old, new = ({"size": {"shortest_edge": 4 * unit**2, "longest_edge": most * unit**2}} for most in (50, 60))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(old))
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2VLProcessor"}))
+    vision = hf_model_config(tmp_path).vision
+    assert vision is not None
+    assert vision.grid.max_pixels == 50 * unit**2
+    nested = {"image_processor": new | {"image_mean": [0.1, 0.2, 0.3]}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    vision = hf_model_config(tmp_path).vision
+    assert vision is not None
+    assert (vision.grid.max_pixels, vision.mean) == (60 * unit**2, (0.1, 0.2, 0.3))
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"do_rescale": False}}))
+    with pytest.raises(ModelLoadError, match=r"processor_config.json: image_processor.do_rescale"):
+        hf_model_config(tmp_path)

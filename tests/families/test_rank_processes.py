@@ -51,7 +51,7 @@ def check(directory: Path, prompts: list[list[int]], shape: str, **settings: Any
     assert shared == alone
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES if WHOLE else ["tp2", "pp2"])  # both at once: test_rank_features.py
 @pytest.mark.parametrize("name", NAMES if WHOLE else NAMES[:1])
 def test_ranks_give_the_tokens_of_one_process(name: str, shape: str, tmp_path: Path) -> None:
     case = FamilyCase(name, tmp_path, CHANGES.get(name, {}))
@@ -82,7 +82,7 @@ def test_so_does_one_rank_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert process == alone
 
 
-@pytest.mark.parametrize("shape", ["tp2", "tp2-pp2"])
+@pytest.mark.parametrize("shape", ["tp2", "tp2-pp2"] if WHOLE else ["tp2-pp2"])
 @pytest.mark.parametrize("name", MIXTURES if WHOLE else MIXTURES[:1])
 def test_so_do_ranks_with_whole_experts(name: str, shape: str, tmp_path: Path) -> None:
     """Their number does not divide by the ranks."""

@@ -9,7 +9,7 @@ from tests.architecture.source import modules
 
 def test_no_module_of_the_settings_imports_itself_by_way_of_another() -> None:
     needed = {
-        module.name: [name for name, _ in module.imports() if name.startswith("quire.config.")]
+        module.name: [name for name, _ in module.imports if name.startswith("quire.config.")]
         for module in modules()
         if module.package == "config"
     }

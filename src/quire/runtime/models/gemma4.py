@@ -30,7 +30,7 @@ from quire.runtime.models.hf_config import (
     read_windows,
     refuse_bidirectional,
 )
-from quire.runtime.models.hf_rope import read_rope
+from quire.runtime.models.hf_rope import read_rope, ropes_by_type
 
 USUAL_ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -75,7 +75,7 @@ def read_gemma4(config: Fields) -> ModelConfig:
     if size and config.integer("vocab_size_per_layer_input", 262_144) != vocab_size:
         raise config.refuse("vocab_size_per_layer_input", f"only that of the model, {vocab_size}, is supported")
     length = config.integer("max_position_embeddings", 131_072)
-    given = config if config.raw("rope_parameters") else Fields(config.file, {"rope_parameters": USUAL_ROPE})
+    given = ropes_by_type(config, USUAL_ROPE)
     windows = read_windows(config, read_window(config, 512), lambda layer: (layer + 1) % 6 != 0)
     windows = (*windows[:-1], None) if windows else ()  # the last layer always sees all
     keys_are_values, local = config.flag("attention_k_eq_v", False), read_heads(config, 4, 256)

@@ -156,17 +156,21 @@ def read_heads_by_window(
 
 
 def _read_changed_heads(config: Fields, windows: tuple[int | None, ...], usual: Heads) -> Heads:
-    """The heads of layers that see all tokens, from what each layer says by its number: no other layer may differ."""
-    given = config.raw("per_layer_config") or {}
+    """The heads of layers that see all tokens, from what each layer says by its number, which may begin with zeros: no
+    other layer may differ."""
+    given, count = config.raw("per_layer_config") or {}, config.integer("num_hidden_layers")
     names = {"head_dim": "dim", "num_key_value_heads": "num_kv"}
     if not isinstance(given, dict) or any(
         not isinstance(each, dict) or any(key not in names or type(value) is not int for key, value in each.items())
         for each in given.values()
     ):
         raise config.refuse("per_layer_config", f"only {' and '.join(names)} of layers are supported")
+    numbered = {int(key): changes for key, changes in given.items() if key.isdecimal() and len(key) < 10}
+    if len(numbered) != len(given) or any(layer >= count for layer in numbered):
+        raise config.refuse("per_layer_config", f"must name layers by numbers below {count}, each once")
     found: dict[bool, set[Heads]] = {False: set(), True: set()}
-    for layer in range(config.integer("num_hidden_layers")):
-        changes = {names[key]: value for key, value in given.get(str(layer), {}).items()}
+    for layer in range(count):
+        changes = {names[key]: value for key, value in numbered.get(layer, {}).items()}
         found[bool(windows and windows[layer] is not None)].add(replace(usual, **changes))
     if len(found[False]) != 1 or found[True] - {usual}:
         reason = "layers that see all tokens must have the same heads, and those with a window the model's"

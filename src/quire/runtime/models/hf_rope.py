@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal, cast
 
 from quire.config.fields import Fields
@@ -63,6 +64,18 @@ def read_rope(
     scaling = _read_scaling(config, parameters, kind, max_position)
     short, long = (_read_factors(parameters, key) if kind == "longrope" else () for key in _LISTS)
     return Rope(theta, cast("Kind", kind), tuple(scaling.items()), max_position, short, long, dim)
+
+
+def ropes_by_type(config: Fields, usual: Mapping[str, object]) -> Fields:
+    """Settings in which every type of layers has parameters of its own: those of a config, or `usual`, where it is
+    silent."""
+    where = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
+    given = config.raw(where)
+    if not given:
+        return Fields(config.file, {where: usual})
+    if not isinstance(given, dict) or given.keys().isdisjoint(usual):
+        raise config.refuse(where, f"must hold parameters of {' and of '.join(usual)}")
+    return config
 
 
 def read_local_rope(config: Fields, max_position: int, layer_type: str) -> Rope:

@@ -1,4 +1,4 @@
-"""A model's vision from config.json, and from preprocessor_config.json beside it."""
+"""A model's vision from config.json, and how its images are prepared from a file beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.config.fields import Fields
 from quire.config.vision import FEWEST_TOKENS, USUAL_MEAN, USUAL_STD, Channels, ImageGrid, Vision
 from quire.runtime.loading.hf.json_file import read_json
 
-PREPROCESSOR = "preprocessor_config.json"
+PREPROCESSOR, PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config.json", "image_processor"
 _IMAGE_TOKEN = 151_655  # where config.json is silent
 _BICUBIC, _RESCALE = 3, 1 / 255
 _MOST_PIXELS = 16_384 * 28 * 28  # that published models allow
@@ -82,8 +82,7 @@ def _read_full(tower: Fields) -> tuple[int, ...]:
 
 def _read_images(config: Fields, patch: int, merge: int, frames: int) -> Fields:
     """How images are prepared; what this code does otherwise is refused."""
-    path = Path(config.file).with_name(PREPROCESSOR)
-    image = Fields(str(path), read_json(path) if path.is_file() else {})
+    image = _find_images(config)
     usual = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames, "resample": _BICUBIC}
     for key, value in usual.items():
         if image.integer(key, value) != value:
@@ -94,6 +93,18 @@ def _read_images(config: Fields, patch: int, merge: int, frames: int) -> Fields:
     if abs(image.number("rescale_factor", _RESCALE) - _RESCALE) > 1e-9:
         raise image.refuse("rescale_factor", "only 1 / 255 is supported")
     return image
+
+
+def _find_images(config: Fields) -> Fields:
+    """The settings of images: transformers 5 has them in an object of processor_config.json, which it reads first."""
+    path = Path(config.file).with_name(PROCESSOR)
+    nested = read_json(path).get(_NESTED) if path.is_file() else None
+    if nested is None:
+        path = path.with_name(PREPROCESSOR)
+        return Fields(str(path), read_json(path) if path.is_file() else {})
+    if not isinstance(nested, dict):
+        raise Fields(str(path), {}).refuse(_NESTED, "must be an object")
+    return Fields(str(path), {f"{_NESTED}.{key}": value for key, value in nested.items()}, f"{_NESTED}.")
 
 
 def _read_pixels(image: Fields, unit: int) -> tuple[int, int]:
