@@ -216,7 +216,7 @@ def _team_shift(record: PhaseRecord, programs: int) -> int:
     units, each = (record.steps, PIECE_STEPS) if record.kind == NIBBLES else (record.row_bytes // UNIT, PIECE_UNITS)
 
     def cost(shift: int) -> float:
-        pieces = ceil(units / (each << shift)) * record.parts
+        pieces: int = ceil(units / (each << shift)) * record.parts
         return ceil(tiles / (WARPS >> shift)) * (pieces + 1.5)
 
     return min((3, 2, 1), key=cost)
