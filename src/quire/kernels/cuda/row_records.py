@@ -217,7 +217,8 @@ def _team_shift(record: PhaseRecord, programs: int) -> int:
 
     def cost(shift: int) -> float:
         pieces: int = ceil(units / (each << shift)) * record.parts
-        return ceil(tiles / (WARPS >> shift)) * (pieces + 1.5)
+        turns: int = ceil(tiles / (WARPS >> shift))
+        return turns * (pieces + 1.5)
 
     return min((3, 2, 1), key=cost)
 
