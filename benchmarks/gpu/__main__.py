@@ -2,6 +2,7 @@
 
 With float8: python -m benchmarks.gpu --model llama-3.1-8b --quantization fp8 --kv-cache-dtype fp8
 With four bits: python -m benchmarks.gpu --model llama-3.1-8b --quantization int4 --rows batch1,nano
+Any other shape: python -m benchmarks.gpu --model path/to/config.json
 
 Every row is repeated with other token ids; a RESULT line per repeat, then a table of medians beside the physical floor
 and what vLLM 0.26.0 did on one H200 with the same requests. Tokens in, tokens out: no text is made.

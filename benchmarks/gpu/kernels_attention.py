@@ -211,6 +211,8 @@ def cudnn_seconds(case: Case) -> float | None:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         try:
             return time_launches([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)])  # type: ignore[list-item]
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:  # heads of a size that it does not take
             return None
 

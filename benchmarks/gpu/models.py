@@ -34,7 +34,7 @@ class BenchModel:
         chosen, each = c["num_experts_per_tok"], 3 * c["hidden_size"] * self._expert_width
         others = self.layer_parameters - self._num_mixtures * chosen * each
         used = experts * (1 - (1 - chosen / experts) ** rows)
-        expert_bytes = MXFP4_BYTES if "quantization_config" in c else weight_bytes
+        expert_bytes = MXFP4_BYTES if c.get("quantization_config") else weight_bytes
         return others * weight_bytes + self._num_mixtures * used * each * expert_bytes
 
     @property
@@ -87,25 +87,25 @@ class BenchModel:
         """How many layers see how many of the last tokens; None: all of them."""
         c = self.config
         window, count = c.get("sliding_window"), c["num_hidden_layers"]
-        if "layer_types" in c:
+        if c.get("layer_types"):
             return Counter(window if kind == SLIDING else None for kind in c["layer_types"])
-        every = c.get("sliding_window_pattern", 1)
+        every = c.get("sliding_window_pattern") or 1
         return Counter(window if (layer + 1) % every else None for layer in range(count))
 
     @property
     def _num_experts(self) -> int:
         """That tokens are spread over."""
         names = ("num_experts", "n_routed_experts", "num_local_experts")
-        return next((int(self.config[name]) for name in names if name in self.config), 0)
+        return next((int(self.config[name]) for name in names if self.config.get(name) is not None), 0)
 
     @property
     def _expert_width(self) -> int:
-        return int(self.config.get("moe_intermediate_size", self.config["intermediate_size"]))
+        return int(self.config.get("moe_intermediate_size") or self.config["intermediate_size"])
 
     @property
     def load_format(self) -> Literal["auto", "dummy"]:
         """By which an engine loads it: its random weights are made at load, but for those that are stored quantized."""
-        return "auto" if "quantization_config" in self.config else "dummy"
+        return "auto" if self.config.get("quantization_config") else "dummy"
 
     def write(self, folder: Path) -> Path:
         """A model directory: of nothing but the config, unless weights are stored quantized (gpt-oss)."""
@@ -211,6 +211,9 @@ MODELS["gpt-oss-20b-mxfp4"] = BenchModel(
 )
 
 
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
 def find_model(name: str) -> BenchModel:
     """One of MODELS by its name, or any other shape by its Hugging Face config: a config.json, or a folder with one.
     Raises ValueError if it is neither."""
@@ -219,7 +222,19 @@ def find_model(name: str) -> BenchModel:
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
         raise ValueError(f"{name} is neither one of {', '.join(MODELS)} nor a config.json or a folder with one")
-    config = json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    if missing := [key for key in _NEEDED if type(config.get(key)) is not int or config[key] < 1]:
+        fix = "give the config of a decoder; of a model for images, its text_config"
+        raise ValueError(f"{path}: {', '.join(missing)} must be whole numbers above 0; {fix}")
+    if config.get("quantization_config") is not None:
+        raise ValueError(f"{path}: quantization_config is not read here; leave it out, and use --quantization")
     heads = config["num_attention_heads"]
-    usual = {"head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads}
-    return BenchModel({**usual, **{key: value for key, value in config.items() if value is not None}})
+    usual = {"num_key_value_heads": heads}
+    if "kv_lora_rank" not in config:
+        usual["head_dim"] = config["hidden_size"] // heads
+    return BenchModel(config | {key: value for key, value in usual.items() if config.get(key) is None})

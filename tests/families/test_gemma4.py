@@ -148,6 +148,8 @@ def test_what_gemma_4_takes_for_granted_is_what_transformers_does(count: int, tm
         ({"per_layer_config": [1]}, "per_layer_config"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters.*full_attention"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.*full_attention"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "rope_scaling.*and nothing else"),
+        ({"per_layer_config": []}, "per_layer_config.*only head_dim"),
         ({"per_layer_config": {layer: {"head_dim": 32} for layer in ("1", "3", "4")}}, "per_layer_config"),  # of 4
         ({"per_layer_config": {layer: {"head_dim": 32} for layer in ("1", "3", "01")}}, "per_layer_config"),
         ({"enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 4}, "num_experts"),
@@ -157,7 +159,12 @@ def test_what_gemma_4_takes_for_granted_is_what_transformers_does(count: int, tm
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers"),
         ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60}, "vocab_size_per_layer_input"),
         (
-            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2.0}}},
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default"},
+                    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2.0},
+                }
+            },
             "in .0, 1",
         ),
     ],

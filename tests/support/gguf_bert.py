@@ -28,10 +28,9 @@ def export_encoder(
     *,
     settings: Mapping[str, object] | None = None,
     metadata: Mapping[str, object] | None = None,
-    without: Sequence[str] = (),
 ) -> Path:
     """Write the folder's model as a GGUF file. `kind`: of matrices in layers, and of the table of tokens. `settings`:
-    other ones, or more; `without`: tensors that are taken away."""
+    other ones, or more."""
     config = json.loads((folder / "config.json").read_text())
     skipped = config["pad_token_id"] + 1 if "roberta" in config["model_type"] else 0
     found: dict[str, object] = {
@@ -42,7 +41,7 @@ def export_encoder(
         "attention.layer_norm_epsilon": config.get("layer_norm_eps", 1e-12), "attention.causal": False,
     }  # fmt: skip
     given = {f"bert.{key}": value for key, value in (found | dict(settings or {})).items()}
-    tensors = [each for each in _tensors(folder, kind, skipped) if each.name not in without]
+    tensors = _tensors(folder, kind, skipped)
     return write_gguf(path, {"general.architecture": "bert", **given, **(metadata or {})}, tensors)
 
 

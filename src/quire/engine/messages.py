@@ -29,7 +29,8 @@ from quire.types.sampling import SamplingParams
 from quire.types.stats import BlockMap, EngineStats
 
 MAX_MESSAGE = 64 * 2**20  # bytes
-_PATH, _NAME = re.compile(r" - at `\$\.?([^`]*)`$"), re.compile(r"field `([^`]+)`")  # in the decoder's reasons
+# In the decoder's reasons:
+_PATH, _NAME = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])?`$"), re.compile(r"field `([^`]+)`")
 
 Question = Literal["stats", "block_map", "reset_cache", "pins", "adapters"]
 

@@ -77,8 +77,8 @@ class EngineSocket:
 
     def send(self, edge: int, messages: Sequence[FromEngine]) -> bool:
         """Send messages to an edge as one batch. Returns False if the edge is gone or its queue is full. A message that
-        cannot be encoded is logged, and ends the requests that it is about."""
-        frames = [frame for message in messages if (frame := _encode(message)) is not None]
+        cannot be encoded is split; what cannot be then either is logged, and ends the requests that it is about."""
+        frames = [frame for message in messages for frame in _frames(message)]
         if not frames:
             return True
         try:
@@ -138,17 +138,45 @@ def _has_message(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
-def _encode(message: FromEngine) -> bytes | None:
-    """The frame of a message; of one that cannot be encoded, that of what can be said in its place, if anything."""
+def _frames(message: FromEngine) -> list[bytes]:
+    """The frames of a message: of its parts, if it cannot be encoded whole. What cannot be by itself either is logged,
+    and replaced by what can be said in its place, if anything."""
     try:
-        return encode(message)
+        return [encode(message)]
     except BadMessage as error:
+        if isinstance(message, TokensOut) and (parts := _halves(message)):
+            return [frame for part in parts for frame in _frames(part)]
         logger.error("%s of the engine: %s", type(message).__name__, error)
     instead = _instead(message)
     try:
-        return None if instead is None else encode(instead)
+        return [] if instead is None else [encode(instead)]
     except BadMessage:
-        return None
+        return []
+
+
+def _halves(message: TokensOut) -> tuple[TokensOut, ...]:
+    """A message in two: its tokens and its ends, or half of its samples, or of its ends, each. Empty: it is about one
+    sample or one end."""
+    if (len(message.samples) or message.best) and message.finished:
+        no_tokens = TokensOut(message.step, message.samples[:0], message.token_ids[:0], finished=message.finished)
+        return replace(message, finished=()), no_tokens
+    handles = sorted({*message.samples.tolist(), *(handle for handle, _ in message.best)})
+    if len(handles) > 1:
+        middle = handles[len(handles) // 2]
+        return _below(message, middle, True), _below(message, middle, False)
+    half = len(message.finished) // 2
+    ends = message.finished[:half], message.finished[half:]
+    return tuple(replace(message, finished=each) for each in ends) if half else ()
+
+
+def _below(message: TokensOut, middle: int, is_below: bool) -> TokensOut:
+    """What a message without ends says of the samples whose handles are below `middle`, or of the others."""
+    own = (message.samples < middle) == is_below
+    return TokensOut(
+        message.step, message.samples[own], message.token_ids[own],
+        logprobs=tuple(each for each in message.logprobs if (each[0] < middle) == is_below),
+        best=tuple(each for each in message.best if (each[0] < middle) == is_below),
+    )  # fmt: skip
 
 
 def _instead(message: FromEngine) -> FromEngine | None:
@@ -160,16 +188,7 @@ def _instead(message: FromEngine) -> FromEngine | None:
         return Lost(f"the engine failed, and {_UNSAID}")
     if isinstance(message, AdapterAnswer):
         return AdapterAnswer(message.number, None, "lora_name", f"the answer is lost: {_UNSAID}")
-    if not isinstance(message, TokensOut):
+    if not isinstance(message, TokensOut) or not message.finished:
         return None
-    empty = replace(message, samples=message.samples[:0], token_ids=message.token_ids[:0], logprobs=(), best=())
-    return replace(message, finished=tuple(_end_of(empty, end) for end in message.finished))
-
-
-def _end_of(empty: TokensOut, end: Finished) -> Finished:
-    """The end of a request, or an error in its place where it cannot be encoded. `empty`: a message without tokens."""
-    try:
-        encode(replace(empty, finished=(end,)))
-    except BadMessage:
-        return Finished(end.request_id, (), error=f"the answer is lost: {_UNSAID}")
-    return end
+    (end,) = message.finished
+    return replace(message, finished=(Finished(end.request_id, (), error=f"the answer is lost: {_UNSAID}"),))

@@ -156,7 +156,7 @@ def load_modules(core: EngineCore, modules: Iterable[AdapterModule]) -> EngineCo
         try:
             core.adapters.load(name, folder)
         except InvalidRequest as error:
-            raise ConfigError("lora_modules", f"{name}={folder}: {error.reason}", error.fix) from None
+            raise ConfigError("lora_modules", f"{name!r}={folder}: {error.reason}", error.fix) from None
     return core
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -77,13 +78,40 @@ def test_latents_and_experts_are_counted_as_the_engine_does(tmp_path: Path) -> N
     assert model.read_bytes(10_000, 1) + both == pytest.approx(config.num_parameters, rel=0.01)
 
 
+SMALL = {
+    "hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 32,
+    "model_type": "mistral",
+}  # fmt: skip
+
+
 def test_any_shape_is_found_by_its_config(tmp_path: Path) -> None:
     assert find_model("qwen3-0.6b") is MODELS["qwen3-0.6b"]
-    config = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": None, "model_type": "llama"}
+    config = {**SMALL, "num_key_value_heads": None, "sliding_window": None, "layer_types": None, "num_experts": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for name in (tmp_path, tmp_path / "config.json"):
-        found = find_model(str(name)).config
-        assert (found["head_dim"], found["num_key_value_heads"], found["model_type"]) == (16, 6, "llama")
+        found = find_model(str(name))
+        assert found.config == {**config, "head_dim": 16, "num_key_value_heads": 6}  # what is null stays null
+        assert found.windows == {None: 2}
+        assert found.load_format == "dummy"
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "kv_lora_rank": 16, "q_lora_rank": None}))
+    assert "head_dim" not in find_model(str(tmp_path)).config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[1]", "must hold a JSON object"),
+        (json.dumps({**SMALL, "hidden_size": 0, "vocab_size": None}), "hidden_size, vocab_size must be whole numbers"),
+        (json.dumps({"text_config": SMALL}), "of a model for images, its text_config"),
+        (json.dumps({**SMALL, "quantization_config": {"quant_method": "awq"}}), "use --quantization"),
+    ],
+)
+def test_a_config_that_is_no_shape_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        find_model(str(tmp_path))
+    assert str(caught.value).startswith(str(tmp_path / "config.json"))
     with pytest.raises(ValueError, match=r"nowhere is neither one of qwen3-0\.6b, .* nor a config\.json"):
         find_model("nowhere")
 

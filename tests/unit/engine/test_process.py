@@ -13,7 +13,7 @@ import pytest
 from engine_thread import EngineThread, PlainEdge
 from fake_executor import continuation
 from quire.config.engine import SchedulerConfig
-from quire.engine import transport
+from quire.engine import messages, transport
 from quire.engine.messages import (
     AdapterAnswer,
     Ask,
@@ -22,6 +22,7 @@ from quire.engine.messages import (
     Goodbye,
     Lost,
     StatsAnswer,
+    decode_from_engine,
 )
 from quire.engine.process import _split_large
 from quire.engine.submission import MAX_ANSWER, check_answer_size
@@ -29,6 +30,7 @@ from quire.types.errors import InvalidRequest
 from quire.types.output import Finished, SampleEnd, TokensOut
 from quire.types.request import Abort, Submit
 from quire.types.sampling import SamplingParams
+from quire.types.step import TokenLogprobs
 
 Start = Callable[..., EngineThread]
 Connect = Callable[..., PlainEdge]
@@ -145,6 +147,8 @@ def test_a_request_that_is_wrong_is_refused_with_its_reason(start: Start, connec
     ("sampling", "field"),
     [
         ({"temperature": "hot"}, "temperature"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias"),
         ({"n": 1.5}, "n"),
         ({"beam_width": 2}, "beam_width"),
         ({"stop": [5]}, "stop[0]"),
@@ -197,18 +201,38 @@ def test_of_a_batch_only_what_cannot_be_sent_is_replaced(engine_socket: transpor
     tokens = TokensOut(3, np.array([7], np.int64), np.array([5], np.int32), finished=ends)
     sent = [tokens, AdapterAnswer(4, None, reason="\ud800"), Lost("\ud800"), CacheReset(2**70, 1), CacheReset(5, 1)]
     assert engine_socket.send(1, sent)
-    edge.wait(lambda: len(edge.heard) == 4)
+    edge.wait(lambda: len(edge.heard) == 6)
     edge.close()
-    out, adapter, lost, last = edge.heard
-    assert isinstance(out, TokensOut)
-    assert out.token_ids.tolist() == [5]
-    assert out.finished[0].error is not None
-    assert out.finished[0].request_id == "b"
-    assert out.finished[1] == ends[1]
+    *parts, adapter, lost, last = edge.heard
+    out = [part for part in parts if isinstance(part, TokensOut)]
+    assert [part.token_ids.tolist() for part in out] == [[5], [], []]
+    assert [[end.request_id for end in part.finished] for part in out] == [[], ["b"], ["c"]]
+    assert out[1].finished[0].error is not None
+    assert out[2].finished[0] == ends[1]
     assert isinstance(adapter, AdapterAnswer)
     assert isinstance(adapter.result(), InvalidRequest)
     assert isinstance(lost, Lost)
     assert last == CacheReset(5, 1)
+
+
+def test_tokens_that_are_too_many_for_one_message_are_sent_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_MESSAGE", 3_000)
+    entry = TokenLogprobs(np.arange(150, dtype=np.int32), np.zeros(150, dtype=np.float32), 1)
+    handles = [3, 9, 9, 12, 700]
+    tokens = TokensOut(
+        4, np.array(handles, np.int64), np.arange(5, dtype=np.int32), tuple((handle, entry) for handle in handles),
+        (Finished("a", (SampleEnd(0, (1,), "stop"),)),), ((800, np.array([1, 2], np.int32)),),
+    )  # fmt: skip
+    frames = transport._frames(tokens)
+    assert len(frames) > 2
+    parts = [decode_from_engine(frame) for frame in frames]
+    out = [part for part in parts if isinstance(part, TokensOut)]
+    assert [int(handle) for part in out for handle in part.samples] == handles
+    assert [int(token) for part in out for token in part.token_ids] == [0, 1, 2, 3, 4]
+    assert [handle for part in out for handle, _ in part.logprobs] == handles
+    assert [handle for part in out for handle, _ in part.best] == [800]
+    assert [end.request_id for part in out for end in part.finished] == ["a"]  # after its tokens
+    assert out[-1].finished
 
 
 def test_a_request_id_in_use_is_refused_also_to_another_edge(start: Start, connect: Connect) -> None:

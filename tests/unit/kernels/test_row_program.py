@@ -48,9 +48,13 @@ def test_numbers_that_stand_in_both_languages_are_the_same() -> None:
     text = "".join((FOLDER / name).read_text() for name in row_program._FILES)
     found = dict(re.findall(r"constexpr int (\w+) = (\d+);", text))
     ours = {"WARPS": row_records.WARPS, "TILE": row_records.TILE}
+    ours |= {"PIECE_UNITS": row_records.PIECE_UNITS}
     ours |= {"UNIT": row_records.UNIT, "PIECE_STEPS": row_records.PIECE_STEPS, "MOST_TABLES": row_records.MOST_TABLES}
     assert {name: int(found[name]) for name in ours} == ours
     assert row_records.TILE * int(found["PITCH"]) == row_records._PIECE
+    teams, turns = sum(row_records.WARPS >> shift for shift in (1, 2, 3)), int(found["TURNS"])
+    static = 2 * ctypes.sizeof(row_records.PhaseRecord) + 16 * teams * turns + 8 * row_records.WARPS
+    assert static + 8 * turns * row_records.TILE * row_records.WARPS <= row_records._STATIC_BYTES
     kinds = re.search(r"enum Kind \{(.*?)\}", text)
     assert kinds is not None
     numbers = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", kinds.group(1))}
@@ -117,10 +121,11 @@ def test_phases_that_the_kernel_lacks() -> None:
 
 
 class Launches:
-    """In the place of the kernel: keeps what it was launched with. `spoils`: a launch that changes its stream."""
+    """In the place of the kernel: keeps what it was launched with. `spoils`: a launch that changes its stream; `makes`:
+    what all of them leave as the first number of it."""
 
-    def __init__(self, spoils: int | None = None) -> None:
-        self.spoils = spoils
+    def __init__(self, spoils: int | None = None, makes: bytes = b"") -> None:
+        self.spoils, self.makes = spoils, makes
         self.seen: list[tuple[int, list[row_records.PhaseRecord]]] = []
 
     def launch(self, programs: int, threads: int, arguments: tuple[row_records.RunRecord, ctypes.c_uint64]) -> None:
@@ -130,6 +135,7 @@ class Launches:
         copies = [row_records.PhaseRecord.from_buffer_copy(record) for record in records]
         if len(self.seen) == self.spoils:
             ctypes.memset(run.stream, 0, 2)
+        ctypes.memmove(run.stream, self.makes, len(self.makes))
         self.seen.append((run.num_sources, copies))
 
 
@@ -176,6 +182,13 @@ def test_phases_know_who_wrote_what_they_read(monkeypatch: pytest.MonkeyPatch) -
 def test_a_program_that_differs_from_its_phases_is_refused(spoils: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(nvrtc.CudaError, match="failed its check"):
         made(monkeypatch, Launches(spoils))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_program_that_makes_no_numbers_is_refused(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = torch.tensor([number], dtype=BF16).view(torch.int16).numpy().tobytes()
+    with pytest.raises(nvrtc.CudaError, match="failed its check: what it makes of numbers is none"):
+        made(monkeypatch, Launches(makes=bits))
 
 
 def test_a_machine_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_every_call_that_generates_takes_an_adapter(llm: LLM) -> None:
 def test_adapters_named_at_the_start_need_no_path(make_llm: MakeLLM) -> None:
     llm = make_llm(echo, enable_lora=True, lora_modules={"sql": "/adapters/sql"})
     assert texts(llm.generate("a", SAMPLING, lora_request=LoRARequest("sql"))) == ["sql:<a>"]
-    with pytest.raises(ConfigError, match="^lora_modules: x=/adapters/bad: bad is no adapter"):
+    with pytest.raises(ConfigError, match="^lora_modules: 'x'=/adapters/bad: bad is no adapter"):
         make_llm(echo, enable_lora=True, lora_modules={"x": "/adapters/bad"})
 
 

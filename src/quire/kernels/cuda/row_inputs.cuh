@@ -4,7 +4,7 @@
 struct __align__(8) Quarter { float scale, total; };  // total: of the inputs
 
 struct Shared {
-    u8* vector;          // the phase's inputs, bfloat16; attention's numbers
+    u8* vector;          // the phase's inputs: bfloat16, float16 for weights of 8 bits, bytes for 4; attention's numbers
     float* squares;      // [warps]: of the inputs
     u32* largest;        // [warps]: the bits of their magnitudes
     Quarter* quarters;   // of the inputs, for weights of 4 bits

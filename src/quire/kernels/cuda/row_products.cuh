@@ -1,4 +1,5 @@
-// Products of one row, by tiles of 16 outputs on tensor cores. The row stands in all eight columns of the right operand.
+// Products of one row, by tiles of 16 outputs on tensor cores. The row stands in all eight columns of the right operand,
+// but for weights of 4 bits (multiply_steps).
 //
 // Of a tile, lane 4 g + t of a warp holds 16 bytes of output g and of output g + 8, and the inputs that belong to them:
 // which inputs an instruction takes together does not matter, so each lane reads what lies side by side.
@@ -13,7 +14,7 @@ __device__ __forceinline__ float activated(float x, int kind) {
     if (kind == 0) return x / (1.0f + __expf(-x));
     if (kind == 1) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
     if (kind == 2) return x / (1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
-    return fmaxf(x, 0.0f);
+    return x < 0.0f ? 0.0f : x;  // NaN stays NaN
 }
 
 // sums[0], sums[2]: outputs g and g + 8; the other columns are the same.
@@ -79,7 +80,7 @@ __device__ __forceinline__ void multiply_units(u32 slot, const u8* vector, int c
     }
 }
 
-// The same of bytes: unsigned ones by signed ones.
+// add_product of bytes: unsigned ones by signed ones.
 __device__ __forceinline__ void add_whole_product(int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -233,7 +234,7 @@ __device__ __forceinline__ void finish(const Ends& e, int n, const float (&sums)
 struct Team {
     int shift, warp;     // its size as a power of 2; which of them this is
     int number;          // among the teams of all sizes
-    int tiles;           // that teams of its size have multiplied before; they take turns at the memory for sums
+    int tiles;           // that it has multiplied before in this launch; they take turns at its memory for sums
     __device__ __forceinline__ bool is_ending() const { return (tiles & ((1 << shift) - 1)) == warp; }  // warps take turns
     __device__ __forceinline__ int turn() const { return number * TURNS + tiles % TURNS; }
     __device__ __forceinline__ u32 parity() const { return tiles / TURNS % 2; }
@@ -268,7 +269,7 @@ __device__ __forceinline__ void end_tile(
     if (lane < TILE && n < e.outputs) finish<KIND>(e, n, sums, ending);
 }
 
-// Wait for a product's inputs, and multiply. `tiles`: what teams of each size have multiplied before.
+// Wait for a product's inputs, and multiply. `tiles`: what this warp's teams of each size have multiplied before.
 template <int KIND>
 __device__ __forceinline__ void multiply(
     const Phase& p, const Run& run, const Shared& shared, Ring& ring, int (&tiles)[TEAM_SIZES], u64 policy, u32 launch, int phase) {

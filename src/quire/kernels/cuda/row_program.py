@@ -100,6 +100,7 @@ def _takes_attention(phase: AttentionPhase) -> bool:
         and all(stride % 8 == 0 for cache in caches for stride in cache.stride()[:2])
         and (phase.key_cache.dtype, phase.key_cache.stride()) == (phase.value_cache.dtype, phase.value_cache.stride())
         and (norms is None or (not norms.of_values and norms.query.dtype == norms.key.dtype in _NORM_DTYPES))
+        and (norms is None or (norms.query.is_contiguous() and norms.key.is_contiguous()))
         and (phase.angles is None or (phase.angles.dtype == torch.bfloat16 and phase.angles.is_contiguous()))
         and (rule.sinks is None or rule.sinks.dtype == torch.bfloat16)
         and rule.key_scale == rule.value_scale == 1.0
@@ -127,7 +128,9 @@ def _takes_product(phase: ProductPhase) -> bool:
         halves = weight.scales.dtype in (torch.bfloat16, torch.float16) and weight.scales.shape[1] % TILE == 0
         return is_even and are_alike and halves and weight.inputs % 8 == 0 and _is_plain(weight.data)
     numbers = weight.numbers if isinstance(weight, ScaledRowsWeight) else weight
-    if isinstance(weight, ScaledRowsWeight) and (numbers.dtype not in SMALL or weight.scale.dtype != torch.float32):
+    if isinstance(weight, ScaledRowsWeight) and not (
+        numbers.dtype in SMALL and weight.scale.dtype == torch.float32 and weight.scale.is_contiguous()
+    ):
         return False
     if isinstance(weight, Tensor) and weight.dtype != torch.bfloat16:
         return False
@@ -201,7 +204,7 @@ class RowProgram:
 
     def _check(self, device: torch.device) -> None:
         """Compare what all phases make of a row of padding, which has no context, with what single launches make of it:
-        streams that are equal to the last bit, or nothing runs."""
+        streams that are equal to the last bit, and finite, or nothing runs."""
         generator = torch.Generator(device).manual_seed(0)
         numbers = torch.randn(1, self._vectors.width, generator=generator, device=device).to(torch.bfloat16)
         at = torch.zeros(1, dtype=torch.int64, device=device)
@@ -220,6 +223,8 @@ class RowProgram:
             number += is_product
         if not torch.equal(together.view(torch.int16), apart.view(torch.int16)):
             raise CudaError("the kernel of one row failed its check: all phases differ from single ones")
+        if not bool(together.isfinite().all()):
+            raise CudaError("the kernel of one row failed its check: what it makes of numbers is none")
 
 
 def _upload(record: ctypes.Structure | ctypes.Array[Any], device: torch.device) -> Tensor:

@@ -163,7 +163,7 @@ __device__ __forceinline__ void copy_rows(const Ring& r, u32 to, u64 policy) {
     for (int row = 0; row < min(rows, TILE); row += 2, from += stride) copy_to_shared(to + row * PITCH, from, policy);
 }
 
-// Ask for the next piece, if one is left, in the slot that was read last.
+// Ask for the next piece, if one is left, in the present slot, and go on to the next one.
 __device__ __forceinline__ void fill_slot(Ring& r, u64 policy) {
     if (r.source < r.num_sources) {
         const u32 to = r.data + r.slot * r.slot_bytes;

@@ -34,15 +34,16 @@ def activate(x, KIND: tl.constexpr):
     elif KIND == 2:
         y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 0.5 (1 + tanh z) is sigmoid(2 z)
     else:
-        y = tl.maximum(x, 0.0)
+        y = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN, here and below
     return y
 
 
 @triton.jit
 def clamped(gate, up, limit, alpha, shift):
     """A gate within limits, see Clamp: float32 -> float32."""
-    kept = tl.minimum(gate, limit)
-    return kept * tl.sigmoid(kept * alpha) * (tl.maximum(tl.minimum(up, limit), -limit) + shift)
+    kept = tl.where(gate > limit, limit, gate)
+    bounded = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return kept * tl.sigmoid(kept * alpha) * (bounded + shift)
 
 
 @triton.jit

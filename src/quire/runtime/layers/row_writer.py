@@ -76,6 +76,7 @@ class RowWriter:
         self.max_length = sys.maxsize  # of sequences that the tables of angles have lines for
         self._dtype, self._device = dtype, device
         self._spare: dict[tuple[str, int], list[Tensor]] = {}
+        self._num_unread = 0  # vectors that a phase has written and none has read
 
     def multiply(
         self, x: RowSymbol, multiply: FusedMultiply, *, norm: Norm | None = None, activation: str | None = None
@@ -87,10 +88,13 @@ class RowWriter:
         return out
 
     def add_product(self, target: RowSymbol, x: RowSymbol, multiply: FusedMultiply) -> None:
-        """Add the product of x to the stream."""
+        """Add the product of x to the stream. A phase writes the stream again only when all that was computed of it has
+        been used: else a slow program might still wait for the numbers that it replaces."""
         if target is not self.stream or self._outputs(multiply) != target.width:
             raise Untraceable("a product is added to something else than the stream")
         self._write_product(x, multiply, target, adds=True)
+        if self._num_unread:
+            raise Untraceable("the stream is changed while something that was computed of it is not used yet")
 
     def attend(
         self, x: RowSymbol, heads: Heads, cache: LayerCache, rule: AttentionRule, norm: HeadNorm | None,
@@ -139,6 +143,7 @@ class RowWriter:
     def _new(self, kind: str, width: int) -> RowSymbol:
         spare = self._spare.setdefault((kind, width), [])
         vector = spare.pop() if spare else torch.zeros(width, dtype=self._dtype, device=self._device)
+        self._num_unread += 1
         return RowSymbol(self, kind, width, vector)
 
     def _read(self, x: RowSymbol) -> None:
@@ -147,4 +152,5 @@ class RowWriter:
         if x.is_read:
             raise Untraceable("a vector is read twice")
         x.is_read = True
+        self._num_unread -= 1
         self._spare[x.kind, x.width].append(x.vector)

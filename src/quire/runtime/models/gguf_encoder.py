@@ -13,6 +13,9 @@ from quire.runtime.models.family import GgufFamily
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
     """Files do not name the activation. Quantized ones run in float16, which their scales are, not in bfloat16: rows of
     embeddings are compared with those that others made."""
+    for key in (each.removeprefix("bert.") for each in fields.values):
+        if key.startswith("rope.") or key == "attention.layer_norm_rms_epsilon":
+            raise fields.refuse(key, "encoders of this kind have a table of positions, and layer norms")
     if config.heads.num_kv != config.heads.num_query:
         raise fields.refuse("attention.head_count_kv", f"must be {config.heads.num_query}, as many as query heads")
     return replace(

@@ -158,14 +158,16 @@ def read_heads_by_window(
 def _read_changed_heads(config: Fields, windows: tuple[int | None, ...], usual: Heads) -> Heads:
     """The heads of layers that see all tokens, from what each layer says by its number, which may begin with zeros: no
     other layer may differ."""
-    given, count = config.raw("per_layer_config") or {}, config.integer("num_hidden_layers")
+    given, count = config.raw("per_layer_config"), config.integer("num_hidden_layers")
+    given = {} if given is None else given
     names = {"head_dim": "dim", "num_key_value_heads": "num_kv"}
     if not isinstance(given, dict) or any(
         not isinstance(each, dict) or any(key not in names or type(value) is not int for key, value in each.items())
         for each in given.values()
     ):
         raise config.refuse("per_layer_config", f"only {' and '.join(names)} of layers are supported")
-    numbered = {int(key): changes for key, changes in given.items() if key.isdecimal() and len(key) < 10}
+    numbers = (key for key in given if key.isascii() and key.isdecimal() and len(key) < 10)
+    numbered = {int(key): given[key] for key in numbers}
     if len(numbered) != len(given) or any(layer >= count for layer in numbered):
         raise config.refuse("per_layer_config", f"must name layers by numbers below {count}, each once")
     found: dict[bool, set[Heads]] = {False: set(), True: set()}

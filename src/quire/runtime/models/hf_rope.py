@@ -73,8 +73,8 @@ def ropes_by_type(config: Fields, usual: Mapping[str, object]) -> Fields:
     given = config.raw(where)
     if not given:
         return Fields(config.file, {where: usual})
-    if not isinstance(given, dict) or given.keys().isdisjoint(usual):
-        raise config.refuse(where, f"must hold parameters of {' and of '.join(usual)}")
+    if not isinstance(given, dict) or given.keys() != usual.keys():
+        raise config.refuse(where, f"must hold parameters of {' and of '.join(usual)}, and nothing else")
     return config
 
 

@@ -13,6 +13,7 @@ PREPROCESSOR, PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config
 _IMAGE_TOKEN = 151_655  # where config.json is silent
 _BICUBIC, _RESCALE = 3, 1 / 255
 _MOST_PIXELS = 16_384 * 28 * 28  # that published models allow
+_SIZES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}  # of images: the edges are pixels too
 
 
 def read_sections(config: Fields) -> tuple[tuple[int, ...], Fields]:
@@ -110,7 +111,9 @@ def _find_images(config: Fields) -> Fields:
 def _read_pixels(image: Fields, unit: int) -> tuple[int, int]:
     """The least and the most pixels of an image, in either spelling."""
     size = image.raw("size")
-    given = size if isinstance(size, dict) else {}
+    given = {} if size is None else size
+    if not isinstance(given, dict) or {key for key, value in given.items() if value is not None} - _SIZES:
+        raise image.refuse("size", f"must hold {' and '.join(sorted(_SIZES))}, in pixels, and nothing else")
     least = image.optional_integer("min_pixels") or given.get("shortest_edge") or given.get("min_pixels") or 56 * 56
     most = image.optional_integer("max_pixels") or given.get("longest_edge") or given.get("max_pixels") or 28**2 * 1280
     if type(least) is not int or type(most) is not int or not 0 < least <= most <= _MOST_PIXELS:

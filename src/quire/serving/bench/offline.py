@@ -110,7 +110,8 @@ def _check_length(shape: RandomShape, llm: LLM) -> None:
         parts = f"{shape.input_len} of the prompt and {shape.output_len} of the answer"
         parts = f"{shape.prefix_len} of the prefix, {parts}" if shape.prefix_len else parts
         reason = f"a request has up to {longest} tokens, {parts}, and max_model_len is {most}"
-        raise ConfigError("input_len", reason, "lower --input-len or --output-len, or raise --max-model-len")
+        lower = "--input-len, --output-len or --prefix-len" if shape.prefix_len else "--input-len or --output-len"
+        raise ConfigError("input_len", reason, f"lower {lower}, or raise --max-model-len")
 
 
 def _spread(values: list[float]) -> dict[str, float]:

@@ -114,8 +114,9 @@ class RemoteLink:
     def submit(self, request: Submit) -> None:
         try:
             self._post(_Outgoing(encode(request), is_submit=True))
-        except BadMessage:
-            refused = Refused(request.request_id, "request", "cannot be sent to the engine", "check its fields")
+        except BadMessage as error:
+            reason = f"cannot be sent to the engine: {error}"
+            refused = Refused(request.request_id, "request", reason, "check its fields")
             self._post(_Outgoing(refused=refused))
 
     def abort(self, abort: Abort) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,17 @@ def test_a_vector_is_read_once() -> None:
     writer._read(symbol)
     with pytest.raises(Untraceable, match="read twice"):
         writer._read(symbol)
+
+
+def test_the_stream_is_not_changed_while_something_computed_of_it_waits() -> None:
+    writer = RowWriter(8, torch.float32, torch.device("cpu"))
+    square: Any = SimpleNamespace(row_weight=torch.zeros(8, 8), bias=None)
+    first = writer.multiply(writer.stream, square)
+    writer.add_product(writer.stream, first, square)
+    first, second = writer.multiply(writer.stream, square), writer.multiply(writer.stream, square)
+    assert first.vector is not second.vector
+    with pytest.raises(Untraceable, match="the stream is changed while something"):
+        writer.add_product(writer.stream, first, square)
 
 
 def test_a_symbol_refuses_what_is_no_phase() -> None:
