@@ -19,10 +19,10 @@ MODEL_STAMP := $(VENV)/.model
 CLIENTS := .venv-clients# one environment for each extra with clients, on top of $(VENV)
 CLIENT_FAULTS := -W ignore::pytest.PytestUnraisableExceptionWarning# clients that leave their event loops open
 CODE := setup.py tools src tests benchmarks examples
-LONG := $(addprefix tests/,browser clients families parity \
+LONG := $(addprefix tests/,browser clients families parity engine/test_groups.py engine/test_hybrid.py engine/test_prefill_scratch.py \
   $(addprefix http/test_,deaths.py disaggregation.py guides.py hostile_grammars.py processes.py ranks.py ray_serve.py replicas.py schemathesis.py) \
   $(addprefix unit/,kernels/native/test_emulated_paths.py kernels/native/test_paths.py kernels/triton/test_compiling.py runtime/executor runtime/parallel \
-  runtime/worker/test_prepare.py runtime/worker/test_windows.py serving/process/test_supervisor.py serving/test_coming_from.py))
+  runtime/worker/test_prefill_scratch.py runtime/worker/test_prepare.py runtime/worker/test_stage_graphs.py runtime/worker/test_windows.py serving/process/test_supervisor.py serving/test_coming_from.py))
 BUILT_FROM := pyproject.toml setup.py constraints.txt src/quire/kernels/native/paths.py \
   $(wildcard src/quire/kernels/native/*.cpp src/quire/kernels/native/*.h)
 

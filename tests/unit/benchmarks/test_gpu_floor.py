@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,10 @@ def changed(name: str, **values: object) -> BenchModel:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_engine_has_as_many_layers_of_each_window(name: str, tmp_path: Path) -> None:
-    read = hf_model_config(MODELS[name].write(tmp_path))
+    (tmp_path / "config.json").write_text(
+        json.dumps(MODELS[name].config)
+    )  # without the weights that some are stored with
+    read = hf_model_config(tmp_path)
     windows = read.windows or (None,) * read.num_layers
     assert MODELS[name].windows == {window: windows.count(window) for window in windows}
 
