@@ -157,5 +157,5 @@ def test_how_images_are_prepared_is_read_where_transformers_reads_it(case: Case,
         hf_model_config(tmp_path)
     for size in (5, {"height": 224, "width": 224}):
         (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"size": size}}))
-        with pytest.raises(ModelLoadError, match=r"image_processor.size: must hold longest_edge and max_pixels"):
+        with pytest.raises(ModelLoadError, match=r"image_processor.size: may hold shortest_edge and longest_edge"):
             hf_model_config(tmp_path)

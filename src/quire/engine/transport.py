@@ -77,7 +77,7 @@ class EngineSocket:
 
     def send(self, edge: int, messages: Sequence[FromEngine]) -> bool:
         """Send messages to an edge as one batch. Returns False if the edge is gone or its queue is full. A message that
-        cannot be encoded is split; what cannot be then either is logged, and ends the requests that it is about."""
+        cannot be encoded is split. What cannot be then either is logged; the end of a request becomes an error."""
         frames = [frame for message in messages for frame in _frames(message)]
         if not frames:
             return True

@@ -138,24 +138,24 @@ __device__ __forceinline__ Lanes multiply_steps(
 }
 
 // What becomes of the sums of a product. In registers: a phase lies in shared memory, which takes long to read.
-struct Ends {
+struct Epilogue {
     u64 scale, bias, target, plain_before, plain_target;
     int outputs, activation, adds;
     u32 mark, mark_before;  // of the results, and of what they are added to
     float factor;           // of all sums
 };
 
-__device__ __forceinline__ Ends ends_of(const Phase& p, const Run& run, u32 launch, int phase) {
+__device__ __forceinline__ Epilogue epilogue_of(const Phase& p, const Run& run, u32 launch, int phase) {
     return {p.scale, p.bias, p.target, plain(p.plain_before, run), plain(p.plain_target, run),
             p.outputs, p.activation, p.adds, mark_of(launch, phase), mark_of(launch, p.before_phase), 1.0f};
 }
 
 // The inputs that a warp multiplies by, and the form of its weights.
-struct Share { int begin, count, group_shift; bool has_offsets; };
+struct WarpInputs { int begin, count, group_shift; bool has_offsets; };
 
 // This warp's sums of one part of a tile.
 template <int KIND>
-__device__ __forceinline__ Lanes multiply_part(const Shared& shared, Ring& ring, const Share& share, u64 policy) {
+__device__ __forceinline__ Lanes multiply_part(const Shared& shared, Ring& ring, const WarpInputs& share, u64 policy) {
     Lanes acc = {0.0f, 0.0f};
     float sums[CHAINS][4] = {};
     const int each = KIND == NIBBLES ? PIECE_STEPS : PIECE_UNITS;
@@ -189,41 +189,41 @@ __device__ __forceinline__ Lanes multiply_part(const Shared& shared, Ring& ring,
 }
 
 // The factors of an output, and what its target holds: asked for before they are needed.
-struct Ending {
+struct Operands {
     float scale[2];
     u16 bias[2], plain;
     u32 before;
 };
 
 template <int KIND>
-__device__ __forceinline__ void ask_for_ending(const Ends& e, int tile, bool is_ending, Ending& ending) {
+__device__ __forceinline__ void ask_for_operands(const Epilogue& e, int tile, bool is_ending, Operands& operands) {
     const int lane = threadIdx.x % 32, n = tile * TILE + lane;
     if (!is_ending || lane >= TILE || n >= e.outputs) return;
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
         if (part && e.activation < 0) break;
         const int row = n + part * e.outputs;
-        if (KIND == FLOAT8 || KIND == INT8) ending.scale[part] = __ldg(reinterpret_cast<const float*>(e.scale) + row);
-        if (e.bias) ending.bias[part] = __ldg(reinterpret_cast<const u16*>(e.bias) + row);
+        if (KIND == FLOAT8 || KIND == INT8) operands.scale[part] = __ldg(reinterpret_cast<const float*>(e.scale) + row);
+        if (e.bias) operands.bias[part] = __ldg(reinterpret_cast<const u16*>(e.bias) + row);
     }
     if (!e.adds) return;
-    if (e.plain_before) ending.plain = reinterpret_cast<const u16*>(e.plain_before)[n];
-    else asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(ending.before) : "l"(e.target + 4ull * n) : "memory");
+    if (e.plain_before) operands.plain = reinterpret_cast<const u16*>(e.plain_before)[n];
+    else asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(operands.before) : "l"(e.target + 4ull * n) : "memory");
 }
 
 // Write an output, of sums over the inputs of each part.
 template <int KIND>
-__device__ __forceinline__ void finish(const Ends& e, int n, const float (&sums)[2], const Ending& ending) {
+__device__ __forceinline__ void finish(const Epilogue& e, int n, const float (&sums)[2], const Operands& operands) {
     float results[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-        const float factor = KIND == FLOAT8 || KIND == INT8 ? e.factor * ending.scale[part] : e.factor;
-        results[part] = sums[part] * factor + (e.bias ? from_bf16(ending.bias[part]) : 0.0f);
+        const float factor = KIND == FLOAT8 || KIND == INT8 ? e.factor * operands.scale[part] : e.factor;
+        results[part] = sums[part] * factor + (e.bias ? from_bf16(operands.bias[part]) : 0.0f);
     }
     float result = e.activation >= 0 ? activated(results[0], e.activation) * results[1] : results[0];
-    if (e.adds && e.plain_before) result += from_bf16(ending.plain);
+    if (e.adds && e.plain_before) result += from_bf16(operands.plain);
     else if (e.adds) {
-        const u32 word = (ending.before & 0xFFFFu) == e.mark_before ? ending.before : await_word(e.target + 4ull * n, e.mark_before);
+        const u32 word = (operands.before & 0xFFFFu) == e.mark_before ? operands.before : await_word(e.target + 4ull * n, e.mark_before);
         result += high_half(word);
     }
     leave_word(e.target + 4ull * n, result, e.mark);
@@ -248,7 +248,7 @@ __device__ __forceinline__ Team team_of(int shift, const int (&tiles)[TEAM_SIZES
 // End a tile: by the first lanes of one warp, when its team has left its sums.
 template <int KIND>
 __device__ __forceinline__ void end_tile(
-    const Ends& e, const Shared& shared, const Team& team, const float* partial, int n, const Ending& ending) {
+    const Epilogue& e, const Shared& shared, const Team& team, const float* partial, int n, const Operands& operands) {
     const int lane = threadIdx.x % 32;
     await_barrier(shared.done + team.turn() * 8, team.parity());
     float sums[2] = {0.0f, 0.0f};
@@ -266,7 +266,7 @@ __device__ __forceinline__ void end_tile(
     }
     __syncwarp();
     if (lane == 0) arrive(shared.taken + team.turn() * 8);
-    if (lane < TILE && n < e.outputs) finish<KIND>(e, n, sums, ending);
+    if (lane < TILE && n < e.outputs) finish<KIND>(e, n, sums, operands);
 }
 
 // Wait for a product's inputs, and multiply. `tiles`: what this warp's teams of each size have multiplied before.
@@ -276,20 +276,20 @@ __device__ __forceinline__ void multiply(
     const int lane = threadIdx.x % 32, parts = p.parts;
     Team team = team_of(p.team_shift, tiles);
     const int first = first_of_team(p.shift, team.shift), partials = (threadIdx.x / 32 >> team.shift) * TURNS;
-    Ends e = ends_of(p, run, launch, phase);
-    Share share = {0, 0, p.group_shift, p.offset != 0};
+    Epilogue e = epilogue_of(p, run, launch, phase);
+    WarpInputs share = {0, 0, p.group_shift, p.offset != 0};
     own_inputs(KIND == NIBBLES ? p.steps : p.row_bytes / UNIT, team.shift, share.begin, share.count);
     NormWeights norm;
     ask_for_norm(p, norm);
-    Ending ending;
-    ask_for_ending<KIND>(e, first, team.is_ending(), ending);
+    Operands operands;
+    ask_for_operands<KIND>(e, first, team.is_ending(), operands);
     load_vector<KIND>(p, run, shared, norm, launch);
     e.factor = inverse_norm(p, shared);
     if (KIND == FLOAT8 || KIND == INT8) e.factor *= scale_of_inputs(shared);
 #pragma unroll 1
     for (int tile = first; tile * TILE < e.outputs; tile = next_of_team(tile, team.shift), ++team.tiles) {
         float* partial = shared.partial + ((partials + team.tiles % TURNS) * 2 * TILE << team.shift);
-        if (tile != first) ask_for_ending<KIND>(e, tile, team.is_ending(), ending);
+        if (tile != first) ask_for_operands<KIND>(e, tile, team.is_ending(), operands);
         await_barrier(shared.taken + team.turn() * 8, team.parity() ^ 1);
 #pragma unroll 1
         for (int part = 0; part < parts; ++part) {
@@ -301,7 +301,7 @@ __device__ __forceinline__ void multiply(
         }
         __syncwarp();
         if (lane == 0) arrive(shared.done + team.turn() * 8, WARPS >> team.shift);
-        if (team.is_ending()) end_tile<KIND>(e, shared, team, partial, tile * TILE + lane, ending);
+        if (team.is_ending()) end_tile<KIND>(e, shared, team, partial, tile * TILE + lane, operands);
     }
     if (team.shift == 1) tiles[0] = team.tiles;
     else if (team.shift == 2) tiles[1] = team.tiles;

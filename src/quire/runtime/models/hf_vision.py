@@ -113,7 +113,7 @@ def _read_pixels(image: Fields, unit: int) -> tuple[int, int]:
     size = image.raw("size")
     given = {} if size is None else size
     if not isinstance(given, dict) or {key for key, value in given.items() if value is not None} - _SIZES:
-        raise image.refuse("size", f"must hold {' and '.join(sorted(_SIZES))}, in pixels, and nothing else")
+        raise image.refuse("size", "may hold shortest_edge and longest_edge, in pixels, and nothing else")
     least = image.optional_integer("min_pixels") or given.get("shortest_edge") or given.get("min_pixels") or 56 * 56
     most = image.optional_integer("max_pixels") or given.get("longest_edge") or given.get("max_pixels") or 28**2 * 1280
     if type(least) is not int or type(most) is not int or not 0 < least <= most <= _MOST_PIXELS:
