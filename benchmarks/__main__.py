@@ -89,6 +89,7 @@ GPU_BENCHMARKS: dict[str, str] = {
     "gpu.kernels_rest": "every other kernel: right, and how fast",
     "gpu.nibbles": "products of few rows by 4-bit weights, by tiling",
     "gpu.nibble_tiles": "products of many rows by 4-bit weights, and of experts in MXFP4",
+    "gpu.mlp": "a gated MLP of many rows, its gate taken along by the product or not, by shape and rows",
     "gpu.w8a8": "products of int8 and float8 rows by weights of 8 bits, beside the library's",
     "gpu.low_rank": "the products of LoRA adapters in a decode step, alone and in whole blocks",
     "gpu.profile_step": "where the time of a decode step, or of reading prompts, goes",

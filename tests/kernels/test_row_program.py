@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 
 from quire.config.model import Heads
+from quire.kernels.cuda import row_program, row_records
 from quire.kernels.cuda.row_phases import Phase, ProductPhase
 from quire.kernels.cuda.row_program import RowProgram, takes_phase, why_not_row_program
 from quire.kernels.triton.nibble_products import pack_nibbles
@@ -149,6 +151,40 @@ def test_phases_wait_for_those_before_them_and_a_program_runs_again(kind: str) -
     more, _ = layer_of(kind, 256, AttentionCase(num_query=4, num_kv=2, dim=64), 50)
     places = [(1, 0), (1, 1), (0, 299), (-1, 3), (0, 299), (2, 16)]
     check_program(RowProgram, [*phases, *more], rand(1, 256, dtype=BF16), tables, places)
+
+
+@pytest.mark.parametrize("most_slots", [2, 16])
+@pytest.mark.parametrize("kind", ["bf16", "nibbles 128", "offsets 64", "offsets 32"])
+def test_teams_of_every_size_in_one_launch(kind: str, most_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = cycle((3, 1, 2))
+    monkeypatch.setattr(row_records, "_team_shift", lambda *_: next(sizes))
+    monkeypatch.setattr(row_records, "_MOST_SLOTS", most_slots)
+    monkeypatch.setattr(row_program, "num_processors", lambda _: 3)  # many tiles for each
+    phases, tables = layer_of(kind, 256, AttentionCase(num_query=4, num_kv=2, dim=64), 0)
+    more, _ = layer_of(kind, 256, AttentionCase(num_query=4, num_kv=2, dim=64), 50)
+    check_program(RowProgram, [*phases, *more], rand(1, 256, dtype=BF16), tables, [(1, 5), (0, 299), (-1, 3), (2, 16)])
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_number_makes_no_numbers(kind: str, number: float) -> None:
+    phase = product_of(kind, 96, 1024)
+    program = RowProgram([phase], DEVICE)
+    assert phase.source is not None
+    assert phase.target is not None
+    phase.source[300] = number
+    at, row = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    program.run(rand(1, 64, dtype=BF16), at, row, [row.view(1, 1)] * 4)
+    assert not bool(phase.target.isfinite().any())
+
+
+@pytest.mark.parametrize("group", [256, 512])
+def test_large_groups_of_4_bit_weights_of_many_inputs(group: int) -> None:
+    levels = torch.randint(0, 16, (96, 7168), dtype=torch.uint8, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    scales, offsets = (rand(96, 7168 // group, dtype=BF16, seed=seed, scale=0.02) for seed in (5, 6))
+    target = torch.zeros(96, dtype=BF16, device=DEVICE)
+    phase = ProductPhase(pack_nibbles(levels, scales, offsets), rand(7168, dtype=BF16), target)
+    check_program(RowProgram, [phase], rand(1, 64, dtype=BF16))
 
 
 def test_a_program_can_be_captured() -> None:

@@ -12,8 +12,12 @@ from pathlib import Path
 
 import torch
 
+Argument = ctypes.c_uint64 | ctypes.Structure | ctypes.Array[ctypes.c_uint64]
 _FOLDER = Path(__file__).parent
 _DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_TENSOR_MAP_DTYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
+_NOT_INTERLEAVED, _SWIZZLE_128_BYTES, _L2_128_BYTES, _ZEROS_OUTSIDE = 0, 3, 2, 0
+_DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class CudaError(RuntimeError):
@@ -32,6 +36,28 @@ def why_no_nvrtc() -> str | None:
     return None
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint64 * 8))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("programs", ctypes.c_uint * 3),
+        ("threads", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+_dependent = _Attribute(_DEPENDENT_LAUNCH, (1,))
+
+
 class CudaKernel:
     """A function of a source on the current device. Launches can be captured in a graph."""
 
@@ -43,19 +69,26 @@ class CudaKernel:
         _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared_bytes), "cuFuncSetAttribute")
         self._function, self._shared_bytes = function, shared_bytes
 
-    def launch(self, programs: int, threads: int, arguments: Sequence[ctypes.c_uint64 | ctypes.Structure]) -> None:
-        """On the current stream."""
+    def launch(
+        self, programs: int, threads: int, arguments: Sequence[Argument], *, dependent: bool = False
+    ) -> None:  # fmt: skip
+        """On the current stream. A dependent one begins while the kernel before it still runs, and waits for it by
+        itself."""
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        sizes = (programs, 1, 1, threads, 1, 1, self._shared_bytes)
-        _check(_driver().cuLaunchKernel(self._function, *sizes, stream, addresses, None), "cuLaunchKernel")
+        stream = torch.cuda.current_stream().cuda_stream
+        launch = _Launch(
+            (programs, 1, 1), (threads, 1, 1), self._shared_bytes, stream, ctypes.pointer(_dependent), dependent
+        )
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, addresses, None), "cuLaunchKernelEx")
 
 
-def compile_source(files: Sequence[str], constants: dict[str, int], capability: tuple[int, int]) -> bytes:
-    """Machine code of files of this folder, one after the other, with these constants before them. Found on disk if it
-    was compiled before, by this version of NVRTC."""
+def compile_source(
+    files: Sequence[str], constants: dict[str, int], capability: tuple[int, int], *, before: str = ""
+) -> bytes:
+    """Machine code of files of this folder, one after the other, with these constants and `before` before them. Found
+    on disk if it was compiled before, by this version of NVRTC."""
     lines = [f"constexpr int {name} = {value};\n" for name, value in constants.items()]
-    source = "".join((*lines, *((_FOLDER / name).read_text() for name in files)))
+    source = "".join((*lines, before, *((_FOLDER / name).read_text() for name in files)))
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}a", "--std=c++17"]
     key = hashlib.sha256("\0".join((source, *options, str(_version()))).encode()).hexdigest()
     place = _cache_folder() / f"{key}.cubin"
@@ -133,6 +166,30 @@ def _nvrtc() -> ctypes.CDLL:
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
+
+
+class TensorMap(ctypes.Structure):
+    """CUtensorMap: how TMA copies boxes of a tensor of 16-bit numbers, as lines of 128 bytes, swizzled. What is outside
+    of the tensor is copied as zeros."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+    _align_ = 64  # of its address, which `ctypes` heeds from Python 3.13 on
+
+    @classmethod
+    def make(
+        cls, address: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    ) -> TensorMap:
+        """Sizes, strides and box from the innermost dimension on, in numbers; the strides from the second on."""
+        memory, number = (ctypes.c_uint8 * (ctypes.sizeof(cls) + cls._align_))(), len(sizes)
+        made = cls.from_buffer(memory, -ctypes.addressof(memory) % cls._align_)
+        status = _driver().cuTensorMapEncodeTiled(
+            ctypes.byref(made), _TENSOR_MAP_DTYPES[dtype], number, ctypes.c_void_p(address),
+            (ctypes.c_uint64 * number)(*sizes), (ctypes.c_uint64 * (number - 1))(*(2 * stride for stride in strides)),
+            (ctypes.c_uint32 * number)(*box), (ctypes.c_uint32 * number)(*[1] * number),
+            _NOT_INTERLEAVED, _SWIZZLE_128_BYTES, _L2_128_BYTES, _ZEROS_OUTSIDE,
+        )  # fmt: skip
+        _check(status, "cuTensorMapEncodeTiled")
+        return made
 
 
 def _check(status: int, what: str) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from quire.kernels.cuda.gated_product import gated_product, prefers_gated_product
 from quire.kernels.library import FLOAT8_MULTIPLE, multiply_float8
 from quire.kernels.norm import Norm
 from quire.kernels.reference.products import product
@@ -97,7 +98,8 @@ class Operands:
         return [partial(self.call, layer, index, workspace, tiling) for index in range(len(self.weights))]
 
     def library_calls(self, layer: Layer) -> list[Callable[[], None]]:
-        """The same by the library, the norm before it and the gate after it by kernels. None where it has no such
+        """The same by what takes many rows: the library, the norm before it and the gate after it by kernels, or a
+        kernel that takes the gate along. None where it has no such
         product: float8 weights alone, odd sizes of float8, float8 on a CPU."""
         if self.weights[0][1] is not None:
             even = layer.inputs % FLOAT8_MULTIPLE == layer.weight_rows % FLOAT8_MULTIPLE == 0
@@ -124,7 +126,9 @@ class Operands:
             return
         turned = weight.t()
         x = self.x if self.norm is None else rms_norm(self.x, *self.norm)
-        if layer.activation is not None:
+        if layer.activation is not None and prefers_gated_product(len(x), weight, None):
+            gated_product(x, weight, layer.activation, self.out)
+        elif layer.activation is not None:
             gate(torch.mm(x, turned), layer.activation, self.out)
         elif self.residual is not None:
             self.residual.addmm_(x, turned)

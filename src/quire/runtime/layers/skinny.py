@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels.cuda.gated_product import gated_product, prefers_gated_product
 from quire.kernels.norm import Norm
 from quire.kernels.triton.activation import gate
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
@@ -53,7 +54,10 @@ class TritonMultiply(FusedMultiply):
     ) -> Tensor:  # [tokens, out / 2]
         """activation(gate) * up, for a weight of gate rows, then up rows, of x over its root mean square."""
         if not self._is_few(x):
-            return gate(self._by_library(self._normed(x, norm, pending)), activation, dependent=self._is_dependent(x))
+            normed, dependent = self._normed(x, norm, pending), self._is_dependent(x)
+            if prefers_gated_product(len(x), self.weight, self.bias):
+                return gated_product(normed, self.weight, activation, dependent=dependent)
+            return gate(self._by_library(normed), activation, dependent=dependent)
         within = norm if self._norms_within(x, pending) else None
         return skinny_product(
             x if within else self._normed(x, norm, pending), self.weight, self.workspace,

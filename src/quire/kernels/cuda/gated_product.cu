@@ -1,0 +1,243 @@
+// activation(gate) * up of many rows on Hopper GPUs: a warp-specialised GEMM (see gated_product.py). No header of CUDA is
+// needed. What stands before this file: the constants of a tile, and `multiply`, a wgmma of 64 rows by SLICE columns.
+//
+// A tile is ROWS rows by WIDTH rows of the weight: eight of gate, eight of up, and so on, so that a thread has both sums of
+// an output. One warp copies rows and weights by TMA into a ring of STAGES stages; GROUPS warp groups multiply, each
+// 64 * HEIGHT rows of the tile, and write the results. The two programs of a cluster take neighbouring tiles of the same
+// rows: each copies half of these rows, for both.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int CLUSTER = 2;
+constexpr int STEP = 64;                // numbers of K in a stage
+constexpr int LINE = 2 * STEP;          // their bytes: the widest swizzle
+constexpr int ROWS = 64 * GROUPS * HEIGHT;
+constexpr int X_BYTES = ROWS * LINE;
+constexpr int STAGE_BYTES = X_BYTES + WIDTH * LINE;
+constexpr int SUMS = WIDTH / 2;         // of 64 rows, in a thread
+constexpr int EIGHTS = WIDTH / 16;      // of outputs
+constexpr u32 ALL_LANES = 0xFFFFFFFFu;
+// Registers of a thread: what the loading warps give back, the multiplying ones get.
+constexpr int LOADING_REGISTERS = GROUPS == 3 ? 32 : 40;
+constexpr int MULTIPLYING_REGISTERS = GROUPS == 3 ? 160 : 232;
+
+struct alignas(64) TensorMap { u64 words[16]; };
+
+// What a launch is given, written by gated_product.py.
+struct Product {
+    u64 out;
+    int rows, outputs, out_stride;
+    int steps;             // of K
+    int row_tiles, pairs;  // pairs: of neighbouring tiles, of all rows
+    int together;          // row tiles that are multiplied by the same weights one after the other
+};
+
+__device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+
+__device__ __forceinline__ void init_barrier(u32 barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count));
+}
+
+__device__ __forceinline__ void await(u32 barrier, u32 phase) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra READY;\nbra AGAIN;\nREADY:\n}" :: "r"(barrier), "r"(phase) : "memory");
+}
+
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrive at the barrier in the same place of a program of the cluster. Not ".release.cluster": what is handed over is
+// memory that was read, and such a release would wait for all memory of the device.
+__device__ __forceinline__ void arrive_at(u32 barrier, int program) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" :: "r"(barrier), "r"(program) : "memory");
+}
+
+// WIDTH rows of the weight, from eight `first` of gate and of up on.
+__device__ __forceinline__ void copy_weights(u32 to, const TensorMap* map, int column, int first, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], [%5];"
+        :: "r"(to), "l"(map), "r"(column), "r"(0), "r"(first), "r"(barrier) : "memory");
+}
+
+// Half a tile's rows, to both programs of the cluster.
+__device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3}], [%4], %5;"
+        :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
+}
+
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Where this one was launched before that one has ended.
+__device__ __forceinline__ void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// How wgmma is told of lines in shared memory, swizzled as TMA leaves them.
+__device__ __forceinline__ u64 matrix_at(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(8 * LINE >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ float activated(float x) {
+    if (ACTIVATION == 0) return __fdividef(x, 1.0f + __expf(-x));
+    if (ACTIVATION == 1) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+    if (ACTIVATION == 2) return __fdividef(x, 1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+    return x < 0.0f ? 0.0f : x;  // NaN stays NaN
+}
+
+__device__ __forceinline__ u32 to_pair(float first, float second) {
+    u32 pair;
+    if (IS_HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+
+// The tile of a program: `together` row tiles by one run of weights, then by the next run.
+struct Tile { int row, eight; };
+
+__device__ __forceinline__ Tile tile_of(int pair, const Product& p) {
+    const int runs = p.pairs / p.row_tiles, band = pair / (runs * p.together), first = band * p.together;
+    const int rest = pair - band * runs * p.together, height = min(p.together, p.row_tiles - first);
+    return {(first + rest % height) * ROWS, (rest / height * CLUSTER + (int)blockIdx.x % CLUSTER) * EIGHTS};
+}
+
+// Four words in each of four lanes are turned: lane q has word q of all four afterwards.
+__device__ __forceinline__ void turn(u32 (&w)[4], int q) {
+    const u32 a = __shfl_xor_sync(ALL_LANES, q & 1 ? w[0] : w[1], 1), b = __shfl_xor_sync(ALL_LANES, q & 1 ? w[2] : w[3], 1);
+    if (q & 1) w[0] = a, w[2] = b;
+    else w[1] = a, w[3] = b;
+    const u32 c = __shfl_xor_sync(ALL_LANES, q & 2 ? w[0] : w[2], 2), d = __shfl_xor_sync(ALL_LANES, q & 2 ? w[1] : w[3], 2);
+    if (q & 2) w[0] = c, w[1] = d;
+    else w[2] = c, w[3] = d;
+}
+
+// Two outputs of those eight, in the first (0) or second (1) of a thread's rows.
+__device__ __forceinline__ u32 outputs_of(const float (&sums)[SUMS], int eight, int half) {
+    const float* gate = sums + 8 * eight + 2 * half;
+    return to_pair(activated(gate[0]) * gate[4], activated(gate[1]) * gate[5]);
+}
+
+// Write the outputs of 64 rows: this thread has those of `row` and of `row + 8`.
+__device__ __forceinline__ void write_outputs(const float (&sums)[SUMS], int row, int first, const Product& p) {
+    const int q = threadIdx.x % 4;
+    for (int half = 0; half < 2; half++) {
+        const int at = row + 8 * half;
+        const bool is_row = at < p.rows;
+        const u64 out = p.out + 2 * ((u64)at * p.out_stride);
+#pragma unroll
+        for (int i = 0; i + 4 <= EIGHTS; i += 4) {
+            u32 words[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) words[j] = outputs_of(sums, i + j, half);
+            turn(words, q);
+            const int output = 8 * (first + i + q);
+            if (is_row && output < p.outputs) *(uint4*)(out + 2 * output) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+#pragma unroll
+        for (int i = EIGHTS / 4 * 4; i < EIGHTS; i++) {
+            const int output = 8 * (first + i) + 2 * q;
+            const u32 word = outputs_of(sums, i, half);
+            if (is_row && output < p.outputs) *(u32*)(out + 2 * output) = word;
+        }
+    }
+}
+
+// What the loading thread does. Weights are asked for before the kernel before has ended: nobody writes them.
+__device__ __forceinline__ void load(const TensorMap* x, const TensorMap* weight, const Product& p, u32 ring, u32 full, u32 empty) {
+    const int half = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
+    int ahead = 0, stage = 0;
+    for (const Tile tile = tile_of(blockIdx.x / CLUSTER, p); ahead < min(STAGES, p.steps); ahead++) {
+        expect(full + 8 * ahead, STAGE_BYTES);
+        copy_weights(ring + ahead * STAGE_BYTES + X_BYTES, weight, ahead * STEP, tile.eight, full + 8 * ahead);
+    }
+    await_kernel_before();
+    u32 phase = 1;
+    for (int pair = blockIdx.x / CLUSTER; pair < p.pairs; pair += clusters) {
+        const Tile tile = tile_of(pair, p);
+        for (int k = 0; k < p.steps; k++) {
+            const u32 to = ring + stage * STAGE_BYTES, ready = full + 8 * stage;
+            await(empty + 8 * stage, phase);
+            if (ahead > 0) ahead--;
+            else {
+                expect(ready, STAGE_BYTES);
+                copy_weights(to + X_BYTES, weight, k * STEP, tile.eight, ready);
+            }
+            copy_rows(to + half * X_BYTES / 2, x, k * STEP, tile.row + half * ROWS / 2, ready);
+            if (++stage == STAGES) stage = 0, phase ^= 1;
+        }
+    }
+}
+
+// A warp has read a stage: both programs may copy into it again.
+__device__ __forceinline__ void release(u32 barrier) {
+    const int lane = threadIdx.x % 32;
+    if (lane < CLUSTER) arrive_at(barrier, lane);
+}
+
+// What a warp group does: its rows of all tiles of this program.
+__device__ __forceinline__ void multiply_tiles(const Product& p, u32 ring, u32 full, u32 empty) {
+    const int clusters = gridDim.x / CLUSTER, group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;
+    const int own_row = group * HEIGHT * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    int stage = 0;
+    u32 phase = 0;
+    for (int pair = blockIdx.x / CLUSTER; pair < p.pairs; pair += clusters) {
+        const Tile tile = tile_of(pair, p);
+        float sums[HEIGHT][SUMS];
+        int used = 0;
+        for (int k = 0; k < p.steps; k++) {
+            const u32 rows = ring + stage * STAGE_BYTES + group * HEIGHT * 64 * LINE, weights = ring + stage * STAGE_BYTES + X_BYTES;
+            await(full + 8 * stage, phase);
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+            for (int i = 0; i < LINE; i += 32)
+#pragma unroll
+                for (int h = 0; h < HEIGHT; h++)
+#pragma unroll
+                    for (int s = 0; s < WIDTH; s += SLICE)
+                        multiply(*(float(*)[SLICE / 2])&sums[h][s / 2], matrix_at(rows + h * 64 * LINE + i), matrix_at(weights + s * LINE + i), k + i > 0);
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            if (k > 0) release(empty + 8 * used);  // the products of the step before are done
+            used = stage;
+            if (++stage == STAGES) stage = 0, phase ^= 1;
+        }
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        release(empty + 8 * used);
+#pragma unroll
+        for (int h = 0; h < HEIGHT; h++) write_outputs(sums[h], tile.row + own_row + 64 * h, tile.eight, p);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(CLUSTER, 1, 1) gated_product(
+    const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const __grid_constant__ Product p) {
+    extern __shared__ char memory[];
+    __shared__ alignas(8) u64 barriers[2 * STAGES];
+    const u32 full = shared_address(barriers), empty = full + 8 * STAGES, ring = (shared_address(memory) + 1023) & ~1023u;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            init_barrier(full + 8 * i, 1);
+            init_barrier(empty + 8 * i, 4 * GROUPS * CLUSTER);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    meet_cluster();
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(LOADING_REGISTERS));
+        if (threadIdx.x == 0) load(&x, &weight, p, ring, full, empty);
+        __syncwarp();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(MULTIPLYING_REGISTERS));
+        await_kernel_before();  // it may read what `out` was
+        multiply_tiles(p, ring, full, empty);
+    }
+    meet_cluster();  // nobody leaves while the other still copies into its memory
+}

@@ -1,0 +1,218 @@
+"""activation(gate) * up of many rows on Hopper GPUs: a warp-specialised GEMM that takes the gate along.
+
+The library's product writes gate and up to memory, and a second kernel reads both. The sizes of a tile are no powers of
+two here, but such that all tiles fill the multiprocessors evenly. See gated_product.cu.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cuda.nvrtc import CudaKernel, TensorMap, compile_source, why_no_nvrtc
+from quire.kernels.triton.activation import ACTIVATIONS
+from quire.kernels.triton.compiling import is_compiling_only
+from quire.kernels.triton.launch import check, check_rows, num_processors
+
+_FEWEST_ROWS = 96  # from which the kernel is faster, on an H200,
+_SMALL_BYTES, _FEWEST_SMALL_ROWS = 16 << 20, 224  # and by a weight of few bytes
+_CAPABILITY = 9
+_CLUSTER, _STEP, _EIGHT = 2, 64, 8  # programs of a cluster; numbers of K in a stage; outputs that stay together
+_LINE_BYTES = 2 * _STEP
+_SHARED_BYTES = 226 << 10
+_FEWEST_WIDTH, _WIDTH_STEP = 96, 16
+_MOST_SLICE = 192  # columns of one wgmma of three warp groups: these have fewer registers each
+_TILE_CYCLES = 60  # of a step of K, besides its products: fitted to times on an H200, as the rule below
+_TOGETHER = 8  # row tiles that are multiplied by the same weights one after the other
+_MOST_ROWS = 16384  # that kernels are compiled for ahead; more may compile one more
+_THREADS = 4  # that compile
+
+
+class Tile(NamedTuple):
+    """What one program multiplies at once: 64 * groups * height rows by `width` rows of the weight."""
+
+    groups: int  # warp groups
+    height: int  # times 64 rows, of a group
+    width: int  # half of them of gate, half of up
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups * self.height
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.rows + self.width) * _LINE_BYTES
+
+    @property
+    def stages(self) -> int:
+        return _SHARED_BYTES // self.stage_bytes
+
+    def pairs(self, rows: int, outputs: int) -> tuple[int, int]:
+        """The tiles of rows, and all pairs of neighbouring tiles, of which a cluster takes one at a time."""
+        row_tiles, columns = -(-rows // self.rows), -(-2 * outputs // self.width)
+        return row_tiles, row_tiles * -(-columns // _CLUSTER)
+
+
+class _Product(ctypes.Structure):
+    """The fields of `Product` in gated_product.cu."""
+
+    _fields_ = (
+        ("out", ctypes.c_uint64),
+        *((name, ctypes.c_int) for name in ("rows", "outputs", "out_stride", "steps")),
+        *((name, ctypes.c_int) for name in ("row_tiles", "pairs", "together")),
+    )
+
+
+def takes_weight(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel multiplies by a weight [2 * outputs, inputs], gate then up, where it lies."""
+    return (
+        bias is None
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.is_contiguous()
+        and weight.shape[0] % (2 * _EIGHT) == weight.shape[1] % _EIGHT == weight.data_ptr() % 16 == 0
+        and _runs_on(weight.device)
+    )
+
+
+def prefers_gated_product(rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel is faster than the library's product and a kernel of the gate."""
+    is_small = weight.numel() * weight.element_size() < _SMALL_BYTES
+    return rows >= (_FEWEST_SMALL_ROWS if is_small else _FEWEST_ROWS) and takes_weight(weight, bias)
+
+
+@cache
+def _runs_on(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _CAPABILITY:
+        return False
+    return why_no_nvrtc() is None
+
+
+def gated_product(
+    x: Tensor,  # [rows, inputs]
+    weight: Tensor,  # [2 * outputs, inputs] of x's dtype: gate, then up
+    activation: str,  # of ACTIVATIONS
+    out: Tensor | None = None,  # [rows, outputs]
+    *,
+    tile: Tile | None = None,  # by default chosen for the shape
+    dependent: bool = False,  # launched while the kernel before still runs, which must not write the weight
+) -> Tensor:
+    """activation(x @ gate.T) * (x @ up.T), summed in float32 and rounded once. The same inputs give the same bits every
+    time. Inside `compiling_only` nothing is launched: this kernel, then all that other numbers of rows may need, are
+    compiled in the background."""
+    (rows, inputs), outputs = x.shape, weight.shape[0] // 2
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if out is None else out
+    check_rows(x, "x")
+    check_rows(out, "out")
+    check(takes_weight(weight, None), "the weight is of 16-bit numbers, whole and aligned, on a Hopper GPU")
+    check(x.dtype == weight.dtype == out.dtype and inputs == weight.shape[1], "x, weight and out go together")
+    check(out.shape == (rows, outputs), "out is [rows, outputs]")
+    lines = (x.stride(0), out.stride(0), x.data_ptr() // 2, out.data_ptr() // 2)
+    check(all(each % _EIGHT == 0 for each in lines), "rows begin at multiples of 16 bytes")
+    if rows == 0:
+        return out
+    processors = num_processors(x.device)
+    tile = tile or choose_tile(rows, outputs, processors)
+    compiled = _begin(tile, activation, x.dtype, x.device)
+    if is_compiling_only():
+        for other in chosen_tiles(outputs, processors):
+            _begin(other, activation, x.dtype, x.device)
+        return out
+    row_tiles, pairs = tile.pairs(rows, outputs)
+    steps = -(-inputs // _STEP)
+    given = _Product(out.data_ptr(), rows, outputs, out.stride(0), steps, row_tiles, pairs, _TOGETHER)
+    arguments = (
+        _map_of_rows(x.data_ptr(), x.dtype, rows, inputs, x.stride(0), tile.rows // _CLUSTER),
+        _map_of_weight(weight.data_ptr(), x.dtype, outputs, inputs, tile.width),
+        given,
+    )
+    programs = _CLUSTER * min(pairs, processors // _CLUSTER)
+    _load(compiled, tile, x.device).launch(programs, 128 * (tile.groups + 1), arguments, dependent=dependent)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def choose_tile(rows: int, outputs: int, processors: int) -> Tile:
+    """The tile by which the last round of programs ends first: rounds times the cycles of a step of K. Of equal ones
+    that with the most rows: weights are read the fewest times then."""
+
+    def cost(tile: Tile) -> tuple[int, int]:
+        _, pairs = tile.pairs(rows, outputs)
+        products = _STEP // 16 * tile.groups * tile.height * tile.width // 2
+        return -(-pairs // (processors // _CLUSTER)) * (products + _TILE_CYCLES), -tile.rows
+
+    return min(tiles(), key=cost)
+
+
+@cache
+def chosen_tiles(outputs: int, processors: int) -> frozenset[Tile]:
+    """All that are chosen for some number of rows, up to a large one."""
+    return frozenset(choose_tile(rows, outputs, processors) for rows in range(64, _MOST_ROWS + 1, 64))
+
+
+def tiles() -> Iterator[Tile]:
+    """All that the registers of a multiprocessor have room for."""
+    for groups, height, widest in ((2, 1, 256), (3, 1, 256), (2, 2, 192)):
+        yield from (Tile(groups, height, width) for width in range(_FEWEST_WIDTH, widest + 1, _WIDTH_STEP))
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="quire-nvrtc")
+
+
+@cache
+def _begin(tile: Tile, activation: str, dtype: torch.dtype, device: torch.device) -> Future[bytes]:
+    """Begin to compile a kernel. NVRTC holds no lock of Python's."""
+    split = tile.groups == 3 and tile.width > _MOST_SLICE
+    constants = {
+        "GROUPS": tile.groups, "HEIGHT": tile.height, "WIDTH": tile.width, "STAGES": tile.stages,
+        "SLICE": tile.width // 2 if split else tile.width, "ACTIVATION": ACTIVATIONS[activation],
+        "IS_HALF": int(dtype == torch.float16),
+    }  # fmt: skip
+    capability = torch.cuda.get_device_capability(device)
+    wgmma = wgmma_source(constants["SLICE"], "f16" if dtype == torch.float16 else "bf16")
+    return _pool().submit(compile_source, ("gated_product.cu",), constants, capability, before=wgmma)
+
+
+@cache
+def _load(compiled: Future[bytes], tile: Tile, device: torch.device) -> CudaKernel:
+    alignment = 1024  # of the ring, which the swizzle counts from
+    with torch.cuda.device(device):
+        return CudaKernel(compiled.result(), "gated_product", tile.stages * tile.stage_bytes + alignment)
+
+
+def wgmma_source(columns: int, dtype: str) -> str:
+    """`multiply`: sums [64, columns] of a warp group += matrix a @ matrix b, or are that product. The instruction names
+    every register, so it is written for each number of columns."""
+    numbers = range(columns // 2)
+    registers = ", ".join(f"%{number}" for number in numbers)
+    sums = ", ".join(f'"+f"(sums[{number}])' for number in numbers)
+    a, b, adds = (f"%{len(numbers) + place}" for place in range(3))
+    kind = f"m64n{columns}k16.f32.{dtype}.{dtype}"
+    return f"""
+__device__ __forceinline__ void multiply(
+    float (&sums)[{len(numbers)}], unsigned long long a, unsigned long long b, bool adds) {{
+    asm volatile("{{\\n.reg .pred adds;\\nsetp.ne.b32 adds, {adds}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.{kind} {{{registers}}}, {a}, {b}, adds, 1, 1, 0, 0;\\n}}"
+        : {sums} : "l"(a), "l"(b), "r"((int)adds));
+}}
+"""
+
+
+@lru_cache(maxsize=4096)
+def _map_of_rows(address: int, dtype: torch.dtype, rows: int, inputs: int, stride: int, at_once: int) -> TensorMap:
+    return TensorMap.make(address, dtype, (inputs, rows), (stride,), (_STEP, at_once))
+
+
+@lru_cache(maxsize=4096)
+def _map_of_weight(address: int, dtype: torch.dtype, outputs: int, inputs: int, width: int) -> TensorMap:
+    """As [eights of outputs, gate or up, eight, inputs]: boxes have eight rows of gate, eight of up, and so on."""
+    sizes = (inputs, _EIGHT, 2, outputs // _EIGHT)
+    strides = (inputs, outputs * inputs, _EIGHT * inputs)
+    return TensorMap.make(address, dtype, sizes, strides, (_STEP, _EIGHT, 2, width // (2 * _EIGHT)))
