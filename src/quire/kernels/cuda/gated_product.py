@@ -28,10 +28,11 @@ _LINE_BYTES = 2 * _STEP
 _SHARED_BYTES = 226 << 10
 _FEWEST_WIDTH, _WIDTH_STEP = 96, 16
 _MOST_SLICE = 192  # columns of one wgmma of three warp groups: these have fewer registers each
-_TILE_CYCLES = 60  # of a step of K, besides its products: fitted to times on an H200, as the rule below
+_TILE_CYCLES = 100  # of a step of K, besides its products: fitted to times on an H200
 _TOGETHER = 8  # row tiles that are multiplied by the same weights one after the other
-_MOST_ROWS = 16384  # that kernels are compiled for ahead; more may compile one more
-_THREADS = 4  # that compile
+_MOST_ROWS = 16384  # that tiles are looked for; more take one of these
+_ABOUT_AS_FAST = 1.03
+_THREADS = 2  # that compile: whoever waits for other kernels needs the processors
 
 
 class Tile(NamedTuple):
@@ -57,6 +58,12 @@ class Tile(NamedTuple):
         """The tiles of rows, and all pairs of neighbouring tiles, of which a cluster takes one at a time."""
         row_tiles, columns = -(-rows // self.rows), -(-2 * outputs // self.width)
         return row_tiles, row_tiles * -(-columns // _CLUSTER)
+
+    def cost(self, rows: int, outputs: int, processors: int) -> int:
+        """When the last program ends: rounds of programs, times the cycles of a step of K."""
+        _, pairs = self.pairs(rows, outputs)
+        products = _STEP // 16 * self.groups * self.height * self.width // 2
+        return -(-pairs // (processors // _CLUSTER)) * (products + _TILE_CYCLES)
 
 
 class _Product(ctypes.Structure):
@@ -120,7 +127,7 @@ def gated_product(
     tile = tile or choose_tile(rows, outputs, processors)
     compiled = _begin(tile, activation, x.dtype, x.device)
     if is_compiling_only():
-        for other in chosen_tiles(outputs, processors):
+        for other in few_tiles(outputs, processors):
             _begin(other, activation, x.dtype, x.device)
         return out
     row_tiles, pairs = tile.pairs(rows, outputs)
@@ -138,21 +145,20 @@ def gated_product(
 
 @lru_cache(maxsize=4096)
 def choose_tile(rows: int, outputs: int, processors: int) -> Tile:
-    """The tile by which the last round of programs ends first: rounds times the cycles of a step of K. Of equal ones
-    that with the most rows: weights are read the fewest times then."""
-
-    def cost(tile: Tile) -> tuple[int, int]:
-        _, pairs = tile.pairs(rows, outputs)
-        products = _STEP // 16 * tile.groups * tile.height * tile.width // 2
-        return -(-pairs // (processors // _CLUSTER)) * (products + _TILE_CYCLES), -tile.rows
-
-    return min(tiles(), key=cost)
+    """The fastest of few."""
+    return min(few_tiles(outputs, processors), key=lambda tile: tile.cost(rows, outputs, processors))
 
 
 @cache
-def chosen_tiles(outputs: int, processors: int) -> frozenset[Tile]:
-    """All that are chosen for some number of rows, up to a large one."""
-    return frozenset(choose_tile(rows, outputs, processors) for rows in range(64, _MOST_ROWS + 1, 64))
+def few_tiles(outputs: int, processors: int) -> tuple[Tile, ...]:
+    """So many that one of them is about as fast as any for every number of rows: each is a kernel to be compiled."""
+    kept: list[Tile] = []
+    for rows in range(64, _MOST_ROWS + 1, 64):
+        costs = {tile: tile.cost(rows, outputs, processors) for tile in tiles()}
+        best = min(costs, key=lambda tile: (costs[tile], -tile.rows))  # more rows: weights are read fewer times
+        if all(costs[tile] > _ABOUT_AS_FAST * costs[best] for tile in kept):
+            kept.append(best)
+    return tuple(kept)
 
 
 def tiles() -> Iterator[Tile]:
