@@ -1,4 +1,5 @@
-"""Products on a GPU: a few rows by kernels that read the weight once and finish the layer's work, more by cuBLAS.
+"""Products on a GPU: a few rows by kernels that read the weight once and finish the layer's work, more by cuBLAS, or by
+a kernel that takes a gate along.
 
 What a product takes along: the norm before it, the gate after it, the addition to the residual stream. An addition may
 be left pending for the next norm, which reads the stream anyway.
