@@ -14,13 +14,13 @@ from quire.config.model import CacheDtype, CpuWeights, Dtype, ModelConfig, Quant
 from quire.config.parallel import NO_PARALLEL, ParallelConfig
 from quire.config.policy import PolicyName, PolicySettings
 from quire.config.recording import RecordingConfig
-from quire.config.speculation import SpeculationConfig
+from quire.config.speculation import MAX_TOKENS, SpeculationConfig
 from quire.config.tiers import EvictionName, PreemptionName, TierConfig
 from quire.config.vision import ImageLimits
 from quire.types.errors import ConfigError
 
 MAX_BLOCK_SIZE = 256
-MIN_SAMPLES = 64  # positions that a step can sample at once, even with fewer rows: a draft needs several per row
+MIN_SAMPLES = 1 + MAX_TOKENS  # positions that a step samples at once even with fewer rows: one row's longest draft fits
 
 GRAPH_ROWS = 1024  # decode rows of the largest graph
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, GRAPH_ROWS)

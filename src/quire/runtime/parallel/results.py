@@ -1,4 +1,4 @@
-"""One result of a step, from those of all ranks that sampled."""
+"""Merge the results that tensor parallel ranks return for one step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from quire.types.step import RowFailure, StepResult
 
 
 def merge_results(results: Sequence[StepResult]) -> StepResult:
-    """Make one result of those of all ranks of the last stage, in their order. Every rank has all tokens, prompt
-    logprobs, drafts and pooled numbers; logprobs and candidates are only where a sample was chosen. Raises
-    RuntimeError if tokens differ."""
+    """Merge the results of all ranks of the last stage, given in rank order.
+
+    Every rank returns all token ids, prompt logprobs, drafts and pooled vectors. Logprobs and candidates are returned
+    only by the rank that sampled the token. Raises RuntimeError if the ranks' token ids differ.
+    """
     first, *others = results
     if not others:
         return first
@@ -27,7 +29,7 @@ def merge_results(results: Sequence[StepResult]) -> StepResult:
             failures.setdefault(failure.row, failure)
     return replace(
         first,
-        logprobs=tuple(each for result in results for each in result.logprobs),  # ranks sample rows in their order
+        logprobs=tuple(each for result in results for each in result.logprobs),  # of a row in order: see _in_rounds
         failures=tuple(failures.values()),
         candidates=join_candidates([result.candidates for result in results]),
     )

@@ -60,6 +60,10 @@ class Choice(Protocol):
         The logits are float32 unless any dtype is taken.
         """
 
+    def forget_masks(self, rows: Ints) -> None:
+        """Discard the masks kept for these rows. Other ranks may have been given newer ones, so `Masks.changed` does
+        not compare the next masks with those that `mask` was given last."""
+
     def choose(self, logits: Tensor, prepared: Any, step: Step) -> Tensor:
         """Token ids [S], int64, from logits [S, vocab], which may be overwritten; negative for rows that failed."""
 
@@ -111,6 +115,9 @@ class TorchChoice:
 
     def mask(self, logits: Tensor, masks: Masks, prepared: _Batch, samples: Samples) -> None:  # noqa: ARG002
         apply_masks(logits, masks)
+
+    def forget_masks(self, rows: Ints) -> None:
+        """Do nothing: no masks are kept."""
 
     def choose(self, logits: Tensor, prepared: _Batch, step: Step) -> Tensor:  # [S]
         for transform, part in prepared.transforms:

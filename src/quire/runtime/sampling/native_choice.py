@@ -44,6 +44,9 @@ class NativeChoice:
     def mask(self, logits: Tensor, masks: Masks, prepared: Longs, samples: Samples) -> None:  # noqa: ARG002
         mask_logits(logits, masks.samples.astype(np.int64), np.ascontiguousarray(masks.bits))
 
+    def forget_masks(self, rows: Ints) -> None:
+        """Do nothing: no masks are kept."""
+
     def choose(self, logits: Tensor, prepared: Longs, step: Step) -> Tensor:  # [S]
         return self._rows.choose(logits, prepared, step.samples.on_device, step.history.num_prompt)
 

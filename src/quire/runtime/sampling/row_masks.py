@@ -1,4 +1,4 @@
-"""The masks of rows on a GPU, in memory that captured graphs read."""
+"""Grammar masks by row in GPU memory, where captured graphs read them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from quire.types.step import Bits, Bools, Ints, Masks
 
 
 class RowMasks:
-    """Owns a line of bits and a flag for every row: the flag says whether the row has a mask in the step at hand.
+    """Device memory for one mask per row, and a flag per row: whether the row has a mask in the current step.
 
-    A line stays on the device until another mask is supplied for its row. New lines go up in one copy, on a stream of
-    their own, so that the copy runs beside the forward pass.
+    A mask stays on the device until another one is supplied for its row, or until `forget`. New masks are uploaded in
+    one copy on a side stream, so that the copy overlaps the forward pass.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._bits = torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device)  # [rows, words]
         self._flags = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self._flagged: Ints = np.zeros(num_rows, dtype=np.int32)  # what `_flags` holds
-        self._kept: Bools = np.zeros(num_rows, dtype=np.bool_)  # lines that are the last mask supplied for their row
-        self._most_words = 0  # of any mask so far; the words after them are zero in all lines
+        self._flagged: Ints = np.zeros(num_rows, dtype=np.int32)  # the host's copy of `_flags`
+        self._kept: Bools = np.zeros(num_rows, dtype=np.bool_)  # rows whose line holds the mask supplied last
+        self._most_words = 0  # of the widest mask so far; the words behind them are zero in all lines
         self._courier, self._stream = Courier(device), SideStream(device)
 
     def supply(self, rows: Ints, masks: Masks | None) -> None:
-        """Set the masks that are applied next, to samples of `rows` [samples]. The samples that `masks` names are of
-        different rows; all other rows have no mask. The bits may be overwritten afterwards."""
+        """Set the masks of the next `apply`. `rows` [samples] are the rows of the step's samples. The samples in
+        `masks` belong to different rows; all other rows have no mask. The caller may overwrite the bits afterwards."""
         flags = np.zeros_like(self._flagged)
         masked, sent = rows[:0], np.zeros(0, dtype=np.intp)
         if masks is not None:
@@ -47,23 +47,23 @@ class RowMasks:
                 self._flagged = flags
 
     def forget(self, rows: Ints | Longs) -> None:
-        """The next masks of these rows are sent, whether they changed or not."""
+        """Upload the next masks of these rows even if `Masks.changed` is false."""
         self._kept[rows] = False
 
     def apply(self, logits: Tensor, rows: Tensor) -> None:
-        """Ban what the masks supplied last do not allow in logits [entries, vocab] of `rows` [entries].
+        """Set banned tokens to -inf in logits [entries, vocab] of `rows` [entries], by the masks supplied last.
 
-        It can be captured. Whoever has launched it calls `mark_read`, when nothing is being captured.
+        It can be captured in a graph. The caller calls `mark_read` after each launch, outside of capture.
         """
         apply_row_masks(logits, rows, self._flags, self._bits)
 
     def mark_read(self) -> None:
-        """The masks supplied last are read by what was launched so far: later ones wait for that."""
+        """Have later uploads wait until the kernels launched so far have read the masks."""
         self._stream.mark_read()
 
     def _is_new(self, masked: Ints, masks: Masks) -> Bools:
-        """Which masks are not on the device. Where the caller does not tell what changed, it need not compare the next
-        masks with these ones: so those count as new again."""
+        """Return which masks must be uploaded. If the caller does not say which masks changed, all are uploaded now and
+        again next time: the caller may not have compared the next masks with these."""
         if masks.changed is None:
             self._kept[masked] = False
             return np.ones(len(masked), dtype=np.bool_)

@@ -97,6 +97,10 @@ class Sampler:
         self.choice.remove(row)
         self._batch = None
 
+    def forget_masks(self, rows: Ints) -> None:
+        """Discard the masks kept for these rows; see Choice.forget_masks."""
+        self.choice.forget_masks(rows)
+
     @torch.inference_mode()
     def sample(self, logits: Tensor, samples: Samples, history: TokenHistory) -> Sampled:
         """Choose a token for each of `samples` from logits [S, vocab], which may be overwritten."""

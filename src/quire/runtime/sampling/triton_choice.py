@@ -72,6 +72,9 @@ class TritonChoice:
         self.masks.apply(logits, prepared.rows)
         self.masks.mark_read()
 
+    def forget_masks(self, rows: Ints) -> None:
+        self.masks.forget(rows)
+
     def choose(self, logits: Tensor, prepared: _Batch, step: Step) -> Tensor:  # [S]
         self.settle()
         token_ids = torch.empty(len(prepared.rows), dtype=torch.int64, device=self._device)

@@ -1,4 +1,4 @@
-"""One step from batch to tokens: its parts as protocols, the runner that calls them in order, and the output."""
+"""Run one step: build the batch, run the forward pass, compute logits, sample, and update the rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.runtime.sampling.choice import row_failures
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.reports import NO_REPORT, Report, merged
 from quire.runtime.sampling.sampler import Sampler
-from quire.runtime.sampling.samples import Samples
+from quire.runtime.sampling.samples import Longs, Samples
 from quire.runtime.speculation.drafter import NO_DRAFTS
 from quire.runtime.transfer import Pending
 from quire.runtime.worker.adapters import RowAdapters
@@ -41,12 +41,12 @@ from quire.types.step import (
 )
 
 _Part = TypeVar("_Part")
-_KEPT_LOGITS = 1 << 22  # numbers, 16 MiB: that the compiled kernels keep memory for
+_KEPT_LOGITS = 1 << 22  # float32 values, 16 MiB: the largest buffer that the compiled head keeps
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """A step's result while its numbers are still on the device; the next step may overwrite them there."""
+    """The output of a step while it is on the device. The next step may overwrite it there."""
 
     plan: StepPlan
     token_ids: Tensor  # [samples], int64; negative where the sampler failed a row
@@ -54,19 +54,19 @@ class StepOutput:
     prompt_logprobs: Pending[tuple[PromptLogprobs, ...]] = NO_PROMPT_LOGPROBS
     failures: tuple[RowFailure, ...] = ()
     drafts: Pending[tuple[RowDraft, ...]] = NO_DRAFTS
-    masked: Ints = field(default_factory=lambda: NO_ROWS)  # places of the samples that had a mask
+    masked: Ints = field(default_factory=lambda: NO_ROWS)  # indices of the samples that had a mask
     pooled: tuple[RowPooled, ...] = ()
-    # [samples]: where each is among the rows that logits were computed of; None: they are the samples, in their order
+    # [samples]: the line of each sample in the logits; None: line i belongs to sample i
     lines: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that must come to the host."""
+        """The tensors that must be copied to the host."""
         parts = (self.report.logprobs, self.prompt_logprobs, self.report.candidates, self.drafts)
         return (self.token_ids, *(tensor for part in parts for tensor in part.tensors))
 
     def result(self, on_host: Sequence[Tensor]) -> StepResult:
-        """The result, given `tensors` on the host; they may be overwritten afterwards."""
+        """Return the result, given host copies of `tensors`. The caller may overwrite the copies afterwards."""
         tokens, numbers = on_host[0].numpy().astype(np.int32), iter(on_host[1:])
         return StepResult(
             self.plan.step,
@@ -81,16 +81,16 @@ class StepOutput:
 
 
 SampleStep = Callable[[Masks | None], StepOutput]
-"""The second half of a step whose forward pass is launched: samples under these masks, and updates the rows."""
+"""The second half of a step whose forward pass was launched: sample under the masks and update the rows."""
 
 
 def masked_samples(masks: Masks | None) -> Ints:
-    """The places of samples that have a mask."""
+    """Return the indices of the samples that have a mask."""
     return NO_ROWS if masks is None else masks.samples
 
 
 def _read(part: Pending[_Part], numbers: Iterator[Tensor]) -> _Part:
-    """What a part is, from the next of the numbers."""
+    """Finish a part of the output with the next host tensors."""
     return part.finish(tuple(islice(numbers, len(part.tensors))))
 
 
@@ -103,7 +103,7 @@ class Sampled(Protocol):
 
 
 class RowSampler(Protocol):
-    """What the worker needs of a sampler."""
+    """The sampler as the worker uses it."""
 
     def add(self, new: NewRow) -> None: ...
 
@@ -111,21 +111,25 @@ class RowSampler(Protocol):
 
     def sample(self, logits: Tensor, samples: Samples, history: TokenHistory) -> Sampled: ...
 
+    def forget_masks(self, rows: Ints) -> None:
+        """Discard the masks kept for these rows."""
+
 
 class Batches(Protocol):
     adapters: RowAdapters | None  # of the worker's rows
 
     def build(self, plan: StepPlan) -> Batch:
-        """The tensors of the plan's forward pass."""
+        """Return the input tensors of the plan's forward pass."""
 
 
 class Forward(Protocol):
     def __call__(self, batch: Batch) -> Tensor:
-        """All layers: hidden states of `batch.step.wanted`, or of all tokens with padding; fills the cache."""
+        """Run all layers and write the KV cache. Return the hidden states of `batch.step.wanted`, or, if that is None,
+        of all tokens, padding included."""
 
 
 class PlainForward:
-    """The model over every batch as it comes."""
+    """Call the model without graphs."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -135,20 +139,20 @@ class PlainForward:
 
 
 class Graphs(Protocol):
-    """Steps that are captured."""
+    """Captured graphs of whole steps."""
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether this step can run by a graph."""
+        """Whether a graph can run this step."""
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Run it, rows updated."""
+        """Run the step and update the rows."""
 
     def begin(self, plan: StepPlan) -> SampleStep:
-        """Run a guided step up to its logits. What this returns samples; it is called before the next step begins."""
+        """Run a guided step up to its logits. Return the function that samples; call it before the next step begins."""
 
 
 class NoGraphs:
-    """Nothing is captured."""
+    """Graphs are off: takes no step."""
 
     def takes(self, plan: StepPlan) -> bool:  # noqa: ARG002
         return False
@@ -162,19 +166,19 @@ class NoGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """A step after its forward pass."""
+    """A step between its forward pass and its sampling."""
 
     plan: StepPlan
     batch: Batch
     hidden: Tensor  # [positions, hidden], of batch.wanted
-    logits: Tensor | None  # [own samples, vocab], if all samples are chosen at once
-    token_ids: Tensor | None  # [samples], if they are chosen already
+    logits: Tensor | None  # [own samples, vocab]; None: computed in rounds later, or never (token_ids is set)
+    token_ids: Tensor | None  # [samples], if the head's kernel has sampled already
     failed: frozenset[int]
     prompt_logprobs: Pending[tuple[PromptLogprobs, ...]]
 
 
 class Runner:
-    """Forward, logits of the positions needed, sample, row update."""
+    """Runs steps without whole-step graphs: forward pass, logits of the sampled positions, sampling, row update."""
 
     def __init__(
         self,
@@ -183,8 +187,8 @@ class Runner:
         batches: Batches,
         forward: Forward,
         sampler: RowSampler,
-        vocabulary: Vocabulary | None,  # None: this rank has all of it
-        num_samples: int,  # that are chosen at once
+        vocabulary: Vocabulary | None,  # None: this rank holds the whole vocabulary
+        num_samples: int,  # sampled in one round, at most
         images: ImageRows | None = None,
     ) -> None:
         self._images, self._vocabulary = images, vocabulary
@@ -194,11 +198,11 @@ class Runner:
         self.scored = PromptLogprobRows(model, rows, vocabulary, batches.adapters)
 
     def run(self, plan: StepPlan, failed: frozenset[int]) -> StepOutput:
-        """`failed` rows are computed but never handed to the sampler; their token is 0."""
+        """Run a step. Rows in `failed` are computed but not sampled; their token id is 0."""
         return self.begin(plan, failed)(plan.masks)
 
     def begin(self, plan: StepPlan, failed: frozenset[int]) -> SampleStep:
-        """Run everything up to the logits. What this returns samples; it is called before the next step begins."""
+        """Run a step up to its logits. Return the function that samples; call it before the next step begins."""
         batch = self._batches.build(plan)
         if self._images is not None and (features := self._images.features(plan)) is not None:
             batch = replace(batch, step=replace(batch.step, features=features))
@@ -227,8 +231,11 @@ class Runner:
         return partial(self._finish, _Computed(plan, batch, hidden, logits, token_ids, failed, prompt_logprobs))
 
     def _choose_by_head(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> Tensor | None:
-        """The tokens of all samples by one call of the compiled kernels, without a tensor of logits; None where that is
-        not possible, as where masks may come later, or would keep much memory."""
+        """Sample all rows in one call of the CPU kernels that fuses the LM head with the choice.
+
+        Returns None if the step cannot: masks, adapters or ranks are involved, a row needs its logits, or the kernel's
+        buffers would be too large.
+        """
         sampler, samples = self._sampler, batch.samples
         if not isinstance(sampler, Sampler) or self._vocabulary is not None or plan.guided or plan.masks is not None:
             return None
@@ -241,6 +248,8 @@ class Runner:
 
     def _finish(self, computed: _Computed, masks: Masks | None) -> StepOutput:
         batch, samples = computed.batch, computed.batch.samples.under(masks)
+        if masks is not None and (computed.logits is None or self._vocabulary is not None):
+            self._sampler.forget_masks(samples.rows[masks.samples])  # this rank's sampler gets only some of the masks
         if len(samples) == 0 or (self.pooled.works and self.pooled.are_all(samples.rows)):
             token_ids, report = torch.zeros(len(samples), dtype=torch.int64, device=computed.hidden.device), NO_REPORT
         elif computed.token_ids is not None:
@@ -259,7 +268,7 @@ class Runner:
         )  # fmt: skip
 
     def _sample(self, logits: Tensor, samples: Samples) -> tuple[Tensor, Report]:
-        """The tokens of all samples, and the reports of those that this rank samples: logits [own samples, vocab]."""
+        """Sample from logits [own samples, vocab]. Return all samples' token ids and the report of this rank's."""
         vocabulary, history = self._vocabulary, self._rows.history
         if vocabulary is None:
             sampled = self._sampler.sample(logits, samples, history)
@@ -269,12 +278,11 @@ class Runner:
         return vocabulary.tokens(sampled.token_ids, len(samples)), sampled.report
 
     def _sample_in_parts(self, computed: _Computed, samples: Samples) -> tuple[Tensor, Report]:
-        """At most `num_samples` at a time: steps that verify long drafts need no more memory than others."""
-        hidden, batch, at_once = computed.hidden, computed.batch, self._num_samples
+        """Sample in rounds of at most `num_samples`, so that steps that verify long drafts need no more memory."""
+        hidden, batch = computed.hidden, computed.batch
         kept = np.flatnonzero([row not in computed.failed for row in samples.rows.tolist()])
         token_ids, reports = torch.zeros(len(samples), dtype=torch.int64, device=hidden.device), []
-        for start in range(0, len(kept), at_once):
-            some = kept[start : start + at_once]
+        for some in _in_rounds(kept, samples.rows, self._num_samples):
             index = self._rows.upload(some)
             positions = index if batch.spread is None else batch.spread.index_select(0, index)
             adapters = self._batches.adapters
@@ -293,3 +301,19 @@ class Runner:
             return
         grown, index = batch.grown
         self._rows.append(rows[grown], batch.rows.index_select(0, index), token_ids.index_select(0, index))
+
+
+def _in_rounds(samples: Longs, rows: Ints, most: int) -> Iterator[Longs]:
+    """Split `samples` into rounds of at most `most`. rows[i] is the row of sample i; samples of one row are adjacent.
+
+    A row's samples stay in one round if they fit. Ranks sample consecutive shares of a round, so the logprobs of a row,
+    joined rank by rank in merge_results, are in the order of its tokens.
+    """
+    starts = np.flatnonzero(np.diff(rows[samples], prepend=-1))  # where the samples of the next row begin
+    first = 0
+    while first < len(samples):
+        last = min(first + most, len(samples))
+        if last < len(samples) and (cut := int(starts[starts <= last][-1])) > first:
+            last = cut
+        yield samples[first:last]
+        first = last

@@ -162,3 +162,6 @@ class NoSampler:
 
     def sample(self, logits: Tensor, samples: Samples, history: TokenHistory) -> Sampled:  # noqa: ARG002
         raise AssertionError("only the last stage samples")
+
+    def forget_masks(self, rows: Ints) -> None:
+        """Do nothing: no masks are kept."""

@@ -16,8 +16,9 @@ from quire.runtime.sampling.make import make_sampler
 from quire.runtime.worker.graphs import DecodeGraphs
 from quire.runtime.worker.runner import StepOutput
 from quire.runtime.worker.worker import Worker
-from quire.types.step import Chunk, Masks, StepPlan
+from quire.types.step import Chunk, Masks, StepPlan, StepResult
 from tiny_models import DEVICE, VOCAB, Bench, MemoryCheckpoint, engine_config, random_checkpoint, tiny_config
+from worker_executor import TinyEngine
 
 ROWS, WORDS = 6, -(-VOCAB // 32)
 PROMPTS = {0: [5, 6, 7], 1: [11, 12], 2: [9], 3: [8, 4], 4: [1, 2, 3, 4]}
@@ -406,3 +407,47 @@ def test_capturing_guided_graphs_changes_no_row_and_no_block() -> None:
     for was, each in zip(before, (rows.tokens, rows.history.lengths, memory), strict=True):
         assert torch.equal(was, each)
     made.worker.check()
+
+
+class Ranks:
+    """The workers of two ranks, driven as one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        sizes = {"rows": ROWS, "num_blocks": 64, "max_len": 64}
+        self._executor = TinyEngine(checkpoint(), attention="triton", tensor=2, **sizes).executor
+        self.rows, self.graphs = self._executor.workers[0].rows, self._executor.workers[0]._graphs
+
+    def begin(self, plan: StepPlan) -> None:
+        self._executor.launch(plan)
+
+    def supply_masks(self, masks: Masks | None) -> StepResult:
+        self._executor.supply_masks(masks)
+        return self._executor.collect()
+
+    def check(self) -> None:
+        for worker in self._executor.workers:
+            worker.check()
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU captures no graphs in two threads")
+def test_a_rank_that_did_not_sample_a_row_in_between_takes_its_newer_mask() -> None:
+    """Steps of decoding run as graphs, to which every rank supplies all masks; a step with a chunk does not, and each
+    rank gets the masks of the rows that it samples: of four rows the first two by the first rank."""
+    pytest.importorskip("triton")
+    made = bench("triton")
+    ranks = Ranks(made.worker)
+    made.worker = TwoPhases(ranks)  # type: ignore[arg-type, assignment]
+    for row in (0, 1, 2, 3):
+        made.add(row, PROMPTS[row])
+        made.run(chunks=[Chunk(row, 0, len(PROMPTS[row]), (row,))])
+    assert made.run(decode=[0, 1, 2, 3], masks=masks(p0=[40]))[0] == 40  # a graph
+    made.add(4, PROMPTS[4])
+    chunk = Chunk(4, 0, 2)  # samples nothing
+    assert made.run(decode=[1, 2, 3, 0], chunks=[chunk], masks=masks(p3=[50]))[0] == 50  # by the second rank
+    assert made.run(decode=[0, 1, 2, 3], masks=masks(p0=[50]))[0] == 50  # a graph, and the mask is the same
+    assert made.worker.unchanged == 1
+    assert len(ranks.graphs._graphs) > 0
+    ranks.close()
