@@ -1,4 +1,4 @@
-"""An engine's executor over several ranks, each of which is a process with one worker."""
+"""The executor of an engine with several ranks, each of which is a process with one worker."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from quire.types.transfer import NOTHING_MOVED, TransferReport
 logger = logging.getLogger("quire.runtime")
 
 _DEPTHS = {"cpu": 1, "cuda": 2}
-_EXIT_SECONDS = 5.0  # for ranks to finish what they write to disk, and their step
-_CALL_SECONDS = 300.0  # for a rank to read an adapter, from a slow disk too
-_COLLECTIVE_FACTOR = 2.0  # a rank's own deadline comes after the watch has named the rank that is behind
+_EXIT_SECONDS = 5.0  # for ranks to finish their writes to disk and their step
+_CALL_SECONDS = 300.0  # for a rank to read an adapter, even from a slow disk
+_COLLECTIVE_FACTOR = 2.0  # a rank's own timeout is longer, so that the watch names the rank that is behind first
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,9 @@ class RankJob:
 
 
 class RankedExecutor:
-    """Implements engine.executor.Executor. It sends every plan to all ranks, and collects the results of those of the
-    last stage. When a rank fails, all others are ended, and every later call raises EngineDead, which names it."""
+    """Implements engine.executor.Executor. Sends every plan to all ranks, and collects the results of the ranks of
+    the last stage. When a rank fails, all others are killed, and every later call raises EngineDead, which names the
+    rank."""
 
     def __init__(
         self, job: RankJob, launcher: RankLauncher, *, progress: Progress | None = None, depth: int | None = None
@@ -79,11 +80,11 @@ class RankedExecutor:
         self._encoder, self._transfers = PlanEncoder(), TransferMerger(config.parallel.num_ranks)
         self._calling = threading.Lock()
         self._closed = self._has_loaded = self._owes_masks = False
-        self._num_launched = 0  # steps that were not collected yet
-        self._unreported = 0  # ranks that were asked for their transfers and have not answered
+        self._num_launched = 0  # steps not collected yet
+        self._unreported = 0  # ranks that were asked for their transfer reports and have not answered
         self._watch = RankWatch(launcher, config.parallel.rank_timeout, config.parallel.load_timeout)
         self._ranks: Sequence[Rank] = ()
-        self.num_bytes: dict[int, tuple[int, int]] = {}  # by rank: of its weights, and of its KV cache
+        self.num_bytes: dict[int, tuple[int, int]] = {}  # by rank: bytes of its weights and of its KV cache
         self._messages = RankMessages((), self._watch, None)
         try:
             self._ranks = self._watch.ranks()
@@ -94,7 +95,7 @@ class RankedExecutor:
             self.close()
             raise
         gc.collect()
-        gc.freeze()  # what there is now stays: collections while serving need not look at it
+        gc.freeze()  # current objects live on: garbage collections while serving skip them
 
     @property
     def ranks(self) -> Sequence[Rank]:
@@ -102,7 +103,7 @@ class RankedExecutor:
 
     # ------------------------------------------------------------------------------------------------------- loading
     def _load(self, job: RankJob, progress: Progress | None) -> None:
-        """Until all ranks have loaded. Raises what one of them raised, or EngineDead where one ended."""
+        """Wait until all ranks have loaded. Raises what a rank raised, or EngineDead if a rank ended."""
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
                 selector.register(rank.control, selectors.EVENT_READ, rank)
@@ -119,7 +120,7 @@ class RankedExecutor:
                 raise fault.error or EngineDead(fault.reason) from None
 
     def _hear_loading(self, rank: Rank, progress: Progress | None) -> bool:
-        """Take in what a rank says; return whether it has loaded."""
+        """Handle the messages of a rank that loads. Returns whether it has loaded."""
         while (message := rank.control.receive(wait=False)) is not None:
             if message.kind is Kind.READY:
                 weights, cache = self.num_bytes[rank.place.rank] = decode(message.data)
@@ -151,7 +152,7 @@ class RankedExecutor:
 
     # --------------------------------------------------------------------------------------------------------- tiers
     def transfers(self) -> TransferReport:
-        """Asks ranks for their reports, and returns what has come since."""
+        """Ask ranks for their reports, and return what has completed since the last call."""
         if not self._has_tiers or self._closed:
             return NOTHING_MOVED
         for number in range(len(self._ranks)):
@@ -164,7 +165,8 @@ class RankedExecutor:
         return self._transfers.take()
 
     def _drop_orphans(self, plan: StepPlan) -> StepPlan:
-        """Delete files that the engine has forgotten since not all ranks have their part, unless it stores them now."""
+        """Return the plan with orders to delete orphans: files of which not all ranks have their part. Keys that the
+        plan stores now are skipped."""
         orphans, self._transfers.orphans = self._transfers.orphans, []
         stored = {move.key for move in plan.transfers.stores}
         drops = plan.transfers.drops + tuple(key for key in dict.fromkeys(orphans) if key not in stored)
@@ -179,8 +181,8 @@ class RankedExecutor:
         self._call(Kind.FORGET_ADAPTER, (digest,))
 
     def _call(self, kind: Kind, arguments: tuple[str, ...]) -> list[Any]:
-        """Ask all ranks, and return their answers. Raises InvalidRequest where one refuses, and EngineDead where one
-        does not answer in time."""
+        """Send a call to all ranks, and return their answers. Raises InvalidRequest if a rank refuses, and EngineDead
+        if a rank does not answer in time."""
         self._messages.check_open()
         payload = encode(arguments)
         with self._calling:
@@ -198,7 +200,8 @@ class RankedExecutor:
         return [value for _, value in answers]
 
     def _hear_answer(self, rank: Rank, deadline: float) -> Message:
-        """Raises EOFError where the rank is gone, or is ended as it has not answered by the deadline."""
+        """Wait for a rank's answer. Raises EOFError if the rank is gone. A rank that does not answer by the deadline is
+        reported to the watch, which kills all ranks."""
         with selectors.DefaultSelector() as selector:
             selector.register(rank.calls, selectors.EVENT_READ)
             while (message := rank.calls.receive(wait=False)) is None:
@@ -210,7 +213,7 @@ class RankedExecutor:
 
     # ----------------------------------------------------------------------------------------------------------- end
     def check(self) -> None:
-        """Every owner's own check on every rank; waits for the devices."""
+        """Run all checks on every rank. Waits for the devices."""
         if self._closed:
             return
         self._messages.send(Kind.CHECK)
@@ -219,24 +222,24 @@ class RankedExecutor:
             assert not wrong, f"{describe(rank)}: {wrong}"
 
     def close(self) -> None:
-        """End all ranks: they finish what they write to disk first, for a few seconds."""
+        """End all ranks. They may finish writes to disk for a few seconds before they are killed."""
         if self._closed:
             return
         self._closed = True
         self._watch.pause()
-        with contextlib.ExitStack() as at_end:  # whatever one of them raises, all others are run
+        with contextlib.ExitStack() as at_end:  # all callbacks run, even if one of them raises
             at_end.callback(gc.unfreeze)
             at_end.callback(self._watch.stop)
             for rank in self._ranks:
                 at_end.callback(rank.close)
             if not self._has_loaded:
                 self._kill_all()
-            self._messages.send_stop()  # a rank that does not take it is killed in the end
+            self._messages.send_stop()  # a rank that does not read it is killed below
             self._messages.close()
             deadline = time.monotonic() + _EXIT_SECONDS
             while time.monotonic() < deadline and any(rank.ending() is None for rank in self._ranks):
                 time.sleep(0.005)
-            self._kill_all()  # before one is waited for
+            self._kill_all()  # kill all before waiting for any
 
     def _kill_all(self) -> None:
         for rank in self._ranks:

@@ -1,4 +1,4 @@
-"""One report on copies between tiers out of those of all ranks: a copy is complete when every rank has made it."""
+"""Merges the transfer reports of all ranks into one: a copy is complete when every rank has made it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.types.transfer import NOTHING_MOVED, FailedFile, FoundFile, TransferR
 
 @dataclass(slots=True)
 class _Tally:
-    """What one rank has reported, and the engine has not been told."""
+    """Copies that one rank has reported, and that are not in a merged report yet."""
 
     num_saved: int = 0
     num_loaded: int = 0
@@ -19,7 +19,7 @@ class _Tally:
 
 @dataclass(slots=True)
 class _Over:
-    """What is over on all ranks, since the last report."""
+    """Files that are done on all ranks since the last merged report."""
 
     stored: list[bytes] = field(default_factory=list)
     fetched: list[bytes] = field(default_factory=list)
@@ -28,15 +28,15 @@ class _Over:
 
 
 class TransferMerger:
-    """Takes in the reports of ranks. A file that one rank could not write or read has failed: `orphans` are the keys of
-    such files, of which other ranks may hold their part."""
+    """Merges the transfer reports of ranks. A file that one rank could not write or read has failed. `orphans` are the
+    keys of such files: other ranks may hold their part."""
 
     def __init__(self, num_ranks: int) -> None:
         self._tallies = [_Tally() for _ in range(num_ranks)]
-        self._answers: dict[bytes, int] = {}  # key -> ranks that have answered its store or fetch
-        self._failed: dict[bytes, FailedFile] = {}  # of these keys
+        self._answers: dict[bytes, int] = {}  # key -> number of ranks that are done with its store or fetch
+        self._failed: dict[bytes, FailedFile] = {}  # failures of these keys
         self._found: dict[bytes, list[FoundFile]] = {}
-        self._last_used = float("inf")  # of the files found so far
+        self._last_used = float("inf")  # time of last use of the files found so far
         self._over = _Over()
         self.orphans: list[bytes] = []
 
@@ -57,7 +57,7 @@ class TransferMerger:
             self._add_found(file)
 
     def take(self) -> TransferReport:
-        """What is over on all ranks since the last call. Times are those of the slowest rank."""
+        """Return what is complete on all ranks since the last call. Durations are those of the slowest rank."""
         tallies, over = self._tallies, self._over
         num_saved, num_loaded = (min(getattr(t, name) for t in tallies) for name in ("num_saved", "num_loaded"))
         if not (num_saved or num_loaded or over.stored or over.fetched or over.failed or over.found):
@@ -74,7 +74,7 @@ class TransferMerger:
         return TransferReport(*files, num_saved, num_loaded, save_seconds, load_seconds)
 
     def _answer(self, key: bytes, whole: list[bytes]) -> None:
-        """One more rank is done with a file, of which the engine orders one copy at a time."""
+        """Note that one more rank is done with a file. The engine orders one copy of a file at a time."""
         count = self._answers.pop(key, 0) + 1
         if count < len(self._tallies):
             self._answers[key] = count
@@ -85,7 +85,8 @@ class TransferMerger:
             whole.append(key)
 
     def _add_found(self, file: FoundFile) -> None:
-        """A file counts when every rank has found its part. Reports name them from the last used on."""
+        """Note a file that a rank has found on disk. It counts when every rank has found its part. Reported times of
+        last use never increase."""
         parts = self._found.setdefault(file.key, [])
         parts.append(file)
         if len(parts) == len(self._tallies):

@@ -1,4 +1,4 @@
-"""The paged cache on a GPU: blocks moved in all layers by one launch."""
+"""The paged KV cache on a GPU: one launch copies blocks in all layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.types.step import BlockCopy
 
 
 class DeviceCache(KVCache):
-    """Does not wait for the device."""
+    """A KVCache whose copies are Triton kernels. Its calls do not wait for the device."""
 
     def __init__(
         self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device,
