@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can run a model here. Imports none of them unless they can be."""
+"""Whether the Triton kernels can run a model on this machine. Imports Triton only if they can."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from quire.config.model import Heads
 
 LEAST_CAPABILITY = (8, 0)
-DEPENDENT_CAPABILITY = (9, 0)  # the least that can launch a kernel while the one before still runs
-DEPENDENT_ROWS = 2  # rows from which that makes a step shorter, measured on an H200: one row alone is slower by it
+DEPENDENT_CAPABILITY = (9, 0)  # for programmatic dependent launch (PDL): a kernel starts before the previous one ends
+DEPENDENT_ROWS = 2  # rows from which PDL makes a step faster, measured on an H200: with one row it is slower
 MOST_QUERIES = 128  # query heads that may share a key/value head
-LARGE_DIM, MOST_DIM = 256, 512  # numbers of a head: beyond the first, kernels need more of all
+LARGE_DIM, MOST_DIM = 256, 512  # head sizes; above LARGE_DIM, kernels need more resources
 LARGE_QUERIES = 64
-LARGE_BYTES = 136 << 10  # of shared memory
+LARGE_BYTES = 136 << 10  # shared memory needed for head sizes above LARGE_DIM
 
 
 def why_not_triton(device: torch.device, heads: Heads, block_size: int) -> str | None:
-    """What keeps the kernels from running; None: nothing."""
+    """Return why the kernels cannot run, or None if they can."""
     reason = _why_no_compiler(device)
     if reason is not None:
         return reason
@@ -41,7 +41,7 @@ def why_not_triton(device: torch.device, heads: Heads, block_size: int) -> str |
 
 
 def dependent_rows(device: torch.device) -> int:
-    """Rows of a step from which its kernels are launched before the ones they wait for have ended."""
+    """Return the number of rows of a step from which its kernels use programmatic dependent launch."""
     can = device.type == "cuda" and torch.cuda.get_device_capability(device) >= DEPENDENT_CAPABILITY
     return DEPENDENT_ROWS if can else sys.maxsize
 
@@ -66,7 +66,7 @@ def _why_no_compiler(device: torch.device) -> str | None:
 
 
 def report_compilations(report: Callable[[], None]) -> None:
-    """Call `report` before and after every kernel is compiled from now on, if kernels are compiled in this process."""
+    """Call `report` before and after every compilation of a kernel from now on, if Triton is loaded in this process."""
     if "triton" in sys.modules:
         from quire.kernels.triton import compiling
 

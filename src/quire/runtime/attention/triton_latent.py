@@ -1,4 +1,5 @@
-"""The GPU backend over latents: the same work lists, by kernels that load a latent once for all heads."""
+"""The GPU backend over latents: the same work lists as TritonAttention, with kernels that load a latent once for all
+heads."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class LatentTritonAttention(TritonAttention):
         cache, heads = caches[0], self._heads.num_query
         key = cache.key
         groups = head_groups(heads)
-        seen = cache.value.expand(-1, groups, -1, -1)  # values, as groups of query heads see them
+        seen = cache.value.expand(-1, groups, -1, -1)  # values, repeated for each group of query heads
         config = latent_config(heads // groups, key.dtype, key.device)
         split = allocate_split_plan(seen, heads, max_rows, config=config)
         together = latent_config(max(UNIT_ROWS, heads // groups), key.dtype, key.device)

@@ -1,4 +1,4 @@
-"""Device streams as the tiers use them: work in submission order on each stream, events between streams."""
+"""Device streams for the tiers: work in submission order on each stream, and events between streams."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ class Stream(Protocol):
     """Runs work in the order in which it was submitted. No method makes the host wait for the device."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call `work` with this stream current: what it launches runs after everything submitted before."""
+        """Call `work` with this stream current. What it launches runs after everything submitted to the stream
+        before."""
 
     def upload(self, numbers: npt.NDArray[Any]) -> Tensor:
-        """Copy numbers to the device for work of this stream."""
+        """Copy an array to the device for work of this stream."""
 
     def record(self) -> StreamEvent:
         """Return an event that completes with all work submitted so far."""
