@@ -28,7 +28,7 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 
-class Courier:
+class Uploader:
     """Uploads arrays to one device, several in one copy, from reused pinned memory.
 
     Waits for the device only if all staging slots are in flight.
@@ -38,7 +38,7 @@ class Courier:
         self._device = device
         self._slots: deque[_Slot] = deque()
 
-    def send(self, *arrays: npt.NDArray[Any], into: Tensor | None = None) -> tuple[Tensor, ...]:
+    def upload(self, *arrays: npt.NDArray[Any], into: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return each array as a tensor on the device. On a CPU, the tensors share the arrays' memory.
 
         `into` is device memory [bytes] to copy them into: arrays of the same sizes always get the same addresses there.
@@ -48,18 +48,18 @@ class Courier:
         ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]).tolist()
         begins = [0, *ends[:-1]]
         memory = torch.empty(ends[-1], dtype=torch.uint8, device=self._device) if into is None else into[: ends[-1]]
-        self._bring(arrays, begins, memory)
+        self._copy(arrays, begins, memory)
         return tuple(
             memory[begin : begin + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
             for begin, array in zip(begins, arrays, strict=True)
         )
 
-    def send_into(self, target: Tensor, array: npt.NDArray[Any]) -> None:
+    def upload_into(self, target: Tensor, array: npt.NDArray[Any]) -> None:
         """Overwrite `target`, a contiguous tensor that a captured graph may read, with an array of its dtype and
         size."""
-        self._bring((array,), (0,), target.view(-1).view(torch.uint8))
+        self._copy((array,), (0,), target.view(-1).view(torch.uint8))
 
-    def _bring(self, arrays: Sequence[npt.NDArray[Any]], begins: Sequence[int], memory: Tensor) -> None:
+    def _copy(self, arrays: Sequence[npt.NDArray[Any]], begins: Sequence[int], memory: Tensor) -> None:
         """Copy arrays into `memory` [bytes] on the device, at the offsets `begins`."""
         if self._device.type == "cpu":
             for begin, array in zip(begins, arrays, strict=True):
@@ -68,11 +68,11 @@ class Courier:
         slot = self._free_slot(memory.numel())
         for begin, array in zip(begins, arrays, strict=True):
             _fill(slot.bytes, begin, array)
-        slot.leave(memory)
+        slot.start_copy(memory)
 
     def _free_slot(self, num_bytes: int) -> _Slot:
         """Return the oldest slot if its copy has ended or no more slots are allowed, else a new one."""
-        if self._slots and (len(self._slots) == _SLOTS or self._slots[0].has_left):
+        if self._slots and (len(self._slots) == _SLOTS or self._slots[0].is_free):
             slot = self._slots.popleft()
         else:
             slot = _Slot()
@@ -122,24 +122,24 @@ class _Slot:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.bytes = self._memory.numpy()
-        self._gone: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property
-    def has_left(self) -> bool:
-        return bool(self._gone.query())  # type: ignore[no-untyped-call]
+    def is_free(self) -> bool:
+        return bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def make_room(self, num_bytes: int) -> None:
         """Wait for the previous upload, and make room for at least `num_bytes` bytes."""
-        self._gone.synchronize()
+        self._copied.synchronize()
         if self._memory.numel() < num_bytes:
             size = max(_SMALLEST_SLOT, 1 << (num_bytes - 1).bit_length())
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             self.bytes = self._memory.numpy()
 
-    def leave(self, target: Tensor) -> None:
+    def start_copy(self, target: Tensor) -> None:
         """Start the copy to the device memory `target`, as many bytes as it has."""
         target.copy_(self._memory[: target.numel()], non_blocking=True)
-        self._gone.record()
+        self._copied.record()
 
 
 def _fill(memory: npt.NDArray[np.uint8], begin: int, array: npt.NDArray[Any]) -> None:

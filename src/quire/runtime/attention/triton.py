@@ -39,7 +39,7 @@ from quire.kernels.triton.launch import num_processors
 from quire.runtime.attention.backend import Kernels, LayerCache
 from quire.runtime.attention.branches import Launch, SideBranch
 from quire.runtime.attention.prefill_scratch import PrefillScratch, ScratchConfig, ScratchPlan, Spans
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 
 SPARE_TILES = 48  # partial tiles, at most one per chunk
 CASCADE_BYTES = 40 << 20  # of keys and values that could be read while a cascade's second launch ramps up and down
@@ -140,7 +140,7 @@ class TritonAttention:
         Groups name decodes by their index in the step, all below the number of `lengths` that the step is planned with.
         """
         plan = self.memory.cascade
-        self.memory.courier.send_into(plan.numbers, lay_out_groups(plan, groups))
+        self.memory.uploader.upload_into(plan.numbers, lay_out_groups(plan, groups))
         share_out_groups(plan)
 
     def num_tiles(self, spans: Spans) -> int:
@@ -265,7 +265,7 @@ class Reserved:
     splits: tuple[tuple[int, Splits], ...]  # (most rows, lists), ascending
     cascade: CascadePlan
     least_saved: int
-    courier: Courier
+    uploader: Uploader
 
     @classmethod
     def of(
@@ -279,7 +279,7 @@ class Reserved:
             (most, {window: with_config(own, config) for window, own in lists.items()}) for most, config in configs
         )
         token_bytes = 2 * key.shape[1] * key.shape[3] * key.element_size()
-        return cls(splits, cascade, -(-CASCADE_BYTES // token_bytes), Courier(key.device))
+        return cls(splits, cascade, -(-CASCADE_BYTES // token_bytes), Uploader(key.device))
 
     def splits_for(self, rows: int) -> Splits:
         if rows > self.splits[-1][0]:

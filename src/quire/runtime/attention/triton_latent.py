@@ -18,7 +18,7 @@ from quire.kernels.triton.attention_latent_prefill import latent_prefill, latent
 from quire.kernels.triton.attention_schedule import allocate_split_plan
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.triton import CASCADE_BYTES, Reserved, TritonAttention, TritonPlan
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 
 
 class LatentTritonAttention(TritonAttention):
@@ -36,7 +36,7 @@ class LatentTritonAttention(TritonAttention):
         together = latent_config(max(UNIT_ROWS, heads // groups), key.dtype, key.device)
         cascade = allocate_cascade_plan(seen, heads, max_rows, max_rows, config=together)
         least_saved = -(-CASCADE_BYTES // (key.shape[3] * key.element_size()))
-        self._reserved = Reserved(((max_rows, {None: split}),), cascade, least_saved, Courier(key.device))
+        self._reserved = Reserved(((max_rows, {None: split}),), cascade, least_saved, Uploader(key.device))
         self._reserve_branch(key.device)
 
     def attend(

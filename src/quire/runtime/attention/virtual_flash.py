@@ -19,7 +19,7 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import Kernels, LayerCache
 from quire.runtime.attention.virtual import VirtualLayer, VirtualSpans, refuse_rule
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class FlashVirtualAttention:
     kernels: Kernels = "torch"
 
     def __init__(self, device: torch.device) -> None:
-        self._courier = Courier(device)
+        self._uploader = Uploader(device)
 
     def accept(self, rule: AttentionRule) -> None:
         refuse_rule(rule)
@@ -69,7 +69,7 @@ class FlashVirtualAttention:
         begin = int(spans.begins[low])
         starts = _int32(np.concatenate(([0], np.cumsum(counts))))
         firsts = _int32(np.append(spans.firsts[low:high], 0))
-        start, first, length = self._courier.send(starts, firsts, _int32(lengths))
+        start, first, length = self._uploader.upload(starts, firsts, _int32(lengths))
         return FlashRun(begin, begin + int(counts.sum()), start, first, length, int(counts.max()), int(lengths.max()))
 
     def _attend(self, query: Tensor, cache: VirtualLayer, run: FlashRun, scale: float) -> Tensor:

@@ -19,7 +19,7 @@ from quire.runtime.sampling.rng import stream_starts
 from quire.runtime.sampling.row_masks import RowMasks
 from quire.runtime.sampling.samples import Samples
 from quire.runtime.sampling.transforms.transform import Step
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.types.step import Ints, Masks, NewRow
 
 
@@ -41,7 +41,7 @@ class TritonChoice:
         self._parameters = RowParameters.make(num_rows, device)
         self._space = SampleSpace.make(num_samples or num_rows, vocab_size, device, filtered=True)
         self.masks = RowMasks(num_rows, vocab_size, device)
-        self._courier = Courier(device)
+        self._uploader = Uploader(device)
         self._waiting: dict[int, NewRow] = {}
         self._narrow: npt.NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)  # rows with top_k or top_p
         self._narrow_rows: set[int] = set()  # the same: quicker to change
@@ -57,7 +57,7 @@ class TritonChoice:
         self._set_narrow(row, False)
 
     def prepare(self, rows: Ints) -> _Batch:
-        return _Batch(self._courier.send(rows.astype(np.int32))[0], self.is_narrow(rows))
+        return _Batch(self._uploader.upload(rows.astype(np.int32))[0], self.is_narrow(rows))
 
     def mask(self, logits: Tensor, masks: Masks, prepared: _Batch, samples: Samples) -> None:
         """Masks of rows with one sample each stay on the device; a row that verifies a draft has a mask per sample."""
@@ -65,7 +65,7 @@ class TritonChoice:
         masked = samples.rows[masks.samples]
         if len(masked) and np.bincount(samples.rows)[masked].max() > 1:
             self.masks.forget(masked)
-            lines, bits = self._courier.send(masks.samples, masks.bits.view(np.int32))
+            lines, bits = self._uploader.upload(masks.samples, masks.bits.view(np.int32))
             apply_masks(logits, lines, bits)
             return
         self.masks.supply(samples.rows, masks)
@@ -105,7 +105,7 @@ class TritonChoice:
         asked = [new.sampling for new in news]
         rows = np.fromiter(self._waiting, dtype=np.int64)
         self.masks.forget(rows)
-        where, *values = self._courier.send(
+        where, *values = self._uploader.upload(
             rows,
             np.array([each.temperature for each in asked], dtype=np.float32),
             np.array([each.top_k for each in asked], dtype=np.int32),

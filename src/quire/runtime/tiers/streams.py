@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 
 
 class StreamEvent(Protocol):
@@ -75,7 +75,7 @@ class CudaStream:
     """One CUDA stream. Without `stream` it is whichever stream is current at each call."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        self._device, self._own, self._uploads = device, stream, Courier(device)
+        self._device, self._own, self._uploads = device, stream, Uploader(device)
 
     def run(self, work: Callable[[], None]) -> None:
         with torch.cuda.stream(self._stream):
@@ -83,7 +83,7 @@ class CudaStream:
 
     def upload(self, numbers: npt.NDArray[Any]) -> Tensor:
         with torch.cuda.stream(self._stream):
-            return self._uploads.send(numbers)[0]
+            return self._uploads.upload(numbers)[0]
 
     def record(self) -> CudaEvent:
         return CudaEvent(self._stream)

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.config.engine import row_buckets
 from quire.runtime.layers.step import BESIDE, AdaptedRows, AdapterStep, AdapterTiles, ForwardStep, StateStep, WindowStep
 from quire.runtime.models.build import Model
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.runtime.worker.adapters import RowAdapters, tile_rows
 from quire.runtime.worker.batch import tables_of
 from quire.runtime.worker.device_batch import PADDING
@@ -62,15 +62,15 @@ class GraphAdapters:
         self._slots = torch.full((most,), NO_ADAPTER, dtype=torch.int32, device=device)
         self._written: tuple[bytes, int, int] | None = None  # rows, bucket and version that were written last
 
-    def write(self, rows: Ints, bucket: int, courier: Courier) -> None:
+    def write(self, rows: Ints, bucket: int, uploader: Uploader) -> None:
         """Write the adapters of these rows, if the rows, the bucket or their adapters have changed."""
         wanted = (rows.tobytes(), bucket, self._adapters.version)
         if wanted == self._written:
             return
         arrays, _ = self._adapters.tiles(rows.astype(np.int64), bucket)
-        courier.send_into(self._order[:bucket], arrays.order)
-        courier.send_into(self._tiles[: len(arrays.tiles)], arrays.tiles)
-        courier.send_into(self._slots[:bucket], arrays.slots)
+        uploader.upload_into(self._order[:bucket], arrays.order)
+        uploader.upload_into(self._tiles[: len(arrays.tiles)], arrays.tiles)
+        uploader.upload_into(self._slots[:bucket], arrays.slots)
         self._written = wanted
 
     def step(self, bucket: int) -> AdapterStep:
@@ -116,15 +116,15 @@ class DecodeForward:
         bucket = kind.bucket
         if kind.adapters:
             assert self._adapters is not None
-            self._adapters.write(rows, bucket, self._rows.courier)
+            self._adapters.write(rows, bucket, self._rows.uploader)
         is_written = len(rows) > 0 and bucket <= self._written_bucket
         if is_written and (rows is self._written or np.array_equal(rows, self._written)):
             return
         entries = np.full(bucket, PADDING, dtype=np.int32)
         places = np.full(bucket, self._rows.spare, dtype=np.int64)
         entries[: len(rows)] = places[: len(rows)] = rows
-        self._rows.courier.send_into(self.entries[:bucket], entries)
-        self._rows.courier.send_into(self._places[:bucket], places)
+        self._rows.uploader.upload_into(self.entries[:bucket], entries)
+        self._rows.uploader.upload_into(self._places[:bucket], places)
         self._written, self._written_bucket = rows, bucket
 
     def hidden(self, kind: Kind, layers: int | None = None) -> Hidden:

@@ -72,7 +72,7 @@ class DeviceBatchBuilder:
         spans, cascade = find_spans(plan), self._shared.announce(plan.decode_rows)
         token_rows, positions = find_tokens(decodes, rows.lengths, spans)
         found = find_samples(plan, np.arange(len(decodes)), rows.lengths, spans)
-        chosen = rows.courier.send(found.rows.astype(np.int32), *found[1:5])
+        chosen = rows.uploader.upload(found.rows.astype(np.int32), *found[1:5])
         segments = None if self._states is None else self._states.segments(plan, decodes, spans)
         count, decoded = len(positions), rows.lengths[decodes]
         room = self._room(count, spans, segments)
@@ -121,7 +121,7 @@ class DeviceBatchBuilder:
         spans = find_spans(nothing)
         step = self._step(padding, np.zeros_like(padding), spans, decoded, tiles, segments, shape, attended)
         found = find_samples(nothing, np.zeros(0, dtype=np.int64), self._rows.lengths, spans)
-        chosen = self._rows.courier.send(found.rows.astype(np.int32), *found[1:5])
+        chosen = self._rows.uploader.upload(found.rows.astype(np.int32), *found[1:5])
         return make_batch(step, found, chosen, 0, shape)
 
     def _looked_at(self, shape: StepShape) -> int:
@@ -170,7 +170,7 @@ class DeviceBatchBuilder:
         lengths = rows.lengths[places]
         axes = _NO_AXES if self._images is None else self._images.axes(token_rows, positions, spans, whole=True)
         adapted, most = self._adapter_tiles(token_rows, shape)
-        where, position, row, length, decode, tile, span, slot, axis, *of_adapters = rows.courier.send(
+        where, position, row, length, decode, tile, span, slot, axis, *of_adapters = rows.uploader.upload(
             places * rows.capacity + positions,
             positions,
             token_rows.astype(np.int32),
@@ -221,10 +221,10 @@ class DeviceBatchBuilder:
         assert self.adapters is not None
         some, fewer = self.adapters.tiles(token_rows[wanted])
         if step.adapters is not None:
-            held = self._rows.courier.send(*some)
+            held = self._rows.uploader.upload(*some)
             return replace(step.adapters, wanted=AdaptedRows(tiles=AdapterTiles(fewer, *held)))
         all_tokens, most = self.adapters.tiles(token_rows)
-        on_device = self._rows.courier.send(*all_tokens, *some)
+        on_device = self._rows.uploader.upload(*all_tokens, *some)
         first, second = AdapterTiles(most, *on_device[:3]), AdapterTiles(fewer, *on_device[3:])
         return AdapterStep(AdaptedRows(tiles=first), AdaptedRows(tiles=second))
 

@@ -12,7 +12,7 @@ from quire.config.engine import CacheConfig
 from quire.config.kv_cache import KVLayout
 from quire.config.model import Heads
 from quire.kernels.triton.copy import copy_blocks, gather_blocks, scatter_blocks
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.runtime.worker.cache import KVCache, independent
 from quire.types.step import BlockCopy
 
@@ -25,12 +25,12 @@ class DeviceCache(KVCache):
         local_heads: Heads | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, heads, layout, dtype, device, local_heads)
-        self._courier = Courier(device)
+        self._uploader = Uploader(device)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         for batch in independent(copies):
             pairs = np.array([(copy.source, copy.target) for copy in batch], dtype=np.int32)
-            copy_blocks(self.blocks, self._courier.send(pairs)[0])
+            copy_blocks(self.blocks, self._uploader.upload(pairs)[0])
 
     def gather(self, block_ids: Tensor, staging: Tensor) -> None:
         gather_blocks(self.blocks, block_ids, staging)

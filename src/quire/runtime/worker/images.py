@@ -14,7 +14,7 @@ from quire.config.vision import Vision
 from quire.runtime.layers.step import Features
 from quire.runtime.layers.vision import VisionTower
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
 from quire.types.step import NewRow, StepPlan
@@ -31,9 +31,9 @@ class ImageRows:
     """
 
     def __init__(
-        self, tower: VisionTower, vision: Vision, num_rows: int, capacity: int, device: torch.device, courier: Courier
+        self, tower: VisionTower, vision: Vision, num_rows: int, capacity: int, device: torch.device, uploader: Uploader
     ) -> None:
-        self._tower, self._vision, self._capacity, self._courier = tower, vision, capacity, courier
+        self._tower, self._vision, self._capacity, self._uploader = tower, vision, capacity, uploader
         self.shifts = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._host_shifts: Longs = np.zeros(num_rows, dtype=np.int64)  # position minus index of tokens after the prompt
         self._axes: dict[int, Longs] = {}  # by row: positions [3, tokens] up to the end of its last image
@@ -54,7 +54,7 @@ class ImageRows:
                 self._host_shifts[new.row] = shift
         if changed:
             rows = np.array([new.row for new in changed], dtype=np.int64)
-            where, shifts = self._courier.send(rows, self._host_shifts[rows])
+            where, shifts = self._uploader.upload(rows, self._host_shifts[rows])
             self.shifts.index_copy_(0, where, shifts)
 
     def release(self, rows: Sequence[int]) -> None:
@@ -115,7 +115,7 @@ class ImageRows:
         self._evict()
         if not places:
             return None
-        return Features(self._courier.send(np.concatenate(places))[0], torch.cat(vectors))
+        return Features(self._uploader.upload(np.concatenate(places))[0], torch.cat(vectors))
 
     def _vectors_of(self, image: PromptImage) -> Tensor:  # [tokens, hidden]
         found = self._vectors.get(image.key)

@@ -101,7 +101,7 @@ def make_parts(
 
 
 def _make_states(cache: KVCache, rows: Rows) -> RowStates | None:
-    return RowStates(cache.states, rows.num_rows, rows.courier) if cache.states else None
+    return RowStates(cache.states, rows.num_rows, rows.uploader) if cache.states else None
 
 
 def _make_images(model: Model, model_config: ModelConfig, config: EngineConfig, rows: Rows) -> ImageRows | None:
@@ -109,7 +109,7 @@ def _make_images(model: Model, model_config: ModelConfig, config: EngineConfig, 
     if tower is None or vision is None:
         return None
     kept = 0 if limits is None else limits.max_kept_tokens
-    return ImageRows(tower, vision, rows.num_rows, kept, rows.device, rows.courier)
+    return ImageRows(tower, vision, rows.num_rows, kept, rows.device, rows.uploader)
 
 
 def _make_cache(backend: Any, model_config: ModelConfig, config: EngineConfig, row_shape: RowShape) -> KVCache:

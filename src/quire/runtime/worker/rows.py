@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.runtime.worker.window_tables import WindowTables
 from quire.types.step import Ints, NewRow, RowTokens
 
@@ -35,12 +35,12 @@ class Rows:
     ) -> None:
         self.num_rows, self.capacity, self.block_size, self.device = num_rows, capacity, block_size, device
         self.max_blocks = -(-capacity // block_size)
-        self.courier = Courier(device)
+        self.uploader = Uploader(device)
         self.tokens = _zeros(num_rows, capacity, device)  # [rows, capacity]
         memory = _zeros((1 + num_windows) * num_rows, self.max_blocks, device)
         self.all_tables = memory.view(1 + num_windows, num_rows, -1)  # [tables, rows, max blocks]
         self.tables = self.all_tables[0]  # [rows, max blocks]
-        self.windows = WindowTables(self.all_tables[1:], num_blocks, self.courier) if num_windows else None
+        self.windows = WindowTables(self.all_tables[1:], num_blocks, self.uploader) if num_windows else None
         self.history = TokenHistory(
             tokens=self.tokens,
             lengths=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -68,7 +68,7 @@ class Rows:
         tokens = np.concatenate([new.token_ids for new in news]).astype(np.int32)
         blocks = np.array([block for new in news for block in new.block_ids], dtype=np.int32)
         num_blocks = np.array([len(new.block_ids) for new in news])
-        where, length, prompt, place, token, slot, block = self.courier.send(
+        where, length, prompt, place, token, slot, block = self.uploader.upload(
             rows, lengths, num_prompt, _places(rows, 0, lengths, self.capacity), tokens,
             _places(rows, 0, num_blocks, self.max_blocks), blocks,
         )  # fmt: skip
@@ -88,7 +88,7 @@ class Rows:
         assert (starts + counts).max() <= self.capacity
         self.lengths[rows] = starts + counts
         tokens = np.concatenate([write.token_ids for write in writes]).astype(np.int32)
-        where, length, place, token = self.courier.send(
+        where, length, place, token = self.uploader.upload(
             rows, self.lengths[rows], _places(rows, starts, counts, self.capacity), tokens
         )
         self.history.lengths.index_copy_(0, where, length)
@@ -101,7 +101,7 @@ class Rows:
         """Put block blocks[i] at index slots[i] of the block table of row rows[i]."""
         if len(rows) == 0:
             return
-        where, granted = self.courier.send(rows.astype(np.int64) * self.max_blocks + slots, blocks)
+        where, granted = self.uploader.upload(rows.astype(np.int64) * self.max_blocks + slots, blocks)
         self._put(where, granted)
 
     def assign_windows(self, owners: Ints, window_blocks: Ints) -> None:
@@ -136,7 +136,7 @@ class Rows:
 
     def upload(self, numbers: Longs) -> Tensor:
         """Copy an array to the device without waiting for it."""
-        return self.courier.send(numbers)[0]
+        return self.uploader.upload(numbers)[0]
 
     def check(self) -> None:
         """Waits for the device."""

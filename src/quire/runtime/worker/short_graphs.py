@@ -170,8 +170,8 @@ class ShortGraphs:
         places = np.where(entries == PADDING, rows.spare, entries).astype(np.int64) * rows.capacity + positions
         if kind.adapters:
             assert self._adapters is not None
-            self._adapters.write(entries[:count], bucket, rows.courier)
-        return _Given(*rows.courier.send(entries, places, positions, lengths, sampled, grown, into=self._memory))
+            self._adapters.write(entries[:count], bucket, rows.uploader)
+        return _Given(*rows.uploader.upload(entries, places, positions, lengths, sampled, grown, into=self._memory))
 
     def _launch(self, kind: ShortKind, given: _Given, *, layers: int | None = None) -> None:
         """Run what a graph captures. With `layers`, only that many layers run: they launch the same kernels fewer

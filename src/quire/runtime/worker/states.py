@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.delta import NO_STATE, SAME_RUN
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.types.step import StateMove, StepPlan
 
 
@@ -19,9 +19,9 @@ class RowStates:
     """Stores for each row the state slot that its next step reads and the one that it writes. They differ only in the
     step in which the state moves. Rows whose state does not move cost nothing."""
 
-    def __init__(self, layers: tuple[Tensor, ...], num_rows: int, courier: Courier) -> None:
+    def __init__(self, layers: tuple[Tensor, ...], num_rows: int, uploader: Uploader) -> None:
         self.layers = layers
-        self._courier = courier
+        self._uploader = uploader
         self._on_host: Longs = np.full((num_rows, 2), NO_STATE, dtype=np.int64)
         self.slots = torch.full((num_rows, 2), NO_STATE, dtype=torch.int32, device=layers[0].device)
         self._moved: set[int] = set()  # rows whose state moved in the previous step
@@ -41,7 +41,7 @@ class RowStates:
             slots[move.row, 1] = move.slot
         rows = np.array(sorted(changed | self._moved | {new.row for new in plan.new_rows}), dtype=np.int64)
         if len(rows):
-            where, values = self._courier.send(rows, slots[rows].astype(np.int32))
+            where, values = self._uploader.upload(rows, slots[rows].astype(np.int32))
             self.slots.index_copy_(0, where, values)
 
     def segments(self, plan: StepPlan, decodes: Longs, spans: Longs) -> Longs:  # [segments, 4]

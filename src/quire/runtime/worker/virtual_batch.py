@@ -46,7 +46,7 @@ class VirtualBatchBuilder:
         tokens = self._firsts(token_rows) + positions
         lengths = rows.lengths[token_rows]
         places = find_samples(plan, np.arange(len(decodes)), rows.lengths, spans)
-        where, token, position, length, *chosen = rows.courier.send(
+        where, token, position, length, *chosen = rows.uploader.upload(
             token_rows * rows.capacity + positions, tokens, positions, lengths, *places[:5]
         )
         step = ForwardStep(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.types.step import Ints
 
 
@@ -18,16 +18,16 @@ class WindowTables:
     """`tables` has one table of all rows for each window block that belongs to a block. The tensors keep their
     addresses, so that captured graphs can read them."""
 
-    def __init__(self, memory: Tensor, num_blocks: int, courier: Courier) -> None:
+    def __init__(self, memory: Tensor, num_blocks: int, uploader: Uploader) -> None:
         """`memory`: zeros [windows, rows, max blocks], int32."""
-        self.memory, self._courier = memory, courier
+        self.memory, self._uploader = memory, uploader
         self.tables: tuple[Tensor, ...] = tuple(memory)  # each [rows, max blocks]
         self._of_block = torch.zeros(len(memory), num_blocks, dtype=torch.int32, device=memory.device)
 
     def assign(self, owners: Ints, window_blocks: Ints) -> None:
         """Assign to owners[i] (all different) the i-th group of window blocks in window_blocks [owners * windows]."""
         by_window = window_blocks.reshape(len(owners), -1).T
-        where, blocks = self._courier.send(owners.astype(np.int64), by_window)
+        where, blocks = self._uploader.upload(owners.astype(np.int64), by_window)
         self._of_block.index_copy_(1, where, blocks)
 
     def follow(self, places: Tensor, block_ids: Tensor) -> None:

@@ -82,8 +82,8 @@ def test_parameters_go_up_together_with_the_next_choice_and_only_the_last_ones(m
     choice.remove(0)
     choice.add(new_row(0, {"temperature": 0.9, "min_p": 0.5}))
     sent: list[int] = []
-    send = choice._courier.send
-    monkeypatch.setattr(choice._courier, "send", lambda *arrays: sent.append(len(arrays)) or send(*arrays))
+    send = choice._uploader.upload
+    monkeypatch.setattr(choice._uploader, "upload", lambda *arrays: sent.append(len(arrays)) or send(*arrays))
     choice.settle()
     choice.settle()
     assert len(sent) == 1

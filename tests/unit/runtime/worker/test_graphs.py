@@ -194,14 +194,14 @@ def test_rows_are_written_only_when_they_change(monkeypatch: pytest.MonkeyPatch)
     graphs, _ = graphs_of(made)
     start(made, [0, 1])
     sent: list[list[int]] = []
-    courier = made.worker.rows.courier
-    send_into = courier.send_into
+    uploader = made.worker.rows.uploader
+    upload_into = uploader.upload_into
 
     def spy(target: torch.Tensor, array: np.ndarray) -> None:
         sent.append(array.tolist())
-        send_into(target, array)
+        upload_into(target, array)
 
-    monkeypatch.setattr(courier, "send_into", spy)
+    monkeypatch.setattr(uploader, "upload_into", spy)
     made.run(decode=[0, 1])
     sent.clear()
     made.run(decode=[0, 1])

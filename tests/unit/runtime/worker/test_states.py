@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.runtime.worker.batch import find_spans
 from quire.runtime.worker.states import RowStates
 from quire.types.sampling import SamplingParams, TokenRules
@@ -17,7 +17,7 @@ def new(row: int) -> NewRow:
 
 
 def made() -> RowStates:
-    return RowStates((torch.zeros(9, 4),), 5, Courier(torch.device("cpu")))
+    return RowStates((torch.zeros(9, 4),), 5, Uploader(torch.device("cpu")))
 
 
 def segments(states: RowStates, plan: StepPlan) -> list[list[int]]:
