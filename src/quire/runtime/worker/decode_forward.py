@@ -30,7 +30,7 @@ class Kind(NamedTuple):
     """The key of a decode graph."""
 
     bucket: int
-    narrow: bool = False  # a row has top_k or top_p
+    top_k_top_p: bool = False  # a row has top_k or top_p
     cascade: bool = False
     listed: int = NOTHING_LISTED  # top logprobs per row, besides the chosen token's
     guided: bool = False  # two graphs: one up to the logits, one that applies masks and samples

@@ -86,7 +86,7 @@ class DecodeGraphs:
         """Yield the kinds of steps other than plain decoding, per bucket or for the smallest one."""
         first = self.buckets[0]
         for bucket in self.buckets:
-            yield Kind(bucket, narrow=True)
+            yield Kind(bucket, top_k_top_p=True)
             yield Kind(bucket, cascade=True)
             if self._forward.has_adapters:
                 yield Kind(bucket, adapters=True)
@@ -157,8 +157,8 @@ class DecodeGraphs:
         assert listed is not None
         kind = self._forward.kind(rows)
         is_long = not kind.cascade and not kind.adapters and self._is_long(rows)
-        narrow, listed = self._choice.is_narrow(rows), self._lists.room(listed)
-        return kind._replace(narrow=narrow, listed=listed, guided=guided, long=is_long)
+        top_k_top_p, listed = self._choice.needs_top_k_top_p(rows), self._lists.room(listed)
+        return kind._replace(top_k_top_p=top_k_top_p, listed=listed, guided=guided, long=is_long)
 
     def _is_long(self, rows: Ints) -> bool:
         return self._longest_row is not None and len(rows) == 1 and self._rows.lengths[rows[0]] > self._longest_row
@@ -209,7 +209,7 @@ class DecodeGraphs:
             if listing is not None:
                 logits = logits.clone()  # listed logprobs are those before masks
             self._choice.masks.apply(logits, entries)
-        self._choice.choose_into(token_ids, logits, entries, lengths, self._rows.history, narrow=kind.narrow)
+        self._choice.choose_into(token_ids, logits, entries, lengths, self._rows.history, top_k_top_p=kind.top_k_top_p)
         if listing is not None:
             self._lists.fill(listing, raw)
         self._rows.append_on_device(entries, token_ids)
@@ -219,7 +219,7 @@ class DecodeGraphs:
         entries, lengths = self._forward.entries[own], self._forward.lengths[own]
         if kind.guided:
             self._choice.masks.apply(logits, entries)
-        self._choice.choose_into(chosen, logits, entries, lengths, self._rows.history, narrow=kind.narrow)
+        self._choice.choose_into(chosen, logits, entries, lengths, self._rows.history, top_k_top_p=kind.top_k_top_p)
 
     def _listing(self, kind: Kind) -> Listing | None:
         return None if kind.listed == NOTHING_LISTED else self._lists.make(self._token_ids[: kind.bucket], kind.listed)

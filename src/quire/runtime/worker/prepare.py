@@ -93,7 +93,7 @@ def prepare(
                 short.rehearse(ShortKind(bucket))
     rarer = [partial(graphs.rehearse, kind) for kind in graphs.rarer_kinds()]
     if short is not None:
-        rarer += [partial(short.rehearse, ShortKind(bucket, narrow=True)) for bucket in short.buckets]
+        rarer += [partial(short.rehearse, ShortKind(bucket, top_k_top_p=True)) for bucket in short.buckets]
     rest = Rest(tasks, [partial(_compile, rehearse) for rehearse in rarer])
     if alone:
         return rest

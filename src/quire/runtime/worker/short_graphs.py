@@ -43,7 +43,7 @@ class ShortKind(NamedTuple):
     """The key of a graph."""
 
     bucket: int  # tokens
-    narrow: bool = False  # a row has top_k or top_p
+    top_k_top_p: bool = False  # a row has top_k or top_p
     adapters: bool = False  # a row uses a LoRA adapter
 
     def in_bucket(self, bucket: int) -> ShortKind:
@@ -151,7 +151,7 @@ class ShortGraphs:
     def _kind(self, plan: StepPlan, tokens: _Tokens) -> ShortKind:
         bucket = self._buckets[bisect_left(self._buckets, len(tokens.rows))]
         adapters = self._state.adapters is not None and self._state.adapters.are_used(tokens.rows)
-        return ShortKind(bucket, self._choice.is_narrow(plan.sample_rows), adapters)
+        return ShortKind(bucket, self._choice.needs_top_k_top_p(plan.sample_rows), adapters)
 
     def _make(self, kind: ShortKind) -> Launch:
         """Capture over padding only, which changes no row."""
@@ -201,7 +201,7 @@ class ShortGraphs:
 
         def choose(chosen: Tensor, rows: slice) -> None:
             sampled, lengths = given.sampled[rows], given.lengths[rows]
-            self._choice.choose_into(chosen, logits, sampled, lengths, self._rows.history, narrow=kind.narrow)
+            self._choice.choose_into(chosen, logits, sampled, lengths, self._rows.history, top_k_top_p=kind.top_k_top_p)
 
         if vocabulary is None:
             choose(token_ids, slice(None))

@@ -168,7 +168,7 @@ def test_capturing_changes_no_row_and_no_block() -> None:
     rows, memory = made.worker.rows, made.worker.cache.blocks
     before = [each.clone() for each in (rows.tokens, rows.history.lengths, memory)]
     with torch.inference_mode():
-        for kind in (Kind(1), Kind(4, narrow=True), Kind(2, listed=8)):
+        for kind in (Kind(1), Kind(4, top_k_top_p=True), Kind(2, listed=8)):
             graphs._graphs.capture(kind)
     for was, each in zip(before, (rows.tokens, rows.history.lengths, memory), strict=True):
         assert torch.equal(was, each)

@@ -402,7 +402,7 @@ def test_capturing_guided_graphs_changes_no_row_and_no_block() -> None:
     rows, memory = made.worker.rows, made.worker.cache.blocks
     before = [each.clone() for each in (rows.tokens, rows.history.lengths, memory)]
     with torch.inference_mode():
-        for kind in (Kind(1, guided=True), Kind(4, narrow=True, listed=8, guided=True)):
+        for kind in (Kind(1, guided=True), Kind(4, top_k_top_p=True, listed=8, guided=True)):
             made.worker._graphs._graphs.capture(kind)  # type: ignore[attr-defined]
     for was, each in zip(before, (rows.tokens, rows.history.lengths, memory), strict=True):
         assert torch.equal(was, each)

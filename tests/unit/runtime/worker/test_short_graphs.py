@@ -82,7 +82,7 @@ def test_drafts_are_verified_beside_rows_that_decode_by_one_graph() -> None:
     assert samples[1:5] == plain(0)[1:5]
     assert samples[6:9] == plain(1)[1:4]
     assert made.worker.rows.lengths[[0, 1, 2]].tolist() == [8, 7, 5]  # a row that verifies does not grow
-    assert list(short._graphs) == [ShortKind(16, narrow=True)]
+    assert list(short._graphs) == [ShortKind(16, top_k_top_p=True)]
 
     for row, right in ((0, 3), (1, 2)):
         made.write(row, 4 + right, [plain(row)[1 + right]])
