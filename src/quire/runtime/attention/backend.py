@@ -94,7 +94,7 @@ class LayerCache:
                 continue
             heads = new.reshape(-1, new.shape[-1])
             if flat is not None:
-                flat.index_copy_(0, slots, indexable(_held(heads, self.key.dtype)))
+                flat.index_copy_(0, slots, indexable(_to_stored(heads, self.key.dtype)))
                 continue
             size = self.key.shape[2]
             places = (slots // size, slots % size)
@@ -120,7 +120,7 @@ def layer_cache(memory: Tensor, heads: Heads, table: int) -> LayerCache:
     return LayerCache.of(memory[0], memory[1], table)
 
 
-def _held(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+def _to_stored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert values to the dtype of a cache without scales. A float8 latent beyond the largest float8 value becomes
     NaN instead of being clamped, so that its request fails."""
     if dtype != torch.float8_e4m3fn:

@@ -165,7 +165,7 @@ class GatherAttention:
         return tiles
 
     def _attend_group(self, query: Tensor, cache: LayerCache, group: DecodeGroup, rule: AttentionRule) -> Tensor:
-        keys, values = self._ready(group.gather.fill(cache))
+        keys, values = self._cast_both(group.gather.fill(cache))
         rows = group.end - group.begin
         q = self._cast(query[group.begin : group.end])
         q = q.reshape(rows, keys.shape[1], -1, q.shape[2])  # [rows, kv heads, group, dim]
@@ -184,7 +184,7 @@ class GatherAttention:
         if tile.gather is None:
             keys, values = (self._cast(side.transpose(0, 1)) for side in own)
         else:
-            keys, values = (side[0] for side in self._ready(tile.gather.fill(cache)))  # [kv heads, length, dim]
+            keys, values = (side[0] for side in self._cast_both(tile.gather.fill(cache)))  # [kv heads, length, dim]
         q = self._cast(query).reshape(count, kv_heads, group, -1).permute(1, 2, 0, 3)
         if not rule.is_plain:
             ruled = attend_ruled(q[None], keys[None], values[None], tile.positions, rule)[0]
@@ -200,7 +200,7 @@ class GatherAttention:
         )
         return out.permute(2, 0, 1, 3).reshape(count, -1).to(query.dtype)
 
-    def _ready(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _cast_both(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self._cast(both[0]), self._cast(both[1])
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class PrefillScratch:
         self._values = torch.empty_like(self._keys)
         self._tables = torch.arange(self._capacity, dtype=torch.int32, device=device)[:, None]
 
-    def pays(self, spans: Spans) -> bool:
+    def is_faster(self, spans: Spans) -> bool:
         """Whether these chunks should attend over a copy, and its pages suffice for the keys that they see."""
         if len(spans) == 0:
             return False

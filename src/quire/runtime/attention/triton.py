@@ -161,7 +161,7 @@ class TritonAttention:
 
     def takes_scratch(self, spans: Spans) -> bool:
         """Whether these chunks attend over a dequantized copy."""
-        return self._scratch is not None and self._scratch.pays(spans)
+        return self._scratch is not None and self._scratch.is_faster(spans)
 
     def tiles(self, spans: Spans, room: int | None = None, *, scratch: bool = False) -> Tensor:
         """Return the tile list of a step's chunks, on the host, padded to `room`. With `scratch`, the lists of the

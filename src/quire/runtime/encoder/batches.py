@@ -39,15 +39,15 @@ def pack(texts: Sequence[Sequence[int]], device: torch.device, first_parts: Sequ
     positions = np.arange(num_tokens) - starts
     runs = tuple((len(list(same)), length) for length, same in groupby(counts))
 
-    def there(numbers: npt.NDArray[Any]) -> torch.Tensor:
+    def upload(numbers: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(numbers).to(device)
 
     types = None
     if first_parts:
-        types = there((positions >= np.repeat(np.asarray(first_parts, np.int64), lengths)).astype(np.int64))
+        types = upload((positions >= np.repeat(np.asarray(first_parts, np.int64), lengths)).astype(np.int64))
     if len(runs) == 1 or device.type == "cpu":
-        return Texts(there(tokens), there(positions), there(lengths), runs, types)
+        return Texts(upload(tokens), upload(positions), upload(lengths), runs, types)
     longest, num_texts = max(counts), len(counts)
     is_token = np.arange(longest) < lengths[:, None]  # [texts, longest]
-    places, mask = there(np.flatnonzero(is_token)), there(is_token).view(num_texts, 1, 1, longest)
-    return Texts(there(tokens), there(positions), there(lengths), runs, types, places, mask)
+    places, mask = upload(np.flatnonzero(is_token)), upload(is_token).view(num_texts, 1, 1, longest)
+    return Texts(upload(tokens), upload(positions), upload(lengths), runs, types, places, mask)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.runtime.executor.life import BUSY, IDLE, LOADING, Life, crowding
+from quire.runtime.executor.life import BUSY, IDLE, LOADING, Life, load_per_cpu
 from quire.runtime.executor.links import Rank
 from quire.runtime.executor.rank import read_error
 from quire.types.errors import ConfigError, ModelLoadError
@@ -17,8 +17,8 @@ _STOPPED_SECONDS = 0.5  # that a rank may be stopped by a signal
 _SILENT_SECONDS = 1.5  # without a heartbeat, if a native thread sends heartbeats
 _LOCKED_SECONDS = 15.0  # the same if the GIL can delay heartbeats
 _LOADING_SILENT_SECONDS = 60.0  # the same while modules are imported and weights are read
-_LATE_SECONDS = 0.3  # between two heartbeats on a machine with some load
-_LATE_DECAY = 0.999  # factor on the longest time between two heartbeats, at each heartbeat: it halves in a minute
+_GAP_SECONDS = 0.3  # between two heartbeats on a machine with some load
+_GAP_DECAY = 0.999  # factor on the longest time between two heartbeats, at each heartbeat: it halves in a minute
 _ASLEEP_BEATS = 10  # heartbeats without progress at which no thread of the rank was running
 _LOOP_SECONDS = 1.5  # of CPU time that a rank may always take while the other ranks of its stage wait for it
 _LOOP_FACTOR = 10.0  # CPU time that a rank may take while others wait, relative to the step time of the others
@@ -33,7 +33,7 @@ class Fault:
 
 
 @dataclass(slots=True)
-class _Pace:
+class _StepTimes:
     """How long one rank takes for its steps. A step whose beginning was not seen counts as infinitely long, so that no
     other rank seems slow compared with it."""
 
@@ -41,7 +41,7 @@ class _Pace:
     began: float = -math.inf  # when its step was first seen
     before: float = math.inf  # seconds of the previous step
 
-    def see(self, new: Life, old: Life, now: float) -> None:
+    def update(self, new: Life, old: Life, now: float) -> None:
         if new.steps != old.steps:
             self.before, self.began = self.moved - self.began, now
         if new.progress != old.progress:
@@ -62,30 +62,30 @@ class FaultFinder:
         same for a rank that loads the model."""
         self._ranks, self._timeout, self._load_timeout = ranks, timeout, load_timeout
         self._lives, self._beats = [Life() for _ in ranks], [0 for _ in ranks]
-        self._late = [0.0 for _ in ranks]  # by rank: the longest recent time between two heartbeats
-        self._beaten: list[float] = []  # by rank: time of its last heartbeat
-        self._running: list[float] = []  # by rank: when it was last seen not stopped
-        self._paces: list[_Pace] = []
-        self.rest(now)
+        self._longest_gaps = [0.0 for _ in ranks]  # by rank: the longest recent time between two heartbeats
+        self._last_beats: list[float] = []  # by rank: time of its last heartbeat
+        self._last_running: list[float] = []  # by rank: when it was last seen not stopped
+        self._step_times: list[_StepTimes] = []
+        self.reset_timeouts(now)
 
-    def rest(self, now: float) -> None:
+    def reset_timeouts(self, now: float) -> None:
         """Restart all timeouts, because the ranks were not examined for a while."""
-        self._beaten, self._running = [[now] * len(self._ranks) for _ in range(2)]
-        self._paces = [_Pace(now) for _ in self._ranks]
+        self._last_beats, self._last_running = [[now] * len(self._ranks) for _ in range(2)]
+        self._step_times = [_StepTimes(now) for _ in self._ranks]
 
-    def look(self, now: float) -> Fault | None:
+    def examine(self, now: float) -> Fault | None:
         if any(rank.ending() is not None for rank in self._ranks):
             time.sleep(_GRACE_SECONDS)
             return self._ended()
         lives = [rank.page.read() for rank in self._ranks]
         for number, rank in enumerate(self._ranks):
-            self._paces[number].see(lives[number], self._lives[number], now)
+            self._step_times[number].update(lives[number], self._lives[number], now)
             if (beats := rank.num_beats()) != self._beats[number]:
-                late = 0.0 if lives[number].state == LOADING else now - self._beaten[number]
-                self._late[number] = max(self._late[number] * _LATE_DECAY, late)
-                self._beats[number], self._beaten[number] = beats, now
+                late = 0.0 if lives[number].state == LOADING else now - self._last_beats[number]
+                self._longest_gaps[number] = max(self._longest_gaps[number] * _GAP_DECAY, late)
+                self._beats[number], self._last_beats[number] = beats, now
             if not rank.is_stopped():
-                self._running[number] = now
+                self._last_running[number] = now
         self._lives = lives
         return (
             self._halted(now) or self._stuck_loading(now) or self._asleep() or self._looping(now) or self._behind(now)
@@ -98,27 +98,27 @@ class FaultFinder:
 
         def order(one: tuple[Rank, str]) -> tuple[bool, bool]:
             rank, _ = one
-            return bool(rank.page.words()), lives[rank.place.rank].waits
+            return bool(rank.page.last_message()), lives[rank.place.rank].waits
 
         rank, ending = min(found, key=order)
-        words = rank.page.words()
-        said, error = read_error(words) if words else ("", None)
+        message = rank.page.last_message()
+        said, error = read_error(message) if message else ("", None)
         how = f"failed {_when(lives[rank.place.rank])}: {said}" if said else f"{ending} {_when(lives[rank.place.rank])}"
         return Fault(f"{describe(rank)} {how}", error)
 
     def _halted(self, now: float) -> Fault | None:
-        here = crowding()
+        here = load_per_cpu()
         for number, rank in enumerate(self._ranks):
             life = self._lives[number]
-            if now - self._running[number] > _STOPPED_SECONDS:
+            if now - self._last_running[number] > _STOPPED_SECONDS:
                 return Fault(f"{describe(rank)} was halted by a signal {_when(life)}")
             limit = _SILENT_SECONDS if life.native else _LOCKED_SECONDS
             if life.state == LOADING:
                 limit = _LOADING_SILENT_SECONDS
-            crowded = max(life.crowding, here if rank.is_here else 0.0)  # a rank on another machine reports its own
+            crowded = max(life.load_per_cpu, here if rank.is_here else 0.0)  # a rank on another machine reports its own
             if life.native:  # native heartbeats are hardly late, even on a crowded machine
-                crowded = min(crowded, self._late[number] / _LATE_SECONDS)
-            if (silent := now - self._beaten[number]) > limit * max(1.0, crowded):
+                crowded = min(crowded, self._longest_gaps[number] / _GAP_SECONDS)
+            if (silent := now - self._last_beats[number]) > limit * max(1.0, crowded):
                 return Fault(f"{describe(rank)} gave no sign of life for {silent:.1f} s {_when(life)}")
         return None
 
@@ -126,12 +126,12 @@ class FaultFinder:
         """Find the rank that loads without progress. A rank that waits for others is not blamed, unless all that still
         load are stuck."""
         loading = [number for number, life in enumerate(self._lives) if life.state == LOADING]
-        stuck = [number for number in loading if now - self._paces[number].moved > self._load_timeout]
+        stuck = [number for number in loading if now - self._step_times[number].moved > self._load_timeout]
         blamed = stuck if len(stuck) == len(loading) else [one for one in stuck if not self._lives[one].waits]
         if not blamed:
             return None
         number = min(blamed, key=lambda one: (self._lives[one].waits, self._lives[one].loaded))
-        rank, seconds = self._ranks[number], now - self._paces[number].moved
+        rank, seconds = self._ranks[number], now - self._step_times[number].moved
         doing = f"made no progress for {seconds:.0f} s while it loaded ({rank.page.doing() or 'starting'})"
         return Fault(f"{describe(rank)} {doing}; check the disk and the device that it loads from and to")
 
@@ -153,13 +153,13 @@ class FaultFinder:
         have different work, and a stage of one rank has no other to compare it with: only `_behind` finds those.
         """
         for number, (life, rank) in enumerate(zip(self._lives, self._ranks, strict=True)):
-            computed = min(life.computed, now - self._paces[number].moved)
+            computed = min(life.computed, now - self._step_times[number].moved)
             if computed < _LOOP_SECONDS or self._waits(number) or rank.place.config.expert:
                 continue
             others = [one for one in self._stage_of(number) if one != number]
             if not others or not all(self._waits(one) and self._is_ahead(one, number) for one in others):
                 continue
-            if computed > _LOOP_FACTOR * max(self._paces[one].step_seconds for one in others):
+            if computed > _LOOP_FACTOR * max(self._step_times[one].step_seconds for one in others):
                 done = f"has computed for {computed:.1f} s {_when(life)}, and others wait for it"
                 return Fault(f"{describe(rank)} hangs: it {done}")
         return None
@@ -167,7 +167,7 @@ class FaultFinder:
     def _behind(self, now: float) -> Fault | None:
         """Find the rank that others wait for, if no rank has made progress for too long. A step in which no rank waits
         may take any time."""
-        quiet = now - max(pace.moved for pace in self._paces)
+        quiet = now - max(each.moved for each in self._step_times)
         if quiet <= self._timeout:
             return None
         waits = [self._waits(number) for number in range(len(self._ranks))]

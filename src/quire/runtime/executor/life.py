@@ -20,8 +20,8 @@ _COUNTERS = struct.Struct("<QQQQqQQBBxxff")
 _NATIVE = struct.Struct("<Q")
 _NATIVE_AT = 72
 _DOING_AT, _DOING_BYTES = 80, 64
-_WORDS = struct.Struct("<I")
-_WORDS_AT = _DOING_AT + _DOING_BYTES
+_MESSAGE = struct.Struct("<I")
+_MESSAGE_AT = _DOING_AT + _DOING_BYTES
 _BEAT_SECONDS = 0.1
 _AWAKE = frozenset((b"R", b"D"))  # states of threads that run, or wait for a disk
 _MOST_ASLEEP = 255
@@ -41,7 +41,7 @@ class Life(NamedTuple):
     loaded: int = 0  # progress while loading: noted parts, and disk reads
     state: int = LOADING
     asleep: int = 0  # heartbeats without progress at which no thread ran; halved whenever one ran
-    crowding: float = 0.0  # load of its machine per CPU, at its last heartbeat
+    load_per_cpu: float = 0.0  # load of its machine per CPU, at its last heartbeat
     computed: float = 0.0  # CPU seconds of the thread that runs steps, since its last progress
     native: int = 0  # heartbeats of a native thread that does not need the GIL; 0: there is none
 
@@ -56,7 +56,7 @@ class Life(NamedTuple):
         return self.entered > self.left
 
 
-def crowding() -> float:
+def load_per_cpu() -> float:
     """Return the runnable processes and threads per CPU of this machine, averaged over a minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
@@ -85,7 +85,7 @@ class LifePage:
     def __init__(self, memory: mmap.mmap | bytearray, offset: int = 0) -> None:
         self._memory, self._offset = memory, offset
         self._beats = self._steps = self._entered = self._left = 0
-        self._step, self._state, self._crowding, self._asleep = -1, LOADING, 0.0, 0
+        self._step, self._state, self._load_per_cpu, self._asleep = -1, LOADING, 0.0, 0
         self._noted = self._reads = 0
         self._doing, self._computed = "", 0.0
         self.waits_for_engine = False  # set by the rank while its step waits for the engine's process
@@ -111,7 +111,12 @@ class LifePage:
                 self._asleep = min(self._asleep + 1, _MOST_ASLEEP)
             if self._state == LOADING:
                 self._reads = num_reads()
-            self._beats, self._crowding, self._computed, before = self._beats + 1, crowding(), used - since, progress
+            self._beats, self._load_per_cpu, self._computed, before = (
+                self._beats + 1,
+                load_per_cpu(),
+                used - since,
+                progress,
+            )
             self._write()
 
     def look_for_hangs(self) -> None:
@@ -128,7 +133,7 @@ class LifePage:
         """Note progress in loading. `doing` names what the rank does now, for messages."""
         if doing != self._doing:
             self._doing, text = doing, doing.encode()[:_DOING_BYTES]
-            self._memory[self._offset + _DOING_AT : self._offset + _WORDS_AT] = text.ljust(_DOING_BYTES, b"\0")
+            self._memory[self._offset + _DOING_AT : self._offset + _MESSAGE_AT] = text.ljust(_DOING_BYTES, b"\0")
         self._noted += 1
         self._write()
 
@@ -178,12 +183,12 @@ class LifePage:
         self._left += 1
         self._write()
 
-    def say(self, words: bytes) -> None:
+    def write_last_message(self, message: bytes) -> None:
         """Write the rank's last message, cut to the size of the page."""
-        kept = words[: PAGE_BYTES - _WORDS_AT - _WORDS.size]
-        begin = self._offset + _WORDS_AT
-        self._memory[begin + _WORDS.size : begin + _WORDS.size + len(kept)] = kept
-        _WORDS.pack_into(self._memory, begin, len(kept))
+        kept = message[: PAGE_BYTES - _MESSAGE_AT - _MESSAGE.size]
+        begin = self._offset + _MESSAGE_AT
+        self._memory[begin + _MESSAGE.size : begin + _MESSAGE.size + len(kept)] = kept
+        _MESSAGE.pack_into(self._memory, begin, len(kept))
 
     def _write(self) -> None:
         with self._writing:
@@ -191,7 +196,7 @@ class LifePage:
 
     def _write_all(self) -> None:
         numbers = self._beats, self._steps, self._entered, self._left, self._step, self._meetings()
-        more = self._noted + self._reads, self._state, self._asleep, self._crowding, self._computed
+        more = self._noted + self._reads, self._state, self._asleep, self._load_per_cpu, self._computed
         _COUNTERS.pack_into(self._memory, self._offset, *numbers, *more)
 
     # ----------------------------------------------------------------------------------------------------- the engine
@@ -201,14 +206,14 @@ class LifePage:
 
     def doing(self) -> str:
         """Return what the rank was doing when it last noted progress in loading."""
-        text = self._memory[self._offset + _DOING_AT : self._offset + _WORDS_AT]
+        text = self._memory[self._offset + _DOING_AT : self._offset + _MESSAGE_AT]
         return bytes(text).rstrip(b"\0").decode(errors="replace")
 
-    def words(self) -> bytes:
+    def last_message(self) -> bytes:
         """Return the rank's last message, or b"" if there is none."""
-        begin = self._offset + _WORDS_AT
-        (length,) = _WORDS.unpack_from(self._memory, begin)
-        return bytes(self._memory[begin + _WORDS.size : begin + _WORDS.size + length])
+        begin = self._offset + _MESSAGE_AT
+        (length,) = _MESSAGE.unpack_from(self._memory, begin)
+        return bytes(self._memory[begin + _MESSAGE.size : begin + _MESSAGE.size + length])
 
     def copy_bytes(self) -> bytes:
         """Return the whole page, for a rank that shares no memory with the engine."""

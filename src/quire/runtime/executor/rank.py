@@ -31,7 +31,7 @@ logger = logging.getLogger("quire.runtime")
 EXIT_ORPHANED = 70  # the engine's process is gone
 EXIT_FAILED = 71  # the cause is on the rank's status page
 _REPORT_SECONDS = 0.1  # between two progress reports while loading
-_MOST_WORDS = 3_000  # characters of an error message
+_MAX_MESSAGE_CHARS = 3_000  # characters of an error message
 
 MakeStore = Callable[[RankPlace], "Store"]
 
@@ -72,7 +72,7 @@ class RankServer:
             self._end(EXIT_ORPHANED)
         except BaseException as error:
             logger.debug("the rank failed", exc_info=True)
-            self._page.say(describe_error(error))
+            self._page.write_last_message(describe_error(error))
             self._end(EXIT_FAILED)
         self._end(0)
 
@@ -196,7 +196,7 @@ class RankServer:
                     self._control.send(Kind.RESULT, encode(result))
                 self._page.end_step()
         except BaseException as error:  # noqa: BLE001 - the engine reports any error
-            self._page.say(describe_error(error))
+            self._page.write_last_message(describe_error(error))
             self._end(EXIT_FAILED)
 
     def _check(self) -> str:
@@ -261,13 +261,13 @@ def describe_error(error: BaseException) -> bytes:
 
 def _cut(*texts: str) -> tuple[str, ...]:
     """Cut texts so that all of them fit into the status page."""
-    most = _MOST_WORDS // len(texts)
+    most = _MAX_MESSAGE_CHARS // len(texts)
     return tuple(text[: most if text.isascii() else most // 4] for text in texts)
 
 
-def read_error(words: bytes) -> tuple[str, ConfigError | ModelLoadError | None]:
+def read_error(message: bytes) -> tuple[str, ConfigError | ModelLoadError | None]:
     """Decode a rank's last message. Returns its text, and the original error if it is one that the user can fix."""
-    kind, *texts = decode(words)
+    kind, *texts = decode(message)
     if kind in ("ConfigError", "DoesNotFit"):
         setting, reason, fix = texts
         error = ConfigError(setting, reason, fix)

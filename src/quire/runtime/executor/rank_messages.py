@@ -48,7 +48,7 @@ class RankMessages:
             if rests:
                 self._send_rests(rests)
         except (EOFError, OSError):
-            raise self._watch.death() from None
+            raise self._watch.dead_engine_error() from None
 
     def send_stop(self) -> None:
         """Tell the ranks to end after they have read all earlier messages. Never waits or raises."""
@@ -114,7 +114,7 @@ class RankMessages:
                     return received
                 inbox.append(received)
         except EOFError:
-            raise self._watch.death() from None
+            raise self._watch.dead_engine_error() from None
 
     def receive_results(self) -> list[Buffer]:
         """Wait for the next result of every rank of the last stage."""

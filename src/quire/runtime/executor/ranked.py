@@ -79,7 +79,7 @@ class RankedExecutor:
         self._has_tiers = config.cache.tiers.enabled
         self._encoder, self._transfers = PlanEncoder(), TransferMerger(config.parallel.num_ranks)
         self._calling = threading.Lock()
-        self._closed = self._has_loaded = self._owes_masks = False
+        self._closed = self._has_loaded = self._waits_for_masks = False
         self._num_launched = 0  # steps not collected yet
         self._unreported = 0  # ranks that were asked for their transfer reports and have not answered
         self._watch = RankWatch(launcher, config.parallel.rank_timeout, config.parallel.load_timeout)
@@ -113,13 +113,13 @@ class RankedExecutor:
                 while selector.get_map():
                     for key, _ in selector.select():
                         rank = key.data
-                        if self._hear_loading(rank, progress):
+                        if self._handle_loading(rank, progress):
                             selector.unregister(rank.control)
             except (EOFError, OSError):
-                fault = self._watch.verdict()
+                fault = self._watch.wait_for_fault()
                 raise fault.error or EngineDead(fault.reason) from None
 
-    def _hear_loading(self, rank: Rank, progress: Progress | None) -> bool:
+    def _handle_loading(self, rank: Rank, progress: Progress | None) -> bool:
         """Handle the messages of a rank that loads. Returns whether it has loaded."""
         while (message := rank.control.receive(wait=False)) is not None:
             if message.kind is Kind.READY:
@@ -137,15 +137,15 @@ class RankedExecutor:
         if self._transfers.orphans:
             plan = self._drop_orphans(plan)
         self._messages.send(Kind.PLAN, self._encoder.encode(plan))
-        self._owes_masks = plan.guided
+        self._waits_for_masks = plan.guided
         self._num_launched += 1
 
     def supply_masks(self, masks: Masks | None) -> None:
         self._messages.send(Kind.MASKS, encode(masks))
-        self._owes_masks = False
+        self._waits_for_masks = False
 
     def collect(self) -> StepResult:
-        if self._owes_masks and self._num_launched == 1:
+        if self._waits_for_masks and self._num_launched == 1:
             raise RuntimeError("the step to collect waits for its masks: supply them first")
         self._num_launched -= 1
         return merge_results([decode(data) for data in self._messages.receive_results()])
@@ -190,16 +190,16 @@ class RankedExecutor:
                 for rank in self._ranks:
                     rank.calls.send(kind, payload)
                 deadline = time.monotonic() + _CALL_SECONDS
-                messages = [self._hear_answer(rank, deadline) for rank in self._ranks]
+                messages = [self._wait_for_answer(rank, deadline) for rank in self._ranks]
             except (EOFError, OSError):
-                raise self._watch.death() from None
+                raise self._watch.dead_engine_error() from None
         answers = [(message.kind, decode(message.data)) for message in messages]
         for answer, value in answers:
             if answer is Kind.REFUSED:
                 raise InvalidRequest(*value)
         return [value for _, value in answers]
 
-    def _hear_answer(self, rank: Rank, deadline: float) -> Message:
+    def _wait_for_answer(self, rank: Rank, deadline: float) -> Message:
         """Wait for a rank's answer. Raises EOFError if the rank is gone. A rank that does not answer by the deadline is
         reported to the watch, which kills all ranks."""
         with selectors.DefaultSelector() as selector:
@@ -207,7 +207,7 @@ class RankedExecutor:
             while (message := rank.calls.receive(wait=False)) is None:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     reason = f"did not answer within {_CALL_SECONDS:g} s when it was to read or forget an adapter"
-                    self._watch.accuse(rank, reason)
+                    self._watch.report_failure(rank, reason)
                     raise EOFError
         return message
 

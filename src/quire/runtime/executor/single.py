@@ -90,11 +90,11 @@ class SingleExecutor:
         self._compiles = self._device.type == "cuda" and builder.backend.kernels == "triton"
         self._worker: Worker | None = None
         self._launched: deque[StepResult | _Launched] = deque()
-        self._owes_masks = False  # whether the step launched last waits for masks
+        self._waits_for_masks = False  # whether the step launched last waits for masks
         self._results = PinnedResults(config.scheduler.num_samples)
         load: Load = partial(_load, progress=progress)
         if load_format == "dummy":
-            load = partial(_noise, seed=config.scheduler.seed, progress=progress)
+            load = partial(_load_random, seed=config.scheduler.seed, progress=progress)
         self._weight_bytes = 0
 
         def load_counted(*what: Any) -> BaseModel:
@@ -145,7 +145,7 @@ class SingleExecutor:
             raise EngineDead("the executor was closed")
         if plan.guided:
             self._worker.begin(plan)
-            self._owes_masks = True
+            self._waits_for_masks = True
         else:
             self._report(self._worker.execute(plan))
 
@@ -153,10 +153,10 @@ class SingleExecutor:
         if self._worker is None:
             raise EngineDead("the executor was closed")
         self._report(self._worker.supply_masks(masks))
-        self._owes_masks = False
+        self._waits_for_masks = False
 
     def collect(self) -> StepResult:
-        if not self._launched and self._owes_masks:
+        if not self._launched and self._waits_for_masks:
             raise RuntimeError("the step to collect waits for its masks: supply them first")
         launched = self._launched.popleft()
         if isinstance(launched, StepResult):
@@ -209,7 +209,7 @@ class SingleExecutor:
         """Release everything, even if the device has failed. In that case the error is raised at the end."""
         worker, self._worker = self._worker, None
         self._launched.clear()
-        self._owes_masks = False
+        self._waits_for_masks = False
         with ExitStack() as last_first:
             if self._compiles:
                 from quire.kernels.triton.compiling import stop_background
@@ -251,7 +251,7 @@ def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progres
     return model
 
 
-def _noise(
+def _load_random(
     files: ModelFiles,  # noqa: ARG001 - part of the signature of Load
     config: ModelConfig,
     builder: LayerBuilder,

@@ -18,7 +18,7 @@ class _Tally:
 
 
 @dataclass(slots=True)
-class _Over:
+class _Done:
     """Files that are done on all ranks since the last merged report."""
 
     stored: list[bytes] = field(default_factory=list)
@@ -37,7 +37,7 @@ class TransferMerger:
         self._failed: dict[bytes, FailedFile] = {}  # failures of these keys
         self._found: dict[bytes, list[FoundFile]] = {}
         self._last_used = float("inf")  # time of last use of the files found so far
-        self._over = _Over()
+        self._done = _Done()
         self.orphans: list[bytes] = []
 
     def add(self, rank: int, report: TransferReport) -> None:
@@ -48,19 +48,19 @@ class TransferMerger:
         tally.load_seconds += report.load_seconds
         for failure in report.failed:
             self._failed.setdefault(failure.key, failure)
-            self._answer(failure.key, self._over.stored)
+            self._answer(failure.key, self._done.stored)
         for key in report.stored:
-            self._answer(key, self._over.stored)
+            self._answer(key, self._done.stored)
         for key in report.fetched:
-            self._answer(key, self._over.fetched)
+            self._answer(key, self._done.fetched)
         for file in report.found:
             self._add_found(file)
 
     def take(self) -> TransferReport:
         """Return what is complete on all ranks since the last call. Durations are those of the slowest rank."""
-        tallies, over = self._tallies, self._over
+        tallies, done = self._tallies, self._done
         num_saved, num_loaded = (min(getattr(t, name) for t in tallies) for name in ("num_saved", "num_loaded"))
-        if not (num_saved or num_loaded or over.stored or over.fetched or over.failed or over.found):
+        if not (num_saved or num_loaded or done.stored or done.fetched or done.failed or done.found):
             return NOTHING_MOVED
         save_seconds = max(t.save_seconds for t in tallies) if num_saved else 0.0
         load_seconds = max(t.load_seconds for t in tallies) if num_loaded else 0.0
@@ -69,8 +69,8 @@ class TransferMerger:
             tally.num_loaded -= num_loaded
             tally.save_seconds = 0.0 if num_saved else tally.save_seconds
             tally.load_seconds = 0.0 if num_loaded else tally.load_seconds
-        self._over = _Over()
-        files = tuple(over.stored), tuple(over.fetched), tuple(over.failed), tuple(over.found)
+        self._done = _Done()
+        files = tuple(done.stored), tuple(done.fetched), tuple(done.failed), tuple(done.found)
         return TransferReport(*files, num_saved, num_loaded, save_seconds, load_seconds)
 
     def _answer(self, key: bytes, whole: list[bytes]) -> None:
@@ -79,7 +79,7 @@ class TransferMerger:
         if count < len(self._tallies):
             self._answers[key] = count
         elif (failure := self._failed.pop(key, None)) is not None:
-            self._over.failed.append(failure)
+            self._done.failed.append(failure)
             self.orphans.append(key)
         else:
             whole.append(key)
@@ -92,6 +92,6 @@ class TransferMerger:
         if len(parts) == len(self._tallies):
             del self._found[file.key]
             self._last_used = min(self._last_used, *(part.used_at for part in parts))
-            self._over.found.append(
+            self._done.found.append(
                 FoundFile(file.key, self._last_used, max(part.num_blocks for part in parts))
             )  # fmt: skip

@@ -15,7 +15,7 @@ logger = logging.getLogger("quire.runtime")
 
 _TICK_SECONDS = 0.05
 _STARVED_SECONDS = 0.5  # between two examinations of the ranks
-_VERDICT_SECONDS = 5.0  # from a broken channel to the verdict
+_FAULT_SECONDS = 5.0  # from a broken channel to the fault
 
 
 class RankWatch:
@@ -27,10 +27,10 @@ class RankWatch:
         same for a rank that loads the model."""
         self._launcher, self._timeout, self._load_timeout = launcher, timeout, load_timeout
         self.fault: Fault | None = None
-        self._accused: Fault | None = None
+        self._reported: Fault | None = None
         self._ranks: Sequence[Rank] = ()
         self._failure: BaseException | None = None  # the error of starting them
-        self._started, self._over, self._stopping = threading.Event(), threading.Event(), threading.Event()
+        self._started, self._failed, self._stopping = threading.Event(), threading.Event(), threading.Event()
         self._paused = threading.Event()
         self._finder: FaultFinder | None = None  # set when the ranks have started
         self._thread = threading.Thread(target=self._run, name="quire-ranks", daemon=True)
@@ -43,18 +43,18 @@ class RankWatch:
             raise self._failure
         return self._ranks
 
-    def verdict(self) -> Fault:
+    def wait_for_fault(self) -> Fault:
         """Wait for the fault that explains a broken channel."""
-        self._over.wait(_VERDICT_SECONDS)
+        self._failed.wait(_FAULT_SECONDS)
         return self.fault or Fault("a rank closed its channel")
 
-    def accuse(self, rank: Rank, what: str) -> None:
+    def report_failure(self, rank: Rank, what: str) -> None:
         """Report that a rank has failed, such as "did not answer". The watch thread then kills all ranks."""
-        self._accused = Fault(f"{describe(rank)} {what}")
+        self._reported = Fault(f"{describe(rank)} {what}")
 
-    def death(self) -> EngineDead:
+    def dead_engine_error(self) -> EngineDead:
         """Wait for the fault, and return the error of an engine whose ranks are gone."""
-        return EngineDead(self.verdict().reason)
+        return EngineDead(self.wait_for_fault().reason)
 
     def pause(self) -> None:
         """Stop examining the ranks, as they are about to end."""
@@ -86,10 +86,10 @@ class RankWatch:
         while not self._stopping.wait(_TICK_SECONDS):
             now = time.monotonic()
             if now - last > _STARVED_SECONDS:  # this process was stopped or starved, and saw nothing
-                finder.rest(now)
+                finder.reset_timeouts(now)
             last = now
             try:
-                fault = None if self._paused.is_set() else self._accused or finder.look(now)
+                fault = None if self._paused.is_set() else self._reported or finder.examine(now)
             except Exception as error:  # noqa: BLE001 - without this thread, nothing would kill the ranks
                 fault = Fault(f"the ranks could not be watched any more: {error!r:.500}")
             if fault is not None:
@@ -98,7 +98,7 @@ class RankWatch:
 
     def _give_up(self, fault: Fault) -> None:
         self.fault = fault
-        self._over.set()  # the engine need not wait for the ranks to end
+        self._failed.set()  # the engine need not wait for the ranks to end
         for rank in self._ranks:
             try:
                 rank.kill()

@@ -61,7 +61,7 @@ class ExpertSum:
         need not wait for them."""
         if self.group is None or self._owners is None or len(chosen) < LEAST_ROWS:
             return None
-        if chosen.is_cuda and (torch.cuda.is_current_stream_capturing() or _are_unwritten()):
+        if chosen.is_cuda and (torch.cuda.is_current_stream_capturing() or _only_compiling()):
             return None  # a graph cannot have sizes that depend on data
         if self._owners.device != chosen.device:
             self._owners = self._owners.to(chosen.device)
@@ -83,7 +83,7 @@ class ExpertSum:
         return self.group.all_reduce(x) if senders is None else _sum_rows(self.group, x, senders.wait())
 
 
-def _are_unwritten() -> bool:
+def _only_compiling() -> bool:
     """Whether kernels are only compiled, not run, so that the experts of tokens are unknown."""
     from quire.kernels.triton.compiling import is_compiling_only
 

@@ -17,7 +17,7 @@ from quire.types.transfer import NO_TRANSFERS, NOTHING_MOVED, Lookup, TransferRe
 class Tiers(Protocol):
     """The interface of the tiers to a worker."""
 
-    def obey(self, transfers: Transfers) -> None:
+    def submit(self, transfers: Transfers) -> None:
         """Submit a plan's transfers. Must be called for every plan, after its rows are updated and before its block
         copies."""
 
@@ -36,7 +36,7 @@ class Tiers(Protocol):
 class NoTiers:
     """Implements Tiers if no tier is configured."""
 
-    def obey(self, transfers: Transfers) -> None:
+    def submit(self, transfers: Transfers) -> None:
         if transfers is not NO_TRANSFERS and transfers != NO_TRANSFERS:
             raise ValueError("a plan has transfers, and the worker has no tiers")
 
@@ -147,7 +147,7 @@ class CacheTiers:
     def __init__(self, host: HostStore, link: Link, disk: Disk, remote: Remote = NO_REMOTE) -> None:
         self._host, self._link, self._disk, self._remote = host, link, disk, remote
 
-    def obey(self, transfers: Transfers) -> None:
+    def submit(self, transfers: Transfers) -> None:
         link = self._link
         link.begin_plan()
         if transfers is NO_TRANSFERS:

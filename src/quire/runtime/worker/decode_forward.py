@@ -107,7 +107,7 @@ class DecodeForward:
 
     def kind(self, rows: Ints) -> Kind:
         """Return the kind of a step of these rows, as far as the layers determine it."""
-        cascade = self._state.shared.announce(rows)
+        cascade = self._state.shared.update_groups(rows)
         adapters = self._state.adapters is not None and self._state.adapters.are_used(rows)
         return Kind(self.buckets[bisect_left(self.buckets, len(rows))], cascade=cascade, adapters=adapters)
 

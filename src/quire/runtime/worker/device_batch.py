@@ -69,20 +69,20 @@ class DeviceBatchBuilder:
 
     def build(self, plan: StepPlan) -> Batch:
         rows, decodes = self._rows, plan.decode_rows.astype(np.int64)
-        spans, cascade = find_spans(plan), self._shared.announce(plan.decode_rows)
+        spans, cascade = find_spans(plan), self._shared.update_groups(plan.decode_rows)
         token_rows, positions = find_tokens(decodes, rows.lengths, spans)
         found = find_samples(plan, np.arange(len(decodes)), rows.lengths, spans)
         chosen = rows.uploader.upload(found.rows.astype(np.int32), *found[1:5])
         segments = None if self._states is None else self._states.segments(plan, decodes, spans)
         count, decoded = len(positions), rows.lengths[decodes]
-        room = self._room(count, spans, segments)
+        room = self._bucket_of(count, spans, segments)
         adapted = self.adapters is not None and self.adapters.are_used(token_rows)
         scratch, kind = self._attention.takes_scratch(spans), (len(decodes) > 0, len(spans) > 0, cascade, adapted)
         shape = None if room is None else StepShape(room, *kind, scratch)
         tiles = self._tiles(spans, shape, scratch=scratch) if len(spans) else None
         if shape is not None:
             token_rows, positions = _pad(token_rows, shape.tokens, PADDING), _pad(positions, shape.tokens, 0)
-            decoded = _pad(decoded, self._looked_at(shape), 0)
+            decoded = _pad(decoded, self._num_decode_slots(shape), 0)
             segments = None if segments is None else self._pad_segments(segments, shape.tokens)
         step = self._step(token_rows, positions, spans, decoded, tiles, segments, shape, (cascade, scratch))
         if adapted:
@@ -102,7 +102,7 @@ class DeviceBatchBuilder:
         """Return a step of a shape that consists of padding only. It changes no row and no block."""
         nothing = find_spans(StepPlan(step=0))
         tiles = self._tiles(nothing, shape, scratch=shape.scratch) if shape.chunks else None
-        return self._blank(shape.tokens, self._looked_at(shape), tiles, shape, (shape.cascade, shape.scratch))
+        return self._blank(shape.tokens, self._num_decode_slots(shape), tiles, shape, (shape.cascade, shape.scratch))
 
     def blank_large(self, num_decodes: int) -> Batch:
         """Return a step larger than all buckets, with `num_decodes` decodes, that consists of padding only."""
@@ -124,7 +124,7 @@ class DeviceBatchBuilder:
         chosen = self._rows.uploader.upload(found.rows.astype(np.int32), *found[1:5])
         return make_batch(step, found, chosen, 0, shape)
 
-    def _looked_at(self, shape: StepShape) -> int:
+    def _num_decode_slots(self, shape: StepShape) -> int:
         """Return how many leading tokens of a padded step the decode attention kernel visits: decodes, and behind them
         chunks and padding, which it skips."""
         return min(shape.tokens, self._rows.spare) if shape.decodes else 0
@@ -143,7 +143,7 @@ class DeviceBatchBuilder:
         padded[: len(segments)] = segments
         return padded
 
-    def _room(self, num_tokens: int, spans: Longs, segments: Longs | None) -> int | None:
+    def _bucket_of(self, num_tokens: int, spans: Longs, segments: Longs | None) -> int | None:
         """Return the bucket of a step, or None if it has more tokens, segments or tiles than any bucket has room
         for."""
         place = bisect_left(self._buckets, num_tokens)

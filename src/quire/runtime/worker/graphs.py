@@ -132,7 +132,7 @@ class DecodeGraphs:
 
     def _launch(self, plan: StepPlan) -> _Graph:
         rows = plan.decode_rows
-        kind = self._graphs.lender(self._kind(rows, guided=plan.guided))
+        kind = self._graphs.kind_to_run(self._kind(rows, guided=plan.guided))
         graph = self._graphs[kind]
         self._forward.write(rows, kind)
         self._choice.settle()

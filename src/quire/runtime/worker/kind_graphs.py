@@ -49,7 +49,7 @@ class KindGraphs(dict[K, G]):
         """Capture the graph of a kind, if that has not been done."""
         self[kind]
 
-    def lender(self, wanted: K) -> K:
+    def kind_to_run(self, wanted: K) -> K:
         """Return the kind whose graph should run a step of kind `wanted`. That graph may not be captured yet."""
         if wanted in self or self._borrowed[wanted] >= BORROWED_RUNS:
             return wanted

@@ -31,7 +31,7 @@ class SharedRuns:
         self._seen, self._num_placed = NO_ROWS, 0
         self._any = False
 
-    def announce(self, rows: Ints) -> bool:
+    def update_groups(self, rows: Ints) -> bool:
         """Update the backend's groups for a step whose decodes are `rows`, in this order. Returns whether the step
         should use cascade attention.
 

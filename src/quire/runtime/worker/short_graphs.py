@@ -117,7 +117,7 @@ class ShortGraphs:
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute and sample the plan's tokens. Only enqueues, unless a graph must be captured."""
         tokens = self._tokens(plan)
-        kind = self._graphs.lender(self._kind(plan, tokens))
+        kind = self._graphs.kind_to_run(self._kind(plan, tokens))
         launch = self._graphs[kind]
         self._write(tokens, kind)
         self._choice.settle()

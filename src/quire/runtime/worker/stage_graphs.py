@@ -57,7 +57,7 @@ class HiddenGraphs:
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute the plan's rows. Only enqueues, unless a graph must be captured."""
         rows = plan.decode_rows
-        kind = self._graphs.lender(self._forward.kind(rows))
+        kind = self._graphs.kind_to_run(self._forward.kind(rows))
         graph = self._graphs[kind]
         self._forward.write(rows, kind)
         graph.launch()

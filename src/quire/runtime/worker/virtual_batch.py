@@ -42,7 +42,7 @@ class VirtualBatchBuilder:
         rows, decodes = self._rows, plan.decode_rows.astype(np.int64)
         spans = find_spans(plan)
         token_rows, positions = find_tokens(decodes, rows.lengths, spans)
-        self._cache.ranges.settle(token_rows)
+        self._cache.ranges.begin_step(token_rows)
         tokens = self._firsts(token_rows) + positions
         lengths = rows.lengths[token_rows]
         places = find_samples(plan, np.arange(len(decodes)), rows.lengths, spans)

@@ -48,13 +48,13 @@ class VirtualCache(KVCache):
             reason = f"{shape[0]} rows of {shape[1] * config.block_size} tokens are too many addresses"
             raise ConfigError("max_num_seqs", reason, 'lower it or max_model_len, or use kv_layout="paged"')
         block_bytes = config.block_size * self.heads_per_token * heads.dim * dtype.itemsize
-        self._see(_make_pages(config.num_blocks, block_bytes, places, device), num_layers)
+        self._set_views(_make_pages(config.num_blocks, block_bytes, places, device), num_layers)
 
     def first(self, num_layers: int) -> VirtualCache:
         """Return the same blocks for a model that has only the first `num_layers` layers. It has its own rows and
         address range."""
         other = copying.copy(self)
-        other._see(self._pages.again(), num_layers)
+        other._set_views(self._pages.with_new_range(), num_layers)
         return other
 
     def check(self) -> None:
@@ -62,7 +62,7 @@ class VirtualCache(KVCache):
         assert self._pages.blocks.shape[0] == self.num_blocks
         assert len({layer.key.data_ptr() for layer in self.layers}) == len(self.layers)
 
-    def _see(self, pages: PageMemory, num_layers: int) -> None:
+    def _set_views(self, pages: PageMemory, num_layers: int) -> None:
         self._pages, num_layers = pages, min(num_layers, self._num_layers)  # some layers read the keys of others
         self.blocks = pages.blocks.view(torch.int64)[None]  # [1, blocks, words]: a block holds all layers
         flat, heads = pages.places.view(self._dtype).view(-1, self._heads.dim), self._heads.num_kv

@@ -47,19 +47,19 @@ class CudaFences:
         event = self._spare.pop() if self._spare else torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._standing.append((step, event))
-        self._look()
+        self._poll()
 
     def has_passed(self, step: int) -> bool:
         if step >= self._reached:
-            self._look()
+            self._poll()
         return step < self._reached
 
     def wait(self, step: int) -> None:
         while step >= self._reached:
             self._standing[0][1].synchronize()
-            self._look()
+            self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while self._standing and self._standing[0][1].query():  # type: ignore[no-untyped-call]
             self._reached, event = self._standing.popleft()
             self._spare.append(event)

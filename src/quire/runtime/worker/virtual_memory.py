@@ -37,7 +37,7 @@ class PageMemory(Protocol):
     def unmap(self, place: int, count: int) -> None:
         """Unmap `count` places. All reads from them must have finished."""
 
-    def again(self) -> PageMemory:
+    def with_new_range(self) -> PageMemory:
         """Return the same blocks with a second address range of the same size, where nothing is mapped."""
 
 
@@ -57,7 +57,7 @@ class HostPages:
         home.map(0, size, file.number, 0)
         return cls(file, torch.from_numpy(np.asarray(home)).view(num_blocks, block_bytes), num_places)
 
-    def again(self) -> HostPages:
+    def with_new_range(self) -> HostPages:
         return HostPages(self._file, self.blocks, self._num_places)
 
     def map(self, place: int, block_ids: Sequence[int]) -> None:

@@ -37,7 +37,7 @@ class CudaPages:
         home.map(0, handles.numbers)
         return cls(handles, torch.as_tensor(home, device=device).view(num_blocks, block_bytes), num_places)
 
-    def again(self) -> CudaPages:
+    def with_new_range(self) -> CudaPages:
         return CudaPages(self._handles, self.blocks, self._num_places)
 
     def map(self, place: int, block_ids: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ class MappingCost:
 class RowRanges:
     """Gives every row a range of `slots` places, and keeps the row's blocks mapped there.
 
-    `enter`, `put` and `leave` only note changes; `settle` maps them, once per step. The range that a row leaves is
+    `enter`, `put` and `leave` only note changes; `begin_step` maps them, once per step. The range that a row leaves is
     unmapped when the device has finished the last step that used it.
     """
 
@@ -72,13 +72,13 @@ class RowRanges:
             self._range[row] = _NEVER
             self._noted.pop(row, None)
 
-    def settle(self, rows: Longs) -> None:
+    def begin_step(self, rows: Longs) -> None:
         """Begin a step that computes `rows`: map all noted blocks, and unmap some ranges that rows have left."""
         self._step += 1
         self._fences.put(self._step)
-        self._clean(_UNMAPPED_AT_ONCE)
+        self._unmap_left(_UNMAPPED_AT_ONCE)
         for row, noted in self._noted.items():
-            self._follow(row, noted)
+            self._map_noted(row, noted)
         self._noted = {}
         self._used[rows] = self._step
 
@@ -95,7 +95,7 @@ class RowRanges:
         assert all(len(blocks) <= self._slots for blocks in self._mapped)
         assert self.num_mapped == self.cost.mapped - self.cost.unmapped
 
-    def _follow(self, row: int, noted: dict[int, int]) -> None:
+    def _map_noted(self, row: int, noted: dict[int, int]) -> None:
         """Map the blocks noted for a row."""
         number = int(self._range[row])
         mapped, place = self._mapped[number], number * self._slots
@@ -117,10 +117,10 @@ class RowRanges:
     def _take(self) -> int:
         if not self._free:
             self._wait(self._left[0][0])
-            self._clean(1)
+            self._unmap_left(1)
         return self._free.popleft()
 
-    def _clean(self, at_least: int) -> None:
+    def _unmap_left(self, at_least: int) -> None:
         """Unmap ranges that rows have left and no step uses any more, until at least `at_least` blocks are unmapped."""
         while self._left and at_least > 0 and self._fences.has_passed(self._left[0][0]):
             number = self._left.popleft()[1]

@@ -34,7 +34,7 @@ from quire.types.step import Ints, Masks, NewRow, RowFailure, RowTokens, StepPla
 
 
 @dataclass(frozen=True, slots=True)
-class _Owed:
+class _BegunStep:
     """A guided step that waits for its masks."""
 
     step: int
@@ -87,7 +87,7 @@ class Worker:
         self.drafter: Drafter = NO_DRAFTER
         self.tiers: Tiers = NO_TIERS
         self._failed: set[int] = set()  # live rows that failed when they were added or written
-        self._owed: _Owed | None = None
+        self._begun: _BegunStep | None = None
         self._captures: deque[Task] = deque()  # graphs that `prepare` had no time to capture
         self._compilations: deque[Task] = deque()  # kernels that `prepare` had no time to compile
 
@@ -131,7 +131,7 @@ class Worker:
         self._check_order(plan, guided=False)
         failures = self._update(plan)
         if plan.num_tokens == 0:
-            output = self._nothing(plan, plan.masks)
+            output = self._empty_output(plan, plan.masks)
         elif self._by_graph(plan):
             output = self._graphs.run(plan)
         else:
@@ -144,20 +144,20 @@ class Worker:
         self._check_order(plan, guided=True)
         failures = self._update(plan)
         if plan.num_tokens == 0:
-            sample: SampleStep = partial(self._nothing, plan)
+            sample: SampleStep = partial(self._empty_output, plan)
         elif self._by_graph(plan):
             sample = self._graphs.begin(plan)
         else:
             sample = self._runner.begin(plan, frozenset(self._failed))
-        self._owed = _Owed(plan.step, sample, failures)
+        self._begun = _BegunStep(plan.step, sample, failures)
 
     @torch.inference_mode()
     def supply_masks(self, masks: Masks | None) -> StepOutput:
         """Sample the guided plan that was begun last, under these masks. Samples without a mask are not constrained."""
-        owed, self._owed = self._owed, None
-        if owed is None:
+        begun, self._begun = self._begun, None
+        if begun is None:
             raise RuntimeError("masks were supplied, but no guided plan waits for any: begin one first")
-        return self._complete(owed.sample(masks), owed.failures)
+        return self._complete(begun.sample(masks), begun.failures)
 
     def check(self) -> None:
         """Waits for the device, and for tokens of other stages."""
@@ -175,9 +175,9 @@ class Worker:
         assert all(self.rows.live[row] for row in self._failed)
 
     def _check_order(self, plan: StepPlan, *, guided: bool) -> None:
-        if self._owed is not None:
+        if self._begun is not None:
             raise RuntimeError(
-                f"step {plan.step} was launched while step {self._owed.step} waits for its masks: supply them first"
+                f"step {plan.step} was launched while step {self._begun.step} waits for its masks: supply them first"
             )
         if plan.guided != guided:
             raise RuntimeError(f"step {plan.step}: guided plans are begun, all other plans are executed")
@@ -203,13 +203,13 @@ class Worker:
         self.rows.grant(plan.grant_rows, plan.grant_slots, plan.grant_blocks)
         if self._states is not None:
             self._states.update(plan)
-        self.tiers.obey(plan.transfers)
+        self.tiers.submit(plan.transfers)
         self.cache.copy(plan.copies)
         if plan.copies:
             self.drafter.copy_blocks(plan.copies)
         return failures
 
-    def _nothing(self, plan: StepPlan, masks: Masks | None) -> StepOutput:  # noqa: ARG002
+    def _empty_output(self, plan: StepPlan, masks: Masks | None) -> StepOutput:  # noqa: ARG002
         """Return the output of a plan without tokens."""
         return StepOutput(plan, torch.empty(0, dtype=torch.int64, device=self.rows.device))
 
@@ -250,8 +250,8 @@ class Worker:
             except Exception as error:  # noqa: BLE001  only this row's request fails
                 self._failed.add(new.row)
                 failures.append(RowFailure(new.row, str(error) or type(error).__name__))
-                tokens, images = new.token_ids.clip(0, self._vocab_size - 1), tuple(self._unbroken(new.images))
-                new = new._replace(token_ids=tokens, images=images, adapter=self._usable(new.adapter))
+                tokens, images = new.token_ids.clip(0, self._vocab_size - 1), tuple(self._valid_images(new.images))
+                new = new._replace(token_ids=tokens, images=images, adapter=self._usable_adapter(new.adapter))
             placed.append(new)
         self.rows.place(placed)
         if self._images is not None:
@@ -291,7 +291,7 @@ class Worker:
             )
         self.adapters.check_slot(slot)
 
-    def _usable(self, slot: int) -> int:
+    def _usable_adapter(self, slot: int) -> int:
         """Return `slot`, or NO_ADAPTER if the slot's adapter could not be loaded."""
         with suppress(InvalidRequest):
             self._check_adapter(slot)
@@ -303,7 +303,7 @@ class Worker:
             for image in images:
                 self._images.check_image(image)
 
-    def _unbroken(self, images: tuple[PromptImage, ...]) -> Iterator[PromptImage]:
+    def _valid_images(self, images: tuple[PromptImage, ...]) -> Iterator[PromptImage]:
         """Yield the images before the first one that fails its check."""
         with suppress(InvalidRequest):
             for image in images:

@@ -28,7 +28,7 @@ class Scene:
     def look(self, after: float) -> str | None:
         """Let time pass; return what the finder says then."""
         self.now += after
-        fault = self.finder.look(self.now)
+        fault = self.finder.examine(self.now)
         return None if fault is None else fault.reason
 
     def run_steps(self, seconds: float, count: int = 3) -> None:
@@ -131,7 +131,7 @@ def test_no_rank_is_compared_in_the_first_step() -> None:
 def test_no_rank_is_compared_with_steps_that_nobody_watched() -> None:
     scene = Scene()
     scene.run_steps(0.1)
-    scene.finder.rest(scene.now)
+    scene.finder.reset_timeouts(scene.now)
     scene.begin_step([0], after=0.1)
     assert scene.compute(1, 60.0) is None
 
@@ -174,9 +174,9 @@ def test_one_of_ranks_that_wait_for_one_another_in_vain_is_named() -> None:
 
 def test_what_a_rank_says_of_its_loading_is_cut_to_its_place_on_the_page() -> None:
     scene = Scene()
-    scene.pages[1].say(b"words")
+    scene.pages[1].write_last_message(b"words")
     scene.pages[1].note("x" * 200)
     assert set(scene.pages[1].doing()) == {"x"}
-    assert scene.pages[1].words() == b"words"
+    assert scene.pages[1].last_message() == b"words"
     scene.pages[1].note("less")
     assert scene.pages[1].doing() == "less"

@@ -40,7 +40,7 @@ class Ranks:
         ranks: Any = [
             SimpleNamespace(place=place, control=ours) for place, (ours, _) in zip(places, pairs, strict=True)
         ]
-        self.watch: Any = SimpleNamespace(fault=None, death=lambda: EngineDead("a rank is gone"))
+        self.watch: Any = SimpleNamespace(fault=None, dead_engine_error=lambda: EngineDead("a rank is gone"))
         self.messages = RankMessages(ranks, self.watch, EngineRings(memory, count, range(count)))
         self.channels, self._theirs = [ours for ours, _ in pairs], [Channel(theirs) for _, theirs in pairs]
         self.ranks = [RankRings(channel, memory, count, number) for number, channel in enumerate(self._theirs)]

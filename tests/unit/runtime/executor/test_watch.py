@@ -29,12 +29,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_TICK_SECONDS", 0.002)
     monkeypatch.setattr(finder_module, "_GRACE_SECONDS", 0.002)
     monkeypatch.setattr(finder_module, "_STOPPED_SECONDS", 0.02)
-    monkeypatch.setattr(watch_module, "_VERDICT_SECONDS", 120.0)  # however busy the machine is
+    monkeypatch.setattr(watch_module, "_FAULT_SECONDS", 120.0)  # however busy the machine is
 
 
 def verdict(launcher: FakeLauncher, timeout: float = LONG) -> str:
     watch = RankWatch(launcher, timeout, LONG)
-    fault = watch.verdict()
+    fault = watch.wait_for_fault()
     watch.stop()
     assert watch.fault is fault
     assert all(fake.killed for fake in launcher.fakes)
@@ -47,7 +47,7 @@ def test_a_rank_that_was_killed_is_named_and_not_those_that_could_not_reach_it()
         fake = launcher.fakes[number]
         fake.page.begin_step(812)
         fake.page.enter()
-        fake.page.say(describe_error(RuntimeError("connection closed by peer")))
+        fake.page.write_last_message(describe_error(RuntimeError("connection closed by peer")))
         fake.how = "exited with code 71"
     launcher.fakes[2].page.begin_step(812)
     launcher.fakes[2].how = "was killed by signal 9"
@@ -62,7 +62,7 @@ def test_an_error_outside_a_collective_counts_before_one_inside() -> None:
         fake.page.begin_step(5)
         if number == 0:
             fake.page.enter()
-        fake.page.say(describe_error(MemoryError(error)))
+        fake.page.write_last_message(describe_error(MemoryError(error)))
         fake.how = "exited with code 71"
     assert (
         verdict(launcher)
@@ -88,7 +88,7 @@ def test_a_rank_without_a_heartbeat_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def crowd(page: LifePage, load: float) -> None:
     """Have a page say how crowded its machine is."""
-    page._crowding = load
+    page._load_per_cpu = load
     page._write()
 
 
@@ -134,11 +134,13 @@ def test_one_that_was_late_before_is_excused_by_the_load_of_its_machine(monkeypa
         crowd(fake.page, load)
         _NATIVE.pack_into(fake.page._memory, _NATIVE_AT, 5)
     watch = RankWatch(launcher, LONG, LONG)
-    while (finder := watch._finder) is None or not (finder._late[1] and finder._late[2]):  # beats come, and are counted
+    while (finder := watch._finder) is None or not (
+        finder._longest_gaps[1] and finder._longest_gaps[2]
+    ):  # beats come, and are counted
         pause.wait(0.002)
     for number in (1, 2):
         launcher.fakes[number].silent = True
-    fault = watch.verdict()
+    fault = watch.wait_for_fault()
     watch.stop()
     assert fault.reason.startswith("rank 2 of 4")
 
@@ -166,7 +168,7 @@ def test_ranks_that_all_sleep_in_a_step_are_left_alone() -> None:
         fake.page.begin_step(9)
         sleep(fake.page)
     watch = RankWatch(launcher, LONG, LONG)
-    assert not watch._over.wait(0.2)
+    assert not watch._failed.wait(0.2)
     watch.stop()
     assert watch.fault is None
 
@@ -256,10 +258,10 @@ def test_a_heartbeat_tells_how_crowded_its_machine_is(monkeypatch: pytest.Monkey
     page.start_beating()
     while not page.read().beats:
         pause.wait(0.01)
-    assert page.read().crowding == 3.0
+    assert page.read().load_per_cpu == 3.0
     copy = LifePage(bytearray(PAGE_BYTES))
     copy.put_bytes(page.copy_bytes())
-    assert copy.read().crowding == 3.0
+    assert copy.read().load_per_cpu == 3.0
 
 
 def test_the_rank_that_is_behind_is_named_among_those_that_wait() -> None:
@@ -315,7 +317,7 @@ def test_the_verdict_does_not_wait_for_the_ends_of_ranks() -> None:
     launcher = FakeLauncher()
     launcher.fakes[0].on_kill, launcher.fakes[2].stopped = lambda: goes_on.wait(60), True
     watch = RankWatch(launcher, LONG, LONG)
-    assert watch.verdict().reason.startswith("rank 2 of 4")
+    assert watch.wait_for_fault().reason.startswith("rank 2 of 4")
     assert not launcher.fakes[3].killed
     goes_on.set()
     watch.stop()
@@ -356,7 +358,7 @@ def test_a_long_step_in_which_nobody_waits_is_left_alone() -> None:
     for fake in launcher.fakes:
         fake.page.begin_step(9)
     watch = RankWatch(launcher, 0.01, LONG)
-    assert not watch._over.wait(0.2)
+    assert not watch._failed.wait(0.2)
     watch.stop()
     assert watch.fault is None
 
@@ -367,10 +369,10 @@ def test_a_long_step_in_which_nobody_waits_is_left_alone() -> None:
 )
 def test_an_error_that_a_user_can_mend_keeps_its_type(error: Exception) -> None:
     launcher = FakeLauncher()
-    launcher.fakes[0].page.say(describe_error(error))
+    launcher.fakes[0].page.write_last_message(describe_error(error))
     launcher.fakes[0].how = "exited with code 71"
     watch = RankWatch(launcher, LONG, LONG)
-    found = watch.verdict().error
+    found = watch.wait_for_fault().error
     watch.stop()
     assert type(found) is type(error)
     assert str(found) == str(error)

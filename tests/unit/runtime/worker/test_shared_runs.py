@@ -133,13 +133,13 @@ def test_attention_is_told_when_groups_change_and_only_then() -> None:
     for row in range(3):
         place(rows, row, (*prefix, 30 + row))
     first, second = np.array([0, 1, 2], dtype=np.int32), np.array([2, 0], dtype=np.int32)
-    assert runs.announce(first)
-    assert runs.announce(first.copy())
-    assert runs.announce(second)
+    assert runs.update_groups(first)
+    assert runs.update_groups(first.copy())
+    assert runs.update_groups(second)
     assert told.calls == [{(frozenset({0, 1, 2}), 80)}, {(frozenset({0, 1}), 80)}]
 
     place(rows, 2, tuple(range(40, 61)))  # another sequence in the same row
-    assert not runs.announce(second)
+    assert not runs.update_groups(second)
     assert told.calls[2:] == [set()]
-    assert not runs.announce(np.array([0], dtype=np.int32))
+    assert not runs.update_groups(np.array([0], dtype=np.int32))
     assert len(told.calls) == 3

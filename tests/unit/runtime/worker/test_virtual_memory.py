@@ -72,7 +72,7 @@ def test_only_what_was_touched_takes_memory() -> None:
 
 def test_another_range_shows_the_same_blocks() -> None:
     pages = HostPages.make(num_blocks=2, block_bytes=PAGE, num_places=2)
-    other = pages.again()
+    other = pages.with_new_range()
     other.map(1, [0])
     pages.map(0, [0])
     place(pages, 0).fill_(5)
