@@ -62,7 +62,7 @@ class FaultFinder:
         same for a rank that loads the model."""
         self._ranks, self._timeout, self._load_timeout = ranks, timeout, load_timeout
         self._lives, self._beats = [Life() for _ in ranks], [0 for _ in ranks]
-        self._longest_gaps = [0.0 for _ in ranks]  # by rank: the longest recent time between two heartbeats
+        self._gaps = [0.0 for _ in ranks]  # by rank: the longest recent time between two heartbeats
         self._last_beats: list[float] = []  # by rank: time of its last heartbeat
         self._last_running: list[float] = []  # by rank: when it was last seen not stopped
         self._step_times: list[_StepTimes] = []
@@ -82,7 +82,7 @@ class FaultFinder:
             self._step_times[number].update(lives[number], self._lives[number], now)
             if (beats := rank.num_beats()) != self._beats[number]:
                 late = 0.0 if lives[number].state == LOADING else now - self._last_beats[number]
-                self._longest_gaps[number] = max(self._longest_gaps[number] * _GAP_DECAY, late)
+                self._gaps[number] = max(self._gaps[number] * _GAP_DECAY, late)
                 self._beats[number], self._last_beats[number] = beats, now
             if not rank.is_stopped():
                 self._last_running[number] = now
@@ -117,7 +117,7 @@ class FaultFinder:
                 limit = _LOADING_SILENT_SECONDS
             crowded = max(life.load_per_cpu, here if rank.is_here else 0.0)  # a rank on another machine reports its own
             if life.native:  # native heartbeats are hardly late, even on a crowded machine
-                crowded = min(crowded, self._longest_gaps[number] / _GAP_SECONDS)
+                crowded = min(crowded, self._gaps[number] / _GAP_SECONDS)
             if (silent := now - self._last_beats[number]) > limit * max(1.0, crowded):
                 return Fault(f"{describe(rank)} gave no sign of life for {silent:.1f} s {_when(life)}")
         return None

@@ -111,12 +111,8 @@ class LifePage:
                 self._asleep = min(self._asleep + 1, _MOST_ASLEEP)
             if self._state == LOADING:
                 self._reads = num_reads()
-            self._beats, self._load_per_cpu, self._computed, before = (
-                self._beats + 1,
-                load_per_cpu(),
-                used - since,
-                progress,
-            )
+            self._beats, self._load_per_cpu = self._beats + 1, load_per_cpu()
+            self._computed, before = used - since, progress
             self._write()
 
     def look_for_hangs(self) -> None:

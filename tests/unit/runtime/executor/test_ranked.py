@@ -235,9 +235,7 @@ def test_a_rank_in_an_endless_loop_is_named_long_before_the_timeout(step: int, m
         started += pids(executor)
         finder = executor._watch._finder
         assert finder is not None
-        while any(
-            each.step_seconds == math.inf for each in finder._step_times
-        ):  # it must have seen how long steps take
+        while any(each.step_seconds == math.inf for each in finder._step_times):  # no whole step has been seen yet
             executor.launch(StepPlan(0))
             executor.collect()
         said = launch_and_wait(executor, step)

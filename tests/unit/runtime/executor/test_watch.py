@@ -125,7 +125,7 @@ def test_a_native_heart_that_was_never_late_is_not_excused_by_the_load(monkeypat
 
 def test_one_that_was_late_before_is_excused_by_the_load_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder_module, "_SILENT_SECONDS", 0.1)
-    monkeypatch.setattr(finder_module, "_LATE_SECONDS", 1e-9)
+    monkeypatch.setattr(finder_module, "_GAP_SECONDS", 1e-9)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     launcher, pause = FakeLauncher(), threading.Event()
     for number, load in ((1, 1e6), (2, 0.0)):
@@ -134,9 +134,7 @@ def test_one_that_was_late_before_is_excused_by_the_load_of_its_machine(monkeypa
         crowd(fake.page, load)
         _NATIVE.pack_into(fake.page._memory, _NATIVE_AT, 5)
     watch = RankWatch(launcher, LONG, LONG)
-    while (finder := watch._finder) is None or not (
-        finder._longest_gaps[1] and finder._longest_gaps[2]
-    ):  # beats come, and are counted
+    while (finder := watch._finder) is None or not (finder._gaps[1] and finder._gaps[2]):  # beats come, and are counted
         pause.wait(0.002)
     for number in (1, 2):
         launcher.fakes[number].silent = True
