@@ -70,7 +70,7 @@ def test_an_error_outside_a_collective_counts_before_one_inside() -> None:
     )
 
 
-def test_a_halted_rank_is_named() -> None:
+def test_a_stopped_rank_is_named() -> None:
     launcher = FakeLauncher()
     launcher.fakes[1].stopped = True
     assert verdict(launcher) == "rank 1 of 4 (stage 0, shard 1, pid 101) was halted by a signal between two steps"
@@ -113,7 +113,9 @@ def test_a_rank_is_excused_by_the_load_of_its_own_machine(monkeypatch: pytest.Mo
     assert verdict(launcher).startswith("rank 2 of 4")
 
 
-def test_a_native_heart_that_was_never_late_is_not_excused_by_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_heartbeats_that_were_never_late_are_not_excused_by_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(finder_module, "_SILENT_SECONDS", 0.1)
     monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
     launcher = FakeLauncher()
@@ -123,7 +125,9 @@ def test_a_native_heart_that_was_never_late_is_not_excused_by_the_load(monkeypat
     assert verdict(launcher).startswith("rank 2 of 4 (stage 1, shard 0, pid 102) gave no sign of life for ")
 
 
-def test_one_that_was_late_before_is_excused_by_the_load_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_heartbeats_that_were_late_before_are_excused_by_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(finder_module, "_SILENT_SECONDS", 0.1)
     monkeypatch.setattr(finder_module, "_GAP_SECONDS", 1e-9)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
@@ -160,7 +164,7 @@ def test_a_rank_that_sleeps_in_a_step_is_named_if_others_wait_for_it() -> None:
     assert verdict(launcher) == said
 
 
-def test_ranks_that_all_sleep_in_a_step_are_left_alone() -> None:
+def test_ranks_that_all_sleep_in_a_step_are_not_blamed() -> None:
     launcher = FakeLauncher()
     for fake in launcher.fakes:
         fake.page.begin_step(9)
@@ -172,7 +176,7 @@ def test_ranks_that_all_sleep_in_a_step_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("why", ["", "engine", "collective", "idle", "device"])
-def test_a_rank_tells_that_it_sleeps_unless_it_waits_for_somebody(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reports_that_it_sleeps_unless_it_waits_for_others(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life_module, "_BEAT_SECONDS", 0.002)
     monkeypatch.setattr(life_module, "any_thread_runs", lambda: False)
     page, pause = LifePage(bytearray(PAGE_BYTES)), threading.Event()
@@ -191,7 +195,7 @@ def test_a_rank_tells_that_it_sleeps_unless_it_waits_for_somebody(why: str, monk
     page._clock = None  # the thread goes on
 
 
-def test_a_rank_tells_how_long_its_step_has_computed_since_it_got_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reports_its_cpu_time_since_its_last_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, pause = iter(range(10**9)), threading.Event()
     clock = SimpleNamespace(clock_gettime=lambda _: next(seconds), pthread_getcpuclockid=lambda _: 0)
     monkeypatch.setattr(life_module, "time", clock)
@@ -211,7 +215,7 @@ def test_a_rank_tells_how_long_its_step_has_computed_since_it_got_further(monkey
     page._clock = None  # the thread goes on
 
 
-def test_reads_of_a_rank_that_loads_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_reads_count_as_progress_while_a_rank_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     reads, pause = iter(range(10**9)), threading.Event()
     monkeypatch.setattr(life_module, "num_reads", lambda: next(reads))
     monkeypatch.setattr(life_module, "_BEAT_SECONDS", 0.002)
@@ -250,7 +254,7 @@ worker.join()
     assert said.split() == [b"False", b"True"]
 
 
-def test_a_heartbeat_tells_how_crowded_its_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_carries_the_load_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (3.0 * (os.cpu_count() or 1), 0.0, 0.0))
     page, pause = LifePage(bytearray(PAGE_BYTES)), threading.Event()
     page.start_beating()
@@ -277,7 +281,7 @@ def test_the_rank_that_is_behind_is_named_among_those_that_wait() -> None:
     assert said.endswith("while step 9 ran, and others wait for it")
 
 
-def test_a_rank_is_named_for_which_another_waits_within_a_compiled_program() -> None:
+def test_a_rank_that_another_waits_for_in_a_compiled_program_is_named() -> None:
     launcher = FakeLauncher()
     for number, meetings in ((0, 31), (1, 30), (2, 31), (3, 31)):
         page = launcher.fakes[number].page
@@ -288,7 +292,7 @@ def test_a_rank_is_named_for_which_another_waits_within_a_compiled_program() -> 
     assert said.startswith("rank 1 of 4 (stage 0, shard 1, pid 101) made no progress for ")
 
 
-def test_the_rank_that_does_not_wait_is_named_though_it_has_come_further() -> None:
+def test_the_rank_that_does_not_wait_is_named_even_if_it_is_ahead() -> None:
     launcher = FakeLauncher()
     for number in (0, 1, 2):
         page = launcher.fakes[number].page
@@ -301,7 +305,7 @@ def test_the_rank_that_does_not_wait_is_named_though_it_has_come_further() -> No
     assert verdict(launcher, timeout=0.05).startswith("rank 3 of 4 (stage 1, shard 1, pid 103) made no progress for ")
 
 
-def test_all_ranks_are_ended_though_one_cannot_be() -> None:
+def test_all_ranks_are_killed_even_if_killing_one_fails() -> None:
     def fail() -> None:
         raise OSError("no such node")
 
@@ -310,7 +314,7 @@ def test_all_ranks_are_ended_though_one_cannot_be() -> None:
     assert verdict(launcher).startswith("rank 2 of 4")
 
 
-def test_the_verdict_does_not_wait_for_the_ends_of_ranks() -> None:
+def test_the_fault_is_reported_before_all_ranks_have_ended() -> None:
     goes_on = threading.Event()
     launcher = FakeLauncher()
     launcher.fakes[0].on_kill, launcher.fakes[2].stopped = lambda: goes_on.wait(60), True
@@ -321,7 +325,7 @@ def test_the_verdict_does_not_wait_for_the_ends_of_ranks() -> None:
     watch.stop()
 
 
-def test_ranks_that_cannot_be_watched_are_ended() -> None:
+def test_ranks_that_cannot_be_watched_are_killed() -> None:
     def fail() -> bool:
         raise PermissionError("/proc")
 
@@ -333,7 +337,7 @@ def test_ranks_that_cannot_be_watched_are_ended() -> None:
 @pytest.mark.skipif(
     why_not_native(torch.float32, torch.device("cpu")) is not None, reason="the native CPU kernels were not built"
 )
-def test_the_heart_beats_while_a_thread_holds_the_interpreters_lock() -> None:
+def test_native_heartbeats_continue_while_a_thread_holds_the_gil() -> None:
     program = """
 import ctypes
 from quire.runtime.executor.channel import channel_pair
@@ -351,7 +355,7 @@ del page, theirs  # which the interpreter may do at its end
     assert sent > 3
 
 
-def test_a_long_step_in_which_nobody_waits_is_left_alone() -> None:
+def test_a_long_step_in_which_no_rank_waits_is_not_a_fault() -> None:
     launcher = FakeLauncher()
     for fake in launcher.fakes:
         fake.page.begin_step(9)
@@ -365,7 +369,7 @@ def test_a_long_step_in_which_nobody_waits_is_left_alone() -> None:
     "error",
     [ConfigError("dtype", "is wrong", "use another"), ModelLoadError("file", "is broken", tensor="t", fix="fetch it")],
 )
-def test_an_error_that_a_user_can_mend_keeps_its_type(error: Exception) -> None:
+def test_an_error_that_a_user_can_fix_keeps_its_type(error: Exception) -> None:
     launcher = FakeLauncher()
     launcher.fakes[0].page.write_last_message(describe_error(error))
     launcher.fakes[0].how = "exited with code 71"

@@ -1,4 +1,4 @@
-"""Rows and their addresses: mapped when told, unmapped when the device is done, and never sooner."""
+"""Address ranges of rows: blocks are mapped when noted, and unmapped only when the device is done."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def rows(*numbers: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     return np.array(numbers, dtype=np.int64)
 
 
-def test_a_row_sees_its_blocks_in_order_and_shares_those_it_was_given() -> None:
+def test_a_row_sees_its_blocks_in_order_and_shares_granted_blocks() -> None:
     ledger = Ledger()
     ranges = RowRanges(ledger, 2, SLOTS, NoFences())
     ranges.enter(0, ())
@@ -96,7 +96,7 @@ def test_blocks_of_rows_that_never_entered_are_not_mapped() -> None:
     ranges.check()
 
 
-def test_blocks_told_together_are_mapped_by_one_call() -> None:
+def test_blocks_noted_together_are_mapped_by_one_call() -> None:
     ledger = Ledger()
     ranges = RowRanges(ledger, 1, SLOTS, NoFences())
     ranges.enter(0, (5, 4))
@@ -106,7 +106,7 @@ def test_blocks_told_together_are_mapped_by_one_call() -> None:
     assert ledger.calls == 1
 
 
-def test_a_row_that_left_is_unmapped_and_its_addresses_serve_again() -> None:
+def test_a_range_that_a_row_left_is_unmapped_and_reused() -> None:
     ledger = Ledger()
     ranges = RowRanges(ledger, 1, SLOTS, NoFences())
     for block in range(5):
@@ -119,7 +119,7 @@ def test_a_row_that_left_is_unmapped_and_its_addresses_serve_again() -> None:
     ranges.check()
 
 
-def test_a_row_can_begin_anew_while_the_step_that_used_it_still_runs() -> None:
+def test_a_row_can_be_reused_while_a_step_that_used_it_still_runs() -> None:
     ledger = Ledger()
     ranges = RowRanges(ledger, 1, SLOTS, SlowDevice(ledger))
     ranges.enter(0, (1, 2))
@@ -134,7 +134,7 @@ def test_a_row_can_begin_anew_while_the_step_that_used_it_still_runs() -> None:
     assert sorted(ledger.mapped.values()) == [3]
 
 
-def test_with_no_addresses_left_a_row_waits_for_the_step_that_leaves_some() -> None:
+def test_without_a_free_range_a_new_row_waits_for_the_step_that_uses_one() -> None:
     ledger = Ledger()
     ranges = RowRanges(ledger, 1, SLOTS, SlowDevice(ledger))
     for block in range(4):
@@ -163,7 +163,7 @@ def test_replacing_a_block_waits_only_for_steps_that_read_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_taken_from_a_running_step_whatever_rows_do(seed: int) -> None:
+def test_random_changes_never_unmap_what_a_running_step_reads(seed: int) -> None:
     rng, ledger = random.Random(seed), Ledger()
     ranges, tables, step = RowRanges(ledger, 4, SLOTS, SlowDevice(ledger)), dict[int, list[int]](), 0
     for _ in range(400):
