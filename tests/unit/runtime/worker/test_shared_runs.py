@@ -1,4 +1,4 @@
-"""Rows that begin with the same blocks are grouped where that saves most, and attention gets groups when they change."""
+"""Rows that begin with the same blocks are grouped where that saves most; attention gets groups when they change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers with a window give the same results with window blocks as in one group, whatever is in blocks outside the window."""
+"""Layers with a window give the same results with window blocks as in one group, whatever lies outside the window."""
 
 from __future__ import annotations
 
