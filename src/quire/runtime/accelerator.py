@@ -27,16 +27,16 @@ def why_not_triton(device: torch.device, heads: Heads, block_size: int) -> str |
         return reason
     if heads.latent is not None:
         if not 16 <= heads.latent <= 512 or heads.dim - heads.latent > 128:
-            return f"latents of {heads.dim} numbers are not among those its kernels know (16 to 512, and 128 rotated)"
+            return f"latents of {heads.dim} elements are not supported (16 to 512, and at most 128 rotary ones)"
     elif not 16 <= heads.dim <= MOST_DIM or heads.dim % 2:
-        return f"heads of {heads.dim} numbers are not among those its kernels know (even, 16 to {MOST_DIM})"
+        return f"a head size of {heads.dim} is not supported (even sizes from 16 to {MOST_DIM} are)"
     elif heads.dim > LARGE_DIM and _shared_memory(device) < LARGE_BYTES:
-        return f"heads of {heads.dim} numbers need {LARGE_BYTES >> 10} KiB of shared memory"
+        return f"a head size of {heads.dim} needs a GPU with {LARGE_BYTES >> 10} KiB of shared memory per block"
     most = LARGE_QUERIES if heads.latent is None and heads.dim > LARGE_DIM else MOST_QUERIES
     if heads.num_query // heads.num_kv > most:
         return f"more than {most} query heads share a key/value head"
     if block_size & (block_size - 1):
-        return f"block_size {block_size} is no power of two"
+        return f"block_size {block_size} is not a power of two"
     return None
 
 

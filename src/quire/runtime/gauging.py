@@ -19,7 +19,7 @@ FLOAT8_CAPABILITY = (8, 9)
 def find_gpu() -> torch.device:
     """Return the current GPU, which is measured. Raises QuireError if the kernels cannot run on it."""
     if not torch.cuda.is_available():
-        raise QuireError(f"no CUDA device is seen by torch {torch.__version__}; `quire doctor` says what is here")
+        raise QuireError(f"torch {torch.__version__} finds no CUDA device; `quire doctor` shows what is installed")
     device = torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
@@ -27,7 +27,7 @@ def find_gpu() -> torch.device:
     try:
         import triton  # noqa: F401
     except ImportError:
-        raise QuireError("triton is not installed; install it beside torch") from None
+        raise QuireError("triton is not installed; install it in torch's environment") from None
     return device
 
 

@@ -47,7 +47,7 @@ def read_table(gpu: str, version: str) -> Found | None:
     except (OSError, ValueError) as error:
         logger.warning("the tuning table %s is ignored: %s; run `quire tune` again or remove it", path, error)
         return None
-    logger.info("products are tiled as tuned in %s", path)
+    logger.info("gemms use the tuned tilings in %s", path)
     return found
 
 

@@ -46,11 +46,11 @@ def why_not_flashinfer(placement: Placement, heads: Heads, kv_dtype: torch.dtype
     if heads.latent is not None:
         return "its kernels are not used for attention over latents"
     if heads.dim not in HEAD_DIMS:
-        return f"heads of {heads.dim} numbers are not among those its kernels know (64, 128, 256)"
+        return f"a head size of {heads.dim} is not supported (64, 128 and 256 are)"
     if placement.dtype not in DTYPES:
-        return "its kernels know float16 and bfloat16 only"
+        return "its kernels support float16 and bfloat16 only"
     if kv_dtype is not None and kv_dtype != placement.dtype:
-        return "its kernels are used with a cache of the run dtype only"
+        return "it needs a KV cache of the model's dtype"
     return None
 
 

@@ -71,7 +71,7 @@ def _why_not_triton(placement: Placement, kinds: tuple[Heads, ...], block_size: 
 def _why_not_native(placement: Placement, heads: Heads, kv_dtype: torch.dtype | None) -> str | None:
     known = (placement.dtype,) if heads.latent is not None else (placement.dtype, *SCALED)
     if kv_dtype is not None and kv_dtype not in known:
-        return f"its kernels read no cache of {str(kv_dtype).removeprefix('torch.')} here"
+        return f"its kernels do not support a KV cache of {str(kv_dtype).removeprefix('torch.')} for this model"
     dtype = torch.float32 if placement.dtype == torch.float16 else placement.dtype  # float16 is widened to float32
     return why_not_native(dtype, placement.device)
 

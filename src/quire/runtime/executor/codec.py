@@ -78,7 +78,7 @@ def put_array(out: bytearray, array: np.ndarray[Any, Any]) -> None:
     fit."""
     code = 0 if array.dtype is _INT32 else _DTYPE_CODES.get(array.dtype)
     if code is None:
-        raise TypeError(f"an array of {array.dtype} has no place in a message")
+        raise TypeError(f"an array of {array.dtype} cannot be sent in a message")
     if code == 0 and array.size >= NARROW_FROM:
         width, raw = narrow(array)
         code = _NARROW | width if width else 0
@@ -97,7 +97,7 @@ def narrow(array: np.ndarray[Any, Any]) -> tuple[int, bytes]:
     """Store the elements of an int32 array in as few bytes each as all of them fit into. Returns the width (1 or 2; 0:
     four bytes), and the bytes. Raises TypeError for other dtypes."""
     if array.dtype != _INT32:
-        raise TypeError(f"an array of {array.dtype} is none of int32")
+        raise TypeError(f"an array of {array.dtype} is not an array of int32")
     largest = _largest(array.view(np.uint32), None)  # negative values become large ones
     width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 0
     return width, array.astype(_DTYPES[width]).tobytes() if width else array.tobytes()
@@ -172,7 +172,7 @@ def _writer_of(value: object) -> Callable[[bytearray, Any], None]:
         return _put_path
     if isinstance(value, Mapping):
         return _put_mapping
-    raise TypeError(f"a {type(value).__name__} has no place in a message")
+    raise TypeError(f"a {type(value).__name__} cannot be sent in a message")
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -195,7 +195,7 @@ def _take_raw(data: memoryview, at: int) -> tuple[memoryview, int]:
     (length,) = _SIZE.unpack_from(data, at)
     begin = at + _SIZE.size
     if begin + length > len(data):
-        raise ValueError("the message is cut off")
+        raise ValueError("the message is truncated")
     return data[begin : begin + length], begin + length
 
 

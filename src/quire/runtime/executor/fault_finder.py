@@ -111,7 +111,7 @@ class FaultFinder:
         for number, rank in enumerate(self._ranks):
             life = self._lives[number]
             if now - self._last_running[number] > _STOPPED_SECONDS:
-                return Fault(f"{describe(rank)} was halted by a signal {_when(life)}")
+                return Fault(f"{describe(rank)} was stopped by a signal {_when(life)}")
             limit = _SILENT_SECONDS if life.native else _LOCKED_SECONDS
             if life.state == LOADING:
                 limit = _LOADING_SILENT_SECONDS
@@ -119,7 +119,7 @@ class FaultFinder:
             if life.native:  # native heartbeats are hardly late, even on a crowded machine
                 crowded = min(crowded, self._gaps[number] / _GAP_SECONDS)
             if (silent := now - self._last_beats[number]) > limit * max(1.0, crowded):
-                return Fault(f"{describe(rank)} gave no sign of life for {silent:.1f} s {_when(life)}")
+                return Fault(f"{describe(rank)} sent no heartbeat for {silent:.1f} s {_when(life)}")
         return None
 
     def _stuck_loading(self, now: float) -> Fault | None:

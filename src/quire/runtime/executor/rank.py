@@ -88,7 +88,11 @@ class RankServer:
         from quire.runtime.parallel.make import backend_of, join_ranks, ranks_share_device
 
         if job["fingerprint"] != FINGERPRINT:
-            raise ConfigError("executor", "the rank runs another version of Quire than the engine", "install one")
+            raise ConfigError(
+                "executor",
+                "the rank runs another version of Quire than the engine",
+                "install the same version on all machines",
+            )
         config: EngineConfig = job["config"]
         place, shares = config.parallel.place(job["rank"]), ranks_share_device(config.parallel, config.device.device)
         config = config_of_rank(config, place, job["device_index"], detect_hardware().cores)

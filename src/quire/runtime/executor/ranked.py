@@ -206,7 +206,7 @@ class RankedExecutor:
             selector.register(rank.calls, selectors.EVENT_READ)
             while (message := rank.calls.receive(wait=False)) is None:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    reason = f"did not answer within {_CALL_SECONDS:g} s when it was to read or forget an adapter"
+                    reason = f"did not answer within {_CALL_SECONDS:g} s to a call to load or unload an adapter"
                     self._watch.report_failure(rank, reason)
                     raise EOFError
         return message

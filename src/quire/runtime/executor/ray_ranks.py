@@ -179,7 +179,9 @@ class RayLauncher:
         except Exception as error:
             if type(error).__name__ != "AuthenticationError":  # which older versions do not have
                 raise
-            raise ConfigError("ray_address", "the cluster needs a token, and there is none here", _NO_TOKEN) from None
+            raise ConfigError(
+                "ray_address", "the cluster needs a token, and this machine has none", _NO_TOKEN
+            ) from None
         self._owns_cluster = True
 
     def _reserve(self) -> Any:
@@ -216,7 +218,7 @@ class RayLauncher:
         except Exception as error:  # noqa: BLE001 - an error of Ray or of the actor
             for actor in actors:
                 ray.kill(actor, no_restart=True)
-            raise EngineDead(f"an actor of Ray could not start: {' '.join(str(error).split())[:500]}") from None
+            raise EngineDead(f"a Ray actor could not start: {' '.join(str(error).split())[:500]}") from None
         ranks = []
         for rank, (actor, (pid, node, node_id)) in enumerate(zip(actors, facts, strict=True)):
             one = RayRank(

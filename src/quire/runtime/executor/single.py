@@ -132,7 +132,9 @@ class SingleExecutor:
         try:
             return 0.0 if self._worker.prepare_more() else None
         except Exception:  # it is prepared when it is needed, or fails then
-            logger.warning("no more is prepared while there are no requests", exc_info=True)
+            logger.warning(
+                "preparing more graphs and kernels while idle failed; they are prepared when needed", exc_info=True
+            )
             self._worker.take_rest()
             return None
 

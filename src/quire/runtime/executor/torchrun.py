@@ -42,7 +42,7 @@ class TorchrunExecutor(SingleExecutor):
         check_torchrun(config.parallel, None if started is None else started.num_ranks)
         assert started is not None
         if config.cache.tiers.enabled:
-            reason = 'tiers complete at other times on every rank, which executor="torchrun" cannot plan with'
+            reason = 'executor="torchrun" does not support tiers: transfers complete at different times on each rank'
             raise ConfigError("host_cache_memory", reason, 'leave it out, or use executor="processes"')
         if config.recording is not None:
             reason = 'every rank has an engine of its own with executor="torchrun"'

@@ -42,7 +42,7 @@ def receive_head(sock: socket.socket, deadline: float, peer: str) -> tuple[int, 
     receive_into(sock, memoryview(head), deadline, peer)
     magic, kind, length = HEAD.unpack(head)
     if magic != MAGIC:
-        raise TransportError("io", f"{peer} speaks another protocol")
+        raise TransportError("io", f"{peer} does not speak this protocol")
     return kind, length
 
 
@@ -50,7 +50,7 @@ def receive(sock: socket.socket, most: int, deadline: float, peer: str) -> Frame
     """Receive one frame of at most `most` bytes. Raises TransportError."""
     kind, length = receive_head(sock, deadline, peer)
     if length > most:
-        raise TransportError("io", f"{peer} sends {length} bytes where at most {most} are expected")
+        raise TransportError("io", f"{peer} sent {length} bytes, but at most {most} are expected")
     body = bytearray(length)
     receive_into(sock, memoryview(body), deadline, peer)
     return Frame(kind, bytes(body))
@@ -84,14 +84,14 @@ def greet(sock: socket.socket, token: bytes, deadline: float, peer: str) -> None
         raise TransportError("io", f"{peer} has another kv_token_file")
     send(sock, PROOF, (_proof(token, b"client", mine, theirs),), deadline, peer)
     if receive(sock, 0, deadline, peer).kind != WELCOME:
-        raise TransportError("io", f"{peer} speaks another protocol")
+        raise TransportError("io", f"{peer} does not speak this protocol")
 
 
 def answer_greeting(sock: socket.socket, token: bytes, deadline: float, peer: str) -> None:
     """Greet a client. Raises TransportError if it does not know the token."""
     kind, theirs = receive(sock, NONCE_BYTES, deadline, peer)
     if kind != HELLO or len(theirs) != NONCE_BYTES:
-        raise TransportError("io", f"{peer} speaks another protocol")
+        raise TransportError("io", f"{peer} does not speak this protocol")
     mine = secrets.token_bytes(NONCE_BYTES)
     send(sock, HELLO, (mine, _proof(token, b"server", theirs, mine)), deadline, peer)
     kind, proof = receive(sock, NONCE_BYTES, deadline, peer)
@@ -107,7 +107,7 @@ def _proof(token: bytes, side: bytes, client: bytes, server: bytes) -> bytes:
 def split_keys(body: bytes) -> list[bytes]:
     """Return the keys of a HAS or GET. Raises TransportError if the size is not a multiple of a key's."""
     if len(body) % KEY_BYTES:
-        raise TransportError("io", "keys have another size")
+        raise TransportError("io", f"the size of the keys is not a multiple of {KEY_BYTES} bytes")
     return [body[at : at + KEY_BYTES] for at in range(0, len(body), KEY_BYTES)]
 
 

@@ -95,7 +95,7 @@ class SharedMemoryTransport:
                     raise TransportError("corrupt", f"a block of {self.peer} has another size")
             check_seal(bytes(seal), self._layout, key, block, self.peer)
         except FileNotFoundError:
-            raise TransportError("missing", f"{self.peer} has the block no more") from None
+            raise TransportError("missing", f"{self.peer} no longer has the block") from None
         except OSError as error:
             raise TransportError("io", f"{self.peer}: a block could not be read: {error}") from error
         except TransportError:
@@ -182,7 +182,9 @@ def _own(path: Path) -> int:
         try:
             found = os.fstat(handle)
             if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
-                raise ConfigError(_SETTING, f"{path} belongs to somebody else", "choose another name")
+                raise ConfigError(
+                    _SETTING, f"{path} belongs to another user or is not a regular file", "choose another name"
+                )
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if path.stat(follow_symlinks=False).st_ino == found.st_ino:
                 return handle

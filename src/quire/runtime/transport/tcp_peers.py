@@ -64,7 +64,7 @@ class TcpPeer:
     def get(self, key: bytes, block: memoryview, deadline: float) -> None:
         seal = self._call(partial(self._receive, key, block, deadline), deadline)
         if seal is None:
-            raise TransportError("missing", f"{self.peer} has the block no more")
+            raise TransportError("missing", f"{self.peer} no longer has the block")
         check_seal(seal, self._layout, key, block, self.peer)
 
     def _receive(self, key: bytes, block: memoryview, deadline: float, sock: socket.socket) -> bytes | None:
@@ -74,7 +74,7 @@ class TcpPeer:
         if (kind, length) == (MISSING, 0):
             return None
         if kind != BLOCK or length != block_frame_bytes(len(block)):
-            raise TransportError("corrupt", f"{self.peer} sends a block of another size")
+            raise TransportError("corrupt", f"{self.peer} sent a block of the wrong size")
         seal = bytearray(SEAL_BYTES)
         receive_into(sock, memoryview(seal), deadline, self.peer)
         receive_into(sock, block, deadline, self.peer)
@@ -121,7 +121,7 @@ class TcpPeer:
         """Return a new, greeted connection. Raises TransportError."""
         with self._lock:
             if time.monotonic() < self._until:
-                raise TransportError("io", f"{self.peer} failed just now and is not asked again yet")
+                raise TransportError("io", f"{self.peer} failed recently and is not retried yet")
         try:
             sock = socket.create_connection(self._address, seconds_left(deadline, self.peer))
         except OSError as error:
@@ -182,7 +182,7 @@ class TcpPeers:
         with self._lock:
             place = self._places.get(key)
         if place is None:
-            raise TransportError("missing", f"{self.peer}: no peer said that it has the block")
+            raise TransportError("missing", f"{self.peer}: no peer has reported that it has the block")
         place.get(key, block, deadline)
 
     def close(self) -> None:

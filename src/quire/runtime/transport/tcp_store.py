@@ -54,7 +54,7 @@ class TcpStore:
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=64)
         except OSError as error:
-            reason = f"tcp://{host}:{port} cannot be listened at: {error.strerror or error}"
+            reason = f"cannot listen on tcp://{host}:{port}: {error.strerror or error}"
             raise ConfigError("kv_transport", reason, "choose another address") from error
         self.port: int = self._listener.getsockname()[1]
         self.peer = f"tcp://{host}:{self.port}"
@@ -78,7 +78,7 @@ class TcpStore:
     def get(self, key: bytes, block: memoryview, deadline: float) -> None:  # noqa: ARG002 - it does not wait
         sealed = self._find(key)
         if sealed is None:
-            raise TransportError("missing", f"{self.peer} has the block no more")
+            raise TransportError("missing", f"{self.peer} no longer has the block")
         if len(sealed[1]) != len(block):
             raise TransportError("corrupt", f"a block of {self.peer} has another size")
         block[:] = sealed[1]

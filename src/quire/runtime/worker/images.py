@@ -72,7 +72,7 @@ class ImageRows:
         """Raise InvalidRequest for an image whose pixel data does not match its size."""
         unit = self._vision.grid.unit
         if len(image.pixels) != image.num_tokens * unit * unit * 3:
-            raise InvalidRequest("images", "an image has not the pixels of its size", "resize it as the model asks")
+            raise InvalidRequest("images", "an image's pixels do not match its size", "resize it as the model asks")
 
     # -------------------------------------------------------------------------------------------------- positions
     def axes(

@@ -16,7 +16,7 @@ from quire.runtime.worker.rows import Rows
 from quire.types.pooling import PoolingWork
 from quire.types.step import Ints, NewRow, RowFailure, RowPooled, StepPlan
 
-NOT_FINITE = "the model made numbers that are not finite"
+NOT_FINITE = "the model's output has values that are NaN or infinite"
 
 
 class PooledRows:

@@ -45,7 +45,7 @@ class VirtualCache(KVCache):
         self.heads_per_token = num_layers * 2 * heads.num_kv
         places = shape[0] * shape[1] * RANGES_PER_ROW
         if places * config.block_size >= _MOST_TOKENS:
-            reason = f"{shape[0]} rows of {shape[1] * config.block_size} tokens are too many addresses"
+            reason = f"{shape[0]} rows of {shape[1] * config.block_size} tokens need too many addresses"
             raise ConfigError("max_num_seqs", reason, 'lower it or max_model_len, or use kv_layout="paged"')
         block_bytes = config.block_size * self.heads_per_token * heads.dim * dtype.itemsize
         self._set_views(_make_pages(config.num_blocks, block_bytes, places, device), num_layers)

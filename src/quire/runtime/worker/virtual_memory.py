@@ -120,7 +120,7 @@ def _check_limit(num_blocks: int) -> None:
     if num_blocks > limit - _OTHER_MAPPINGS:
         raise ConfigError(
             "num_kv_blocks",
-            f"{num_blocks:,} blocks may need as many mappings, and vm.max_map_count is {limit:,}",
+            f"{num_blocks:,} blocks may need that many mappings, and vm.max_map_count is {limit:,}",
             'use a larger block_size, fewer blocks, or kv_layout="paged"',
         )
 

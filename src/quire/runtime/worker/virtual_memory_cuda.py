@@ -31,7 +31,7 @@ class CudaPages:
     def make(cls, num_blocks: int, block_bytes: int, num_places: int, device: torch.device) -> CudaPages:
         driver = _Driver(cuda_index(str(device)))
         if block_bytes % driver.page_bytes:
-            reason = f"a block of {block_bytes:,} bytes is no whole number of pages of {driver.page_bytes:,}"
+            reason = f"a block of {block_bytes:,} bytes is not a multiple of the page size, {driver.page_bytes:,}"
             raise ConfigError("block_size", reason, 'use a larger power of two, or kv_layout="paged"')
         handles, home = _Handles(driver, num_blocks, block_bytes), _Range(driver, num_blocks, block_bytes)
         home.map(0, handles.numbers)

@@ -229,9 +229,9 @@ def test_it_is_refused_on_a_cpu() -> None:
         ((9, 0), GPU, 128, None, None),
         ((8, 0), GPU, 64, torch.bfloat16, None),
         ((7, 0), GPU, 128, None, "compute capability 7.0 is too old"),
-        ((9, 0), GPU, 80, None, "heads of 80 numbers"),
+        ((9, 0), GPU, 80, None, "a head size of 80"),
         ((9, 0), replace(GPU, dtype=torch.float32), 128, None, "float16 and bfloat16 only"),
-        ((9, 0), GPU, 128, torch.float8_e4m3fn, "a cache of the run dtype only"),
+        ((9, 0), GPU, 128, torch.float8_e4m3fn, "a KV cache of the model's dtype"),
     ],
 )
 @pytest.mark.usefixtures("package")

@@ -120,7 +120,7 @@ def test_decode_rows_beyond_what_was_reserved_are_refused() -> None:
 
 def test_unsupported_heads_are_refused_and_auto_chooses_another_backend() -> None:
     assert resolve_backend("triton", HEADS, PLACEMENT, 16) == "triton"
-    for heads, size, reason in ((Heads(2, 1, 640), 16, "640 numbers"), (HEADS, 24, "no power of two")):
+    for heads, size, reason in ((Heads(2, 1, 640), 16, "a head size of 640"), (HEADS, 24, "not a power of two")):
         with pytest.raises(ConfigError, match=reason):
             resolve_backend("triton", heads, PLACEMENT, size)
         assert resolve_backend("auto", heads, PLACEMENT, size) != "triton"

@@ -190,7 +190,7 @@ def launch_and_wait(executor: RankedExecutor, step: int) -> str:
     ("step", "misdeed", "reason"),
     [
         (812, lambda pid: os.kill(pid, signal.SIGKILL), r"was killed by signal 9"),
-        (812, lambda pid: os.kill(pid, signal.SIGSTOP), r"was halted by a signal"),
+        (812, lambda pid: os.kill(pid, signal.SIGSTOP), r"was stopped by a signal"),
         (RAISES, None, r"failed while step 1004 ran: RuntimeError: the weights are wrong$"),
         (LOOPS, None, r"made no progress for \d+ s while step 1003 ran, and others wait for it$"),
         (LOOPS_INSIDE, None, r"made no progress for \d+ s while step 1005 ran, and others wait for it$"),
@@ -363,7 +363,7 @@ class OneStep:
 def test_a_rank_that_does_not_answer_a_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranked_module, "_CALL_SECONDS", 0.05)
     executor = RankedExecutor(RankJob(FILES, MODEL, config_of(tensor=2), "dummy"), ThreadLauncher())
-    late = "did not answer within 0.05 s when it was to read or forget an adapter"
+    late = "did not answer within 0.05 s to a call to load or unload an adapter"
     said = rf"^rank 0 of 2 \(stage 0, shard 0, a thread\) {late}$"
     with pytest.raises(EngineDead, match=said):
         executor.read_adapter("mine", "/nowhere")

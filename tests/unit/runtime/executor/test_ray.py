@@ -95,7 +95,7 @@ def test_a_cluster_that_needs_a_token_is_named_with_what_is_missing() -> None:
     launcher = object.__new__(RayLauncher)
     launcher._ray = SimpleNamespace(is_initialized=lambda: False, init=init)
     launcher._config = ParallelConfig(2, executor="ray", ray_address="auto")
-    with pytest.raises(ConfigError, match="needs a token, and there is none here; copy ~/.ray/auth_token"):
+    with pytest.raises(ConfigError, match="needs a token, and this machine has none; copy ~/.ray/auth_token"):
         launcher._join_cluster()
 
 

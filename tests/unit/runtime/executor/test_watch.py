@@ -73,7 +73,7 @@ def test_an_error_outside_a_collective_counts_before_one_inside() -> None:
 def test_a_stopped_rank_is_named() -> None:
     launcher = FakeLauncher()
     launcher.fakes[1].stopped = True
-    assert verdict(launcher) == "rank 1 of 4 (stage 0, shard 1, pid 101) was halted by a signal between two steps"
+    assert verdict(launcher) == "rank 1 of 4 (stage 0, shard 1, pid 101) was stopped by a signal between two steps"
 
 
 def test_a_rank_without_a_heartbeat_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_a_rank_without_a_heartbeat_is_named(monkeypatch: pytest.MonkeyPatch) ->
     for number in (2, 3):
         launcher.fakes[number].silent = True
     _NATIVE.pack_into(launcher.fakes[3].page._memory, _NATIVE_AT, 5)  # the other's heart may wait for the interpreter
-    assert verdict(launcher).startswith("rank 3 of 4 (stage 1, shard 1, pid 103) gave no sign of life for ")
+    assert verdict(launcher).startswith("rank 3 of 4 (stage 1, shard 1, pid 103) sent no heartbeat for ")
 
 
 def crowd(page: LifePage, load: float) -> None:
@@ -100,7 +100,7 @@ def test_a_rank_of_another_machine_is_not_excused_by_the_load_of_this_one(monkey
         launcher.fakes[number].silent = True
     launcher.fakes[2].is_here = False
     crowd(launcher.fakes[2].page, 0.5)
-    assert verdict(launcher).startswith("rank 2 of 4 (stage 1, shard 0, pid 102) gave no sign of life for ")
+    assert verdict(launcher).startswith("rank 2 of 4 (stage 1, shard 0, pid 102) sent no heartbeat for ")
 
 
 def test_a_rank_is_excused_by_the_load_of_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_native_heartbeats_that_were_never_late_are_not_excused_by_load(
     for number in (1, 2):
         launcher.fakes[number].silent = True
     _NATIVE.pack_into(launcher.fakes[2].page._memory, _NATIVE_AT, 5)
-    assert verdict(launcher).startswith("rank 2 of 4 (stage 1, shard 0, pid 102) gave no sign of life for ")
+    assert verdict(launcher).startswith("rank 2 of 4 (stage 1, shard 0, pid 102) sent no heartbeat for ")
 
 
 def test_native_heartbeats_that_were_late_before_are_excused_by_load(

@@ -252,7 +252,7 @@ def test_random_jobs_leave_the_same_files_as_a_dictionary(disk: Disk) -> None:
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"disk_cache_path: others may enter .* \(mode 755\)"):
+    with pytest.raises(ConfigError, match=r"disk_cache_path: other users may access .* \(mode 755\)"):
         PrivateFolder(str(tmp_path))
 
 

@@ -57,7 +57,7 @@ def test_a_block_that_one_engine_puts_another_gets() -> None:
         one.put(key(number), block(number), LATER)
     assert other.has([key(3), key(9), key(0)], LATER) == {key(3), key(0)}
     assert [got(other, number) for number in range(5)] == [bytes(block(number)) for number in range(5)]
-    with pytest.raises(TransportError, match="shm://test has the block no more") as raised:
+    with pytest.raises(TransportError, match="shm://test no longer has the block") as raised:
         got(other, 9)
     assert raised.value.reason == "missing"
     one.close()
@@ -198,7 +198,7 @@ def test_nobody_reads_half_a_block_of_an_engine_that_was_killed(root: Path) -> N
 
 def test_a_folder_that_is_not_private_is_refused(root: Path) -> None:
     folder(root).mkdir(mode=0o755)
-    with pytest.raises(ConfigError, match=r"kv_transport: others may enter"):
+    with pytest.raises(ConfigError, match=r"kv_transport: other users may access"):
         make()
     folder(root).rmdir()
     folder(root).symlink_to(root)
