@@ -1,7 +1,7 @@
 """Encodes the values that an engine and its ranks exchange (plans, results, configurations) as bytes, and decodes them.
 
-The bytes hold data only, never code: numbers, strings, arrays, containers, and instances of the classes in one fixed
-table. Both sides must run the same version of Quire; they compare `FINGERPRINT` to check that.
+The bytes hold data only, never code: numbers, strings, containers, arrays, and instances of the classes in one table.
+Both sides must run the same version of Quire; they compare `FINGERPRINT` to check that.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ def take(data: memoryview, at: int) -> tuple[Any, int]:
 
 # ---------------------------------------------------------------------------------------------------------- writing
 def put_array(out: bytearray, array: np.ndarray[Any, Any]) -> None:
-    """Append an encoded array. The elements of an int32 array are stored in one or two bytes each if all of them
-    fit."""
+    """Append an encoded array. Elements of an int32 array are stored in one or two bytes each if all of them fit."""
     code = 0 if array.dtype is _INT32 else _DTYPE_CODES.get(array.dtype)
     if code is None:
         raise TypeError(f"an array of {array.dtype} cannot be sent in a message")
@@ -94,10 +93,10 @@ def put_array(out: bytearray, array: np.ndarray[Any, Any]) -> None:
 
 
 def narrow(array: np.ndarray[Any, Any]) -> tuple[int, bytes]:
-    """Store the elements of an int32 array in as few bytes each as all of them fit into. Returns the width (1 or 2; 0:
-    four bytes), and the bytes. Raises TypeError for other dtypes."""
+    """Store the elements of an int32 array in as few bytes each as all fit into. Returns the width (1 or 2; 0: four
+    bytes) and the bytes. Raises TypeError for other dtypes."""
     if array.dtype != _INT32:
-        raise TypeError(f"an array of {array.dtype} is not an array of int32")
+        raise TypeError(f"an int32 array is required, not {array.dtype}")
     largest = _largest(array.view(np.uint32), None)  # negative values become large ones
     width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 0
     return width, array.astype(_DTYPES[width]).tobytes() if width else array.tobytes()
@@ -279,8 +278,7 @@ FINGERPRINT = blake2b(
 
 
 def _put_record(number: int, cls: Any) -> Callable[[bytearray, Any], None]:
-    """Return the writer of a class: it writes all members of a NamedTuple, and the fields of a dataclass that differ
-    from their defaults."""
+    """Return the writer of a class. Dataclass fields that have their default value are skipped."""
     if issubclass(cls, tuple):
 
         def write_members(out: bytearray, value: Any) -> None:
@@ -314,8 +312,7 @@ def _take_object(data: memoryview, at: int) -> tuple[Any, int]:
 
 
 def _take_record(cls: Any) -> Callable[[memoryview, int], tuple[Any, int]]:
-    """Return the reader of a class. Dataclasses are made without `__init__`, since their values were checked by the
-    sender."""
+    """Return the reader of a class. It skips `__init__` of dataclasses, since the sender has checked their values."""
     if issubclass(cls, tuple):
         width = len(cls._fields)
 
