@@ -1,4 +1,4 @@
-"""The vocabulary of a draft head that is smaller than its target's."""
+"""Maps the smaller vocabulary of a draft head to the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.types.errors import ModelLoadError
 
 
 class DraftTokens(WeightLayer):
-    """Which token of the target each token of a head's smaller vocabulary is. Checkpoints store the differences."""
+    """The target token id of each token in a draft head's vocabulary. Checkpoints store differences (d2t)."""
 
     parts = ("d2t",)
 
@@ -29,6 +29,6 @@ class DraftTokens(WeightLayer):
     def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:  # noqa: ARG002
         self._part(part).copy_(torch.arange(len(self.weight)))
 
-    def forward(self, logits: Tensor) -> Tensor:  # [n, own vocabulary] -> [n, the target's]
+    def forward(self, logits: Tensor) -> Tensor:  # [n, draft vocab] -> [n, vocab]
         spread = logits.new_full((len(logits), self._vocab_size), float("-inf"))
         return spread.index_copy_(1, self.weight.data, logits)

@@ -1,4 +1,4 @@
-"""Products of heads: each head of a row by a matrix of its own."""
+"""Per-head gemms: each head of a row is multiplied by its own matrix."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from quire.runtime.layers.stream import Value
 
 
 class HeadLinear(Protocol):
-    """Heads [tokens, heads, inputs] to [tokens, heads, outputs]. Numbers that stand behind the inputs in each head go
-    on as they are, behind the outputs."""
+    """Maps heads [tokens, heads, inputs] to [tokens, heads, outputs]. The `rest` elements after the inputs of each head
+    are copied unchanged after its outputs."""
 
     def __call__(self, x: Value) -> Value:
-        """x [tokens, at least heads * (inputs + rest)] -> [tokens, heads * (outputs + rest)]."""
+        """Multiply x [tokens, at least heads * (inputs + rest)] -> [tokens, heads * (outputs + rest)]."""
 
 
 class DenseHeads:
-    """By torch, for weights [heads, outputs, inputs] with so many numbers behind the inputs."""
+    """torch.bmm with weights [heads, outputs, inputs]."""
 
     def __init__(self, weight: Tensor, rest: int) -> None:
         self._weight, self._rest = weight, rest
@@ -40,7 +40,7 @@ class DenseHeads:
 
 
 class PackedHeads:
-    """By the product of each head's weight: compiled, where it is, as an operation of a program."""
+    """One packed gemm per head; compiled gemms become one operation of a program."""
 
     def __init__(self, weight: Tensor, rest: int, product: Product) -> None:
         self._num, self._outputs, self._inputs = weight.shape
@@ -58,7 +58,7 @@ class PackedHeads:
         return out.flatten(1)
 
     def _write_down(self, x: Symbol) -> Symbol:
-        """The operation of a program."""
+        """Append the operation to the program that is being traced."""
         natives = [each for each in self._multiply if isinstance(each, NativeMultiply)]
         if len(natives) < self._num:
             return x.writer.call(partial(_multiply, self), (x,), self._num * (self._outputs + self._rest))
@@ -66,7 +66,7 @@ class PackedHeads:
 
 
 class TritonHeads:
-    """In one launch. `dependent_rows`: tokens from which it begins while the kernel before still runs."""
+    """All heads in one Triton launch. `dependent_rows`: fewest tokens with programmatic dependent launch."""
 
     def __init__(self, weight: Tensor, rest: int, *, dependent_rows: int) -> None:
         self._weight, self._rest, self._dependent_rows = weight.contiguous(), rest, dependent_rows
@@ -78,10 +78,10 @@ class TritonHeads:
 
 
 def heads_of(x: Tensor, num: int, dim: int) -> Tensor:  # [tokens, num, dim]
-    """The heads that rows begin with."""
+    """Return a view of the first num * dim elements of each row as heads."""
     return x.as_strided((len(x), num, dim), (x.stride(0), dim, 1))
 
 
 def _multiply(heads: PackedHeads, x: Tensor, given: object) -> Value:  # noqa: ARG001
-    """An operation of a program."""
+    """Run inside a program as a Python call."""
     return heads(x)

@@ -1,4 +1,4 @@
-"""Products whose operands pass through float8, by any other product: what fp8 means, without kernels for it."""
+"""Emulated float8 gemms: operands are rounded to float8 and multiplied by another gemm. Needs no float8 kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from quire.runtime.quantization.fp8 import rounded
 
 
 class RoundedProduct(NumbersProduct):
-    """The truth that fp8 kernels are held against. Saves no memory: rounded weights are kept in the dtype they had."""
+    """The reference for fp8 kernels, and the fallback without them. Saves no memory: rounded weights keep their
+    dtype."""
 
     def __init__(self, wide: Product) -> None:
         super().__init__(wide.held)

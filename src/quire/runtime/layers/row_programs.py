@@ -1,7 +1,7 @@
-"""Which steps run as one kernel: those of a single row that decodes, on a GPU that has the kernel.
+"""Runs a decode step of a single row as one GPU kernel, where the device has that kernel.
 
-The kernel's phases are traced from the layers, once for each number of them and each cache. Where a layer, its weights
-or its cache are not the kernel's, the layers run one by one.
+The kernel's phases are traced from the layers, once per number of layers and KV cache. If the kernel does not support a
+layer, its weights or its cache, the layers run one by one.
 """
 
 from __future__ import annotations
@@ -27,33 +27,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GoThrough = Callable[[RowSymbol, ForwardStep], Value]  # the layers, as far as the step says; returns the stream
+GoThrough = Callable[[RowSymbol, ForwardStep], Value]  # runs the step's layers; returns the stream
 
 
 class RowRun(Protocol):
-    """Phases that are ready to run."""
+    """Compiled phases, ready to run."""
 
     @property
     def longest(self) -> int:
-        """Tokens of a context up to which layers run faster by it than one by one."""
+        """Longest context, in tokens, up to which this run is faster than layer by layer."""
 
     def run(self, stream: Tensor, positions: Tensor, rows: Tensor, tables: Sequence[Tensor]) -> None:
-        """stream [1, hidden], changed in place; positions [1] int64; rows [1] int32, below 0: padding, no cache is
-        written; tables: block tables [all rows, max blocks] int32, the first and those of windows."""
+        """Run the phases. stream: [1, hidden], changed in place; positions: [1] int64; rows: [1] int32, negative for
+        padding, which writes to no cache; tables: block tables [all rows, max blocks] int32, the first and those of
+        windows."""
 
 
 class RowKernel(Protocol):
-    """Runs phases as one kernel."""
+    """Compiles phases into one kernel."""
 
     def why_not(self, device: torch.device) -> str | None:
-        """Why it cannot run on a device; None: it can."""
+        """Return why the kernel cannot run on a device, or None if it can."""
 
     def takes(self, phase: Phase) -> bool:
-        """Whether it can run a phase."""
+        """Whether the kernel supports a phase."""
 
     def make(self, phases: Sequence[Phase], device: torch.device) -> RowRun:
-        """Phases that it takes, for a device that it runs on. Keeps all their tensors. Raises ValueError if it cannot
-        run them together, or not faster than layer by layer, and CudaError if the kernel cannot be made."""
+        """Compile supported phases for a supported device. Keeps references to all their tensors. Raises ValueError if
+        the phases cannot run together or would not be faster than layer by layer, and CudaError if compilation
+        fails."""
 
 
 class CudaRowKernel:
@@ -88,24 +90,25 @@ def _why_not(device: torch.device) -> str | None:
 
 
 class _Traced(NamedTuple):
-    """What tracing gave."""
+    """The result of tracing."""
 
     run: RowRun | None  # None: the layers run one by one
-    caches: tuple[LayerCache, ...]  # that they read and write; kept, so that no others get their id
-    max_length: int  # of sequences that it is for
+    caches: tuple[LayerCache, ...]  # kept alive, so that their id stays unique
+    max_length: int  # longest sequence that the run supports
 
 
 class RowPrograms:
-    """The programs of a model's blocks, each traced when it is first needed, but never while a graph is captured."""
+    """The row kernels of a model's blocks. Each is traced when it is first needed, but never during graph capture."""
 
     def __init__(self, kernel: RowKernel, num_layers: int, width: int) -> None:
-        """num_layers: of all blocks; width: of the residual stream."""
+        """num_layers: number of all blocks; width: of the residual stream."""
         self._kernel, self._num_layers, self._width = kernel, num_layers, width
-        self._traced: dict[tuple[int, int], _Traced] = {}  # by the number of layers and the id of the caches
-        self._has_said = False  # in the log, why the device has no kernel
+        self._traced: dict[tuple[int, int], _Traced] = {}  # by (number of layers, id of the caches)
+        self._has_said = False  # whether the log has the reason why the device has no kernel
 
     def run(self, x: Tensor, step: ForwardStep, go_through: GoThrough) -> bool:
-        """Run a step by its program, which changes x [1, hidden]. False: it has none, and nothing was done."""
+        """Run a step by the row kernel, which changes x [1, hidden] in place. Returns False, and does nothing, if it
+        has none."""
         if len(x) != 1 or step.is_long_row or not _is_one_row(step):
             return False
         program = self.find(step, x.dtype, go_through)
@@ -117,7 +120,7 @@ class RowPrograms:
         return True
 
     def find(self, step: ForwardStep, dtype: torch.dtype, go_through: GoThrough) -> RowRun | None:
-        """The program of a step's layers over its caches, traced now if it was not yet. dtype: of the stream."""
+        """Return the row kernel for a step's layers and caches, or None; trace it if needed. dtype: of the stream."""
         if not step.caches or self._why_not(step.caches[0].key.device) is not None:
             return None
         most = self._num_layers
@@ -157,7 +160,7 @@ class RowPrograms:
         except ValueError as reason:
             logger.info("steps of one row run layer by layer: %s", reason)
             return _Traced(None, caches, sys.maxsize)
-        except CudaError as reason:  # of the compiler or the driver, or the kernel has failed its own check
+        except CudaError as reason:  # compiler or driver error, or the kernel failed its self-test
             logger.warning("steps of one row run layer by layer: %s", reason)
             return _Traced(None, caches, sys.maxsize)
         logger.info("steps of one row run as one kernel of %d phases", len(writer.phases))
@@ -165,7 +168,7 @@ class RowPrograms:
 
 
 def _is_one_row(step: ForwardStep) -> bool:
-    """Whether a step of one token decodes by the Triton kernels, and its layers are told nothing besides."""
+    """Whether the step decodes one token with the Triton kernels and uses no feature that the row kernel lacks."""
     if getattr(step.backend, "kernels", None) != "triton":
         return False
     plan = step.attention

@@ -1,8 +1,8 @@
-"""Products on a GPU: a few rows by kernels that read the weight once and finish the layer's work, more by cuBLAS, or by
-a kernel that takes a gate along.
+"""Gemms on a GPU with unquantized weights: skinny gemms (few rows) by Triton kernels that read the weight once, larger
+ones by cuBLAS or by a kernel with the gate in its epilogue.
 
-What a product takes along: the norm before it, the gate after it, the addition to the residual stream. An addition may
-be left pending for the next norm, which reads the stream anyway.
+A gemm can be fused with the norm before it, the gate after it, and the addition to the residual stream. An addition may
+also be left pending for the next norm, which reads the stream anyway.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TritonMultiply(FusedMultiply):
     weight: Tensor
     bias: Tensor | None
     workspace: Workspace
-    few: int  # rows up to which our own kernel runs
-    dependent_rows: int  # rows from which a kernel is launched while the one before still runs
+    few: int  # the most rows that the skinny kernel takes
+    dependent_rows: int  # fewest rows with programmatic dependent launch
 
     @property
     def row_weight(self) -> Tensor:
@@ -43,7 +43,7 @@ class TritonMultiply(FusedMultiply):
         return self._by_library(x)
 
     def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]
-        """The product of x over its root mean square, after `pending` was added to x."""
+        """Return the gemm of RMSNorm(x). `pending` is first added to x in place."""
         if self._norms_within(x, pending):
             return skinny_product(
                 x, self.weight, self.workspace, bias=self.bias, norm=norm, dependent=self._is_dependent(x)
@@ -53,7 +53,7 @@ class TritonMultiply(FusedMultiply):
     def gated(
         self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None
     ) -> Tensor:  # [tokens, out / 2]
-        """activation(gate) * up, for a weight of gate rows, then up rows, of x over its root mean square."""
+        """Return activation(gate) * up of RMSNorm(x), for a weight whose first rows are gate and whose last are up."""
         if not self._is_few(x):
             normed, dependent = self._normed(x, norm, pending), self._is_dependent(x)
             if prefers_gated_product(len(x), self.weight, self.bias):
@@ -66,7 +66,7 @@ class TritonMultiply(FusedMultiply):
         )  # fmt: skip
 
     def add_to(self, target: Tensor, x: Tensor) -> None:
-        """Add the product to `target` [tokens, out] in place; nothing is left pending."""
+        """Add the gemm's result to `target` [tokens, out] in place. Leaves nothing pending."""
         if self._is_few(x):
             skinny_product(
                 x, self.weight, self.workspace,
@@ -84,7 +84,7 @@ class TritonMultiply(FusedMultiply):
         return x.shape[0] >= self.dependent_rows
 
     def _norms_within(self, x: Tensor, pending: Tensor | None) -> bool:
-        """Whether our own kernel takes the norm along."""
+        """Whether the skinny kernel computes the norm itself."""
         return x.shape[0] == 1 and pending is None and self._is_few(x)
 
     def _normed(self, x: Tensor, norm: Norm, pending: Tensor | None) -> Tensor:
@@ -98,7 +98,7 @@ class TritonMultiply(FusedMultiply):
 
 
 class TritonProduct(NumbersProduct):
-    """The weight as it is, quantized or not; all weights of a model share one workspace."""
+    """Keeps the weight in its stored form, quantized or not. All weights of a model share one workspace."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:
         super().__init__(dtype)

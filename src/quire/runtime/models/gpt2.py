@@ -1,6 +1,6 @@
-"""GPT-2: layer norms before attention and MLP, learned positions, the head tied to the embedding.
+"""GPT-2: layer norms before attention and MLP, learned positions, tied head.
 
-Its checkpoints store matrices by inputs, then outputs, and q, k and v in one of them.
+Its checkpoints store matrices transposed ([inputs, outputs]), and q, k and v in one of them.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ def read_gpt2(config: Fields) -> ModelConfig:
 
 
 def rename_gpt2(name: str) -> str | None:
-    """Some checkpoints are of the stack alone, and some hold the mask of attention, which is no weight."""
+    """Some checkpoints omit the `transformer.` prefix, and some contain the attention mask, which is no weight."""
     if name.endswith((".attn.bias", ".attn.masked_bias")):
         return None
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: ARG001
-    """Files do not name the activation."""
+    """GGUF files do not name the activation."""
     rope = Rope(max_position=config.rope.max_position)
     return replace(config, activation="gelu_tanh", rope=rope, qkv_bias=False, o_bias=False, mlp_bias=False)
 

@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4: the plain decoder, stored with q, k and v in one matrix and gate and up in another.
 
-Sequences past the length that the model was first trained for are rotated by other frequencies (longrope).
+Sequences longer than the original training length use other rotary frequencies (longrope).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_phi3(config: Fields) -> ModelConfig:
 
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """A window of 0 tokens is none."""
+    """A stored window of 0 means no window."""
     window = fields.integer(gguf_config.WINDOW, 0)
     return replace(config, windows=(window,) * config.num_layers if window else ())
 
