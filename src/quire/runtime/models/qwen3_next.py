@@ -105,9 +105,7 @@ def _read_hybrid(config: Fields, name: str, num_kv_heads: int, experts: Experts 
         plain = {key: value for key, value in rope.items() if key not in _MROPE}
         config = Fields(config.file, {**config.values, "rope_parameters": plain})
     if experts is not None:
-        config = Fields(
-            config.file, {"intermediate_size": experts.size, **config.values}
-        )  # set only with plain MLPs
+        config = Fields(config.file, {"intermediate_size": experts.size, **config.values})  # set only with plain MLPs
     heads, bias = read_heads(config, num_kv_heads, 256), config.flag("attention_bias", False)
     length = config.integer("max_position_embeddings", 32_768)
     return read_decoder(
