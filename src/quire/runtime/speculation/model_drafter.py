@@ -1,8 +1,8 @@
-"""Drafts by a model: a smaller one with keys and values of its own, or the target's first layers over the target's.
+"""Drafts by a model: a smaller one with its own KV cache, or the target's first layers with the target's cache.
 
-The model runs in a second worker, which is told of the same rows and blocks and obeys plans made here: first what it
-has not computed of a row, then token by token what may follow. It samples with the row's own parameters and random
-numbers, which makes it right more often.
+The draft model runs in a second worker, which gets the same rows and blocks and executes plans made here: first it
+catches up on tokens that it has not computed, then it samples draft tokens one by one. It uses the row's own sampling
+parameters and random numbers, which raises the acceptance rate.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ _ALL = 2**31
 
 @dataclass(slots=True)
 class _Told:
-    """What the drafting worker has of a row."""
+    """The state of a row in the drafting worker."""
 
-    right: int  # its first tokens that are right there
-    computed: int = 0  # those whose keys and values it has; never more than `right`
-    guess: tuple[int, ...] = ()  # what it drafted after them; all but the last is computed too
-    kept: int = _ALL  # tokens in blocks that the row has held since
+    right: int  # how many of its first tokens are final in the drafting worker
+    computed: int = 0  # tokens with computed keys and values; at most `right`
+    guess: tuple[int, ...] = ()  # the draft after them; all but its last token is computed too
+    kept: int = _ALL  # tokens in blocks that the row has held since the last draft
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """Rows that drafts were ordered for after a step, and what tells what they hold then: on its way to the host."""
+    """Rows for which drafts were ordered after a step, and the tensor, on its way to the host, with their new
+    tokens."""
 
     orders: tuple[DraftOrder, ...]
     told: tuple[_Told, ...]  # of each order's row
-    samples: tuple[range, ...]  # where the samples of each are among those of the plan
-    counts: tuple[int, ...]  # tokens of each that are told
+    samples: tuple[range, ...]  # indices of each row's samples among those of the plan
+    counts: tuple[int, ...]  # new tokens of each row
     found: Tensor  # [tokens of all of them, then all samples], int64
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPass:
-    """One forward pass: the rows that sampled in it and what they did."""
+    """One forward pass of the drafter: the rows that sampled in it, and their tokens."""
 
     rows: list[int]
     token_ids: Tensor  # [rows]
@@ -62,15 +63,15 @@ class DraftPass:
 
 
 class ModelDrafter:
-    """Implements Drafter. `target` are the rows that the target's worker keeps; `budget` bounds the tokens of one pass
-    that catches up: a row that is not there yet has no draft and goes on with its next order.
+    """Implements Drafter. `target`: the rows of the target's worker. `budget`: the most tokens of a catch-up pass; a
+    row that is still behind gets no draft and continues with its next order.
 
-    What a draft begins with depends on the step's samples. With `defers` the host does not wait for them: the draft is
-    made when the step's result is read. The thread that reads results must then be the one that launches steps.
-    Otherwise the host waits in steps with orders, and the drafts are made while it goes on.
+    A draft depends on the step's samples. With `defers` the host does not wait for them: the draft is made when the
+    step's result is read, which then must happen in the thread that launches steps. Without it, the host waits in steps
+    with orders, and the drafts are computed while it continues.
 
-    `shift`: tokens at the beginning of a target's row that ours leaves out. `keeps_guesses`: what was computed of a
-    draft is right as far as the draft was accepted.
+    `shift`: tokens at the start of a target row that the draft worker's row leaves out. `keeps_guesses`: keys and
+    values computed for a draft stay valid as far as the draft is accepted.
     """
 
     shift = 0
@@ -97,15 +98,15 @@ class ModelDrafter:
         return Pending((look.found,), partial(self._draft_now, look)) if self._defers else self._draft(look)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Ours are copied when the step has run: nothing is written to them before."""
+        """Do nothing: the draft worker copies its blocks after the step has run; nothing writes to them before."""
 
     def check(self) -> None:
-        """Waits for the device."""
+        """Assert the invariants. Waits for the device."""
         self._worker.check()
         assert all(told.computed <= told.right for told in self._told.values())
 
     def _mirror(self, plan: StepPlan) -> None:
-        """Let our worker have the same rows and blocks; those of a beam search are none of ours."""
+        """Apply the plan's rows and blocks to the draft worker. Rows of beam searches are left out."""
         self._coverage.observe(plan)
         released = tuple(row for row in plan.released if self._told.pop(row, None) is not None)
         ours = [new for new in plan.new_rows if not new.num_candidates]
@@ -125,7 +126,7 @@ class ModelDrafter:
             )
 
     def _forget(self, plan: StepPlan) -> None:
-        """What was computed in blocks that others took their place is lost, unless it was copied."""
+        """Note that tokens in blocks that were replaced, unless they were copied, are no longer computed."""
         copied = {copy.target for copy in plan.copies}
         size = self._target.block_size
         for row, slot, block in zip(
@@ -146,7 +147,7 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def _draft_now(self, look: _Look, found: Tensor) -> tuple[RowDraft, ...]:
-        """The drafts, given `look.found` on the host. Waits for the device."""
+        """Return the drafts, given `look.found` on the host. Waits for the device."""
         drafts = self._draft(look, found)
         if not drafts.tensors:
             return drafts.finish(())
@@ -154,7 +155,7 @@ class ModelDrafter:
         return drafts.finish(torch.split(torch.cat(drafts.tensors).cpu(), sizes))
 
     def _draft(self, look: _Look, found: Tensor | None = None) -> Pending[tuple[RowDraft, ...]]:
-        """Begin the drafts; without `found`, after waiting for the device. Rows that changed hands since get none."""
+        """Launch the drafts; without `found`, wait for the device first. Rows that were reassigned since get none."""
         writes = self._learn(look, (look.found.cpu() if found is None else found).numpy())
         orders = [order for order, told in zip(look.orders, look.told, strict=True) if self._is_there(order, told)]
         tasks, passes = self._catch_up(orders, writes)
@@ -167,11 +168,12 @@ class ModelDrafter:
         return Pending(tuple(each.token_ids for each in passes), read)
 
     def _is_there(self, order: DraftOrder, told: _Told) -> bool:
-        """Whether the row is still that of the sequence which the draft was ordered for."""
+        """Whether the row still belongs to the sequence for which the draft was ordered."""
         return self._told.get(order.row) is told
 
     def _learn(self, look: _Look, found: Longs) -> tuple[RowTokens, ...]:
-        """What the rows hold since they were last drafted for, as our worker must be told of it."""
+        """Update the state of rows with the tokens accepted since their last draft. Returns the tokens to write to the
+        draft worker's rows."""
         *tails, sampled = np.split(found, np.cumsum(look.counts))
         writes = []
         for order, each, tail, samples in zip(look.orders, look.told, tails, look.samples, strict=True):
@@ -188,7 +190,8 @@ class ModelDrafter:
     def _catch_up(
         self, orders: Sequence[DraftOrder], writes: tuple[RowTokens, ...]
     ) -> tuple[list[DraftOrder], list[DraftPass]]:
-        """Compute what was not yet, within the budget. The rows that are done sample their first guess."""
+        """Compute missing tokens within the budget. Rows that are up to date then sample their first draft token.
+        Returns their orders, and the pass if there was one."""
         tasks: list[DraftOrder] = []
         ones: list[int] = []
         chunks: list[Chunk] = []
@@ -217,24 +220,24 @@ class ModelDrafter:
         return tasks, [self._sample(rows, writes=writes, decode_rows=decodes, chunks=tuple(chunks))]
 
     def _plain(self, new: NewRow) -> NewRow:
-        """A row of the target as our worker has it."""
+        """Return the draft worker's version of a target row."""
         return _plain(new, keeps_adapter=self._shares_cache)
 
     def _go_on(self, rows: Sequence[int], last: DraftPass) -> None:
-        """Called before rows of the last pass are drafted for once more."""
+        """Hook: called before rows of the last pass draft another token."""
 
     def _sample(self, rows: list[int], **changes: Any) -> DraftPass:
         output = self._execute(**changes)
         return DraftPass(rows, output.token_ids.clone(), output.lines)
 
     def _execute(self, **changes: Any) -> StepOutput:
-        """Let our worker run a step."""
+        """Run a step in the draft worker."""
         self._step += 1
         return self._worker.execute(StepPlan(self._step, **changes))
 
 
 def _read(told: dict[int, _Told], rows: Sequence[Sequence[int]], *token_ids: Tensor) -> tuple[RowDraft, ...]:
-    """The drafts, from what each pass sampled; a row whose sampling failed has none from there on."""
+    """Return the drafts from the samples of each pass. A row whose sampling failed has no tokens from there on."""
     drafts: dict[int, list[int]] = {row: [] for row in told}
     failed: set[int] = set()
     for sampled, tokens in zip(rows, token_ids, strict=True):
@@ -249,7 +252,7 @@ def _read(told: dict[int, _Told], rows: Sequence[Sequence[int]], *token_ids: Ten
 
 
 def _common(guess: Sequence[int], truth: Sequence[int]) -> int:
-    """How many first tokens are the same."""
+    """Return the length of the common prefix."""
     for place, (left, right) in enumerate(zip(guess, truth, strict=False)):
         if left != right:
             return place
@@ -257,7 +260,8 @@ def _common(guess: Sequence[int], truth: Sequence[int]) -> int:
 
 
 def _plain(new: NewRow, *, keeps_adapter: bool) -> NewRow:
-    """The row without what only its user is told, and without a LoRA adapter that is not of our layers too."""
+    """Return the row without logprobs and pooling, and without its LoRA adapter unless the drafter has the same
+    layers."""
     new = new if keeps_adapter else new._replace(adapter=NO_ADAPTER)
     sampling = new.sampling
     if sampling.logprobs is None and sampling.prompt_logprobs is None:

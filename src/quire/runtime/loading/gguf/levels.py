@@ -37,8 +37,8 @@ _NUMBERS = {kind.name: number for number, kind in GGML_TYPES.items()}
 
 
 def read_levels(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> LevelWeight | None:
-    """Return the matrix stored in `raw` (uint8, [bytes]), quantized. None for types not in LEVEL_FORMS, for other
-    ranks, and if a scale or offset is not finite in its dtype."""
+    """Return the matrix stored in `raw` (uint8, [bytes]), quantized. None for types not in LEVEL_FORMS, for tensors
+    that are no matrix, and if a scale or offset is not finite in its dtype."""
     if kind.name not in LEVEL_FORMS or len(shape) != 2:
         return None
     form, blocks = LEVEL_FORMS[kind.name], raw.view(-1, kind.block_bytes)
