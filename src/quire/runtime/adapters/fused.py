@@ -36,7 +36,7 @@ class FusedSizes:
     inputs: int
     outputs: int
     inputs_first: bool
-    in_turns: bool  # outputs of gate and up are interleaved
+    interleaved: bool  # outputs of gate and up are interleaved
 
     def shapes(self, rank: int) -> tuple[Shape, Shape]:
         """Return the shapes of A and B in the file."""
@@ -51,7 +51,7 @@ class FusedSizes:
 
     def part(self, b: Tensor, place: int, count: int) -> Tensor:
         """Return the B of one of the `count` matrices that the parameter stacks along the outputs."""
-        if self.in_turns:
+        if self.interleaved:
             return b[:, place::count]
         size = self.outputs // count
         return b[:, place * size : (place + 1) * size]
@@ -67,8 +67,8 @@ def fused_sizes(config: ModelConfig, family: Family, *, inputs_first: bool) -> d
     found = {}
     for name, (inputs, outputs) in sizes.items():
         stored = (family.stacked or STACKED)[name]
-        turned = inputs_first and not stored.turned
-        found[name] = FusedSizes(experts.num, inputs, outputs, turned, stored.in_turns)
+        swapped = inputs_first and not stored.transposed
+        found[name] = FusedSizes(experts.num, inputs, outputs, swapped, stored.interleaved)
     return found
 
 

@@ -214,9 +214,9 @@ class AdapterReader:
             if (found := file.tensors[side].shape) != wanted:
                 reason = f"{side} has shape {list(found)}, the model and {CONFIG} say {list(wanted)}"
                 raise InvalidRequest("lora_path", reason, "the adapter was trained for another model")
-        if part.turned != config.by_inputs and known.name != _HEAD:  # PEFT uses the head's stored layout
+        if part.transposed != config.by_inputs and known.name != _HEAD:  # PEFT uses the head's stored layout
             refuse("fan_in_fan_out", f"is {config.by_inputs}, and the model's {known.module} is stored otherwise",
-                   f"set it to {part.turned}")  # fmt: skip
+                   f"set it to {part.transposed}")  # fmt: skip
 
     def _pairs(self, known: _Known, a: Tensor, b: Tensor) -> list[Pair]:
         return [self._pair(target, known.sides, a, b) for target in self._slots.targets[known.name]]

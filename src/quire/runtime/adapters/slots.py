@@ -147,7 +147,7 @@ def parts_of(path: str, linear: Linear | TiedHead | ExpertLinear) -> list[Adapte
             index = inside[index]
         is_same = split.is_whole and bool((index == torch.arange(len(index))).all())
         shape, held = (split.total, linear.inputs.total), None if is_same else index
-        parts.append(AdaptedPart(name, _runs(outputs.tolist()), held, stored.turned, shape, linear.inputs))
+        parts.append(AdaptedPart(name, _runs(outputs.tolist()), held, stored.transposed, shape, linear.inputs))
     return parts
 
 

@@ -77,7 +77,7 @@ class AdaptedPart:
     name: str  # name in the checkpoint, relative to the layer's parent
     outputs: Runs  # (begin, end) ranges among the layer's outputs
     index: Tensor | None  # [outputs]: the checkpoint output of each; None: in order
-    turned: bool  # the checkpoint stores the matrix transposed, [inputs, outputs]
+    transposed: bool  # the checkpoint stores the matrix transposed, [inputs, outputs]
     shape: tuple[int, int]  # (outputs, inputs) of the whole matrix
     inputs: Split  # the layer's share of the inputs
 

@@ -53,9 +53,9 @@ class Attention(nn.Module):
         """Attend. qkv: [tokens, (query + 2 * kv heads) * dim or more], or queries alone; overwritten. `change` (same
         shape) is a LoRA change that has yet to be added to it. Returns [tokens, query heads * dim]."""
         if isinstance(qkv, Symbol):
-            return self._write_down(qkv, step, norm)
+            return self._trace_program(qkv, step, norm)
         if isinstance(qkv, RowSymbol):
-            return self._write_phase(qkv, step, norm)
+            return self._trace_phase(qkv, step, norm)
         size = self._heads.query_size + 2 * self._heads.kv_size
         qkv, change = qkv[:, :size], None if change is None else change[:, :size]
         if step.backend.kernels == "triton" and (self.rotary is None or self.rotary.is_static):
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         attended: Tensor = step.backend.attend(query, key, value, cache, plan, self.rule)
         return attended
 
-    def _write_down(self, qkv: Symbol, step: ForwardStep, norm: HeadNorm | None) -> Symbol:
+    def _trace_program(self, qkv: Symbol, step: ForwardStep, norm: HeadNorm | None) -> Symbol:
         """Append the operations to the program that is being traced."""
         heads, writer, cache = self._heads, qkv.writer, step.caches[self._layer]
         place = (self._layer, cache.table)
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         sizes = (heads.num_query, heads.num_kv, heads.dim)
         return writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule, cache=scaled)
 
-    def _write_phase(self, qkv: RowSymbol, step: ForwardStep, norm: HeadNorm | None) -> RowSymbol:
+    def _trace_phase(self, qkv: RowSymbol, step: ForwardStep, norm: HeadNorm | None) -> RowSymbol:
         """Append the attention phase to the row kernel that is being traced."""
         if self._lends or self._borrows:
             raise Untraceable("layers share keys and values")

@@ -71,9 +71,9 @@ class Blocks(nn.ModuleList):
             return self._run_program(x, step)
         if self.adapters is not None:
             self.adapters.begin(step.adapters)
-        if self._row_programs is not None and self._row_programs.run(x, step, self._write_phases):
+        if self._row_programs is not None and self._row_programs.run(x, step, self._trace_phases):
             return x
-        return cast("Tensor", self._go_through(x, step))
+        return cast("Tensor", self._run_layers(x, step))
 
     def trace(self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None) -> Program:
         """Return the program of the first `num_layers` layers for caches of this layout, tracing it once. dtype: of the
@@ -86,7 +86,7 @@ class Blocks(nn.ModuleList):
             step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
             if self._beside:
                 step.memo[BESIDE] = writer.beside(self._beside)
-            self._programs[count] = writer.finish(self._go_through(writer.stream, step))
+            self._programs[count] = writer.finish(self._run_layers(writer.stream, step))
         return self._programs[count]
 
     def trace_row(
@@ -99,19 +99,19 @@ class Blocks(nn.ModuleList):
         if self._row_programs is None:
             self.run_rows_by(CudaRowKernel())
         assert self._row_programs is not None
-        program = self._row_programs.find(step, dtype, self._write_phases)
+        program = self._row_programs.find(step, dtype, self._trace_phases)
         return None if program is None else program.longest
 
-    def _write_phases(self, x: RowSymbol, step: ForwardStep) -> Value:
+    def _trace_phases(self, x: RowSymbol, step: ForwardStep) -> Value:
         if self._beside:
             raise Untraceable("layers read more of a token than the stream")
         if self._taps is not None:
             raise Untraceable("a draft head reads the stream between layers")
         if self.adapters is not None:
             self.adapters.begin(None)
-        return self._go_through(x, step)
+        return self._run_layers(x, step)
 
-    def _go_through(self, x: Value, step: ForwardStep) -> Value:
+    def _run_layers(self, x: Value, step: ForwardStep) -> Value:
         is_triton = not isinstance(x, RowSymbol) and getattr(step.backend, "kernels", None) == "triton"
         rows = step.attention.rows if is_triton else None
         stream = Stream(x, rows, step.memo.get(BESIDE), self.adapters, leaves_pending=is_triton)

@@ -19,15 +19,15 @@ from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
 from quire.runtime.layers.choice import choose_product
-from quire.runtime.layers.delta import DeltaRule, apart
+from quire.runtime.layers.delta import DeltaRule, ungrouped_rows
 from quire.runtime.layers.experts import (
-    EachExpert,
     ExpertScales,
     ExpertSet,
     MoEMLP,
     NormedRouter,
     Router,
     ScoreBias,
+    SeparateExperts,
     SideExperts,
     clamp_of,
 )
@@ -50,10 +50,10 @@ from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.quantizing import choose_quantizing_product
 from quire.runtime.layers.rotary import Rotary
-from quire.runtime.layers.split import RankSplits, Split, behind
+from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.texts import TextAttention
-from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored
+from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored
 from quire.runtime.parallel.expert_sum import expert_sum
 from quire.runtime.parallel.ranks import ALONE, Ranks
 
@@ -127,15 +127,14 @@ class LayerBuilder:
         return Linear(inputs, {name: outputs}, bias, self._product, self.placement)
 
     def column_linear(
-        self, name: str, inputs: int, outputs: int | Heads, *, bias: bool, stored: Stored = AS_IT_IS
+        self, name: str, inputs: int, outputs: int | Heads, *, bias: bool, stored: Stored = SAME_LAYOUT
     ) -> Linear:
-        """Build a column-parallel layer: ranks share the outputs, which are an intermediate size or queries, keys and
-        values."""
+        """Build a column-parallel layer: ranks share the outputs, an intermediate size or queries, keys and values."""
         split = self._splits.qkv(outputs) if isinstance(outputs, Heads) else self._splits.size(outputs)
         return Linear(inputs, {name: split}, bias, self._product, self.placement, stored)
 
     def query_linear(
-        self, name: str, inputs: int, heads: Heads, *, bias: bool, dim: int | None = None, stored: Stored = AS_IT_IS
+        self, name: str, inputs: int, heads: Heads, *, bias: bool, dim: int | None = None, stored: Stored = SAME_LAYOUT
     ) -> Linear:
         """Build a column-parallel layer for queries alone, `dim` outputs per head."""
         split = self._splits.query(heads, dim)
@@ -143,16 +142,15 @@ class LayerBuilder:
 
     def row_linear(
         self, name: str, inputs: int | Heads, outputs: int, *, bias: bool, dim: int | None = None,
-        stored: Stored = AS_IT_IS, reduces: bool = True,
+        stored: Stored = SAME_LAYOUT, reduces: bool = True,
     ) -> Linear:  # fmt: skip
-        """Build a row-parallel layer: ranks share the inputs and all-reduce the result, which goes to the residual
-        stream. Inputs are an intermediate size, or attention outputs with `dim` elements per query head. Without
-        `reduces` the caller must all-reduce."""
+        """Build a row-parallel layer: ranks share the inputs and all-reduce the result, unless `reduces` is False.
+        Inputs are an intermediate size, or attention outputs with `dim` elements per query head."""
         split = self._splits.query(inputs, dim) if isinstance(inputs, Heads) else self._splits.size(inputs)
         return self._row_linear(name, split, outputs, bias=bias, stored=stored, reduces=reduces)
 
     def _row_linear(
-        self, name: str, inputs: Split, outputs: int, *, bias: bool, stored: Stored = AS_IT_IS, reduces: bool = True
+        self, name: str, inputs: Split, outputs: int, *, bias: bool, stored: Stored = SAME_LAYOUT, reduces: bool = True
     ) -> Linear:
         group = self._splits.group
         if group is not None and group.size > 1 and inputs.is_whole:  # an expert that only this rank holds
@@ -196,7 +194,7 @@ class LayerBuilder:
         inputs: int,
         outputs: Mapping[str, int | Split],
         *,
-        stored: Stored | Mapping[str, Stored] = AS_IT_IS,
+        stored: Stored | Mapping[str, Stored] = SAME_LAYOUT,
     ) -> Linear:
         """Build one gemm for several matrices; `stored`: see Linear. Integer sizes are whole on every rank, Splits are
         shared."""
@@ -212,14 +210,14 @@ class LayerBuilder:
         each, shared = self._splits.recurrent(sizes), sizes.value_heads // sizes.key_heads
         keys, values, heads, groups = each.keys, each.values, each.value_heads, each.groups
         if not sizes.joined:
-            wide = {"in_proj_qkv": behind(keys, keys, values), "in_proj_z": values}
+            wide = {"in_proj_qkv": concat_splits(keys, keys, values), "in_proj_z": values}
             in_proj = Linear(hidden, wide, False, self._product, self.placement)
             narrow = {"in_proj_b": heads, "in_proj_a": heads}
             return in_proj, Router(hidden, narrow, False, self._table_product, self.placement)
         parts = (sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim)
-        of_group, order = groups.times(sum(parts)), apart(groups.count, parts)
+        of_group, order = groups.times(sum(parts)), ungrouped_rows(groups.count, parts)
         in_proj = Linear(hidden, {"in_proj_qkvz": of_group}, False, self._product, self.placement, order=order)
-        of_group, order = groups.times(2 * shared), apart(groups.count, (shared, shared))
+        of_group, order = groups.times(2 * shared), ungrouped_rows(groups.count, (shared, shared))
         gates = Router(hidden, {"in_proj_ba": of_group}, False, self._table_product, self.placement, order=order)
         return in_proj, gates
 
@@ -247,10 +245,10 @@ class LayerBuilder:
         `reduces` the caller must all-reduce."""
         gate, up, down = names
         size = intermediate if isinstance(intermediate, Split) else self._splits.size(intermediate)
-        both = {gate: behind(size, size)} if gate == up else {gate: size, up: size}
+        both = {gate: concat_splits(size, size)} if gate == up else {gate: size, up: size}
         gate_up = Linear(hidden, both, bias, self._product, self.placement)
-        turned = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
-        return GatedMLP(gate_up, turned, activation, self._ops, clamp)
+        down_proj = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
+        return GatedMLP(gate_up, down_proj, activation, self._ops, clamp)
 
     def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED, router: str = "gate") -> MoEMLP:
         """Build a mixture of experts. `names`: an expert's matrices for gate, up and down."""
@@ -285,13 +283,13 @@ class LayerBuilder:
         size, bias, clamp = splits.expert_size(settings.size), settings.has_bias, clamp_of(settings)
         if not triton and device.type != "meta":
             mlp = partial(self.gated_mlp, hidden, size, activation, bias=bias, names=names, clamp=clamp, reduces=False)
-            return EachExpert({number: mlp() for number in own}, total)
+            return SeparateExperts({number: mlp() for number in own}, total)
         gate, up, down = names
         make = partial(ExpertLinear, own, placement=self.placement, bias=bias, float8=self._float8)
         group = None if size.is_whole else splits.group
-        gate_up, turned = make(hidden, {gate: size, up: size}), make(size, {down: hidden}, group=group)
+        gate_up, down_proj = make(hidden, {gate: size, up: size}), make(size, {down: hidden}, group=group)
         rows = dependent_rows(device) if triton else 0
-        return StackedExperts(gate_up, turned, activation, self._ops, dependent_rows=rows, total=total)
+        return StackedExperts(gate_up, down_proj, activation, self._ops, dependent_rows=rows, total=total)
 
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
         return MLP(up, down, activation, self._ops)
@@ -350,7 +348,6 @@ class LayerBuilder:
         return self.attention(heads, config.place_of(source), config.rope_of(layer), rule, shared)
 
     def text_attention(self, heads: Heads) -> TextAttention:
-        """Build an encoder's attention: over the whole text, without positions and without a cache."""
         return TextAttention(heads)
 
     def latent_products(self, config: ModelConfig) -> LatentProducts:

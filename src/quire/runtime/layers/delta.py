@@ -10,7 +10,7 @@ from quire.kernels.delta import DeltaSizes, DeltaWeights
 from quire.kernels.native.program import Symbol
 from quire.kernels.reference.delta import convolve, gated_delta
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.split import RecurrentSplits, Split, behind
+from quire.runtime.layers.split import RecurrentSplits, Split, concat_splits
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
@@ -27,7 +27,7 @@ class DeltaRule(WeightLayer):
         super().__init__()
         heads = (splits.groups.count, splits.value_heads.count)
         dims, self._heads = (recurrent.key_dim, recurrent.value_dim), splits.value_heads
-        self._channels = behind(splits.keys, splits.keys, splits.values)  # of the convolution
+        self._channels = concat_splits(splits.keys, splits.keys, splits.values)  # of the convolution
         self._sizes = DeltaSizes(*heads, *dims, recurrent.width)
         self._place, self._eps, self._dtype = place, eps, placement.dtype
         self.convolution = placement.empty(self._sizes.channels, 1, recurrent.width, dtype=torch.float32)
@@ -110,7 +110,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj.later(self.rule(self.in_proj(value), self.gate_proj(value), step))
 
 
-def apart(groups: int, parts: tuple[int, ...]) -> Tensor:
+def ungrouped_rows(groups: int, parts: tuple[int, ...]) -> Tensor:
     """Return the row order that puts the first part of every group first, then the second part of every group, and so
     on."""
     rows = torch.arange(groups * sum(parts)).view(groups, -1)

@@ -21,7 +21,7 @@ from quire.runtime.layers.linear import Linear, all_reduce
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import AdaptedRows, ForwardStep
-from quire.runtime.layers.stream import Normed, Projected, Stream, Value, sum_of
+from quire.runtime.layers.stream import Normed, Projected, Stream, Value, add_in_place
 from quire.runtime.layers.weights import Placement, WeightLayer
 from quire.runtime.parallel.expert_sum import NO_SUM, ExpertSum
 
@@ -32,7 +32,7 @@ class Router(Linear):
     """Logits [tokens, experts]. Never quantized: routing to a wrong expert costs more accuracy than quantizing the
     small weight would save memory."""
 
-    shrinks = False
+    is_quantizable = False
 
 
 class ScoreBias(WeightLayer):
@@ -93,7 +93,7 @@ class ExpertSet(Protocol):
         """
 
 
-class EachExpert(nn.ModuleDict):
+class SeparateExperts(nn.ModuleDict):
     """Experts with a weight tensor each. The rows of one expert are multiplied together, one expert after the other.
     The outputs for a token are summed in ascending order of its experts, so the sum does not depend on the batch."""
 
@@ -129,7 +129,7 @@ class EachExpert(nn.ModuleDict):
         score_bias: Tensor | None = None,
     ) -> Value:
         if isinstance(x, Symbol):
-            return self._write_down(x, logits, experts, shared, (factors, score_bias))
+            return self._trace_program(x, logits, experts, shared, (factors, score_bias))
         active = self._active
         adapted = active.rows if active is not None and active.is_on else None
         return self.mix_rows(x, logits, experts, shared, (factors, score_bias), adapted)
@@ -168,7 +168,7 @@ class EachExpert(nn.ModuleDict):
             out.index_add_(0, tokens, made.float().mul_(shares[mine]))
         return self._total.of(out.to(x.dtype), senders)
 
-    def _write_down(
+    def _trace_program(
         self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...], each: _OfEach
     ) -> Symbol:
         """Append the operation to the program that is being traced."""
@@ -205,7 +205,7 @@ class SideExperts(nn.Module):
         first = self.post_feedforward_layernorm_1.of(fed.value())
         logits, value = self.router(x), self.pre_feedforward_layernorm_2(x).value()
         mixed = self.experts.mix(value, logits, self._settings, (), x.rows, self.router.factors)
-        return sum_of(first, self.post_feedforward_layernorm_2.of(mixed))
+        return add_in_place(first, self.post_feedforward_layernorm_2.of(mixed))
 
 
 class MoEMLP(nn.Module):
@@ -256,8 +256,9 @@ def _slots_of(linears: Sequence[Linear]) -> list[LowRankSlots]:
 
 
 def _mix(
-    experts: EachExpert, settings: Experts, each: _OfEach, is_narrowed: bool, x: Tensor, logits: Tensor, *others: Any
-) -> Tensor:
+    experts: SeparateExperts, settings: Experts, each: _OfEach, is_narrowed: bool, x: Tensor, logits: Tensor,
+    *others: Any,
+) -> Tensor:  # fmt: skip
     """Run the experts as a Python call of a program; the last argument is the run's ForwardStep. `is_narrowed`: the
     rows are only the wanted tokens."""
     *shared, step = others

@@ -28,13 +28,13 @@ class DenseHeads:
 
     def __init__(self, weight: Tensor, rest: int) -> None:
         self._weight, self._rest = weight, rest
-        self._turned = weight.transpose(1, 2)  # [heads, inputs, outputs], a view
+        self._transposed = weight.transpose(1, 2)  # [heads, inputs, outputs], a view
 
     def __call__(self, x: Tensor) -> Tensor:
         heads, outputs, inputs = self._weight.shape
         by_head = heads_of(x, heads, inputs + self._rest)
         out = x.new_empty(len(x), heads, outputs + self._rest)
-        out[..., :outputs] = torch.bmm(by_head[..., :inputs].transpose(0, 1), self._turned).transpose(0, 1)
+        out[..., :outputs] = torch.bmm(by_head[..., :inputs].transpose(0, 1), self._transposed).transpose(0, 1)
         out[..., outputs:] = by_head[..., inputs:]
         return out.flatten(1)
 
@@ -49,7 +49,7 @@ class PackedHeads:
 
     def __call__(self, x: Value) -> Value:
         if isinstance(x, Symbol):
-            return self._write_down(x)
+            return self._trace_program(x)
         by_head = heads_of(x, self._num, self._inputs + self._rest)
         out = x.new_empty(len(x), self._num, self._outputs + self._rest)
         for head, multiply in enumerate(self._multiply):
@@ -57,7 +57,7 @@ class PackedHeads:
         out[..., self._outputs :] = by_head[..., self._inputs :]
         return out.flatten(1)
 
-    def _write_down(self, x: Symbol) -> Symbol:
+    def _trace_program(self, x: Symbol) -> Symbol:
         """Append the operation to the program that is being traced."""
         natives = [each for each in self._multiply if isinstance(each, NativeMultiply)]
         if len(natives) < self._num:

@@ -31,7 +31,7 @@ class LatentProducts(WeightLayer):
     Never quantized, because it is small."""
 
     parts = ("kv_b_proj.weight",)
-    expands = True
+    is_always_dequantized = True
 
     def __init__(self, heads: Split, latent: Latent, make: MakeHeads, placement: Placement) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class LatentProducts(WeightLayer):
     def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
         return self._heads.times(self._width).of(whole)
 
-    def checked(self, part: str, tensor: Tensor) -> Tensor:
+    def used_part(self, part: str, tensor: Tensor) -> Tensor:
         return self.own(part, tensor)
 
     def load(self, part: str, tensor: Tensor) -> None:
@@ -82,7 +82,7 @@ class LatentAttention(nn.Module):
         assert products.to_values is not None
         attended: Value
         if isinstance(query, Symbol):
-            attended = self._write_down(query, latents, step, norm, products.to_latents)
+            attended = self._trace_program(query, latents, step, norm, products.to_latents)
         elif step.backend.kernels == "triton" and self.rotary.is_static:
             attended = self._by_triton(query, latents, step, norm, products.to_latents)
         else:
@@ -96,15 +96,15 @@ class LatentAttention(nn.Module):
         key, rotation = latents[:, -heads.dim :], self.rotary(step)
         norm.of_part(key, 0)
         key = key.unsqueeze(1)  # [tokens, 1, dim]
-        self._turn(key[..., latent.rank :], rotation)
-        self._turn(heads_of(query, heads.num_query, latent.query_dim)[..., latent.nope_dim :], rotation)
+        self._rotate(key[..., latent.rank :], rotation)
+        self._rotate(heads_of(query, heads.num_query, latent.query_dim)[..., latent.nope_dim :], rotation)
         self._ops.write(key, None, cache, step.slots_of(cache))
         compared = to_latents(query).view(len(query), heads.num_query, heads.dim)
         value, plan = key[..., : latent.rank], step.attention_of(cache)
         attended: Tensor = step.backend.attend(compared, key, value, cache, plan, self.rule)
         return attended
 
-    def _turn(self, x: Tensor, rotation: Rotation) -> None:
+    def _rotate(self, x: Tensor, rotation: Rotation) -> None:
         x.copy_(self._ops.rotate(x.clone(memory_format=torch.contiguous_format), *rotation))
 
     def _by_triton(
@@ -125,7 +125,7 @@ class LatentAttention(nn.Module):
         attended: Tensor = step.backend.attend(compared, compared, compared, cache, plan, self.rule)
         return attended
 
-    def _write_down(
+    def _trace_program(
         self, query: Symbol, latents: Symbol, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear
     ) -> Symbol:
         """Append the operations to the program that is being traced."""

@@ -16,7 +16,7 @@ from quire.runtime.layers.native import program_weights
 from quire.runtime.layers.product import FusedMultiply, Multiply, PartsMultiply, Product
 from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, Projected, Value
-from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored, WeightLayer
+from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored, WeightLayer
 from quire.runtime.parallel.group import RankGroup
 from quire.runtime.quantization.mxfp4 import Mxfp4Weight
 from quire.runtime.quantization.region import Region
@@ -35,7 +35,7 @@ class Linear(WeightLayer):
     the results of all ranks.
     """
 
-    shrinks = True
+    is_quantizable = True
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Linear(WeightLayer):
         bias: bool,
         product: Product,
         placement: Placement,
-        stored: Stored | Mapping[str, Stored] = AS_IT_IS,  # one for all parts, or by part name
+        stored: Stored | Mapping[str, Stored] = SAME_LAYOUT,  # one for all parts, or by part name
         order: Tensor | None = None,  # [outputs of this rank]
         group: RankGroup | None = None,
     ) -> None:
@@ -52,8 +52,8 @@ class Linear(WeightLayer):
         self.inputs, self.outputs = as_split(inputs), {name: as_split(each) for name, each in outputs.items()}
         self.group, self.reduces = group, group is not None  # reduces: whether this layer does the all-reduce
         inputs, rows = self.inputs.count, sum(each.count for each in self.outputs.values())
-        self.weight = placement.promise(rows, inputs, dtype=product.held)
-        self.bias = placement.promise(rows, dtype=product.held) if bias else None
+        self.weight = placement.unallocated(rows, inputs, dtype=product.held)
+        self.bias = placement.unallocated(rows, dtype=product.held) if bias else None
         kinds = ("weight", "bias") if bias else ("weight",)
         self.parts = tuple(f"{name}.{kind}" for name in outputs for kind in kinds)
         self._product, self._placement, self._dtype = product, placement, placement.dtype
@@ -84,7 +84,7 @@ class Linear(WeightLayer):
             return self.inputs.of(mine, 1)
         return mine if self._has_bias else torch.zeros_like(mine)
 
-    def checked(self, part: str, tensor: Tensor) -> Tensor:
+    def used_part(self, part: str, tensor: Tensor) -> Tensor:
         is_whole = self.outputs[part.rpartition(".")[0]].is_whole and self.inputs.is_whole
         return tensor if is_whole else self._own_stored(part, tensor)
 
@@ -93,7 +93,7 @@ class Linear(WeightLayer):
         return self.stored[name].own_part(tensor, self.outputs[name], self.inputs)
 
     def load(self, part: str, tensor: Tensor) -> None:
-        self._hold(part)
+        self._allocate(part)
         mine = self._own_stored(part, tensor)
         if tensor.dim() == 1 and not self._has_bias:
             mine = torch.zeros_like(mine)
@@ -107,7 +107,7 @@ class Linear(WeightLayer):
     def region(self, part: str) -> Region | None:
         name, _, kind = part.rpartition(".")
         outputs, inputs = self.outputs[name], self.inputs
-        if kind != "weight" or (outputs.is_whole and inputs.is_whole) or self.stored[name] != AS_IT_IS:
+        if kind != "weight" or (outputs.is_whole and inputs.is_whole) or self.stored[name] != SAME_LAYOUT:
             return None
         return Region(outputs.own[0], inputs.own[0]) if len(outputs.own) == len(inputs.own) == 1 else None
 
@@ -120,12 +120,12 @@ class Linear(WeightLayer):
             if keeps or weight.activations:
                 self._quantized[name] = weight
             else:
-                self._hold(part)
+                self._allocate(part)
                 self._part(part).copy_(weight.values().to(self._dtype))
             return keeps
         stored, cut = self.stored[name], weight if self.inputs.is_whole else weight.inputs(self.inputs.own[0])
         keeps = cut is not None and self._product.keeps(cut)
-        if cut is None or stored.turned or not (keeps or weight.activations):
+        if cut is None or stored.transposed or not (keeps or weight.activations):
             return super().load_quantized(part, weight)
         order, rows = stored.outputs_in_order(weight.shape[0]), self.outputs[name]
         if not rows.is_whole:
@@ -134,7 +134,7 @@ class Linear(WeightLayer):
         return keeps
 
     def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
-        self._hold(part)
+        self._allocate(part)
         super().randomize(part, generator, dtype)
         if self.weight.dtype != self._dtype:
             self._part(part).copy_(self._part(part).to(self._dtype))
@@ -142,24 +142,24 @@ class Linear(WeightLayer):
     def finish(self) -> None:
         is_complete = self._quantized.keys() == self.spans.keys()
         has_parts = is_complete and self.order is None and self.num_parts > 1
-        in_own_forms = self._pack_in_own_forms() if has_parts else None
-        whole = stack([self._quantized[name] for name in self.spans]) if is_complete and in_own_forms is None else None
-        if in_own_forms is not None:
-            self.multiply = in_own_forms
+        separate = self._pack_separately() if has_parts else None
+        whole = stack([self._quantized[name] for name in self.spans]) if is_complete and separate is None else None
+        if separate is not None:
+            self.multiply = separate
         elif whole is not None:
             self.multiply = self._pack_quantized(whole)
         elif any(weight.activations is not None for weight in self._quantized.values()):
-            self.multiply = self._pack_with_own_rounding()
+            self.multiply = self._pack_by_activations()
         else:
             for name, quantized in self._quantized.items():
-                self._hold(f"{name}.weight")
+                self._allocate(f"{name}.weight")
                 self._part(f"{name}.weight").copy_(quantized.values().to(self._dtype))
-            self.multiply = self._pack_numbers()
+            self.multiply = self._pack_unquantized()
         self.fused = self.multiply if isinstance(self.multiply, FusedMultiply) else None
         self._quantized.clear()
         del self.weight, self.bias
 
-    def _pack_numbers(self) -> Multiply:
+    def _pack_unquantized(self) -> Multiply:
         weight, bias = self.weight.data, self._bias
         if self.order is not None:
             order = self.order.to(weight.device)
@@ -172,7 +172,7 @@ class Linear(WeightLayer):
             whole, bias = whole.rows(self.order), None if bias is None else bias[self.order.to(bias.device)]
         return self._product.pack_quantized(whole.to(self._placement.device), bias)
 
-    def _pack_in_own_forms(self) -> Multiply | None:
+    def _pack_separately(self) -> Multiply | None:
         """Pack each part in its own format on a CPU, or return None if they must be packed as one weight."""
         if self._placement.device.type != "cpu":
             return None
@@ -180,7 +180,7 @@ class Linear(WeightLayer):
         biases = [None if self._bias is None else self._bias[span].clone() for span in self.spans.values()]
         return self._product.pack_parts(list(zip(parts, biases, strict=True)))
 
-    def _pack_with_own_rounding(self) -> Multiply:
+    def _pack_by_activations(self) -> Multiply:
         """Pack one gemm per part, because parts differ in how their rows are quantized."""
         parts: list[Multiply] = []
         for name, span in self.spans.items():
@@ -268,11 +268,11 @@ class Linear(WeightLayer):
     def _bias(self) -> Tensor | None:
         return None if self.bias is None else self.bias.data
 
-    def _hold(self, part: str) -> None:
+    def _allocate(self, part: str) -> None:
         if part.endswith(".weight"):
-            self.weight = self._placement.keep(self.weight)
+            self.weight = self._placement.allocate(self.weight)
         elif self.bias is not None:
-            self.bias = self._placement.keep(self.bias)
+            self.bias = self._placement.allocate(self.bias)
 
     def _part(self, part: str) -> Tensor:
         name, kind = part.rsplit(".", 1)

@@ -28,9 +28,9 @@ from quire.runtime.quantization.weight import StoredWeight
 class RMSNorm(WeightLayer):
     """RMSNorm over the last dimension, computed in float32.
 
-    The norm of a residual stream is computed by the layer that reads it; the norm of a layer's output when that is
-    added to the stream. A checkpoint may store weights minus `offset` or divided by `factor`; then they are held in
-    float32, because the restored values have more digits.
+    Of a residual stream it is computed by the layer that reads it; of a layer's output, when that is added to the
+    stream. Checkpoints may store weights minus `offset` or divided by `factor`; these are held in float32 for
+    precision.
     """
 
     random_mean = 1.0
@@ -113,9 +113,8 @@ class LayerNorm(WeightLayer):
 
 
 class HeadNorm(WeightLayer):
-    """RMSNorm of each query and key head (Qwen3), in one pass. Without key heads (`num_kv` 0) it norms queries alone.
-    With `of_values` (Gemma 4) it norms value heads too, without weights. A checkpoint may store weights minus
-    `offset`."""
+    """RMSNorm of each query and key head (Qwen3) in one pass; of queries alone if `num_kv` is 0. With `of_values`
+    (Gemma 4) also of value heads, without weights. Checkpoints may store weights minus `offset`."""
 
     random_mean = 1.0
 
@@ -152,8 +151,8 @@ class HeadNorm(WeightLayer):
 
 
 class Sinks(WeightLayer):
-    """Attention sinks: a score for each query head that takes a share of the softmax and has no value. The memory is
-    never replaced, because attention rules refer to it."""
+    """Attention sinks: a score per query head that takes a share of the softmax and has no value. Never reallocated,
+    because attention rules refer to it."""
 
     parts = ("sinks",)
 
@@ -235,7 +234,6 @@ class ProjectionNorm(WeightLayer):
         return qkv
 
     def _call(self, qkv: Tensor, given: object) -> Tensor:  # noqa: ARG002
-        """Run inside a program as a Python call."""
         return self._shared(qkv)
 
     def _part(self, part: str) -> Tensor:
@@ -279,15 +277,14 @@ class Embedding(WeightLayer):
     def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
         return self.vocab.of(whole)
 
-    def checked(self, part: str, tensor: Tensor) -> Tensor:
+    def used_part(self, part: str, tensor: Tensor) -> Tensor:
         return self.own(part, tensor)
 
     def load(self, part: str, tensor: Tensor) -> None:
         self._part(part).copy_(self.own(part, tensor).to(self._placement.dtype))
 
     def finish(self) -> None:
-        """Repack quantized weights (one byte each) into panels if gemms are in integers: panels have the bits of the
-        file."""
+        """Repack quantized weights into panels, which have the bits of the file, if gemms are in integers."""
         if self.levels is not None and isinstance(self._product, IntegerProduct):
             packed = self._product.pack_quantized(self.levels, None)
             if isinstance(packed, NativeMultiply) and is_int8_format(packed.weight):
@@ -303,7 +300,6 @@ class Embedding(WeightLayer):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of embedding vectors."""
         return self._placement.dtype
 
     def _lines(self, places: Tensor) -> Tensor:
@@ -315,7 +311,7 @@ class Embedding(WeightLayer):
 
     def newest(self, rows: Tensor, tokens: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:  # [entries, size]
         """Look up the newest token of each of `rows` [entries], by Triton. Reads tokens [all rows, capacity] and
-        lengths [all rows]; writes the tokens' positions into `positions` [entries]."""
+        lengths [all rows]; writes the tokens' positions to `positions` [entries]."""
         from quire.kernels.triton.embedding import embed_newest
 
         x = torch.empty(len(rows), self.weight.shape[1], dtype=self._placement.dtype, device=rows.device)
@@ -372,14 +368,14 @@ class PositionEmbedding(WeightLayer):
         self._offset = offset
 
     def forward(self, positions: Tensor) -> Tensor:  # [tokens] -> [tokens, size]
-        """Look up the vectors. Positions past the end get the last vector: a row that ran ahead can be there, and its
-        output is dropped."""
+        """Look up the vectors, the last one for positions past the end: a row that ran ahead may be there, to be
+        dropped."""
         return F.embedding((positions + self._offset).clamp_(0, len(self.weight) - 1), self.weight)
 
 
 class TiedHead(WeightLayer):
-    """Output head that multiplies by the embedding table. Has no checkpoint parts; `finish` finishes the embedding
-    first."""
+    """Output head that multiplies by the embedding table. Has no checkpoint parts; `finish` also finishes the
+    embedding."""
 
     def __init__(self, embedding: Embedding, product: Product) -> None:
         super().__init__()

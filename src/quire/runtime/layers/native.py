@@ -22,7 +22,7 @@ from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
 from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.ops import TorchOps
-from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct, Part, PartsMultiply
+from quire.runtime.layers.product import BaseProduct, Multiply, PackedProduct, Part, PartsMultiply
 from quire.runtime.layers.stream import Value
 from quire.runtime.quantization.activations import rounding
 from quire.runtime.quantization.levels import LevelWeight
@@ -104,7 +104,7 @@ class GatheredMultiply:
         return self.multiply(x.index_select(1, self.columns))
 
 
-class LevelProduct(NumbersProduct):
+class LevelProduct(BaseProduct):
     """Base of gemms with quantized weights (LevelWeight). Groups of a multiple of 32 columns keep their format; smaller
     groups are converted to 8 bits. Scales and offsets are float16."""
 

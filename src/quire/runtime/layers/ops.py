@@ -71,10 +71,10 @@ class TorchOps:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         size = cos.shape[-1]
         whole = size == x.shape[-1]
-        turned = x if whole else x[..., :size]
-        swapped = turned.roll(size // 2, dims=-1)  # swap the halves
-        turned = (turned * cos).addcmul_(swapped, sin)
-        return turned if whole else torch.cat((turned, x[..., size:]), dim=-1)
+        rotated = x if whole else x[..., :size]
+        swapped = rotated.roll(size // 2, dims=-1)  # swap the halves
+        rotated = (rotated * cos).addcmul_(swapped, sin)
+        return rotated if whole else torch.cat((rotated, x[..., size:]), dim=-1)
 
     def gate(self, gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
         if clamp is not None:

@@ -119,7 +119,7 @@ class PartsMultiply:
         return whole if self.order is None else whole.index_select(1, self.order)
 
 
-class NumbersProduct(ABC):
+class BaseProduct(ABC):
     """Base of gemms without kernels for quantized weights: these are dequantized when they are packed."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -138,19 +138,19 @@ class NumbersProduct(ABC):
         return None
 
 
-class DenseProduct(NumbersProduct):
+class DenseProduct(BaseProduct):
     """torch's gemm on the weight in its plain layout."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
-        turned = weight.t()  # [in, out], a view: one dispatch less per product than F.linear
+        transposed = weight.t()  # [in, out], a view: one dispatch less per product than F.linear
 
         def multiply(x: Tensor) -> Tensor:
-            return torch.mm(x, turned) if bias is None else torch.addmm(bias, x, turned)
+            return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
 
         return multiply
 
 
-class PackedProduct(NumbersProduct):
+class PackedProduct(BaseProduct):
     """oneDNN's blocked gemm (AMX, AVX-512). The weight is reordered once and the plain copy is dropped."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
@@ -163,7 +163,7 @@ class PackedProduct(NumbersProduct):
         return multiply
 
 
-class UpcastProduct(NumbersProduct):
+class UpcastProduct(BaseProduct):
     """For CPUs without instructions for the run dtype: weights are held and multiplied in float32, results are in the
     run dtype."""
 

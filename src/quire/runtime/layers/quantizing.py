@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.config.model import CpuWeights, Quantization
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.layers.choice import choose_product
-from quire.runtime.layers.product import Multiply, NumbersProduct, Product
+from quire.runtime.layers.product import BaseProduct, Multiply, Product
 from quire.runtime.layers.rounded import RoundedProduct
 from quire.runtime.quantization.quantize import quantize_int4, quantize_int8
 from quire.runtime.quantization.weight import QuantizedWeight
@@ -18,7 +18,7 @@ from quire.runtime.quantization.weight import QuantizedWeight
 QUANTIZERS: dict[Quantization, Callable[[Tensor], QuantizedWeight]] = {"int8": quantize_int8, "int4": quantize_int4}
 
 
-class QuantizingProduct(NumbersProduct):
+class QuantizingProduct(BaseProduct):
     """Quantizes a weight when it is packed. `inner` multiplies by it, quantized if it has kernels for that."""
 
     def __init__(self, inner: Product, quantize: Callable[[Tensor], QuantizedWeight]) -> None:

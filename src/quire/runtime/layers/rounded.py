@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.runtime.layers.product import Multiply, NumbersProduct, Product
+from quire.runtime.layers.product import BaseProduct, Multiply, Product
 from quire.runtime.quantization.fp8 import rounded
 
 
-class RoundedProduct(NumbersProduct):
+class RoundedProduct(BaseProduct):
     """The reference for fp8 kernels, and the fallback without them. Saves no memory: rounded weights keep their
     dtype."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.config.environment import ROW_PROGRAM, read_environment
 from quire.kernels.cuda.nvrtc import CudaError
 from quire.runtime.attention.backend import LayerCache
-from quire.runtime.layers.row_writer import RowSymbol, RowWriter, Untold, Untraceable
+from quire.runtime.layers.row_writer import RowSymbol, RowWriter, StepPlaceholder, Untraceable
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Value
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GoThrough = Callable[[RowSymbol, ForwardStep], Value]  # runs the step's layers; returns the stream
+RunLayers = Callable[[RowSymbol, ForwardStep], Value]  # runs the step's layers; returns the stream
 
 
 class RowRun(Protocol):
@@ -104,14 +104,14 @@ class RowPrograms:
         """num_layers: number of all blocks; width: of the residual stream."""
         self._kernel, self._num_layers, self._width = kernel, num_layers, width
         self._traced: dict[tuple[int, int], _Traced] = {}  # by (number of layers, id of the caches)
-        self._has_said = False  # whether the log has the reason why the device has no kernel
+        self._has_logged = False  # whether the log has the reason why the device has no kernel
 
-    def run(self, x: Tensor, step: ForwardStep, go_through: GoThrough) -> bool:
+    def run(self, x: Tensor, step: ForwardStep, run_layers: RunLayers) -> bool:
         """Run a step by the row kernel, which changes x [1, hidden] in place. Returns False, and does nothing, if it
         has none."""
         if len(x) != 1 or step.is_long_row or not _is_one_row(step):
             return False
-        program = self.find(step, x.dtype, go_through)
+        program = self.find(step, x.dtype, run_layers)
         if program is None:
             return False
         plan = step.attention
@@ -119,7 +119,7 @@ class RowPrograms:
         program.run(x, plan.positions, plan.rows, tables)
         return True
 
-    def find(self, step: ForwardStep, dtype: torch.dtype, go_through: GoThrough) -> RowRun | None:
+    def find(self, step: ForwardStep, dtype: torch.dtype, run_layers: RunLayers) -> RowRun | None:
         """Return the row kernel for a step's layers and caches, or None; trace it if needed. dtype: of the stream."""
         if not step.caches or self._why_not(step.caches[0].key.device) is not None:
             return None
@@ -129,25 +129,25 @@ class RowPrograms:
         if found is None or step.max_length > found.max_length:
             if step.caches[0].key.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
-            found = self._traced[key] = self._trace(step, dtype, go_through)
+            found = self._traced[key] = self._trace(step, dtype, run_layers)
         return found.run
 
     def _why_not(self, device: torch.device) -> str | None:
         reason = self._kernel.why_not(device)
-        if reason is not None and not self._has_said:
+        if reason is not None and not self._has_logged:
             logger.debug("steps of one row run layer by layer: %s", reason)
-            self._has_said = True
+            self._has_logged = True
         return reason
 
-    def _trace(self, step: ForwardStep, dtype: torch.dtype, go_through: GoThrough) -> _Traced:
+    def _trace(self, step: ForwardStep, dtype: torch.dtype, run_layers: RunLayers) -> _Traced:
         caches, device = step.caches, step.caches[0].key.device
-        writer, untold = RowWriter(self._width, dtype, device), cast("Any", Untold())
+        writer, any_step = RowWriter(self._width, dtype, device), cast("Any", StepPlaceholder())
         blank = ForwardStep(
-            untold, untold, untold, step.max_length, untold, caches, untold, untold, num_layers=step.num_layers,
-            states=untold,
+            any_step, any_step, any_step, step.max_length, any_step, caches, any_step, any_step,
+            num_layers=step.num_layers, states=any_step,
         )  # fmt: skip
         try:
-            if go_through(writer.stream, blank) is not writer.stream:
+            if run_layers(writer.stream, blank) is not writer.stream:
                 raise Untraceable("the layers end with something else than the stream")
             refused = next((phase for phase in writer.phases if not self._kernel.takes(phase)), None)
             if refused is not None:

@@ -52,7 +52,7 @@ class RowSymbol:
     __matmul__ = __rmatmul__ = __neg__ = __pow__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
-class Untold:
+class StepPlaceholder:
     """Stands for the inputs of a step during tracing. Reading them raises Untraceable, because the trace serves all
     steps."""
 

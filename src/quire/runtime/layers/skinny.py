@@ -19,7 +19,7 @@ from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.products import Workspace, skinny_product
 from quire.kernels.triton.products_plan import own_rows
 from quire.runtime.layers.level_multiply import QuantizedPacker
-from quire.runtime.layers.product import FusedMultiply, Multiply, NumbersProduct
+from quire.runtime.layers.product import BaseProduct, FusedMultiply, Multiply
 from quire.runtime.quantization.weight import QuantizedWeight
 
 
@@ -44,7 +44,7 @@ class TritonMultiply(FusedMultiply):
 
     def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]
         """Return the gemm of RMSNorm(x). `pending` is first added to x in place."""
-        if self._norms_within(x, pending):
+        if self._fuses_norm(x, pending):
             return skinny_product(
                 x, self.weight, self.workspace, bias=self.bias, norm=norm, dependent=self._is_dependent(x)
             )
@@ -59,7 +59,7 @@ class TritonMultiply(FusedMultiply):
             if prefers_gated_product(len(x), self.weight, self.bias):
                 return gated_product(normed, self.weight, activation, dependent=dependent)
             return gate(self._by_library(normed), activation, dependent=dependent)
-        within = norm if self._norms_within(x, pending) else None
+        within = norm if self._fuses_norm(x, pending) else None
         return skinny_product(
             x if within else self._normed(x, norm, pending), self.weight, self.workspace,
             bias=self.bias, activation=activation, norm=within, dependent=self._is_dependent(x),
@@ -83,7 +83,7 @@ class TritonMultiply(FusedMultiply):
     def _is_dependent(self, x: Tensor) -> bool:
         return x.shape[0] >= self.dependent_rows
 
-    def _norms_within(self, x: Tensor, pending: Tensor | None) -> bool:
+    def _fuses_norm(self, x: Tensor, pending: Tensor | None) -> bool:
         """Whether the skinny kernel computes the norm itself."""
         return x.shape[0] == 1 and pending is None and self._is_few(x)
 
@@ -93,11 +93,11 @@ class TritonMultiply(FusedMultiply):
         return add_rms_norm(pending, x, *norm, dependent=self._is_dependent(x))
 
     def _by_library(self, x: Tensor) -> Tensor:
-        turned = self.weight.t()
-        return torch.mm(x, turned) if self.bias is None else torch.addmm(self.bias, x, turned)
+        transposed = self.weight.t()
+        return torch.mm(x, transposed) if self.bias is None else torch.addmm(self.bias, x, transposed)
 
 
-class TritonProduct(NumbersProduct):
+class TritonProduct(BaseProduct):
     """Keeps the weight in its stored form, quantized or not. All weights of a model share one workspace."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:

@@ -21,7 +21,7 @@ from quire.kernels.triton.products import Workspace, skinny_product
 from quire.kernels.triton.products_hopper_plan import takes_rows, takes_weight
 from quire.kernels.triton.products_plan import own_rows
 from quire.kernels.triton.quantize import quantize_rows
-from quire.runtime.layers.product import FusedMultiply, Multiply, NumbersProduct
+from quire.runtime.layers.product import BaseProduct, FusedMultiply, Multiply
 from quire.runtime.quantization.fp8 import ScaledRows, multiply_scaled
 
 Rows = Tensor | ScaledRows  # [tokens, in]
@@ -143,7 +143,7 @@ class ScaledMultiply(FusedMultiply):
         return ScaledRows(numbers, torch.empty(rows, dtype=torch.float32, device=device))
 
 
-class Float8Product(NumbersProduct):
+class Float8Product(BaseProduct):
     """Quantizes weights to float8 when they are packed. All weights of a model share one workspace."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:

@@ -52,7 +52,7 @@ def as_split(size: int | Split) -> Split:
     return size if isinstance(size, Split) else Split.whole(size)
 
 
-def behind(*splits: Split) -> Split:
+def concat_splits(*splits: Split) -> Split:
     """Concatenate several splits into one."""
     runs: list[range] = []
     begin = 0
@@ -109,7 +109,7 @@ class RankSplits:
     def qkv(self, heads: Heads) -> Split:
         """Split queries, keys and values stored in one matrix."""
         kv = self.kv(heads)
-        return behind(self.query(heads), kv, kv)
+        return concat_splits(self.query(heads), kv, kv)
 
     def num_holders(self, heads: Heads) -> int:
         """Return how many ranks hold the same key/value heads as this one."""

@@ -14,7 +14,7 @@ from quire.kernels.clamp import Clamp
 from quire.runtime.layers.experts import clamp_of
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.split import Split, as_split
-from quire.runtime.layers.weights import AS_IT_IS, Placement, WeightLayer
+from quire.runtime.layers.weights import SAME_LAYOUT, Placement, WeightLayer
 from quire.runtime.parallel.expert_sum import NO_SUM, ExpertSum
 from quire.runtime.parallel.group import RankGroup
 from quire.runtime.quantization.mxfp4 import GROUP, SCALES, Mxfp4Weight
@@ -33,7 +33,7 @@ class ExpertLinear(WeightLayer):
     Allocates no memory before its first part is loaded.
     """
 
-    shrinks = True
+    is_quantizable = True
 
     def __init__(
         self, experts: range, inputs: int | Split, outputs: Mapping[str, int | Split], placement: Placement,
@@ -47,11 +47,11 @@ class ExpertLinear(WeightLayer):
         self.experts, num = experts, len(experts)
         rows = sum(each.count for each in self.outputs.values())
         self.num_parts, self.num_inputs, self.num_outputs = len(outputs), self.inputs.count, rows  # per expert
-        self.order, self.stored = None, dict.fromkeys(outputs, AS_IT_IS)  # as in Linear
+        self.order, self.stored = None, dict.fromkeys(outputs, SAME_LAYOUT)  # as in Linear
         self.adapters: StackedExpertAdapters | None = None  # LoRA adapters that tokens may use
         kinds = ("weight", "bias") if bias else ("weight",)
-        self.weight = placement.promise(num, rows, self.inputs.count, dtype=placement.dtype)
-        self.bias = placement.promise(num, rows, dtype=placement.dtype) if bias else None
+        self.weight = placement.unallocated(num, rows, self.inputs.count, dtype=placement.dtype)
+        self.bias = placement.unallocated(num, rows, dtype=placement.dtype) if bias else None
         self.parts = tuple(f"{expert}.{name}.{kind}" for expert in experts for name in outputs for kind in kinds)
         self._placement, self._float8 = placement, float8
         self.spans: dict[str, slice] = {}
@@ -79,11 +79,11 @@ class ExpertLinear(WeightLayer):
             return self.inputs.of(mine, 1)
         return mine if self._has_bias else torch.zeros_like(mine)
 
-    def checked(self, part: str, tensor: Tensor) -> Tensor:
+    def used_part(self, part: str, tensor: Tensor) -> Tensor:
         return self.own(part, tensor)
 
     def load(self, part: str, tensor: Tensor) -> None:
-        self._hold(part)
+        self._allocate(part)
         super().load(part, self.own(part, tensor))
 
     def load_quantized(self, part: str, weight: StoredWeight) -> bool:
@@ -102,7 +102,7 @@ class ExpertLinear(WeightLayer):
         return True
 
     def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
-        self._hold(part)
+        self._allocate(part)
         super().randomize(part, generator, dtype)
 
     def finish(self) -> None:
@@ -120,11 +120,11 @@ class ExpertLinear(WeightLayer):
             self._stack = Stack(numbers.view(weight.shape), scale.view(weight.shape[:2]), bias)
         del self.weight, self.bias
 
-    def _hold(self, part: str) -> None:
+    def _allocate(self, part: str) -> None:
         if part.endswith(".weight"):
-            self.weight = self._placement.keep(self.weight)
+            self.weight = self._placement.allocate(self.weight)
         elif self.bias is not None:
-            self.bias = self._placement.keep(self.bias)
+            self.bias = self._placement.allocate(self.bias)
 
     def _part(self, part: str) -> Tensor:
         expert, name, kind = part.split(".")

@@ -67,7 +67,7 @@ class Stream:
             self.settle()
             self._add(change, scale)
 
-    def renew(self, norm: StreamNorm) -> None:
+    def replace_by_norm(self, norm: StreamNorm) -> None:
         """Replace the stream by its norm, for models with a norm after every residual addition."""
         self.x = norm.of(self.settle())
 
@@ -164,7 +164,7 @@ class PostNormed:
         return self.norm.of(value_of(self.change))
 
 
-def sum_of(x: Value, y: Value) -> Value:
+def add_in_place(x: Value, y: Value) -> Value:
     """Return x + y [tokens, size]; x is overwritten."""
     if isinstance(x, Symbol):
         x.writer.add(x, y)

@@ -26,20 +26,20 @@ class Placement:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
-    def promise(self, *shape: int, dtype: torch.dtype) -> nn.Parameter:
-        """Return a parameter with a shape and no memory; `keep` allocates it."""
+    def unallocated(self, *shape: int, dtype: torch.dtype) -> nn.Parameter:
+        """Return a parameter with a shape and no memory; `allocate` allocates it."""
         return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
-    def keep(self, promised: nn.Parameter) -> nn.Parameter:
-        """Allocate a promised parameter, or return it unchanged if it has memory."""
-        return self.empty(*promised.shape, dtype=promised.dtype) if promised.is_meta else promised
+    def allocate(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Allocate a parameter of `unallocated`, or return it unchanged if it has memory."""
+        return self.empty(*parameter.shape, dtype=parameter.dtype) if parameter.is_meta else parameter
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """How a checkpoint stores a matrix and its bias, if not as [outputs, inputs] in the layer's order."""
 
-    turned: bool = False  # transposed: [inputs, outputs]
+    transposed: bool = False  # [inputs, outputs]
     grouped: Heads | None = None  # fused qkv by kv head: its queries, its key, its value
     # (head dim, rotated dim): the last `rotated dim` outputs of each head are interleaved pairs, not halves.
     pairs: tuple[int, int] | None = None
@@ -49,13 +49,13 @@ class Stored:
         """Return the stored shape of a part whose shape in the layer is `shape`."""
         if self.kernel and len(shape) == 2:
             return (shape[0], *self.kernel)
-        return shape[::-1] if self.turned else shape
+        return shape[::-1] if self.transposed else shape
 
     def in_order(self, tensor: Tensor) -> Tensor:
         """Convert a stored tensor to the layer's order."""
         if self.kernel:
             return tensor.reshape(len(tensor), -1) if tensor.dim() > 1 else tensor
-        tensor = tensor.t() if self.turned else tensor
+        tensor = tensor.t() if self.transposed else tensor
         if self.pairs is not None:
             return _halves(tensor, *self.pairs)
         if self.grouped is None:
@@ -70,7 +70,7 @@ class Stored:
         nothing else."""
         if outputs.is_whole and inputs.is_whole:
             return self.in_order(tensor)
-        flat = tensor.reshape(len(tensor), -1) if self.kernel else tensor.t() if self.turned else tensor
+        flat = tensor.reshape(len(tensor), -1) if self.kernel else tensor.t() if self.transposed else tensor
         if self.pairs is not None or self.grouped is not None:
             flat = flat.index_select(0, outputs.of(self.in_order(torch.arange(outputs.total))))
         else:
@@ -80,17 +80,17 @@ class Stored:
     def outputs_in_order(self, outputs: int) -> Tensor | None:
         """Return the stored output index for each output of the layer, or None if they are equal. Only for a matrix
         that is not stored transposed."""
-        return None if self == AS_IT_IS else self.in_order(torch.arange(outputs))
+        return None if self == SAME_LAYOUT else self.in_order(torch.arange(outputs))
 
 
-AS_IT_IS = Stored()
+SAME_LAYOUT = Stored()
 
 
-def _halves(tensor: Tensor, dim: int, turned: int) -> Tensor:
-    """Reorder the last `turned` rows of each head of `dim` rows from interleaved pairs to halves: even rows, then odd
+def _halves(tensor: Tensor, dim: int, rotated: int) -> Tensor:
+    """Reorder the last `rotated` rows of each head of `dim` rows from interleaved pairs to halves: even rows, then odd
     rows."""
     heads = tensor.reshape(-1, dim, *tensor.shape[1:])
-    kept, paired = heads[:, : dim - turned], heads[:, dim - turned :]
+    kept, paired = heads[:, : dim - rotated], heads[:, dim - rotated :]
     return torch.cat((kept, paired[:, 0::2], paired[:, 1::2]), dim=1).reshape(tensor.shape)
 
 
@@ -103,8 +103,8 @@ class WeightLayer(nn.Module):
 
     parts: tuple[str, ...] = ()
     random_mean = 0.0
-    shrinks = False  # whether the engine's weight quantization applies
-    expands = False  # whether quantized matrices are always dequantized
+    is_quantizable = False  # whether the engine's weight quantization applies
+    is_always_dequantized = False  # whether quantized matrices are always dequantized
     weight: nn.Parameter
 
     def part_shape(self, part: str) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class WeightLayer(nn.Module):
         """Return this rank's share of a whole part in the layer's order."""
         return whole
 
-    def checked(self, part: str, tensor: Tensor) -> Tensor:  # noqa: ARG002
+    def used_part(self, part: str, tensor: Tensor) -> Tensor:  # noqa: ARG002
         """Return the elements of a checkpoint tensor that `load` uses."""
         return tensor
 

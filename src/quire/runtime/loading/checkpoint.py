@@ -10,7 +10,7 @@ from quire.config.model import ModelConfig
 from quire.runtime.loading.files import ModelFiles
 from quire.runtime.loading.gguf.checkpoint import GgufCheckpoint
 from quire.runtime.loading.hf.checkpoint import HfCheckpoint
-from quire.runtime.loading.values import Own, all_of_it
+from quire.runtime.loading.values import UsedPart, whole_tensor
 from quire.runtime.quantization.region import Region
 from quire.runtime.quantization.weight import StoredWeight
 
@@ -24,7 +24,7 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str, own: Own = all_of_it) -> Tensor:
+    def read(self, name: str, own: UsedPart = whole_tensor) -> Tensor:
         """Return the tensor on the CPU: float32 if it was quantized, otherwise in the stored dtype, possibly as a view
         of the file. Checks only the part that `own` returns for damage, so that the rest of a view is not read."""
 

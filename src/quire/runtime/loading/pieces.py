@@ -19,26 +19,26 @@ class Piece:
 
     tensor: str  # name in the files
     expert: int | None = None  # None: all of it
-    turned: bool = False  # stored transposed
+    transposed: bool = False  # stored transposed
     number: int = 0  # index among the `count` pieces of the same expert
     count: int = 1
-    in_turns: bool = False  # whether the pieces' outputs are interleaved, or concatenated
+    interleaved: bool = False  # whether the pieces' outputs are interleaved, or concatenated
     exponents: str | None = None  # name of the MXFP4 exponents' tensor
 
     def shape(self, stored: Shape) -> Shape:
         """Return the piece's shape, given that of the stored tensor."""
         if self.expert is None:
             return stored
-        inner = stored[1:][::-1] if self.turned else stored[1:]
+        inner = stored[1:][::-1] if self.transposed else stored[1:]
         return (len(range(*self._outputs(inner[0]).indices(inner[0]))), *inner[1:]) if inner else ()
 
     def of_expert(self, values: Tensor) -> Tensor:
         """Return the piece, given its expert's part of the stored tensor."""
-        values = values.t() if self.turned else values
+        values = values.t() if self.transposed else values
         return values[self._outputs(len(values))]
 
     def _outputs(self, total: int) -> slice:
-        if self.in_turns:
+        if self.interleaved:
             return slice(self.number, None, self.count)
         return slice(self.number * total // self.count, (self.number + 1) * total // self.count)
 
@@ -57,6 +57,6 @@ def pieces_of(name: str, stored: str, stacked: Mapping[str, Stacked], num_expert
     exponents = stored.removesuffix(BLOCKS) + SCALES if is_packed else None
     for expert in range(num_experts):
         for number, part in enumerate(found.parts):
-            turned = found.turned and not is_packed  # MXFP4 blocks run along the inputs, which are last
-            piece = Piece(stored, expert, turned, number, len(found.parts), found.in_turns, exponents)
+            transposed = found.transposed and not is_packed  # MXFP4 blocks run along the inputs, which are last
+            piece = Piece(stored, expert, transposed, number, len(found.parts), found.interleaved, exponents)
             yield f"{path}.experts.{expert}.{part}", piece

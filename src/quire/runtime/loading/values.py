@@ -11,12 +11,12 @@ from quire.runtime.loading.mapping import Bytes
 from quire.runtime.loading.threads import threads_for
 from quire.types.errors import ModelLoadError
 
-Own = Callable[[Tensor], Tensor]  # returns the part of a tensor that is used
+UsedPart = Callable[[Tensor], Tensor]  # returns the part of a tensor that is used
 PROBE_BYTES = 4_096
 AGAIN = "download it again"
 
 
-def all_of_it(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 

@@ -48,7 +48,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
             for name, part in parts.items():
                 quantized = checkpoint.read_quantized(name, layer.region(part))
                 if quantized is None:
-                    layer.load(part, checkpoint.read(name, partial(layer.checked, part)))
+                    layer.load(part, checkpoint.read(name, partial(layer.used_part, part)))
                 else:
                     expanded += not layer.load_quantized(part, quantized)
                 done += 1

@@ -15,7 +15,7 @@ from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.expert_adapters import ExpertProduct
-from quire.runtime.layers.experts import EachExpert
+from quire.runtime.layers.experts import SeparateExperts
 from quire.runtime.layers.latent import LatentAttention
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import TiedHead, TokenTable
@@ -169,7 +169,7 @@ class BaseModel(nn.Module):
         return {
             f"{where}.{name}": ExpertProduct(module.own, linears)
             for where, module in blocks.named_modules(prefix=path)
-            if isinstance(module, EachExpert | StackedExperts)
+            if isinstance(module, SeparateExperts | StackedExperts)
             for name, linears in module.products.items()
         }
 
@@ -199,7 +199,7 @@ def _linears(module: nn.Module, path: str) -> Iterator[tuple[str, Linear]]:
     for name, child in module.named_children():
         if isinstance(child, Linear):
             yield f"{path}.{name}", child
-        elif not isinstance(child, EachExpert):
+        elif not isinstance(child, SeparateExperts):
             yield from _linears(child, f"{path}.{name}")
 
 

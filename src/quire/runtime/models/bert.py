@@ -48,9 +48,9 @@ class BertBlock(nn.Module):
 
     def forward(self, x: Stream, texts: Texts) -> None:
         x.add(self.attention(x.x, texts))
-        x.renew(self.attention_norm)
+        x.replace_by_norm(self.attention_norm)
         x.add(self.mlp(x.x))
-        x.renew(self.mlp_norm)
+        x.replace_by_norm(self.mlp_norm)
 
 
 class Bert(BaseEncoder):

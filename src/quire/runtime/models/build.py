@@ -135,7 +135,7 @@ def _describe_uncounted(config: ModelConfig) -> _Description:
     model = _outline(config)
     layers = [(layer, *item) for layer, parts in weight_layers(model) for item in parts.items()]
     shapes = {name: layer.part_shape(part) for layer, name, part in layers}
-    copies = {name: layer.copies(part) for layer, name, part in layers if not layer.expands}
+    copies = {name: layer.copies(part) for layer, name, part in layers if not layer.is_always_dequantized}
     return _Description(_count(model), shapes, copies)
 
 
@@ -162,7 +162,7 @@ def _count(model: BaseModel | BaseEncoder) -> WeightCounts:
     for layer, parts in weight_layers(model):
         shapes = [layer.held_shape(part) for part in parts.values() for _ in range(layer.copies(part))]
         parameters += sum(map(math.prod, shapes))
-        if layer.shrinks and id(layer) in inside:
+        if layer.is_quantizable and id(layer) in inside:
             matrices = [shape for shape in shapes if len(shape) == 2]
             in_blocks += sum(map(math.prod, matrices))
             outputs += layer.num_outputs if isinstance(layer, Linear) else sum(shape[0] for shape in matrices)

@@ -59,12 +59,12 @@ class Stacked:
     outputs].
 
     `parts`: what it contains for each expert. With several parts their outputs are concatenated, or interleaved if
-    `in_turns`. `turned`: stored transposed, [experts, inputs, outputs].
+    `interleaved`. `transposed`: stored transposed, [experts, inputs, outputs].
     """
 
     parts: tuple[str, ...]
-    turned: bool = False
-    in_turns: bool = False
+    transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class GgufFamily:
     A `*` in a name is the number of an expert: the tensor stacks all experts. `blocks`: the prefix before a block's
     number. `has_pairs`: files interleave each head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...).
     `ungrouped`: the layer that files store as all queries, all keys, all values, where checkpoints interleave them by
-    group. `turned`: checkpoints store matrices transposed and files do not. `norm_offset`: files store norm weights
+    group. `transposed`: checkpoints store matrices transposed and files do not. `norm_offset`: files store norm weights
     plus this. `qk_norm`: query and key heads are normed, which the metadata does not record.
 
     `read` completes a config from `settings`, the metadata keys that only this family has. `whole` replaces per-layer
@@ -87,7 +87,7 @@ class GgufFamily:
     blocks: str = "model.layers"
     has_pairs: bool = False
     ungrouped: str | None = None
-    turned: bool = False
+    transposed: bool = False
     norm_offset: float = 0.0
     qk_norm: bool = False
     settings: frozenset[str] = frozenset()
@@ -103,7 +103,7 @@ STACKED = {  # two tensors hold all experts of a layer
 }
 
 
-def text_part(name: str, others: tuple[str, ...]) -> str | None:
+def text_model_name(name: str, others: tuple[str, ...]) -> str | None:
     """Return a tensor's name in the text model, given its name in a multimodal model (new or old spelling). None: it
     belongs to one of the `others`, given by the prefixes of their names."""
     outer = name.removeprefix("model.")
@@ -115,7 +115,7 @@ def text_part(name: str, others: tuple[str, ...]) -> str | None:
     return name
 
 
-def placed(name: str, places: Mapping[str, tuple[str, ...]]) -> str:
+def with_module_path(name: str, places: Mapping[str, tuple[str, ...]]) -> str:
     """Insert the path of the wrapping module into a tensor's name, for layers that our model nests deeper than the
     checkpoint. `places`: the path of each such module and the name prefixes of its layers."""
     found = _OUTER.match(name)

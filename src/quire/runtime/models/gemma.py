@@ -20,7 +20,7 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import PostNormed, Projected, Stream, Value
 from quire.runtime.models import gguf_config
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily, text_part
+from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily, text_model_name
 from quire.runtime.models.hf_config import (
     FULL,
     GATED,
@@ -140,7 +140,7 @@ def _finish_gguf(fields: Fields, config: ModelConfig, *, every: int, deepest: in
 
 def rename(name: str) -> str | None:
     """Ignore the vision tower."""
-    return text_part(name, ("vision_tower.", "multi_modal_projector."))
+    return text_model_name(name, ("vision_tower.", "multi_modal_projector."))
 
 
 GEMMA_INNER = GGUF_INNER | {

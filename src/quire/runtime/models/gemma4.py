@@ -17,7 +17,7 @@ from quire.runtime.layers.side_inputs import SideInput
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Projected, Stream, Value
 from quire.runtime.models import gguf_config
-from quire.runtime.models.family import GGUF_OUTER, STACKED, Family, GgufFamily, placed, text_part
+from quire.runtime.models.family import GGUF_OUTER, STACKED, Family, GgufFamily, text_model_name, with_module_path
 from quire.runtime.models.gemma import GEMMA_INNER, Gemma, GemmaBlock, read_gemma
 from quire.runtime.models.hf_config import (
     FULL,
@@ -106,8 +106,8 @@ PLACES = {
 
 def rename(name: str) -> str | None:
     """Ignore the towers for images and sound."""
-    found = text_part(name, ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."))
-    return None if found is None else placed(found, PLACES)
+    found = text_model_name(name, ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."))
+    return None if found is None else with_module_path(found, PLACES)
 
 
 def gguf_gemma4(fields: Fields, config: ModelConfig) -> ModelConfig:

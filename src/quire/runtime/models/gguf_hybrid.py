@@ -20,11 +20,11 @@ from quire.runtime.models.family import GGUF_EXPERTS, GGUF_INNER, GgufFamily
 from quire.runtime.models.gguf_layout import (
     Order,
     Rearranged,
-    apart,
     expand_order,
     grouped_heads,
     in_order,
     shared_gates,
+    ungrouped_rows,
 )
 from quire.runtime.models.hf_config import check_recurrent
 
@@ -129,11 +129,11 @@ def _products(
     for word, order in zip(("qkv", "z", "b", "a"), orders, strict=True):
         found[word] = (f"{path}{word}.weight", len(order), order)
     if joined in names:
-        *qkv, gates = apart(groups, (sizes.key_dim, sizes.key_dim, *[shared * sizes.value_dim] * 2))
+        *qkv, gates = ungrouped_rows(groups, (sizes.key_dim, sizes.key_dim, *[shared * sizes.value_dim] * 2))
         total = sizes.channels + sizes.value_size
         found |= {"qkv": (joined, total, np.concatenate(qkv)), "z": (joined, total, gates)}
     if both in names:
-        strength, decay = apart(groups, (shared, shared))
+        strength, decay = ungrouped_rows(groups, (shared, shared))
         found |= {"b": (both, 2 * sizes.value_heads, strength), "a": (both, 2 * sizes.value_heads, decay)}
     return {
         f"{path}{word}.weight": Rearranged(

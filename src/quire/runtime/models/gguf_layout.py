@@ -61,7 +61,7 @@ def grouped_heads(groups: int, heads: int) -> Order:
     return np.arange(heads).reshape(heads // groups, groups).T.reshape(-1)
 
 
-def apart(groups: int, sizes: tuple[int, ...]) -> list[Order]:
+def ungrouped_rows(groups: int, sizes: tuple[int, ...]) -> list[Order]:
     """Return the row indices of each part, for a matrix that stores the rows of all parts group by group."""
     rows = np.arange(groups * sum(sizes)).reshape(groups, -1)
     return [part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)]

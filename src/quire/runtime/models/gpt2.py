@@ -21,7 +21,7 @@ from quire.runtime.models.base import BaseModel
 from quire.runtime.models.family import Family, GgufFamily
 from quire.runtime.models.hf_config import PLAIN, read_activation, read_heads, refuse_set
 
-TURNED = Stored(turned=True)
+TRANSPOSED = Stored(transposed=True)
 
 
 class Gpt2Block(nn.Module):
@@ -30,14 +30,14 @@ class Gpt2Block(nn.Module):
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
         self.ln_1 = build.layer_norm("ln_1", hidden, eps)
         self.attn = SelfAttention(
-            build.column_linear("c_attn", hidden, config.heads, bias=True, stored=TURNED),
+            build.column_linear("c_attn", hidden, config.heads, bias=True, stored=TRANSPOSED),
             build.attention(config.heads, config.place_of(layer), None),
-            build.row_linear("c_proj", config.heads, hidden, bias=True, stored=TURNED),
+            build.row_linear("c_proj", config.heads, hidden, bias=True, stored=TRANSPOSED),
         )
         self.ln_2 = build.layer_norm("ln_2", hidden, eps)
         self.mlp = build.mlp(
-            build.column_linear("c_fc", hidden, inner, bias=True, stored=TURNED),
-            build.row_linear("c_proj", inner, hidden, bias=True, stored=TURNED),
+            build.column_linear("c_fc", hidden, inner, bias=True, stored=TRANSPOSED),
+            build.row_linear("c_proj", inner, hidden, bias=True, stored=TRANSPOSED),
             config.activation,
         )
 
@@ -117,7 +117,7 @@ GGUF = GgufFamily(
         "ffn_down": "mlp.c_proj",
     },
     blocks="transformer.h",
-    turned=True,
+    transposed=True,
     read=read_gguf,
 )
 GPT2 = Family(

@@ -66,9 +66,9 @@ def read_experts(config: Fields) -> Experts:
 
 
 STACKED = {
-    "gate_up_proj": Stacked(("gate_proj.weight", "up_proj.weight"), turned=True, in_turns=True),
-    "gate_up_proj_bias": Stacked(("gate_proj.bias", "up_proj.bias"), in_turns=True),
-    "down_proj": Stacked(("down_proj.weight",), turned=True),
+    "gate_up_proj": Stacked(("gate_proj.weight", "up_proj.weight"), transposed=True, interleaved=True),
+    "gate_up_proj_bias": Stacked(("gate_proj.bias", "up_proj.bias"), interleaved=True),
+    "down_proj": Stacked(("down_proj.weight",), transposed=True),
     "down_proj_bias": Stacked(("down_proj.bias",)),
 }
 

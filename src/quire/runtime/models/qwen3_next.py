@@ -21,7 +21,7 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models import gguf_hybrid
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.family import STACKED, Family, text_part
+from quire.runtime.models.family import STACKED, Family, text_model_name
 from quire.runtime.models.hf_config import (
     FULL,
     check_recurrent,
@@ -132,7 +132,7 @@ def _read_recurrent(config: Fields) -> Recurrent | None:
 
 def rename(name: str) -> str | None:
     """Ignore the vision tower and the draft layers (MTP)."""
-    return text_part(name, ("mtp.", "visual."))
+    return text_model_name(name, ("mtp.", "visual."))
 
 
 QWEN3_NEXT = Family(

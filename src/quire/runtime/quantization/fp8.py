@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.kernels.library import FLOAT8_MULTIPLE, can_multiply_int8, multiply_float8, sum_int8
 from quire.kernels.reference.quantize import quantize_rows
 
-_NUMBERS_AT_ONCE = 1 << 22  # elements per pass of plain torch, which needs them in float32
+_VALUES_AT_ONCE = 1 << 22  # elements per pass of plain torch, which needs them in float32
 
 
 class ScaledRows(NamedTuple):
@@ -27,7 +27,7 @@ class ScaledRows(NamedTuple):
 def rounded(x: Tensor) -> Tensor:
     """Quantize rows [rows, size] to float8 and dequantize them; returns x's dtype. Uses plain torch, a part at a
     time."""
-    parts = torch.split(x, max(1, _NUMBERS_AT_ONCE // x.shape[1]))
+    parts = torch.split(x, max(1, _VALUES_AT_ONCE // x.shape[1]))
     return torch.cat([ScaledRows(*quantize_rows(part)).values(x.dtype) for part in parts])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.runtime.quantization.activations import ActivationScheme
 
 GROUP = 32  # inputs that share a scale and an offset in GGUF files and in the compiled kernels
-_NUMBERS_AT_ONCE = 1 << 22  # elements regrouped per pass, which needs them in float32
+_VALUES_AT_ONCE = 1 << 22  # elements regrouped per pass, which needs them in float32
 _HALF_ERROR = 2.0**-11  # relative error of float16 for normal values; subnormals (below 2**-14) may have larger ones
 
 
@@ -97,7 +97,7 @@ class LevelWeight:
         """Return the weight with groups of `size` columns, a multiple of the group size, and 8-bit levels. A wide group
         whose parts have equal factors keeps its levels; others are requantized in 127 steps of their largest
         magnitude."""
-        rows = max(1, _NUMBERS_AT_ONCE // self.levels.shape[1])
+        rows = max(1, _VALUES_AT_ONCE // self.levels.shape[1])
         parts = [_widened(part, size) for part in _split(replace(self, columns=None), rows)]
         levels, scales, offsets = (torch.cat(each) for each in zip(*parts, strict=True))
         return replace(self, levels=levels, scales=scales, offsets=offsets, nibbles=False)

@@ -13,12 +13,12 @@ from quire.runtime.quantization.levels import LevelWeight
 
 CLIPS = (1.0, 0.94, 0.88, 0.82, 0.75)  # fractions of a group's range to try; values outside are clipped
 _TOP = 15.0  # the highest level
-_NUMBERS_AT_ONCE = 1 << 22
+_VALUES_AT_ONCE = 1 << 22
 
 
 def quantize_int8(weight: Tensor) -> LevelWeight:
     """Quantize [outputs, inputs] to int8 with a scale per output. The gemm quantizes its rows to int8 too."""
-    parts = torch.split(weight, max(1, _NUMBERS_AT_ONCE // weight.shape[1]))
+    parts = torch.split(weight, max(1, _VALUES_AT_ONCE // weight.shape[1]))
     made = [_int8(part.float()) for part in parts]
     scales = torch.cat([scale for _, scale in made])
     levels = torch.cat([level for level, _ in made])
@@ -29,7 +29,7 @@ def quantize_int4(weight: Tensor) -> LevelWeight:
     """Quantize [outputs, inputs] to int4 with a scale and an offset per 64 inputs, or per the greatest divisor of 64
     that also divides the inputs. Each group takes the clipping range with the smallest squared error."""
     group = math.gcd(weight.shape[1], INT4_GROUP)
-    parts = torch.split(weight, max(1, _NUMBERS_AT_ONCE // weight.shape[1]))
+    parts = torch.split(weight, max(1, _VALUES_AT_ONCE // weight.shape[1]))
     made = [int4_levels(part.float().view(len(part), -1, group)) for part in parts]
     levels, scales, offsets = (torch.cat(each) for each in zip(*made, strict=True))
     return LevelWeight(levels.view(weight.shape), scales, offsets, nibbles=True)

@@ -225,7 +225,7 @@ class _Writer:
             for name, part in parts.items():
                 if _takes(layer, name):
                     assert isinstance(layer, Linear)
-                    if layer.part_shape(part) != self._checkpoint.shape(name) or layer.stored[_own(part)].turned:
+                    if layer.part_shape(part) != self._checkpoint.shape(name) or layer.stored[_own(part)].transposed:
                         raise ConfigError("model", f"{name} is stored by inputs first", "set quantization instead")
                     found[name] = self._checkpoint.shape(name)
         return found
@@ -283,7 +283,7 @@ def _float8(weight: Tensor, shared: Shared) -> Float8Weight:  # [outputs, inputs
 
 
 def _takes(layer: object, name: str) -> bool:
-    return isinstance(layer, Linear) and layer.shrinks and name.endswith(".weight")
+    return isinstance(layer, Linear) and layer.is_quantizable and name.endswith(".weight")
 
 
 def _own(part: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.native import ops
 from quire.kernels.native.loader import why_not_native
-from quire.runtime.sampling.ranking import head
+from quire.runtime.sampling.ranking import top_logits
 from quire.runtime.sampling.tiles import tile_max, tile_sum
 from quire.types.step import TokenLogprobs
 
@@ -75,7 +75,7 @@ def _listed(logits: Tensor, token_ids: Tensor, count: int, named: Tensor) -> Lis
     better = torch.gt(logits, own, out=torch.empty_like(logits))  # 1 or 0: floats are faster than a mask on CPUs
     rank = better.sum(dim=-1).long() + 1
     if count:
-        top, top_ids = head(logits, tops, count)
+        top, top_ids = top_logits(logits, tops, count)
     else:
         top, top_ids = own[:, :0], token_ids.new_empty(len(token_ids), 0)
     best = tops.amax(dim=-1, keepdim=True)

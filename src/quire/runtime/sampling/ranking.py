@@ -11,8 +11,9 @@ _LOW_WORD = 0xFFFFFFFF
 _MAGNITUDE = 0x7FFFFFFF
 
 
-def head(logits: Tensor, tops: Tensor, width: int) -> tuple[Tensor, Tensor]:  # [G, vocab], [G, tiles] -> 2 x [G, width]
-    """Return the `width` highest logits in descending order, and their token ids, ascending among equal logits.
+def top_logits(logits: Tensor, tops: Tensor, width: int) -> tuple[Tensor, Tensor]:  # -> 2 x [G, width]
+    """Return the `width` highest of logits [G, vocab] in descending order, and their token ids, ascending among equal
+    logits.
 
     `tops` is `tile_max(logits)`. If several tokens equal the last one listed, which of them are listed is undefined.
     """

@@ -29,7 +29,7 @@ class EagleDrafter(ModelDrafter):
     """Implements Drafter; see ModelDrafter for the parameters."""
 
     shift = 1
-    keeps_guesses = False
+    keeps_draft_cache = False
 
     def __init__(
         self, worker: Worker, target: Rows, coverage: EagleCoverage, head: Eagle3, features: BlockFeatures,
@@ -46,7 +46,7 @@ class EagleDrafter(ModelDrafter):
         num_prompt = max(1, new.num_prompt_tokens - self.shift)
         return NewRow(new.row, tokens, num_prompt, new.block_ids, _LIKELIEST, TokenRules(), 0, 0, adapter=NO_ADAPTER)
 
-    def _go_on(self, rows: Sequence[int], last: DraftPass) -> None:
+    def _before_next_pass(self, rows: Sequence[int], last: DraftPass) -> None:
         """Store the head's hidden states of the last pass as the features of the tokens that were sampled from them."""
         places = {row: place for place, row in enumerate(last.rows)}
         own, wanted = self._worker.rows, np.array([places[row] for row in rows], dtype=np.int64)

@@ -20,7 +20,7 @@ from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.gguf.types import LEVEL_FORMS
 from quire.runtime.loading.mapping import Bytes
 from quire.runtime.loading.pieces import Piece
-from quire.runtime.loading.values import Own, all_of_it, refuse_blank, refuse_non_finite
+from quire.runtime.loading.values import UsedPart, refuse_blank, refuse_non_finite, whole_tensor
 from quire.runtime.models.family import Stacked, is_unread
 from quire.runtime.models.gguf_layout import Rearranged
 from quire.runtime.models.registry import find_family
@@ -58,17 +58,17 @@ class GgufCheckpoint:
         if name in self._rearranged:
             return self._rearranged[name].shape
         shape = self._stored_shape(name)
-        return shape[::-1] if self._is_turned(name) else shape
+        return shape[::-1] if self._is_transposed(name) else shape
 
     def source(self, name: str) -> str:
         return self._model.owners[self._pieces[self._first(name)].tensor].name
 
-    def read(self, name: str, own: Own = all_of_it) -> Tensor:
+    def read(self, name: str, own: UsedPart = whole_tensor) -> Tensor:
         """Return the tensor on the CPU. Raises ModelLoadError if its `own` part contains NaN or infinity, or is
         blank."""
         made = self._rearranged.get(name)
         values = self._values(name) if made is None else make_tensor(made, self._values)
-        if made is None and self._is_turned(name):
+        if made is None and self._is_transposed(name):
             values = values.t()
         refuse_non_finite(own(values), self.source(name), self._pieces[self._first(name)].tensor)
         offset = self._family.norm_offset
@@ -78,7 +78,7 @@ class GgufCheckpoint:
         if name in self._rearranged:
             return self._read_rearranged(self._rearranged[name], region)
         kind, shape = self._tensor(name).ggml_type, self.shape(name)
-        if self._is_turned(name):  # blocks run along the inputs
+        if self._is_transposed(name):  # blocks run along the inputs
             return None
         blocks = None if region is None else blocks_of(region.inputs, shape[1], kind.block_values)
         if region is None or blocks is None:
@@ -104,9 +104,9 @@ class GgufCheckpoint:
         """Return the name of the first stored tensor that a tensor is made of."""
         return self._rearranged[name].first if name in self._rearranged else name
 
-    def _is_turned(self, name: str) -> bool:
+    def _is_transposed(self, name: str) -> bool:
         """Whether Hugging Face's checkpoints store this matrix transposed."""
-        return self._family.turned and name.startswith(self._family.blocks) and len(self._stored_shape(name)) == 2
+        return self._family.transposed and name.startswith(self._family.blocks) and len(self._stored_shape(name)) == 2
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         return self._pieces[name].shape(self._tensor(name).shape)

@@ -91,7 +91,7 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
         dtype=_read_dtype(model),
         bos_id=inside(_token_id(model, "bos"), vocab_size),
         eos_ids=_read_eos_ids(model, vocab_size),
-        levels=StoredLevels() if family.turned else _read_levels(model),
+        levels=StoredLevels() if family.transposed else _read_levels(model),
     )
     if family.read is not None:
         config = family.read(given, config)

@@ -19,7 +19,7 @@ from quire.runtime.loading.hf.quantized.layers import QuantizedLayer, find_cache
 from quire.runtime.loading.hf.quantized.method import DTYPES, BadTensors
 from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
 from quire.runtime.loading.pieces import Piece, pieces_of
-from quire.runtime.loading.values import Own, all_of_it, refuse_blank, refuse_non_finite
+from quire.runtime.loading.values import UsedPart, refuse_blank, refuse_non_finite, whole_tensor
 from quire.runtime.models.build import describe_weights
 from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, SCALES, Mxfp4Weight
 from quire.runtime.quantization.region import Region
@@ -101,7 +101,7 @@ class HfCheckpoint:
         except BadTensors as error:
             raise quantized.refuse(error) from None
 
-    def read(self, name: str, own: Own = all_of_it) -> Tensor:
+    def read(self, name: str, own: UsedPart = whole_tensor) -> Tensor:
         """Return the tensor on the CPU. Raises ModelLoadError if its `own` part contains NaN or infinity, or is
         blank."""
         if (quantized := self.read_quantized(name)) is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.runtime.sampling.column import Column
-from quire.runtime.sampling.ranking import head
+from quire.runtime.sampling.ranking import top_logits
 from quire.runtime.sampling.samples import Members
 from quire.runtime.sampling.weights import at, draw, first_reaching, share_of, weigh
 from quire.types.step import NewRow
@@ -68,7 +68,7 @@ class _Rows:
 def _draw(rows: _Rows, width: int) -> tuple[Tensor, Tensor]:  # [G], [G]
     """Draw from the first `width` ranks. The second tensor is True for rows whose token would be the same from all
     ranks."""
-    values, ids = head(rows.logits, rows.tops, width)
+    values, ids = top_logits(rows.logits, rows.tops, width)
     in_top_k = torch.arange(width, device=ids.device) < rows.top_k[:, None]
     weights = weigh(values, rows.tops.amax(dim=-1), rows.logits.shape[1]).double()
     cumulative = torch.where(in_top_k, weights, 0.0).cumsum(dim=-1)

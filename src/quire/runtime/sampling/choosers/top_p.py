@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.runtime.sampling.column import Column
-from quire.runtime.sampling.ranking import head
+from quire.runtime.sampling.ranking import top_logits
 from quire.runtime.sampling.samples import Members
 from quire.runtime.sampling.tiles import tile_max
 from quire.runtime.sampling.weights import at, draw, first_above, first_reaching, share_of, weigh
@@ -51,7 +51,7 @@ class DrawFromTopP:
 
 def _draw_from_head(weights: Tensor, needed: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:  # [G], [G]
     """Draw from the first ranks. The second tensor is True for rows whose token would be the same from all ranks."""
-    values, ids = head(weights, tile_max(weights), _WIDTH)
+    values, ids = top_logits(weights, tile_max(weights), _WIDTH)
     cumulative = values.cumsum(dim=-1, dtype=torch.float64)
     last = first_reaching(cumulative, needed)  # the last rank that is kept
     kept = at(cumulative, last)

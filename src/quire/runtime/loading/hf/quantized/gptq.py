@@ -20,7 +20,8 @@ ZERO_SHIFT = {"gptq": 1, "gptq_v2": 0}  # added to stored zero points, by `check
 
 
 class Gptq(Method):
-    """`dynamic` and `modules_to_not_convert` are not read, because each matrix's tensors show how it is stored."""
+    """The rules of `dynamic` and `modules_to_not_convert` are not read, because each matrix's tensors show how it is
+    stored."""
 
     name = "gptq"
     words = frozenset(("qweight", "qzeros", "scales", "g_idx"))
