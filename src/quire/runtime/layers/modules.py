@@ -151,8 +151,7 @@ class HeadNorm(WeightLayer):
 
 
 class Sinks(WeightLayer):
-    """Attention sinks: a score per query head that takes a share of the softmax and has no value. Never reallocated,
-    because attention rules refer to it."""
+    """Attention sinks: a score per query head, without a value. Never reallocated: attention rules refer to it."""
 
     parts = ("sinks",)
 
@@ -368,14 +367,12 @@ class PositionEmbedding(WeightLayer):
         self._offset = offset
 
     def forward(self, positions: Tensor) -> Tensor:  # [tokens] -> [tokens, size]
-        """Look up the vectors, the last one for positions past the end: a row that ran ahead may be there, to be
-        dropped."""
+        """Look up the vectors. Positions past the end, of rows that ran ahead, get the last one."""
         return F.embedding((positions + self._offset).clamp_(0, len(self.weight) - 1), self.weight)
 
 
 class TiedHead(WeightLayer):
-    """Output head that multiplies by the embedding table. Has no checkpoint parts; `finish` also finishes the
-    embedding."""
+    """Output head that multiplies by the embedding table, which `finish` finishes too. Has no checkpoint parts."""
 
     def __init__(self, embedding: Embedding, product: Product) -> None:
         super().__init__()
