@@ -72,8 +72,7 @@ class Bert(BaseEncoder):
 def read_bert(
     config: Fields, name: str = "bert", *, skips_padding: bool = False, classifies: bool = False
 ) -> ModelConfig:
-    """Read a BERT config. `skips_padding`: positions start at the row after the padding token's id. `classifies`: the
-    model has a classification head."""
+    """Read the config. `skips_padding`: positions start at row pad_token_id + 1. `classifies`: there is a head."""
     refuse_other(config, "position_embedding_type", "absolute")
     refuse_set(config, "is_decoder", usual=False)
     refuse_set(config, "add_cross_attention", usual=False)
@@ -121,8 +120,7 @@ LEFT_OUT = ("pooler.", "cls.", "lm_head.", "vocab_", "embeddings.position_ids", 
 
 
 def rename_bert(names: Mapping[str, str], head: Mapping[str, str], prefix: str, name: str) -> str | None:
-    """Return a layer's name for a checkpoint tensor. Checkpoints with a head have a prefix; old ones name norm
-    parameters gamma and beta."""
+    """Return the layer's name. Checkpoints with a head have a prefix; old ones name norm parameters gamma and beta."""
     name = name.removeprefix(prefix).replace(".gamma", ".weight").replace(".beta", ".bias")
     for theirs, ours in head.items():
         if name.startswith(theirs):
