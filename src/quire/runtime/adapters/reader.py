@@ -189,7 +189,7 @@ class AdapterReader:
     def _refused_module(self, module: str, tensor: str, *, is_there: bool) -> InvalidRequest:
         reason, fix = _refused_reason(module, is_there=is_there), _WITHOUT
         if is_there and ".experts." in f"{module}." and not self._slots.config.experts:
-            reason, fix = "slots have no room for adapters of routed experts", "set lora_experts (--lora-experts)"
+            reason, fix = "adapters of routed experts are not enabled", "set lora_experts (--lora-experts)"
         return InvalidRequest("lora_path", f"{WEIGHTS}: {tensor}: {reason}", fix)
 
     def _targets_of(self, known: _Known) -> Sequence[Target]:
@@ -215,7 +215,7 @@ class AdapterReader:
                 reason = f"{side} has shape {list(found)}, the model and {CONFIG} say {list(wanted)}"
                 raise InvalidRequest("lora_path", reason, "the adapter was trained for another model")
         if part.transposed != config.by_inputs and known.name != _HEAD:  # PEFT uses the head's stored layout
-            refuse("fan_in_fan_out", f"is {config.by_inputs}, and the model's {known.module} is stored otherwise",
+            refuse("fan_in_fan_out", f"is {config.by_inputs}, but the model's {known.module} has the other layout",
                    f"set it to {part.transposed}")  # fmt: skip
 
     def _pairs(self, known: _Known, a: Tensor, b: Tensor) -> list[Pair]:
@@ -260,7 +260,7 @@ class AdapterReader:
         held[tuple(slice(size) for size in values.shape)].copy_(values)
         if not torch.isfinite(held).all():
             kind = str(dtype).removeprefix("torch.")
-            reason = f"{WEIGHTS}: {name}: values are not finite in {kind}, B's times the scale of the adapter"
+            reason = f"{WEIGHTS}: {name}: values are not finite in {kind} (B is multiplied by the adapter's scale)"
             raise InvalidRequest("lora_path", reason, "train with a smaller lora_alpha, or run the model in bfloat16")
         return held
 

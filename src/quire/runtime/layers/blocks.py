@@ -104,7 +104,7 @@ class Blocks(nn.ModuleList):
 
     def _trace_phases(self, x: RowSymbol, step: ForwardStep) -> Value:
         if self._beside:
-            raise Untraceable("layers read more of a token than the stream")
+            raise Untraceable("layers read side inputs")
         if self._taps is not None:
             raise Untraceable("a draft head reads the stream between layers")
         if self.adapters is not None:

@@ -22,7 +22,7 @@ class DraftTokens(WeightLayer):
     def load(self, part: str, tensor: Tensor) -> None:
         ids = tensor.long() + torch.arange(len(tensor))
         if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size or len(torch.unique(ids)) < len(ids):
-            reason = f"does not name different tokens of a vocabulary of {self._vocab_size}"
+            reason = f"must map to distinct tokens of a vocabulary of {self._vocab_size}"
             raise ModelLoadError("the EAGLE head", reason, tensor=part, fix="download the head again")
         super().load(part, ids)
 

@@ -148,10 +148,10 @@ class RowPrograms:
         )  # fmt: skip
         try:
             if run_layers(writer.stream, blank) is not writer.stream:
-                raise Untraceable("the layers end with something else than the stream")
+                raise Untraceable("the layers return something other than the residual stream")
             refused = next((phase for phase in writer.phases if not self._kernel.takes(phase)), None)
             if refused is not None:
-                raise Untraceable(f"the kernel has no {type(refused).__name__} like this")
+                raise Untraceable(f"the kernel does not support a {type(refused).__name__} of this kind")
         except Untraceable as reason:
             logger.info("steps of one row run layer by layer: %s", reason)
             return _Traced(None, caches, sys.maxsize)

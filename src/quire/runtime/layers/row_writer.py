@@ -38,7 +38,7 @@ class RowSymbol:
         self.is_read = False
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise Untraceable("a layer computes with the row by an operation that is no phase")
+        raise Untraceable("a layer applies an operation to the row that no phase supports")
 
     def __getattr__(self, name: str) -> NoReturn:
         raise Untraceable(f"a layer uses {name!r} of the row")
@@ -57,10 +57,10 @@ class StepPlaceholder:
     steps."""
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise Untraceable("a layer computes with what the step is told")
+        raise Untraceable("a layer computes with the inputs of the step")
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise Untraceable(f"a layer asks for {name!r} of the step")
+        raise Untraceable(f"a layer reads {name!r} of the step")
 
     __len__ = __iter__ = __getitem__ = __bool__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __floordiv__ = _refuse
@@ -93,10 +93,10 @@ class RowWriter:
         """Append the gemm of x, added to the stream. Raises Untraceable if a vector computed from the stream is still
         unread: otherwise a slow thread block could still need the values that this phase overwrites."""
         if target is not self.stream or self._outputs(multiply) != target.width:
-            raise Untraceable("a product is added to something else than the stream")
+            raise Untraceable("a gemm is added to something other than the residual stream")
         self._write_product(x, multiply, target, adds=True)
         if self._num_unread:
-            raise Untraceable("the stream is changed while something that was computed of it is not used yet")
+            raise Untraceable("the stream is changed while a vector computed from it is still unread")
 
     def attend(
         self, x: RowSymbol, heads: Heads, cache: LayerCache, rule: AttentionRule, norm: HeadNorm | None,
@@ -107,7 +107,7 @@ class RowWriter:
         from quire.kernels.triton.rotary import HeadNorms
 
         if x.vector is None or x.width != heads.query_size + 2 * heads.kv_size:
-            raise Untraceable("attention is given other vectors than queries, keys and values")
+            raise Untraceable("the input of attention is not queries, keys and values")
         if norm is not None and norm.of_values:
             raise Untraceable("value heads are normed")
         if angles is not None:
@@ -139,7 +139,7 @@ class RowWriter:
 
         weight = multiply.row_weight
         if weight is None:
-            raise Untraceable(f"{type(multiply).__name__} has a weight that no phase multiplies by")
+            raise Untraceable(f"{type(multiply).__name__} has a weight format that no phase supports")
         return count_outputs(weight)
 
     def _new(self, kind: str, width: int) -> RowSymbol:

@@ -40,7 +40,7 @@ def _check_heads(file: str, heads: Heads) -> None:
     if heads.num_query % heads.num_kv:
         raise ModelLoadError(file, f"{heads.num_query} query heads cannot share {heads.num_kv} key/value heads evenly")
     if heads.dim % 2:
-        raise ModelLoadError(file, f"heads of {heads.dim} numbers cannot be rotated in pairs", tensor="heads.dim")
+        raise ModelLoadError(file, f"heads of odd size {heads.dim} cannot be rotated in pairs", tensor="heads.dim")
 
 
 def _sizes_that_may_be_none(config: ModelConfig) -> dict[str, int]:

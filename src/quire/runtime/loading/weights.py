@@ -56,8 +56,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
                     progress("loading weights", done, total)
             layer.finish()
     if expanded:
-        reason = "the kernels chosen here do not multiply by their form"
-        logger.info("%s: %d quantized matrices are expanded to plain numbers: %s", checkpoint.file, expanded, reason)
+        reason = "the selected kernels do not support their format"
+        logger.info("%s: %d quantized matrices are dequantized while loading: %s", checkpoint.file, expanded, reason)
 
 
 @torch.inference_mode()

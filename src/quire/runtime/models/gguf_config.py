@@ -36,7 +36,7 @@ def read_listed_windows(fields: Fields) -> tuple[int | None, ...]:
     """Return the window of each layer, for files that store per layer whether it has one."""
     count, pattern = fields.integer("block_count"), fields.raw(PATTERN)
     if not isinstance(pattern, list) or len(pattern) != count or any(type(each) is not bool for each in pattern):
-        raise fields.refuse(PATTERN, f"must say of each of {count} layers whether it has a window")
+        raise fields.refuse(PATTERN, f"must be a list of {count} booleans: whether each layer has a window")
     return tuple(fields.integer(WINDOW, least=1) if each else None for each in pattern)
 
 

@@ -59,7 +59,7 @@ def _read_recurrent(fields: Fields, count: int) -> Recurrent | None:
     every, total = fields.integer(_EVERY, 4, least=1), fields.integer("block_count")
     kinds = fields.raw(_KINDS) or [(layer + 1) % every != 0 for layer in range(total)]
     if not isinstance(kinds, list) or len(kinds) != total:
-        raise fields.refuse(_KINDS, f"must say of each of {total} layers whether it is recurrent")
+        raise fields.refuse(_KINDS, f"must be a list of {total} booleans: whether each layer is recurrent")
     layers = tuple(layer for layer in range(count) if kinds[layer])
     if len(layers) == count:
         raise fields.refuse(_EVERY, "a model without attention is not supported")

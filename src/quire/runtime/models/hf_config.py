@@ -192,7 +192,9 @@ def read_kv_layers(config: Fields, key: str, count: int, windows: tuple[int | No
     kinds = windows or (None,) * count
     own = {kinds[layer]: layer for layer in range(first)}  # the last of each kind
     if any(kind not in own for kind in kinds):
-        raise config.refuse(key, f"no layer of some kind is left to read from: {shared} of {count}")
+        raise config.refuse(
+            key, f"is {shared} of {count} layers, but a layer needs an earlier one of its kind to read from"
+        )
     return tuple(layer if layer < first else own[kinds[layer]] for layer in range(count))
 
 
@@ -241,7 +243,10 @@ def read_groups(
     `used`: their defaults."""
     num, used = config.integer(keys[0], num), config.integer(keys[1], used)
     if num < 1 or experts.num % num or not 1 <= used <= num or experts.num_used > experts.num // num * used:
-        raise config.refuse(keys[0], f"{experts.num} experts in {num} groups, of which {used} count, cannot be")
+        raise config.refuse(
+            keys[0],
+            f"{experts.num} experts in {num} groups, {used} of them used, do not fit {experts.num_used} per token",
+        )
     if experts.by_sigmoid and used < num and experts.num < 2 * num:
         raise config.refuse(keys[0], "a group must have two experts at least")
     return replace(experts, num_groups=num, groups_used=used)

@@ -100,7 +100,7 @@ def _rotated(config: Fields, head_dim: int | None, share: float) -> int:
         raise config.refuse(_SHARE, "only whole heads can be rotated")
     dim = int(head_dim * share)
     if not 2 <= dim <= head_dim or dim % 2:
-        raise config.refuse(_SHARE, f"{share} of {head_dim} numbers cannot be rotated in pairs")
+        raise config.refuse(_SHARE, f"{share} of a head of size {head_dim} cannot be rotated in pairs")
     return dim
 
 

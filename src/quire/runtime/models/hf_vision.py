@@ -55,7 +55,7 @@ def read_vision(config: Fields, hidden_size: int, *, is_gated: bool) -> Vision:
         if not 1 <= value <= 65_536:
             raise tower.refuse(key, f"must be in [1, 65536], is {value}")
     if size % heads or size // heads % 4:
-        raise tower.refuse("num_heads", f"{size} numbers are not {heads} heads of a multiple of 4")
+        raise tower.refuse("num_heads", f"hidden size {size} is not {heads} heads whose size is a multiple of 4")
     window, full = None, tuple[int, ...]()
     if is_gated:
         window, full = tower.integer("window_size", 112), _read_full(tower)

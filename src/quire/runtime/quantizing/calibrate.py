@@ -139,4 +139,6 @@ def check_plain(config: ModelConfig) -> None:
     }
     for what, is_there in reasons.items():
         if is_there:
-            raise ConfigError("model", f"models with {what} are not quantized to files", "set quantization instead")
+            raise ConfigError(
+                "model", f"models with {what} cannot be written as quantized checkpoints", "set quantization instead"
+            )

@@ -104,9 +104,13 @@ def _check(source: ModelFiles, target: Path, recipe: Recipe) -> None:
     if source.path.resolve().is_relative_to(target.with_name(f"{target.name}.partial")):
         raise ConfigError("output", f"{target.name}.partial is where files are written first", "give another name")
     if recipe.method == "fp8" and recipe.texts:
-        raise ConfigError("calibration", "fp8 rounds each weight to the nearest number", "leave it out")
+        raise ConfigError(
+            "calibration", "fp8 uses no calibration: each weight is rounded to the nearest value", "leave it out"
+        )
     if recipe.method != "fp8" and recipe.fp8_scales != "channel":
-        raise ConfigError("fp8_scales", f"{recipe.method} is no float8", "leave it out, or use fp8")
+        raise ConfigError(
+            "fp8_scales", f"applies to fp8 only, and the method is {recipe.method}", "leave it out, or use fp8"
+        )
     if recipe.method != "int4" and recipe.group_size is not None:
         raise ConfigError("group_size", f"{recipe.method} has one scale for each output", "leave it out, or use int4")
 
@@ -117,7 +121,7 @@ class _Writer:
         self._config = checkpoint.config
         check_plain(self._config)
         if strange := sorted(checkpoint.stored_names ^ checkpoint.names):
-            raise ConfigError("model", f"{strange[0]} is stored together with others", "set quantization instead")
+            raise ConfigError("model", f"{strange[0]} is stored fused with other tensors", "set quantization instead")
         self._model = PlainModel(self._config, device)
         matrices = self._matrices()
         if not matrices:
@@ -226,7 +230,9 @@ class _Writer:
                 if _takes(layer, name):
                     assert isinstance(layer, Linear)
                     if layer.part_shape(part) != self._checkpoint.shape(name) or layer.stored[_own(part)].transposed:
-                        raise ConfigError("model", f"{name} is stored by inputs first", "set quantization instead")
+                        raise ConfigError(
+                            "model", f"{name} is stored transposed ([inputs, outputs])", "set quantization instead"
+                        )
                     found[name] = self._checkpoint.shape(name)
         return found
 

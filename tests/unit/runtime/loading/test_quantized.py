@@ -145,7 +145,7 @@ def test_a_log_line_says_how_many_matrices_are_expanded(
         pytest.skip("no native kernels")
     with caplog.at_level("INFO", logger="quire.runtime"):
         last_logits(name, "auto")
-    said = [record.getMessage() for record in caplog.records if "expanded to plain numbers" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "dequantized while loading" in record.getMessage()]
     assert len(said) == (1 if expanded else 0)
     assert all(f": {expanded} quantized matrices" in line for line in said)
 
@@ -239,7 +239,7 @@ ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True,
         ("gptq-4bit", {"adapter": {"name": "lora"}}, "adapter: weights that need an adapter"),
         ("gptq-4bit", {"bits": 8}, r"qweight: has 4 bits, config.json says 8"),
         ("gptq-4bit", {"quant_method": "aqlm"}, "aqlm weights of llama models are not supported; supported: gptq, awq"),
-        ("bnb-nf4", {"load_in_4bit": False}, "load_in_4bit: neither it nor load_in_8bit is true"),
+        ("bnb-nf4", {"load_in_4bit": False}, "load_in_4bit: neither load_in_4bit nor load_in_8bit is true"),
         ("awq", {"bits": 8}, "bits: 8 is not supported; supported: 4"),
         ("awq", {"version": "gemv"}, "version: 'gemv' is not supported; supported: gemm"),
         ("awq", {"zero_point": False}, "zero_point: weights without zero points"),

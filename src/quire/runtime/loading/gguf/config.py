@@ -230,7 +230,7 @@ def _gpu_bytes(size: int, form: LevelForm) -> int:
 def _refuse_unknown(fields: Fields, prefix: str, settings: frozenset[str], kind: Kind) -> None:
     for key in fields.values:
         if key.startswith(prefix) and key[len(prefix) :] not in _READ | _HARMLESS | settings:
-            raise ModelLoadError(fields.file, "is a setting this engine does not know", tensor=key)
+            raise ModelLoadError(fields.file, "is not a known setting of this architecture", tensor=key)
     if fields.integer("expert_count", 0) > 0 and "expert_count" not in settings:
         raise fields.refuse("expert_count", "mixtures of experts are not supported")
     is_causal = fields.flag("attention.causal", kind != "encoder")

@@ -90,7 +90,7 @@ class Cursor:
     def name(self, what: str, limit: int) -> str:
         text = self.string(what, limit)
         if not text or not text.isprintable():
-            raise ModelLoadError(self._name, f"is {text[:80]!r}, no name", tensor=what)
+            raise ModelLoadError(self._name, f"is {text[:80]!r}, which is not a valid name", tensor=what)
         return text
 
     def value(self, key: str) -> object:
@@ -118,7 +118,7 @@ class Cursor:
         if kind != BOOL:
             return list(values.tolist())
         if values.size and values.max() > 1:
-            raise ModelLoadError(self._name, "holds a truth value that is neither 0 nor 1", tensor=key)
+            raise ModelLoadError(self._name, "has a boolean that is neither 0 nor 1", tensor=key)
         return [value != 0 for value in values.tolist()]
 
     def _texts(self, count: int, key: str) -> Texts:

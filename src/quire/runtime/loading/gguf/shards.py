@@ -57,7 +57,7 @@ def shard_names(name: str) -> list[str]:
         return [name]
     count = int(match["count"])
     if not 1 <= count <= MAX_SHARDS:
-        raise ModelLoadError(name, f"its name speaks of {count} files, 1 to {MAX_SHARDS} are possible")
+        raise ModelLoadError(name, f"its name announces {count} files, the limit is 1 to {MAX_SHARDS}")
     return [f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
 
 

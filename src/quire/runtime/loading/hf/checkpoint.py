@@ -148,8 +148,8 @@ class HfCheckpoint:
             return []
         layers = find_quantized(self._owners, self._method)
         if not layers:
-            reason = f"says {self._method.name}, and no matrix is stored so"
-            raise ModelLoadError(self.file, reason, tensor="quantization_config", fix="leave it out")
+            reason = f"is {self._method.name}, but no matrix of the files is stored in that format"
+            raise ModelLoadError(self.file, reason, tensor="quantization_config", fix="remove it from config.json")
         return layers
 
     def _find_cache_scales(self) -> set[str]:
@@ -159,8 +159,8 @@ class HfCheckpoint:
         scales = find_cache_scales(self._owners)
         if scales or self._method.has_cache_scheme:
             logger.warning(
-                "%s: how the checkpoint quantizes keys and values is not used (%d scales): kv_cache_dtype decides, and "
-                "every head of every token has a running scale in place of a calibrated one, so that none is cut off",
+                "%s: the checkpoint's KV cache quantization (%d scales) is ignored: kv_cache_dtype decides, and "
+                "each head of each token has a dynamic scale in place of a calibrated one, so that nothing is clipped",
                 self.file,
                 len(scales),
             )

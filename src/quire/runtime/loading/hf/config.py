@@ -75,7 +75,7 @@ def _read_family(config: Fields) -> str:
     if method is not None and method not in known:
         reason = f"{method} weights of {name} models are not supported"
         raise config.refuse(
-            "quantization_config", reason, fix=f"supported: {', '.join(known) or 'plain numbers, GGUF'}"
+            "quantization_config", reason, fix=f"supported: {', '.join(known) or 'unquantized weights, GGUF'}"
         )
     return name
 

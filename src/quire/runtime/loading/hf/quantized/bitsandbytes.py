@@ -49,7 +49,9 @@ class BitsAndBytes(Method):
 
     def __init__(self, config: Fields) -> None:
         if not (config.flag("load_in_4bit", False) or config.flag("load_in_8bit", False)):
-            raise config.refuse("load_in_4bit", "neither it nor load_in_8bit is true", fix="leave the settings out")
+            raise config.refuse(
+                "load_in_4bit", "neither load_in_4bit nor load_in_8bit is true", fix="remove quantization_config"
+            )
 
     def split(self, name: str) -> tuple[str, str]:
         found = _NAME.fullmatch(name)
@@ -122,7 +124,7 @@ def _read_state(texts: Mapping[str, bytes]) -> _State:
         shape, block = given["shape"], given["blocksize"]
         nested = _Nested(given["nested_blocksize"], float(given["nested_offset"])) if "nested_offset" in given else None
     except (ValueError, KeyError, TypeError) as error:
-        raise BadTensors(word, f"is no description of a matrix: {error!r}") from None
+        raise BadTensors(word, f"is not a valid quantization state: {error!r}") from None
     counts = [*shape, block] if isinstance(shape, list) and len(shape) == 2 else []
     counts += [] if nested is None else [nested.block]
     if len(counts) < 3 or any(type(count) is not int or count < 1 for count in counts):
@@ -133,7 +135,7 @@ def _read_state(texts: Mapping[str, bytes]) -> _State:
 def _nested_scales(tensors: Mapping[str, Tensor], nested: _Nested) -> Tensor:  # [blocks]
     codes, table = tensors["weight.absmax"].int(), tensors["weight.nested_quant_map"]
     if int(codes.max()) >= len(table):
-        raise BadTensors("weight.absmax", f"names numbers outside a table of {len(table)}")
+        raise BadTensors("weight.absmax", f"has indices outside a table of {len(table)} values")
     factors = tensors["weight.nested_absmax"].repeat_interleave(nested.block)[: len(codes)]
     return table.index_select(0, codes) * factors + nested.offset
 

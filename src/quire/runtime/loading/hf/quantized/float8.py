@@ -38,7 +38,7 @@ class Float8(Method):
         self._is_static = scheme == "static"
         self._has_powers = _read_powers(config)
         if self._is_static and self._has_powers:
-            raise config.refuse("scale_fmt", "is of dynamic scales, activation_scheme is static")
+            raise config.refuse("scale_fmt", "is for dynamic activation scales, but activation_scheme is static")
 
     def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
         return "weight" in tensors and tensors["weight"].dtype == FLOAT8

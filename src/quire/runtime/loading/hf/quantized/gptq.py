@@ -53,7 +53,9 @@ class Gptq(Method):
             raise BadTensors("scales", f"has shape {tensors['scales'].shape}, there are {outputs} outputs")
         bits = zeros[1] * 32 // outputs
         if bits not in BITS or tensors["qzeros"].shape != (groups, -(-outputs * bits // 32)):
-            raise BadTensors("qzeros", f"zero points of shape {tensors['qzeros'].shape} are of no GPTQ matrix")
+            raise BadTensors(
+                "qzeros", f"has shape {tensors['qzeros'].shape}, which does not fit any supported number of bits"
+            )
         inputs = words * 32 // bits
         if bits != self._bits and not self._varies:
             raise BadTensors("qweight", f"has {bits} bits, config.json says {self._bits}")
