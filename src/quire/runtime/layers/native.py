@@ -180,9 +180,9 @@ class DotProduct(PanelProduct):
 
 
 class IntegerProduct(LevelProduct):
-    """Integer gemms with quantized weights: rows are quantized to 8 or 16 bits with a scale per 32 elements, and a
-    group of 32 with an outlier gets 16 bits in rows of 8. Weights keep the bits of their file. `others` multiplies by
-    all other weights.
+    """Integer gemms with quantized weights: rows are quantized to 8 or 16 bits, with a scale per group of 32 elements.
+    In rows of 8 bits, a group with an outlier gets 16. Weights keep the bits of their file. `others` multiplies by all
+    other weights.
 
     `cpu_weights`: rows get 8 bits if the weight's format specifies it ("integer"), always ("integer8"), or never
     ("integer16"). Rows that the checkpoint's activation scheme has already rounded get 16 bits, which hold them.

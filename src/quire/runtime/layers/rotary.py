@@ -103,7 +103,7 @@ class Rotary(nn.Module):
 
 
 def _axes_of_pairs(sections: tuple[int, ...]) -> Tensor:  # [dim / 2]
-    """Return the axis by which each pair of a head rotates."""
+    """Return the index of the axis by which each pair of a head rotates."""
     axes = torch.arange(len(sections)) % 3
     return axes.repeat_interleave(torch.tensor(sections, dtype=torch.int64))
 

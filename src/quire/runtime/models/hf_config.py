@@ -181,8 +181,8 @@ def _read_changed_heads(config: Fields, windows: tuple[int | None, ...], usual: 
 
 
 def read_kv_layers(config: Fields, key: str, count: int, windows: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Return, for each layer, the layer whose keys and values it reads. The last `key` layers read those of the last
-    layer of their kind before them. () if none do."""
+    """Return, for each layer, the layer whose keys and values it reads. The value of `key` is the number of last layers
+    that read those of the last earlier layer of their kind. () if it is 0."""
     shared = config.integer(key, 0)
     first = count - shared
     if shared == 0:

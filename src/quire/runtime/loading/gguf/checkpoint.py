@@ -1,4 +1,4 @@
-"""The weights of a GGUF model under their Hugging Face names."""
+"""Reads the weights of a GGUF model under their Hugging Face names."""
 
 from __future__ import annotations
 

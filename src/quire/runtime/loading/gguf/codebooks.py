@@ -96,7 +96,7 @@ _PACKED: dict[str, tuple[tuple[int, ...], int, str]] = {
 
 @cache
 def codebook(name: str) -> npt.NDArray[np.float32]:
-    """The rows of a type's codebook, [rows, values]."""
+    """Return the rows of a type's codebook, [rows, values]."""
     levels, width, packed = _PACKED[name]
     steps = np.frombuffer(zlib.decompress(base64.b85decode(packed)), dtype="<u2")
     rows = np.cumsum(steps, dtype=np.int64)[:, None] // len(levels) ** np.arange(width) % len(levels)
