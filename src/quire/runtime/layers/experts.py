@@ -86,10 +86,10 @@ class ExpertSet(Protocol):
         hidden].
 
         shared: the output of the shared expert [tokens, hidden] and the logits of its gate [tokens, 1]; only the first;
-        or nothing. With several ranks this is the rank's partial sum, and the result is summed over ranks. rows
-        [tokens]: negative for a padding token, which is routed to no expert; its output is undefined. factors
-        [experts], float32: multiply the weight of each expert. score_bias [experts], float32: for models that rank
-        experts by sigmoid scores.
+        or nothing. With several ranks this is the rank's partial sum, and the result is summed over ranks.
+        rows [tokens]: negative for a padding token, which is routed to no expert; its output is undefined.
+        factors [experts], float32: multiply the weight of each expert.
+        score_bias [experts], float32: for models that rank experts by sigmoid scores.
         """
 
 

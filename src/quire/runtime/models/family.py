@@ -58,8 +58,8 @@ class Stacked:
     """A tensor that stacks a matrix or a bias of all experts of a layer: [experts, outputs, inputs] or [experts,
     outputs].
 
-    `parts`: what it contains for each expert. With several parts their outputs are concatenated, or interleaved if
-    `interleaved`. `transposed`: stored transposed, [experts, inputs, outputs].
+    `parts`: what it contains for each expert. The outputs of several parts are concatenated, or
+    alternate if `interleaved`. `transposed`: stored as [experts, inputs, outputs].
     """
 
     parts: tuple[str, ...]
