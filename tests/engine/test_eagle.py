@@ -52,7 +52,7 @@ def record(made: TinyEngine) -> list[Draft]:
         drafts = pending.finish([tensor.cpu() for tensor in pending.tensors])
         own, target = drafter._worker.rows, drafter._target
         for draft in drafts:
-            known = own.tokens[draft.row, : drafter._told[draft.row].right].tolist()
+            known = own.tokens[draft.row, : drafter._states[draft.row].num_final].tolist()
             found.append(((int(target.tokens[draft.row, 0]), *known), tuple(draft.token_ids.tolist())))
         return Pending((), lambda: drafts)
 

@@ -259,7 +259,7 @@ def test_ranks_refuse_what_one_process_refuses(ranks: dict[str, Any], tmp_path: 
     fits = make_expert_adapter(tmp_path / "fits", case.model, "fused", others=False)
     wrong = make_expert_adapter(tmp_path / "wrong", other.model, "fused", others=False)
     for adapters, folder, said in (
-        (SMALL, fits, "slots have no room for adapters of routed experts"),
+        (SMALL, fits, "adapters of routed experts are not enabled"),
         (EXPERTS, wrong, "fit no parameter of the experts"),
     ):
         made = TinyEngine(case.checkpoint(), adapters=adapters, **ranks)  # type: ignore[arg-type]
@@ -273,7 +273,7 @@ def test_without_room_for_them_the_setting_is_named(form: Any, tmp_path: Path) -
     case = FamilyCase("mixtral", tmp_path / "model")
     bench = Bench(case.checkpoint(), engine_config(adapters=SMALL))  # type: ignore[arg-type]
     folder = make_expert_adapter(tmp_path / "adapter", case.model, form)
-    assert "slots have no room for adapters of routed experts; set lora_experts" in refusal(bench, folder)
+    assert "adapters of routed experts are not enabled; set lora_experts" in refusal(bench, folder)
 
 
 @pytest.mark.parametrize("attention", ["gather", "auto"])

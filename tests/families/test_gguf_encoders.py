@@ -131,7 +131,7 @@ def test_tokens_and_embeddings_are_those_of_the_folder(
         ({"attention.head_count_kv": 2}, "attention.head_count_kv: must be 4"),
         ({"block_count": 4}, r"layers\.3\.\S+: is missing from the checkpoint"),
         ({"context_length": 32}, r"position_embeddings\.weight: has shape \(64, 64\), the config says \(32, 64\)"),
-        ({"attention.max_alibi_bias": 8.0}, "is a setting this engine does not know"),
+        ({"attention.max_alibi_bias": 8.0}, "is not a known setting of this architecture"),
         ({"rope.freq_base": 5.0}, "rope.freq_base: encoders of this kind have a table of positions"),
         ({"attention.layer_norm_rms_epsilon": 0.5}, "attention.layer_norm_rms_epsilon: .* layer norms"),
     ],

@@ -50,7 +50,9 @@ def test_a_factor_outside_the_rope_parameters_is_read(tmp_path: Path) -> None:
 def test_a_part_of_a_head_that_has_no_pairs_is_refused(tmp_path: Path) -> None:
     hf_checkpoint(tmp_path, config())
     change_config(tmp_path, rope_parameters=None, partial_rotary_factor=0.2)
-    with pytest.raises(ModelLoadError, match="partial_rotary_factor: 0.2 of 16 numbers cannot be rotated in pairs"):
+    with pytest.raises(
+        ModelLoadError, match="partial_rotary_factor: 0.2 of a head of size 16 cannot be rotated in pairs"
+    ):
         open_checkpoint(files_at(tmp_path))
 
 

@@ -1,8 +1,8 @@
-"""PEFT adapters of parameters that hold a matrix of every expert of a block: `target_parameters`.
+"""PEFT adapters of parameters that stack a matrix of all experts of a block (`target_parameters`).
 
-PEFT wraps the module of all experts once for each parameter, so that tensors are called `experts.lora_A.weight` and
-`experts.base_layer.lora_A.weight`. Their sizes say which parameter they change. A [experts * rank, inputs] is cut by
-experts, B [outputs, rank * experts] has the numbers of all experts side by side.
+PEFT wraps the module of all experts once per parameter, so tensors are named `experts.lora_A.weight` and
+`experts.base_layer.lora_A.weight`; their shapes show which parameter they change. A [experts * rank, inputs] stacks the
+experts; in B [outputs, rank * experts] the experts' columns are interleaved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 def experts_module(module: str) -> str | None:
-    """The module of all experts that a module of the file is, or wraps; None: it is another one."""
+    """Return the module of all experts that a module of the file is or wraps, or None."""
     inner = module
     while inner.endswith(_WRAPPED):
         inner = inner.removesuffix(_WRAPPED)
@@ -29,37 +29,37 @@ def experts_module(module: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class FusedSizes:
-    """Of one parameter. `inputs_first`: the file takes outputs for inputs, as PEFT before 0.19 did where a parameter is
-    [experts, outputs, inputs]."""
+    """The sizes of one parameter. `inputs_first`: the file swaps inputs and outputs, as PEFT before 0.19 did for
+    parameters [experts, outputs, inputs]."""
 
     experts: int
     inputs: int
     outputs: int
     inputs_first: bool
-    in_turns: bool  # outputs of gate and up come in turns
+    interleaved: bool  # outputs of gate and up are interleaved
 
     def shapes(self, rank: int) -> tuple[Shape, Shape]:
-        """Of A and B in the file."""
+        """Return the shapes of A and B in the file."""
         inputs, outputs = (self.outputs, self.inputs) if self.inputs_first else (self.inputs, self.outputs)
         return (rank * self.experts, inputs), (outputs, rank * self.experts)
 
     def matrices(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """A [experts, rank, inputs] and B [experts, outputs, rank], of the file's tensors."""
+        """Return A [experts, rank, inputs] and B [experts, outputs, rank] from the file's tensors."""
         first = a.reshape(self.experts, -1, a.shape[1])
         second = b.reshape(len(b), -1, self.experts).permute(2, 0, 1)
         return (second.transpose(1, 2), first.transpose(1, 2)) if self.inputs_first else (first, second)
 
     def part(self, b: Tensor, place: int, count: int) -> Tensor:
-        """B of one of `count` matrices that the parameter stacks by outputs."""
-        if self.in_turns:
+        """Return the B of one of the `count` matrices that the parameter stacks along the outputs."""
+        if self.interleaved:
             return b[:, place::count]
         size = self.outputs // count
         return b[:, place * size : (place + 1) * size]
 
 
 def fused_sizes(config: ModelConfig, family: Family, *, inputs_first: bool) -> dict[str, FusedSizes]:
-    """Of the parameters that a model's experts have in transformers, by name. `inputs_first`: see
-    `takes_inputs_first` of PeftConfig."""
+    """Return the sizes of the experts' parameters in transformers, by name. `inputs_first`:
+    `PeftConfig.takes_inputs_first`."""
     experts = config.experts
     if experts is None:
         return {}
@@ -67,13 +67,13 @@ def fused_sizes(config: ModelConfig, family: Family, *, inputs_first: bool) -> d
     found = {}
     for name, (inputs, outputs) in sizes.items():
         stored = (family.stacked or STACKED)[name]
-        turned = inputs_first and not stored.turned
-        found[name] = FusedSizes(experts.num, inputs, outputs, turned, stored.in_turns)
+        swapped = inputs_first and not stored.transposed
+        found[name] = FusedSizes(experts.num, inputs, outputs, swapped, stored.interleaved)
     return found
 
 
 def find_parameter(sizes: dict[str, FusedSizes], a: Shape, b: Shape) -> str | None:
-    """The parameter that an A and a B of these shapes change, if there is one: all differ in inputs or outputs."""
+    """Return the parameter that an A and B of these shapes change, or None. Parameters differ in inputs or outputs."""
     for name, each in sizes.items():
         (_, inputs), (outputs, _) = each.shapes(1)
         if (a[1:], b[:1]) == ((inputs,), (outputs,)):

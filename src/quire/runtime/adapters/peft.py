@@ -1,4 +1,4 @@
-"""adapter_config.json as PEFT writes it: the ranks and scales of an adapter's modules."""
+"""Reads adapter_config.json as written by PEFT: the ranks and scales of an adapter's modules."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import NoReturn
 from quire.types.errors import InvalidRequest
 
 CONFIG = "adapter_config.json"
-_PLAIN = re.compile(r"[\w.-]+")  # a name, which needs no regular expression
+_PLAIN = re.compile(r"[\w.-]+")  # a plain name, matched without a regular expression
 _MOST_EXPRESSIONS, _MOST_CHARACTERS = 64, 256
-_MOST_WAYS, _LONG_NAME = 8_192, 64  # in which an expression may fit a name; characters of a name, to count ways
+_MOST_WAYS, _LONG_NAME = 8_192, 64  # bounds on regular expressions: ways to match a name of so many characters
 _MERGE = "merge it into the model's weights (PEFT: merge_and_unload) and serve the result"
-# What changes the outputs of a model and is not computed here, with what to do instead.
+# Settings that change a model's outputs and are not supported, with what to do instead.
 _REFUSED = {
     "use_dora": "DoRA is not supported: train with use_dora=false, or " + _MERGE,
     "lora_bias": "biases of adapters are not supported: train with lora_bias=false",
@@ -31,15 +31,15 @@ _REFUSED = {
     "monteclora_config": "MonteCLoRA is not supported: train plain LoRA",
 }
 _VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})")
-_STRAIGHT = (0, 19)  # before this PEFT took every stacked parameter to be [experts, inputs, outputs]
-_CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that change the model's weights
+_STRAIGHT = (0, 19)  # before this version PEFT assumed stacked parameters to be [experts, inputs, outputs]
+_CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the model's weights
 
 
 @dataclass(frozen=True, slots=True)
 class ModulePatterns:
-    """Numbers of the modules whose names end with a pattern. If several patterns fit a name, the first one counts."""
+    """Values for modules whose names end with a pattern. If several patterns match a name, the first one counts."""
 
-    names: Mapping[str, tuple[int, float]]  # patterns without metacharacters: their places and numbers
+    names: Mapping[str, tuple[int, float]]  # patterns without metacharacters: (position, value)
     expressions: Sequence[tuple[int, re.Pattern[str], float]]
 
     def find(self, module: str) -> float | None:
@@ -55,19 +55,19 @@ _NO_PATTERNS = ModulePatterns({}, ())
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The settings of a LoRA adapter that matter for its outputs."""
+    """The settings of a LoRA adapter that affect its outputs."""
 
     rank: int
     alpha: float
     uses_rslora: bool = False
-    by_inputs: bool = False  # the model stores its matrices by inputs, then outputs
+    by_inputs: bool = False  # the model stores its matrices transposed (fan_in_fan_out)
     ranks: ModulePatterns = _NO_PATTERNS
     alphas: ModulePatterns = _NO_PATTERNS
-    parameters: frozenset[str] = frozenset()  # the ends of names of parameters that the adapter was trained for
-    takes_inputs_first: bool = False  # A is of the second dimension of stacked parameters, also where these are outputs
+    parameters: frozenset[str] = frozenset()  # `target_parameters`: suffixes of parameter names
+    takes_inputs_first: bool = False  # A belongs to dim 1 of stacked parameters, even if that is outputs
 
     def pattern_name(self, module: str) -> str:
-        """What the patterns know a linear module as."""
+        """Return the name of a linear module that patterns are matched against."""
         parts = f"{module}.weight".split(".")
         is_parameter = any(".".join(parts[first:]) in self.parameters for first in range(len(parts)))
         return f"{module}.weight" if is_parameter else module
@@ -77,14 +77,14 @@ class PeftConfig:
         return self.rank if found is None else int(found)
 
     def scale_of(self, module: str) -> float:
-        """What the product of a module's A and B is multiplied by."""
+        """Return the factor on the product of a module's A and B."""
         rank, found = self.rank_of(module), self.alphas.find(module)
         alpha = self.alpha if found is None else found
         return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
 
 
 def read_peft_config(values: Mapping[str, object]) -> PeftConfig:
-    """Raises InvalidRequest for what is wrong or not supported, naming it."""
+    """Read the config. Raises InvalidRequest, naming the key, for invalid or unsupported settings."""
     kind = values.get("peft_type", "LORA")
     if kind != "LORA":
         refuse("peft_type", f"is {kind!r}, only LORA is supported", "train a LoRA adapter")
@@ -114,7 +114,7 @@ def refuse(key: str, reason: str, fix: str = "") -> NoReturn:
 
 
 def _patterns(values: Mapping[str, object], key: str, read: Callable[[object, str], float]) -> ModulePatterns:
-    """PEFT takes patterns as regular expressions. Those that could take long to match are refused."""
+    """Read patterns, which PEFT treats as regular expressions. Refuses those that could take long to match."""
     found = values.get(key) or {}
     if not isinstance(found, dict):
         refuse(key, "must be an object of patterns")
@@ -135,9 +135,9 @@ def _patterns(values: Mapping[str, object], key: str, read: Callable[[object, st
 
 
 def _expression(pattern: str, where: str) -> re.Pattern[str]:
-    plain = re.sub(r"\\.", "a", pattern)  # without escapes
+    plain = re.sub(r"\\.", "a", pattern)  # with escapes replaced
     quantifiers, groups = len(re.findall(r"[*+?{]", plain)), plain.count("(") + 1
-    # Each quantifier may stop anywhere in a name; a group has as many ways as alternatives.
+    # Each quantifier can stop at any character of a name; a group multiplies the ways by its alternatives.
     ways = _LONG_NAME**quantifiers * (1 + plain.count("|") / groups) ** groups
     if "(?" in pattern or re.search(r"\)[*+?{]", plain) or ways > _MOST_WAYS:
         refuse(where, "is too complex a pattern", "name modules as they are called")
@@ -155,7 +155,7 @@ def _parameters(found: object) -> frozenset[str]:
 
 def _is_old(version: object) -> bool:
     if version is None:
-        return True  # PEFT says its version from 0.18 on
+        return True  # PEFT stores its version from 0.18 on
     found = _VERSION.match(version) if isinstance(version, str) else None
     return found is not None and (int(found[1]), int(found[2])) < _STRAIGHT
 
@@ -168,7 +168,7 @@ def _rank(value: object, key: str) -> int:
 
 def _number(value: object, key: str) -> float:
     if not isinstance(value, bool) and isinstance(value, int | float):
-        with suppress(OverflowError):  # a whole number beyond any float
+        with suppress(OverflowError):  # an integer too large for a float
             if math.isfinite(value):
                 return float(value)
     refuse(key, f"must be a number, is {value!r:.80}")

@@ -1,4 +1,4 @@
-"""Reads a PEFT folder: which matrices of the model its tensors change, and whether they fit."""
+"""Reads a PEFT folder: maps its tensors to the model's matrices and checks that they fit."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from quire.types.errors import InvalidRequest, ModelLoadError
 logger = logging.getLogger(__name__)
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _MAX_CONFIG_BYTES = 1 << 20
-_HEADER_BYTES = 16 << 20  # of a file of weights beside its numbers
+_HEADER_BYTES = 16 << 20  # allowance for the weight file's header
 _PREFIX = "base_model.model."
-_HEAD = "lm_head"  # as the layers call it
-_MOST_CHARACTERS = 512  # of the name of a tensor
+_HEAD = "lm_head"  # its name in the model
+_MOST_CHARACTERS = 512  # of a tensor's name
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
-_OTHERS = {  # tensors of PEFT that are no A or B of a linear module
+_OTHERS = {  # PEFT tensors that are not A or B of a linear module
     "lora_embedding_": "adapters of embeddings are not supported",
     "lora_magnitude_vector": "DoRA is not supported",
     "modules_to_save": "whole modules in adapters are not supported",
@@ -47,15 +47,15 @@ _WITHOUT = "train the adapter without this module, or merge it into the model's 
 
 
 class _Sides(NamedTuple):
-    """The tensors of a module in the file."""
+    """The names of a module's A and B in the file."""
 
     a: str
     b: str
 
 
 class _Known(NamedTuple):
-    """A module of the file that the model has. `name`: what the layers call its matrix, without `.weight`. `fused`: of
-    a parameter with the matrices of all experts, whose product of experts is at `path`."""
+    """A module of the file that the model has. `name`: the layers' name of its matrix, without `.weight`. `fused`: set
+    for a parameter that stacks all experts, whose gemm is at `path`."""
 
     module: str
     name: str
@@ -67,8 +67,8 @@ class _Known(NamedTuple):
 
 
 class AdapterReader:
-    """Reads adapters for one model. May be called from any thread. A pipeline stage holds what changes its own layers;
-    the digest is of all tensors, and every stage checks those of its layers."""
+    """Reads adapters for one model. Safe to call from any thread. A pipeline stage keeps only the pairs of its own
+    layers, and checks those; the digest covers all tensors."""
 
     def __init__(self, model: BaseModel, config: ModelConfig, slots: AdapterSlots) -> None:
         self._slots, self._config = slots, config
@@ -78,9 +78,9 @@ class AdapterReader:
         self._layers = {name: type(layer).__name__ for layer, parts in weight_layers(model) for name in parts}
         self._elsewhere = model.elsewhere | (frozenset() if config.is_last_stage else {f"{_HEAD}.weight"})
         self._expert_paths = _expert_paths(self._layers)
-        self._experts_elsewhere = _expert_paths(self._elsewhere) - self._expert_paths  # blocks without an own expert
-        width = -(-self._width() * config.num_layers // len(config.layers))  # of all stages
-        width += config.hidden_size + config.vocab_size  # the head may be on another
+        self._experts_elsewhere = _expert_paths(self._elsewhere) - self._expert_paths  # no expert on this rank
+        width = -(-self._width() * config.num_layers // len(config.layers))  # extrapolated to all stages
+        width += config.hidden_size + config.vocab_size  # the head may be on another stage
         if config.experts is not None and slots.config.experts:
             width += config.num_layers * config.experts.num * 3 * (config.hidden_size + config.experts.size)
         self._max_bytes = _HEADER_BYTES + slots.config.max_rank * width * max(
@@ -88,8 +88,8 @@ class AdapterReader:
         )
 
     def read(self, folder: str) -> HostAdapter:
-        """Raises InvalidRequest for a folder that holds no adapter, one that does not fit the model, or one at which
-        this code itself fails: no adapter ends the engine."""
+        """Read an adapter. Raises InvalidRequest if the folder holds none, if it does not fit the model, or if reading
+        it fails unexpectedly, so that no adapter can stop the engine."""
         try:
             return self._read(Path(folder))
         except InvalidRequest:
@@ -118,7 +118,7 @@ class AdapterReader:
         return self._read_file(SafetensorsFile(HeldFile(folder / WEIGHTS, self._max_bytes)), config)
 
     def _width(self) -> int:
-        """Inputs and outputs of all matrices that an adapter may change, but those of experts."""
+        """Return the sum of inputs and outputs of all matrices that an adapter may change, except those of experts."""
         layers, firsts = self._slots.layers, [targets[0] for targets in self._slots.targets.values()]
         return sum(sum(layers[each.layer].parts[each.part].shape) for each in firsts if each.expert < 0)
 
@@ -130,8 +130,8 @@ class AdapterReader:
             raise InvalidRequest("lora_path", f"{WEIGHTS} changes no module of the model", fix)
         _refuse_duplicates({known.sides.a: self._targets_of(known) for known in found})
         digest, pairs, rank = hashlib.sha256(b"quire adapter 1"), list[Pair](), 0
-        experts: dict[Target, list[tuple[int, _Known]]] = {}  # matrices of single experts
-        for known in sorted(found, key=lambda each: each.name):  # however modules are spelled
+        experts: dict[Target, list[tuple[int, _Known]]] = {}  # stored separately for each expert
+        for known in sorted(found, key=lambda each: each.name):  # so that the digest does not depend on spelling
             targets = self._targets_of(known)
             if targets:
                 self._check(file, known, targets[0], config)
@@ -153,7 +153,8 @@ class AdapterReader:
     def _known(
         self, module: str, sides: _Sides, file: SafetensorsFile, config: PeftConfig, sizes: dict[str, FusedSizes]
     ) -> _Known:
-        """What the layers call a module's matrix. A module that they cannot adapt is refused."""
+        """Find the model's matrix for a module of the file. Raises InvalidRequest if there is none or it cannot be
+        adapted."""
         if (all_experts := experts_module(module)) is not None:
             return self._known_fused(all_experts, sides, file, config, sizes)
         found = [names.of(f"{module}.weight") for names in self._names]
@@ -168,7 +169,7 @@ class AdapterReader:
     def _known_fused(
         self, module: str, sides: _Sides, file: SafetensorsFile, config: PeftConfig, sizes: dict[str, FusedSizes]
     ) -> _Known:
-        """The same of a parameter with the matrices of all experts of a block."""
+        """Like `_known`, for a parameter that stacks the matrices of all experts of a block."""
         shapes = file.tensors[sides.a].shape, file.tensors[sides.b].shape
         parameter = find_parameter(sizes, *shapes)
         paths = [path for names in self._names if (path := names.of(f"{module}.{parameter}")) is not None]
@@ -188,11 +189,11 @@ class AdapterReader:
     def _refused_module(self, module: str, tensor: str, *, is_there: bool) -> InvalidRequest:
         reason, fix = _refused_reason(module, is_there=is_there), _WITHOUT
         if is_there and ".experts." in f"{module}." and not self._slots.config.experts:
-            reason, fix = "slots have no room for adapters of routed experts", "set lora_experts (--lora-experts)"
+            reason, fix = "adapters of routed experts are not enabled", "set lora_experts (--lora-experts)"
         return InvalidRequest("lora_path", f"{WEIGHTS}: {tensor}: {reason}", fix)
 
     def _targets_of(self, known: _Known) -> Sequence[Target]:
-        """The matrices that a module changes; nothing: they are on other ranks."""
+        """Return the matrices that a module changes; empty if they are on other ranks."""
         if known.fused is None:
             return self._slots.targets.get(known.name, ())
         if known.path not in self._slots.products:
@@ -202,7 +203,7 @@ class AdapterReader:
         return [Target(layer, part, expert) for expert in range(len(experts)) for part in parts]
 
     def _check(self, file: SafetensorsFile, known: _Known, target: Target, config: PeftConfig) -> None:
-        """Shapes and rank."""
+        """Check shapes, rank and fan_in_fan_out."""
         part, limit, rank = self._slots.layers[target.layer].parts[target.part], self._slots.config.max_rank, known.rank
         outputs, inputs = part.shape
         if rank > limit:
@@ -213,15 +214,15 @@ class AdapterReader:
             if (found := file.tensors[side].shape) != wanted:
                 reason = f"{side} has shape {list(found)}, the model and {CONFIG} say {list(wanted)}"
                 raise InvalidRequest("lora_path", reason, "the adapter was trained for another model")
-        if part.turned != config.by_inputs and known.name != _HEAD:  # PEFT takes the head as it is stored
-            refuse("fan_in_fan_out", f"is {config.by_inputs}, and the model's {known.module} is stored otherwise",
-                   f"set it to {part.turned}")  # fmt: skip
+        if part.transposed != config.by_inputs and known.name != _HEAD:  # PEFT uses the head's stored layout
+            refuse("fan_in_fan_out", f"is {config.by_inputs}, but the model's {known.module} has the other layout",
+                   f"set it to {part.transposed}")  # fmt: skip
 
     def _pairs(self, known: _Known, a: Tensor, b: Tensor) -> list[Pair]:
         return [self._pair(target, known.sides, a, b) for target in self._slots.targets[known.name]]
 
     def _expert_pair(self, file: SafetensorsFile, target: Target, each: Sequence[tuple[int, _Known]]) -> Pair:
-        """The matrices of single experts, with zeros for experts that the adapter does not change."""
+        """Stack the matrices of single experts, with zeros for experts that the adapter does not change."""
         num_experts, rank = self._slots.num_experts[target.layer], max(known.rank for _, known in each)
         outputs, inputs = self._slots.layers[target.layer].parts[target.part].shape
         all_a, all_b = torch.zeros(num_experts, rank, inputs), torch.zeros(num_experts, outputs, rank)
@@ -241,7 +242,7 @@ class AdapterReader:
         ]
 
     def _pair(self, target: Target, sides: _Sides, a: Tensor, b: Tensor) -> Pair:
-        """a [..., rank, inputs] and b [..., outputs, rank] as this rank holds them."""
+        """Return the pair as this rank holds it, from a [..., rank, inputs] and b [..., outputs, rank]."""
         slots = self._slots
         part = slots.layers[target.layer].parts[target.part]
         mine = b if part.index is None else b.index_select(-2, part.index)
@@ -250,22 +251,22 @@ class AdapterReader:
         return Pair(target, held_a, self._hold(sides.b, mine, (*mine.shape[:-1], rank)))
 
     def _hold(self, name: str, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """A copy with zeros behind, in memory that is copied to the device without waiting. Raises InvalidRequest if
-        a value is too large for the dtype. Compiled kernels multiply float32 rows by bfloat16: what that holds exactly
-        takes half the memory."""
+        """Copy values into a zero-padded tensor, in pinned memory for a GPU. Raises InvalidRequest if a value overflows
+        the dtype. The compiled kernels multiply float32 rows by bfloat16, so values that bfloat16 holds exactly take
+        half the memory."""
         is_exact = self._slots.kernels == "native" and torch.equal(values.bfloat16().to(values.dtype), values)
         dtype = torch.bfloat16 if is_exact else self._slots.dtype
         held = torch.zeros(shape, dtype=dtype, pin_memory=self._slots.device.type == "cuda")
         held[tuple(slice(size) for size in values.shape)].copy_(values)
         if not torch.isfinite(held).all():
             kind = str(dtype).removeprefix("torch.")
-            reason = f"{WEIGHTS}: {name}: values are not finite in {kind}, B's times the scale of the adapter"
+            reason = f"{WEIGHTS}: {name}: values are not finite in {kind} (B is multiplied by the adapter's scale)"
             raise InvalidRequest("lora_path", reason, "train with a smaller lora_alpha, or run the model in bfloat16")
         return held
 
 
 def _modules(tensors: Collection[str]) -> dict[str, _Sides]:
-    """The modules that the file has tensors of, as the model calls them. Every tensor must be one of A and B."""
+    """Return the modules of the file by their names in the model. Every tensor must be the A or B of one."""
     found: dict[str, dict[str, str]] = {}
     for tensor in tensors:
         if len(tensor) > _MOST_CHARACTERS:
@@ -290,7 +291,7 @@ def _modules(tensors: Collection[str]) -> dict[str, _Sides]:
 
 
 def _refuse_duplicates(targets: Mapping[str, Sequence[Target]]) -> None:
-    """Raise InvalidRequest if two tensors A of the file change the same matrix: its module is spelled in two ways."""
+    """Raise InvalidRequest if two tensors A change the same matrix because its module is spelled in two ways."""
     seen: dict[Target, str] = {}
     for tensor, mine in targets.items():
         for target in mine:
@@ -301,18 +302,18 @@ def _refuse_duplicates(targets: Mapping[str, Sequence[Target]]) -> None:
 
 
 def _expert_paths(tensors: Collection[str]) -> frozenset[str]:
-    """The modules of routed experts that these tensors of a checkpoint are of."""
+    """Return the modules of routed experts to which these checkpoint tensors belong."""
     return frozenset(name.partition(".experts.")[0] + ".experts" for name in tensors if ".experts." in name)
 
 
 def _matrices(file: SafetensorsFile, known: _Known) -> tuple[Tensor, Tensor]:
-    """A, and B times the scale in float32."""
+    """Return A, and B times the scale in float32."""
     a, b = (_values(file, side) for side in known.sides)
     return a, b.float().mul_(torch.tensor(known.scale, dtype=torch.float32))
 
 
 def _refused_reason(module: str, *, is_there: bool) -> str:
-    """`is_there`: the model has the module."""
+    """Return why a module is refused. `is_there`: the model has the module."""
     if module.endswith(("embed_tokens", "wte", "embed_in", "word_embeddings")):
         reason = "adapters of embeddings are not supported"
     elif any(word in module for word in ("visual", "vision", "multi_modal_projector")):
@@ -325,7 +326,7 @@ def _refused_reason(module: str, *, is_there: bool) -> str:
 
 
 def _values(file: SafetensorsFile, name: str) -> Tensor:
-    """A tensor of the file, as a view of it."""
+    """Return a tensor of the file as a view."""
     stored, raw = file.tensors[name], file.raw(name)
     dtype = WEIGHT_DTYPES.get(stored.dtype)
     if dtype is None:

@@ -1,4 +1,4 @@
-"""The slots of the device that hold LoRA adapters: which layers can be adapted, and their memory."""
+"""LoRA slots on the device: which layers can be adapted, and the slots' memory."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from quire.runtime.transfer import to_device
 
 
 class Target(NamedTuple):
-    """A part of a linear layer, or of a product of routed experts, that an adapter can change."""
+    """A part of a linear layer, or of a gemm of routed experts, that an adapter can change."""
 
-    layer: int  # among all adapted ones
+    layer: int  # index among the adapted layers
     part: int
-    expert: int = -1  # of those that this rank has; -1: no expert's matrix, or those of all
+    expert: int = -1  # index among this rank's experts; -1: no expert, or all of them
 
 
 class Pair(NamedTuple):
-    """A and B of one target, B times the adapter's scale, in the dtype of the rows that they are multiplied by, or in
-    bfloat16. Of experts, those of all that this rank has."""
+    """A and B of one target. B is multiplied by the adapter's scale. Their dtype is that of the rows they multiply, or
+    bfloat16. For experts: those of all experts of this rank."""
 
     target: Target
     a: Tensor  # [rank, inputs], or [experts, rank, inputs]
@@ -57,7 +57,7 @@ class HostAdapter:
 
     digest: str
     rank: int  # the largest of its pairs
-    pairs: tuple[Pair, ...]  # in the order of their targets
+    pairs: tuple[Pair, ...]  # sorted by target
 
     @property
     def num_bytes(self) -> int:
@@ -65,9 +65,8 @@ class HostAdapter:
 
 
 class AdapterSlots:
-    """Owns the device memory of all adapters of a model. From its making on, the model's linear layers add what the
-    adapters of a step's rows change. `kernels`: which ones run the model. `rank_step`: the ranks of pairs are multiples
-    of it."""
+    """Owns the device memory of all LoRA adapters of a model, and attaches it to the model's linear layers. `kernels`:
+    the kernels that run the model. `rank_step`: ranks are padded to a multiple of it."""
 
     def __init__(
         self, model: BaseModel, config: AdapterConfig, placement: Placement, kernels: str, *, dependent_rows: int = 0
@@ -76,9 +75,9 @@ class AdapterSlots:
         self.rank_step = RANK_STEP if kernels == "triton" else 1
         layers, experts = model.adapted_layers(), model.adapted_experts()
         experts = experts if config.experts else {}
-        self.targets: dict[str, tuple[Target, ...]] = {}  # by the checkpoint name of the matrix, without `.weight`
-        self.products: dict[str, tuple[int, range]] = {}  # of experts, by path: the layer, and the own experts
-        self.num_experts: dict[int, int] = {}  # by layer, those that are own
+        self.targets: dict[str, tuple[Target, ...]] = {}  # by the matrix's checkpoint name, without `.weight`
+        self.products: dict[str, tuple[int, range]] = {}  # expert gemms by path: (layer, this rank's experts)
+        self.num_experts: dict[int, int] = {}  # by layer: number of this rank's experts
         active, limits = ActiveAdapters(), (config.slots, padded_rank(config.max_rank))
         parts = [parts_of(path, layer) for path, layer in layers.items()]
         parts += [parts_of(path, product.first) for path, product in experts.items()]
@@ -106,7 +105,7 @@ class AdapterSlots:
         model.blocks.adapters = active
 
     def _attach(self, model: BaseModel, layer: Linear | TiedHead, made: LinearAdapters) -> None:
-        """Have a layer add what its adapters change."""
+        """Attach slots to a layer."""
         if layer is model.parts[3]:
             model.head_adapters = made
         else:
@@ -115,14 +114,14 @@ class AdapterSlots:
         self.layers.append(made)
 
     def put(self, slot: int, adapter: HostAdapter) -> None:
-        """Copy an adapter into a slot, after all work that was launched before. Does not wait on a GPU."""
+        """Copy an adapter into a slot, after all work that was launched before. Does not wait for a GPU."""
         self.clear(slot)
         for number, pairs in groupby(adapter.pairs, key=lambda pair: pair.target.layer):
             self.layers[number].put(slot, {pair.target.part: (pair.a, pair.b) for pair in pairs})
         self._send_ranks(slot)
 
     def clear(self, slot: int) -> None:
-        """The slot changes nothing."""
+        """Empty a slot: rows that use it are unchanged."""
         for layer in self.layers:
             layer.clear(slot)
         self._send_ranks(slot)
@@ -132,8 +131,8 @@ class AdapterSlots:
 
 
 def parts_of(path: str, linear: Linear | TiedHead | ExpertLinear) -> list[AdaptedPart]:
-    """The matrices that a layer stacks, with the outputs of the layer that each of them gives. Those of one expert,
-    where a layer has them of all."""
+    """Return the matrices that a layer stacks and the outputs of each. For a layer that stacks experts: those of one
+    expert."""
     if isinstance(linear, TiedHead):
         vocab, inputs = linear.table.vocab, as_split(linear.num_inputs)
         index = None if vocab.is_whole else vocab.index
@@ -148,12 +147,12 @@ def parts_of(path: str, linear: Linear | TiedHead | ExpertLinear) -> list[Adapte
             index = inside[index]
         is_same = split.is_whole and bool((index == torch.arange(len(index))).all())
         shape, held = (split.total, linear.inputs.total), None if is_same else index
-        parts.append(AdaptedPart(name, _runs(outputs.tolist()), held, stored.turned, shape, linear.inputs))
+        parts.append(AdaptedPart(name, _runs(outputs.tolist()), held, stored.transposed, shape, linear.inputs))
     return parts
 
 
 def _runs(numbers: Sequence[int]) -> Runs:
-    """Rising numbers as runs of neighbours."""
+    """Convert ascending indices to ranges of consecutive ones."""
     breaks = [place for place in range(1, len(numbers)) if numbers[place] != numbers[place - 1] + 1]
     return [
         (numbers[begin], numbers[end - 1] + 1)

@@ -1,4 +1,4 @@
-"""LoRA adapters in host memory, by their content hashes."""
+"""LoRA adapters in host memory, by their content hash."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from quire.types.errors import InvalidRequest
 
 
 class AdapterStore:
-    """Keeps the `capacity` adapters that were used last. Others are read from their folders again when they are needed.
-    All methods may be called from any thread."""
+    """Keeps the `capacity` most recently used adapters. Others are read from their folders again when needed. All
+    methods are thread-safe."""
 
     def __init__(self, reader: AdapterReader, capacity: int) -> None:
         self._reader, self._capacity = reader, max(1, capacity)
         self._lock = Lock()
-        self._held: OrderedDict[str, HostAdapter] = OrderedDict()  # by digest, the last used last
-        # Of all adapters that are known, the folders that they were read from. The last is tried first.
+        self._held: OrderedDict[str, HostAdapter] = OrderedDict()  # by digest, least recently used first
+        # The folders that each known adapter was read from, by digest. The last one is tried first.
         self._folders: dict[str, dict[str, None]] = {}
 
     def read(self, name: str, folder: str) -> AdapterInfo:
-        """Read and check an adapter, and keep it. Raises InvalidRequest if it does not fit the model."""
+        """Read, check and keep an adapter. Raises InvalidRequest if it does not fit the model."""
         adapter = self._reader.read(folder)
         with self._lock:
             folders = self._folders.setdefault(adapter.digest, {})
@@ -33,8 +33,8 @@ class AdapterStore:
         return AdapterInfo(name, adapter.digest, adapter.rank, adapter.num_bytes, folder)
 
     def get(self, digest: str) -> HostAdapter:
-        """Raises InvalidRequest for one that is not known, or which none of its folders holds any more: requests name
-        it in `model`."""
+        """Return an adapter. Raises InvalidRequest, for the field `model`, if it is unknown or none of its folders
+        contains it any more."""
         with self._lock:
             if digest in self._held:
                 self._held.move_to_end(digest)
@@ -64,7 +64,7 @@ class AdapterStore:
             assert self._held.keys() <= self._folders.keys()
 
     def _read_again(self, digest: str, folders: list[str]) -> HostAdapter:
-        """Read an adapter from the first of `folders` that still holds it."""
+        """Read an adapter from the first of `folders` that still contains it."""
         errors = []
         for folder in folders:
             try:

@@ -1,7 +1,7 @@
-"""LoRA adapters of a linear layer: what each row's adapter adds to the layer's product.
+"""LoRA adapters of a linear layer: adds the low-rank change of each row's adapter to the layer's gemm.
 
-The layers of a model do not get the step as an argument, so all of them share one `ActiveAdapters`, which `Blocks`
-fills before it runs them.
+Linear layers do not get the step as an argument, so all of a model share one `ActiveAdapters`, which `Blocks` sets
+before it runs them.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
 
 
 class ActiveAdapters:
-    """The adapters of the step that runs. One for a model."""
+    """The LoRA adapters of the running step, shared by all layers of a model."""
 
     def __init__(self) -> None:
-        self.is_on = False  # whether a row of the step uses one
-        self.is_narrowed = False  # whether only the wanted tokens are left
+        self.is_on = False  # whether a row of the step uses an adapter
+        self.is_narrowed = False  # whether rows are only the wanted tokens
         self._step: AdapterStep | None = None
         self._chosen: AdaptedRows | None = None
 
     def begin(self, step: AdapterStep | None) -> None:
-        """A step begins with all of its tokens."""
+        """Start a step: rows are all of its tokens."""
         self._step, self.is_on, self.is_narrowed = step, step is not None, False
 
     def trace(self) -> None:
-        """A program is written down: it serves steps with adapters and without."""
+        """Start tracing a program, which must serve steps with and without adapters."""
         self._step, self.is_on, self.is_narrowed = None, True, False
 
     def narrow(self) -> None:
-        """From here on, rows are the wanted tokens of the step."""
+        """Note that from here on rows are the wanted tokens of the step."""
         self.is_narrowed = True
 
     @contextmanager
     def only(self, rows: AdaptedRows | None) -> Iterator[None]:
-        """Inside, layers get these rows, as an expert gets some of a step's. None: rows without adapters."""
+        """Within the context, layers see these rows: those routed to one expert. None: rows without adapters."""
         before = self._chosen, self.is_on
         self._chosen, self.is_on = rows, rows is not None
         try:
@@ -72,14 +72,14 @@ class ActiveAdapters:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedPart:
-    """One of the matrices that a linear layer stacks."""
+    """One of the checkpoint matrices that a linear layer stacks."""
 
-    name: str  # in the checkpoint, without the path of the layer
-    outputs: Runs  # of the layer
-    index: Tensor | None  # [outputs]: which output of the checkpoint's matrix each of them is; None: the same
-    turned: bool  # the checkpoint stores the matrix by inputs, then outputs
-    shape: tuple[int, int]  # outputs and inputs of the checkpoint's matrix
-    inputs: Split  # those of the layer
+    name: str  # name in the checkpoint, relative to the layer's parent
+    outputs: Runs  # (begin, end) ranges among the layer's outputs
+    index: Tensor | None  # [outputs]: the checkpoint output of each; None: in order
+    transposed: bool  # the checkpoint stores the matrix transposed, [inputs, outputs]
+    shape: tuple[int, int]  # (outputs, inputs) of the whole matrix
+    inputs: Split  # the layer's share of the inputs
 
     @property
     def num_outputs(self) -> int:
@@ -87,46 +87,46 @@ class AdaptedPart:
 
 
 class SlotMemory(ABC):
-    """The A and B of the adapters in all slots, for one linear layer, or for one of all routed experts of a block."""
+    """The A and B matrices of the adapters in all slots, for one linear layer or for one gemm of all routed experts."""
 
     def __init__(self, parts: Sequence[AdaptedPart], inputs: int, active: ActiveAdapters) -> None:
         self.parts, self.num_inputs, self.active = tuple(parts), inputs, active
 
     @abstractmethod
     def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Copy an adapter into a slot that was cleared: by part, a [rank, inputs] and b [outputs of the part, rank], of
-        experts behind one another."""
+        """Copy an adapter into a cleared slot. `pairs`, by part index: A [rank, inputs] and B [outputs of the part,
+        rank]; for experts both have a leading expert dimension."""
 
     @abstractmethod
     def clear(self, slot: int) -> None:
-        """The slot changes nothing."""
+        """Empty a slot: rows that use it are unchanged."""
 
 
 class LinearAdapters(SlotMemory):
-    """Those of one linear layer."""
+    """The adapters of one linear layer."""
 
     def add(self, out: Value, x: Value) -> Value:
-        """Add to `out` [rows, outputs] what the adapters of the step's rows make of x [rows, inputs], in place. A
-        program may get a symbol of its own."""
+        """Add the LoRA change for x [rows, inputs] to `out` [rows, outputs] in place, by the adapters of the step's
+        rows. Returns `out`, or a new symbol while a program is traced."""
         self.add_rows(out, x, self.active.rows)
         return out
 
     @abstractmethod
     def add_rows(self, out: Tensor, x: Tensor, rows: AdaptedRows) -> None:
-        """The same for rows that use these adapters."""
+        """Add the LoRA change for rows with the given adapters."""
 
     def multiply(self, multiply: Callable[[], Value], x: Value) -> tuple[Value, Tensor | None]:
-        """Run `multiply`, which computes the layer's product with x. Returns the product [rows, outputs], and the
-        change by the adapters of the step's rows [rows, outputs] for the caller to add; None: it is added already."""
+        """Run `multiply`, which computes the layer's gemm with x. Returns its result [rows, outputs] and the LoRA
+        change [rows, outputs] for the caller to add, or None if the change is already added."""
         return self.add(multiply(), x), None
 
     def join(self, product: Tensor, change: Tensor) -> None:
-        """Add a change that `multiply` returned to `product`, in place."""
+        """Add the change that `multiply` returned to `product`, in place."""
         product.add_(change)
 
 
 class NativeAdapters(LinearAdapters):
-    """In the compiled CPU kernels, of programs and alone."""
+    """Adapters in the compiled CPU kernels, inside and outside of programs."""
 
     def __init__(
         self,
@@ -161,13 +161,13 @@ class NativeAdapters(LinearAdapters):
 
 
 class StackedAdapters(LinearAdapters):
-    """As tensors, for torch and for the Triton kernels.
+    """Adapters as stacked tensors, for torch and for the Triton kernels.
 
-    `memory`: A [slots, parts * max rank, inputs] and B [slots, outputs, max rank], see `slot_tensors`. `ranks` [slots,
-    parts] are those of the slots, on the device and mirrored on the host: 0 where an adapter does not change a part.
-    The owner of the slots sends them to the device. What lies beyond a rank is never read. `dependent_rows`: rows from
-    which Triton kernels are launched while the one before still runs. `is_seldom`: few adapters change the layer, so
-    that Triton kernels read a slot's rank before its B. `side`: where Triton kernels run beside the layer's product;
+    `memory`: A [slots, parts * max rank, inputs] and B [slots, outputs, max rank], see `slot_tensors`. `ranks`: the
+    LoRA rank of each slot and part [slots, parts], on the device and mirrored on the host; 0 if an adapter does not
+    change a part. The owner of the slots copies them to the device. Elements beyond a rank are never read.
+    `dependent_rows`: fewest rows with programmatic dependent launch. `is_seldom`: few adapters change the layer, so
+    Triton kernels read a slot's rank before its B. `side`: runs the Triton kernels concurrently with the layer's gemm;
     None: before it.
     """
 
@@ -187,9 +187,9 @@ class StackedAdapters(LinearAdapters):
         self.ranks, self.host_ranks = ranks
         self._outputs, self._dependent_rows = [part.outputs for part in parts], dependent_rows
         self._is_seldom, self._side = is_seldom, side
-        self._blocks: OutputBlocks | None = None  # for the Triton kernels
+        self._blocks: OutputBlocks | None = None  # ranges of outputs for the Triton kernels
         if self.a.is_cuda:
-            self._blocks = _blocks_of(self._outputs, self.a.device)  # not while a graph is captured
+            self._blocks = _blocks_of(self._outputs, self.a.device)  # must not run during graph capture
 
     def put(self, slot: int, pairs: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         for part, (a, b) in pairs.items():
@@ -222,10 +222,10 @@ class StackedAdapters(LinearAdapters):
         from quire.kernels.triton import lora, lora_few
 
         blocks, dependent, products = self._output_blocks(), self._is_dependent(x), []
-        is_whole = blocks.num_outputs == self.b.shape[1]  # else a change would hold no numbers for some outputs
+        is_whole = blocks.num_outputs == self.b.shape[1]  # otherwise some outputs of `change` stay undefined
         if not is_whole or lora.takes_many(tiles.most, len(x), len(self.b)):
             return super().multiply(multiply, x)
-        low = lora_few.empty_low(x, self.a, tiles.order)  # both branches are joined before it is freed
+        low = lora_few.empty_low(x, self.a, tiles.order)  # freed only after both branches joined
         change = torch.empty(len(x), blocks.num_outputs, dtype=x.dtype, device=x.device)
 
         def run_change() -> None:
@@ -263,9 +263,9 @@ def slot_tensors(
     parts: Sequence[AdaptedPart],
     shape: tuple[int, int, int, int],  # slots, the most rank, inputs, outputs
     placement: Placement,
-    experts: tuple[int, ...] = (),  # how many there are; of a layer that is no experts', nothing
+    experts: tuple[int, ...] = (),  # (number of experts,), or () for a layer without experts
 ) -> tuple[Tensor, Tensor]:
-    """Memory for the A and B of all slots."""
+    """Allocate zeroed A and B for all slots."""
     slots, max_rank, inputs, outputs = shape
     make = partial(torch.zeros, dtype=placement.dtype, device=placement.device)
     return make(slots, *experts, len(parts) * max_rank, inputs), make(slots, *experts, outputs, max_rank)

@@ -1,5 +1,4 @@
-"""Attention of one layer: from the product for q, k and v to what every token has read, and with the products around
-it."""
+"""Attention of one layer over the paged cache, and modules that add the gemms around it."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ from quire.runtime.layers.texts import TextAttention, Texts
 if TYPE_CHECKING:
     from quire.runtime.layers.builder import LayerBuilder
 
-_LENT = "lent"  # in the memo, with a layer: keys and values of the step's tokens [tokens, kv heads, dim]
+_LENT = "lent"  # memo key, with a layer: the step's keys and values [tokens, kv heads, dim]
 
 
 class Attention(nn.Module):
-    """Causal attention over a paged cache, after head norms and rotary positions, if there are any. Side effect: fills
-    the step's slots of the layer's cache.
+    """Causal attention over a paged cache, after optional head norms and rotary positions. Side effect: writes the
+    step's slots of the layer's cache.
 
-    `lends`: other layers read the same keys and values. A layer that `borrows` is given queries alone, and `layer` is
-    that whose cache it reads.
+    `lends`: other layers reuse this layer's keys and values. A layer that `borrows` gets queries alone, and `layer` is
+    the layer whose cache it reads.
     """
 
     def __init__(
@@ -45,18 +44,18 @@ class Attention(nn.Module):
 
     @property
     def variant(self) -> tuple[Heads, bool, bool]:
-        """Layers in which this is equal launch the same kernels."""
+        """Layers with equal values launch the same kernels."""
         return self._heads, self.rule.window is None, self._borrows
 
     def forward(
         self, qkv: Value, step: ForwardStep, norm: HeadNorm | None = None, change: Tensor | None = None
     ) -> Value:
-        """qkv: [tokens, (query + 2 * kv heads) * dim or more], or queries alone; overwritten -> [tokens, query heads *
-        dim]. `change` [tokens, as qkv] has yet to be added to it."""
+        """Attend. qkv: [tokens, (query + 2 * kv heads) * dim or more], or queries alone; overwritten. `change` (same
+        shape) is a LoRA change that has yet to be added to it. Returns [tokens, query heads * dim]."""
         if isinstance(qkv, Symbol):
-            return self._write_down(qkv, step, norm)
+            return self._trace_program(qkv, step, norm)
         if isinstance(qkv, RowSymbol):
-            return self._write_phase(qkv, step, norm)
+            return self._trace_phase(qkv, step, norm)
         size = self._heads.query_size + 2 * self._heads.kv_size
         qkv, change = qkv[:, :size], None if change is None else change[:, :size]
         if step.backend.kernels == "triton" and (self.rotary is None or self.rotary.is_static):
@@ -84,7 +83,7 @@ class Attention(nn.Module):
         return attended
 
     def _by_triton(self, qkv: Tensor, step: ForwardStep, norm: HeadNorm | None, change: Tensor | None) -> Tensor:
-        """The change, norms, positions and the write to the cache in one launch."""
+        """Add the change, norm, rotate and write the cache in one launch, then attend."""
         from quire.kernels.triton.rotary import HeadNorms, LayerMemory, rotate_and_store
 
         heads, cache = self._heads, step.caches[self._layer]
@@ -101,8 +100,8 @@ class Attention(nn.Module):
         attended: Tensor = step.backend.attend(query, key, value, cache, plan, self.rule)
         return attended
 
-    def _write_down(self, qkv: Symbol, step: ForwardStep, norm: HeadNorm | None) -> Symbol:
-        """The operations of a program."""
+    def _trace_program(self, qkv: Symbol, step: ForwardStep, norm: HeadNorm | None) -> Symbol:
+        """Append the operations to the program that is being traced."""
         heads, writer, cache = self._heads, qkv.writer, step.caches[self._layer]
         place = (self._layer, cache.table)
         if norm is not None:
@@ -115,8 +114,8 @@ class Attention(nn.Module):
         sizes = (heads.num_query, heads.num_kv, heads.dim)
         return writer.attend(qkv, place, sizes, (cache.key.shape[2], cache.block_heads), self.rule, cache=scaled)
 
-    def _write_phase(self, qkv: RowSymbol, step: ForwardStep, norm: HeadNorm | None) -> RowSymbol:
-        """The phase of the kernel of one row."""
+    def _trace_phase(self, qkv: RowSymbol, step: ForwardStep, norm: HeadNorm | None) -> RowSymbol:
+        """Append the attention phase to the row kernel that is being traced."""
         if self._lends or self._borrows:
             raise Untraceable("layers share keys and values")
         angles = None
@@ -128,23 +127,24 @@ class Attention(nn.Module):
 
 
 class OutputGate(nn.Module):
-    """What every token has read, times the sigmoid of logits of its own."""
+    """Multiplies the attention output by the sigmoid of gate logits."""
 
     def __init__(self, ops: LayerOps) -> None:
         super().__init__()
         self._ops = ops
 
     def forward(self, attended: Value, wide: Value) -> Value:
-        """attended [tokens, size], overwritten; its logits are the last numbers of each row of `wide`."""
+        """Gate `attended` [tokens, size], which is overwritten. Its logits are the last `size` elements of each row of
+        `wide`."""
         return self._ops.gate_by(attended, wide)
 
 
 class DecoderAttention(nn.Module):
-    """Attention of most decoders, by the flags of the config: norms of heads, sinks, windows, a gate of what was read,
-    keys that are values too. A layer that reads the keys and values of another has queries alone."""
+    """Attention of most decoders, by the config's flags: head norms, sinks, windows, an output gate, values that equal
+    keys. A layer that reads the keys and values of another layer projects queries alone."""
 
-    norm_offset = 0.0  # what checkpoints leave out of norm weights
-    norms_values = False  # all heads are normed, those of values too
+    norm_offset = 0.0  # the checkpoint stores norm weights minus this
+    norms_values = False  # query, key and value heads are all normed
 
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class DecoderAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention between the product for q, k and v and the one that goes back to the stream."""
+    """Attention with its q, k, v gemm and its output gemm."""
 
     def __init__(self, qkv_proj: Linear, attention: Attention | TextAttention, out_proj: Linear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The blocks of a model, one after the other: by their own code, or as a program that was traced from it."""
+"""The blocks of a model in order, run by their own code, or as a program or kernel that was traced from it."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from quire.runtime.layers.taps import LayerTaps
 
 
 class Absent(nn.Module):
-    """Stands for a layer that another pipeline stage has, so that all others keep their names."""
+    """Placeholder for a layer of another pipeline stage, so that all other layers keep their names."""
 
 
 class Blocks(nn.ModuleList):
-    """Every block is called with the residual stream, which it changes, and the step. Of a pipeline stage only its own
-    blocks are kept; give them one at a time, and at most one of the others is in memory at once.
+    """Calls every block with the residual stream, which it changes in place, and the step. A pipeline stage keeps only
+    its own blocks; pass blocks lazily, so that at most one block of another stage is in memory at a time.
 
-    Where the compiled CPU kernels attend, blocks run as a program: it is traced from them once and gives bit for bit
-    what they give, without an interpreter of Python between the operations. On a GPU a step of one row runs as one
-    kernel, which is traced too.
+    With the compiled CPU kernels blocks run as a program: it is traced from them once and gives bit-identical results
+    without the Python interpreter between operations. On a GPU a step of one row runs as one kernel, which is traced
+    too.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], config: ModelConfig) -> None:
         super().__init__(block if number in config.layers else Absent() for number, block in enumerate(blocks))
         self._own = config.layers
         self._width = config.hidden_size  # of the residual stream
-        # Of what blocks read of tokens besides: `step.memo[BESIDE]`.
+        # Width of the side inputs that blocks read: `step.memo[BESIDE]`.
         self._beside = config.num_layers * config.per_layer_input
-        self.adapters: ActiveAdapters | None = None  # what linear layers are told of a step's LoRA adapters
-        self._taps: LayerTaps | None = None  # who reads the stream between blocks
+        self.adapters: ActiveAdapters | None = None  # the step's LoRA adapters, read by linear layers
+        self._taps: LayerTaps | None = None  # reads the stream between blocks
         self._programs: dict[int, Program] = {}  # by the number of blocks
-        self._row_programs: RowPrograms | None = None  # until `trace_row`: steps of one row run layer by layer
+        self._row_programs: RowPrograms | None = None  # None until `trace_row`: one-row steps run layer by layer
         self._caches: tuple[LayerCache, ...] = ()
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # the same caches
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # (key, value) of these caches
 
     @property
     def own(self) -> list[nn.Module]:
@@ -55,27 +55,29 @@ class Blocks(nn.ModuleList):
         return list(self)[self._own.start : self._own.stop]
 
     def tap(self, taps: LayerTaps) -> None:
-        """Let `taps` read the stream of every step from now on. Steps of one row then run layer by layer on a GPU."""
+        """Let `taps` read the stream in every step from now on. On a GPU steps of one row then run layer by layer."""
         self._taps = taps
         self._programs.clear()
         self._row_programs = None
 
     def run_rows_by(self, kernel: RowKernel) -> None:
-        """From now on, run steps of one row by this kernel, where it can."""
+        """Run steps of one row by this kernel from now on, if it supports them."""
         self._row_programs = RowPrograms(kernel, len(self._own), self._width)
 
     def forward(self, x: Tensor, step: ForwardStep) -> Tensor:
-        """Embedded tokens [tokens, hidden], overwritten, to hidden states, of `step.wanted` only; fills the cache."""
+        """Run the blocks on embedded tokens [tokens, hidden], which are overwritten. Returns the hidden states of
+        `step.wanted` only. Side effect: writes the KV cache."""
         if isinstance(step.attention, NativePlan):
             return self._run_program(x, step)
         if self.adapters is not None:
             self.adapters.begin(step.adapters)
-        if self._row_programs is not None and self._row_programs.run(x, step, self._write_phases):
+        if self._row_programs is not None and self._row_programs.run(x, step, self._trace_phases):
             return x
-        return cast("Tensor", self._go_through(x, step))
+        return cast("Tensor", self._run_layers(x, step))
 
     def trace(self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None) -> Program:
-        """Make the program of the first layers over caches like these, or find it. dtype: of the stream."""
+        """Return the program of the first `num_layers` layers for caches of this layout, tracing it once. dtype: of the
+        stream."""
         count = len(self.own[:num_layers])
         if count not in self._programs:
             if self.adapters is not None:
@@ -84,33 +86,32 @@ class Blocks(nn.ModuleList):
             step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
             if self._beside:
                 step.memo[BESIDE] = writer.beside(self._beside)
-            self._programs[count] = writer.finish(self._go_through(writer.stream, step))
+            self._programs[count] = writer.finish(self._run_layers(writer.stream, step))
         return self._programs[count]
 
     def trace_row(
         self, caches: tuple[LayerCache, ...], dtype: torch.dtype, num_layers: int | None = None
     ) -> int | None:
-        """Make the program by which steps of one row run through the first layers over these caches, if a GPU's kernel
-        has all that they do. dtype: of the stream. Returns up to how many tokens a row is run by it; None: there is no
-        program."""
+        """Trace the row kernel of the first `num_layers` layers for these caches. dtype: of the stream. Returns the
+        longest context in tokens for which it is faster, or None if the GPU's kernel does not support the layers."""
         nothing = torch.empty(0, dtype=torch.int64)
         step = ForwardStep(nothing, nothing, nothing, 0, nothing, caches, None, None, num_layers=num_layers)
         if self._row_programs is None:
             self.run_rows_by(CudaRowKernel())
         assert self._row_programs is not None
-        program = self._row_programs.find(step, dtype, self._write_phases)
+        program = self._row_programs.find(step, dtype, self._trace_phases)
         return None if program is None else program.longest
 
-    def _write_phases(self, x: RowSymbol, step: ForwardStep) -> Value:
+    def _trace_phases(self, x: RowSymbol, step: ForwardStep) -> Value:
         if self._beside:
-            raise Untraceable("layers read more of a token than the stream")
+            raise Untraceable("layers read side inputs")
         if self._taps is not None:
             raise Untraceable("a draft head reads the stream between layers")
         if self.adapters is not None:
             self.adapters.begin(None)
-        return self._go_through(x, step)
+        return self._run_layers(x, step)
 
-    def _go_through(self, x: Value, step: ForwardStep) -> Value:
+    def _run_layers(self, x: Value, step: ForwardStep) -> Value:
         is_triton = not isinstance(x, RowSymbol) and getattr(step.backend, "kernels", None) == "triton"
         rows = step.attention.rows if is_triton else None
         stream = Stream(x, rows, step.memo.get(BESIDE), self.adapters, leaves_pending=is_triton)
@@ -118,14 +119,14 @@ class Blocks(nn.ModuleList):
         for layer, block in enumerate(others):
             self._look(layer, stream, step)
             block(stream, step)
-        for layer in range(len(others), len(self.own)):  # a rehearsal of the first layers launches what all taps launch
+        for layer in range(len(others), len(self.own)):  # a warm-up of the first layers runs all taps
             self._look(layer, stream, step)
         stream.narrow_next(step.wanted)
         last(stream, step)
         return stream.settle()
 
     def _look(self, layer: int, stream: Stream, step: ForwardStep) -> None:
-        """Let the taps read what a layer is given."""
+        """Let the taps read a layer's input."""
         if self._taps is not None and layer in self._taps.layers:
             self._taps.take(layer, stream.settle(), step)
 
@@ -145,7 +146,7 @@ class Blocks(nn.ModuleList):
 
 
 def _adapter_slots(step: ForwardStep) -> tuple[Tensor, Tensor]:
-    """Of all tokens, and of the wanted ones."""
+    """Return the LoRA slots of all tokens and of the wanted tokens."""
     assert step.adapters is not None
     tokens, wanted = step.adapters.tokens.slots, step.adapters.wanted.slots
     assert tokens is not None

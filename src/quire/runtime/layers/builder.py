@@ -1,4 +1,4 @@
-"""Makes the layers of a model, deciding what the model file must not know: precision, device, backend."""
+"""Builds a model's layers and makes the choices that model files do not know: dtype, device, backend, ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from quire.runtime.attention.backend import AttentionBackend
 from quire.runtime.attention.registry import USUAL_BLOCK_SIZE, make_backend
 from quire.runtime.layers.attention import Attention, OutputGate
 from quire.runtime.layers.choice import choose_product
-from quire.runtime.layers.delta import DeltaRule, apart
+from quire.runtime.layers.delta import DeltaRule, ungrouped_rows
 from quire.runtime.layers.experts import (
-    EachExpert,
     ExpertScales,
     ExpertSet,
     MoEMLP,
     NormedRouter,
     Router,
     ScoreBias,
+    SeparateExperts,
     SideExperts,
     clamp_of,
 )
@@ -50,10 +50,10 @@ from quire.runtime.layers.ops import choose_ops
 from quire.runtime.layers.product import multiplies_natively
 from quire.runtime.layers.quantizing import choose_quantizing_product
 from quire.runtime.layers.rotary import Rotary
-from quire.runtime.layers.split import RankSplits, Split, behind
+from quire.runtime.layers.split import RankSplits, Split, concat_splits
 from quire.runtime.layers.stacked_experts import ExpertLinear, StackedExperts
 from quire.runtime.layers.texts import TextAttention
-from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored
+from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored
 from quire.runtime.parallel.expert_sum import expert_sum
 from quire.runtime.parallel.ranks import ALONE, Ranks
 
@@ -63,7 +63,7 @@ TORCH_DTYPES = {
     "float16": torch.float16,
     "float8": torch.float8_e4m3fn,
     "int8": torch.int8,
-    "int4": torch.uint8,  # two numbers each
+    "int4": torch.uint8,  # two values per byte
 }
 GATED = ("gate_proj", "up_proj", "down_proj")
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -71,7 +71,8 @@ SIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "po
 
 
 class LayerBuilder:
-    """One per model. Names given to layers are their checkpoint names, relative to the module that holds them."""
+    """Builds the layers of one model. Names passed to its methods are checkpoint names, relative to the parent
+    module."""
 
     def __init__(
         self,
@@ -83,8 +84,8 @@ class LayerBuilder:
         many_rows: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
-        """local_heads: of layers with a window, where they have others; many_rows: no step has few tokens, as with
-        encoders; ranks: those that share every layer."""
+        """local_heads: heads of layers with a window, if they differ; many_rows: every step has many tokens, as with
+        encoders; ranks: the ranks that share every layer."""
         self.ranks, self._splits = ranks, RankSplits(ranks.tensor, whole_experts=ranks.place.config.expert)
         heads, local_heads = self._splits.heads(heads), None if local_heads is None else self._splits.heads(local_heads)
         self.placement = Placement(TORCH_DTYPES[config.dtype], torch.device(config.device))
@@ -95,7 +96,7 @@ class LayerBuilder:
             local_heads,
         )  # fmt: skip
         triton = self.backend.kernels == "triton"
-        self._table_product = choose_product(  # never quantizes
+        self._table_product = choose_product(  # never quantizes weights
             dtype, device, triton=triton, many_rows=many_rows, cpu_weights=config.cpu_weights
         )
         self._product = self._table_product
@@ -114,7 +115,7 @@ class LayerBuilder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of activations."""
         return self.placement.dtype
 
     @property
@@ -122,49 +123,48 @@ class LayerBuilder:
         return self.placement.device
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
-        """One that every rank holds whole."""
+        """Build a linear layer that every rank holds whole."""
         return Linear(inputs, {name: outputs}, bias, self._product, self.placement)
 
     def column_linear(
-        self, name: str, inputs: int, outputs: int | Heads, *, bias: bool, stored: Stored = AS_IT_IS
+        self, name: str, inputs: int, outputs: int | Heads, *, bias: bool, stored: Stored = SAME_LAYOUT
     ) -> Linear:
-        """Column parallel: ranks share the outputs. These are an intermediate size, or queries, keys and values."""
+        """Build a column-parallel layer: ranks share the outputs, an intermediate size or queries, keys and values."""
         split = self._splits.qkv(outputs) if isinstance(outputs, Heads) else self._splits.size(outputs)
         return Linear(inputs, {name: split}, bias, self._product, self.placement, stored)
 
     def query_linear(
-        self, name: str, inputs: int, heads: Heads, *, bias: bool, dim: int | None = None, stored: Stored = AS_IT_IS
+        self, name: str, inputs: int, heads: Heads, *, bias: bool, dim: int | None = None, stored: Stored = SAME_LAYOUT
     ) -> Linear:
-        """Column parallel: queries alone, of `dim` numbers each."""
+        """Build a column-parallel layer for queries alone, `dim` outputs per head."""
         split = self._splits.query(heads, dim)
         return Linear(inputs, {name: split}, bias, self._product, self.placement, stored)
 
     def row_linear(
         self, name: str, inputs: int | Heads, outputs: int, *, bias: bool, dim: int | None = None,
-        stored: Stored = AS_IT_IS, reduces: bool = True,
+        stored: Stored = SAME_LAYOUT, reduces: bool = True,
     ) -> Linear:  # fmt: skip
-        """Row parallel: ranks share the inputs, and sum their products, which go back to the residual stream. Inputs
-        are an intermediate size, or what query heads have read, `dim` numbers each. Unless it `reduces`, the caller
-        sums."""
+        """Build a row-parallel layer: ranks share the inputs and all-reduce the result, unless `reduces` is False.
+        Inputs are an intermediate size, or attention outputs with `dim` elements per query head."""
         split = self._splits.query(inputs, dim) if isinstance(inputs, Heads) else self._splits.size(inputs)
         return self._row_linear(name, split, outputs, bias=bias, stored=stored, reduces=reduces)
 
     def _row_linear(
-        self, name: str, inputs: Split, outputs: int, *, bias: bool, stored: Stored = AS_IT_IS, reduces: bool = True
+        self, name: str, inputs: Split, outputs: int, *, bias: bool, stored: Stored = SAME_LAYOUT, reduces: bool = True
     ) -> Linear:
         group = self._splits.group
-        if group is not None and group.size > 1 and inputs.is_whole:  # of an expert that no other rank has
+        if group is not None and group.size > 1 and inputs.is_whole:  # an expert that only this rank holds
             group = None
         layer = Linear(inputs, {name: outputs}, bias, self._product, self.placement, stored, group=group)
         layer.reduces = reduces and layer.reduces
         return layer
 
     def whole_linear(self, name: str, inputs: int, outputs: int) -> Linear:
-        """One with a bias that is never quantized."""
+        """Build a linear layer with a bias that is whole on every rank and never quantized."""
         return Linear(inputs, {name: outputs}, True, self._table_product, self.placement)
 
     def patch_linear(self, name: str, kernel: tuple[int, ...], outputs: int) -> Linear:
-        """A convolution over patches that do not overlap: a product with each of them. Never quantized."""
+        """Build a convolution over non-overlapping patches, as one gemm per patch. Never quantized."""
         inputs, stored = math.prod(kernel), Stored(kernel=kernel)
         return Linear(inputs, {name: outputs}, False, self._table_product, self.placement, stored)
 
@@ -178,8 +178,8 @@ class LayerBuilder:
         return Linear(inputs, outputs, bias, self._product, self.placement)
 
     def gated_qkv_linear(self, inputs: int, heads: Heads, *, bias: bool) -> Linear:
-        """Queries, keys, values, then the logits of what queries read is gated by: checkpoints have those of a head
-        behind its query."""
+        """Build the layer for queries, keys, values and the logits of the output gate. Checkpoints store a head's gate
+        rows after its query rows."""
         keys, own = self._splits.kv(heads), self._splits.heads(heads)
         outputs = {"q_proj": self._splits.query(heads, 2 * heads.dim), "k_proj": keys, "v_proj": keys}
         query, gate = torch.arange(2 * own.query_size).view(own.num_query, 2, own.dim).transpose(0, 1).flatten(1)
@@ -194,38 +194,39 @@ class LayerBuilder:
         inputs: int,
         outputs: Mapping[str, int | Split],
         *,
-        stored: Stored | Mapping[str, Stored] = AS_IT_IS,
+        stored: Stored | Mapping[str, Stored] = SAME_LAYOUT,
     ) -> Linear:
-        """One product for several matrices; `stored`: see Linear. Sizes are whole on every rank, splits are shared."""
+        """Build one gemm for several matrices; `stored`: see Linear. Integer sizes are whole on every rank, Splits are
+        shared."""
         return Linear(inputs, outputs, False, self._product, self.placement, stored)
 
     def query_outputs(self, heads: Heads, dim: int) -> Split:
-        """Of query heads with `dim` numbers each, for `stacked_linear`."""
+        """Return the split of query heads with `dim` outputs each, for `stacked_linear`."""
         return self._splits.query(heads, dim)
 
     def delta_linears(self, hidden: int, sizes: Recurrent) -> tuple[Linear, Linear]:
-        """The products for queries, keys, values and gates of a delta net, and for strength and decay, which is never
-        quantized."""
+        """Build a delta net's layer for queries, keys, values and gates, and its layer for strength and decay, which is
+        never quantized."""
         each, shared = self._splits.recurrent(sizes), sizes.value_heads // sizes.key_heads
         keys, values, heads, groups = each.keys, each.values, each.value_heads, each.groups
         if not sizes.joined:
-            wide = {"in_proj_qkv": behind(keys, keys, values), "in_proj_z": values}
+            wide = {"in_proj_qkv": concat_splits(keys, keys, values), "in_proj_z": values}
             in_proj = Linear(hidden, wide, False, self._product, self.placement)
             narrow = {"in_proj_b": heads, "in_proj_a": heads}
             return in_proj, Router(hidden, narrow, False, self._table_product, self.placement)
         parts = (sizes.key_dim, sizes.key_dim, shared * sizes.value_dim, shared * sizes.value_dim)
-        of_group, order = groups.times(sum(parts)), apart(groups.count, parts)
+        of_group, order = groups.times(sum(parts)), ungrouped_rows(groups.count, parts)
         in_proj = Linear(hidden, {"in_proj_qkvz": of_group}, False, self._product, self.placement, order=order)
-        of_group, order = groups.times(2 * shared), apart(groups.count, (shared, shared))
+        of_group, order = groups.times(2 * shared), ungrouped_rows(groups.count, (shared, shared))
         gates = Router(hidden, {"in_proj_ba": of_group}, False, self._table_product, self.placement, order=order)
         return in_proj, gates
 
     def delta_out(self, sizes: Recurrent, hidden: int) -> Linear:
-        """Row parallel: from what value heads have read back to the residual stream."""
+        """Build the row-parallel output layer of a delta net."""
         return self._row_linear("out_proj", self._splits.recurrent(sizes).values, hidden, bias=False)
 
     def delta_rule(self, recurrent: Recurrent, place: int, eps: float) -> DeltaRule:
-        """`place`: the layer's number among the recurrent ones."""
+        """Build the delta rule of a layer. `place`: the layer's index among the recurrent layers."""
         return DeltaRule(recurrent, self._splits.recurrent(recurrent), place, eps, self.placement)
 
     def gated_mlp(
@@ -239,18 +240,18 @@ class LayerBuilder:
         clamp: Clamp | None = None,
         reduces: bool = True,
     ) -> GatedMLP:
-        """`names`: of the matrices for gate, up and down; one may hold gate and up. `clamp`: the gate's limits. Ranks
-        share an intermediate size; a split says what this one has of it. Unless it `reduces`, the caller sums over
-        ranks."""
+        """Build a gated MLP. `names`: the matrices for gate, up and down; gate and up may be one matrix. `clamp`:
+        limits of the gate. An integer intermediate size is shared by the ranks; a Split is this rank's share. Without
+        `reduces` the caller must all-reduce."""
         gate, up, down = names
         size = intermediate if isinstance(intermediate, Split) else self._splits.size(intermediate)
-        both = {gate: behind(size, size)} if gate == up else {gate: size, up: size}
+        both = {gate: concat_splits(size, size)} if gate == up else {gate: size, up: size}
         gate_up = Linear(hidden, both, bias, self._product, self.placement)
-        turned = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
-        return GatedMLP(gate_up, turned, activation, self._ops, clamp)
+        down_proj = self._row_linear(down, size, hidden, bias=bias, reduces=reduces)
+        return GatedMLP(gate_up, down_proj, activation, self._ops, clamp)
 
     def moe_mlp(self, config: ModelConfig, names: tuple[str, str, str] = GATED, router: str = "gate") -> MoEMLP:
-        """`names`: of an expert's matrices for gate, up and down."""
+        """Build a mixture of experts. `names`: an expert's matrices for gate, up and down."""
         settings, hidden, activation = config.experts, config.hidden_size, config.activation
         assert settings is not None
         gate = Router(hidden, {router: settings.num}, settings.has_bias, self._table_product, self.placement)
@@ -264,7 +265,7 @@ class LayerBuilder:
         return MoEMLP(gate, experts, settings, shared, shared_gate, bias)
 
     def side_experts(self, config: ModelConfig) -> SideExperts:
-        """The weights of the router's norm are stored times the root of their number."""
+        """Build Gemma 4's parallel experts. Checkpoints store the weights of the router's norm times sqrt(hidden)."""
         assert config.experts is not None
         hidden, num, eps = config.hidden_size, config.experts.num, config.norm_eps
         norm = RMSNorm("scale", hidden, eps, self._ops, self.placement, factor=hidden**-0.5)
@@ -275,19 +276,20 @@ class LayerBuilder:
         return SideExperts(router, experts, config.experts, (first, second, third))
 
     def _experts(self, hidden: int, settings: Experts, activation: str, names: tuple[str, str, str]) -> ExpertSet:
-        """Those of an outline are stacked too: thousands of layers would take seconds to make."""
+        """Build the experts. On the meta device they are stacked even without Triton, because thousands of layers take
+        seconds to build."""
         device, splits, triton = self.placement.device, self._splits, self.backend.kernels == "triton"
         own, total = splits.experts(settings.num), expert_sum(splits.group, settings, whole=splits.whole_experts)
         size, bias, clamp = splits.expert_size(settings.size), settings.has_bias, clamp_of(settings)
         if not triton and device.type != "meta":
             mlp = partial(self.gated_mlp, hidden, size, activation, bias=bias, names=names, clamp=clamp, reduces=False)
-            return EachExpert({number: mlp() for number in own}, total)
+            return SeparateExperts({number: mlp() for number in own}, total)
         gate, up, down = names
         make = partial(ExpertLinear, own, placement=self.placement, bias=bias, float8=self._float8)
         group = None if size.is_whole else splits.group
-        gate_up, turned = make(hidden, {gate: size, up: size}), make(size, {down: hidden}, group=group)
+        gate_up, down_proj = make(hidden, {gate: size, up: size}), make(size, {down: hidden}, group=group)
         rows = dependent_rows(device) if triton else 0
-        return StackedExperts(gate_up, turned, activation, self._ops, dependent_rows=rows, total=total)
+        return StackedExperts(gate_up, down_proj, activation, self._ops, dependent_rows=rows, total=total)
 
     def mlp(self, up: Linear, down: Linear, activation: str) -> MLP:
         return MLP(up, down, activation, self._ops)
@@ -317,15 +319,15 @@ class LayerBuilder:
         return ProjectionNorm(queries, keys, eps, self._ops, self.placement, splits.group, num)
 
     def rounded(self, number: float) -> float:
-        """A number as the model's tensors hold it."""
+        """Return a number rounded to the model's dtype."""
         return torch.tensor(number, dtype=self.placement.dtype).item()
 
     def attention(
         self, heads: Heads, layer: int, rope: Rope | None, rule: AttentionRule | None = None,
         shared: tuple[bool, bool] = (False, False),
     ) -> Attention:  # fmt: skip
-        """Without `rope` nothing is rotated. `rule`: that of the layer; by default the usual scale and nothing
-        besides. `shared`: whether it lends and borrows keys and values, see Attention."""
+        """Build attention. Without `rope` nothing is rotated. `rule`: scale, window, softcap and sinks of the layer; by
+        default only the scale dim**-0.5. `shared`: whether it lends and borrows keys and values, see Attention."""
         rule = rule or AttentionRule(heads.dim**-0.5)
         self.backend.accept(rule)
         rotary = None if rope is None else self._rotary(rope, heads.dim if rope.dim is None else rope.dim)
@@ -336,7 +338,7 @@ class LayerBuilder:
         return Sinks(self._splits.query(heads, 1), self.placement)
 
     def attention_of(self, config: ModelConfig, layer: int, sinks: Sinks | None = None) -> Attention:
-        """With the rotary positions, window, scale and cap that the config has for the layer."""
+        """Build attention with the rotary positions, window, scale and softcap that the config has for the layer."""
         heads, scale = config.heads_of(layer), config.attention_scale
         scale = heads.dim**-0.5 if scale is None else scale
         held = None if sinks is None else sinks.weight.data
@@ -346,7 +348,6 @@ class LayerBuilder:
         return self.attention(heads, config.place_of(source), config.rope_of(layer), rule, shared)
 
     def text_attention(self, heads: Heads) -> TextAttention:
-        """Of encoders: over the whole text, without positions and without a cache."""
         return TextAttention(heads)
 
     def latent_products(self, config: ModelConfig) -> LatentProducts:
@@ -372,7 +373,7 @@ class LayerBuilder:
         return DenseHeads(weight, rest)
 
     def _rotary(self, rope: Rope, dim: int) -> Rotary:
-        """The same one for all layers with the same positions."""
+        """Return the Rotary shared by all layers with the same positions."""
         if (rope, dim) not in self._rotaries:
             self._rotaries[rope, dim] = Rotary(rope, dim, self.placement)
         return self._rotaries[rope, dim]
@@ -385,11 +386,11 @@ class LayerBuilder:
         return PositionEmbedding(name, num_positions, size, self.placement, offset=offset)
 
     def label_head(self, name: str, config: ModelConfig) -> Linear:
-        """The head of a classifier. Never quantized."""
+        """Build the output head of a classifier. Never quantized."""
         return Linear(config.hidden_size, {name: config.num_labels}, False, self._table_product, self.placement)
 
     def lm_head(self, name: str, embedding: Embedding, config: ModelConfig, *, bias: bool = False) -> nn.Module:
-        """A tied head has no bias."""
+        """Build the output head. A tied head must not have a bias."""
         if config.tie_word_embeddings:
             assert not bias
             return TiedHead(embedding, self._head_product)

@@ -1,4 +1,4 @@
-"""Which product a model's weights are multiplied by, from device, precision and what the CPU can do."""
+"""Chooses the kind of gemm for a model's weights, by device, dtype and the features of the CPU."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ def choose_product(
     many_rows: bool = False,
     cpu_weights: CpuWeights = "float",
 ) -> Product:
-    """`keeps_weight`: the weight serves elsewhere too, so a copy in another order would be memory on top.
+    """Return the gemm for weights of `dtype` on `device`.
 
-    `many_rows`: it is multiplied by hundreds of rows at a time, where torch's product is the faster one in float32.
+    `keeps_weight`: the weight is also used elsewhere (as the embedding table), so a repacked copy would cost extra
+    memory.
+
+    `many_rows`: every step has hundreds of rows. With float32 on a CPU torch's gemm is the faster one then.
 
     `triton`: the Triton kernels run this model.
 
-    `cpu_weights`: how a CPU multiplies rows by quantized weights, see IntegerProduct.
+    `cpu_weights`: how a CPU multiplies by quantized weights, see IntegerProduct.
     """
     if triton:
         from quire.runtime.layers.skinny import TritonProduct

@@ -1,4 +1,4 @@
-"""Gated delta nets: from the products for queries, keys, values and gates to what every token has read of a state."""
+"""Gated delta nets: linear attention with a convolution and a recurrent state per sequence."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from quire.kernels.delta import DeltaSizes, DeltaWeights
 from quire.kernels.native.program import Symbol
 from quire.kernels.reference.delta import convolve, gated_delta
 from quire.runtime.layers.linear import Linear
-from quire.runtime.layers.split import RecurrentSplits, Split, behind
+from quire.runtime.layers.split import RecurrentSplits, Split, concat_splits
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Normed, Projected, Value
 from quire.runtime.layers.weights import Placement, WeightLayer
 
 
 class DeltaRule(WeightLayer):
-    """Convolution, delta rule and gated norm of one layer. Side effect: updates the step's states of the layer."""
+    """Convolution, delta rule and gated norm of one layer. Side effect: updates the layer's states in the step."""
 
     parts = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
 
@@ -27,7 +27,7 @@ class DeltaRule(WeightLayer):
         super().__init__()
         heads = (splits.groups.count, splits.value_heads.count)
         dims, self._heads = (recurrent.key_dim, recurrent.value_dim), splits.value_heads
-        self._channels = behind(splits.keys, splits.keys, splits.values)  # of the convolution
+        self._channels = concat_splits(splits.keys, splits.keys, splits.values)  # of the convolution
         self._sizes = DeltaSizes(*heads, *dims, recurrent.width)
         self._place, self._eps, self._dtype = place, eps, placement.dtype
         self.convolution = placement.empty(self._sizes.channels, 1, recurrent.width, dtype=torch.float32)
@@ -41,7 +41,7 @@ class DeltaRule(WeightLayer):
         return self._weights
 
     def load(self, part: str, tensor: Tensor) -> None:
-        """Kernels compute in float32, by numbers that the model's tensors can hold; those of heads keep all digits."""
+        """Load a part in float32, rounded to the model's dtype. A_log and dt_bias keep full precision."""
         is_of_heads, mine = part in ("A_log", "dt_bias"), self.own(part, tensor)
         self._part(part).copy_(mine if is_of_heads else mine.to(self._dtype))
 
@@ -54,7 +54,7 @@ class DeltaRule(WeightLayer):
         return whole if split is None else split.of(whole)
 
     def _split(self, part: str) -> Split | None:
-        """How ranks share a part; None: each has it whole."""
+        """Return how ranks share a part, or None if each rank holds all of it."""
         return {"conv1d.weight": self._channels, "norm.weight": None}.get(part, self._heads)
 
     def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
@@ -68,8 +68,8 @@ class DeltaRule(WeightLayer):
         del self.convolution, self.of_heads
 
     def forward(self, qkvz: Value, ba: Value, step: ForwardStep) -> Value:
-        """qkvz: [tokens, channels + value size]: queries, keys, values, gates; ba: [tokens, 2 * value heads]: logits of
-        the strength, then what the decay is made of -> [tokens, value size]."""
+        """Run the layer on qkvz [tokens, channels + value size] (queries, keys, values, gates) and ba [tokens, 2 *
+        value heads] (logits of the update strength, then the inputs of the decay). Returns [tokens, value size]."""
         if isinstance(qkvz, Symbol):
             return qkvz.writer.delta(qkvz, ba, self._place, self._sizes, self.weights)
         assert step.states is not None, "a step without states"
@@ -99,7 +99,7 @@ class DeltaRule(WeightLayer):
 
 
 class GatedDeltaNet(nn.Module):
-    """The delta rule between its products and the one that goes back to the stream."""
+    """The delta rule with its input gemms and its output gemm to the residual stream."""
 
     def __init__(self, in_proj: Linear, gate_proj: Linear, rule: DeltaRule, out_proj: Linear) -> None:
         super().__init__()
@@ -110,7 +110,8 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj.later(self.rule(self.in_proj(value), self.gate_proj(value), step))
 
 
-def apart(groups: int, parts: tuple[int, ...]) -> Tensor:
-    """The order of rows in which the first part of each group comes first, then the second of each, and so on."""
+def ungrouped_rows(groups: int, parts: tuple[int, ...]) -> Tensor:
+    """Return the row order that puts the first part of every group first, then the second part of every group, and so
+    on."""
     rows = torch.arange(groups * sum(parts)).view(groups, -1)
     return torch.cat([part.flatten() for part in torch.split(rows, list(parts), dim=1)])

@@ -1,4 +1,4 @@
-"""The block of EAGLE heads: attention over two inputs side by side, the embedding of a token and a feature."""
+"""The block of EAGLE heads: its attention reads a token's embedding and a feature, concatenated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EagleAttention(nn.Module):
 
 
 class EagleBlock(nn.Module):
-    """Attends with the normed embedding and the normed feature side by side; the stream is the feature."""
+    """Attends over the concatenation of normed embedding and normed feature; the residual stream is the feature."""
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class EagleBlock(nn.Module):
         self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=config.mlp_bias)
 
     def stream_of(self, features: Tensor) -> Tensor:
-        """What the stream begins with."""
+        """Return the initial stream for these features."""
         found: Tensor = self.hidden_norm.of(features) if self._norms_stream else features
         return found
 
@@ -54,5 +54,5 @@ def _side_by_side(left: Value, right: Value) -> Value:  # [tokens, both sizes]
 
 
 def _join(left: Tensor, right: Tensor, given: object) -> Tensor:  # noqa: ARG001
-    """An operation of a program."""
+    """Run inside a program as a Python call."""
     return torch.cat((left, right), dim=1)

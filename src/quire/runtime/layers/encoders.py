@@ -1,4 +1,4 @@
-"""What stands before and behind the blocks of an encoder: embeddings of texts, and the head of a classifier."""
+"""The layers before and after the blocks of an encoder: embeddings, and the head of a classifier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.runtime.layers.texts import Texts
 
 
 class TextEmbeddings(nn.Module):
-    """Normed sums of what tokens, their positions and, where there are such, their types stand for."""
+    """The normed sum of token, position and, if the model has them, token type embeddings."""
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class TextEmbeddings(nn.Module):
 
 
 class ClassifierHead(nn.Module):
-    """Logits of labels, by two products, from the hidden state of a text's first token."""
+    """Two-layer head: logits of labels from the hidden state of a text's first token."""
 
     def __init__(self, config: ModelConfig, own: Encoder, build: LayerBuilder) -> None:
         super().__init__()

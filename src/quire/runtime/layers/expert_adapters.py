@@ -1,4 +1,4 @@
-"""LoRA adapters of routed experts: what a row's adapter adds to the products of the experts that the row goes to."""
+"""LoRA adapters of routed experts: adds the low-rank change to the experts' gemms."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from quire.runtime.layers.weights import Placement
 
 @dataclass(frozen=True, slots=True)
 class ExpertProduct:
-    """One of the two products of the routed experts of a block, by gate and up or by down: a linear layer of each
-    expert, or one that stacks those of all."""
+    """One of the two gemms of a block's routed experts (gate and up, or down): one linear layer per expert, or one that
+    stacks all experts."""
 
-    experts: range  # those of this rank
+    experts: range  # of this rank
     linears: tuple[Linear | ExpertLinear, ...]
 
     @property
     def first(self) -> Linear | ExpertLinear:
-        """All others are like it."""
+        """The first linear layer; all others have the same shape."""
         return self.linears[0]
 
 
 class NativeExpertAdapters(SlotMemory):
-    """In the compiled CPU kernels: `each` has those of one expert."""
+    """Adapters in the compiled CPU kernels. `each`: the adapters of each expert."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class NativeExpertAdapters(SlotMemory):
 
 
 class StackedExpertAdapters(SlotMemory):
-    """As tensors: a [slots, experts, parts * max rank, inputs] and b [slots, experts, outputs, max rank]. For torch
-    `each` is those of one expert, for the Triton kernels it is these. `ranks`: see StackedAdapters."""
+    """Adapters as tensors: a [slots, experts, parts * max rank, inputs] and b [slots, experts, outputs, max rank]. The
+    Triton kernels use these tensors; torch uses `each`, views per expert. `ranks`: see StackedAdapters."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class StackedExpertAdapters(SlotMemory):
 
     @property
     def each(self) -> list[LinearAdapters]:
-        """Those of every expert, for torch."""
+        """The adapters of every expert, for torch."""
         memory = zip(self.a.unbind(1), self.b.unbind(1), strict=True)
         return [StackedAdapters(self.parts, mine, self.active, (self.ranks, self.host_ranks)) for mine in memory]
 
@@ -112,7 +112,7 @@ def make_expert_adapters(
     kernels: str,
     ranks: tuple[Tensor, npt.NDArray[np.int32]],
 ) -> SlotMemory:
-    """Allocates slots for the adapters of a product, and has its layers add what they change."""
+    """Allocate LoRA slots for an expert gemm and attach them to its layers."""
     shape = (*limits, product.first.num_inputs, product.first.num_outputs)
     if kernels == "native":
         native = NativeExpertAdapters(len(product.experts), parts, shape, placement, active)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router ranks experts for every token, and those it ranks first compute in place of an MLP."""
+"""Mixture-of-experts layers: a router scores the experts for every token, and the top ones replace the MLP."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from quire.runtime.layers.linear import Linear, all_reduce
 from quire.runtime.layers.mlp import GatedMLP
 from quire.runtime.layers.modules import RMSNorm
 from quire.runtime.layers.step import AdaptedRows, ForwardStep
-from quire.runtime.layers.stream import Normed, Projected, Stream, Value, sum_of
+from quire.runtime.layers.stream import Normed, Projected, Stream, Value, add_in_place
 from quire.runtime.layers.weights import Placement, WeightLayer
 from quire.runtime.parallel.expert_sum import NO_SUM, ExpertSum
 
-_OfEach = tuple[Tensor | None, Tensor | None]  # the factors and the score bias of experts
+_OfEach = tuple[Tensor | None, Tensor | None]  # per-expert factors and score bias, [experts] each
 
 
 class Router(Linear):
-    """Logits [tokens, experts]. Never quantized: a wrong expert costs more than its weights do."""
+    """Logits [tokens, experts]. Never quantized: routing to a wrong expert costs more accuracy than quantizing the
+    small weight would save memory."""
 
-    shrinks = False
+    is_quantizable = False
 
 
 class ScoreBias(WeightLayer):
-    """What is added to the sigmoid of each expert where experts are ranked, and nowhere else: [experts], float32."""
+    """Bias [experts], float32, added to each expert's sigmoid score when experts are ranked. It does not change the
+    weights of the chosen experts."""
 
     parts = ("gate.e_score_correction_bias",)
 
@@ -45,7 +47,7 @@ class ScoreBias(WeightLayer):
 
 
 class ExpertScales(WeightLayer):
-    """A factor of each expert's weight, beside what the router gives."""
+    """A learned factor [experts], float32, that multiplies the routing weight of each expert."""
 
     parts = ("per_expert_scale",)
     random_mean = 1.0
@@ -56,7 +58,8 @@ class ExpertScales(WeightLayer):
 
 
 class NormedRouter(nn.Module):
-    """Logits [tokens, experts] of a norm of the stream, and factors of the experts' weights (Gemma 4)."""
+    """Router with an RMSNorm of the residual stream in front and a factor for each expert's weight (Gemma 4). Returns
+    logits [tokens, experts]."""
 
     def __init__(self, norm: RMSNorm, proj: Router, scales: ExpertScales) -> None:
         super().__init__()
@@ -72,34 +75,36 @@ class NormedRouter(nn.Module):
 
 
 class ExpertSet(Protocol):
-    """A module that holds the experts of a layer: where ranks share them, those of this rank, or its part of each."""
+    """A module that holds a layer's experts. With several ranks it holds either some whole experts or a shard of every
+    expert."""
 
     def mix(
         self, x: Value, logits: Value, experts: Experts, shared: tuple[Value, ...] = (),
         rows: Tensor | None = None, factors: Tensor | None = None, score_bias: Tensor | None = None,
     ) -> Value:  # fmt: skip
-        """x [tokens, hidden] -> [tokens, hidden], by the router's logits [tokens, experts].
+        """Route x [tokens, hidden] by `logits` [tokens, experts] and return the weighted sum of the experts [tokens,
+        hidden].
 
-        shared: what the shared expert gave [tokens, hidden], and its gate's logits [tokens, 1]; or less. Where ranks
-        share experts, that is this rank's part of it, and what is returned is the sum over ranks.
-        rows [tokens]: below 0 for a token of padding, which goes to no expert; what it gets means nothing.
-        factors [experts], float32: of each expert's weight.
-        score_bias [experts], float32: of experts that rank by sigmoids.
+        shared: the output of the shared expert [tokens, hidden] and the logits of its gate [tokens, 1]; only the first;
+        or nothing. With several ranks this is the rank's partial sum, and the result is summed over ranks.
+        rows [tokens]: negative for a padding token, which is routed to no expert; its output is undefined.
+        factors [experts], float32: multiply the weight of each expert.
+        score_bias [experts], float32: for models that rank experts by sigmoid scores.
         """
 
 
-class EachExpert(nn.ModuleDict):
-    """Experts with weights of their own: rows that go to the same one are multiplied together, one expert after the
-    other. A token's sum is in the order of its experts' numbers, whatever else is in the batch."""
+class SeparateExperts(nn.ModuleDict):
+    """Experts with a weight tensor each. The rows of one expert are multiplied together, one expert after the other.
+    The outputs for a token are summed in ascending order of its experts, so the sum does not depend on the batch."""
 
     def __init__(self, experts: Mapping[int, GatedMLP], total: ExpertSum = NO_SUM) -> None:
-        """`experts`: those of this rank, by their numbers, which are consecutive; `total`: the sum over ranks."""
+        """`experts`: the experts of this rank by their index; indices are consecutive. `total`: sums over ranks."""
         super().__init__({str(number): expert for number, expert in experts.items()})
         self.own, self._total = range(min(experts), max(experts) + 1), total
 
     @property
     def products(self) -> dict[str, tuple[Linear, ...]]:
-        """The layers of each product of experts."""
+        """The linear layers of every expert, by the name of the gemm."""
         mlps = self._mlps
         return {"gate_up_proj": tuple(e.gate_up_proj for e in mlps), "down_proj": tuple(e.down_proj for e in mlps)}
 
@@ -109,7 +114,7 @@ class EachExpert(nn.ModuleDict):
 
     @property
     def _active(self) -> ActiveAdapters | None:
-        """The adapters of the step that runs; None: no adapter changes experts."""
+        """The LoRA adapters of the running step, or None if no adapter changes experts."""
         adapters = self._mlps[0].gate_up_proj.adapters
         return None if adapters is None else adapters.active
 
@@ -124,7 +129,7 @@ class EachExpert(nn.ModuleDict):
         score_bias: Tensor | None = None,
     ) -> Value:
         if isinstance(x, Symbol):
-            return self._write_down(x, logits, experts, shared, (factors, score_bias))
+            return self._trace_program(x, logits, experts, shared, (factors, score_bias))
         active = self._active
         adapted = active.rows if active is not None and active.is_on else None
         return self.mix_rows(x, logits, experts, shared, (factors, score_bias), adapted)
@@ -138,7 +143,7 @@ class EachExpert(nn.ModuleDict):
         each: _OfEach,
         adapted: AdaptedRows | None,
     ) -> Tensor:
-        """The same of tensors. `adapted`: the adapters of x's rows."""
+        """Compute `mix` for tensors. `adapted`: the LoRA adapters of x's rows."""
         (factors, score_bias), active = each, self._active
         used, groups = experts.num_used, (experts.num_groups, experts.groups_used)
         chosen, weights = choose_experts(
@@ -163,10 +168,10 @@ class EachExpert(nn.ModuleDict):
             out.index_add_(0, tokens, made.float().mul_(shares[mine]))
         return self._total.of(out.to(x.dtype), senders)
 
-    def _write_down(
+    def _trace_program(
         self, x: Symbol, logits: Symbol, experts: Experts, shared: tuple[Symbol, ...], each: _OfEach
     ) -> Symbol:
-        """The operation of a program."""
+        """Append the operation to the program that is being traced."""
         mlps = self._mlps
         linears = [pair for mlp in mlps if (pair := mlp.as_native()) is not None]
         if len(linears) < len(self):
@@ -185,8 +190,9 @@ class EachExpert(nn.ModuleDict):
 
 
 class SideExperts(nn.Module):
-    """Experts beside an MLP: they read a norm of the stream of their own, and are added to what the MLP gave, each
-    normed. `norms`: of the stream, of what the MLP gave, and of what the experts gave."""
+    """Experts in parallel to a dense MLP (Gemma 4). They read the residual stream through their own norm; the outputs
+    of MLP and experts are normed separately and added. `norms`: of the stream, of the MLP's output, of the experts'
+    output."""
 
     def __init__(
         self, router: NormedRouter, experts: ExpertSet, settings: Experts, norms: tuple[RMSNorm, RMSNorm, RMSNorm]
@@ -199,11 +205,11 @@ class SideExperts(nn.Module):
         first = self.post_feedforward_layernorm_1.of(fed.value())
         logits, value = self.router(x), self.pre_feedforward_layernorm_2(x).value()
         mixed = self.experts.mix(value, logits, self._settings, (), x.rows, self.router.factors)
-        return sum_of(first, self.post_feedforward_layernorm_2.of(mixed))
+        return add_in_place(first, self.post_feedforward_layernorm_2.of(mixed))
 
 
 class MoEMLP(nn.Module):
-    """The weighted sum of a token's experts, and of an expert that every token goes to where there is one."""
+    """The weighted sum of the experts chosen for a token, plus the shared expert if the model has one."""
 
     def __init__(
         self,
@@ -245,15 +251,16 @@ def _shared_part(shared: tuple[Tensor, ...]) -> Tensor:  # [tokens, hidden], flo
 
 
 def _slots_of(linears: Sequence[Linear]) -> list[LowRankSlots]:
-    """The adapters of each expert, as compiled kernels hold them; nothing where there are none."""
+    """Return the LoRA slots of each expert for the compiled kernels, or [] without adapters."""
     return [linear.adapters.slots for linear in linears if isinstance(linear.adapters, NativeAdapters)]
 
 
 def _mix(
-    experts: EachExpert, settings: Experts, each: _OfEach, is_narrowed: bool, x: Tensor, logits: Tensor, *others: Any
-) -> Tensor:
-    """An operation of a program; the last argument is what the run was given. `is_narrowed`: rows are the wanted
-    tokens."""
+    experts: SeparateExperts, settings: Experts, each: _OfEach, is_narrowed: bool, x: Tensor, logits: Tensor,
+    *others: Any,
+) -> Tensor:  # fmt: skip
+    """Run the experts as a Python call of a program; the last argument is the run's ForwardStep. `is_narrowed`: the
+    rows are only the wanted tokens."""
     *shared, step = others
     adapted = None
     if isinstance(step, ForwardStep) and step.adapters is not None:

@@ -1,4 +1,4 @@
-"""Products of heads: each head of a row by a matrix of its own."""
+"""Per-head gemms: each head of a row is multiplied by its own matrix."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from quire.runtime.layers.stream import Value
 
 
 class HeadLinear(Protocol):
-    """Heads [tokens, heads, inputs] to [tokens, heads, outputs]. Numbers that stand behind the inputs in each head go
-    on as they are, behind the outputs."""
+    """Maps heads [tokens, heads, inputs] to [tokens, heads, outputs]. The `rest` elements after the inputs of each head
+    are copied unchanged after its outputs."""
 
     def __call__(self, x: Value) -> Value:
-        """x [tokens, at least heads * (inputs + rest)] -> [tokens, heads * (outputs + rest)]."""
+        """Multiply x [tokens, at least heads * (inputs + rest)] -> [tokens, heads * (outputs + rest)]."""
 
 
 class DenseHeads:
-    """By torch, for weights [heads, outputs, inputs] with so many numbers behind the inputs."""
+    """torch.bmm with weights [heads, outputs, inputs]."""
 
     def __init__(self, weight: Tensor, rest: int) -> None:
         self._weight, self._rest = weight, rest
-        self._turned = weight.transpose(1, 2)  # [heads, inputs, outputs], a view
+        self._transposed = weight.transpose(1, 2)  # [heads, inputs, outputs], a view
 
     def __call__(self, x: Tensor) -> Tensor:
         heads, outputs, inputs = self._weight.shape
         by_head = heads_of(x, heads, inputs + self._rest)
         out = x.new_empty(len(x), heads, outputs + self._rest)
-        out[..., :outputs] = torch.bmm(by_head[..., :inputs].transpose(0, 1), self._turned).transpose(0, 1)
+        out[..., :outputs] = torch.bmm(by_head[..., :inputs].transpose(0, 1), self._transposed).transpose(0, 1)
         out[..., outputs:] = by_head[..., inputs:]
         return out.flatten(1)
 
 
 class PackedHeads:
-    """By the product of each head's weight: compiled, where it is, as an operation of a program."""
+    """One packed gemm per head; compiled gemms become one operation of a program."""
 
     def __init__(self, weight: Tensor, rest: int, product: Product) -> None:
         self._num, self._outputs, self._inputs = weight.shape
@@ -49,7 +49,7 @@ class PackedHeads:
 
     def __call__(self, x: Value) -> Value:
         if isinstance(x, Symbol):
-            return self._write_down(x)
+            return self._trace_program(x)
         by_head = heads_of(x, self._num, self._inputs + self._rest)
         out = x.new_empty(len(x), self._num, self._outputs + self._rest)
         for head, multiply in enumerate(self._multiply):
@@ -57,8 +57,8 @@ class PackedHeads:
         out[..., self._outputs :] = by_head[..., self._inputs :]
         return out.flatten(1)
 
-    def _write_down(self, x: Symbol) -> Symbol:
-        """The operation of a program."""
+    def _trace_program(self, x: Symbol) -> Symbol:
+        """Append the operation to the program that is being traced."""
         natives = [each for each in self._multiply if isinstance(each, NativeMultiply)]
         if len(natives) < self._num:
             return x.writer.call(partial(_multiply, self), (x,), self._num * (self._outputs + self._rest))
@@ -66,7 +66,7 @@ class PackedHeads:
 
 
 class TritonHeads:
-    """In one launch. `dependent_rows`: tokens from which it begins while the kernel before still runs."""
+    """All heads in one Triton launch. `dependent_rows`: fewest tokens with programmatic dependent launch."""
 
     def __init__(self, weight: Tensor, rest: int, *, dependent_rows: int) -> None:
         self._weight, self._rest, self._dependent_rows = weight.contiguous(), rest, dependent_rows
@@ -78,10 +78,10 @@ class TritonHeads:
 
 
 def heads_of(x: Tensor, num: int, dim: int) -> Tensor:  # [tokens, num, dim]
-    """The heads that rows begin with."""
+    """Return a view of the first num * dim elements of each row as heads."""
     return x.as_strided((len(x), num, dim), (x.stride(0), dim, 1))
 
 
 def _multiply(heads: PackedHeads, x: Tensor, given: object) -> Value:  # noqa: ARG001
-    """An operation of a program."""
+    """Run inside a program as a Python call."""
     return heads(x)

@@ -1,7 +1,7 @@
-"""Multi-head latent attention: all heads read one vector of each token, which keys and values would be made of.
+"""Multi-head latent attention (MLA): the cache holds one latent vector per token, which all heads read.
 
-The matrix from latents to keys is multiplied into the queries, the one to values into what was read: so nothing is made
-of the latents, and they are all that is kept.
+The matrix that would expand latents to keys is multiplied into the queries, and the one that would expand them to
+values into the attention output. So keys and values are never computed, and only latents are cached.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Value
 from quire.runtime.layers.weights import Placement, WeightLayer
 
-MakeHeads = Callable[[Tensor, int], HeadLinear]  # of weights [heads, outputs, inputs], and how many go on as they are
+MakeHeads = Callable[[Tensor, int], HeadLinear]  # weight [heads, outputs, inputs], `rest`
 
 
 class LatentProducts(WeightLayer):
-    """The matrix from latents to keys and values of all heads, in two. Never quantized: it is small."""
+    """The matrix that expands latents to keys and values of all heads, split by `finish` into two matrices per head.
+    Never quantized, because it is small."""
 
     parts = ("kv_b_proj.weight",)
-    expands = True
+    is_always_dequantized = True
 
     def __init__(self, heads: Split, latent: Latent, make: MakeHeads, placement: Placement) -> None:
         super().__init__()
         self._heads, self._latent, self._make = heads, latent, make
         self._num_heads, self._width = heads.count, latent.nope_dim + latent.value_dim
         self.weight = placement.empty(self._num_heads * self._width, latent.rank)
-        self.to_latents: HeadLinear | None = None  # queries to what is compared with latents; their positions go along
-        self.to_values: HeadLinear | None = None
+        self.to_latents: HeadLinear | None = None  # query [nope] -> [rank]; its rotary part passes through
+        self.to_values: HeadLinear | None = None  # latent [rank] -> value
 
     def whole_shape(self, part: str) -> tuple[int, ...]:  # noqa: ARG002
         return (self._heads.total * self._width, self._latent.rank)
@@ -46,7 +47,7 @@ class LatentProducts(WeightLayer):
     def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
         return self._heads.times(self._width).of(whole)
 
-    def checked(self, part: str, tensor: Tensor) -> Tensor:
+    def used_part(self, part: str, tensor: Tensor) -> Tensor:
         return self.own(part, tensor)
 
     def load(self, part: str, tensor: Tensor) -> None:
@@ -62,7 +63,7 @@ class LatentProducts(WeightLayer):
 
 
 class LatentAttention(nn.Module):
-    """Causal attention of `heads` over latents. Side effect: fills the step's slots of the layer's cache."""
+    """Causal attention of `heads` over latents. Side effect: writes the step's slots of the layer's cache."""
 
     def __init__(
         self, heads: Heads, latent: Latent, layer: int, rule: AttentionRule, rotary: Rotary, ops: LayerOps
@@ -74,13 +75,14 @@ class LatentAttention(nn.Module):
     def forward(
         self, query: Value, latents: Value, step: ForwardStep, norm: RMSNorm, products: LatentProducts
     ) -> Value:
-        """query [tokens, at least query heads * (nope + rope)]; latents [tokens, ...], whose last rank + rope numbers
-        are the token's, before their norm. Both are overwritten -> [tokens, query heads * value dim]."""
+        """Attend. query: [tokens, at least query heads * (nope + rope)]; latents: [tokens, ...], whose last rank + rope
+        elements are the token's latent before its norm. Both are overwritten. Returns [tokens, query heads * value
+        dim]."""
         assert products.to_latents is not None, "finish() was not called"
         assert products.to_values is not None
         attended: Value
         if isinstance(query, Symbol):
-            attended = self._write_down(query, latents, step, norm, products.to_latents)
+            attended = self._trace_program(query, latents, step, norm, products.to_latents)
         elif step.backend.kernels == "triton" and self.rotary.is_static:
             attended = self._by_triton(query, latents, step, norm, products.to_latents)
         else:
@@ -94,21 +96,21 @@ class LatentAttention(nn.Module):
         key, rotation = latents[:, -heads.dim :], self.rotary(step)
         norm.of_part(key, 0)
         key = key.unsqueeze(1)  # [tokens, 1, dim]
-        self._turn(key[..., latent.rank :], rotation)
-        self._turn(heads_of(query, heads.num_query, latent.query_dim)[..., latent.nope_dim :], rotation)
+        self._rotate(key[..., latent.rank :], rotation)
+        self._rotate(heads_of(query, heads.num_query, latent.query_dim)[..., latent.nope_dim :], rotation)
         self._ops.write(key, None, cache, step.slots_of(cache))
         compared = to_latents(query).view(len(query), heads.num_query, heads.dim)
         value, plan = key[..., : latent.rank], step.attention_of(cache)
         attended: Tensor = step.backend.attend(compared, key, value, cache, plan, self.rule)
         return attended
 
-    def _turn(self, x: Tensor, rotation: Rotation) -> None:
+    def _rotate(self, x: Tensor, rotation: Rotation) -> None:
         x.copy_(self._ops.rotate(x.clone(memory_format=torch.contiguous_format), *rotation))
 
     def _by_triton(
         self, query: Tensor, latents: Tensor, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear
     ) -> Tensor:
-        """Norm, positions and the write to the cache in one launch."""
+        """Run the norm, the rotation and the cache write as one launch, then attend."""
         from quire.kernels.triton.latent import store_latents
 
         heads, latent, cache = self._heads, self._latent, step.caches[self._layer]
@@ -123,10 +125,10 @@ class LatentAttention(nn.Module):
         attended: Tensor = step.backend.attend(compared, compared, compared, cache, plan, self.rule)
         return attended
 
-    def _write_down(
+    def _trace_program(
         self, query: Symbol, latents: Symbol, step: ForwardStep, norm: RMSNorm, to_latents: HeadLinear
     ) -> Symbol:
-        """The operations of a program."""
+        """Append the operations to the program that is being traced."""
         heads, latent, writer, cache = self._heads, self._latent, query.writer, step.caches[self._layer]
         column, place = latents.width - heads.dim, (self._layer, cache.table)
         norm.of_part(latents, column)

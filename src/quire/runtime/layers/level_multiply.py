@@ -1,7 +1,7 @@
-"""Products on a GPU by weights that stay quantized: 4 or 8 bits in groups, and float8 in blocks.
+"""Gemms on a GPU with quantized weights: 4 or 8 bits in groups, and float8 in blocks.
 
-Rows stay in the run dtype, unless both rows and weight are float8. Norms and gates before a product are kernels of
-their own; the gate after it and the addition to the residual stream are taken along.
+Rows stay in the run dtype, unless both rows and weight are float8. Norms and gates before a gemm are separate kernels;
+the gate after it and the residual addition are in its epilogue.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from quire.runtime.quantization.weight import QuantizedWeight
 
 _FLOAT8_CAPABILITY = (8, 9)
-EXPANDED_ROWS = 256  # more rows are multiplied by numbers that the weight is expanded to
-_EXPANDED_BYTES = 32 << 20  # of numbers at a time: they stay in the device's cache
+EXPANDED_ROWS = 256  # with more rows the weight is dequantized first
+_EXPANDED_BYTES = 32 << 20  # of dequantized weights at a time, so that they stay in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class LevelMultiply(FusedMultiply):
     bias: Tensor | None
     workspace: Workspace
     dependent_rows: int  # rows from which a kernel is launched while the one before still runs
-    columns: Tensor | None = None  # [in]: the input that each column of the weight belongs to; None: its own
-    rounds: int | None = None  # rows become float8, with a scale for so many inputs; a row alone does not
+    columns: Tensor | None = None  # [in]: the input of each column of the weight; None: in order
+    rounds: int | None = None  # quantize rows to float8 with a scale per so many inputs; a single row stays as given
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, out]
         return self._product(x)
@@ -87,9 +87,9 @@ class LevelMultiply(FusedMultiply):
 
 @dataclass(frozen=True, slots=True)
 class NibbleMultiply(FusedMultiply):
-    """Multiplies rows [tokens, in] by a weight [out, in] of 4 bits. A few rows have a kernel of their own, which takes
-    the norm of a single one along; so have the rows of a larger step on a Hopper GPU. For many rows, some outputs at a
-    time are expanded to numbers, which the library multiplies by."""
+    """Multiplies rows [tokens, in] by a 4-bit weight [out, in]. A few rows use a skinny kernel, which fuses the norm of
+    a single row; larger steps use a wgmma kernel on Hopper GPUs. Above EXPANDED_ROWS rows, some outputs at a time are
+    dequantized and multiplied by cuBLAS."""
 
     weight: PackedNibbles
     bias: Tensor | None
@@ -236,14 +236,15 @@ class QuantizedPacker:
 
 
 def _by_rows(weight: Float8Weight) -> bool:
-    """Whether an output has one scale, and its rows are float8 too or its inputs fit a step."""
+    """Whether each output has one scale, and either rows are quantized to float8 too or the inputs fit the kernel's K
+    step."""
     if weight.block[1] < weight.shape[1]:
         return False
     return _rounds(weight.activations, None) or _step(weight) is not None
 
 
 def _rounds(scheme: ActivationScheme | None, group: int | None) -> bool:
-    """Whether kernels round rows as the scheme says, by scales of so many inputs (None: of a token)."""
+    """Whether the kernels can quantize rows by this scheme, with a scale per `group` inputs (None: per token)."""
     return scheme is not None and scheme.kind == "fp8" and scheme.group == group and not scheme.powers
 
 

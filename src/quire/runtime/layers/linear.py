@@ -1,4 +1,4 @@
-"""Linear layers: one product for one checkpoint matrix, or for several stacked by rows."""
+"""Linear layers: one gemm for one checkpoint matrix, or for several stacked by rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.runtime.layers.native import program_weights
 from quire.runtime.layers.product import FusedMultiply, Multiply, PartsMultiply, Product
 from quire.runtime.layers.split import Split, as_split
 from quire.runtime.layers.stream import Normed, Projected, Value
-from quire.runtime.layers.weights import AS_IT_IS, Placement, Stored, WeightLayer
+from quire.runtime.layers.weights import SAME_LAYOUT, Placement, Stored, WeightLayer
 from quire.runtime.parallel.group import RankGroup
 from quire.runtime.quantization.mxfp4 import Mxfp4Weight
 from quire.runtime.quantization.region import Region
@@ -28,14 +28,14 @@ _KEY, _VALUE = "k_proj", "v_proj"
 class Linear(WeightLayer):
     """x @ W.T (+ b), where W is the named checkpoint matrices stacked by rows. Usable after `finish`.
 
-    Takes no memory before its first part comes, so that a model whose weights are repacked never holds them all twice.
-    `order`: which row of the stacked matrices each output is, where it is not the one of the same number.
+    Allocates no memory before its first part is loaded, so that a model whose weights are repacked never holds all of
+    them twice. `order` permutes the outputs: output i is row order[i] of the stacked matrices.
 
-    Of inputs or outputs that are split it holds those of its rank, and takes no others from the checkpoint. Where
-    inputs are split, `group` sums the products of all ranks.
+    If inputs or outputs are split, the layer loads and holds only its rank's part. If inputs are split, `group` sums
+    the results of all ranks.
     """
 
-    shrinks = True
+    is_quantizable = True
 
     def __init__(
         self,
@@ -44,16 +44,16 @@ class Linear(WeightLayer):
         bias: bool,
         product: Product,
         placement: Placement,
-        stored: Stored | Mapping[str, Stored] = AS_IT_IS,  # one for all parts, or by their names
-        order: Tensor | None = None,  # of the outputs of this rank
+        stored: Stored | Mapping[str, Stored] = SAME_LAYOUT,  # one for all parts, or by part name
+        order: Tensor | None = None,  # [outputs of this rank]
         group: RankGroup | None = None,
     ) -> None:
         super().__init__()
         self.inputs, self.outputs = as_split(inputs), {name: as_split(each) for name, each in outputs.items()}
-        self.group, self.reduces = group, group is not None  # whether it sums its products itself
+        self.group, self.reduces = group, group is not None  # reduces: whether this layer does the all-reduce
         inputs, rows = self.inputs.count, sum(each.count for each in self.outputs.values())
-        self.weight = placement.promise(rows, inputs, dtype=product.held)
-        self.bias = placement.promise(rows, dtype=product.held) if bias else None
+        self.weight = placement.unallocated(rows, inputs, dtype=product.held)
+        self.bias = placement.unallocated(rows, dtype=product.held) if bias else None
         kinds = ("weight", "bias") if bias else ("weight",)
         self.parts = tuple(f"{name}.{kind}" for name in outputs for kind in kinds)
         self._product, self._placement, self._dtype = product, placement, placement.dtype
@@ -64,11 +64,11 @@ class Linear(WeightLayer):
             self.spans[name] = slice(begin, begin + each.count)
             begin += each.count
         self.order = order
-        self._quantized: dict[str, QuantizedWeight] = {}  # parts loaded as such, by name
+        self._quantized: dict[str, QuantizedWeight] = {}  # parts that were loaded quantized, by name
         self.num_parts, self.num_inputs, self.num_outputs = len(self.spans), inputs, rows
-        self.multiply: Multiply | None = None  # how the finished weight is multiplied by
-        self.fused: FusedMultiply | None = None  # the same, where it takes norms and additions along
-        self.adapters: LinearAdapters | None = None  # LoRA adapters that rows may use
+        self.multiply: Multiply | None = None  # the gemm; set by finish()
+        self.fused: FusedMultiply | None = None  # `multiply`, if it fuses norms and additions
+        self.adapters: LinearAdapters | None = None  # LoRA adapters of this layer
 
     def part_shape(self, part: str) -> tuple[int, ...]:
         return self.stored[part.rpartition(".")[0]].shape(self.whole_shape(part))
@@ -84,7 +84,7 @@ class Linear(WeightLayer):
             return self.inputs.of(mine, 1)
         return mine if self._has_bias else torch.zeros_like(mine)
 
-    def checked(self, part: str, tensor: Tensor) -> Tensor:
+    def used_part(self, part: str, tensor: Tensor) -> Tensor:
         is_whole = self.outputs[part.rpartition(".")[0]].is_whole and self.inputs.is_whole
         return tensor if is_whole else self._own_stored(part, tensor)
 
@@ -93,21 +93,21 @@ class Linear(WeightLayer):
         return self.stored[name].own_part(tensor, self.outputs[name], self.inputs)
 
     def load(self, part: str, tensor: Tensor) -> None:
-        self._hold(part)
+        self._allocate(part)
         mine = self._own_stored(part, tensor)
         if tensor.dim() == 1 and not self._has_bias:
             mine = torch.zeros_like(mine)
-        self._part(part).copy_(mine.to(self._dtype))  # rounded to the run dtype even when held wider
+        self._part(part).copy_(mine.to(self._dtype))  # rounded to the run dtype even if held in a wider one
 
     @property
     def _has_bias(self) -> bool:
-        """Whether this rank adds it: where products are summed, the first one does."""
+        """Whether this rank adds the bias: with an all-reduce only the first rank does."""
         return self.group is None or self.group.index == 0
 
     def region(self, part: str) -> Region | None:
         name, _, kind = part.rpartition(".")
         outputs, inputs = self.outputs[name], self.inputs
-        if kind != "weight" or (outputs.is_whole and inputs.is_whole) or self.stored[name] != AS_IT_IS:
+        if kind != "weight" or (outputs.is_whole and inputs.is_whole) or self.stored[name] != SAME_LAYOUT:
             return None
         return Region(outputs.own[0], inputs.own[0]) if len(outputs.own) == len(inputs.own) == 1 else None
 
@@ -115,17 +115,17 @@ class Linear(WeightLayer):
         if isinstance(weight, Mxfp4Weight):
             return super().load_quantized(part, weight)
         name, region = part.removesuffix(".weight"), self.region(part)
-        if region is not None and weight.shape == region.shape:  # the checkpoint has cut it
+        if region is not None and weight.shape == region.shape:  # the checkpoint reader has cut it
             keeps = self._product.keeps(weight)
             if keeps or weight.activations:
                 self._quantized[name] = weight
             else:
-                self._hold(part)
+                self._allocate(part)
                 self._part(part).copy_(weight.values().to(self._dtype))
             return keeps
         stored, cut = self.stored[name], weight if self.inputs.is_whole else weight.inputs(self.inputs.own[0])
         keeps = cut is not None and self._product.keeps(cut)
-        if cut is None or stored.turned or not (keeps or weight.activations):
+        if cut is None or stored.transposed or not (keeps or weight.activations):
             return super().load_quantized(part, weight)
         order, rows = stored.outputs_in_order(weight.shape[0]), self.outputs[name]
         if not rows.is_whole:
@@ -134,7 +134,7 @@ class Linear(WeightLayer):
         return keeps
 
     def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
-        self._hold(part)
+        self._allocate(part)
         super().randomize(part, generator, dtype)
         if self.weight.dtype != self._dtype:
             self._part(part).copy_(self._part(part).to(self._dtype))
@@ -142,24 +142,24 @@ class Linear(WeightLayer):
     def finish(self) -> None:
         is_complete = self._quantized.keys() == self.spans.keys()
         has_parts = is_complete and self.order is None and self.num_parts > 1
-        in_own_forms = self._pack_in_own_forms() if has_parts else None
-        whole = stack([self._quantized[name] for name in self.spans]) if is_complete and in_own_forms is None else None
-        if in_own_forms is not None:
-            self.multiply = in_own_forms
+        separate = self._pack_separately() if has_parts else None
+        whole = stack([self._quantized[name] for name in self.spans]) if is_complete and separate is None else None
+        if separate is not None:
+            self.multiply = separate
         elif whole is not None:
             self.multiply = self._pack_quantized(whole)
         elif any(weight.activations is not None for weight in self._quantized.values()):
-            self.multiply = self._pack_with_own_rounding()
+            self.multiply = self._pack_by_activations()
         else:
             for name, quantized in self._quantized.items():
-                self._hold(f"{name}.weight")
+                self._allocate(f"{name}.weight")
                 self._part(f"{name}.weight").copy_(quantized.values().to(self._dtype))
-            self.multiply = self._pack_numbers()
+            self.multiply = self._pack_unquantized()
         self.fused = self.multiply if isinstance(self.multiply, FusedMultiply) else None
         self._quantized.clear()
         del self.weight, self.bias
 
-    def _pack_numbers(self) -> Multiply:
+    def _pack_unquantized(self) -> Multiply:
         weight, bias = self.weight.data, self._bias
         if self.order is not None:
             order = self.order.to(weight.device)
@@ -172,33 +172,34 @@ class Linear(WeightLayer):
             whole, bias = whole.rows(self.order), None if bias is None else bias[self.order.to(bias.device)]
         return self._product.pack_quantized(whole.to(self._placement.device), bias)
 
-    def _pack_in_own_forms(self) -> Multiply | None:
-        """Parts as a CPU's product holds each of them; None: it takes them as one weight."""
+    def _pack_separately(self) -> Multiply | None:
+        """Pack each part in its own format on a CPU, or return None if they must be packed as one weight."""
         if self._placement.device.type != "cpu":
             return None
         parts = [self._quantized[name] for name in self.spans]
         biases = [None if self._bias is None else self._bias[span].clone() for span in self.spans.values()]
         return self._product.pack_parts(list(zip(parts, biases, strict=True)))
 
-    def _pack_with_own_rounding(self) -> Multiply:
-        """Parts that differ in how their rows are rounded are multiplied one after the other."""
+    def _pack_by_activations(self) -> Multiply:
+        """Pack one gemm per part, because parts differ in how their rows are quantized."""
         parts: list[Multiply] = []
         for name, span in self.spans.items():
             bias = None if self._bias is None else self._bias[span]
             if name in self._quantized:
                 parts.append(self._product.pack_quantized(self._quantized[name].to(self._placement.device), bias))
             else:
-                parts.append(self._product.pack(self.weight.data[span].clone(), bias))  # a view would keep the whole
+                parts.append(self._product.pack(self.weight.data[span].clone(), bias))  # copy: a view keeps the whole
         order = None if self.order is None else self.order.to(self._placement.device)
         return PartsMultiply(tuple(parts), order)
 
     @property
     def is_adapted(self) -> bool:
-        """Whether a row of the step that runs uses an adapter: then its change needs the rows before the product."""
+        """Whether a row of the running step uses a LoRA adapter. Then the rows are needed before the gemm, so it cannot
+        be fused."""
         return self.adapters is not None and self.adapters.active.is_on
 
     def held(self, part: str) -> list[str]:
-        """The parts that a stored one fills."""
+        """Return the parts of this layer that a checkpoint part fills."""
         return [part]
 
     def forward(self, x: Value | Normed) -> Value:  # [tokens, in] -> [tokens, out]
@@ -206,8 +207,8 @@ class Linear(WeightLayer):
         return product if change is None else self._joined(product, change)
 
     def product_and_change(self, x: Value | Normed) -> tuple[Value, Tensor | None]:
-        """The product with x [tokens, in], and what has yet to be added to it, if there is anything: the change by the
-        adapters of the step's rows, where it is computed beside the product. Both are [tokens, out]."""
+        """Return the gemm with x [tokens, in], and the LoRA change that the caller must add to it if it was computed
+        separately, or None. Both are [tokens, out]."""
         assert self.multiply is not None, "finish() was not called"
         if isinstance(x, Normed):
             if x.stream.is_empty:
@@ -242,11 +243,11 @@ class Linear(WeightLayer):
         return self.multiply(x) if self.fused is None else self.fused.on(x)(x)
 
     def add_to(self, target: Tensor, x: Value) -> Tensor | None:
-        """Add the product with x to `target` [tokens, out] in place, or return what has yet to be added. Only for a
-        product that is `fused`."""
+        """Add the gemm with x to `target` [tokens, out] in place and return None, or return the result for the caller
+        to add. Only for a layer that is `fused`."""
         assert self.fused is not None
         if self.reduces:
-            return cast("Tensor", self(x))  # the next norm's kernel adds it
+            return cast("Tensor", self(x))  # added by the kernel of the next norm
         fused, pending = self.fused.on(x), None
         if self.adapters is None or not self.is_adapted:
             return fused.add_to(target, x)
@@ -260,18 +261,18 @@ class Linear(WeightLayer):
         return pending if change is None else change if pending is None else self._joined(pending, change)
 
     def later(self, x: Value) -> Projected:
-        """The product with x, for the residual stream to compute when it is added."""
+        """Return the gemm with x as a lazy value, to be computed when it is added to the residual stream."""
         return Projected(self, x)
 
     @property
     def _bias(self) -> Tensor | None:
         return None if self.bias is None else self.bias.data
 
-    def _hold(self, part: str) -> None:
+    def _allocate(self, part: str) -> None:
         if part.endswith(".weight"):
-            self.weight = self._placement.keep(self.weight)
+            self.weight = self._placement.allocate(self.weight)
         elif self.bias is not None:
-            self.bias = self._placement.keep(self.bias)
+            self.bias = self._placement.allocate(self.bias)
 
     def _part(self, part: str) -> Tensor:
         name, kind = part.rsplit(".", 1)
@@ -282,7 +283,8 @@ class Linear(WeightLayer):
 
 
 class KeysAsValues(Linear):
-    """The product for q, k and v of layers whose values are their keys: `k_proj` is stored once, and held twice."""
+    """The q, k and v gemm of layers whose values are their keys: `k_proj` is stored once in the checkpoint and held
+    twice."""
 
     def __init__(
         self, inputs: int, queries: int | Split, keys: int | Split, bias: bool, product: Product, placement: Placement
@@ -312,7 +314,7 @@ class KeysAsValues(Linear):
 
 
 def all_reduce(group: RankGroup, x: Value) -> Value:
-    """The sum of x [tokens, size] over the ranks; x is overwritten."""
+    """Return the sum of x [tokens, size] over the ranks; x is overwritten."""
     if isinstance(x, Symbol) and group.shared is not None:
         x.writer.all_reduce(x, group.shared)
         return x
@@ -322,10 +324,10 @@ def all_reduce(group: RankGroup, x: Value) -> Value:
 
 
 def _all_reduce(group: RankGroup, x: Tensor, given: object) -> Tensor:  # noqa: ARG001
-    """An operation of a program."""
+    """Run inside a program as a Python call."""
     return group.all_reduce(x) if len(x) else x
 
 
 def _multiply(multiply: Multiply, x: Tensor, given: object) -> Tensor:  # noqa: ARG001
-    """An operation of a program."""
+    """Run inside a program as a Python call."""
     return multiply(x)

@@ -26,7 +26,7 @@ class MLP(nn.Module):
 
 
 class SideGate(nn.Module):
-    """activation(x) times what a layer reads beside the stream: as many numbers, from a column on."""
+    """Multiplies activation(x) by this layer's side input: x.width columns of `stream.beside` from `column` on."""
 
     def __init__(self, column: int, activation: str, ops: LayerOps) -> None:
         super().__init__()
@@ -38,7 +38,8 @@ class SideGate(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), gate and up in one product. `clamp`: the limits of the gate, if it has any."""
+    """down(activation(gate(x)) * up(x)), with gate and up in one gemm. `clamp`: limits on gate and up, if the model has
+    any."""
 
     def __init__(
         self, gate_up_proj: Linear, down_proj: Linear, activation: str, ops: LayerOps, clamp: Clamp | None = None
@@ -51,7 +52,8 @@ class GatedMLP(nn.Module):
         return self.down_proj.later(self._gated(x))
 
     def as_native(self) -> tuple[tuple[LinearWeights, ...], LinearWeights] | None:
-        """The weights for gate and up, side by side, and the one for down, where compiled kernels multiply by all."""
+        """Return the weights of gate and up, and of down, for the compiled kernels, or None if one has no compiled
+        form."""
         gate_up, down = program_weights(self.gate_up_proj.multiply), program_weights(self.down_proj.multiply)
         return None if gate_up is None or down is None else (gate_up, down[0])
 

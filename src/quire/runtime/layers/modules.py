@@ -1,4 +1,4 @@
-"""Norms, sinks, embeddings and tied head."""
+"""Norms, attention sinks, embeddings and the tied output head."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from quire.runtime.quantization.weight import StoredWeight
 
 
 class RMSNorm(WeightLayer):
-    """Unit root mean square over the last dimension, computed in float32, then scaled.
+    """RMSNorm over the last dimension, computed in float32.
 
-    Of a residual stream it is computed by the layer that reads it, of a layer's result when that is added. A checkpoint
-    may store weights less `offset` or without `factor`; then they are kept in float32, as they have more digits.
+    Of a residual stream it is computed by the layer that reads it; of a layer's output, when that is added to the
+    stream. Checkpoints may store weights minus `offset` or divided by `factor`; these are held in float32 for
+    precision.
     """
 
     random_mean = 1.0
@@ -66,13 +67,13 @@ class RMSNorm(WeightLayer):
         return self._ops.add_rms_norm(x, change, self.weight.data, self._eps)
 
     def of_first(self, x: Value) -> Value:
-        """The norm of the first numbers of each row: [tokens, at least size] -> [tokens, size]."""
+        """Return the norm of the first elements of each row: [tokens, at least size] -> [tokens, size]."""
         if isinstance(x, Symbol):
             return x.writer.norm(x, self.weight.data, self._eps)
         return self.of(x[:, : len(self.weight)])
 
     def of_part(self, x: Value, column: int) -> None:
-        """The norm of as many numbers of each row from a column on, in their place."""
+        """Norm `size` elements of each row in place, from `column` on."""
         if isinstance(x, Symbol):
             x.writer.norm_part(x, self.weight.data, self._eps, column)
         else:
@@ -85,7 +86,7 @@ class LayerNorm(WeightLayer):
 
     def __init__(self, name: str, size: int, eps: float, ops: LayerOps, placement: Placement) -> None:
         super().__init__()
-        self.weight = placement.empty(2, size)  # and the bias
+        self.weight = placement.empty(2, size)  # weight, bias
         self.parts = (f"{name}.weight", f"{name}.bias")
         self._eps, self._ops = eps, ops
 
@@ -112,8 +113,8 @@ class LayerNorm(WeightLayer):
 
 
 class HeadNorm(WeightLayer):
-    """RMSNorm of every query and key head (Qwen3), both kinds in one pass; without key heads of queries alone. With
-    `of_values` (Gemma 4) of value heads too, which have no weights. A checkpoint may store weights less `offset`."""
+    """RMSNorm of each query and key head (Qwen3) in one pass; of queries alone if `num_kv` is 0. With `of_values`
+    (Gemma 4) also of value heads, without weights. Checkpoints may store weights minus `offset`."""
 
     random_mean = 1.0
 
@@ -128,7 +129,7 @@ class HeadNorm(WeightLayer):
         self._scales: Tensor | None = None
 
     @property
-    def scales(self) -> Tensor:  # [query + kv heads, dim], with those of values behind them
+    def scales(self) -> Tensor:  # [query + kv (+ value) heads, dim]
         assert self._scales is not None, "finish() was not called"
         return self._scales
 
@@ -142,7 +143,7 @@ class HeadNorm(WeightLayer):
         self._scales = torch.cat((weight.repeat_interleave(counts, dim=0), values))
         self.of_queries, self.of_keys = weight[0], weight[-1]  # [dim] each
 
-    def forward(self, qk: Tensor) -> Tensor:  # [tokens, heads that it is of, dim]
+    def forward(self, qk: Tensor) -> Tensor:  # [tokens, normed heads, dim]
         return normalize(qk, self.eps).mul_(self.scales)
 
     def _part(self, part: str) -> Tensor:
@@ -150,7 +151,7 @@ class HeadNorm(WeightLayer):
 
 
 class Sinks(WeightLayer):
-    """A score for each query head that has no value: it only takes its share of the softmax. Stays where it is."""
+    """Attention sinks: a score per query head, without a value. Never reallocated: attention rules refer to it."""
 
     parts = ("sinks",)
 
@@ -170,7 +171,7 @@ class Sinks(WeightLayer):
 
 
 class Scalar(WeightLayer):
-    """A number of the checkpoint."""
+    """A scalar of the checkpoint."""
 
     random_mean = 1.0
 
@@ -185,8 +186,8 @@ class Scalar(WeightLayer):
 
 
 class ProjectionNorm(WeightLayer):
-    """RMSNorm of all query heads of a token together, and of all its key heads (OLMo 2). Ranks of `group` sum the
-    squares of the heads that they share; `num_holders` of them hold the same key heads."""
+    """RMSNorm over all query heads of a token together, and over all its key heads (OLMo 2). Ranks of `group` sum the
+    squares of their heads; `num_holders` ranks hold the same key heads."""
 
     parts = ("q_norm.weight", "k_norm.weight")
     random_mean = 1.0
@@ -211,7 +212,7 @@ class ProjectionNorm(WeightLayer):
         super().load(part, self.own(part, tensor))
 
     def forward(self, qkv: Value) -> Value:
-        """qkv [tokens, (query + 2 * kv heads) * dim], overwritten."""
+        """Norm qkv [tokens, (query + 2 * kv heads) * dim] in place and return it."""
         if self._group is not None:
             return qkv.writer.call(self._call, (qkv,), qkv.width) if isinstance(qkv, Symbol) else self._shared(qkv)
         for span in self._spans:
@@ -232,7 +233,6 @@ class ProjectionNorm(WeightLayer):
         return qkv
 
     def _call(self, qkv: Tensor, given: object) -> Tensor:  # noqa: ARG002
-        """An operation of a program."""
         return self._shared(qkv)
 
     def _part(self, part: str) -> Tensor:
@@ -240,8 +240,8 @@ class ProjectionNorm(WeightLayer):
 
 
 class Embedding(WeightLayer):
-    """A table of one vector per token, as numbers or as the levels its file has. Ranks of `group` share its lines: what
-    a rank does not have is zero there, and the vectors of all ranks are summed."""
+    """An embedding table, unquantized or quantized as in its file. Ranks of `group` share its rows: each looks up the
+    tokens it holds, uses zeros for the others, and the vectors are summed over ranks."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class Embedding(WeightLayer):
         self.vocab, self.size, self._group = as_split(vocab), size, group
         self.weight = placement.empty(self.vocab.count, size, dtype=product.held)
         self.levels: LevelWeight | None = None
-        self.panels: PackedWeight | None = None  # in place of levels; those of the output head too
+        self.panels: PackedWeight | None = None  # in place of levels; shared with a tied output head
         self.parts = (f"{name}.weight",)
         self._product, self._placement = product, placement
 
@@ -276,14 +276,14 @@ class Embedding(WeightLayer):
     def own(self, part: str, whole: Tensor) -> Tensor:  # noqa: ARG002
         return self.vocab.of(whole)
 
-    def checked(self, part: str, tensor: Tensor) -> Tensor:
+    def used_part(self, part: str, tensor: Tensor) -> Tensor:
         return self.own(part, tensor)
 
     def load(self, part: str, tensor: Tensor) -> None:
         self._part(part).copy_(self.own(part, tensor).to(self._placement.dtype))
 
     def finish(self) -> None:
-        """Levels, one byte each, become panels where products are in whole numbers: those have the bits of the file."""
+        """Repack quantized weights into panels, which have the bits of the file, if gemms are in integers."""
         if self.levels is not None and isinstance(self._product, IntegerProduct):
             packed = self._product.pack_quantized(self.levels, None)
             if isinstance(packed, NativeMultiply) and is_int8_format(packed.weight):
@@ -299,7 +299,6 @@ class Embedding(WeightLayer):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of vectors."""
         return self._placement.dtype
 
     def _lines(self, places: Tensor) -> Tensor:
@@ -310,8 +309,8 @@ class Embedding(WeightLayer):
         return F.embedding(places, self.weight).to(self._placement.dtype)
 
     def newest(self, rows: Tensor, tokens: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:  # [entries, size]
-        """By Triton: the vectors of the newest tokens of `rows` [entries], from tokens [all rows, capacity] and lengths
-        [all rows]; their places go into `positions` [entries]."""
+        """Look up the newest token of each of `rows` [entries], by Triton. Reads tokens [all rows, capacity] and
+        lengths [all rows]; writes the tokens' positions to `positions` [entries]."""
         from quire.kernels.triton.embedding import embed_newest
 
         x = torch.empty(len(rows), self.weight.shape[1], dtype=self._placement.dtype, device=rows.device)
@@ -320,11 +319,11 @@ class Embedding(WeightLayer):
 
 
 class PairedEmbedding(nn.Module):
-    """The vectors of two tables side by side. Holds no weights: both tables are layers of the model."""
+    """Concatenates the vectors of two tables. Owns no weights: both tables are layers of the model."""
 
     def __init__(self, first: Embedding, second: Embedding) -> None:
         super().__init__()
-        self._tables = (first, second)  # in a tuple: not children of this module
+        self._tables = (first, second)  # in a tuple, so that they are not children of this module
         self.dtype = first.dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, sizes of both]
@@ -336,12 +335,12 @@ class PairedEmbedding(nn.Module):
 
 
 class LentEmbedding(nn.Module):
-    """The table of another model, which lends it. Holds no weights."""
+    """Uses the embedding table of another model. Owns no weights."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self._lent: tuple[TokenTable, ...] = ()  # in a tuple: no child of this module
+        self._lent: tuple[TokenTable, ...] = ()  # in a tuple, so that it is not a child of this module
 
     def lend(self, table: TokenTable) -> None:
         self._lent = (table,)
@@ -359,7 +358,7 @@ TokenTable = Embedding | PairedEmbedding | ReceivedStream | LentEmbedding
 
 
 class PositionEmbedding(WeightLayer):
-    """A learned vector for every position, from a line of the table on."""
+    """A learned vector per position. The first `offset` rows of the table are unused."""
 
     def __init__(self, name: str, num_positions: int, size: int, placement: Placement, *, offset: int = 0) -> None:
         super().__init__()
@@ -368,16 +367,16 @@ class PositionEmbedding(WeightLayer):
         self._offset = offset
 
     def forward(self, positions: Tensor) -> Tensor:  # [tokens] -> [tokens, size]
-        """Past the end it is the last one: a row that ran ahead is there, and what it computes is dropped."""
+        """Look up the vectors. Positions past the end, of rows that ran ahead, get the last one."""
         return F.embedding((positions + self._offset).clamp_(0, len(self.weight) - 1), self.weight)
 
 
 class TiedHead(WeightLayer):
-    """Logits by the embedding table itself. Has no parts; finish it after the embedding."""
+    """Output head that multiplies by the embedding table, which `finish` finishes too. Has no checkpoint parts."""
 
     def __init__(self, embedding: Embedding, product: Product) -> None:
         super().__init__()
-        self._embedding, self._product = (embedding,), product  # in a tuple: not a child of this module
+        self._embedding, self._product = (embedding,), product  # in a tuple, so that it is not a child of this module
         self.multiply: Multiply | None = None
         self.num_parts, self.num_inputs, self.num_outputs = 1, embedding.size, embedding.vocab.count
 

@@ -1,5 +1,5 @@
-"""The layers in our own compiled CPU kernels: products, most of which keep levels as their file stores them, and the
-small operations between them. No row depends on the others."""
+"""Layers by the compiled CPU kernels: gemms, most of which keep weights quantized as in their file, and the small
+operations between them. Rows are computed independently of each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.kernels.native.tiles import TILE_INPUTS, tile_levels, tile_plain
 from quire.kernels.native.weights import LinearWeights
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.layers.ops import TorchOps
-from quire.runtime.layers.product import Multiply, NumbersProduct, PackedProduct, Part, PartsMultiply
+from quire.runtime.layers.product import BaseProduct, Multiply, PackedProduct, Part, PartsMultiply
 from quire.runtime.layers.stream import Value
 from quire.runtime.quantization.activations import rounding
 from quire.runtime.quantization.levels import LevelWeight
@@ -30,7 +30,7 @@ from quire.runtime.quantization.weight import QuantizedWeight
 
 
 class NativeOps(TorchOps):
-    """One compiled pass each; what has no compiled form falls to torch."""
+    """One compiled pass per operation; operations without a compiled form use torch."""
 
     def rms_norm(self, x: Value, weight: Tensor, eps: float) -> Value:
         return x.writer.norm(x, weight, eps) if isinstance(x, Symbol) else ops.rms_norm(x, weight, eps)
@@ -84,7 +84,7 @@ class NativeOps(TorchOps):
 
 @dataclass(frozen=True, slots=True)
 class NativeMultiply:
-    """Rows of the weight's dtype, any number of them."""
+    """The compiled gemm of any number of rows of the run dtype with a packed weight."""
 
     weight: PackedWeight
     bias: Tensor | None
@@ -95,7 +95,7 @@ class NativeMultiply:
 
 @dataclass(frozen=True, slots=True)
 class GatheredMultiply:
-    """A product whose rows are put into the order of the weight's columns first."""
+    """Permutes the columns of the rows into the order of the weight's columns, then multiplies."""
 
     multiply: Multiply
     columns: Tensor
@@ -104,9 +104,9 @@ class GatheredMultiply:
         return self.multiply(x.index_select(1, self.columns))
 
 
-class LevelProduct(NumbersProduct):
-    """Base of products that multiply by levels: in groups of a multiple of 32 columns as they are, in smaller ones as
-    8-bit levels. Factors are float16."""
+class LevelProduct(BaseProduct):
+    """Base of gemms with quantized weights (LevelWeight). Groups of a multiple of 32 columns keep their format; smaller
+    groups are converted to 8 bits. Scales and offsets are float16."""
 
     def keeps(self, weight: QuantizedWeight) -> bool:
         return isinstance(weight, LevelWeight) and weight.is_in_native_groups and weight.as_halves() is not None
@@ -122,11 +122,11 @@ class LevelProduct(NumbersProduct):
 
     @abstractmethod
     def pack_levels(self, weight: LevelWeight, bias: Tensor | None) -> Multiply:
-        """Groups are of 32 columns, in their order; scales and offsets are float16."""
+        """Pack a quantized weight with groups of 32 columns in their order and float16 scales and offsets."""
 
 
 class TileProduct(LevelProduct):
-    """bfloat16 by the CPU's tile units; oneDNN where the inputs are no multiple of a tile."""
+    """bfloat16 gemms by the CPU's tile units (AMX), or by oneDNN if the number of inputs is no multiple of a tile."""
 
     def __init__(self) -> None:
         super().__init__(torch.bfloat16)
@@ -142,9 +142,9 @@ class TileProduct(LevelProduct):
 
 
 class PanelProduct(LevelProduct):
-    """float32 or bfloat16 rows by panels. float32 numbers that bfloat16 holds exactly, as those of most checkpoints,
-    are kept as bfloat16: half the bytes, the same results. float32 numbers that serve elsewhere too (`keeps_weight`)
-    are multiplied as they lie, not copied."""
+    """float32 or bfloat16 rows by weights packed in panels. float32 weights that bfloat16 represents exactly, as in
+    most checkpoints, are held as bfloat16: half the bytes, the same results. float32 weights that are also used
+    elsewhere (`keeps_weight`) are multiplied in place, not copied."""
 
     def __init__(self, dtype: torch.dtype, *, keeps_weight: bool) -> None:
         super().__init__(dtype)
@@ -163,8 +163,9 @@ class PanelProduct(LevelProduct):
 
 
 class DotProduct(PanelProduct):
-    """bfloat16 by the CPU's dot products of bfloat16 (AVX-512 BF16, Arm BF16). Quantized weights stay as PanelProduct
-    has them where that pays, and are multiplied in float32; elsewhere they are expanded to bfloat16."""
+    """bfloat16 gemms by the CPU's bfloat16 dot products (AVX-512 BF16, Arm BF16). Quantized weights are packed like
+    PanelProduct's and multiplied in float32 on CPUs where that is faster; otherwise they are dequantized to
+    bfloat16."""
 
     def __init__(self) -> None:
         super().__init__(torch.bfloat16, keeps_weight=False)
@@ -179,12 +180,13 @@ class DotProduct(PanelProduct):
 
 
 class IntegerProduct(LevelProduct):
-    """Rounds rows to 8 or 16 bits, 32 numbers with a scale of their own, and multiplies them in whole numbers by
-    quantized weights. Of rows of 8 bits, 32 numbers with an outlier get 16. The weights stay in the bits that their
-    file has. `others` multiplies by all other weights.
+    """Integer gemms with quantized weights: rows are quantized to 8 or 16 bits, with a scale per group of 32 elements.
+    In rows of 8 bits, a group with an outlier gets 16. Weights keep the bits of their file. `others` multiplies by all
+    other weights.
 
-    `cpu_weights`: rows get 8 bits where the weight's format says so ("integer"), for all weights ("integer8"), or for
-    none ("integer16"). Rows that the checkpoint has rounded in another way before get 16, which hold them."""
+    `cpu_weights`: rows get 8 bits if the weight's format specifies it ("integer"), always ("integer8"), or never
+    ("integer16"). Rows that the checkpoint's activation scheme has already rounded get 16 bits, which hold them.
+    """
 
     def __init__(self, others: LevelProduct, cpu_weights: CpuWeights = "integer") -> None:
         super().__init__(others.held)
@@ -211,8 +213,8 @@ class IntegerProduct(LevelProduct):
         return rounding(multiply, weight.activations)
 
     def pack_parts(self, parts: Sequence[Part]) -> Multiply | None:
-        """Weights of different types, as queries and values of a Q4_K_M file, are not expanded to a type that holds
-        both. Neighbours in the same format become one weight."""
+        """Pack weights of different formats, such as queries and values of a Q4_K_M file, without converting them to a
+        common one. Neighbours in the same format become one weight."""
         if any(weight.activations is not None or getattr(weight, "columns", None) is not None for weight, _ in parts):
             return None
         packed: list[NativeMultiply] = []
@@ -233,8 +235,8 @@ class IntegerProduct(LevelProduct):
 
 
 def program_weights(multiply: Multiply | None) -> tuple[LinearWeights, ...] | None:
-    """The weights by which an operation of a compiled program multiplies, outputs side by side; None: the product has
-    no compiled form."""
+    """Return the weights of a program's gemm operation, outputs concatenated, or None if the gemm has no compiled
+    form."""
     parts = multiply.parts if isinstance(multiply, PartsMultiply) and multiply.order is None else (multiply,)
     linears = tuple(LinearWeights(each.weight, each.bias) for each in parts if isinstance(each, NativeMultiply))
     return linears if len(linears) == len(parts) else None
@@ -245,7 +247,7 @@ def _join_biases(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def _as_halves(weight: Tensor) -> Tensor:
-    """The weight as bfloat16, if that holds it exactly."""
+    """Return the weight as bfloat16 if that is exact, otherwise unchanged."""
     halves = weight.to(torch.bfloat16)
     return halves if torch.equal(halves.to(weight.dtype), weight) else weight
 

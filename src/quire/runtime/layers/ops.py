@@ -1,4 +1,4 @@
-"""The small operations between the products: by torch on any device, compiled on a CPU, by Triton on a GPU."""
+"""The small operations between gemms: in torch on any device, compiled on a CPU, in Triton on a GPU."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 class LayerOps(Protocol):
-    """Functions on tensors; all results are in the dtype of the input, sums in float32."""
+    """Operations on tensors. Results have the dtype of the input; sums are accumulated in float32."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [tokens, size] over its root mean square, times weight [size]."""
+        """RMSNorm of x [tokens, size] with weight [size]."""
 
     def add_rms_norm(self, x: Tensor, change: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`rms_norm` of x + change [tokens, size], which is left in x. May overwrite change."""
+        """Add `change` [tokens, size] to x in place and return `rms_norm` of the sum. May overwrite change."""
 
     def layer_norm(self, x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:
-        """x [tokens, size] with zero mean and unit variance, times weight, plus bias: [2, size]."""
+        """LayerNorm of x [tokens, size]; weight_bias: [2, size]."""
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """x by the activation of this name. May overwrite x."""
+        """Apply the activation of this name to x. May overwrite x."""
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Heads [tokens, heads, dim] whose first numbers are turned by cos and signed sin [tokens, 1, those numbers].
+        """Rotate the first elements of each head [tokens, heads, dim] by cos and signed sin [tokens, 1, rotated dim].
         May overwrite x."""
 
     def gate(self, gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
-        """[tokens, 2 * size], gate then up -> activation(gate) * up [tokens, size]; by silu within limits with a
-        clamp."""
+        """Return activation(gate) * up [tokens, size] for gate_up [tokens, 2 * size], gate first. With a clamp: see
+        Clamp."""
 
     def gate_sum(self, gate_up: Tensor, change: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
-        """`gate` of gate_up + change. May overwrite gate_up."""
+        """Return `gate` of gate_up + change. May overwrite gate_up."""
 
     def times(self, x: Tensor, y: Tensor, column: int) -> Tensor:
-        """x [tokens, size] by as many columns of y, from a column on. May overwrite x."""
+        """Multiply x [tokens, size] by `size` columns of y from `column` on. May overwrite x."""
 
     def gate_by(self, x: Tensor, wide: Tensor) -> Tensor:
-        """x [tokens, size] times the sigmoid of the last numbers of each row of `wide`. May overwrite x."""
+        """Multiply x [tokens, size] by the sigmoid of the last `size` elements of each row of `wide`. May overwrite
+        x."""
 
     def write(self, key: Tensor, value: Tensor | None, cache: LayerCache, slots: Tensor) -> None:
-        """key, value [tokens, kv heads, dim] into slots [tokens * kv heads] of a layer's cache. No value: the key is a
-        latent."""
+        """Write key and value [tokens, kv heads, dim] into slots [tokens * kv heads] of a layer's cache. Without a
+        value the key is a latent."""
 
 
 class TorchOps:
@@ -70,10 +71,10 @@ class TorchOps:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         size = cos.shape[-1]
         whole = size == x.shape[-1]
-        turned = x if whole else x[..., :size]
-        swapped = turned.roll(size // 2, dims=-1)  # the halves change places
-        turned = (turned * cos).addcmul_(swapped, sin)
-        return turned if whole else torch.cat((turned, x[..., size:]), dim=-1)
+        rotated = x if whole else x[..., :size]
+        swapped = rotated.roll(size // 2, dims=-1)  # swap the halves
+        rotated = (rotated * cos).addcmul_(swapped, sin)
+        return rotated if whole else torch.cat((rotated, x[..., size:]), dim=-1)
 
     def gate(self, gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
         if clamp is not None:
@@ -95,8 +96,8 @@ class TorchOps:
 
 
 class TritonOps(TorchOps):
-    """One launch each for the norm and the gate. Most root-mean-square norms are taken along by the product behind.
-    `dependent_rows`: rows from which a kernel is launched while the one before still runs."""
+    """One Triton launch per norm and per gate. Most RMSNorms are fused into the gemm after them. `dependent_rows`:
+    fewest rows with programmatic dependent launch."""
 
     def __init__(self, dependent_rows: int) -> None:
         from quire.kernels.triton import activation, layer_norm, norm
@@ -132,14 +133,14 @@ class TritonOps(TorchOps):
 
 
 def _activate(x: Tensor, activation: str) -> Tensor:
-    """A new tensor."""
+    """Return a new tensor."""
     if activation in GELU:
         return F.gelu(x, approximate=GELU[activation])
     return F.silu(x) if activation == "silu" else F.relu(x)
 
 
 def choose_ops(dtype: torch.dtype, device: torch.device, *, triton: bool = False) -> LayerOps:
-    """`triton`: the Triton kernels run this model."""
+    """Return the operations for a dtype and device. `triton`: the Triton kernels run this model."""
     if triton:
         return TritonOps(dependent_rows(device))
     if why_not_native(dtype, device) is not None:
@@ -150,6 +151,7 @@ def choose_ops(dtype: torch.dtype, device: torch.device, *, triton: bool = False
 
 
 def normalize(x: Tensor, eps: float) -> Tensor:
-    """A new tensor: x over its root mean square, in x's dtype. The fewest passes torch offers on a CPU."""
+    """Return a new tensor: x over its root mean square, in x's dtype. Uses the fewest passes that torch offers on a
+    CPU."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     return (x * (norm * norm).mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()).to(x.dtype)

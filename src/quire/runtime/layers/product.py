@@ -1,6 +1,6 @@
-"""How a dense weight is held and multiplied, chosen once by device, precision and what the CPU can do.
+"""The gemm of a linear layer: how a weight is held and multiplied by, chosen once by device, dtype and CPU features.
 
-`pack` takes a loaded weight and returns the function that multiplies by it; the weight lives on in that function.
+A Product packs a loaded weight and returns a Multiply, a function that owns the packed weight and multiplies by it.
 """
 
 from __future__ import annotations
@@ -28,42 +28,44 @@ Part = tuple[QuantizedWeight, Tensor | None]  # a weight and its bias
 
 
 class FusedMultiply(ABC):
-    """A product and what its kernels take along, for rows [tokens, in] by a weight [out, in].
+    """The gemm of rows [tokens, in] with a weight [out, in], and its fused forms: norm before it, gate or residual
+    addition after it.
 
-    Each method means the same for any number of rows.
+    Each method gives the same result whatever the number of rows.
     """
 
     bias: Tensor | None  # [out]
 
     @property
     def row_weight(self) -> Weight | None:
-        """The weight, as the kernel of a step of one row has it; None: that kernel does not multiply by it."""
+        """The weight in the form that the kernel of one-row steps reads, or None if that kernel cannot multiply by
+        it."""
         return None
 
     def on(self, x: Any) -> FusedMultiply:
-        """What multiplies x: itself, or for the symbol of a row what writes its products down."""
+        """Return the object that multiplies x: this one for a tensor, a RowMultiply while the row kernel is traced."""
         return RowMultiply(self) if isinstance(x, RowSymbol) else self
 
     @abstractmethod
     def __call__(self, x: Any) -> Tensor:
-        """x: rows of numbers, or what `gated` gave."""
+        """Multiply x: a tensor, or the result of another layer's `gated`."""
 
     @abstractmethod
     def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:
-        """The product of x over its root mean square. `pending` [tokens, in] is first added to x in place."""
+        """Return the gemm of RMSNorm(x). `pending` [tokens, in] is first added to x in place."""
 
     @abstractmethod
     def gated(self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None) -> Any:
-        """activation(gate) * up of that product, in a form that `add_to` of the next one takes."""
+        """Return activation(gate) * up of the gemm of RMSNorm(x), in a form that `add_to` of the next gemm accepts."""
 
     @abstractmethod
     def add_to(self, target: Tensor, x: Any) -> Tensor | None:
-        """Add the product to `target` [tokens, out] in place, or leave it pending: what is returned has yet to be
-        added. x: rows of numbers, or what `gated` gave."""
+        """Add the gemm's result to `target` [tokens, out] in place and return None, or return the result for the caller
+        to add. x: a tensor, or the result of `gated`."""
 
 
 class RowMultiply(FusedMultiply):
-    """Writes products of a row down as phases, where another multiplies tensors."""
+    """Appends gemms of one row as phases to the row kernel that is being traced, in place of running them."""
 
     def __init__(self, of: FusedMultiply) -> None:
         self._of, self.bias = of, of.bias
@@ -84,29 +86,30 @@ class RowMultiply(FusedMultiply):
 
 
 class Product(Protocol):
-    """`held` is the dtype a weight is loaded into; its values are always those of the run dtype."""
+    """Packs weights for one kind of gemm. `held` is the dtype in which weights are loaded; their values are always
+    rounded to the run dtype."""
 
     @property
     def held(self) -> torch.dtype: ...
 
     def keeps(self, weight: QuantizedWeight) -> bool:
-        """Whether `pack_quantized` holds the weight in its quantized form, not expanded to numbers."""
+        """Whether `pack_quantized` keeps the weight quantized, instead of dequantizing it."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
-        """weight [out, in], bias [out]; both finished loading."""
+        """Pack a weight [out, in] and a bias [out] that are completely loaded."""
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> Multiply:
-        """The same for a weight that is quantized, on the device it is multiplied on. The product rounds its rows where
-        the weight says so."""
+        """Pack a quantized weight, which must be on the device of the gemm. The gemm quantizes its rows if the weight
+        has an activation scheme."""
 
     def pack_parts(self, parts: Sequence[Part]) -> Multiply | None:
-        """The same for several weights of the same rows, outputs one behind the other, each held in its own form. None:
-        they are to be packed as one weight."""
+        """Pack several weights of the same inputs, each in its own format; outputs are concatenated. None: the caller
+        must pack them as one weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartsMultiply:
-    """Products by several weights, their outputs one behind the other, or in an order."""
+    """Multiplies by several weights and concatenates the outputs, optionally permuted by `order`."""
 
     parts: tuple[Multiply, ...]
     order: Tensor | None = None  # [out]
@@ -116,8 +119,8 @@ class PartsMultiply:
         return whole if self.order is None else whole.index_select(1, self.order)
 
 
-class NumbersProduct(ABC):
-    """Base of products: quantized weights are expanded to numbers."""
+class BaseProduct(ABC):
+    """Base of gemms without kernels for quantized weights: these are dequantized when they are packed."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.held = dtype
@@ -135,20 +138,20 @@ class NumbersProduct(ABC):
         return None
 
 
-class DenseProduct(NumbersProduct):
-    """torch's own product on the weight as it is."""
+class DenseProduct(BaseProduct):
+    """torch's gemm on the weight in its plain layout."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
-        turned = weight.t()  # [in, out], a view: one dispatch less per product than F.linear
+        transposed = weight.t()  # [in, out], a view: one dispatch less per product than F.linear
 
         def multiply(x: Tensor) -> Tensor:
-            return torch.mm(x, turned) if bias is None else torch.addmm(bias, x, turned)
+            return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
 
         return multiply
 
 
-class PackedProduct(NumbersProduct):
-    """The weight reordered once for oneDNN's blocked kernels (AMX, AVX-512); the plain copy is dropped."""
+class PackedProduct(BaseProduct):
+    """oneDNN's blocked gemm (AMX, AVX-512). The weight is reordered once and the plain copy is dropped."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Multiply:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -160,8 +163,9 @@ class PackedProduct(NumbersProduct):
         return multiply
 
 
-class UpcastProduct(NumbersProduct):
-    """For CPUs that cannot multiply the run dtype: held and multiplied in float32, results in the run dtype."""
+class UpcastProduct(BaseProduct):
+    """For CPUs without instructions for the run dtype: weights are held and multiplied in float32, results are in the
+    run dtype."""
 
     def __init__(self, dtype: torch.dtype, wide: Product) -> None:
         super().__init__(torch.float32)
@@ -177,7 +181,8 @@ class UpcastProduct(NumbersProduct):
 
 
 def multiplies_natively(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether rows of `dtype` are multiplied as they are: by hardware made for it, or by the native kernels."""
+    """Whether rows of `dtype` are multiplied without conversion to float32, by hardware support or by the compiled
+    kernels."""
     if device.type != "cpu" or dtype == torch.float32:
         return True
     return cpu_multiplies(dtype) or why_not_native(dtype, device) is None

@@ -1,4 +1,4 @@
-"""Products that quantize the weights they are given: `quantization` of the engine's settings."""
+"""Gemms that quantize unquantized weights at load time: the engine setting `quantization`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.config.model import CpuWeights, Quantization
 from quire.runtime.accelerator import dependent_rows
 from quire.runtime.layers.choice import choose_product
-from quire.runtime.layers.product import Multiply, NumbersProduct, Product
+from quire.runtime.layers.product import BaseProduct, Multiply, Product
 from quire.runtime.layers.rounded import RoundedProduct
 from quire.runtime.quantization.quantize import quantize_int4, quantize_int8
 from quire.runtime.quantization.weight import QuantizedWeight
@@ -18,8 +18,8 @@ from quire.runtime.quantization.weight import QuantizedWeight
 QUANTIZERS: dict[Quantization, Callable[[Tensor], QuantizedWeight]] = {"int8": quantize_int8, "int4": quantize_int4}
 
 
-class QuantizingProduct(NumbersProduct):
-    """Quantizes a weight when it is packed. Another product multiplies by it: as it is, where it knows how."""
+class QuantizingProduct(BaseProduct):
+    """Quantizes a weight when it is packed. `inner` multiplies by it, quantized if it has kernels for that."""
 
     def __init__(self, inner: Product, quantize: Callable[[Tensor], QuantizedWeight]) -> None:
         super().__init__(inner.held)
@@ -37,8 +37,8 @@ def choose_quantizing_product(
     triton: bool,
     cpu_weights: CpuWeights = "float",
 ) -> Product:
-    """The product of weights that become fp8, int8 or int4. `triton`: the Triton kernels run this model; float8 is else
-    held and multiplied as numbers that were rounded to it. `cpu_weights`: see `choose_product`."""
+    """Return the gemm for weights that are quantized to fp8, int8 or int4. `triton`: the Triton kernels run this model;
+    without them, fp8 weights are rounded to float8 and held in the run dtype. `cpu_weights`: see `choose_product`."""
     plain = choose_product(dtype, device, triton=triton, cpu_weights=cpu_weights)
     if quantization != "fp8":
         return QuantizingProduct(plain, QUANTIZERS[quantization])

@@ -1,4 +1,4 @@
-"""The residual stream that a pipeline stage receives, in the place where other stages embed tokens."""
+"""The residual stream that a pipeline stage receives; takes the place of the embedding on all stages but the first."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 
 class ReceivedStream(nn.Module):
-    """Stands for the embedding on all stages but the first. Holds the stream [tokens, width] of the step that runs
-    next, and what blocks read of its tokens besides [tokens, beside], if they do.
+    """Replaces the embedding on all stages but the first. Holds the stream [tokens, width] of the next step, and the
+    side inputs of its tokens [tokens, beside] if the model has them.
 
-    Graphs read both where they lie: `reserve` makes that memory. A step of so many tokens computes with a copy of the
-    stream, so it can be captured after its stream was received, and padding keeps finite numbers. A larger step gets
-    memory of its own, which it overwrites.
+    Captured graphs read fixed memory, which `reserve` allocates. A step that fits computes with a copy of the stream,
+    so it can be captured after its stream was received, and padding rows keep finite values. A larger step gets new
+    memory, which it overwrites.
     """
 
     def __init__(self, width: int, beside: int, dtype: torch.dtype) -> None:
@@ -20,15 +20,16 @@ class ReceivedStream(nn.Module):
         self.dtype = dtype
         self._widths = (width, beside)
         self._kept: tuple[Tensor, Tensor] | None = None  # [most, width], [most, beside]
-        self._own: tuple[Tensor, Tensor] | None = None  # of the step that runs next, if it is a larger one
+        self._own: tuple[Tensor, Tensor] | None = None  # of the next step, if it exceeds `_kept`
 
     def reserve(self, most: int, device: torch.device) -> None:
-        """Steps of up to so many tokens are captured from now on."""
+        """Allocate fixed memory for steps of up to `most` tokens, which may be captured from now on."""
         stream, beside = self._new(most, device)
         self._kept = (stream.zero_(), beside.zero_())
 
     def place(self, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Where the stream of the next step belongs, and what is beside it; None: nothing is."""
+        """Return the memory that receives the stream of the next step, and that for its side inputs (None: the model
+        has none)."""
         kept, self._own = self._kept, None
         if kept is None or num_tokens > len(kept[0]):
             kept = self._own = self._new(num_tokens, device)
@@ -36,8 +37,8 @@ class ReceivedStream(nn.Module):
         return stream, beside if self._widths[1] else None
 
     def beside(self, num_tokens: int) -> Tensor | None:
-        """What was received beside the stream of the step that runs, with padding; zeros for a rehearsal, as `forward`
-        gives."""
+        """Return the side inputs received for the running step, with padding, or zeros for a warm-up step, as `forward`
+        does."""
         held = self._own or self._kept
         if not self._widths[1] or held is None:
             return None
@@ -46,16 +47,16 @@ class ReceivedStream(nn.Module):
         return held[1][:num_tokens]
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [tokens] -> [tokens, width]
-        """The stream of a step of so many tokens, whose ids are not looked at. May be overwritten."""
+        """Return the stream of a step of len(token_ids) tokens; the ids are ignored. The caller may overwrite it."""
         count = len(token_ids)
         if self._own is not None:
             return self._own[0]
         if self._kept is not None and count <= len(self._kept[0]):
             return self._kept[0][:count].clone()
-        return torch.zeros(count, self._widths[0], dtype=self.dtype, device=token_ids.device)  # of a rehearsal
+        return torch.zeros(count, self._widths[0], dtype=self.dtype, device=token_ids.device)  # for a warm-up step
 
     def newest(self, rows: Tensor, tokens: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:  # noqa: ARG002
-        """By Triton: the stream of the newest tokens of `rows` [entries]; see Embedding."""
+        """Return the stream of the newest tokens of `rows` [entries], by Triton; see Embedding."""
         from quire.kernels.triton.embedding import take_newest
 
         assert self._kept is not None, "reserve() was not called"

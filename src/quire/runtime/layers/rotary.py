@@ -1,4 +1,4 @@
-"""Rotary positions (half-split layout) with the scalings in the wild, computed as transformers computes them."""
+"""Rotary positions (half-split layout) with the scalings of published models, computed like transformers."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from quire.types.errors import ConfigError
 
 
 class Rotation(NamedTuple):
-    """What a step's queries and keys are rotated by; the first half of `sin` carries the minus sign."""
+    """Cos and sin of a step's tokens; the first half of `sin` is negated."""
 
     cos: Tensor  # [tokens, 1, dim]
     sin: Tensor  # [tokens, 1, dim]
 
 
 class Rotary(nn.Module):
-    """Makes a step's rotation. Angles are float32; the table grows to the longest sequence seen."""
+    """Computes the rotation of a step. Angles are float32; the table grows to the longest sequence seen."""
 
     def __init__(self, rope: Rope, dim: int, placement: Placement) -> None:
         super().__init__()
         self._rope, self._dim, self._placement = rope, dim, placement
         self._frequencies, self._magnitude = frequencies(rope, dim)
         self._table = torch.empty(0, 2 * dim)  # [positions, cos then signed sin], run dtype
-        self._angles = torch.empty(0, dim)  # [positions, dim]: cos of dim / 2 frequencies, then sin
-        self._axis_of = _axes_of_pairs(rope.sections).to(placement.device)  # [dim / 2], empty where there is one axis
+        self._angles = torch.empty(0, dim)  # [positions, dim]: cos [dim / 2], then sin [dim / 2]
+        self._axis_of = _axes_of_pairs(rope.sections).to(placement.device)  # [dim / 2], empty with one axis
 
     @property
     def is_static(self) -> bool:
-        """Whether angles depend on nothing but a token's position."""
+        """Whether angles depend only on a token's position."""
         return self._rope.kind not in CHANGING or not is_stretched(self._rope)
 
     def forward(self, step: ForwardStep) -> Rotation:
-        """The rotation of a step's tokens, the same for every layer that asks."""
+        """Return the rotation of a step's tokens, computed once per step."""
         found = step.memo.get(self)
         if found is None:
             found = step.memo[self] = self._rotation(step)
@@ -57,8 +57,8 @@ class Rotary(nn.Module):
         return Rotation(cos, sin)
 
     def angles_of(self, step: ForwardStep) -> tuple[Tensor, Tensor | None]:
-        """For Triton: `angles`, and the line of each token in it; None: its position. With several axes, these are the
-        angles of the step's own tokens."""
+        """Return `angles` and the table row of each token, or None if that is its position. With several axes the table
+        is computed for the step's tokens. For Triton."""
         table = self.angles(step.max_length)
         if step.axes is None or not len(self._axis_of):
             return table, None
@@ -69,7 +69,7 @@ class Rotary(nn.Module):
         return found
 
     def _look_up(self, table: Tensor, step: ForwardStep) -> Tensor:  # [tokens, columns of the table]
-        """A step's lines of a table whose columns are pairs, several times over."""
+        """Return a step's rows of `table`, whose columns are one or more repetitions of the dim / 2 pairs."""
         axes = step.axes
         if axes is None or not len(self._axis_of):
             return table.index_select(0, step.positions)
@@ -79,9 +79,10 @@ class Rotary(nn.Module):
         return table.gather(0, lines.repeat(1, table.shape[1] // lines.shape[1]))
 
     def angles(self, length: int) -> Tensor:  # [length at least, dim]
-        """Cos of dim / 2 frequencies, then sin, for every position; not where they change with the sequence's length.
+        """Return cos, then sin, of dim / 2 frequencies for every position. Not for rotations that change with the
+        sequence length.
 
-        The table stays where it is while it is long enough, so that graphs can be captured over it.
+        The table keeps its address while it is long enough, so that graphs can be captured with it.
         """
         if length > len(self._angles):
             if length > len(self._table):
@@ -102,13 +103,13 @@ class Rotary(nn.Module):
 
 
 def _axes_of_pairs(sections: tuple[int, ...]) -> Tensor:  # [dim / 2]
-    """By which axis each pair of a head turns."""
+    """Return the index of the axis by which each pair of a head rotates."""
     axes = torch.arange(len(sections)) % 3
     return axes.repeat_interleave(torch.tensor(sections, dtype=torch.int64))
 
 
 def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [dim / 2], float32, and the factor on cos and sin."""
+    """Return inverse frequencies [dim / 2], float32, and the factor on cos and sin."""
     if rope.dim == 0:
         return torch.zeros(dim // 2), 1.0
     plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
@@ -121,7 +122,7 @@ def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
         return plain / _need(rope, scaling, "factor"), 1.0
     if rope.kind == "llama3":
         return _llama3(plain, rope, scaling), 1.0
-    if rope.kind == "proportional":  # the first pairs of a head turn, the others never do
+    if rope.kind == "proportional":  # only the first pairs of a head rotate
         turning = int(scaling.get("partial_rotary_factor", 1.0) * dim // 2)
         plain[turning:] = 0.0
         return plain / scaling.get("factor", 1.0), 1.0
@@ -131,10 +132,10 @@ def frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:
 
 
 def dynamic_frequencies(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
-    """NTK frequencies [tokens, dim / 2] for tokens whose sequence is `lengths` long when they are computed.
+    """Return NTK frequencies [tokens, dim / 2] for tokens whose sequence is `lengths` long when they are computed.
 
-    A prompt is rotated by its whole length and each later token by its own, as transformers does with one sequence.
-    A sequence computed again after preemption is rotated by its length at that time.
+    A prompt is rotated by its whole length and each later token by the length at that token, as in transformers with a
+    single sequence. A sequence recomputed after preemption is rotated by its length at that time.
     """
     factor = _need(rope, dict(rope.scaling), "factor")
     seen = lengths.clamp(min=rope.max_position)
@@ -146,23 +147,24 @@ def dynamic_frequencies(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
 
 
 def long_frequencies(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
-    """The frequencies [tokens, dim / 2] of longrope: other ones for tokens of a long sequence, `lengths` long when they
-    are computed."""
+    """Return longrope's frequencies [tokens, dim / 2]: the long factors for tokens of sequences longer than
+    `first_length`, the short factors for others. `lengths`: of the sequence when the token is computed."""
     short, long = (frequencies(each, dim)[0] for each in (rope, replace(rope, frequency_factors=rope.long_factors)))
     is_long = lengths[:, None] > first_length(rope)
     return torch.where(is_long, long.to(lengths.device), short.to(lengths.device))
 
 
-CHANGING = {"dynamic": dynamic_frequencies, "longrope": long_frequencies}  # with the length of the sequence
+# Kinds whose frequencies depend on the length of the sequence.
+CHANGING = {"dynamic": dynamic_frequencies, "longrope": long_frequencies}
 
 
 def first_length(rope: Rope) -> float:
-    """How long sequences may be before their frequencies change."""
+    """Return the longest sequence whose frequencies are unscaled."""
     return dict(rope.scaling).get("original_max_position_embeddings", rope.max_position)
 
 
 def is_stretched(rope: Rope) -> bool:
-    """Whether sequences may be longer than that. Those of dynamic scaling may have any length."""
+    """Whether sequences may be longer than `first_length`. With dynamic scaling they may have any length."""
     return rope.kind == "dynamic" or rope.max_position > first_length(rope)
 
 

@@ -1,15 +1,16 @@
-"""Products whose operands pass through float8, by any other product: what fp8 means, without kernels for it."""
+"""Emulated float8 gemms: operands are rounded to float8 and multiplied by another gemm. Needs no float8 kernels."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from quire.runtime.layers.product import Multiply, NumbersProduct, Product
+from quire.runtime.layers.product import BaseProduct, Multiply, Product
 from quire.runtime.quantization.fp8 import rounded
 
 
-class RoundedProduct(NumbersProduct):
-    """The truth that fp8 kernels are held against. Saves no memory: rounded weights are kept in the dtype they had."""
+class RoundedProduct(BaseProduct):
+    """The reference for fp8 kernels, and the fallback without them. Saves no memory: rounded weights keep their
+    dtype."""
 
     def __init__(self, wide: Product) -> None:
         super().__init__(wide.held)

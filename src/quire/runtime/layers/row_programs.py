@@ -1,7 +1,7 @@
-"""Which steps run as one kernel: those of a single row that decodes, on a GPU that has the kernel.
+"""Runs a decode step of a single row as one GPU kernel, where the device has that kernel.
 
-The kernel's phases are traced from the layers, once for each number of them and each cache. Where a layer, its weights
-or its cache are not the kernel's, the layers run one by one.
+The kernel's phases are traced from the layers, once per number of layers and KV cache. If the kernel does not support a
+layer, its weights or its cache, the layers run one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.config.environment import ROW_PROGRAM, read_environment
 from quire.kernels.cuda.nvrtc import CudaError
 from quire.runtime.attention.backend import LayerCache
-from quire.runtime.layers.row_writer import RowSymbol, RowWriter, Untold, Untraceable
+from quire.runtime.layers.row_writer import RowSymbol, RowWriter, StepPlaceholder, Untraceable
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Value
 
@@ -27,33 +27,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GoThrough = Callable[[RowSymbol, ForwardStep], Value]  # the layers, as far as the step says; returns the stream
+RunLayers = Callable[[RowSymbol, ForwardStep], Value]  # runs the step's layers; returns the stream
 
 
 class RowRun(Protocol):
-    """Phases that are ready to run."""
+    """Compiled phases, ready to run."""
 
     @property
     def longest(self) -> int:
-        """Tokens of a context up to which layers run faster by it than one by one."""
+        """Longest context, in tokens, up to which this run is faster than layer by layer."""
 
     def run(self, stream: Tensor, positions: Tensor, rows: Tensor, tables: Sequence[Tensor]) -> None:
-        """stream [1, hidden], changed in place; positions [1] int64; rows [1] int32, below 0: padding, no cache is
-        written; tables: block tables [all rows, max blocks] int32, the first and those of windows."""
+        """Run the phases. stream: [1, hidden], changed in place; positions: [1] int64; rows: [1] int32, negative for
+        padding, which writes to no cache; tables: block tables [all rows, max blocks] int32, the first and those of
+        windows."""
 
 
 class RowKernel(Protocol):
-    """Runs phases as one kernel."""
+    """Compiles phases into one kernel."""
 
     def why_not(self, device: torch.device) -> str | None:
-        """Why it cannot run on a device; None: it can."""
+        """Return why the kernel cannot run on a device, or None if it can."""
 
     def takes(self, phase: Phase) -> bool:
-        """Whether it can run a phase."""
+        """Whether the kernel supports a phase."""
 
     def make(self, phases: Sequence[Phase], device: torch.device) -> RowRun:
-        """Phases that it takes, for a device that it runs on. Keeps all their tensors. Raises ValueError if it cannot
-        run them together, or not faster than layer by layer, and CudaError if the kernel cannot be made."""
+        """Compile supported phases for a supported device. Keeps references to all their tensors. Raises ValueError if
+        the phases cannot run together or would not be faster than layer by layer, and CudaError if compilation
+        fails."""
 
 
 class CudaRowKernel:
@@ -88,27 +90,28 @@ def _why_not(device: torch.device) -> str | None:
 
 
 class _Traced(NamedTuple):
-    """What tracing gave."""
+    """The result of tracing."""
 
     run: RowRun | None  # None: the layers run one by one
-    caches: tuple[LayerCache, ...]  # that they read and write; kept, so that no others get their id
-    max_length: int  # of sequences that it is for
+    caches: tuple[LayerCache, ...]  # kept alive, so that their id stays unique
+    max_length: int  # longest sequence that the run supports
 
 
 class RowPrograms:
-    """The programs of a model's blocks, each traced when it is first needed, but never while a graph is captured."""
+    """The row kernels of a model's blocks. Each is traced when it is first needed, but never during graph capture."""
 
     def __init__(self, kernel: RowKernel, num_layers: int, width: int) -> None:
-        """num_layers: of all blocks; width: of the residual stream."""
+        """num_layers: number of all blocks; width: of the residual stream."""
         self._kernel, self._num_layers, self._width = kernel, num_layers, width
-        self._traced: dict[tuple[int, int], _Traced] = {}  # by the number of layers and the id of the caches
-        self._has_said = False  # in the log, why the device has no kernel
+        self._traced: dict[tuple[int, int], _Traced] = {}  # by (number of layers, id of the caches)
+        self._has_logged = False  # whether the log has the reason why the device has no kernel
 
-    def run(self, x: Tensor, step: ForwardStep, go_through: GoThrough) -> bool:
-        """Run a step by its program, which changes x [1, hidden]. False: it has none, and nothing was done."""
+    def run(self, x: Tensor, step: ForwardStep, run_layers: RunLayers) -> bool:
+        """Run a step by the row kernel, which changes x [1, hidden] in place. Returns False, and does nothing, if it
+        has none."""
         if len(x) != 1 or step.is_long_row or not _is_one_row(step):
             return False
-        program = self.find(step, x.dtype, go_through)
+        program = self.find(step, x.dtype, run_layers)
         if program is None:
             return False
         plan = step.attention
@@ -116,8 +119,8 @@ class RowPrograms:
         program.run(x, plan.positions, plan.rows, tables)
         return True
 
-    def find(self, step: ForwardStep, dtype: torch.dtype, go_through: GoThrough) -> RowRun | None:
-        """The program of a step's layers over its caches, traced now if it was not yet. dtype: of the stream."""
+    def find(self, step: ForwardStep, dtype: torch.dtype, run_layers: RunLayers) -> RowRun | None:
+        """Return the row kernel for a step's layers and caches, or None; trace it if needed. dtype: of the stream."""
         if not step.caches or self._why_not(step.caches[0].key.device) is not None:
             return None
         most = self._num_layers
@@ -126,29 +129,29 @@ class RowPrograms:
         if found is None or step.max_length > found.max_length:
             if step.caches[0].key.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
-            found = self._traced[key] = self._trace(step, dtype, go_through)
+            found = self._traced[key] = self._trace(step, dtype, run_layers)
         return found.run
 
     def _why_not(self, device: torch.device) -> str | None:
         reason = self._kernel.why_not(device)
-        if reason is not None and not self._has_said:
+        if reason is not None and not self._has_logged:
             logger.debug("steps of one row run layer by layer: %s", reason)
-            self._has_said = True
+            self._has_logged = True
         return reason
 
-    def _trace(self, step: ForwardStep, dtype: torch.dtype, go_through: GoThrough) -> _Traced:
+    def _trace(self, step: ForwardStep, dtype: torch.dtype, run_layers: RunLayers) -> _Traced:
         caches, device = step.caches, step.caches[0].key.device
-        writer, untold = RowWriter(self._width, dtype, device), cast("Any", Untold())
+        writer, any_step = RowWriter(self._width, dtype, device), cast("Any", StepPlaceholder())
         blank = ForwardStep(
-            untold, untold, untold, step.max_length, untold, caches, untold, untold, num_layers=step.num_layers,
-            states=untold,
+            any_step, any_step, any_step, step.max_length, any_step, caches, any_step, any_step,
+            num_layers=step.num_layers, states=any_step,
         )  # fmt: skip
         try:
-            if go_through(writer.stream, blank) is not writer.stream:
-                raise Untraceable("the layers end with something else than the stream")
+            if run_layers(writer.stream, blank) is not writer.stream:
+                raise Untraceable("the layers return something other than the residual stream")
             refused = next((phase for phase in writer.phases if not self._kernel.takes(phase)), None)
             if refused is not None:
-                raise Untraceable(f"the kernel has no {type(refused).__name__} like this")
+                raise Untraceable(f"the kernel does not support a {type(refused).__name__} of this kind")
         except Untraceable as reason:
             logger.info("steps of one row run layer by layer: %s", reason)
             return _Traced(None, caches, sys.maxsize)
@@ -157,7 +160,7 @@ class RowPrograms:
         except ValueError as reason:
             logger.info("steps of one row run layer by layer: %s", reason)
             return _Traced(None, caches, sys.maxsize)
-        except CudaError as reason:  # of the compiler or the driver, or the kernel has failed its own check
+        except CudaError as reason:  # compiler or driver error, or the kernel failed its self-test
             logger.warning("steps of one row run layer by layer: %s", reason)
             return _Traced(None, caches, sys.maxsize)
         logger.info("steps of one row run as one kernel of %d phases", len(writer.phases))
@@ -165,7 +168,7 @@ class RowPrograms:
 
 
 def _is_one_row(step: ForwardStep) -> bool:
-    """Whether a step of one token decodes by the Triton kernels, and its layers are told nothing besides."""
+    """Whether the step decodes one token with the Triton kernels and uses no feature that the row kernel lacks."""
     if getattr(step.backend, "kernels", None) != "triton":
         return False
     plan = step.attention

@@ -1,7 +1,7 @@
-"""Writes layers down as phases of the GPU kernel that runs a step of one row (`kernels/cuda/row_phases.py`).
+"""Traces layers into the phases of the GPU kernel that runs a step of one row (`kernels/cuda/row_phases.py`).
 
-As for the programs of the compiled CPU kernels, layers get a symbol in place of a tensor. A layer that does anything
-with it that no phase does ends the writing with Untraceable.
+As with the programs of the compiled CPU kernels, layers are called with a symbol in place of a tensor. If a layer does
+something with it that no phase supports, tracing stops with Untraceable.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Untraceable(Exception):
-    """No phase does what a layer does."""
+    """A layer does something that no phase of the row kernel supports."""
 
 
 class RowSymbol:
-    """Stands for a vector [1, width] while phases are written. Everything that a tensor has raises Untraceable."""
+    """Stands for a vector [1, width] during tracing. Every tensor operation on it raises Untraceable."""
 
     __slots__ = ("is_read", "kind", "vector", "width", "writer")
 
@@ -38,7 +38,7 @@ class RowSymbol:
         self.is_read = False
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise Untraceable("a layer computes with the row by an operation that is no phase")
+        raise Untraceable("a layer applies an operation to the row that no phase supports")
 
     def __getattr__(self, name: str) -> NoReturn:
         raise Untraceable(f"a layer uses {name!r} of the row")
@@ -52,14 +52,15 @@ class RowSymbol:
     __matmul__ = __rmatmul__ = __neg__ = __pow__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
-class Untold:
-    """Stands for what steps are told, while phases are written: they are the same for all steps."""
+class StepPlaceholder:
+    """Stands for the inputs of a step during tracing. Reading them raises Untraceable, because the trace serves all
+    steps."""
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise Untraceable("a layer computes with what the step is told")
+        raise Untraceable("a layer computes with the inputs of the step")
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise Untraceable(f"a layer asks for {name!r} of the step")
+        raise Untraceable(f"a layer reads {name!r} of the step")
 
     __len__ = __iter__ = __getitem__ = __bool__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __floordiv__ = _refuse
@@ -67,45 +68,46 @@ class Untold:
 
 
 class RowWriter:
-    """Writes phases. All layers share the vectors between them: one is read by a single phase, and its memory is that
-    of the next one of the same kind and width."""
+    """Collects the phases of a trace. Vectors between layers are reused: each is read by one phase, and then its memory
+    serves the next vector of the same kind and width."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.phases: list[Phase] = []
         self.stream = RowSymbol(self, "stream", width, None)
-        self.max_length = sys.maxsize  # of sequences that the tables of angles have lines for
+        self.max_length = sys.maxsize  # longest sequence that the rotary tables cover
         self._dtype, self._device = dtype, device
         self._spare: dict[tuple[str, int], list[Tensor]] = {}
-        self._num_unread = 0  # vectors that a phase has written and none has read
+        self._num_unread = 0  # vectors that a phase writes and no phase reads yet
 
     def multiply(
         self, x: RowSymbol, multiply: FusedMultiply, *, norm: Norm | None = None, activation: str | None = None
     ) -> RowSymbol:
-        """The product of x, or of its norm; with an activation, activation(gate) * up of it."""
+        """Append the gemm of x, or of RMSNorm(x); with an activation, activation(gate) * up of it. Returns the result's
+        symbol."""
         outputs, kind = self._outputs(multiply), "product" if activation is None else "gated"
         out = self._new(kind, outputs if activation is None else outputs // 2)
         self._write_product(x, multiply, out, norm=norm, activation=activation)
         return out
 
     def add_product(self, target: RowSymbol, x: RowSymbol, multiply: FusedMultiply) -> None:
-        """Add the product of x to the stream. A phase writes the stream again only when all that was computed of it has
-        been used: else a slow program might still wait for the numbers that it replaces."""
+        """Append the gemm of x, added to the stream. Raises Untraceable if a vector computed from the stream is still
+        unread: otherwise a slow thread block could still need the values that this phase overwrites."""
         if target is not self.stream or self._outputs(multiply) != target.width:
-            raise Untraceable("a product is added to something else than the stream")
+            raise Untraceable("a gemm is added to something other than the residual stream")
         self._write_product(x, multiply, target, adds=True)
         if self._num_unread:
-            raise Untraceable("the stream is changed while something that was computed of it is not used yet")
+            raise Untraceable("the stream is changed while a vector computed from it is still unread")
 
     def attend(
         self, x: RowSymbol, heads: Heads, cache: LayerCache, rule: AttentionRule, norm: HeadNorm | None,
         angles: Tensor | None,
     ) -> RowSymbol:  # fmt: skip
-        """x: query, key and value heads. angles: of every position."""
+        """Append attention over x: query, key and value heads. angles: rotary table for every position, or None."""
         from quire.kernels.cuda.row_phases import AttentionPhase
         from quire.kernels.triton.rotary import HeadNorms
 
         if x.vector is None or x.width != heads.query_size + 2 * heads.kv_size:
-            raise Untraceable("attention is given other vectors than queries, keys and values")
+            raise Untraceable("the input of attention is not queries, keys and values")
         if norm is not None and norm.of_values:
             raise Untraceable("value heads are normed")
         if angles is not None:
@@ -137,7 +139,7 @@ class RowWriter:
 
         weight = multiply.row_weight
         if weight is None:
-            raise Untraceable(f"{type(multiply).__name__} has a weight that no phase multiplies by")
+            raise Untraceable(f"{type(multiply).__name__} has a weight format that no phase supports")
         return count_outputs(weight)
 
     def _new(self, kind: str, width: int) -> RowSymbol:

@@ -1,4 +1,5 @@
-"""What layers read beside the stream: a vector of each token for each layer, of the token and of its embedding."""
+"""Per-layer inputs beside the residual stream (Gemma 4): a vector per token and layer, made from the token id and its
+embedding."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from quire.runtime.layers.stream import PostNormed, Stream
 
 
 class SideInputs(nn.Module):
-    """Makes the vectors of all layers, side by side: `config.per_layer_input` numbers for each."""
+    """Computes the side inputs of all layers, concatenated: `config.per_layer_input` elements per layer."""
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
         super().__init__()
@@ -22,7 +23,8 @@ class SideInputs(nn.Module):
         self._scales = (build.rounded(self._size**0.5), hidden**-0.5, 2**-0.5)
 
     def forward(self, of_tokens: Tensor, hidden: Tensor) -> Tensor:  # [tokens, layers * size]
-        """of_tokens [tokens, layers * size]: lines of the table, overwritten; hidden: the embeddings."""
+        """Combine of_tokens [tokens, layers * size] (table rows, overwritten) with a projection of `hidden` (the
+        embeddings)."""
         of_token, of_vector, of_both = self._scales
         projected = self.per_layer_model_projection(hidden).mul_(of_vector)
         normed: Tensor = self.per_layer_projection_norm(projected.view(-1, self._size)).view_as(projected)
@@ -30,7 +32,7 @@ class SideInputs(nn.Module):
 
 
 class SideInput(nn.Module):
-    """What a layer adds to the stream: its own vector, gated by the stream."""
+    """A layer's side input, gated by the stream, projected and normed, to be added to the stream."""
 
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()

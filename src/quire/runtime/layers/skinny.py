@@ -1,8 +1,8 @@
-"""Products on a GPU: a few rows by kernels that read the weight once and finish the layer's work, more by cuBLAS, or by
-a kernel that takes a gate along.
+"""Gemms on a GPU with unquantized weights: skinny gemms (few rows) by Triton kernels that read the weight once, larger
+ones by cuBLAS or by a kernel with the gate in its epilogue.
 
-What a product takes along: the norm before it, the gate after it, the addition to the residual stream. An addition may
-be left pending for the next norm, which reads the stream anyway.
+A gemm can be fused with the norm before it, the gate after it, and the addition to the residual stream. An addition may
+also be left pending for the next norm, which reads the stream anyway.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.kernels.triton.norm import add_rms_norm, rms_norm
 from quire.kernels.triton.products import Workspace, skinny_product
 from quire.kernels.triton.products_plan import own_rows
 from quire.runtime.layers.level_multiply import QuantizedPacker
-from quire.runtime.layers.product import FusedMultiply, Multiply, NumbersProduct
+from quire.runtime.layers.product import BaseProduct, FusedMultiply, Multiply
 from quire.runtime.quantization.weight import QuantizedWeight
 
 
@@ -30,8 +30,8 @@ class TritonMultiply(FusedMultiply):
     weight: Tensor
     bias: Tensor | None
     workspace: Workspace
-    few: int  # rows up to which our own kernel runs
-    dependent_rows: int  # rows from which a kernel is launched while the one before still runs
+    few: int  # the most rows that the skinny kernel takes
+    dependent_rows: int  # fewest rows with programmatic dependent launch
 
     @property
     def row_weight(self) -> Tensor:
@@ -43,8 +43,8 @@ class TritonMultiply(FusedMultiply):
         return self._by_library(x)
 
     def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]
-        """The product of x over its root mean square, after `pending` was added to x."""
-        if self._norms_within(x, pending):
+        """Return the gemm of RMSNorm(x). `pending` is first added to x in place."""
+        if self._fuses_norm(x, pending):
             return skinny_product(
                 x, self.weight, self.workspace, bias=self.bias, norm=norm, dependent=self._is_dependent(x)
             )
@@ -53,20 +53,20 @@ class TritonMultiply(FusedMultiply):
     def gated(
         self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None
     ) -> Tensor:  # [tokens, out / 2]
-        """activation(gate) * up, for a weight of gate rows, then up rows, of x over its root mean square."""
+        """Return activation(gate) * up of RMSNorm(x), for a weight whose first rows are gate and whose last are up."""
         if not self._is_few(x):
             normed, dependent = self._normed(x, norm, pending), self._is_dependent(x)
             if prefers_gated_product(len(x), self.weight, self.bias):
                 return gated_product(normed, self.weight, activation, dependent=dependent)
             return gate(self._by_library(normed), activation, dependent=dependent)
-        within = norm if self._norms_within(x, pending) else None
+        within = norm if self._fuses_norm(x, pending) else None
         return skinny_product(
             x if within else self._normed(x, norm, pending), self.weight, self.workspace,
             bias=self.bias, activation=activation, norm=within, dependent=self._is_dependent(x),
         )  # fmt: skip
 
     def add_to(self, target: Tensor, x: Tensor) -> None:
-        """Add the product to `target` [tokens, out] in place; nothing is left pending."""
+        """Add the gemm's result to `target` [tokens, out] in place. Leaves nothing pending."""
         if self._is_few(x):
             skinny_product(
                 x, self.weight, self.workspace,
@@ -83,8 +83,8 @@ class TritonMultiply(FusedMultiply):
     def _is_dependent(self, x: Tensor) -> bool:
         return x.shape[0] >= self.dependent_rows
 
-    def _norms_within(self, x: Tensor, pending: Tensor | None) -> bool:
-        """Whether our own kernel takes the norm along."""
+    def _fuses_norm(self, x: Tensor, pending: Tensor | None) -> bool:
+        """Whether the skinny kernel computes the norm itself."""
         return x.shape[0] == 1 and pending is None and self._is_few(x)
 
     def _normed(self, x: Tensor, norm: Norm, pending: Tensor | None) -> Tensor:
@@ -93,12 +93,12 @@ class TritonMultiply(FusedMultiply):
         return add_rms_norm(pending, x, *norm, dependent=self._is_dependent(x))
 
     def _by_library(self, x: Tensor) -> Tensor:
-        turned = self.weight.t()
-        return torch.mm(x, turned) if self.bias is None else torch.addmm(self.bias, x, turned)
+        transposed = self.weight.t()
+        return torch.mm(x, transposed) if self.bias is None else torch.addmm(self.bias, x, transposed)
 
 
-class TritonProduct(NumbersProduct):
-    """The weight as it is, quantized or not; all weights of a model share one workspace."""
+class TritonProduct(BaseProduct):
+    """Keeps the weight in its stored form, quantized or not. All weights of a model share one workspace."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:
         super().__init__(dtype)

@@ -1,10 +1,9 @@
-"""Products by float8 or int8 weights on a GPU: the same work as `skinny`, rows in the same form unless there is one
-alone.
+"""Gemms on a GPU with float8 or int8 weights, fused like those of `skinny`. Rows are quantized too, except a single
+row.
 
-One row is bound by reading the weight, so it stays in the run dtype. More rows are quantized on the way: inside the
-norm or the gate before the product where there is one, else by a kernel of their own. Few rows take the skinny kernel,
-more a kernel for Hopper GPUs on such a GPU, all others the library's product, which the next norm adds to the residual
-stream.
+A single row is bound by reading the weight, so it stays in the run dtype. More rows are quantized inside the norm or
+the gate before the gemm if there is one, otherwise by a separate kernel. Few rows use the skinny kernel, more use a
+wgmma kernel on Hopper GPUs, and all others use cuBLAS, whose result the next norm adds to the residual stream.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quire.kernels.triton.products import Workspace, skinny_product
 from quire.kernels.triton.products_hopper_plan import takes_rows, takes_weight
 from quire.kernels.triton.products_plan import own_rows
 from quire.kernels.triton.quantize import quantize_rows
-from quire.runtime.layers.product import FusedMultiply, Multiply, NumbersProduct
+from quire.runtime.layers.product import BaseProduct, FusedMultiply, Multiply
 from quire.runtime.quantization.fp8 import ScaledRows, multiply_scaled
 
 Rows = Tensor | ScaledRows  # [tokens, in]
@@ -36,15 +35,15 @@ class ScaledMultiply(FusedMultiply):
     bias: Tensor | None
     dtype: torch.dtype
     workspace: Workspace
-    few: int  # rows up to which the skinny kernel runs, at least one
-    dependent_rows: int  # rows from which a kernel is launched while the one before still runs
-    hopper: bool = False  # the kernel for Hopper GPUs runs, for as many rows as `takes_rows` says
+    few: int  # the most rows that the skinny kernel takes, at least one
+    dependent_rows: int  # fewest rows with programmatic dependent launch
+    hopper: bool = False  # the Hopper kernel is available; `takes_rows` bounds its rows
 
     @classmethod
     def of(
         cls, weight: ScaledRows, bias: Tensor | None, dtype: torch.dtype, workspace: Workspace, dependent_rows: int
     ) -> ScaledMultiply:
-        """The product by a weight on its device, with the kernels that are fastest there."""
+        """Return the gemm for a weight on its device, with the kernels that are fastest there."""
         outputs, inputs = weight.numbers.shape
         few, hopper = own_rows(outputs, inputs, "fp8"), takes_weight(weight.numbers)
         return cls(weight, bias, dtype, workspace, few, dependent_rows, hopper)
@@ -59,13 +58,13 @@ class ScaledMultiply(FusedMultiply):
         return self._by_kernel(x) if len(x) == 1 else self._product(self._quantized(x))
 
     def after_norm(self, x: Tensor, norm: Norm, pending: Tensor | None = None) -> Tensor:  # [tokens, out]
-        """The product of x over its root mean square, after `pending` was added to x."""
+        """Return the gemm of RMSNorm(x). `pending` is first added to x in place."""
         if len(x) == 1 and pending is None:
             return self._by_kernel(x, norm=norm)
         return self._product(self._normed(x, norm, pending))
 
     def gated(self, x: Tensor, norm: Norm, activation: str, pending: Tensor | None = None) -> Rows:  # [tokens, out / 2]
-        """activation(gate) * up, for a weight of gate rows, then up rows, of x over its root mean square."""
+        """Return activation(gate) * up of RMSNorm(x), for a weight whose first rows are gate and whose last are up."""
         if len(x) == 1 and pending is None:
             return self._by_kernel(x, norm=norm, activation=activation)
         normed = self._normed(x, norm, pending)
@@ -76,7 +75,8 @@ class ScaledMultiply(FusedMultiply):
         return out
 
     def add_to(self, target: Tensor, x: Rows) -> Tensor | None:
-        """Add the product to `target` [tokens, out] in place; or return it, to be added with the next norm."""
+        """Add the gemm's result to `target` [tokens, out] in place and return None, or return it to be added with the
+        next norm."""
         if len(target) == 1:
             self._by_kernel(x, residual=target)
             return None
@@ -143,8 +143,8 @@ class ScaledMultiply(FusedMultiply):
         return ScaledRows(numbers, torch.empty(rows, dtype=torch.float32, device=device))
 
 
-class Float8Product(NumbersProduct):
-    """Weights become float8 when they are packed; all of a model share one workspace."""
+class Float8Product(BaseProduct):
+    """Quantizes weights to float8 when they are packed. All weights of a model share one workspace."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, dependent_rows: int) -> None:
         super().__init__(dtype)

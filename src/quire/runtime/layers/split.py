@@ -1,4 +1,4 @@
-"""Which part of a layer's inputs or outputs a rank holds."""
+"""Which part of a layer's inputs or outputs a rank holds (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.runtime.parallel.group import ONE_RANK, RankGroup
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Rising runs of numbers out of `total` that belong to this rank."""
+    """The indices out of `total` that this rank holds, as ascending ranges."""
 
     total: int
     own: tuple[range, ...]
@@ -33,15 +33,15 @@ class Split:
 
     @property
     def index(self) -> Tensor:
-        """All own numbers."""
+        """All indices that this rank holds, int64."""
         return torch.cat([torch.arange(run.start, run.stop) for run in self.own])
 
     def times(self, width: int) -> Split:
-        """Where each of the numbers stands for `width`."""
+        """Return the split of a dimension in which each index stands for `width` consecutive elements."""
         return Split(self.total * width, tuple(range(run.start * width, run.stop * width) for run in self.own))
 
     def of(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """The own part of a tensor along a dimension: a view where it is one run."""
+        """Return this rank's part of a tensor along `dim`: a view if the split is one range."""
         if self.is_whole:
             return tensor
         parts = [tensor.narrow(dim, run.start, len(run)) for run in self.own]
@@ -52,8 +52,8 @@ def as_split(size: int | Split) -> Split:
     return size if isinstance(size, Split) else Split.whole(size)
 
 
-def behind(*splits: Split) -> Split:
-    """Several, one behind the other, as one."""
+def concat_splits(*splits: Split) -> Split:
+    """Concatenate several splits into one."""
     runs: list[range] = []
     begin = 0
     for split in splits:
@@ -64,17 +64,18 @@ def behind(*splits: Split) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSplits:
-    """Of the heads of recurrent layers: `groups` are key heads with the value heads that share them."""
+    """How this rank shares the heads of recurrent layers. `groups` are key heads, each with the value heads that use
+    it."""
 
     groups: Split
-    keys: Split  # all numbers of key heads
+    keys: Split  # elements of all key heads
     values: Split
     value_heads: Split
 
 
 class RankSplits:
-    """How one rank of a tensor parallel group splits layers. With one rank everything is whole. `whole_experts`: a rank
-    has some experts, and not a part of every expert."""
+    """How one rank of a tensor parallel group splits layers. With one rank everything is whole. `whole_experts`: each
+    rank holds some whole experts (expert parallelism) instead of a shard of every expert."""
 
     def __init__(self, group: RankGroup, *, whole_experts: bool = False) -> None:
         self.group = None if group is ONE_RANK else group  # None: nothing is summed
@@ -82,36 +83,36 @@ class RankSplits:
         self._place = (group.index, group.size)
 
     def size(self, count: int) -> Split:
-        """Of an intermediate size, or of a vocabulary."""
+        """Split an intermediate size or a vocabulary."""
         return Split(count, (share_size(count, *self._place),))
 
     def experts(self, num: int) -> range:
-        """Those that this rank holds, or has a part of."""
+        """Return the experts of which this rank holds weights."""
         return share_of(num, *self._place) if self.whole_experts else range(num)
 
     def expert_size(self, size: int) -> Split:
-        """Of the intermediate size of an expert that this rank holds."""
+        """Split the intermediate size of an expert."""
         return Split.whole(size) if self.whole_experts else self.size(size)
 
     def heads(self, heads: Heads) -> Heads:
-        """The heads of this rank."""
+        """Return the number of heads of this rank."""
         share = self._share(heads)
         return Heads(len(share.query), len(share.kv), heads.dim, heads.latent)
 
     def query(self, heads: Heads, dim: int | None = None) -> Split:
-        """Of all query heads, each of `dim` numbers."""
+        """Split the outputs of all query heads, `dim` per head."""
         return _of_heads(heads.num_query, self._share(heads).query, heads.dim if dim is None else dim)
 
     def kv(self, heads: Heads) -> Split:
         return _of_heads(heads.num_kv, self._share(heads).kv, heads.dim)
 
     def qkv(self, heads: Heads) -> Split:
-        """Of queries, keys and values in one matrix."""
+        """Split queries, keys and values stored in one matrix."""
         kv = self.kv(heads)
-        return behind(self.query(heads), kv, kv)
+        return concat_splits(self.query(heads), kv, kv)
 
     def num_holders(self, heads: Heads) -> int:
-        """How many ranks hold the key/value heads of this one."""
+        """Return how many ranks hold the same key/value heads as this one."""
         own, size = self._share(heads).kv, self._place[1]
         return sum(share_heads(heads.num_query, heads.num_kv, rank, size).kv == own for rank in range(size))
 

@@ -1,5 +1,5 @@
-"""The experts of a layer as stacked weights, multiplied on a GPU in one launch for all. Without Triton they can be
-outlined, not run."""
+"""The experts of a layer as stacked weights, multiplied by one grouped gemm per launch on a GPU. Without Triton they
+can be built on the meta device but not run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.kernels.clamp import Clamp
 from quire.runtime.layers.experts import clamp_of
 from quire.runtime.layers.ops import LayerOps
 from quire.runtime.layers.split import Split, as_split
-from quire.runtime.layers.weights import AS_IT_IS, Placement, WeightLayer
+from quire.runtime.layers.weights import SAME_LAYOUT, Placement, WeightLayer
 from quire.runtime.parallel.expert_sum import NO_SUM, ExpertSum
 from quire.runtime.parallel.group import RankGroup
 from quire.runtime.quantization.mxfp4 import GROUP, SCALES, Mxfp4Weight
@@ -28,29 +28,30 @@ if TYPE_CHECKING:
 
 
 class ExpertLinear(WeightLayer):
-    """The named checkpoint matrices of each expert, stacked by rows. Usable after `finish`.
+    """One projection of all experts: their checkpoint matrices, stacked by rows per expert. Usable after `finish`.
 
-    Takes no memory before its first part comes.
+    Allocates no memory before its first part is loaded.
     """
 
-    shrinks = True
+    is_quantizable = True
 
     def __init__(
         self, experts: range, inputs: int | Split, outputs: Mapping[str, int | Split], placement: Placement,
         *, bias: bool, float8: bool, group: RankGroup | None = None,
     ) -> None:  # fmt: skip
-        """`experts`: those of this rank; `group`: of ranks that share the inputs; the first of them has the bias."""
+        """`experts`: those of this rank. `group`: the ranks that share the inputs; only the first of them adds the
+        bias."""
         super().__init__()
         self.inputs, self.outputs = as_split(inputs), {name: as_split(each) for name, each in outputs.items()}
         self._has_bias = group is None or group.index == 0
         self.experts, num = experts, len(experts)
         rows = sum(each.count for each in self.outputs.values())
-        self.num_parts, self.num_inputs, self.num_outputs = len(outputs), self.inputs.count, rows  # of an expert
-        self.order, self.stored = None, dict.fromkeys(outputs, AS_IT_IS)  # as Linear has them
+        self.num_parts, self.num_inputs, self.num_outputs = len(outputs), self.inputs.count, rows  # per expert
+        self.order, self.stored = None, dict.fromkeys(outputs, SAME_LAYOUT)  # as in Linear
         self.adapters: StackedExpertAdapters | None = None  # LoRA adapters that tokens may use
         kinds = ("weight", "bias") if bias else ("weight",)
-        self.weight = placement.promise(num, rows, self.inputs.count, dtype=placement.dtype)
-        self.bias = placement.promise(num, rows, dtype=placement.dtype) if bias else None
+        self.weight = placement.unallocated(num, rows, self.inputs.count, dtype=placement.dtype)
+        self.bias = placement.unallocated(num, rows, dtype=placement.dtype) if bias else None
         self.parts = tuple(f"{expert}.{name}.{kind}" for expert in experts for name in outputs for kind in kinds)
         self._placement, self._float8 = placement, float8
         self.spans: dict[str, slice] = {}
@@ -59,8 +60,8 @@ class ExpertLinear(WeightLayer):
             self.spans[name] = slice(begin, begin + each.count)
             begin += each.count
         self._stack: Stack | NibbleStack | None = None
-        self._coming: dict[str, Mxfp4Weight] = {}  # matrices of the expert that is being loaded, by name
-        self._packed: list[PackedNibbles] = []  # of the experts before it
+        self._coming: dict[str, Mxfp4Weight] = {}  # matrices of the expert being loaded, by name
+        self._packed: list[PackedNibbles] = []  # of the experts loaded before it
 
     @property
     def stack(self) -> Stack | NibbleStack:
@@ -78,15 +79,15 @@ class ExpertLinear(WeightLayer):
             return self.inputs.of(mine, 1)
         return mine if self._has_bias else torch.zeros_like(mine)
 
-    def checked(self, part: str, tensor: Tensor) -> Tensor:
+    def used_part(self, part: str, tensor: Tensor) -> Tensor:
         return self.own(part, tensor)
 
     def load(self, part: str, tensor: Tensor) -> None:
-        self._hold(part)
+        self._allocate(part)
         super().load(part, self.own(part, tensor))
 
     def load_quantized(self, part: str, weight: StoredWeight) -> bool:
-        """MXFP4 stays as it is, where this rank's inputs are whole groups: experts come one after the other."""
+        """Keep MXFP4 in its format if this rank's inputs are whole groups. Experts must be loaded in order."""
         runs = self.inputs.own
         fits = all(run.start % GROUP == len(run) % GROUP == 0 for run in runs)
         if not isinstance(weight, Mxfp4Weight) or self._float8 or not fits:
@@ -101,7 +102,7 @@ class ExpertLinear(WeightLayer):
         return True
 
     def randomize(self, part: str, generator: torch.Generator, dtype: torch.dtype | None = None) -> None:
-        self._hold(part)
+        self._allocate(part)
         super().randomize(part, generator, dtype)
 
     def finish(self) -> None:
@@ -119,11 +120,11 @@ class ExpertLinear(WeightLayer):
             self._stack = Stack(numbers.view(weight.shape), scale.view(weight.shape[:2]), bias)
         del self.weight, self.bias
 
-    def _hold(self, part: str) -> None:
+    def _allocate(self, part: str) -> None:
         if part.endswith(".weight"):
-            self.weight = self._placement.keep(self.weight)
+            self.weight = self._placement.allocate(self.weight)
         elif self.bias is not None:
-            self.bias = self._placement.keep(self.bias)
+            self.bias = self._placement.allocate(self.bias)
 
     def _part(self, part: str) -> Tensor:
         expert, name, kind = part.split(".")
@@ -134,7 +135,7 @@ class ExpertLinear(WeightLayer):
 
 
 def _packed(parts: list[Mxfp4Weight]) -> PackedNibbles:
-    """One expert's matrices, outputs one behind the other."""
+    """Pack one expert's matrices, outputs concatenated."""
     from quire.kernels.triton.nibble_products import pack_nibbles
 
     blocks, exponents = torch.cat([each.blocks for each in parts]), torch.cat([each.exponents for each in parts])
@@ -160,7 +161,7 @@ def _product(
 
 
 def _add_adapters(out: Tensor, x: Tensor, linear: ExpertLinear, routing: Routing, *, dependent: bool) -> None:
-    """Add what the adapters of the step's tokens change of a product [pairs, outputs], in place."""
+    """Add the LoRA change of the step's tokens to a gemm's result [pairs, outputs], in place."""
     from quire.kernels.triton.lora_experts import add_to_pairs
 
     adapters = linear.adapters
@@ -171,9 +172,9 @@ def _add_adapters(out: Tensor, x: Tensor, linear: ExpertLinear, routing: Routing
 
 
 class StackedExperts(nn.Module):
-    """down(activation(gate(x)) * up(x)) of each expert, for the tokens that go to it.
+    """down(activation(gate(x)) * up(x)) of each expert, for the tokens routed to it.
 
-    `dependent_rows`: tokens from which kernels are launched while the ones before them still run.
+    `dependent_rows`: fewest tokens of a step with programmatic dependent launch.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class StackedExperts(nn.Module):
 
     @property
     def products(self) -> dict[str, tuple[ExpertLinear, ...]]:
-        """The layers of each product of experts."""
+        """The linear layers of all experts, by the name of the gemm."""
         return {"gate_up_proj": (self.gate_up_proj,), "down_proj": (self.down_proj,)}
 
     @property
@@ -215,7 +216,7 @@ class StackedExperts(nn.Module):
         senders = self._total.senders(routing.chosen)
         adapters, clamp = self.gate_up_proj.adapters, clamp_of(experts)
         is_adapted = adapters is not None and adapters.active.is_on
-        if is_adapted:  # what adapters change comes before the activation
+        if is_adapted:  # the LoRA change is added before the activation
             both = _product(x, gate_up, routing, first, num_used=used, dependent=dependent)
             _add_adapters(both, x, self.gate_up_proj, routing, dependent=dependent)
             inner = self._ops.gate(both, self._activation, clamp)
@@ -230,5 +231,5 @@ class StackedExperts(nn.Module):
             _add_adapters(y, inner, self.down_proj, routing, dependent=dependent)
         output, gate = (*shared, None, None)[:2]
         mixed = combine(y, routing, shared=output, gate=gate, dependent=dependent)
-        del inner, y  # the sum needs their memory
+        del inner, y  # free their memory for the sum over ranks
         return self._total.of(mixed, senders)

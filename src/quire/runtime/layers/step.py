@@ -1,4 +1,4 @@
-"""What one forward pass is told beside the token ids. Always an argument, never a global."""
+"""The inputs of one forward pass besides the token ids. Always passed as an argument, never a global."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.transfer import to_device
 
-BESIDE = "beside"  # in the memo: what blocks read of tokens besides the stream [tokens, size]
+BESIDE = "beside"  # key in the memo: the per-layer side inputs [tokens, size] that blocks read beside the stream
 
 
 @dataclass(frozen=True, slots=True)
 class WindowStep:
-    """What a step is for layers that read another table, of window blocks or for other heads: the fields of ForwardStep
-    that differ."""
+    """The fields of ForwardStep that differ for layers with another block table: layers with a window, or with other
+    heads."""
 
     slots: Tensor
     attention: Any
@@ -27,45 +27,45 @@ class WindowStep:
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """What recurrent layers are told: their states, and which of them the segments of the batch read and write. See
+    """The states of recurrent layers, and which slots each segment of the batch reads and writes. See
     kernels/delta.py."""
 
-    layers: tuple[Tensor, ...]  # [slots, numbers] float32, of each recurrent layer
-    segments: npt.NDArray[np.int64] | None = None  # [segments, 4], where the host runs the layers one by one
-    spans: Tensor | None = None  # [segments, 2] int32, where Triton does: first token, tokens
-    slots: Tensor | None = None  # [segments, 2] int32: that is read, that is written
+    layers: tuple[Tensor, ...]  # [slots, state size] float32, of each recurrent layer
+    segments: npt.NDArray[np.int64] | None = None  # [segments, 4], for layers run on the CPU
+    spans: Tensor | None = None  # [segments, 2] int32, for Triton: first token, number of tokens
+    slots: Tensor | None = None  # [segments, 2] int32, for Triton: slot to read, slot to write
     has_chunks: bool = False  # segments may have more than one token
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Vectors of tokens that are no embeddings: what a vision tower made of images."""
+    """Vectors that replace token embeddings: the vision tower's output for images."""
 
-    places: Tensor  # [features], int64: tokens of the batch
+    places: Tensor  # [features], int64: indices of the tokens in the batch
     vectors: Tensor  # [features, hidden]
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTiles:
-    """Rows sorted by the slot of their adapter and cut into tiles of one slot each, for the Triton kernels."""
+    """Rows sorted by their LoRA slot and cut into tiles of one slot each, for the Triton kernels."""
 
-    most: int  # rows of a tile
-    order: Tensor  # [rows], int32: the sorted rows; those without an adapter are left out, the rest means nothing
-    tiles: Tensor  # [tiles, 3], int32: a slot, where its rows begin in `order`, how many there are; 0: none
-    slots: Tensor  # [rows], int32: of each row, below 0: none
+    most: int  # rows per tile
+    order: Tensor  # [rows], int32: sorted rows with an adapter; the entries after them are undefined
+    tiles: Tensor  # [tiles, 3], int32: slot, first index in `order`, number of rows (0: unused tile)
+    slots: Tensor  # [rows], int32: the slot of each row; negative: no adapter
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """Which of some rows use which LoRA adapter: as `groups` for torch, as `tiles` for Triton, as `slots` for compiled
+    """The LoRA adapter of each row: as `groups` for torch, as `tiles` for Triton, as `slots` for the compiled
     kernels."""
 
-    groups: tuple[tuple[int, Tensor], ...] = ()  # a slot, and the rows [n] int64 that use it
+    groups: tuple[tuple[int, Tensor], ...] = ()  # (slot, the rows [n] int64 that use it)
     tiles: AdapterTiles | None = None
-    slots: npt.NDArray[np.int64] | None = None  # [rows], on the host; below 0: none. None where Triton runs the layers
+    slots: npt.NDArray[np.int64] | None = None  # [rows], on the host; negative: no adapter. None with Triton
 
     def at(self, places: npt.NDArray[np.int64]) -> AdaptedRows:
-        """Those of the rows at these places, in their order. Not for Triton."""
+        """Return the adapters of the rows at `places`, in that order. Not for Triton."""
         assert self.slots is not None
         slots = self.slots[places]
         if not self.groups:
@@ -74,7 +74,7 @@ class AdaptedRows:
 
 
 def group_slots(slots: npt.NDArray[np.int64], device: torch.device) -> tuple[tuple[int, Tensor], ...]:
-    """`AdaptedRows.groups` of rows with these slots."""
+    """Return `AdaptedRows.groups` for rows with these slots."""
     used = np.unique(slots[slots >= 0]).tolist()
     rows = (torch.from_numpy(np.flatnonzero(slots == slot)) for slot in used)
     return tuple((slot, to_device(mine, device)) for slot, mine in zip(used, rows, strict=True))
@@ -82,7 +82,7 @@ def group_slots(slots: npt.NDArray[np.int64], device: torch.device) -> tuple[tup
 
 @dataclass(frozen=True, slots=True)
 class AdapterStep:
-    """The LoRA adapters of a step's tokens, and of those that `ForwardStep.wanted` leaves."""
+    """The LoRA adapters of all tokens of a step, and of the tokens in `ForwardStep.wanted`."""
 
     tokens: AdaptedRows
     wanted: AdaptedRows
@@ -90,32 +90,32 @@ class AdapterStep:
 
 @dataclass(frozen=True, slots=True)
 class ForwardStep:
-    """One batch, built by the worker: decode rows first (longest first), then chunks."""
+    """One batch, built by the worker: decode rows first (longest first), then prompt chunks."""
 
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens], int64
-    lengths: Tensor  # [tokens], int64: how long the token's sequence is known to be
-    max_length: int  # of all sequences in the batch, on the host
-    slots: Tensor  # [tokens * kv heads], int64, into a layer's cache seen flat (`LayerCache.key_slots`)
+    lengths: Tensor  # [tokens], int64: known length of the token's sequence
+    max_length: int  # longest sequence of the batch, on the host
+    slots: Tensor  # [tokens * kv heads], int64, indices into a layer's flat cache (`LayerCache.key_slots`)
     caches: tuple[LayerCache, ...]  # one per layer
-    attention: Any  # what the backend's `prepare` made for this step
-    backend: Any  # the AttentionBackend that attends by it
-    wanted: Tensor | None = None  # [positions]: tokens whose hidden states the model returns; None: all of them
-    num_layers: int | None = None  # that run, the first ones; None: all
-    windows: tuple[WindowStep, ...] = ()  # for the layers of each table but the first
-    states: StateStep | None = None  # of models with recurrent layers
-    # [3, tokens] or [1, tokens], int64: where tokens are in time, height and width, for rotary positions of several
-    # axes; one line where all axes are the same. None: tokens are at `positions`.
+    attention: Any  # attention plan, made by the backend's `prepare`
+    backend: Any  # the AttentionBackend that executes the plan
+    wanted: Tensor | None = None  # [wanted]: indices of the tokens whose hidden states the model returns; None: all
+    num_layers: int | None = None  # run only the first `num_layers` layers; None: all
+    windows: tuple[WindowStep, ...] = ()  # for each block table after the first
+    states: StateStep | None = None  # for models with recurrent layers
+    # [3, tokens] or [1, tokens], int64: time, height and width of each token, for multi-axis rotary positions; one row
+    # if all axes are equal. None: the model has one axis, `positions`.
     axes: Tensor | None = None
-    features: Features | None = None  # in place of embeddings; None: all tokens have theirs
-    adapters: AdapterStep | None = None  # None: no token of the step uses one
-    is_long_row: bool = False  # of one row, so long that its layers run faster one by one than as one kernel
-    memo: dict[Any, Any] = field(default_factory=dict)  # what layers share: made by the first that needs it
+    features: Features | None = None  # image features that replace embeddings; None: no images
+    adapters: AdapterStep | None = None  # None: no token of the step uses an adapter
+    is_long_row: bool = False  # one row whose context is so long that running layer by layer beats the row kernel
+    memo: dict[Any, Any] = field(default_factory=dict)  # computed by one layer, read by others
 
     def slots_of(self, cache: LayerCache) -> Tensor:
-        """Where a layer's keys and values go."""
+        """Return the cache slots to which a layer writes the step's keys and values."""
         return self.windows[cache.table - 1].slots if cache.table else self.slots
 
     def attention_of(self, cache: LayerCache) -> Any:
-        """The plan by which a layer attends."""
+        """Return the attention plan for a layer's block table."""
         return self.windows[cache.table - 1].attention if cache.table else self.attention

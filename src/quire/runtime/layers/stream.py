@@ -1,7 +1,7 @@
-"""The residual stream, and the values that layers hand on unfinished so that the next one can take them along.
+"""The residual stream, and lazy values that layers hand to the next layer so that it can fuse them.
 
-A norm of the stream is handed on as `Normed`, the last product of a layer as `Projected`. A layer whose kernels join
-them with its own work looks for these types; every other asks for the tensor.
+A norm of the stream is passed on as `Normed`, the output gemm of a layer as `Projected`. A layer whose kernels can fuse
+them checks for these types; every other layer calls `value()` for the tensor.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from quire.runtime.layers.adapted import ActiveAdapters
     from quire.runtime.layers.linear import Linear
 
-Value = Any  # a tensor [tokens, size]; a Symbol while a program is written; rows that kernels quantized
+Value = Any  # a tensor [tokens, size], a Symbol while a program is traced, or quantized rows
 
 
 class StreamNorm(Protocol):
     """A norm over the last dimension."""
 
     def of(self, x: Value) -> Value:
-        """The norm of x [tokens, size]."""
+        """Return the norm of x [tokens, size]."""
 
     def of_sum(self, x: Tensor, change: Tensor) -> Tensor:
-        """The norm of x + change [tokens, size], which is left in x."""
+        """Add `change` [tokens, size] to x in place and return the norm of the sum."""
 
 
 class Stream:
     """The residual stream x [tokens, hidden].
 
     A change may be left `pending` for the next norm, which reads the stream anyway. With `leaves_pending`, for kernels
-    that add and norm at once, all are, but for those of a single row, whose norm its next product takes along. `beside`
-    [tokens, size] is what layers read of tokens besides. `adapters` is told when the stream keeps only the wanted
-    tokens.
+    that fuse addition and norm, every change is left pending, except for a single row: there the next gemm computes the
+    norm. `beside` [tokens, size] are the side inputs of all layers. `adapters` is notified when the stream is narrowed
+    to the wanted tokens.
     """
 
     def __init__(
@@ -49,30 +49,30 @@ class Stream:
         leaves_pending: bool = False,
     ) -> None:
         self.x, self.beside, self._adapters, self._leaves_pending = x, beside, adapters, leaves_pending
-        self.rows = rows  # [tokens], or None: below 0 for a token of padding, whose numbers mean nothing
+        self.rows = rows  # [tokens] or None: negative for a padding token, whose values are undefined
         self.pending: Tensor | None = None
         self._wanted: Tensor | None = None
         self._narrows = False
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token is left: there is nothing to compute."""
+        """Whether no token is left, so that there is nothing to compute."""
         return isinstance(self.x, Tensor) and len(self.x) == 0
 
     def add(self, *changes: Value | Projected | PostNormed, scale: float = 1.0) -> None:
-        """Add what layers computed from the stream as it was, each times `scale`."""
+        """Add the outputs of layers, each times `scale`. All were computed from the stream before this call."""
         if self._narrows:
             changes = tuple(self._narrow(changes))
         for change in changes:
             self.settle()
             self._add(change, scale)
 
-    def renew(self, norm: StreamNorm) -> None:
-        """Put its norm in its place, as models with norms after every layer do."""
+    def replace_by_norm(self, norm: StreamNorm) -> None:
+        """Replace the stream by its norm, for models with a norm after every residual addition."""
         self.x = norm.of(self.settle())
 
     def scale(self, factor: float) -> None:
-        """Multiply the stream."""
+        """Multiply the stream by `factor` in place."""
         x = self.settle()
         if isinstance(x, Symbol):
             x.writer.scale(x, factor)
@@ -80,20 +80,20 @@ class Stream:
             x.mul_(factor)
 
     def settle(self) -> Value:
-        """Add what is pending, and return the stream."""
+        """Add the pending change, if any, and return the stream."""
         if self.pending is not None:
             self.x.add_(self.pending)
             self.pending = None
         return self.x
 
     def take_pending(self) -> Tensor | None:
-        """What is pending, for a kernel that adds it to the stream."""
+        """Return the pending change and clear it. The caller must add it to the stream."""
         pending, self.pending = self.pending, None
         return pending
 
     def narrow_next(self, wanted: Tensor | None) -> None:
-        """Keep only the tokens `wanted` [positions] when the next change comes: it is the last that attention needs all
-        tokens for. None: all tokens are."""
+        """Keep only the tokens `wanted` [positions] when the next change is added: the last attention, which needs all
+        tokens, has run by then. None keeps all tokens."""
         self._wanted, self._narrows = wanted, wanted is not None or isinstance(self.x, Symbol)
 
     def _narrow(self, changes: tuple[Value | Projected | PostNormed, ...]) -> list[Value | Projected | PostNormed]:
@@ -132,7 +132,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """The norm of a stream, not computed yet."""
+    """A norm of the stream that is not computed yet."""
 
     stream: Stream
     norm: StreamNorm
@@ -144,7 +144,7 @@ class Normed:
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """A linear layer's product with x, not computed yet."""
+    """The gemm of a linear layer with x that is not computed yet."""
 
     linear: Linear
     x: Value
@@ -155,7 +155,7 @@ class Projected:
 
 @dataclass(frozen=True, slots=True)
 class PostNormed:
-    """The norm of what a layer computed, before it is added to the stream; not computed yet."""
+    """The norm of a layer's output before it is added to the stream; not computed yet."""
 
     change: Value | Projected
     norm: StreamNorm
@@ -164,8 +164,8 @@ class PostNormed:
         return self.norm.of(value_of(self.change))
 
 
-def sum_of(x: Value, y: Value) -> Value:
-    """x + y [tokens, size]; x is overwritten."""
+def add_in_place(x: Value, y: Value) -> Value:
+    """Return x + y [tokens, size]; x is overwritten."""
     if isinstance(x, Symbol):
         x.writer.add(x, y)
         return x
@@ -173,7 +173,7 @@ def sum_of(x: Value, y: Value) -> Value:
 
 
 def value_of(x: Value | Normed | Projected | PostNormed) -> Value:
-    """What was handed on, computed."""
+    """Return the tensor of a lazy value, or x itself."""
     return x.value() if isinstance(x, Normed | Projected | PostNormed) else x
 
 

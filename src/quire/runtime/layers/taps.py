@@ -1,4 +1,4 @@
-"""What reads the residual stream between the layers of a model: an EAGLE head, which drafts from it."""
+"""The protocol for reading the residual stream between layers, as an EAGLE head does to draft from it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from quire.runtime.layers.stream import Value
 
 
 class LayerTaps(Protocol):
-    """Reads the stream of every step before some layers, in their order."""
+    """Reads the inputs of some layers in every step, in layer order."""
 
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers whose inputs are read, ascending."""
 
     def take(self, layer: int, x: Value, step: ForwardStep) -> None:
-        """Read x [tokens, hidden], what the layer is given of all tokens of the step; it changes afterwards. x is a
-        Symbol while a program is written, and `step` then is not a real one."""
+        """Read x [tokens, hidden], the layer's input for all tokens of the step; later layers overwrite it. While a
+        program is traced, x is a Symbol and `step` a placeholder."""

@@ -1,4 +1,4 @@
-"""Whole texts in one batch, without padding, and attention within each of them."""
+"""Batches of whole texts without padding, for encoder models, and attention within each text."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from quire.config.model import Heads
 class Texts:
     """The tokens of several texts, one text after the other.
 
-    `runs` are neighbouring texts of the same length: how many, and their length. Attention takes one run at a time,
-    or with `places` and `mask` all texts at once, as a grid [texts, longest].
+    `runs` are consecutive texts of the same length, as (number of texts, length). Attention handles one run at a time;
+    with `places` and `mask` it handles all texts at once, padded to a grid [texts, longest].
     """
 
     token_ids: Tensor  # [tokens]
-    positions: Tensor  # [tokens], each in its own text
+    positions: Tensor  # [tokens], position within the text
     lengths: Tensor  # [texts]
     runs: tuple[tuple[int, int], ...]
     type_ids: Tensor | None = None  # [tokens]: the second text of a pair is of type 1; None: all are of type 0
-    places: Tensor | None = None  # [tokens]: of each token in the grid
-    mask: Tensor | None = None  # [texts, 1, 1, longest]: which places of the grid are tokens
+    places: Tensor | None = None  # [tokens]: index of each token in the grid
+    mask: Tensor | None = None  # [texts, 1, 1, longest]: True for tokens, False for padding
 
 
 class TextAttention(nn.Module):
-    """Every token of a text sees all tokens of the text, and none of the others."""
+    """Bidirectional attention within each text: a token attends to all tokens of its text and to no others."""
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()
         self._heads = heads
 
     def forward(self, qkv: Tensor, texts: Texts) -> Tensor:
-        """qkv: [tokens, 3 * heads * dim] -> [tokens, heads * dim]."""
+        """Attend. qkv: [tokens, 3 * heads * dim] -> [tokens, heads * dim]."""
         if texts.places is not None and texts.mask is not None:
             num_texts, longest = texts.mask.shape[0], texts.mask.shape[-1]
             grid = qkv.new_zeros(num_texts * longest, qkv.shape[1]).index_copy_(0, texts.places, qkv)

@@ -1,4 +1,4 @@
-"""What vision towers have in common: the picture as patches, attention within parts of it, MLPs."""
+"""Building blocks of vision towers: patches, rotary positions, attention within sets of patches, MLPs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from quire.runtime.layers.builder import LayerBuilder
 
 
 class VisionTower(nn.Module):
-    """`forward` makes the vectors [rows * columns, hidden] of an image's tokens, row by row, from its pixels [height,
-    width, 3], uint8. It keeps nothing of them."""
+    """Base of vision towers. `forward` takes an image's pixels [height, width, 3], uint8, and returns the vectors [rows
+    * columns, hidden] of its tokens, row by row. It keeps no state."""
 
 
 class Part(NamedTuple):
-    """Patches that see each other and nothing else: `sets` such sets of `size`, side by side from `begin` on."""
+    """`sets` sets of `size` consecutive patches each, from patch `begin` on. Patches attend within their set only."""
 
     begin: int
     sets: int
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 def cut_patches(pixels: Tensor, vision: Vision, dtype: torch.dtype) -> Tensor:  # [patches, channels * frames * patch^2]
-    """Normalized patches of an image [height, width, 3]; those that become one token lie side by side."""
+    """Cut an image [height, width, 3] into normalized patches. Patches that are merged into one token are adjacent."""
     patch, merge = vision.patch, vision.merge
     rows, columns = pixels.shape[0] // (patch * merge), pixels.shape[1] // (patch * merge)
     mean, std = (torch.tensor(numbers, device=pixels.device) for numbers in (vision.mean, vision.std))
@@ -38,8 +38,8 @@ def cut_patches(pixels: Tensor, vision: Vision, dtype: torch.dtype) -> Tensor:  
 
 
 def patch_rotation(rows: int, columns: int, vision: Vision, device: torch.device) -> Tensor:  # [patches, 2, dim / 2]
-    """Cos and sin of the angles by which a head's pairs turn: half of them by the patch's row, the others by its
-    column. Patches are in the order of `cut_patches`."""
+    """Return cos and sin of each patch's rotary angles: half of a head's pairs rotate by the patch's row, the others by
+    its column. Patches are in the order of `cut_patches`."""
     dim, merge = vision.hidden_size // vision.num_heads, vision.merge
     inverse = 1.0 / (10_000.0 ** (torch.arange(0, dim // 2, 2, dtype=torch.float32, device=device) / (dim // 2)))
     down = torch.arange(rows * merge, device=device).view(rows, 1, merge, 1)
@@ -50,15 +50,15 @@ def patch_rotation(rows: int, columns: int, vision: Vision, device: torch.device
 
 
 def rotate_patches(x: Tensor, rotation: Tensor) -> Tensor:  # [patches, heads, dim]
-    """Computed in float32, by the rotation of each patch [patches, 2, dim / 2]."""
+    """Rotate heads by each patch's rotation [patches, 2, dim / 2], in float32."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = rotation.unsqueeze(2).unbind(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def order_by_windows(rows: int, columns: int, side: int) -> tuple[Tensor, list[tuple[int, int]]]:
-    """The tokens of an image, row by row, in an order in which those of one window of `side` x `side` tokens lie side
-    by side, windows of equal size too; and how many windows there are of which size."""
+    """Return the order of an image's tokens (numbered row by row) that makes the tokens of each `side` x `side` window
+    adjacent, sorted by window size; and (number of windows, size in tokens) for each size."""
     place = torch.arange(rows * columns)
     row, column = place // columns, place % columns
     window = row // side * -(-columns // side) + column // side
@@ -69,7 +69,7 @@ def order_by_windows(rows: int, columns: int, side: int) -> tuple[Tensor, list[t
 
 
 def parts_of(windows: Sequence[tuple[int, int]], merge: int) -> list[Part]:
-    """The windows, as (count, size in tokens), of patches of which `merge` x `merge` are a token."""
+    """Convert windows, as (count, size in tokens), to parts of patches; `merge` x `merge` patches are one token."""
     parts, begin = [], 0
     for count, size in windows:
         patches = size * merge * merge
@@ -79,7 +79,7 @@ def parts_of(windows: Sequence[tuple[int, int]], merge: int) -> list[Part]:
 
 
 def attend_within(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part]) -> Tensor:
-    """Attention of patches [patches, heads, dim] to those of their own set -> [patches, heads * dim]."""
+    """Attention of patches [patches, heads, dim] within their set. Returns [patches, heads * dim]."""
     found = []
     for begin, count, size in parts:
         span = slice(begin, begin + count * size)
@@ -89,7 +89,7 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Par
 
 
 class VisionAttention(nn.Module):
-    """Attention of patches with the products around it, after rotary positions of rows and columns."""
+    """Attention of patches with 2D rotary positions, its qkv gemm and its output gemm."""
 
     def __init__(self, vision: Vision, build: LayerBuilder) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class GatedVisionMLP(nn.Module):
 
 
 class PlainVisionMLP(nn.Module):
-    """fc2 of the quick GELU of fc1(x)."""
+    """fc2(quick_gelu(fc1(x)))."""
 
     def __init__(self, vision: Vision, build: LayerBuilder) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models with a short name of their own."""
+"""The catalogue of models that have a short name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ DEFAULT = "smollm2-135m-instruct"
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file inside a wheel of the package index; `module` is the package it is installed as.
+    """A GGUF file in a wheel of the package index; `module` is the name of the installed package.
 
-    `sampling` is what its makers recommend, where the file itself does not say.
+    `sampling`: the sampling parameters that its authors recommend, if the file does not store them.
     """
 
     requirement: str

@@ -1,4 +1,4 @@
-"""Limits every model's numbers must keep, so that no later part has to doubt them."""
+"""Limits on the sizes in a model's config, so that later code can rely on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from quire.config.model import Heads, ModelConfig
 from quire.types.errors import ModelLoadError
 
-# The lowest and the highest value of each.
+# (lowest, highest) value of each.
 _LIMITS = {
     "vocab_size": (1, 1 << 24),
     "hidden_size": (1, 1 << 20),
@@ -19,7 +19,7 @@ _MAX_POSITION = 1 << 30
 
 
 def check_config(config: ModelConfig, file: str) -> None:
-    """Raise ModelLoadError naming the first number that no model can have."""
+    """Raise ModelLoadError for the first value outside of the possible range."""
     for name, (low, high) in _LIMITS.items():
         _check_range(file, name, getattr(config, name), low, high)
     rope = config.rope
@@ -40,7 +40,7 @@ def _check_heads(file: str, heads: Heads) -> None:
     if heads.num_query % heads.num_kv:
         raise ModelLoadError(file, f"{heads.num_query} query heads cannot share {heads.num_kv} key/value heads evenly")
     if heads.dim % 2:
-        raise ModelLoadError(file, f"heads of {heads.dim} numbers cannot be rotated in pairs", tensor="heads.dim")
+        raise ModelLoadError(file, f"heads of odd size {heads.dim} cannot be rotated in pairs", tensor="heads.dim")
 
 
 def _sizes_that_may_be_none(config: ModelConfig) -> dict[str, int]:
@@ -54,7 +54,7 @@ def _sizes_that_may_be_none(config: ModelConfig) -> dict[str, int]:
 
 
 def inside(token: int | None, vocab_size: int) -> int | None:
-    """A special token's id, or None when the vocabulary is too small for it to ever appear."""
+    """Return a special token's id, or None if it is outside the vocabulary."""
     return token if token is not None and 0 <= token < vocab_size else None
 
 

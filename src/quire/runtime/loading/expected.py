@@ -1,4 +1,4 @@
-"""Whether a checkpoint has the tensors that a model of its config has."""
+"""Checks that a checkpoint has the tensors that its config implies."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def check_tensors(
     source: Callable[[str], str],
     file: str,
 ) -> None:
-    """Refuse a checkpoint with a tensor missing, of a wrong shape, or that the model has no place for.
+    """Refuse a checkpoint with a missing, unknown or wrongly shaped tensor.
 
-    Done before anything is allocated by the config's numbers.
+    Runs before anything is allocated by the sizes in the config.
     """
     expected, present = describe_weights(config), {name for name in names if ".rotary_emb." not in name}
     if config.tie_word_embeddings and HEAD in present:
         expected[HEAD] = expected[
             find_family(config.architecture).embedding
-        ]  # a second copy, which old exporters wrote down
+        ]  # a second copy, which old exporters wrote
     for name, wanted in expected.items():
         if name not in present:
             raise ModelLoadError(file, "is missing from the checkpoint", tensor=name, fix="download the model again")

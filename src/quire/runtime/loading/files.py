@@ -1,4 +1,4 @@
-"""A model on this machine."""
+"""Recognizes a model's files on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModelFiles:
 
 
 def files_at(path: Path) -> ModelFiles:
-    """The model at an existing path. Raises ConfigError when there is none, or more than one."""
+    """Return the model at an existing path. Raises ConfigError if there is none, or more than one."""
     if path.is_dir():
         return _files_in(path)
     suffix = path.suffix.lower()

@@ -1,5 +1,5 @@
-"""Reads the sampling parameters that a model's makers recommend: from generation_config.json, from GGUF metadata, or
-from the catalogue for a packaged file that says nothing."""
+"""Reads the sampling parameters that a model's authors recommend: from generation_config.json, from GGUF metadata, or,
+for a packaged file without them, from the catalogue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GGUF_KEYS = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-_NONE = ("none", "vllm")  # vLLM calls it so: its own defaults
+_NONE = ("none", "vllm")  # vLLM's name for its own defaults
 _FIX = 'correct it, or set generation_config to "none"'
 
 

@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub, by way of huggingface_hub when it is installed."""
+"""Fetches models from the Hugging Face hub with huggingface_hub, if that is installed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from quire.types.errors import ConfigError, ModelLoadError
 from quire.types.install import install_extra
 
 WANTED = ("*.json", "*.safetensors", "*.jinja", "vocab.txt")  # never code, never pickles
-UNWANTED = ("consolidated*", "original/*", "onnx/*", "*/*")  # the same weights once more, in other forms
+UNWANTED = ("consolidated*", "original/*", "onnx/*", "*/*")  # duplicates of the weights in other formats
 
-MODULES, POOLING = "modules.json", "*_Pooling/config.json"  # of sentence encoders, the one file they have in a folder
+MODULES, POOLING = "modules.json", "*_Pooling/config.json"  # of sentence encoders, which have one file in a subfolder
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository, and optionally the revision and the one GGUF file in it that are meant.
+    """A repository, with an optional revision and an optional GGUF file in it.
 
-    Raises ConfigError for a name that would lead out of the repository.
+    Raises ConfigError for a path that leaves the repository.
     """
 
     repository: str
@@ -40,9 +40,9 @@ class HubName:
 
 
 def fetch_from_hub(name: HubName, *, offline: bool, progress: Progress) -> Path:
-    """Download what is not cached yet and return the directory, or the GGUF file the name asks for.
+    """Download what is not cached yet. Returns the directory, or the GGUF file that the name specifies.
 
-    Raises ModelLoadError when huggingface_hub is not installed, the network is away, or the files are not there.
+    Raises ModelLoadError if huggingface_hub is not installed, the network is unavailable, or the files do not exist.
     """
     hub = _import_hub(name)
     progress(f"fetching {name}", 0, 1)

@@ -1,4 +1,4 @@
-"""A whole file in memory: mapped, or read once."""
+"""Whole files in memory: memory-mapped, or read once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from quire.types.errors import ModelLoadError
 
-_GIT_LFS = b"version https://git-lfs"  # how a file begins that stands for a large one in a git checkout
+_GIT_LFS = b"version https://git-lfs"  # the start of a Git LFS pointer file
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class _WholeFile:
-    """The bytes of a file. Files are little-endian, as this machine must be."""
+    """The bytes of a file. Files are little-endian, so this machine must be too."""
 
     data: mmap.mmap | bytearray
 
@@ -35,17 +35,17 @@ class _WholeFile:
         return len(self.data)
 
     def bytes_at(self, offset: int, count: int) -> Bytes:
-        """A view of `count` bytes; it keeps the memory alive after `close`."""
+        """Return a view of `count` bytes, which keeps the memory alive after `close`."""
         if offset < 0 or count < 0 or offset + count > self.size:
             raise ModelLoadError(self.name, f"bytes {offset}..{offset + count} lie outside its {self.size}")
         return np.frombuffer(self.data, dtype=np.uint8, count=count, offset=offset)
 
     def close(self) -> None:
-        """Give the memory back, now or when the last view of it is gone. Idempotent."""
+        """Release the memory now, or when its last view is released. Idempotent."""
 
 
 class MappedFile(_WholeFile):
-    """A regular file mapped copy-on-write: reading loads pages on demand, writing never reaches the file."""
+    """A regular file mapped copy-on-write: pages are loaded on demand, and writes never reach the file."""
 
     data: mmap.mmap
 
@@ -66,20 +66,21 @@ class MappedFile(_WholeFile):
             raise ModelLoadError(self.name, "is a pointer of Git LFS, not the file itself", fix=fix)
 
     def forget(self, offset: int, count: int) -> None:
-        """Let the pages of these bytes go from this process's memory. They are loaded again when they are read."""
+        """Drop the pages of these bytes from this process's memory. They are read again on the next access."""
         begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
             self.data.madvise(mmap.MADV_DONTNEED, begin, offset + count - begin)
 
     def close(self) -> None:
-        with suppress(BufferError):  # a view is still in use; the mapping ends with it
+        with suppress(BufferError):  # a view is still in use; the mapping is released with it
             self.data.close()
 
 
 class HeldFile(_WholeFile):
-    """A regular file of at most `limit` bytes, read once: whoever writes to the file later changes nothing here.
+    """A regular file of at most `limit` bytes, read once, so that later writes to the file have no effect.
 
-    A link is not followed, except one into the blobs of a Hugging Face cache. Opening never waits, as on a pipe.
+    Does not follow symbolic links, except into the blobs of a Hugging Face cache. Opening never blocks, not even on a
+    pipe.
     """
 
     data: bytearray

@@ -1,4 +1,4 @@
-"""A model's numbers, from whatever kind of files it has."""
+"""Reads a model's config from GGUF or Hugging Face files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ Found = TypeVar("Found")
 
 
 def read_family(files: ModelFiles) -> str:
-    """The name of the model's family. Needs no torch. Raises ModelLoadError for one that is not supported."""
+    """Return the name of the model's family. Needs no torch. Raises ModelLoadError if it is not supported."""
     return hf_family(files.path) if files.kind == "hf" else _read_gguf(files, gguf_architecture)
 
 
 def read_model_config(files: ModelFiles) -> ModelConfig:
-    """Read and check the model's numbers; touches no weights. Raises ModelLoadError."""
+    """Read and check the model's config without reading weights. Raises ModelLoadError."""
     return hf_model_config(files.path) if files.kind == "hf" else _read_gguf(files, gguf_model_config)
 
 
 def read_gguf_pooling(files: ModelFiles) -> Literal["mean", "cls", "last"] | None:
-    """How a GGUF file of a model for embeddings says that texts become vectors; None: it says nothing of it, or is
-    none."""
+    """Return the pooling that a GGUF file stores; None if it stores none, or the model is no GGUF file."""
     return None if files.kind == "hf" else _read_gguf(files, gguf_pooling)
 
 

@@ -1,4 +1,4 @@
-"""What a model's keys and values depend on besides tokens, as one digest: no two models share a cached block."""
+"""A digest of everything besides tokens that keys and values depend on, so that no two models share a cached block."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from quire.runtime.loading.gguf.shards import shard_paths
 from quire.runtime.loading.hf.directory import weight_files
 from quire.types.errors import ModelLoadError
 
-FORMAT = 3  # raised when the same fields come to mean other bytes in a block
-_HEAD, _SAMPLE, _NUM_SAMPLES = 1 << 18, 1 << 12, 256  # bytes of a file that are read: its head, and pieces all over it
+FORMAT = 3  # incremented when the same fields mean other bytes in a block
+_HEAD, _SAMPLE, _NUM_SAMPLES = 1 << 18, 1 << 12, 256  # bytes read of a file: its head, and samples spread over it
 
 
 def cache_namespace(
     files: ModelFiles, model: ModelConfig, config: EngineConfig, load_format: Literal["auto", "dummy"] = "auto"
 ) -> str:
-    """A hex digest over the weights, the model's numbers, dtypes, quantization, attention and block size.
+    """Return a hex digest of the weights, the model's config, dtypes, quantization, attention backend and block size.
 
-    Of a large file its size, its time, its head (names and shapes of tensors) and samples from end to end count. Its
-    time does not where other engines share the blocks.
+    Of a large file it hashes size, modification time, head (tensor names and shapes) and samples from start to end. The
+    time is left out if other engines share the blocks.
     """
     device, kind = config.device, config.device.device.partition(":")[0]
     digest = blake2b(digest_size=32, person=b"quire namespace")
@@ -39,12 +39,12 @@ def cache_namespace(
         device.quantization,
         device.attention_backend,
     )
-    adapter = b""  # its content, where there is one
+    adapter = b""  # reserved for its content
     for value in (settings, config.cache.block_size, config.cache.layout, adapter, model):
         digest.update(_framed(value))
-    if config.cache.groups.window is not None:  # a block holds some layers, and window blocks the others
+    if config.cache.groups.window is not None:  # window blocks hold the layers with a window
         digest.update(_framed(("windows", config.cache.groups.num_window_blocks)))
-    if config.parallel.num_ranks > 1:  # every rank keeps its part of a block
+    if config.parallel.num_ranks > 1:  # each rank stores its part of a block
         digest.update(_framed(("ranks", config.parallel.tensor, config.parallel.pipeline)))
     if load_format == "dummy":
         digest.update(_framed(("random", config.scheduler.seed)))
@@ -63,8 +63,8 @@ def _weight_paths(files: ModelFiles) -> list[Path]:
 
 
 def _sampled(path: Path, *, dated: bool) -> bytes:
-    """A digest of a file's size, of when it was written if `dated`, and of pieces of it; of all of it where it is
-    small."""
+    """Return a digest of a file's size, its modification time if `dated`, and samples of it; a small file is hashed
+    completely."""
     digest = blake2b(digest_size=32)
     try:
         with path.open("rb") as file:
@@ -81,7 +81,8 @@ def _sampled(path: Path, *, dated: bool) -> bytes:
 
 
 def _framed(value: object) -> bytes:
-    """A value with its type and length before it, fields and members in order: no two values read alike."""
+    """Encode a value with its type and length, recursively and in order, so that different values have different
+    encodings."""
     if isinstance(value, bytes):
         kind, data = "bytes", value
     elif isinstance(value, tuple):

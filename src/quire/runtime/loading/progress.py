@@ -1,11 +1,11 @@
-"""How long work tells how far it is."""
+"""Progress callbacks of long operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-Progress = Callable[[str, int, int], None]  # what, done, total; done == total ends it
+Progress = Callable[[str, int, int], None]  # (what, done, total); done == total: complete
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """The progress of nobody watching."""
+    """Ignore the progress."""

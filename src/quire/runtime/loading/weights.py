@@ -1,4 +1,4 @@
-"""Fills a model's layers from a checkpoint, strictly, or with noise. One tensor is in memory beside the weights."""
+"""Fills a model's layers from a checkpoint, or with noise. Besides the weights one tensor is in memory at a time."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire.runtime")
 Progress = Callable[[str, int, int], None]  # what, done, total
 
-_HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exporters wrote down; derived from the config
+_HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exporters wrote; derived from the config
 _HEAD = "lm_head.weight"
 
 
 @torch.inference_mode()
 def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress | None = None) -> None:
-    """Fill and finish every layer. Raises ModelLoadError for a tensor that is missing, unknown or of a wrong shape.
-    Tensors that only other ranks hold, of their stage or their experts, must be there, and are not read.
+    """Fill and finish every layer. Raises ModelLoadError for a tensor that is missing, unknown or has the wrong shape.
+    Tensors that only other ranks hold (their stage or experts) must exist, and are not read.
 
     All names and shapes are checked before the first weight is read.
     """
@@ -48,7 +48,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
             for name, part in parts.items():
                 quantized = checkpoint.read_quantized(name, layer.region(part))
                 if quantized is None:
-                    layer.load(part, checkpoint.read(name, partial(layer.checked, part)))
+                    layer.load(part, checkpoint.read(name, partial(layer.used_part, part)))
                 else:
                     expanded += not layer.load_quantized(part, quantized)
                 done += 1
@@ -56,17 +56,17 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, *, progress: Progress
                     progress("loading weights", done, total)
             layer.finish()
     if expanded:
-        reason = "the kernels chosen here do not multiply by their form"
-        logger.info("%s: %d quantized matrices are expanded to plain numbers: %s", checkpoint.file, expanded, reason)
+        reason = "the selected kernels do not support their format"
+        logger.info("%s: %d quantized matrices are dequantized while loading: %s", checkpoint.file, expanded, reason)
 
 
 @torch.inference_mode()
 def randomize_weights(
     model: nn.Module, seed: int, dtype: torch.dtype | None = None, *, progress: Progress | None = None
 ) -> None:
-    """Noise of a sane scale in every layer, made on the model's own device; the same for the same seed and device. Each
-    tensor has a seed of its own, so that a rank draws the same numbers whatever other ranks hold. `dtype`: that of the
-    checkpoint, so that layers hold noise in as few bytes as its weights."""
+    """Fill every layer with normal noise on the model's device, reproducible for a seed and device. Each tensor has its
+    own seed, so that a rank draws the same values whatever other ranks hold. `dtype`: that of the checkpoint being
+    imitated, so that layers hold noise in as few bytes as its weights."""
     load_meta_kernels()
     device = next(model.parameters()).device
     generator = torch.Generator(device)
@@ -101,7 +101,7 @@ def _check_names(checkpoint: Checkpoint, wanted: set[str], elsewhere: frozenset[
 
 
 def _check_tied(checkpoint: Checkpoint) -> None:
-    """A tied model may carry its head a second time, but only if it is the embedding."""
+    """Refuse an output head stored in a tied model unless it equals the embedding."""
     embedding = find_family(checkpoint.config.architecture).embedding
     if checkpoint.shape(_HEAD) == checkpoint.shape(embedding) and torch.equal(
         checkpoint.read(_HEAD), checkpoint.read(embedding)

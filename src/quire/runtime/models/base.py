@@ -1,4 +1,4 @@
-"""What all models have in common: tokens become vectors, blocks change them, a norm and a head make logits of them."""
+"""The base of all models: embedding, blocks, final norm and output head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.runtime.layers.adapted import LinearAdapters
 from quire.runtime.layers.attention import Attention
 from quire.runtime.layers.blocks import Blocks
 from quire.runtime.layers.expert_adapters import ExpertProduct
-from quire.runtime.layers.experts import EachExpert
+from quire.runtime.layers.experts import SeparateExperts
 from quire.runtime.layers.latent import LatentAttention
 from quire.runtime.layers.linear import Linear
 from quire.runtime.layers.modules import TiedHead, TokenTable
@@ -29,33 +29,33 @@ from quire.runtime.layers.vision import VisionTower
 
 
 class BaseModel(nn.Module):
-    """`forward` gives hidden states [tokens, hidden], or only those of `step.wanted`; `logits` turns hidden states into
-    [n, vocab]."""
+    """Base of decoders. `forward` returns hidden states [tokens, hidden], or only those of `step.wanted`; `logits`
+    turns hidden states into [n, vocab]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.elsewhere: frozenset[str] = frozenset()  # the checkpoint's tensors that only other ranks load
+        self.elsewhere: frozenset[str] = frozenset()  # checkpoint tensors that only other ranks load
         self._embedding_scale, self._logit_scale = config.embedding_scale, config.logit_scale
         self._logit_softcap, self._hidden = config.logit_softcap, config.hidden_size
-        self.side: tuple[SideInputs | None] = (None,)  # what makes inputs of layers; in a tuple: not a child twice
+        self.side: tuple[SideInputs | None] = (None,)  # in a tuple, so that it is not a child twice
         self.head_adapters: LinearAdapters | None = None  # LoRA adapters of the output head
 
     def assemble(
         self, embedding: TokenTable, blocks: Blocks, norm: nn.Module, head: nn.Module, labels: nn.Module | None = None
     ) -> None:
-        """Say which of the model's modules do what. Their names stay those that they have in the model. `labels`: the
-        head of a classifier."""
-        self._parts = (embedding, blocks, norm, head)  # in a tuple: not children a second time
+        """Set which modules are the embedding, blocks, final norm and head. They keep the names that they have in the
+        model. `labels`: the head of a classifier."""
+        self._parts = (embedding, blocks, norm, head)  # in a tuple, so that they are not children twice
         self._labels = (labels,)
 
     @property
     def parts(self) -> tuple[TokenTable, Blocks, nn.Module, nn.Module]:
-        """Embedding, blocks, last norm and head."""
+        """Embedding, blocks, final norm and output head."""
         return self._parts
 
     @property
     def labels(self) -> nn.Module | None:
-        """The head of a classifier."""
+        """The head of a classifier, or None."""
         return self._labels[0]
 
     @property
@@ -68,12 +68,12 @@ class BaseModel(nn.Module):
 
     @property
     def tower(self) -> VisionTower | None:
-        """What makes vectors of images; None: the model takes none."""
+        """The vision tower, or None if the model takes no images."""
         return None
 
     def embed(self, vectors: Tensor, step: ForwardStep) -> Tensor:
-        """What the first block gets, from the vectors of the step's tokens [tokens, hidden]. May overwrite them. Where
-        layers have inputs of their own, the vectors of both tables come side by side."""
+        """Return the first block's input from the embeddings of the step's tokens [tokens, hidden], which may be
+        overwritten. With side inputs the vectors of both tables are concatenated in `vectors`."""
         side, others = self.side[0], None
         if side is not None:
             vectors, others = vectors[:, : self._hidden].contiguous(), vectors[:, self._hidden :]
@@ -83,9 +83,9 @@ class BaseModel(nn.Module):
         return hidden
 
     def forward(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
-        """`vectors`: those of the step's tokens, where they are known already; overwritten."""
+        """Run the model. `vectors`: the embeddings of the step's tokens if they are known already; overwritten."""
         embedding, blocks, _, _ = self._parts
-        step.memo.clear()  # of an earlier pass over the same step
+        step.memo.clear()  # left from an earlier pass over the same step
         found = embedding(step.token_ids) if vectors is None else vectors
         if step.features is not None:
             found.index_copy_(0, step.features.places, step.features.vectors)
@@ -124,7 +124,7 @@ class BaseModel(nn.Module):
 
     @property
     def native_head(self) -> LinearWeights | None:
-        """The weight of the head as the compiled kernels read it; None where logits are more than products with it."""
+        """The output head's weight for the compiled kernels, or None if logits need more than one gemm with it."""
         head = self._parts[3]
         if self._logit_scale != 1.0 or self._logit_softcap is not None or self.head_adapters is not None:
             return None
@@ -155,41 +155,41 @@ class BaseModel(nn.Module):
         return self._parts[1].trace_row(caches, self.embedding.dtype, num_layers)
 
     def adapted_layers(self) -> dict[str, Linear | TiedHead]:
-        """The layers that LoRA adapters may change, by their paths: the linear ones of blocks, but not of routed
-        experts, and the output head, the last one, where this pipeline stage has it."""
+        """Return the layers that LoRA adapters may change, by path: the linear layers of blocks (not of routed
+        experts), then the output head if this pipeline stage has it."""
         paths = {id(module): path for path, module in self.named_modules()}
         _, blocks, _, head = self._parts
         found: dict[str, Linear | TiedHead] = dict(_linears(blocks, paths[id(blocks)]))
         return found | ({paths[id(head)]: head} if isinstance(head, Linear | TiedHead) else {})
 
     def adapted_experts(self) -> dict[str, ExpertProduct]:
-        """The products of routed experts that LoRA adapters may change too, by their paths."""
+        """Return the gemms of routed experts that LoRA adapters may change, by path."""
         blocks = self._parts[1]
         (path,) = (path for path, module in self.named_modules() if module is blocks)
         return {
             f"{where}.{name}": ExpertProduct(module.own, linears)
             for where, module in blocks.named_modules(prefix=path)
-            if isinstance(module, EachExpert | StackedExperts)
+            if isinstance(module, SeparateExperts | StackedExperts)
             for name, linears in module.products.items()
         }
 
     @property
     def rules(self) -> list[AttentionRule]:
-        """Those of all attention layers."""
+        """The attention rules of all attention layers."""
         return [module.rule for module in self.modules() if isinstance(module, Attention | LatentAttention)]
 
     def _rotaries(self) -> list[Rotary]:
-        return [module for module in self.modules() if isinstance(module, Rotary)]  # each of them once
+        return [module for module in self.modules() if isinstance(module, Rotary)]  # shared ones once
 
 
 class BaseEncoder(nn.Module):
-    """`forward` gives the hidden states [tokens, hidden] of `Texts`. It keeps nothing of them. Classifiers have a
-    head."""
+    """Base of encoders. `forward` returns the hidden states [tokens, hidden] of `Texts` and keeps no state. Classifiers
+    have a head."""
 
     head: nn.Module | None
 
     def classify(self, first: Tensor) -> Tensor:
-        """Logits [texts, labels] from the hidden states of the first tokens [texts, hidden]."""
+        """Return logits [texts, labels] from the hidden states of the first tokens [texts, hidden]."""
         assert self.head is not None, "this encoder has no head"
         logits: Tensor = self.head(first)
         return logits
@@ -199,10 +199,10 @@ def _linears(module: nn.Module, path: str) -> Iterator[tuple[str, Linear]]:
     for name, child in module.named_children():
         if isinstance(child, Linear):
             yield f"{path}.{name}", child
-        elif not isinstance(child, EachExpert):
+        elif not isinstance(child, SeparateExperts):
             yield from _linears(child, f"{path}.{name}")
 
 
 def _kind(module: nn.Module) -> tuple[type, object]:
-    """What decides which kernels a module launches."""
+    """Return what determines which kernels a module launches."""
     return type(module), module.variant if isinstance(module, Attention) else None

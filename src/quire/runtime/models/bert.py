@@ -1,7 +1,7 @@
-"""BERT and its kin: encoders, whose tokens see the whole text. Learned positions, a norm after every layer.
+"""BERT, RoBERTa, XLM-RoBERTa and DistilBERT: encoders with bidirectional attention, learned positions and post-norms.
 
-RoBERTa and XLM-RoBERTa begin with a later line of the table of positions. DistilBERT has no token types, and other
-names. Classifiers and cross-encoders of these families have a head over the first token of a text or a pair.
+RoBERTa and XLM-RoBERTa skip the first rows of the position table. DistilBERT has no token types, and other tensor
+names. Classifiers and cross-encoders of these families have a head on the first token of a text or a pair.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class BertBlock(nn.Module):
 
     def forward(self, x: Stream, texts: Texts) -> None:
         x.add(self.attention(x.x, texts))
-        x.renew(self.attention_norm)
+        x.replace_by_norm(self.attention_norm)
         x.add(self.mlp(x.x))
-        x.renew(self.mlp_norm)
+        x.replace_by_norm(self.mlp_norm)
 
 
 class Bert(BaseEncoder):
@@ -72,7 +72,7 @@ class Bert(BaseEncoder):
 def read_bert(
     config: Fields, name: str = "bert", *, skips_padding: bool = False, classifies: bool = False
 ) -> ModelConfig:
-    """`skips_padding`: the first position is in the line behind the padding token's id. `classifies`: it has a head."""
+    """Read the config. `skips_padding`: positions start at row pad_token_id + 1. `classifies`: there is a head."""
     refuse_other(config, "position_embedding_type", "absolute")
     refuse_set(config, "is_decoder", usual=False)
     refuse_set(config, "add_cross_attention", usual=False)
@@ -90,7 +90,7 @@ def _num_labels(config: Fields, classifies: bool) -> int:
     return len(read_labels(config)) if classifies else 0
 
 
-# What stands in names of checkpoints, and the layers' names. In this order: the first ones are parts of others.
+# Replacements from checkpoint names to layer names, applied in this order because some contain others.
 BERT_NAMES = {
     "encoder.layer.": "layers.",
     ".attention.self.": ".attention.",
@@ -111,16 +111,16 @@ DISTILBERT_NAMES = {
     ".ffn.lin2.": ".mlp.down.",
     ".output_layer_norm.": ".mlp_norm.",
 }
-# Where the two products of a head are, by family. Before other names: some hold these.
+# Names of the head's two layers, by family. Checked before the names above, which contain some of them.
 BERT_HEAD = {"pooler.dense.": "head.dense.", "classifier.": "head.out."}
 ROBERTA_HEAD = {"classifier.dense.": "head.dense.", "classifier.out_proj.": "head.out."}
 DISTILBERT_HEAD = {"pre_classifier.": "head.dense.", "classifier.": "head.out."}
-# Heads of training, as embeddings are hidden states; and what is no weight.
+# Ignored: heads that are only used in training, and buffers that are no weights.
 LEFT_OUT = ("pooler.", "cls.", "lm_head.", "vocab_", "embeddings.position_ids", "embeddings.token_type_ids")
 
 
 def rename_bert(names: Mapping[str, str], head: Mapping[str, str], prefix: str, name: str) -> str | None:
-    """Checkpoints with a head have a prefix; old ones call the parts of norms gamma and beta."""
+    """Return the layer's name. Checkpoints with a head have a prefix; old ones name norm parameters gamma and beta."""
     name = name.removeprefix(prefix).replace(".gamma", ".weight").replace(".beta", ".bias")
     for theirs, ours in head.items():
         if name.startswith(theirs):
@@ -139,7 +139,7 @@ def _families(
     head: Mapping[str, str],
     prefix: str,
 ) -> tuple[Family, Family]:
-    """An encoder, and the classifiers made of it."""
+    """Return an encoder family and its classifier family."""
     classifier = f"{name}-classifier"
     return (
         Family(name=name, build=Bert, read=partial(read, name=name), rename=partial(rename_bert, names, {}, prefix)),
@@ -152,7 +152,7 @@ def _families(
 
 _read_roberta = partial(read_bert, skips_padding=True)
 BERT, BERT_CLASSIFIER = _families("bert", read_bert, BERT_NAMES, BERT_HEAD, "bert.")
-BERT = replace(BERT, gguf=GGUF)  # which files of the other encoders are named too
+BERT = replace(BERT, gguf=GGUF)  # GGUF files of the other encoders are named bert too
 ROBERTA, ROBERTA_CLASSIFIER = _families("roberta", _read_roberta, BERT_NAMES, ROBERTA_HEAD, "roberta.")
 XLM_ROBERTA, XLM_ROBERTA_CLASSIFIER = _families("xlm-roberta", _read_roberta, BERT_NAMES, ROBERTA_HEAD, "roberta.")
 DISTILBERT, DISTILBERT_CLASSIFIER = _families(

@@ -1,4 +1,4 @@
-"""Builds models, and asks their layers what weights they have."""
+"""Builds models, and counts their weights without allocating them."""
 
 from __future__ import annotations
 
@@ -31,62 +31,62 @@ from quire.runtime.parallel.ranks import ALONE, Ranks
 
 
 class Model(Protocol):
-    """What the runner needs of a model."""
+    """The interface of a model that the runner uses."""
 
     @property
     def embedding(self) -> TokenTable: ...
 
     @property
     def tower(self) -> VisionTower | None:
-        """What makes vectors of images; None: the model takes none."""
+        """The vision tower, or None if the model takes no images."""
 
     def __call__(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
-        """Hidden states of the tokens in `step.wanted` [positions, hidden], of all tokens if that is None; fills the
-        step's slots of every layer's cache. `vectors`: the embedded tokens, where they are known already."""
+        """Return the hidden states of the tokens in `step.wanted` [wanted, hidden] (None: of all tokens). Side effect:
+        writes the step's slots of every layer's cache. `vectors`: the token embeddings if they are known already."""
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Hidden states after the last norm: [n, hidden] -> [n, hidden]."""
+        """Apply the final norm: [n, hidden] -> [n, hidden]."""
 
     def logits(self, hidden: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
-        """[n, hidden] -> [n, vocab], where rows use these LoRA adapters."""
+        """Apply final norm and output head: [n, hidden] -> [n, vocab]. `adapted`: the LoRA adapters of the rows."""
 
     def head_logits(self, states: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
-        """[n, hidden] after the last norm -> [n, vocab]."""
+        """Apply the output head to normed states: [n, hidden] -> [n, vocab]."""
 
     @property
     def native_head(self) -> LinearWeights | None:
-        """The weight of the head as the compiled kernels read it; None where logits are more than products with it."""
+        """The output head's weight for the compiled kernels, or None if logits need more than one gemm with it."""
 
     @property
     def classifies(self) -> bool:
-        """Whether it has a head for labels."""
+        """Whether the model has a classification head."""
 
     def classify(self, states: Tensor) -> Tensor:
-        """[n, hidden] after the last norm -> [n, labels]."""
+        """Apply the classification head to normed states: [n, hidden] -> [n, labels]."""
 
     @property
     def is_static(self) -> bool:
-        """Whether a step depends on nothing of its tokens but positions and lengths that the device knows, so that it
-        can be captured."""
+        """Whether a step depends only on tokens, positions and lengths in device memory, so that it can be captured as
+        a graph."""
 
     @property
     def num_varied(self) -> int:
-        """How many of the first layers launch every kernel that all layers do."""
+        """How many of the first layers together launch every kernel that the model uses."""
 
     def reserve(self, max_length: int) -> None:
-        """Make what sequences of this length need, so that it stays where it is from now on."""
+        """Allocate the tables that sequences of this length need, so that their addresses are stable from now on."""
 
     def trace(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> None:
-        """Write down the program of the first layers, for the compiled CPU kernels and caches like these."""
+        """Trace the program of the first `num_layers` layers for the compiled CPU kernels and caches of this layout."""
 
     def trace_row(self, caches: tuple[LayerCache, ...], num_layers: int | None = None) -> int | None:
-        """Make the kernel by which steps of one row run through the first layers over these caches, on a GPU that has
-        it. Call it after `reserve`, and before such steps are captured. Returns up to how many tokens a row is run by
-        it; None: there is none."""
+        """Trace the row kernel of the first `num_layers` layers for these caches, on a GPU that supports it. Call it
+        after `reserve` and before steps of one row are captured. Returns the longest context in tokens for which the
+        row kernel is faster, or None if there is none."""
 
 
 def build_model(config: ModelConfig, builder: LayerBuilder) -> BaseModel:
-    """Layers without weights yet: fill them with load_weights or randomize_weights."""
+    """Build a decoder without weights; fill it with load_weights or randomize_weights."""
     model = _build(config, builder)
     assert isinstance(model, BaseModel), config.architecture
     if config.stage is not None or builder.ranks.place.config.expert:
@@ -96,52 +96,51 @@ def build_model(config: ModelConfig, builder: LayerBuilder) -> BaseModel:
 
 
 def build_encoder(config: ModelConfig, builder: LayerBuilder) -> BaseEncoder:
-    """The same for a family of encoders."""
+    """Build an encoder without weights."""
     model = _build(config, builder)
     assert isinstance(model, BaseEncoder), config.architecture
     return model
 
 
 def describe_weights(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model, of all its stages, and their shapes, as its layers say; nothing is allocated."""
+    """Return the checkpoint tensors of all pipeline stages with their shapes, as the layers declare them. Allocates
+    nothing."""
     return dict(_describe(replace(config, stage=None)).shapes)
 
 
 def count_copies(config: ModelConfig) -> dict[str, int]:
-    """How often the layers hold each tensor that they can hold quantized, as it is stored; nothing is allocated."""
+    """Return how many times the layers hold each tensor that they can keep quantized. Allocates nothing."""
     return dict(_describe(config).copies)
 
 
 def count_weights(config: ModelConfig) -> ModelConfig:
-    """Return the config with the number of weights that the model's layers hold, as they say; nothing is
-    allocated."""
+    """Return the config with the number of weights that the model's layers hold. Allocates nothing."""
     return replace(config, weights=_describe(config).weights)
 
 
 class _Description(NamedTuple):
-    """What the layers of a model say of its tensors."""
+    """The tensors that a model's layers declare."""
 
     weights: WeightCounts
     shapes: dict[str, tuple[int, ...]]
-    copies: dict[str, int]  # of tensors that layers can hold quantized
+    copies: dict[str, int]  # for tensors that layers can keep quantized
 
 
 def _describe(config: ModelConfig) -> _Description:
     return _describe_uncounted(replace(config, weights=WeightCounts(), rank_weights=None))
 
 
-@lru_cache(maxsize=2)  # a model that is loaded is described several times
+@lru_cache(maxsize=2)  # loading a model needs it several times
 def _describe_uncounted(config: ModelConfig) -> _Description:
     model = _outline(config)
     layers = [(layer, *item) for layer, parts in weight_layers(model) for item in parts.items()]
     shapes = {name: layer.part_shape(part) for layer, name, part in layers}
-    copies = {name: layer.copies(part) for layer, name, part in layers if not layer.expands}
+    copies = {name: layer.copies(part) for layer, name, part in layers if not layer.is_always_dequantized}
     return _Description(_count(model), shapes, copies)
 
 
 def count_rank_weights(config: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
-    """Return the config with the number of weights that a rank holds, of each kind as many as the rank that holds most
-    of it."""
+    """Return the config with `rank_weights`: for each kind of weight, the largest number that any rank holds."""
     if parallel.tensor == 1:
         return config
     groups = [_Outlined(rank, parallel.tensor) for rank in range(parallel.tensor)]
@@ -151,7 +150,7 @@ def count_rank_weights(config: ModelConfig, parallel: ParallelConfig) -> ModelCo
 
 
 class _Outlined(OneRank):
-    """The group of a rank that computes nothing."""
+    """A rank's position in a group that never communicates."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index, self.size = index, size
@@ -163,7 +162,7 @@ def _count(model: BaseModel | BaseEncoder) -> WeightCounts:
     for layer, parts in weight_layers(model):
         shapes = [layer.held_shape(part) for part in parts.values() for _ in range(layer.copies(part))]
         parameters += sum(map(math.prod, shapes))
-        if layer.shrinks and id(layer) in inside:
+        if layer.is_quantizable and id(layer) in inside:
             matrices = [shape for shape in shapes if len(shape) == 2]
             in_blocks += sum(map(math.prod, matrices))
             outputs += layer.num_outputs if isinstance(layer, Linear) else sum(shape[0] for shape in matrices)
@@ -178,8 +177,8 @@ def _count(model: BaseModel | BaseEncoder) -> WeightCounts:
 
 
 def _count_int4(size: int, num_inputs: int) -> tuple[int, int]:
-    """The weights and bytes of an int4 matrix on a GPU, where groups have two halves each: those of 16 are held in
-    bytes, smaller ones are expanded and not counted."""
+    """Return the number of weights and bytes of a matrix quantized to int4 on a GPU, where a group has two float16
+    factors. Groups of 16 are held in bytes; smaller ones are dequantized and not counted."""
     group = math.gcd(num_inputs, INT4_GROUP)
     if group % 16:
         return 0, 0
@@ -187,7 +186,7 @@ def _count_int4(size: int, num_inputs: int) -> tuple[int, int]:
 
 
 def _count_adapted(model: BaseModel | BaseEncoder) -> tuple[int, int, int]:
-    """What `WeightCounts` says of the layers that adapters may change."""
+    """Return the fields of `WeightCounts` about layers that LoRA adapters may change."""
     if not isinstance(model, BaseModel):
         return 0, 0, 0
     layers, products = model.adapted_layers().values(), model.adapted_experts().values()
@@ -196,7 +195,8 @@ def _count_adapted(model: BaseModel | BaseEncoder) -> tuple[int, int, int]:
 
 
 def _adapted_width(layer: Linear | TiedHead | ExpertLinear) -> int:
-    """The inputs of all its matrices and the outputs. Compiled kernels cut outputs into panels."""
+    """Return the inputs of all matrices plus the outputs, rounded up because the compiled kernels cut outputs into
+    panels."""
     return layer.num_parts * layer.num_inputs + -(-layer.num_outputs // OUTPUT_STEP) * OUTPUT_STEP
 
 
@@ -209,6 +209,6 @@ def _build(config: ModelConfig, builder: LayerBuilder) -> BaseModel | BaseEncode
 
 
 def _outline(config: ModelConfig, ranks: Ranks = ALONE) -> BaseModel | BaseEncoder:
-    """The model without memory, or what a rank has of it."""
+    """Build the model on the meta device, or one rank's share of it."""
     device = DeviceConfig(device="meta", dtype="float32", kv_dtype="float32", attention_backend="reference")
     return _build(config, LayerBuilder(device, config.heads, local_heads=config.local_heads, ranks=ranks))

@@ -1,7 +1,8 @@
 """The plain decoder: RMSNorm, rotary positions, grouped-query attention, gated MLP.
 
-Llama 2 and 3, SmolLM2 and Mistral as they are; Qwen2 with biases on q, k and v; Qwen3 with normed q and k heads. Layers
-of Mistral, Qwen2 and Qwen3 may have windows. Granite scales what it adds; some layers of SmolLM3 have no positions.
+Llama 2 and 3, SmolLM2 and Mistral; Qwen2 with q, k and v biases; Qwen3 with q and k head norms. Layers of Mistral,
+Qwen2 and Qwen3 may have windows. Granite scales its residual additions; some layers of SmolLM3 have no rotary
+positions.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class DecoderBlock(nn.Module):
 
 
 class DecoderStack(nn.Module):
-    """Embedding, blocks of a class, and the last norm; where layers have inputs of their own, what makes these."""
+    """Embedding, blocks of a given class, the final norm, and the side inputs if the model has them."""
 
     def __init__(
         self, config: ModelConfig, build: LayerBuilder, block: type[nn.Module], norm_offset: float = 0.0
@@ -100,7 +101,8 @@ def read_qwen3(config: Fields) -> ModelConfig:
 
 
 def qwen_windows(config: Fields) -> tuple[int | None, ...]:
-    """By default the later layers have one, in models that use it."""
+    """Return the window of each layer. By default only layers from `max_window_layers` on have one, if the model uses
+    windows."""
     first = config.integer("max_window_layers", 28)
     window = read_window(config, 4_096) if config.flag("use_sliding_window", False) else None
     return read_windows(config, window, lambda layer: layer >= first)

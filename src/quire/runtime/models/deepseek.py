@@ -1,6 +1,6 @@
-"""DeepSeek V2 and V3: multi-head latent attention, and mixtures of many small experts beside shared ones.
+"""DeepSeek V2 and V3: multi-head latent attention, and mixtures of many small experts with shared experts.
 
-V2 ranks experts by a softmax, V3 by sigmoids and a learned bias; both may first choose among groups of experts.
+V2 ranks experts by a softmax, V3 by sigmoids and a learned bias; both may first select groups of experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.runtime.models.hf_rope import read_rope, score_scale
 from quire.runtime.models.mixture import QwenMoeBlock
 
 GROUPS = ("n_group", "topk_group")
-LATENT_EPS = 1e-6  # of the norms between the two products of queries and of latents, whatever the others have
+LATENT_EPS = 1e-6  # of the norms of compressed queries and latents, whatever rms_norm_eps is
 
 
 class DeepseekAttention(nn.Module):
@@ -57,7 +57,7 @@ class DeepseekAttention(nn.Module):
         self.o_proj = build.row_linear("o_proj", config.heads, hidden, bias=False, dim=latent.value_dim)
 
     def forward(self, x: Normed, step: ForwardStep) -> Projected:  # x: [tokens, hidden]
-        both = self.qkv_a_proj(x)  # queries, or what they are made of, then latents
+        both = self.qkv_a_proj(x)  # queries (or compressed queries), then latents
         queries = both
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             queries = self.q_b_proj(self.q_a_layernorm.of_first(both))
@@ -73,7 +73,8 @@ class Deepseek(Decoder):
 
 
 def read_deepseek_v2(config: Fields) -> ModelConfig:
-    """transformers divides no weights by their sum here, whatever `norm_topk_prob` says; so it may say nothing else."""
+    """Read DeepSeek V2's config. transformers never normalizes expert weights for V2, so norm_topk_prob=true is
+    refused."""
     method = config.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise config.refuse("topk_method", f"{method!r} is not supported", "supported: greedy, group_limited_greedy")
@@ -125,7 +126,7 @@ def read_latent_decoder(
 
 
 def read_experts(config: Fields, scoring: str, *, size: int, num_shared: int, first: int) -> Experts:
-    """`size`, `num_shared` and `first`, the first layer with experts: where config.json is silent."""
+    """Read the experts. `size`, `num_shared` and `first` (first layer with experts) are the defaults of config.json."""
     refuse_other(config, "scoring_func", scoring)
     first, every = config.integer("first_k_dense_replace", first), config.integer("moe_layer_freq", 1, least=1)
     size, layers = config.integer("moe_intermediate_size", size), range(config.integer("num_hidden_layers"))

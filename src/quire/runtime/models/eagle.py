@@ -1,8 +1,8 @@
-"""EAGLE-3 heads: one decoder layer that drafts what follows a target model's own hidden states.
+"""EAGLE-3 heads: one decoder layer that drafts tokens from a target model's hidden states.
 
-The entry at position p is made of the target's hidden states there, joined to one vector (its feature), and of the
-embedding of the token at p + 1; it says which token is at p + 2. Where the target has not been yet, the head's own
-hidden state is the feature of the next position. Embeddings are the target's.
+Entry p of the head combines the feature at position p (hidden states of some of the target's layers, joined to one
+vector) with the embedding of token p + 1, and predicts token p + 2. Where the target has not computed yet, the head's
+own hidden state is the feature of the next position. The head uses the target's embeddings.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from quire.runtime.models.base import BaseModel
 from quire.runtime.models.family import Family
 from quire.runtime.models.hf_config import read_decoder, refuse_norms, refuse_windows
 
-_NORMS = {  # and whether a head that can be run has them
+_NORMS = {  # supported values
     **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "use_mtp_layernorm"), False),
     **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
 }
 
 
 class Features(Protocol):
-    """The vectors that the target left for the head, one for each token in the cache."""
+    """Access to the features that the target stored, one for each token in the cache."""
 
     def read(self, step: ForwardStep) -> Tensor:
-        """Those of the step's tokens [tokens, hidden]; may be overwritten."""
+        """Return the features of the step's tokens [tokens, hidden]; the caller may overwrite them."""
 
 
 class Eagle3(BaseModel):
-    """The head of a target, to which `attach` binds it. A row of the head holds the target's tokens but the first.
+    """An EAGLE-3 head; `attach` connects it to its target. A row of the head holds the target's tokens except the
+    first.
 
-    `sampled` keeps the hidden states that logits were last computed of, in their order: graphs fill it too.
+    `sampled` keeps the hidden states of the last call of `logits`, in order; captured graphs fill it too.
     """
 
     def __init__(self, config: ModelConfig, build: LayerBuilder) -> None:
@@ -60,13 +61,13 @@ class Eagle3(BaseModel):
         self.sampled = torch.empty(0)
 
     def attach(self, target: BaseModel, features: Features, sampled: Tensor) -> None:
-        """Read the embeddings and the features of `target`. sampled [most rows of logits, hidden]: see above."""
+        """Use the embeddings and the features of `target`. `sampled`: [max rows of logits, hidden], see above."""
         self._table.lend(target.embedding)
         self._features, self.sampled = features, sampled
 
     def forward(self, step: ForwardStep, vectors: Tensor | None = None) -> Tensor:
         assert self._features is not None, "attach() was not called"
-        step.memo.clear()  # of an earlier pass over the same step
+        step.memo.clear()  # left from an earlier pass over the same step
         step.memo[BESIDE] = self._table(step.token_ids) if vectors is None else vectors
         (block,) = self.layers.own
         assert isinstance(block, EagleBlock)
@@ -83,7 +84,7 @@ class Eagle3(BaseModel):
 
     @property
     def native_head(self) -> None:
-        """Tokens are chosen from logits, so that `sampled` is filled."""
+        """None: tokens must be chosen from logits, because `logits` fills `sampled`."""
         return
 
 
@@ -99,7 +100,7 @@ def read_eagle3(config: Fields) -> ModelConfig:
     drafted = config.integer("draft_vocab_size", vocab_size)
     if not 1 <= drafted <= vocab_size:
         raise config.refuse("draft_vocab_size", f"must be in [1, {vocab_size}], is {drafted}")
-    is_speculators = isinstance(config.raw("transformer_layer_config"), dict)  # whose silence means another norm
+    is_speculators = isinstance(config.raw("transformer_layer_config"), dict)  # has another default norm
     norms_stream = config.flag("norm_before_residual", is_speculators)
     bias = config.flag("attention_bias", False)
     return read_decoder(
@@ -116,8 +117,8 @@ def read_eagle3(config: Fields) -> ModelConfig:
 
 
 def _read_layers(config: Fields) -> tuple[int, ...]:
-    """The target's layers whose inputs are read. A layer's input is its number at the top of config.json, and the
-    output of the one before in `eagle_config`."""
+    """Return the target's layers whose inputs are read. The key at the top of config.json numbers layer inputs; in
+    `eagle_config` it numbers layer outputs, which are the inputs of the next layer."""
     key, inner = "eagle_aux_hidden_state_layer_ids", config.raw("eagle_config")
     nested = inner if isinstance(inner, dict) else {}
     if nested.get("use_aux_hidden_state") is False:
@@ -134,7 +135,7 @@ def _read_layers(config: Fields) -> tuple[int, ...]:
 
 
 def _rename(name: str) -> str | None:
-    """Left out: the embeddings, which are the target's, and the map from the target's tokens."""
+    """Ignore the embeddings, which are the target's, and the map from the target's tokens."""
     name = name.removeprefix("model.")
     if name in ("t2d", "embed_tokens.weight"):
         return None

@@ -1,7 +1,7 @@
-"""Falcon: layer norms, rotary positions, attention and MLP beside each other, the head tied.
+"""Falcon: layer norms, rotary positions, attention and MLP in parallel, tied head.
 
-The 40B form has groups of query heads and a norm each for attention and MLP; the 7B form has one key/value head and
-one norm. Checkpoints hold q, k and v in one matrix, group after group.
+The 40B variant has grouped queries and separate norms for attention and MLP; the 7B variant has one key/value head and
+one norm. Checkpoints store q, k and v in one matrix, interleaved by group.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _read_heads(config: Fields, is_new: bool) -> Heads:
 
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: ARG001
-    """Files do not name the activation."""
+    """GGUF files do not name the activation."""
     return replace(config, activation="gelu")
 
 

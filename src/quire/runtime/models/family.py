@@ -1,4 +1,4 @@
-"""What the engine knows of a family of models: how it is built, and how its files describe it."""
+"""The description of a model family: how its models are built and how to read its files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from quire.runtime.layers.builder import LayerBuilder
     from quire.runtime.models.base import BaseEncoder, BaseModel
 
-# GGUF's names of the tensors that most families have. Outside blocks: whole names. Inside: what stands behind the
-# block's number, whole or without `.weight` or `.bias`.
+# GGUF tensor names that most families use. Outside of blocks: complete names. In blocks: the part after the block's
+# number, either complete or without `.weight` or `.bias`.
 GGUF_OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -55,31 +55,31 @@ _OWN_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.(?
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """A tensor that holds a matrix or a bias of every expert of a layer: [experts, outputs, inputs] or [experts,
+    """A tensor that stacks a matrix or a bias of all experts of a layer: [experts, outputs, inputs] or [experts,
     outputs].
 
-    `parts`: what it is of each expert; of several, one comes behind the other, or their outputs come `in_turns`.
-    `turned`: by inputs, then outputs.
+    `parts`: what it contains for each expert. The outputs of several parts are concatenated, or
+    alternate if `interleaved`. `transposed`: stored as [experts, inputs, outputs].
     """
 
     parts: tuple[str, ...]
-    turned: bool = False
-    in_turns: bool = False
+    transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """How GGUF files of a family differ from Hugging Face's.
+    """How GGUF files of a family differ from Hugging Face's checkpoints.
 
-    A `*` in a name stands for the number of an expert: the tensor holds those of all. `blocks`: what stands before the
-    number of a block. `has_pairs`: files store each head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...).
-    `ungrouped`: the layer whose rows files store as all queries, all keys, all values, where checkpoints have them
-    group after group. `turned`: checkpoints store matrices by inputs, then outputs, and files do not. `norm_offset`:
-    what files add to norm weights. `qk_norm`: heads of queries and keys are normed, which no setting says.
+    A `*` in a name is the number of an expert: the tensor stacks all experts. `blocks`: the prefix before a block's
+    number. `has_pairs`: files interleave each head's query and key rows as pairs (0, dim/2, 1, dim/2 + 1, ...).
+    `ungrouped`: the layer that files store as all queries, all keys, all values, where checkpoints interleave them by
+    group. `transposed`: checkpoints store matrices transposed and files do not. `norm_offset`: files store norm weights
+    plus this. `qk_norm`: query and key heads are normed, which the metadata does not record.
 
-    `read` completes a config by `settings`, which only this family has. `whole` gives one number for all layers where
-    files may have one for each, for what all families read. `rename` says a name again where it depends on the config.
-    `rearrange` says which tensors of layers files store in another layout, given the names of the stored ones.
+    `read` completes a config from `settings`, the metadata keys that only this family has. `whole` replaces per-layer
+    values by one value, for the reader that all families share. `rename` adjusts a name that depends on the config.
+    `rearrange` returns the tensors that files store in another layout, given the names of the stored tensors.
     """
 
     outer: Mapping[str, str] = field(default_factory=lambda: GGUF_OUTER)
@@ -87,7 +87,7 @@ class GgufFamily:
     blocks: str = "model.layers"
     has_pairs: bool = False
     ungrouped: str | None = None
-    turned: bool = False
+    transposed: bool = False
     norm_offset: float = 0.0
     qk_norm: bool = False
     settings: frozenset[str] = frozenset()
@@ -97,15 +97,15 @@ class GgufFamily:
     rearrange: Callable[[ModelConfig, Collection[str]], dict[str, Rearranged]] | None = None
 
 
-STACKED = {  # all experts of a layer in two tensors
+STACKED = {  # two tensors hold all experts of a layer
     "gate_up_proj": Stacked(("gate_proj.weight", "up_proj.weight")),
     "down_proj": Stacked(("down_proj.weight",)),
 }
 
 
-def text_part(name: str, others: tuple[str, ...]) -> str | None:
-    """A tensor's name in a model for text, given its name in one for images or sound too, in the spelling of today or
-    of old exporters; None: it is of one of the `others`, which begin with these names."""
+def text_model_name(name: str, others: tuple[str, ...]) -> str | None:
+    """Return a tensor's name in the text model, given its name in a multimodal model (new or old spelling). None: it
+    belongs to one of the `others`, given by the prefixes of their names."""
     outer = name.removeprefix("model.")
     if outer.startswith(others):
         return None
@@ -115,17 +115,17 @@ def text_part(name: str, others: tuple[str, ...]) -> str | None:
     return name
 
 
-def placed(name: str, places: Mapping[str, tuple[str, ...]]) -> str:
-    """A tensor's name in a model that has some layers of a block, or of its own, inside other modules. `places`: these
-    modules, and how the names of layers begin that they hold."""
+def with_module_path(name: str, places: Mapping[str, tuple[str, ...]]) -> str:
+    """Insert the path of the wrapping module into a tensor's name, for layers that our model nests deeper than the
+    checkpoint. `places`: the path of each such module and the name prefixes of its layers."""
     found = _OUTER.match(name)
     outer, inner = name[: found.end()] if found else "", name[found.end() :] if found else name
     return next((f"{outer}{place}.{inner}" for place, held in places.items() if inner.startswith(held)), name)
 
 
 def is_unread(config: ModelConfig, name: str) -> bool:
-    """Whether no layer reads a tensor: checkpoints hold keys and values of layers that read those of others, and heads
-    that can draft every token may have a map of tokens all the same."""
+    """Whether no layer reads a tensor. Checkpoints store keys and values of layers that read those of other layers, and
+    EAGLE heads with the full vocabulary may still store a token map (d2t)."""
     if config.eagle is not None and name == "d2t":
         return config.eagle.vocab_size == config.vocab_size
     found = config.kv_layers and _OWN_KEYS.fullmatch(name)
@@ -135,26 +135,26 @@ def is_unread(config: ModelConfig, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family. Its layers carry the names that Hugging Face's checkpoints have.
+    """One model family. Its layers have the names of Hugging Face's checkpoints.
 
-    `read` makes a config of config.json; the dtype and the special tokens are read for it.
+    `read` makes the config from config.json, except for the dtype and the special tokens, which the caller reads.
     """
 
-    name: str  # as `model_type` of config.json has it
+    name: str  # `model_type` in config.json
     build: Callable[[ModelConfig, LayerBuilder], BaseModel | BaseEncoder]
     read: Callable[[Fields], ModelConfig]
-    rename: Callable[[str], str | None] = str  # a tensor of the checkpoint to the layer's part; None: it is left out
-    drops_layers: bool = False  # checkpoints may hold layers past the last, which draft tokens: they are left out
-    stacked: Mapping[str, Stacked] = field(default_factory=dict)  # by what stands behind `experts.` in their names
-    integers: frozenset[str] = frozenset()  # tensors of layers that are whole numbers
-    embedding: str = "model.embed_tokens.weight"  # which tied heads are
-    nested: str | None = None  # the key of config.json that may hold all numbers of a model for text
+    rename: Callable[[str], str | None] = str  # checkpoint tensor to layer part; None: ignored
+    drops_layers: bool = False  # ignores draft layers (MTP) after the last layer
+    stacked: Mapping[str, Stacked] = field(default_factory=dict)  # by the part of the name after `experts.`
+    integers: frozenset[str] = frozenset()  # integer tensors
+    embedding: str = "model.embed_tokens.weight"  # the table that a tied head uses
+    nested: str | None = None  # key in config.json with the text model's config
     gguf: GgufFamily | None = None  # None: not read from GGUF
 
 
 def read_classifier(config: Fields, family: Family) -> ModelConfig:
-    """A decoder of a family with a head for labels in place of one for tokens: the last token of a text is classified.
-    Nothing is sampled, so the head for tokens is the embedding, which takes no memory."""
+    """Read the config of a decoder with a classification head. The last token of a text is classified. Nothing is
+    sampled, so the output head is tied to the embedding, which costs no memory."""
     numbers, num_labels = family.read(config), len(read_labels(config))
     return replace(numbers, architecture=f"{family.name}-classifier", num_labels=num_labels, tie_word_embeddings=True)
 

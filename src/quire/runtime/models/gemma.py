@@ -1,8 +1,8 @@
-"""Gemma 2 and 3: a norm before and after each layer, attention that mostly looks at a window.
+"""Gemma 2 and 3: a norm before and after attention and MLP, and sliding windows in most layers.
 
-Checkpoints store what norm weights differ from one by. Embeddings are scaled by the root of their size, rounded as the
-model's numbers are. Gemma 2 caps attention scores and logits; every second layer sees all tokens. Gemma 3 norms query
-and key heads; every sixth layer sees all tokens, with rotary positions of its own.
+Checkpoints store norm weights minus one. Embeddings are scaled by sqrt(hidden), rounded to the model's dtype. Gemma 2
+caps attention scores and logits; every second layer has no window. Gemma 3 norms query and key heads; every sixth layer
+has no window, and rotary frequencies of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import PostNormed, Projected, Stream, Value
 from quire.runtime.models import gguf_config
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily, text_part
+from quire.runtime.models.family import GGUF_INNER, Family, GgufFamily, text_model_name
 from quire.runtime.models.hf_config import (
     FULL,
     GATED,
@@ -85,7 +85,7 @@ def read_gemma2(config: Fields) -> ModelConfig:
 
 
 def read_gemma3(config: Fields) -> ModelConfig:
-    if "text_config" in config.values:  # of models for images too, which leave the usual sizes out
+    if "text_config" in config.values:  # multimodal models, which omit default sizes
         config = Fields(config.file, {**USUAL_GEMMA3, **config.values})
     refuse_bidirectional(config)
     every = config.integer("sliding_window_pattern", 6, least=1)
@@ -102,7 +102,7 @@ def read_gemma(
     config: Fields, name: str, max_position: int, caps: tuple[float | None, float | None] = (None, None),
     **fields: object,
 ) -> ModelConfig:  # fmt: skip
-    """`caps`: of scores and of logits, where config.json is silent."""
+    """Read a Gemma config. `caps`: default softcaps of scores and of logits."""
     bias, cap = config.flag("attention_bias", False), read_cap(config, "attn_logit_softcapping", caps[0])
     scale = config.number("query_pre_attn_scalar", 256.0) ** -0.5
     return read_decoder(
@@ -128,7 +128,8 @@ def gguf_gemma3(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _finish_gguf(fields: Fields, config: ModelConfig, *, every: int, deepest: int) -> ModelConfig:
-    """`deepest`: how many layers the largest model has, which alone does not scale scores by the size of a head."""
+    """Set what GGUF files omit. `deepest`: the number of layers of the family's largest model, the only one that does
+    not scale scores by the head size."""
     windows = gguf_config.read_windows(fields, every, usual=4_096)
     size = config.hidden_size // config.heads.num_query if config.num_layers == deepest else config.heads.dim
     return replace(
@@ -138,8 +139,8 @@ def _finish_gguf(fields: Fields, config: ModelConfig, *, every: int, deepest: in
 
 
 def rename(name: str) -> str | None:
-    """Towers for images are left out."""
-    return text_part(name, ("vision_tower.", "multi_modal_projector."))
+    """Ignore the vision tower."""
+    return text_model_name(name, ("vision_tower.", "multi_modal_projector."))
 
 
 GEMMA_INNER = GGUF_INNER | {

@@ -1,8 +1,8 @@
-"""Gemma 4 (text): Gemma's block with normed value heads, inputs of each layer, and keys and values that layers share.
+"""Gemma 4 (text): Gemma's block with normed value heads, per-layer side inputs, and layers that share keys and values.
 
-Queries are not scaled: their norm does it. Layers that see all tokens turn a part of each head, and may take their keys
-for values. The last layers may read the keys and values of an earlier layer of their kind. What a layer reads beside
-the stream is a vector of its own, of the token and of its embedding. Checkpoints store norm weights as they are.
+Scores are not scaled, because the query norm does it. Layers without a window rotate a part of each head, and may use
+their keys as values. The last layers may read the keys and values of an earlier layer of their kind. Each layer adds a
+side input, made from the token id and its embedding. Checkpoints store norm weights without an offset.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.runtime.layers.side_inputs import SideInput
 from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Projected, Stream, Value
 from quire.runtime.models import gguf_config
-from quire.runtime.models.family import GGUF_OUTER, STACKED, Family, GgufFamily, placed, text_part
+from quire.runtime.models.family import GGUF_OUTER, STACKED, Family, GgufFamily, text_model_name, with_module_path
 from quire.runtime.models.gemma import GEMMA_INNER, Gemma, GemmaBlock, read_gemma
 from quire.runtime.models.hf_config import (
     FULL,
@@ -77,7 +77,7 @@ def read_gemma4(config: Fields) -> ModelConfig:
     length = config.integer("max_position_embeddings", 131_072)
     given = ropes_by_type(config, USUAL_ROPE)
     windows = read_windows(config, read_window(config, 512), lambda layer: (layer + 1) % 6 != 0)
-    windows = (*windows[:-1], None) if windows else ()  # the last layer always sees all
+    windows = (*windows[:-1], None) if windows else ()  # the last layer never has a window
     keys_are_values, local = config.flag("attention_k_eq_v", False), read_heads(config, 4, 256)
     number = config.integer("num_global_key_value_heads", local.num_kv) if keys_are_values else local.num_kv
     usual = replace(local, num_kv=number, dim=config.integer("global_head_dim", 512))
@@ -96,7 +96,7 @@ def read_gemma4(config: Fields) -> ModelConfig:
     )  # fmt: skip
 
 
-# The modules of the model that hold layers which checkpoints have outside of any.
+# Modules of our model, and the prefixes of layers in them that checkpoints store one level higher.
 PLACES = {
     "side_inputs": ("embed_tokens_per_layer.", "per_layer_model_projection.", "per_layer_projection_norm."),
     "side_input": ("per_layer_input_gate.", "per_layer_projection.", "post_per_layer_input_norm."),
@@ -105,13 +105,14 @@ PLACES = {
 
 
 def rename(name: str) -> str | None:
-    """Towers for images and sound are left out."""
-    found = text_part(name, ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."))
-    return None if found is None else placed(found, PLACES)
+    """Ignore the towers for images and sound."""
+    found = text_model_name(name, ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."))
+    return None if found is None else with_module_path(found, PLACES)
 
 
 def gguf_gemma4(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """What files do not say of heads, positions and scales is what published models have."""
+    """Complete the config. What GGUF files do not store about heads, positions and scales is as in the published
+    models."""
     return replace(
         config, **gguf_config.read_layers(fields, config, _gguf_windows(fields)),
         local_rope=gguf_config.read_local_rope(fields, config),
@@ -123,7 +124,7 @@ def gguf_gemma4(fields: Fields, config: ModelConfig) -> ModelConfig:
 
 
 def _gguf_windows(fields: Fields) -> tuple[int | None, ...]:
-    return (*gguf_config.read_listed_windows(fields)[:-1], None)  # the last layer always sees all
+    return (*gguf_config.read_listed_windows(fields)[:-1], None)  # the last layer never has a window
 
 
 GGUF = GgufFamily(

@@ -1,7 +1,7 @@
-"""GGUF files of DeepSeek V2 and V3, whose architecture is `deepseek2` in both: experts that rank by sigmoids are V3's.
+"""GGUF files of DeepSeek V2 and V3. Both have the architecture `deepseek2`; files that rank experts by sigmoids are V3.
 
-Files of today store the matrix from latents to keys and values in two, the first of them transposed in each head; older
-ones store it whole, and count heads as if there were no latents.
+Newer files store the matrix from latents to keys and values as two tensors, the first of them transposed in each head;
+older ones store it as one, and count heads as if there were no latents.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _KEY, _VALUE, _ROPE = "attention.key_length", "attention.value_length", "rope.di
 _DENSE, _SHARED = "leading_dense_block_count", "expert_shared_count"
 _SCALE, _NORM = "expert_weights_scale", "expert_weights_norm"
 _GROUPS = ("expert_group_count", "expert_group_used_count")
-_MAGNITUDE = "rope.scaling.yarn_log_multiplier"  # a tenth of `mscale_all_dim`
-_SOFTMAX = 1  # of `gguf_config.GATING`
+_MAGNITUDE = "rope.scaling.yarn_log_multiplier"  # mscale_all_dim / 10
+_SOFTMAX = 1  # a value of `gguf_config.GATING`
 
 
 def read_v2(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """Weights of experts are divided by no sum, as in checkpoints of Hugging Face."""
+    """Complete the config of DeepSeek V2. Expert weights are not normalized to sum 1, as in Hugging Face's
+    checkpoints."""
     if fields.flag(_NORM, False):
         raise fields.refuse(_NORM, "weights of experts that rank by a softmax are not normalized")
     if fields.integer(gguf_config.GATING, _SOFTMAX) not in (0, _SOFTMAX):
@@ -55,7 +56,8 @@ def _read_latent_decoder(fields: Fields, config: ModelConfig, *, by_sigmoid: boo
 
 
 def _read_latent(fields: Fields) -> Latent:
-    """Files of today have the sizes of heads under names of their own, as these heads read latents."""
+    """Newer files store the head sizes under `..._mla` keys, because the plain keys describe heads that read
+    latents."""
     keys = (f"{_KEY}_mla", f"{_VALUE}_mla") if fields.raw(f"{_KEY}_mla") is not None else (_KEY, _VALUE)
     rope_dim, rank = fields.integer(_ROPE, least=2), fields.integer(_RANK, least=1)
     query_dim, value_dim = fields.integer(keys[0]), fields.integer(keys[1], least=1)
@@ -65,11 +67,11 @@ def _read_latent(fields: Fields) -> Latent:
 
 
 def _read_rope(fields: Fields, config: ModelConfig) -> Rope:
-    """Files do not name `mscale`: published models have the same number as `mscale_all_dim`."""
+    """Files do not store `mscale`; published models use the same value as for `mscale_all_dim`."""
     rope, magnitude = replace(config.rope, in_pairs=True), fields.optional_number(_MAGNITUDE)
     if rope.kind != "yarn" or magnitude is None:
         return rope
-    size = round(magnitude * 10, 6)  # files have 32-bit floats
+    size = round(magnitude * 10, 6)  # files store 32-bit floats
     return replace(rope, scaling=(*rope.scaling, ("mscale", size), ("mscale_all_dim", size)))
 
 
@@ -84,13 +86,13 @@ def _read_experts(fields: Fields, num_layers: int, *, by_sigmoid: bool) -> Exper
 
 
 def whole_heads(fields: Fields) -> Fields:
-    """One size of heads, all of which is rotated, for what all families read of them."""
+    """Replace the head sizes by one fully rotated head size, for the reader that all families share."""
     dim = fields.integer(_KEY)
     return fields.changed(gguf_config.without_drafts(fields) | {_VALUE: dim, _ROPE: dim})
 
 
 def rearrange(config: ModelConfig, names: Collection[str]) -> dict[str, Rearranged]:
-    """The matrix from latents to keys and values, of the two that hold it."""
+    """Describe the matrix from latents to keys and values, which files store as two tensors."""
     latent, heads = config.latent, config.heads.num_query
     assert latent is not None
     found = {}

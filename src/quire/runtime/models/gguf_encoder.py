@@ -1,5 +1,5 @@
-"""Encoders in GGUF. Files of BERT, RoBERTa, XLM-RoBERTa and DistilBERT have one layout, named `bert`: the table of
-positions begins with the first position, and models without token types have no tensor of them."""
+"""Encoders in GGUF. Files of BERT, RoBERTa, XLM-RoBERTa and DistilBERT share one layout, named `bert`: the position
+table starts with the first used position, and models without token types have no such tensor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from quire.runtime.models.family import GgufFamily
 
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """Files do not name the activation. Quantized ones run in float16, which their scales are, not in bfloat16: rows of
-    embeddings are compared with those that others made."""
+    """Complete the config. GGUF files do not name the activation. Quantized models run in float16, the dtype of their
+    scales, not in bfloat16, because their embeddings may be compared with those that other engines computed."""
     for key in (each.removeprefix("bert.") for each in fields.values):
         if key.startswith("rope.") or key == "attention.layer_norm_rms_epsilon":
             raise fields.refuse(key, "encoders of this kind have a table of positions, and layer norms")

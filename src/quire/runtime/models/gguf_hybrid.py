@@ -1,7 +1,7 @@
-"""GGUF files of Qwen3-Next and Qwen3.5: what they say of delta nets, and how they store them.
+"""GGUF files of Qwen3-Next and Qwen3.5: metadata and tensor layout of delta nets.
 
-Files store a decay as minus its exponential, norm weights with the one that is added, and queries, keys and values of
-all heads one behind the other. Those of Qwen3.5 have the first value head of each key head first, then the second ones.
+Files store decay as -exp(A_log), norm weights plus one, and queries, keys and values each for all heads together. Files
+of Qwen3.5 order value heads with the first one of every key head first, then the second ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from quire.runtime.models.family import GGUF_EXPERTS, GGUF_INNER, GgufFamily
 from quire.runtime.models.gguf_layout import (
     Order,
     Rearranged,
-    apart,
     expand_order,
     grouped_heads,
     in_order,
     shared_gates,
+    ungrouped_rows,
 )
 from quire.runtime.models.hf_config import check_recurrent
 
@@ -59,7 +59,7 @@ def _read_recurrent(fields: Fields, count: int) -> Recurrent | None:
     every, total = fields.integer(_EVERY, 4, least=1), fields.integer("block_count")
     kinds = fields.raw(_KINDS) or [(layer + 1) % every != 0 for layer in range(total)]
     if not isinstance(kinds, list) or len(kinds) != total:
-        raise fields.refuse(_KINDS, f"must say of each of {total} layers whether it is recurrent")
+        raise fields.refuse(_KINDS, f"must be a list of {total} booleans: whether each layer is recurrent")
     layers = tuple(layer for layer in range(count) if kinds[layer])
     if len(layers) == count:
         raise fields.refuse(_EVERY, "a model without attention is not supported")
@@ -75,7 +75,7 @@ def _read_recurrent(fields: Fields, count: int) -> Recurrent | None:
 
 
 def whole_heads(fields: Fields) -> Fields:
-    """Heads all of which is rotated, and a size of plain MLPs, for what all families read of them."""
+    """Set fully rotated heads and an MLP size, for the reader that all families share."""
     changes = gguf_config.without_drafts(fields)
     if fields.raw("attention.key_length") is not None:
         changes[_ROPE] = fields.integer("attention.key_length")
@@ -85,7 +85,8 @@ def whole_heads(fields: Fields) -> Fields:
 
 
 def rearrange(config: ModelConfig, names: Collection[str], *, tiled: bool) -> dict[str, Rearranged]:
-    """`tiled`: the first value heads of all key heads come first."""
+    """Describe the tensors that files store in another layout. `tiled`: the first value heads of all key heads come
+    first."""
     hidden, found = config.hidden_size, shared_gates(config, names)
     for layer in range(config.num_layers):
         path, sizes = f"model.layers.{layer}", config.recurrent
@@ -120,18 +121,19 @@ def _delta_net(
 def _products(
     path: str, sizes: Recurrent, hidden: int, names: Collection[str], orders: tuple[Order, ...]
 ) -> dict[str, Rearranged]:
-    """The matrices before the delta rule: of queries, keys and values, of gates, strength and decay. Qwen3-Next's files
-    have the last two in one matrix, the first of these files all others too: of each key head side by side."""
+    """Describe the input matrices of the delta rule: qkv, z (gates), b (strength) and a (decay). Qwen3-Next's files
+    store b and a in one matrix; the earliest of them also store qkv and z in one. In both, the rows are grouped by key
+    head."""
     groups, shared = sizes.key_heads, sizes.value_heads // sizes.key_heads
     joined, both, found = f"{path}qkvz.weight", f"{path}ba.weight", {}
     for word, order in zip(("qkv", "z", "b", "a"), orders, strict=True):
         found[word] = (f"{path}{word}.weight", len(order), order)
     if joined in names:
-        *qkv, gates = apart(groups, (sizes.key_dim, sizes.key_dim, *[shared * sizes.value_dim] * 2))
+        *qkv, gates = ungrouped_rows(groups, (sizes.key_dim, sizes.key_dim, *[shared * sizes.value_dim] * 2))
         total = sizes.channels + sizes.value_size
         found |= {"qkv": (joined, total, np.concatenate(qkv)), "z": (joined, total, gates)}
     if both in names:
-        strength, decay = apart(groups, (shared, shared))
+        strength, decay = ungrouped_rows(groups, (shared, shared))
         found |= {"b": (both, 2 * sizes.value_heads, strength), "a": (both, 2 * sizes.value_heads, decay)}
     return {
         f"{path}{word}.weight": Rearranged(
@@ -167,7 +169,7 @@ _EXPERTS = GGUF_EXPERTS | {"ffn_gate_up_exps": "mlp.experts.*.gate_up_proj"}
 _SETTINGS = frozenset(
     {
         _KEY_HEADS, _VALUE_HEADS, _KEY_DIM, _VALUE_SIZE, _WIDTH, _EVERY, _KINDS, gguf_config.DRAFT_LAYERS,
-        "rope.dimension_sections",  # of images: the positions of text are the same in all sections
+        "rope.dimension_sections",  # only matters for images: text has equal positions in all sections
     }
 )  # fmt: skip
 DENSE = GgufFamily(

@@ -1,5 +1,4 @@
-"""Tensors of layers that GGUF files store in another layout than Hugging Face's checkpoints: which stored tensors they
-are made of, and how."""
+"""Describes layer tensors that GGUF files store in another layout than Hugging Face's checkpoints."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rearranged:
-    """A tensor of a layer, made of stored ones.
+    """A layer tensor that is computed from stored tensors.
 
-    `parts`: their names, as `GgufFamily` translates them, and the shapes that they must have; sizes of 1 may be left
-    out. `rows` and `columns`: for each row or column of the tensor the stored one, of a single part; None: as stored.
-    `restore` makes the tensor of the numbers of its parts, whose rows are in order then; None: they are its numbers,
-    and a quantized matrix stays quantized.
+    `parts`: their names, as `GgufFamily` translates them, and the shapes they must have; dimensions of size 1 may be
+    missing. `rows` and `columns`: the stored row or column of each row or column of the tensor, if it has a single
+    part; None: in order. `restore` computes the tensor from the dequantized parts, after reordering; without it the
+    values are unchanged and a quantized matrix stays quantized.
     """
 
     parts: Mapping[str, Shape]
@@ -41,28 +40,28 @@ class Rearranged:
 
 
 def shared_gates(config: ModelConfig, names: Collection[str]) -> dict[str, Rearranged]:
-    """The gates of shared experts: matrices of one row, which files may store as vectors."""
+    """Describe the gates of shared experts: matrices of one row, which files may store as vectors."""
     shape = (1, config.hidden_size)
     return {name: Rearranged({name: shape}, shape) for name in names if name.endswith(".mlp.shared_expert_gate.weight")}
 
 
 def in_order(order: Order) -> Order | None:
-    """None where nothing moves."""
+    """Return the order, or None if it is the identity."""
     return None if np.array_equal(order, np.arange(len(order))) else order
 
 
 def expand_order(order: Order, size: int) -> Order:
-    """The order of rows, given the order of heads that have `size` rows each."""
+    """Return the order of rows, given the order of heads with `size` rows each."""
     return (order[:, None] * size + np.arange(size)).reshape(-1)
 
 
 def grouped_heads(groups: int, heads: int) -> Order:
-    """For each head, where those of a group are side by side, the stored one, where the first heads of all groups come
-    first, then the second ones."""
+    """Return the order that makes the heads of each group adjacent, for files that store the first heads of all groups,
+    then the second ones."""
     return np.arange(heads).reshape(heads // groups, groups).T.reshape(-1)
 
 
-def apart(groups: int, sizes: tuple[int, ...]) -> list[Order]:
-    """The rows of each of several parts, where a group has its rows of all parts side by side."""
+def ungrouped_rows(groups: int, sizes: tuple[int, ...]) -> list[Order]:
+    """Return the row indices of each part, for a matrix that stores the rows of all parts group by group."""
     rows = np.arange(groups * sum(sizes)).reshape(groups, -1)
     return [part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)]

@@ -1,6 +1,6 @@
-"""GPT-2: layer norms before attention and MLP, learned positions, the head tied to the embedding.
+"""GPT-2: layer norms before attention and MLP, learned positions, tied head.
 
-Its checkpoints store matrices by inputs, then outputs, and q, k and v in one of them.
+Its checkpoints store matrices transposed ([inputs, outputs]), and q, k and v in one of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.runtime.models.base import BaseModel
 from quire.runtime.models.family import Family, GgufFamily
 from quire.runtime.models.hf_config import PLAIN, read_activation, read_heads, refuse_set
 
-TURNED = Stored(turned=True)
+TRANSPOSED = Stored(transposed=True)
 
 
 class Gpt2Block(nn.Module):
@@ -30,14 +30,14 @@ class Gpt2Block(nn.Module):
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
         self.ln_1 = build.layer_norm("ln_1", hidden, eps)
         self.attn = SelfAttention(
-            build.column_linear("c_attn", hidden, config.heads, bias=True, stored=TURNED),
+            build.column_linear("c_attn", hidden, config.heads, bias=True, stored=TRANSPOSED),
             build.attention(config.heads, config.place_of(layer), None),
-            build.row_linear("c_proj", config.heads, hidden, bias=True, stored=TURNED),
+            build.row_linear("c_proj", config.heads, hidden, bias=True, stored=TRANSPOSED),
         )
         self.ln_2 = build.layer_norm("ln_2", hidden, eps)
         self.mlp = build.mlp(
-            build.column_linear("c_fc", hidden, inner, bias=True, stored=TURNED),
-            build.row_linear("c_proj", inner, hidden, bias=True, stored=TURNED),
+            build.column_linear("c_fc", hidden, inner, bias=True, stored=TRANSPOSED),
+            build.row_linear("c_proj", inner, hidden, bias=True, stored=TRANSPOSED),
             config.activation,
         )
 
@@ -88,14 +88,14 @@ def read_gpt2(config: Fields) -> ModelConfig:
 
 
 def rename_gpt2(name: str) -> str | None:
-    """Some checkpoints are of the stack alone, and some hold the mask of attention, which is no weight."""
+    """Some checkpoints omit the `transformer.` prefix, and some contain the attention mask, which is no weight."""
     if name.endswith((".attn.bias", ".attn.masked_bias")):
         return None
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: ARG001
-    """Files do not name the activation."""
+    """GGUF files do not name the activation."""
     rope = Rope(max_position=config.rope.max_position)
     return replace(config, activation="gelu_tanh", rope=rope, qkv_bias=False, o_bias=False, mlp_bias=False)
 
@@ -117,7 +117,7 @@ GGUF = GgufFamily(
         "ffn_down": "mlp.c_proj",
     },
     blocks="transformer.h",
-    turned=True,
+    transposed=True,
     read=read_gguf,
 )
 GPT2 = Family(

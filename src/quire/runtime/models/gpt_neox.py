@@ -1,6 +1,6 @@
-"""GPT-NeoX and Pythia: layer norms, a part of each head rotated, attention and MLP beside each other.
+"""GPT-NeoX and Pythia: layer norms, partial rotary positions, attention and MLP in parallel.
 
-Their checkpoints hold q, k and v in one matrix, head after head.
+Their checkpoints store q, k and v in one matrix, interleaved head by head.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ def read_gpt_neox(config: Fields) -> ModelConfig:
 
 
 def rename_gpt_neox(name: str) -> str | None:
-    """Published checkpoints call the head `embed_out`, and hold the mask of attention, which is no weight."""
+    """Published checkpoints call the output head `embed_out`, and contain the attention mask, which is no weight."""
     if name.endswith((".attention.bias", ".attention.masked_bias")):
         return None
     return name.replace("embed_out.", "lm_head.")
 
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """Files do not name the activation."""
+    """GGUF files do not name the activation."""
     return replace(
         config, activation="gelu", mlp_bias=False, parallel_residual=fields.flag("use_parallel_residual", True)
     )

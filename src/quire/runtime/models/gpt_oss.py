@@ -1,7 +1,7 @@
-"""gpt-oss: a mixture of experts in every layer, attention with sinks, windows in every other layer.
+"""gpt-oss: experts in every layer, attention with sinks, sliding windows in every other layer.
 
-Router, experts and projections have biases. Gates are kept within limits, and checkpoints store the matrices of all
-experts of a layer together: as numbers, or as MXFP4.
+Router, experts and projections have biases. Gates are clamped. Checkpoints store the matrices of all experts of a layer
+in one tensor: unquantized, or as MXFP4.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ USUAL_ROPE = {
     "original_max_position_embeddings": 4_096,
 }
 USUAL_LIMIT, USUAL_ALPHA = 7.0, 1.702
-SHIFT = 1.0  # what is added to the part that is gated
+SHIFT = 1.0  # added to `up` before it is gated
 
 
 class GptOssBlock(QwenMoeBlock):
@@ -66,15 +66,15 @@ def read_experts(config: Fields) -> Experts:
 
 
 STACKED = {
-    "gate_up_proj": Stacked(("gate_proj.weight", "up_proj.weight"), turned=True, in_turns=True),
-    "gate_up_proj_bias": Stacked(("gate_proj.bias", "up_proj.bias"), in_turns=True),
-    "down_proj": Stacked(("down_proj.weight",), turned=True),
+    "gate_up_proj": Stacked(("gate_proj.weight", "up_proj.weight"), transposed=True, interleaved=True),
+    "gate_up_proj_bias": Stacked(("gate_proj.bias", "up_proj.bias"), interleaved=True),
+    "down_proj": Stacked(("down_proj.weight",), transposed=True),
     "down_proj_bias": Stacked(("down_proj.bias",)),
 }
 
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """Files say nothing of the gate's limits, nor that the frequencies of YaRN are not rounded."""
+    """GGUF files store neither the gate's limits nor that YaRN frequencies are not rounded (`truncate`)."""
     rope, clamp = config.rope, (USUAL_LIMIT, USUAL_ALPHA, SHIFT)
     return replace(
         config,

@@ -1,4 +1,4 @@
-"""What config.json says in the same way for many families."""
+"""Reads the parts of config.json that many families have in common."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quire.config.fields import Fields
 from quire.config.model import Encoder, Experts, Heads, ModelConfig, Recurrent, Rope
 from quire.runtime.models.hf_rope import read_rope
 
-SLIDING, FULL = "sliding_attention", "full_attention"  # what `layer_types` says of layers
+SLIDING, FULL = "sliding_attention", "full_attention"  # values of `layer_types`
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-GATED = ("silu", "gelu", "gelu_tanh")  # that gates have
-PLAIN = (*GATED, "relu")  # that plain MLPs have
+GATED = ("silu", "gelu", "gelu_tanh")  # activations of gated MLPs
+PLAIN = (*GATED, "relu")  # activations of plain MLPs
 MOST_EXPERTS = 1_024
 _ACTIVATIONS = {
     "silu": "silu",
@@ -31,13 +31,13 @@ def read_decoder(
     name: str,
     max_position: int,
     *,
-    num_kv_heads: int | None = None,  # where config.json is silent; None: as many as query heads
+    num_kv_heads: int | None = None,  # default; None: as many as query heads
     head_dim: int | None = None,  # None: hidden_size / query heads
     **fields: Any,
 ) -> ModelConfig:
-    """The numbers of a decoder under the names that most families give them; `fields` are set as they are.
+    """Read a decoder's config under the keys that most families use. `fields`: further fields of ModelConfig.
 
-    `max_position` is what transformers takes for granted when config.json is silent.
+    `max_position`: transformers' default for `max_position_embeddings`.
     """
     max_position = config.integer("max_position_embeddings", max_position)
     numbers: dict[str, Any] = {
@@ -56,8 +56,8 @@ def read_decoder(
 
 
 def read_encoder(config: Fields, name: str, keys: tuple[str, ...], encoder: Encoder, norm_eps: float) -> ModelConfig:
-    """The numbers of an encoder with learned positions. `keys`: of the sizes of the stream and of MLPs, the numbers of
-    layers and heads, and the activation."""
+    """Read the config of an encoder with learned positions. `keys`: the keys of hidden size, MLP size, number of
+    layers, number of heads, and activation."""
     hidden, inner, layers, heads, activation = keys
     return ModelConfig(
         architecture=name,
@@ -74,7 +74,7 @@ def read_encoder(config: Fields, name: str, keys: tuple[str, ...], encoder: Enco
 
 
 def refuse_windows(config: Fields) -> None:
-    """For families that have none."""
+    """Refuse windows, for families that do not support them."""
     if config.flag("use_sliding_window", False):
         raise config.refuse("use_sliding_window", "sliding-window attention is not supported")
     kinds = config.raw("layer_types")
@@ -83,13 +83,13 @@ def refuse_windows(config: Fields) -> None:
 
 
 def refuse_set(config: Fields, key: str, *, usual: bool) -> None:
-    """Refuse a flag that is set otherwise than the published models have it."""
+    """Refuse a flag with another value than in the published models."""
     if config.flag(key, usual) is not usual:
         raise config.refuse(key, f"only {str(usual).lower()} is supported")
 
 
 def refuse_norms(config: Fields, usual: Mapping[str, bool], within: str) -> None:
-    """Refuse a model that has other norms than `usual`, at the top of config.json or in its object `within`."""
+    """Refuse other values of norm flags than `usual`, at the top of config.json or in its object `within`."""
     inner, prefix = config.raw(within), f"{within}."
     nested = {prefix + key: value for key, value in inner.items()} if isinstance(inner, dict) else {}
     for key, flag in usual.items():
@@ -101,19 +101,19 @@ def refuse_norms(config: Fields, usual: Mapping[str, bool], within: str) -> None
 
 
 def refuse_other(config: Fields, key: str, usual: str) -> None:
-    """Refuse a setting that is not as all published models have it."""
+    """Refuse a text setting with another value than in all published models."""
     found = config.text(key, usual)
     if found != usual:
         raise config.refuse(key, f"{found!r} is not supported", fix=f"supported: {usual}")
 
 
 def read_window(config: Fields, default: int | None) -> int | None:
-    """How many tokens a token sees where it does not see all; null in config.json: it always does."""
+    """Return the window in tokens. null in config.json: no window."""
     return config.optional_integer("sliding_window", least=1) if "sliding_window" in config.values else default
 
 
 def read_windows(config: Fields, window: int | None, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """The window of each layer, by `layer_types`; where config.json is silent, `has_window` says which have one."""
+    """Return the window of each layer from `layer_types`; if that is missing, from `has_window(layer)`."""
     count, given = config.integer("num_hidden_layers"), config.raw("layer_types")
     if given is None:
         kinds = [SLIDING if has_window(layer) and window is not None else FULL for layer in range(count)]
@@ -131,7 +131,7 @@ def read_heads(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     *,
-    heads: str = "num_attention_heads",  # the keys
+    heads: str = "num_attention_heads",  # keys of config.json
     hidden: str = "hidden_size",
 ) -> Heads:
     num_query = config.integer(heads, least=1)
@@ -149,15 +149,15 @@ def read_heads(
 def read_heads_by_window(
     config: Fields, windows: tuple[int | None, ...], local: Heads, usual: Heads
 ) -> tuple[Heads, Heads | None]:
-    """The heads of layers that see all tokens, and of those with a window, where there are some that differ. `local`:
-    of layers with a window, `usual`: of the others, unless `per_layer_config` says what layers change of `local`."""
+    """Return the heads of layers without a window, and those of layers with one if they differ. `local`: of layers with
+    a window; `usual`: of the others, unless `per_layer_config` states how they differ from `local`."""
     heads = _read_changed_heads(config, windows, local) if "per_layer_config" in config.values else usual
     return heads, None if heads == local or not any(windows) else local
 
 
 def _read_changed_heads(config: Fields, windows: tuple[int | None, ...], usual: Heads) -> Heads:
-    """The heads of layers that see all tokens, from what each layer says by its number, which may begin with zeros: no
-    other layer may differ."""
+    """Return the heads of layers without a window from `per_layer_config`, which is keyed by layer number (leading
+    zeros allowed). Layers with a window must not differ from `usual`."""
     given, count = config.raw("per_layer_config"), config.integer("num_hidden_layers")
     given = {} if given is None else given
     names = {"head_dim": "dim", "num_key_value_heads": "num_kv"}
@@ -181,8 +181,8 @@ def _read_changed_heads(config: Fields, windows: tuple[int | None, ...], usual: 
 
 
 def read_kv_layers(config: Fields, key: str, count: int, windows: tuple[int | None, ...]) -> tuple[int, ...]:
-    """The layer of each whose keys and values it reads: the last ones, so many as `key` says, read those of the last
-    layer of their kind before them."""
+    """Return, for each layer, the layer whose keys and values it reads. The value of `key` is the number of last layers
+    that read those of the last earlier layer of their kind. () if it is 0."""
     shared = config.integer(key, 0)
     first = count - shared
     if shared == 0:
@@ -192,13 +192,15 @@ def read_kv_layers(config: Fields, key: str, count: int, windows: tuple[int | No
     kinds = windows or (None,) * count
     own = {kinds[layer]: layer for layer in range(first)}  # the last of each kind
     if any(kind not in own for kind in kinds):
-        raise config.refuse(key, f"no layer of some kind is left to read from: {shared} of {count}")
+        raise config.refuse(
+            key, f"is {shared} of {count} layers, but a layer needs an earlier one of its kind to read from"
+        )
     return tuple(layer if layer < first else own[kinds[layer]] for layer in range(count))
 
 
 def read_layers_without_rope(config: Fields) -> tuple[int, ...]:
-    """By `no_rope_layers`, which is 1 for layers that have rotary positions; where config.json is silent, every fourth
-    or so has none."""
+    """Return the layers without rotary positions, from `no_rope_layers` (1: has rotary positions). Default: every
+    `no_rope_layer_interval`-th layer, by default every fourth."""
     count, every = config.integer("num_hidden_layers"), config.integer("no_rope_layer_interval", 4, least=1)
     has_rope = config.raw("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(count)]
     if not isinstance(has_rope, list) or len(has_rope) != count or any(one not in (0, 1) for one in has_rope):
@@ -207,7 +209,7 @@ def read_layers_without_rope(config: Fields) -> tuple[int, ...]:
 
 
 def read_cap(config: Fields, key: str, default: float | None = None) -> float | None:
-    """Of scores or logits. Null in config.json: there is none."""
+    """Read a softcap of scores or logits. null in config.json: no cap."""
     cap = config.optional_number(key) if key in config.values else default
     if cap is not None and cap <= 0:
         raise config.refuse(key, f"must be above 0, is {cap}")
@@ -215,14 +217,15 @@ def read_cap(config: Fields, key: str, default: float | None = None) -> float | 
 
 
 def refuse_bidirectional(config: Fields, *harmless: str) -> None:
-    """`harmless`: values that change nothing for text."""
+    """Refuse bidirectional attention. `harmless`: values that do not affect text."""
     key = "use_bidirectional_attention"
     if config.raw(key) not in (None, False, *harmless):
         raise config.refuse(key, "only causal models generate text")
 
 
 def check_experts(config: Fields, experts: Experts, keys: tuple[str, str, str]) -> Experts:
-    """`keys`: of the number of experts, of those that are used, and of their size."""
+    """Return `experts` if their numbers are in range. `keys`: the keys of their number, of those used per token, and of
+    their size."""
     num, num_used, size = keys
     if not 1 <= experts.num <= MOST_EXPERTS:
         raise config.refuse(num, f"must be in [1, {MOST_EXPERTS}], is {experts.num}")
@@ -236,17 +239,22 @@ def check_experts(config: Fields, experts: Experts, keys: tuple[str, str, str]) 
 def read_groups(
     config: Fields, experts: Experts, keys: tuple[str, str], num: int | None = None, used: int | None = None
 ) -> Experts:
-    """`keys`: of the number of groups, and of those that count; `num` and `used`: where the config is silent."""
+    """Read the groups of experts. `keys`: the keys of the number of groups and of those used per token; `num` and
+    `used`: their defaults."""
     num, used = config.integer(keys[0], num), config.integer(keys[1], used)
     if num < 1 or experts.num % num or not 1 <= used <= num or experts.num_used > experts.num // num * used:
-        raise config.refuse(keys[0], f"{experts.num} experts in {num} groups, of which {used} count, cannot be")
+        raise config.refuse(
+            keys[0],
+            f"{experts.num} experts in {num} groups, {used} of them used, do not fit {experts.num_used} per token",
+        )
     if experts.by_sigmoid and used < num and experts.num < 2 * num:
         raise config.refuse(keys[0], "a group must have two experts at least")
     return replace(experts, num_groups=num, groups_used=used)
 
 
 def check_recurrent(config: Fields, sizes: Recurrent, keys: Sequence[str]) -> Recurrent:
-    """`keys`: of the key heads, value heads, their dims, and of the convolution's width."""
+    """Return `sizes` if they are in range. `keys`: the keys of key heads, value heads, their dims, and the convolution
+    width."""
     numbers = (sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim, sizes.width)
     limits = ((1, 1_024), (1, 1_024), (1, 256), (1, 256), (2, 8))
     for key, number, (least, most) in zip(keys, numbers, limits, strict=True):

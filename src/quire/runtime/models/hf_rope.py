@@ -1,4 +1,4 @@
-"""Rotary positions from config.json, in transformers' old spelling and its new one."""
+"""Reads rotary positions from config.json, in transformers' old and new spelling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "longrope": ("factor", "attention_factor"),
     "proportional": ("factor", _SHARE),
 }
-_LISTS = ("short_factor", "long_factor")  # of longrope
+_LISTS = ("short_factor", "long_factor")  # longrope only
 _LENGTH = "original_max_position_embeddings"
 _HAS_LENGTH = ("yarn", "llama3", "longrope")
 _HARMLESS = {"finetuned", _LENGTH}
@@ -35,13 +35,13 @@ _HARMLESS = {"finetuned", _LENGTH}
 def read_rope(
     config: Fields,
     max_position: int,
-    theta: float = 10_000.0,  # where config.json is silent
-    layer_type: str | None = None,  # of layers of one type
+    theta: float = 10_000.0,  # default
+    layer_type: str | None = None,  # read the parameters of layers of this type
     *,
-    head_dim: int | None = None,  # of families that may rotate a part of each head; None: they rotate whole heads
-    share: float = 1.0,  # that is rotated where config.json is silent
+    head_dim: int | None = None,  # None: the family rotates whole heads
+    share: float = 1.0,  # default share of each head that is rotated
 ) -> Rope:
-    """The Rope of a config. Raises ModelLoadError for a kind, or a parameter of one, that is not known."""
+    """Read the Rope of a config. Raises ModelLoadError for an unknown kind or an unknown parameter."""
     where = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
     values = config.raw(where) or {}
     if layer_type is not None and isinstance(values, dict) and isinstance(values.get(layer_type), dict):
@@ -50,7 +50,7 @@ def read_rope(
         raise config.refuse(where, "must hold one set of parameters for all layers")
     parameters = Fields(config.file, {f"{where}.{key}": value for key, value in values.items()}, prefix=f"{where}.")
     kind = parameters.text("rope_type", parameters.text("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its first name
+    kind = "longrope" if kind == "su" else kind  # its original name
     if kind not in _REQUIRED:
         raise parameters.refuse("rope_type", f"{kind!r} is not supported", fix=f"supported: {', '.join(_REQUIRED)}")
     theta = parameters.number("rope_theta", config.number("rope_theta", theta))
@@ -67,8 +67,7 @@ def read_rope(
 
 
 def ropes_by_type(config: Fields, usual: Mapping[str, object]) -> Fields:
-    """Settings in which every type of layers has parameters of its own: those of a config, or `usual`, where it is
-    silent."""
+    """Return settings with rope parameters for each layer type: those of the config, or `usual` if it has none."""
     where = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
     given = config.raw(where)
     if not given:
@@ -79,7 +78,8 @@ def ropes_by_type(config: Fields, usual: Mapping[str, object]) -> Fields:
 
 
 def read_local_rope(config: Fields, max_position: int, layer_type: str) -> Rope:
-    """That of layers with a window, which are of this type. Scaling in the old spelling is of the other layers only."""
+    """Read the rope of layers with a window, whose type is `layer_type`. Scaling in the old spelling applies to the
+    other layers only."""
     parameters = config.raw("rope_parameters")
     if isinstance(parameters, dict) and layer_type in parameters:
         return read_rope(config, max_position, layer_type=layer_type)
@@ -88,25 +88,24 @@ def read_local_rope(config: Fields, max_position: int, layer_type: str) -> Rope:
 
 
 def score_scale(rope: Rope) -> float:
-    """What scores are multiplied by where yarn stretches sequences, in families whose scores follow
-    `mscale_all_dim`."""
+    """Return the factor on attention scores under YaRN scaling, for families that derive it from `mscale_all_dim`."""
     scaling = dict(rope.scaling)
     factor, magnitude = scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0.0)
     return 1.0 if factor <= 1.0 or not magnitude else (0.1 * magnitude * math.log(factor) + 1.0) ** 2
 
 
 def _rotated(config: Fields, head_dim: int | None, share: float) -> int:
-    """How many numbers of each head are rotated."""
+    """Return how many elements of each head are rotated."""
     if head_dim is None:
         raise config.refuse(_SHARE, "only whole heads can be rotated")
     dim = int(head_dim * share)
     if not 2 <= dim <= head_dim or dim % 2:
-        raise config.refuse(_SHARE, f"{share} of {head_dim} numbers cannot be rotated in pairs")
+        raise config.refuse(_SHARE, f"{share} of a head of size {head_dim} cannot be rotated in pairs")
     return dim
 
 
 def _read_factors(parameters: Fields, key: str) -> tuple[float, ...]:
-    """The divisors of all frequencies."""
+    """Read the divisors of the frequencies."""
     given = parameters.raw(key)
     if not isinstance(given, list) or any(isinstance(one, bool) or not isinstance(one, int | float) for one in given):
         raise parameters.refuse(key, "must be a list of numbers" if given is not None else "is missing")

@@ -1,4 +1,4 @@
-"""A model's vision from config.json, and how its images are prepared from a file beside it."""
+"""Reads a model's vision tower from config.json, and its image preprocessing from a file next to it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from quire.config.vision import FEWEST_TOKENS, USUAL_MEAN, USUAL_STD, Channels, 
 from quire.runtime.loading.hf.json_file import read_json
 
 PREPROCESSOR, PROCESSOR, _NESTED = "preprocessor_config.json", "processor_config.json", "image_processor"
-_IMAGE_TOKEN = 151_655  # where config.json is silent
+_IMAGE_TOKEN = 151_655  # the default of config.json
 _BICUBIC, _RESCALE = 3, 1 / 255
-_MOST_PIXELS = 16_384 * 28 * 28  # that published models allow
-_SIZES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}  # of images: the edges are pixels too
+_MOST_PIXELS = 16_384 * 28 * 28  # the most of any published model
+_SIZES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}  # keys of `size`; the edges are pixel counts too
 
 
 def read_sections(config: Fields) -> tuple[tuple[int, ...], Fields]:
-    """How many pairs turn by each axis, and the settings without it."""
+    """Return how many pairs rotate by each axis, and the config without this setting."""
     where = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
     rope = config.raw(where)
     if not isinstance(rope, dict) or not isinstance(rope.get("mrope_section"), list):
@@ -30,7 +30,7 @@ def read_sections(config: Fields) -> tuple[tuple[int, ...], Fields]:
 
 
 def read_vision(config: Fields, hidden_size: int, *, is_gated: bool) -> Vision:
-    """The tower's numbers; `hidden_size`: of the decoder. `is_gated`: see Vision."""
+    """Read the vision tower. `hidden_size`: of the decoder. `is_gated`: see Vision."""
     values = config.raw("vision_config")
     if not isinstance(values, dict):
         raise config.refuse("vision_config", "is missing")
@@ -55,7 +55,7 @@ def read_vision(config: Fields, hidden_size: int, *, is_gated: bool) -> Vision:
         if not 1 <= value <= 65_536:
             raise tower.refuse(key, f"must be in [1, 65536], is {value}")
     if size % heads or size // heads % 4:
-        raise tower.refuse("num_heads", f"{size} numbers are not {heads} heads of a multiple of 4")
+        raise tower.refuse("num_heads", f"hidden size {size} is not {heads} heads whose size is a multiple of 4")
     window, full = None, tuple[int, ...]()
     if is_gated:
         window, full = tower.integer("window_size", 112), _read_full(tower)
@@ -72,7 +72,7 @@ def read_vision(config: Fields, hidden_size: int, *, is_gated: bool) -> Vision:
 
 
 def _read_full(tower: Fields) -> tuple[int, ...]:
-    """The blocks whose patches see the whole image."""
+    """Return the blocks whose patches attend to the whole image."""
     full = tower.raw("fullatt_block_indexes")
     if full is None:
         return (7, 15, 23, 31)
@@ -82,7 +82,7 @@ def _read_full(tower: Fields) -> tuple[int, ...]:
 
 
 def _read_images(config: Fields, patch: int, merge: int, frames: int) -> Fields:
-    """How images are prepared; what this code does otherwise is refused."""
+    """Return the preprocessing settings; refuse those that this implementation does not follow."""
     image = _find_images(config)
     usual = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames, "resample": _BICUBIC}
     for key, value in usual.items():
@@ -97,7 +97,7 @@ def _read_images(config: Fields, patch: int, merge: int, frames: int) -> Fields:
 
 
 def _find_images(config: Fields) -> Fields:
-    """The settings of images: transformers 5 has them in an object of processor_config.json, which it reads first."""
+    """Find the preprocessing settings. transformers 5 stores them in processor_config.json and reads that first."""
     path = Path(config.file).with_name(PROCESSOR)
     nested = read_json(path).get(_NESTED) if path.is_file() else None
     if nested is None:
@@ -109,7 +109,7 @@ def _find_images(config: Fields) -> Fields:
 
 
 def _read_pixels(image: Fields, unit: int) -> tuple[int, int]:
-    """The least and the most pixels of an image, in either spelling."""
+    """Return the minimum and maximum pixels of an image, from either spelling."""
     size = image.raw("size")
     given = {} if size is None else size
     if not isinstance(given, dict) or {key for key, value in given.items() if value is not None} - _SIZES:

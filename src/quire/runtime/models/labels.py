@@ -1,16 +1,16 @@
-"""The labels of a classifier, and what its logits become, as config.json says it. Needs no torch."""
+"""Reads a classifier's labels and its output activation from config.json. Needs no torch."""
 
 from __future__ import annotations
 
 from quire.config.embedding import Activation, Classes
 from quire.config.fields import Fields
 
-USUAL = 2  # labels where config.json does not name them, as transformers has it
+USUAL = 2  # number of labels if config.json has none; transformers' default
 _ACTIVATIONS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 
 
 def read_labels(config: Fields) -> tuple[str, ...]:
-    """The names of the labels, in the order of the logits. Raises ModelLoadError."""
+    """Return the names of the labels in the order of the logits. Raises ModelLoadError."""
     named = config.raw("id2label")
     if named is None:
         return tuple(f"LABEL_{index}" for index in range(config.integer("num_labels", USUAL)))
@@ -21,7 +21,8 @@ def read_labels(config: Fields) -> tuple[str, ...]:
 
 
 def read_classes(config: Fields) -> Classes:
-    """A cross-encoder's own activation; else a sigmoid for one label or labels that hold together, or a softmax."""
+    """Return the labels and the activation: a cross-encoder's own, otherwise sigmoid for a single label or multi-label
+    problems, otherwise softmax."""
     labels = read_labels(config)
     inner = config.raw("sentence_transformers")
     named = inner.get("activation_fn") if isinstance(inner, dict) else None

@@ -1,6 +1,6 @@
 """The plain decoder with a mixture of experts in place of the MLP.
 
-Mixtral; Qwen3-MoE with normed q and k heads; Qwen2-MoE with biases on q, k and v, and an expert that all tokens share.
+Mixtral; Qwen3-MoE with q and k head norms; Qwen2-MoE with q, k and v biases and a shared expert.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class MixtralBlock(nn.Module):
 
 
 class QwenMoeBlock(nn.Module):
-    """Some layers may have a plain MLP."""
+    """Attention and experts. The layers in `dense_layers` have a plain MLP instead."""
 
     attention: type[nn.Module] = DecoderAttention
-    router = "gate"  # what checkpoints call it
+    router = "gate"  # its name in checkpoints
 
     def __init__(self, config: ModelConfig, layer: int, build: LayerBuilder) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def read_qwen2_moe(config: Fields) -> ModelConfig:
 
 
 def read_qwen_experts(config: Fields, size: int) -> Experts:
-    """`size`: of an expert, where config.json is silent."""
+    """Read the experts. `size`: default size of an expert."""
     dense, step = config.raw("mlp_only_layers") or [], config.integer("decoder_sparse_step", 1, least=1)
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise config.refuse("mlp_only_layers", "must be a list of layers")
@@ -118,7 +118,7 @@ def read_qwen_experts(config: Fields, size: int) -> Experts:
 
 
 def rename_mixtral(name: str) -> str:
-    """transformers 5 calls the experts' module `mlp`, also in the names of adapters."""
+    """transformers 5 names the experts' module `mlp`, also in LoRA adapters."""
     return name.replace(".mlp.", ".block_sparse_moe.", 1)
 
 

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after the layers, none before them; queries and keys are normed whole, not head by head."""
+"""OLMo 2: norms after attention and MLP, none before; queries and keys are normed over all heads together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""OPT: layer norms before attention and MLP, learned positions from line 2 of their table on, the head tied."""
+"""OPT: layer norms before attention and MLP, learned positions (the first two rows of the table are unused), tied
+head."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def read_opt(config: Fields) -> ModelConfig:
 
 
 def rename_opt(name: str) -> str:
-    """Checkpoints have the MLP's matrices beside the norms, and some are of the stack alone."""
+    """Checkpoints store the MLP's matrices next to the norms, and some omit the `model.` prefix."""
     whole = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
     return re.sub(r"(layers\.\d+)\.(fc[12])\.", r"\1.mlp.\2.", whole)
 

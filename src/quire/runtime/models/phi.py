@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2: one layer norm for attention and MLP, which stand beside each other; biases, the head's too."""
+"""Phi 1, 1.5 and 2: attention and MLP in parallel after one layer norm; all layers and the head have biases."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_phi(config: Fields) -> ModelConfig:
 
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: ARG001
-    """Files do not name the activation."""
+    """GGUF files do not name the activation."""
     return replace(config, activation="gelu_tanh", qkv_bias=False, o_bias=False, mlp_bias=False)
 
 

@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4: the plain decoder, stored with q, k and v in one matrix and gate and up in another.
 
-Sequences past the length that the model was first trained for are rotated by other frequencies (longrope).
+Sequences longer than the original training length use other rotary frequencies (longrope).
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def read_phi3(config: Fields) -> ModelConfig:
     windows = () if window is None else (window,) * count
     dim = read_heads(config).dim
     rope = read_rope(config, config.integer("max_position_embeddings", 4_096), head_dim=dim)
-    turned = dim if rope.dim is None else rope.dim
+    rotated = dim if rope.dim is None else rope.dim
     if rope.kind == "longrope" and any(
-        len(each) != turned // 2 for each in (rope.frequency_factors, rope.long_factors)
+        len(each) != rotated // 2 for each in (rope.frequency_factors, rope.long_factors)
     ):
-        raise config.refuse("rope_scaling", f"short_factor and long_factor must have {turned // 2} numbers each")
+        raise config.refuse("rope_scaling", f"short_factor and long_factor must have {rotated // 2} numbers each")
     eps = config.number("rms_norm_eps", 1e-5)
     return read_decoder(config, "phi3", 4_096, windows=windows, norm_eps=eps, rope=rope)
 
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """A window of 0 tokens is none."""
+    """A stored window of 0 means no window."""
     window = fields.integer(gguf_config.WINDOW, 0)
     return replace(config, windows=(window,) * config.num_layers if window else ())
 

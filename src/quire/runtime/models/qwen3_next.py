@@ -1,7 +1,7 @@
-"""Qwen3-Next and Qwen3.5: most layers are gated delta nets, every fourth attends.
+"""Qwen3-Next and Qwen3.5: gated delta nets in most layers, attention in every fourth.
 
-What attention reads is gated, heads are normed, and a quarter of each is rotated. Checkpoints store what norm weights
-differ from one by. Qwen3-Next and larger models of Qwen3.5 have a mixture of experts, and one that all tokens share.
+The attention output is gated, heads are normed, and a quarter of each head is rotated. Checkpoints store norm weights
+minus one. Qwen3-Next and the larger Qwen3.5 models have a mixture of experts with a shared expert.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.runtime.layers.step import ForwardStep
 from quire.runtime.layers.stream import Stream
 from quire.runtime.models import gguf_hybrid
 from quire.runtime.models.decoder import Decoder
-from quire.runtime.models.family import STACKED, Family, text_part
+from quire.runtime.models.family import STACKED, Family, text_model_name
 from quire.runtime.models.hf_config import (
     FULL,
     check_recurrent,
@@ -34,8 +34,8 @@ from quire.runtime.models.hf_rope import read_rope
 from quire.runtime.models.mixture import read_qwen_experts
 
 NORM_OFFSET = 1.0
-LINEAR = "linear_attention"  # what `layer_types` says of delta nets
-_MROPE = ("mrope_section", "mrope_interleaved")  # of images: the positions of text are the same in all sections
+LINEAR = "linear_attention"  # the value of `layer_types` for delta nets
+_MROPE = ("mrope_section", "mrope_interleaved")  # only matters for images: text has equal positions in all sections
 
 
 class HybridAttention(DecoderAttention):
@@ -57,7 +57,9 @@ class HybridBlock(nn.Module):
             self.mlp = build.gated_mlp(hidden, config.intermediate_size, config.activation, bias=False)
         else:
             self.mlp = build.moe_mlp(config)
-        self._mixer = (self.linear_attn if config.is_recurrent(layer) else self.self_attn,)  # not a child twice
+        self._mixer = (
+            self.linear_attn if config.is_recurrent(layer) else self.self_attn,
+        )  # in a tuple: not a child twice
 
     def forward(self, x: Stream, step: ForwardStep) -> None:
         x.add(self._mixer[0](self.input_layernorm(x), step))
@@ -103,7 +105,7 @@ def _read_hybrid(config: Fields, name: str, num_kv_heads: int, experts: Experts 
         plain = {key: value for key, value in rope.items() if key not in _MROPE}
         config = Fields(config.file, {**config.values, "rope_parameters": plain})
     if experts is not None:
-        config = Fields(config.file, {"intermediate_size": experts.size, **config.values})  # only of plain MLPs
+        config = Fields(config.file, {"intermediate_size": experts.size, **config.values})  # set only with plain MLPs
     heads, bias = read_heads(config, num_kv_heads, 256), config.flag("attention_bias", False)
     length = config.integer("max_position_embeddings", 32_768)
     return read_decoder(
@@ -129,8 +131,8 @@ def _read_recurrent(config: Fields) -> Recurrent | None:
 
 
 def rename(name: str) -> str | None:
-    """Towers for images and layers that draft are left out."""
-    return text_part(name, ("mtp.", "visual."))
+    """Ignore the vision tower and the draft layers (MTP)."""
+    return text_model_name(name, ("mtp.", "visual."))
 
 
 QWEN3_NEXT = Family(

@@ -1,6 +1,7 @@
-"""Qwen2.5-VL and Qwen2-VL: a vision transformer whose patches become tokens of the plain decoder.
+"""Qwen2-VL and Qwen2.5-VL: a vision transformer whose merged patches are tokens of the plain decoder.
 
-Images have rotary positions of three axes: a token of an image is at its row and column behind what stands before it.
+Rotary positions have three axes (time, height, width): an image token's row and column are counted from the end of the
+text before the image.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """The patches of a token to its vector."""
+    """Maps the patches of a token to the token's vector."""
 
     def __init__(self, vision: Vision, hidden_size: int, build: LayerBuilder) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ def read_qwen_vl(config: Fields, name: str, *, is_gated: bool) -> ModelConfig:
 
 
 def rename(name: str) -> str:
-    """Checkpoints have the parts of the model under names of several versions of transformers."""
+    """Normalize the names of several versions of transformers."""
     for old, new in (("model.visual.", "visual."), ("model.language_model.", "model.")):
         if name.startswith(old):
             return new + name.removeprefix(old)

@@ -1,4 +1,5 @@
-"""The families of models that there are, one line each. None is imported here: a server can ask without torch."""
+"""The registry of model families, one entry each. Importing it imports no family, so a server can query it without
+torch."""
 
 from __future__ import annotations
 
@@ -11,25 +12,25 @@ if TYPE_CHECKING:
     from quire.runtime.models.family import Family
 
 
-# a decoder generates text, an encoder makes embeddings; classifiers have a head for labels: of an encoder, or of a
-# decoder. A draft head is a part beside a decoder, and no model by itself.
+# A decoder generates text, an encoder computes embeddings, a classifier is an encoder or a decoder with a head for
+# labels. A draft head drafts for a decoder and is no model by itself.
 Kind = Literal["decoder", "encoder", "classifier", "decoder classifier", "draft head"]
 CLASSIFIERS: tuple[Kind, ...] = ("classifier", "decoder classifier")
 
 
 class Entry(NamedTuple):
-    """Where a family is described: the file in this folder and the name in it."""
+    """Where a family is defined (file and variable in this folder), and which checkpoints belong to it."""
 
     file: str
     variable: str
-    classes: tuple[str, ...]  # that config.json calls its `architectures`
-    in_gguf: bool = False  # GGUF files of it are read
-    gguf_name: str | None = None  # their `general.architecture`, where it differs from `model_type`
+    classes: tuple[str, ...]  # `architectures` in config.json
+    in_gguf: bool = False  # GGUF files are supported
+    gguf_name: str | None = None  # `general.architecture`, if it differs from `model_type`
     kind: Kind = "decoder"
-    formats: tuple[str, ...] = ()  # of quantized checkpoints that only this family has, by `quant_method`
-    gguf_mixture: bool = False  # its GGUF files have the name of another family, and experts
-    gguf_sigmoids: bool = False  # likewise, and experts that rank by sigmoids
-    by_inputs: bool = False  # checkpoints store matrices by inputs first: quantized ones are not read
+    formats: tuple[str, ...] = ()  # `quant_method`s that only this family supports
+    gguf_mixture: bool = False  # GGUF files have another family's name, plus experts
+    gguf_sigmoids: bool = False  # likewise, with experts ranked by sigmoids
+    by_inputs: bool = False  # matrices are stored transposed: no quantized checkpoints
 
 
 ENTRIES: dict[str, Entry] = {  # by `model_type` of config.json
@@ -129,12 +130,12 @@ IN_GGUF, GGUF_MIXTURES, GGUF_SIGMOIDS = (
 
 
 def of_kind(kind: Kind) -> tuple[str, ...]:
-    """The names of all families of a kind."""
+    """Return the names of all families of a kind."""
     return tuple(name for name, entry in ENTRIES.items() if entry.kind == kind)
 
 
 def check_generates(name: str, setting: str = "model") -> None:
-    """Raise ConfigError for a family that generates no text. `setting`: the one that names the model."""
+    """Raise ConfigError if a family does not generate text. `setting`: the setting that names the model."""
     kind = ENTRIES[name].kind
     if kind == "draft head":
         reason = f"is an EAGLE head ({name}): it drafts for another model and generates no text by itself"
@@ -147,13 +148,13 @@ def check_generates(name: str, setting: str = "model") -> None:
 
 
 def check_drafts(name: str) -> None:
-    """Raise ConfigError for a family that `speculative_config` cannot name: neither a decoder nor a draft head."""
+    """Raise ConfigError if `speculative_config` cannot name this family: it is neither a decoder nor a draft head."""
     if ENTRIES[name].kind != "draft head":
         check_generates(name, "speculative_config")
 
 
 def find_family(name: str) -> Family:
-    """Raises ConfigError for a name that is none of ENTRIES."""
+    """Import and return a family. Raises ConfigError for a name that is not in ENTRIES."""
     if name not in ENTRIES:
         known = ", ".join(sorted(ENTRIES))
         raise ConfigError("architecture", f"{name!r} is not supported", f"supported: {known}")

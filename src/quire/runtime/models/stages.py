@@ -1,4 +1,4 @@
-"""What a pipeline stage keeps of a model beside its blocks: the first one the embedding, the last one norm and head."""
+"""Reduces a model to one pipeline stage: its blocks, the embedding on the first stage, norm and head on the last."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.runtime.models.base import BaseModel
 
 
 def keep_stage(model: BaseModel, config: ModelConfig, dtype: torch.dtype) -> None:
-    """Take the layers out of a model that its stage does not need, before they have weights: what embeds tokens from
-    all but the first stage, norm and head from all but the last. A tied head keeps the table."""
+    """Remove the layers that a pipeline stage does not need, before they have weights: the embedding on all stages but
+    the first, norm and head on all but the last. A last stage with a tied head keeps the embedding table."""
     _, blocks, norm, head = model.parts
     labels = model.labels
     behind = [part for part in (norm, head, labels) if part is not None]
@@ -35,7 +35,7 @@ def keep_stage(model: BaseModel, config: ModelConfig, dtype: torch.dtype) -> Non
 
 
 def _layers_outside(model: nn.Module, kept: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Layers with weights, by their paths, that are in none of these modules."""
+    """Yield the path and module of every layer with weights that is not inside one of the `kept` modules."""
     inside = {id(module) for part in kept for module in part.modules()}
     for path, module in model.named_modules():
         if isinstance(module, WeightLayer) and id(module) not in inside:

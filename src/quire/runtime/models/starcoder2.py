@@ -76,7 +76,7 @@ def read_starcoder2(config: Fields) -> ModelConfig:
 
 
 def read_gguf(fields: Fields, config: ModelConfig) -> ModelConfig:  # noqa: ARG001
-    """Files do not name the activation. They leave windows out too, as long as the model's context."""
+    """GGUF files do not name the activation. They also omit windows that are as long as the model's context."""
     return replace(config, activation="gelu_tanh")
 
 

@@ -1,4 +1,5 @@
-"""How the inputs of a quantized product are rounded: to int8 or float8, by a scale of each token or one for all."""
+"""Activation quantization: the inputs of a gemm are rounded to int8 or float8, with a scale per token, per group, or
+static."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from torch import Tensor
 
 from quire.kernels.reference.quantize import LARGEST, LARGEST_INT8, to_float8, to_int8
 
-SMALLEST_AMAX = 1e-12  # keeps the scale of an all-zero row a normal number
-_MANTISSA = (1 << 23) - 1  # bits of a float32
+SMALLEST_AMAX = 1e-12  # keeps the scale of an all-zero row a normal float
+_MANTISSA = (1 << 23) - 1  # mantissa bits of a float32
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationScheme:
-    """What activations [tokens, inputs] become before they are multiplied.
+    """How activations [tokens, inputs] are quantized before the gemm.
 
-    `scale`: one number for all tokens (static); None: each token has its own, which takes its largest magnitude to the
-    largest number of the kind (dynamic). `group`: inputs of a token that share a dynamic scale, the last group may be
-    smaller; None: all of them. `powers`: dynamic scales are rounded up to powers of two (ue8m0).
+    `scale`: static scale of all tokens; None: dynamic, each token has a scale that maps its largest magnitude to the
+    largest value of the kind. `group`: inputs of a token that share a dynamic scale (the last group may be smaller);
+    None: all. `powers`: dynamic scales are rounded up to powers of two (ue8m0).
     """
 
     kind: Literal["int8", "fp8"]
@@ -31,7 +32,7 @@ class ActivationScheme:
     powers: bool = False
 
     def rounded(self, x: Tensor) -> Tensor:
-        """What is left of x [tokens, inputs] after rounding, in x's dtype. A NaN stays one, in its own row."""
+        """Quantize and dequantize x [tokens, inputs]; returns x's dtype. A NaN affects only its own row."""
         wide = x.float()
         grouped = wide if self.group is None else _in_groups(wide, self.group)
         largest = LARGEST_INT8 if self.kind == "int8" else LARGEST
@@ -48,19 +49,19 @@ class ActivationScheme:
 
 
 def _next_power(scale: Tensor) -> Tensor:
-    """The smallest power of two that is not below each positive float32; what is no number stays none."""
+    """Return the smallest power of two that is not below each positive float32. NaN and infinity are unchanged."""
     carried = scale.view(torch.int32) + _MANTISSA  # any bit of the mantissa carries into the exponent
     return torch.where(scale.isfinite(), (carried & ~_MANTISSA).view(torch.float32), scale)
 
 
 def _in_groups(x: Tensor, size: int) -> Tensor:  # [tokens, inputs] -> [tokens, groups, size]
-    """Zeros fill the last group."""
+    """Cut each row into groups, padding the last one with zeros."""
     return F.pad(x, (0, -x.shape[1] % size)).view(len(x), -1, size)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedMultiply:
-    """A product whose rows are rounded first."""
+    """A gemm whose rows are quantized and dequantized first."""
 
     multiply: Callable[[Tensor], Tensor]
     activations: ActivationScheme
@@ -70,5 +71,5 @@ class RoundedMultiply:
 
 
 def rounding(multiply: Callable[[Tensor], Tensor], activations: ActivationScheme | None) -> Callable[[Tensor], Tensor]:
-    """The product as it is, or with its rows rounded first."""
+    """Return `multiply`, wrapped to quantize its rows first if there is an activation scheme."""
     return multiply if activations is None else RoundedMultiply(multiply, activations)

@@ -1,4 +1,4 @@
-"""Quantized weights as float8 (e4m3) numbers: a scale for the tensor, for each output or for each block."""
+"""Quantized weights in float8 (e4m3), with a scale per tensor, per output or per block."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from quire.runtime.quantization.activations import ActivationScheme
 
 @dataclass(frozen=True, slots=True)
 class Float8Weight:
-    """A matrix whose entries are number * scale, the scale shared by a block of outputs and inputs. Blocks at the edge
-    may be cut."""
+    """A matrix whose entries are number * scale, with a scale per block of outputs and inputs. Blocks at the edges may
+    be smaller."""
 
     numbers: Tensor  # [outputs, inputs], float8
     scales: Tensor  # [blocks of outputs, blocks of inputs], float32
-    block: tuple[int, int]  # outputs and inputs of one
+    block: tuple[int, int]  # (outputs, inputs) per block
     activations: ActivationScheme | None = None
 
     @property
@@ -35,17 +35,17 @@ class Float8Weight:
         return self.numbers.float().mul_(scales)
 
     def by_rows(self) -> Float8Weight:
-        """The same with scales of single outputs."""
+        """Return the same weight with a scale row per output."""
         return replace(self, scales=self.row_scales, block=(1, self.block[1]))
 
     def rows(self, numbers: Tensor) -> Float8Weight:
-        """Some of the outputs, in the given order."""
+        """Return the outputs with these indices, in the given order."""
         bytes_ = self.numbers.view(torch.uint8).index_select(0, numbers).view(self.numbers.dtype)
         single = self.by_rows()
         return replace(single, numbers=bytes_, scales=single.scales.index_select(0, numbers))
 
     def inputs(self, own: range) -> Float8Weight:
-        """Some neighbouring inputs."""
+        """Return a consecutive range of inputs."""
         size = self.block[1] if self.scales.shape[1] == 1 else math.gcd(self.block[1], own.start)
         small = _narrowed(self, size) if size < self.block[1] else self
         numbers = self.numbers.view(torch.uint8)[:, own.start : own.stop].contiguous().view(self.numbers.dtype)
@@ -60,7 +60,7 @@ class Float8Weight:
 
 
 def stack(weights: Sequence[Float8Weight]) -> Float8Weight | None:
-    """Weights of the same inputs as one, outputs one behind the other; None where their activations differ."""
+    """Concatenate weights with the same inputs along the outputs, or return None if their activation schemes differ."""
     first = weights[0]
     if any(other.activations != first.activations for other in weights[1:]):
         return None
@@ -74,7 +74,7 @@ def stack(weights: Sequence[Float8Weight]) -> Float8Weight | None:
 
 
 def _narrowed(weight: Float8Weight, size: int) -> Float8Weight:
-    """With scales of `size` inputs, which divides what they have now."""
+    """Return the same weight with scales per `size` inputs; `size` divides the current block."""
     outputs, inputs = weight.block
     count = -(-weight.shape[1] // size)
     return replace(

@@ -1,4 +1,5 @@
-"""Float8 (e4m3) or int8 numbers with a scale per row: weights by output, quantized once, and activations by token."""
+"""Rows of float8 (e4m3) or int8 values with a scale per row: weights quantized once (per output), activations (per
+token)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from torch import Tensor
 from quire.kernels.library import FLOAT8_MULTIPLE, can_multiply_int8, multiply_float8, sum_int8
 from quire.kernels.reference.quantize import quantize_rows
 
-_NUMBERS_AT_ONCE = 1 << 22  # quantized at once by plain torch, which needs them in float32
+_VALUES_AT_ONCE = 1 << 22  # elements per pass of plain torch, which needs them in float32
 
 
 class ScaledRows(NamedTuple):
-    """Rows that are numbers * scale."""
+    """Rows of quantized values; row i stands for numbers[i] * scale[i]."""
 
     numbers: Tensor  # [rows, size] float8 or int8
     scale: Tensor  # [rows] float32
@@ -24,15 +25,17 @@ class ScaledRows(NamedTuple):
 
 
 def rounded(x: Tensor) -> Tensor:
-    """What is left of rows [rows, size] after float8, in x's dtype. By plain torch, a part at a time."""
-    parts = torch.split(x, max(1, _NUMBERS_AT_ONCE // x.shape[1]))
+    """Quantize rows [rows, size] to float8 and dequantize them; returns x's dtype. Uses plain torch, a part at a
+    time."""
+    parts = torch.split(x, max(1, _VALUES_AT_ONCE // x.shape[1]))
     return torch.cat([ScaledRows(*quantize_rows(part)).values(x.dtype) for part in parts])
 
 
 def multiply_scaled(x: ScaledRows, weight: ScaledRows, dtype: torch.dtype) -> Tensor:
-    """x @ weight.T by the library on a GPU, [rows, outputs] in `dtype`; it sums fast and itself rounds to bfloat16.
+    """Return x @ weight.T, [rows, outputs] in `dtype`, by the GPU's library gemm. For float8 that gemm accumulates with
+    reduced precision and itself rounds to bfloat16.
 
-    What it cannot take, and tensors on a CPU, are multiplied as plain numbers.
+    Shapes that the library does not support, and tensors on a CPU, are dequantized and multiplied by torch.mm.
     """
     outputs, inputs = weight.numbers.shape
     if x.numbers.dtype == torch.int8 and x.numbers.is_cuda and can_multiply_int8(len(x.numbers), inputs, outputs):

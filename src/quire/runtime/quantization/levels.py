@@ -1,5 +1,5 @@
-"""Quantized weights as whole numbers: the one form that all integer formats are read into. Products multiply by it as
-it is, or expand it to numbers."""
+"""Quantized weights in integers: the common form into which all integer formats are read. Gemms multiply by it directly
+or dequantize it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import Tensor
 
 from quire.runtime.quantization.activations import ActivationScheme
 
-GROUP = 32  # inputs that share a scale and an offset in GGUF files and in the native kernels
-_NUMBERS_AT_ONCE = 1 << 22  # regrouped at once, which needs them in float32
-_HALF_ERROR = 2.0**-11  # of a number in float16's range; below 2**-14 only some have so small an error
+GROUP = 32  # inputs that share a scale and an offset in GGUF files and in the compiled kernels
+_VALUES_AT_ONCE = 1 << 22  # elements regrouped per pass, which needs them in float32
+_HALF_ERROR = 2.0**-11  # relative error of float16 for normal values; subnormals (below 2**-14) may have larger ones
 
 
 @dataclass(frozen=True, slots=True)
 class LevelWeight:
-    """A matrix whose entries are level * scale + offset. Scale and offset are shared by a group of neighbouring columns
-    of an output; groups are of equal size.
+    """A matrix whose entries are level * scale + offset. A group of consecutive columns of an output shares scale and
+    offset; groups are of equal size.
 
-    With a zero point, offset is -zero * scale. `columns`: which input of the layer each column belongs to, where groups
-    hold inputs that are no neighbours (act-order); None: its own.
+    With a zero point, offset is -zero * scale. `columns`: the input of each column, if groups contain inputs that are
+    not consecutive (act-order); None: in order.
     """
 
-    levels: Tensor  # [outputs, inputs]: uint8 below 16 where `nibbles`, else int8
+    levels: Tensor  # [outputs, inputs]: uint8 below 16 if `nibbles`, else int8
     scales: Tensor  # [outputs, groups], float16 or float32, finite
     offsets: Tensor  # [outputs, groups], float16 or float32, finite
     nibbles: bool
     columns: Tensor | None = None  # [inputs], int64
     activations: ActivationScheme | None = None
-    byte_rows: bool = False  # its format's own engine rounds rows to 8 bits, 32 numbers or more with a scale
+    byte_rows: bool = False  # the format's own engine quantizes rows to 8 bits, with a scale per 32 or more values
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,16 +45,16 @@ class LevelWeight:
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether level 0 (of nibbles: 8) is the number 0 everywhere."""
+        """Whether level 0 (with nibbles: 8) stands for 0 in every group."""
         return bool((self.offsets.float() == (-8.0 if self.nibbles else 0.0) * self.scales.float()).all())
 
     @property
     def is_in_native_groups(self) -> bool:
-        """Whether groups are multiples of 32 columns, or 32 a multiple of them."""
+        """Whether the group size is a multiple or a divisor of 32."""
         return self.levels.shape[1] % GROUP == 0 and (self.group % GROUP == 0 or GROUP % self.group == 0)
 
     def values(self) -> Tensor:  # [outputs, inputs], float32
-        """The entries; exact, as a level times a half has room in a float."""
+        """Dequantize. Exact with float16 factors: a level times a float16 fits a float32."""
         grouped = self.levels.view(*self.scales.shape, self.group).float()
         grouped.mul_(self.scales.float().unsqueeze(-1)).add_(self.offsets.float().unsqueeze(-1))
         if self.columns is None:
@@ -62,12 +62,12 @@ class LevelWeight:
         return torch.empty_like(self.levels, dtype=torch.float32).index_copy_(1, self.columns, grouped.flatten(-2))
 
     def rows(self, numbers: Tensor) -> LevelWeight:
-        """Some of the outputs, in the given order."""
+        """Return the outputs with these indices, in the given order."""
         levels, scales, offsets = (each.index_select(0, numbers) for each in (self.levels, self.scales, self.offsets))
         return replace(self, levels=levels, scales=scales, offsets=offsets)
 
     def inputs(self, own: range) -> LevelWeight | None:
-        """Some neighbouring inputs; None where groups would become too small to be held as such."""
+        """Return a consecutive range of inputs, or None if its groups would be too small to stay quantized."""
         index, whole = torch.arange(own.start, own.stop), self
         size = math.gcd(self.group, own.start, len(own))
         if self.columns is not None:
@@ -86,7 +86,7 @@ class LevelWeight:
         return replace(self, columns=columns, **parts)
 
     def in_groups(self, size: int) -> LevelWeight:
-        """The same with smaller groups: `size` divides the group's."""
+        """Return the same weight with groups of `size` columns; `size` divides the group size."""
         times = self.group // size
         if times == 1:
             return self
@@ -94,16 +94,17 @@ class LevelWeight:
         return replace(self, **parts)
 
     def in_wider_groups(self, size: int) -> LevelWeight:
-        """With groups of `size` columns, a multiple of the group's, and 8-bit levels. A wide group whose parts have the
-        same factors keeps them; the entries of others are rounded to 127 steps of the largest of them."""
-        rows = max(1, _NUMBERS_AT_ONCE // self.levels.shape[1])
+        """Return the weight with groups of `size` columns, a multiple of the group size, and 8-bit levels. A wide group
+        whose parts have equal factors keeps its levels; others are requantized in 127 steps of their largest
+        magnitude."""
+        rows = max(1, _VALUES_AT_ONCE // self.levels.shape[1])
         parts = [_widened(part, size) for part in _split(replace(self, columns=None), rows)]
         levels, scales, offsets = (torch.cat(each) for each in zip(*parts, strict=True))
         return replace(self, levels=levels, scales=scales, offsets=offsets, nibbles=False)
 
     def as_native(self, smallest: int = GROUP) -> LevelWeight | None:
-        """As the native CPU kernels take it: groups of 32 columns, or of `smallest` ones where it has such, factors in
-        float16; None: they do not."""
+        """Convert to the form of the compiled CPU kernels: groups of 32 columns, or of `smallest` if it has such, and
+        float16 factors. None if that is not possible."""
         if not self.is_in_native_groups:
             return None
         wide = self.in_wider_groups(GROUP) if self.group < smallest else self
@@ -111,22 +112,22 @@ class LevelWeight:
         return None if halves is None else halves.in_groups(min(GROUP, halves.group))
 
     def as_halves(self) -> LevelWeight | None:
-        """The same with float16 scales and offsets, each off by a part in 2048 at most, of itself or, where it is
-        smaller, of what they are on average; None: by more."""
+        """Return the same weight with float16 factors, or None if a factor's error would exceed 1/2048 of the factor,
+        or of the mean factor if that is larger."""
         if not (_fits_half(self.scales) and _fits_half(self.offsets)):
             return None
         return replace(self, scales=self.scales.half(), offsets=self.offsets.half())
 
 
 def _split(weight: LevelWeight, rows: int) -> Iterator[LevelWeight]:
-    """So many outputs at a time."""
+    """Yield `rows` outputs at a time."""
     for begin in range(0, len(weight.levels), rows):
         part = slice(begin, begin + rows)
         yield replace(weight, levels=weight.levels[part], scales=weight.scales[part], offsets=weight.offsets[part])
 
 
 def _widened(weight: LevelWeight, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels, scales and offsets of wider groups."""
+    """Return levels, scales and offsets of wider groups."""
     outputs, times = len(weight.levels), size // weight.group
     grouped = weight.levels.view(outputs, -1, size).to(torch.int8)
     scales, offsets = (each.float().view(outputs, -1, times) for each in (weight.scales, weight.offsets))
@@ -142,8 +143,8 @@ def _widened(weight: LevelWeight, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def stack(weights: Sequence[LevelWeight]) -> LevelWeight | None:
-    """Weights of the same inputs as one, outputs one behind the other; None where they differ in the order of columns
-    or in how rows are rounded. Where some have 4 bits and others 8, all get 8."""
+    """Concatenate weights with the same inputs along the outputs, or return None if they differ in column order or in
+    how rows are quantized. A mix of 4 and 8 bits gets 8."""
     first = weights[0]
     for other in weights[1:]:
         if other.activations != first.activations or other.byte_rows != first.byte_rows:
@@ -170,7 +171,7 @@ def _same_columns(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 def _fits_half(factors: Tensor) -> bool:
-    """Whether float16 keeps them to a part in 2048, see `as_halves`. One beyond its range becomes infinite."""
+    """Whether float16 holds the factors accurately enough, see `as_halves`. Overflow becomes infinity and fails."""
     if factors.dtype == torch.float16:
         return True
     wide = factors.float()

@@ -1,4 +1,4 @@
-"""Weights as 4-bit floats that share a power of two (MXFP4 of the OCP microscaling formats)."""
+"""Weights in MXFP4 of the OCP microscaling formats: 4-bit floats with a shared power-of-two scale."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ SCALES = torch.tensor([2.0 ** (exponent - 127) for exponent in range(255)] + [fl
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Weight:
-    """A matrix whose entries are a level times 2**(exponent - 127), the exponent shared by 32 neighbouring inputs of an
-    output. A byte holds two entries, the first in its low half."""
+    """A matrix whose entries are a level times 2**(exponent - 127); 32 consecutive inputs of an output share the
+    exponent. A byte holds two entries, the first in its low nibble."""
 
     blocks: Tensor  # [outputs, inputs / 32, 16], uint8
     exponents: Tensor  # [outputs, inputs / 32], uint8
 
     def values(self) -> Tensor:  # [outputs, inputs], float32
-        """The entries; exact. Those of the exponent 255 are no numbers."""
+        """Dequantize, exactly. Exponent 255 gives NaN."""
         pairs = torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1)  # [outputs, groups, 16, 2]
         entries = LEVELS.index_select(0, pairs.flatten().int()).view(*self.exponents.shape, GROUP)
         scales = SCALES.index_select(0, self.exponents.flatten().int()).view(*self.exponents.shape, 1)

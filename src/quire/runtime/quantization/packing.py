@@ -1,5 +1,5 @@
-"""Small whole numbers packed into 32-bit words, one behind the other from the lowest bit on: across words too, or as
-many as fit whole into each."""
+"""Small unsigned integers packed into 32-bit words from the lowest bit on, either across word boundaries or padded per
+word."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """The first `count` numbers of `bits` bits of each row [rows, words] int32 -> [rows, count] uint8."""
+    """Unpack the first `count` values of `bits` bits of each row [rows, words] int32 -> [rows, count] uint8."""
     rows = len(words)
     octets = words.contiguous().view(torch.uint8)  # [rows, 4 * words]; model files are read on little-endian machines
     if bits == 8:
@@ -21,25 +21,25 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     starts = torch.arange(count) * bits
     first = starts // 8
     wide = octets.to(torch.int16)
-    beyond = torch.cat((wide, wide.new_zeros(rows, 1)), dim=1)  # what lies behind the last byte is not used
+    beyond = torch.cat((wide, wide.new_zeros(rows, 1)), dim=1)  # a padding byte, whose bits are never used
     pairs = beyond.index_select(1, first) | beyond.index_select(1, first + 1) << 8
     return (pairs >> (starts % 8).to(torch.int16) & ((1 << bits) - 1)).to(torch.uint8)
 
 
 def words_of(count: int, bits: int, *, across: bool) -> int:
-    """How many words hold so many numbers."""
+    """Return how many words hold `count` values."""
     return -(-count * bits // 32) if across else -(-count // (32 // bits))
 
 
 def unpack_whole(words: Tensor, bits: int, count: int) -> Tensor:
-    """Like `unpack`, of words that hold `32 // bits` numbers each, none of them across two."""
+    """Like `unpack`, for words that hold `32 // bits` whole values each."""
     shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
     split = words.unsqueeze(-1) >> shifts & ((1 << bits) - 1)  # [rows, words, numbers of one]
     return split.flatten(1)[:, :count].to(torch.uint8)
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """The inverse of `unpack`: [rows, count] below 2**bits -> [rows, words] int32."""
+    """Pack values below 2**bits, the inverse of `unpack`: [rows, count] -> [rows, words] int32."""
     rows, count = numbers.shape
     words = -(-count * bits // 32)
     if 32 % bits == 0:

@@ -1,4 +1,4 @@
-"""Quantizes weights while they are loaded: int8 by outputs, or int4 in groups. Neither needs data."""
+"""Quantizes weights at load time without data: int8 per output, or int4 in groups."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quire.config.model import INT4_GROUP
 from quire.runtime.quantization.activations import ActivationScheme
 from quire.runtime.quantization.levels import LevelWeight
 
-CLIPS = (1.0, 0.94, 0.88, 0.82, 0.75)  # shares of a group's range that are tried; what is beyond is cut
+CLIPS = (1.0, 0.94, 0.88, 0.82, 0.75)  # fractions of a group's range to try; values outside are clipped
 _TOP = 15.0  # the highest level
-_NUMBERS_AT_ONCE = 1 << 22
+_VALUES_AT_ONCE = 1 << 22
 
 
 def quantize_int8(weight: Tensor) -> LevelWeight:
-    """[outputs, inputs]: an output has one scale. Rows are rounded to int8 too when they are multiplied."""
-    parts = torch.split(weight, max(1, _NUMBERS_AT_ONCE // weight.shape[1]))
+    """Quantize [outputs, inputs] to int8 with a scale per output. The gemm quantizes its rows to int8 too."""
+    parts = torch.split(weight, max(1, _VALUES_AT_ONCE // weight.shape[1]))
     made = [_int8(part.float()) for part in parts]
     scales = torch.cat([scale for _, scale in made])
     levels = torch.cat([level for level, _ in made])
@@ -26,10 +26,10 @@ def quantize_int8(weight: Tensor) -> LevelWeight:
 
 
 def quantize_int4(weight: Tensor) -> LevelWeight:
-    """[outputs, inputs]: 64 inputs share a scale and an offset, or fewer where 64 does not divide them. Of several
-    ranges each group takes the one with the smallest squared error."""
+    """Quantize [outputs, inputs] to int4 with a scale and an offset per 64 inputs, or per the greatest divisor of 64
+    that also divides the inputs. Each group takes the clipping range with the smallest squared error."""
     group = math.gcd(weight.shape[1], INT4_GROUP)
-    parts = torch.split(weight, max(1, _NUMBERS_AT_ONCE // weight.shape[1]))
+    parts = torch.split(weight, max(1, _VALUES_AT_ONCE // weight.shape[1]))
     made = [int4_levels(part.float().view(len(part), -1, group)) for part in parts]
     levels, scales, offsets = (torch.cat(each) for each in zip(*made, strict=True))
     return LevelWeight(levels.view(weight.shape), scales, offsets, nibbles=True)
@@ -42,7 +42,7 @@ def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:  # [rows, inputs] -> int8, [
 
 
 def int4_levels(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[rows, groups, size] float32 -> levels uint8 and, both float16 [rows, groups], scales and offsets."""
+    """Quantize groups [rows, groups, size] float32 -> levels uint8, scales and offsets [rows, groups] float16."""
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     middle, reach = (high + low) / 2, (high - low) / 2
     scale, offset = _half(2 * reach / _TOP), _half(low)
@@ -58,12 +58,13 @@ def int4_levels(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def nearest_levels(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Levels from 0 to 15, as float32: of numbers [..., size], by factors [...]."""
+    """Return the nearest levels, 0 to 15 as float32, of values [..., size] by factors [...]."""
     return ((groups - offset.float().unsqueeze(-1)) / _divisor(scale).unsqueeze(-1)).round_().clamp_(0.0, _TOP)
 
 
 def _least_squares(groups: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and the offset that take levels nearest to the numbers. Equal levels tell of no scale: it is 0."""
+    """Return the scale and offset that minimize the squared error of given levels. If all levels are equal the scale is
+    0."""
     level, number = levels.mean(dim=2), groups.mean(dim=2)
     centred = levels - level.unsqueeze(2)
     scale = (centred * groups).sum(dim=2) / centred.square_().sum(dim=2).clamp_(min=1e-6)
@@ -71,11 +72,11 @@ def _least_squares(groups: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _half(scale: Tensor) -> Tensor:
-    """As it is stored; a weight beyond float16's range is a damaged one, and stays one."""
+    """Round to the stored dtype. Overflow to infinity shows a damaged weight and is kept."""
     return scale.to(torch.float16)
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """Where all are 0, so is the scale: any number will do."""
+    """Return the scale as float32, or 1 where it is 0 (all values are equal then, so any divisor is right)."""
     wide = scale.float()
     return torch.where(wide == 0, 1.0, wide)

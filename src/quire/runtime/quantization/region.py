@@ -1,4 +1,4 @@
-"""A part of a quantized matrix that is read by itself."""
+"""Regions of a quantized matrix that are read separately, for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WORD = 32  # bits
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Neighbouring outputs and neighbouring inputs of a matrix."""
+    """A consecutive range of outputs and of inputs."""
 
     outputs: range
     inputs: range
@@ -22,29 +22,29 @@ class Region:
 
 
 def blocks_of(own: range, total: int, size: int) -> range | None:
-    """The blocks that hold `own` of `total` numbers and no others, where each block holds `size`, the last one perhaps
-    fewer; None: there are none."""
+    """Return the blocks that contain exactly `own` of `total` elements, or None if `own` cuts through a block. Blocks
+    have `size` elements; the last may have fewer."""
     if own.start % size or (own.stop % size and own.stop != total):
         return None
     return range(own.start // size, -(-own.stop // size))
 
 
 def words_of_region(own: range, total: int, bits: int) -> range | None:
-    """The words that hold `own` of `total` packed numbers of so many bits, and no others; None: there are none, or
-    these numbers do not fill up a word."""
+    """Return the words that contain exactly `own` of `total` packed values, or None if `own` cuts through a word or
+    values cross word boundaries."""
     return None if _WORD % bits else blocks_of(own, total, _WORD // bits)
 
 
 def narrow(tensor: Tensor, *own: range) -> Tensor:
-    """These rows, and these columns if they are given: a view."""
+    """Return a view of these rows, and of these columns if given."""
     for dim, part in enumerate(own):
         tensor = tensor.narrow(dim, part.start, len(part))
     return tensor
 
 
 def narrow_scales(scales: Tensor, shape: tuple[int, int], block: tuple[int, int], region: Region) -> Tensor | None:
-    """The scales of a region, where blocks of outputs and inputs of a matrix of this shape have one each; None: the
-    region has a part of a block."""
+    """Return the scales of a region of a matrix with this shape and block size, or None if the region cuts through a
+    block."""
     if scales.numel() == 1:
         return scales
     parts = [

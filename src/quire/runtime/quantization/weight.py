@@ -1,4 +1,4 @@
-"""What a checkpoint stores quantized, in one of two forms: whole numbers, or float8."""
+"""The forms of quantized weights: integers or float8, and MXFP4 as stored by checkpoints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.mxfp4 import Mxfp4Weight
 
 QuantizedWeight = LevelWeight | Float8Weight
-StoredWeight = QuantizedWeight | Mxfp4Weight  # experts may be stored in the last form too
+StoredWeight = QuantizedWeight | Mxfp4Weight  # only experts may be stored as MXFP4
 
 
 def stack(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """Weights of the same inputs as one, outputs one behind the other; None where they cannot be."""
+    """Concatenate weights with the same inputs along the outputs, or return None if they are not compatible."""
     if all(isinstance(weight, LevelWeight) for weight in weights):
         return levels.stack(cast("Sequence[LevelWeight]", weights))
     if all(isinstance(weight, Float8Weight) for weight in weights):

@@ -1,1 +1,1 @@
-"""Writes quantized checkpoints: `quire quantize`."""
+"""Writes quantized checkpoints (`quire quantize`)."""

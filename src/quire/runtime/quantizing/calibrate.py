@@ -1,4 +1,5 @@
-"""Runs a calibration text through a model one block at a time, and sums up what its products are given."""
+"""Runs calibration texts through a model one block at a time, and accumulates the second moments of the gemms'
+inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from quire.types.errors import ConfigError
 
 
 class _Recorder:
-    """A product that sums up x xT of the rows x it is given."""
+    """A gemm that also accumulates x x^T of its rows x."""
 
     def __init__(self, multiply: Multiply) -> None:
         self._multiply = multiply
@@ -38,8 +39,7 @@ class _Recorder:
 
 
 class PlainModel:
-    """A model whose blocks are filled and forgotten one by one, in float32. `parts` of a block: its layers, and the
-    names of their tensors."""
+    """A float32 model whose blocks are loaded and dropped one at a time."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         settings = DeviceConfig(str(device), "float32", "float32", attention_backend="reference")
@@ -64,7 +64,8 @@ class PlainModel:
 
 
 class Calibration:
-    """Hidden states of texts of equal length, taken on from block to block. Memory: they, and one block's sums."""
+    """Hidden states of texts of equal length, advanced block by block. Memory: the hidden states and one block's
+    statistics."""
 
     def __init__(self, config: ModelConfig, texts: Sequence[Sequence[int]], device: torch.device) -> None:
         self._device, self._count = device, len(texts[0])
@@ -86,7 +87,8 @@ class Calibration:
             self._hidden.append(plain.model.embed(plain.embedding(tokens).clone(), step))
 
     def record(self, block: nn.Module) -> dict[int, Tensor]:
-        """The sums of what each product of a block is given, by its identity. Hidden states stay as they are."""
+        """Return the accumulated x x^T of each linear layer of a block, by the layer's id. Hidden states are
+        unchanged."""
         recorders: dict[int, _Recorder] = {}
         for layer in block.modules():
             if isinstance(layer, Linear) and layer.multiply is not None:
@@ -97,13 +99,13 @@ class Calibration:
         return {name: each.total for name, each in recorders.items() if each.total is not None}
 
     def advance(self, block: nn.Module) -> None:
-        """Take the hidden states through a block."""
+        """Replace the hidden states by the block's output."""
         self._hidden = [
             self._run(block, tokens, hidden) for tokens, hidden in zip(self._tokens, self._hidden, strict=True)
         ]
 
     def of_head(self, norm: nn.Module) -> Tensor:
-        """The sum of what the output head is given."""
+        """Return the accumulated x x^T of the output head's inputs."""
         total: Tensor | None = None
         for hidden in self._hidden:
             rows = norm(hidden)
@@ -125,7 +127,7 @@ class Calibration:
 
 
 def check_plain(config: ModelConfig) -> None:
-    """Raises ConfigError for models whose blocks need more than the residual stream."""
+    """Raise ConfigError for models whose blocks need more than the residual stream."""
     reasons = {
         "mixtures of experts": config.experts is not None,
         "attention over latents": config.latent is not None,
@@ -137,4 +139,6 @@ def check_plain(config: ModelConfig) -> None:
     }
     for what, is_there in reasons.items():
         if is_there:
-            raise ConfigError("model", f"models with {what} are not quantized to files", "set quantization instead")
+            raise ConfigError(
+                "model", f"models with {what} cannot be written as quantized checkpoints", "set quantization instead"
+            )

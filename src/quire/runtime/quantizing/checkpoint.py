@@ -1,4 +1,4 @@
-"""Writes a quantized checkpoint in the format of compressed-tensors, one block of the model at a time."""
+"""Writes a quantized checkpoint in the compressed-tensors format, one block of the model at a time."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ from quire.runtime.quantizing.gptq import Grid, RoundedMatrix, round_matrix
 from quire.types.errors import ConfigError
 
 Method = Literal["int4", "int8", "fp8"]
-Shared = Literal["channel", "tensor", "block"]  # what shares a scale of float8 weights
+Shared = Literal["channel", "tensor", "block"]  # float8 weights that share a scale
 Progress = Callable[[str, int, int], None]  # what, done, total
-GROUPS = (128, 64, 32)  # of int4: the first that divides the inputs of all matrices; others are multiples of the last
-FP8_BLOCK = 128  # outputs and inputs of a block of float8 weights
+GROUPS = (128, 64, 32)  # int4 group sizes in order of preference; a given one must be a multiple of the last
+FP8_BLOCK = 128  # float8 blocks are 128 x 128
 _LEFT = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 _CARD = "README.md"
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a checkpoint is quantized. `texts`: tokens of calibration texts of equal length; none: no data is used."""
+    """How to quantize a checkpoint. `texts`: token ids of calibration texts of equal length; empty: quantize without
+    data."""
 
     method: Method
     group_size: int | None = None
@@ -56,8 +57,9 @@ class Recipe:
 def write_quantized(
     source: ModelFiles, target: Path, recipe: Recipe, device: torch.device, progress: Progress | None = None
 ) -> int:
-    """Quantize the matrices of all blocks of `source` into a new folder; returns how many. The folder is there once all
-    of it is written: until then, its files are in `target`.partial. Raises ConfigError for what cannot be done."""
+    """Quantize the matrices of all blocks of `source` into a new folder; returns how many. Files are written to
+    `target`.partial, which is renamed to `target` when complete. Raises ConfigError if the model, the recipe or the
+    folder is not suitable."""
     target = target.resolve()
     _check(source, target, recipe)
     partial = target.with_name(f"{target.name}.partial")
@@ -74,11 +76,11 @@ def write_quantized(
 
 @contextmanager
 def _new_folder(partial: Path, target: Path) -> Iterator[None]:
-    """An empty folder `partial`, which becomes `target` at the end. It is removed where anything fails. Raises
-    ConfigError for what the file system refuses."""
+    """Create the empty folder `partial`, and rename it to `target` at the end. Removes it on any failure. Raises
+    ConfigError for file system errors."""
     try:
         if partial.exists():
-            shutil.rmtree(partial)  # of a run that was killed
+            shutil.rmtree(partial)  # left by a killed run
         partial.mkdir(parents=True)
         yield
         partial.replace(target)
@@ -102,9 +104,13 @@ def _check(source: ModelFiles, target: Path, recipe: Recipe) -> None:
     if source.path.resolve().is_relative_to(target.with_name(f"{target.name}.partial")):
         raise ConfigError("output", f"{target.name}.partial is where files are written first", "give another name")
     if recipe.method == "fp8" and recipe.texts:
-        raise ConfigError("calibration", "fp8 rounds each weight to the nearest number", "leave it out")
+        raise ConfigError(
+            "calibration", "fp8 uses no calibration: each weight is rounded to the nearest value", "leave it out"
+        )
     if recipe.method != "fp8" and recipe.fp8_scales != "channel":
-        raise ConfigError("fp8_scales", f"{recipe.method} is no float8", "leave it out, or use fp8")
+        raise ConfigError(
+            "fp8_scales", f"applies to fp8 only, and the method is {recipe.method}", "leave it out, or use fp8"
+        )
     if recipe.method != "int4" and recipe.group_size is not None:
         raise ConfigError("group_size", f"{recipe.method} has one scale for each output", "leave it out, or use int4")
 
@@ -115,17 +121,17 @@ class _Writer:
         self._config = checkpoint.config
         check_plain(self._config)
         if strange := sorted(checkpoint.stored_names ^ checkpoint.names):
-            raise ConfigError("model", f"{strange[0]} is stored together with others", "set quantization instead")
+            raise ConfigError("model", f"{strange[0]} is stored fused with other tensors", "set quantization instead")
         self._model = PlainModel(self._config, device)
         matrices = self._matrices()
         if not matrices:
             raise ConfigError("model", "has no matrices that can be quantized", "give another model")
         self._group = _choose_group(recipe, matrices) if recipe.method == "int4" else None
-        self._places: dict[str, str] = {}  # tensor: file
+        self._places: dict[str, str] = {}  # tensor name to file name
         self._num_files, self._num_bytes = self._config.num_layers + 1, 0
 
     def write(self, progress: Progress | None) -> int:
-        """Blocks first, one file each, then what is left."""
+        """Write one file per block, then one for the remaining tensors. Returns the number of quantized matrices."""
         calibration, rounded = None, PlainModel(self._config, self._device)
         if self._recipe.texts:
             calibration = Calibration(self._config, self._recipe.texts, self._device)
@@ -143,8 +149,8 @@ class _Writer:
         return count
 
     def copy_rest(self, source: Path) -> None:
-        """All files that are no weights, and the config with what was done: it is the last, so that a folder that has
-        one is whole."""
+        """Copy all files that are no weights, then write config.json last, so that a folder with a config is
+        complete."""
         for path in sorted(source.iterdir()):
             if path.is_file() and path.name != "config.json" and not path.name.endswith(_LEFT):
                 shutil.copyfile(path, self._target / path.name)
@@ -196,7 +202,7 @@ class _Writer:
         return int(head is not None)
 
     def _quantize(self, weight: Tensor, total: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-        """The tensors that are stored, by their words, and what they stand for."""
+        """Return the tensors to store, by their suffix, and the dequantized matrix."""
         dtype, numbers = weight.dtype, weight.to(self._device, torch.float32)
         if self._recipe.method == "fp8":
             found = _float8(numbers, self._recipe.fp8_scales)
@@ -215,7 +221,7 @@ class _Writer:
         return next(name for name in parts if name.endswith(".weight")).removesuffix(".weight")
 
     def _matrices(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what is quantized, by name."""
+        """Return the shapes of the matrices to quantize, by name."""
         if self._recipe.head:
             self._head()
         found: dict[str, tuple[int, ...]] = {}
@@ -223,8 +229,10 @@ class _Writer:
             for name, part in parts.items():
                 if _takes(layer, name):
                     assert isinstance(layer, Linear)
-                    if layer.part_shape(part) != self._checkpoint.shape(name) or layer.stored[_own(part)].turned:
-                        raise ConfigError("model", f"{name} is stored by inputs first", "set quantization instead")
+                    if layer.part_shape(part) != self._checkpoint.shape(name) or layer.stored[_own(part)].transposed:
+                        raise ConfigError(
+                            "model", f"{name} is stored transposed ([inputs, outputs])", "set quantization instead"
+                        )
                     found[name] = self._checkpoint.shape(name)
         return found
 
@@ -236,15 +244,15 @@ class _Writer:
 
     def _save(self, tensors: dict[str, Tensor], number: int) -> None:
         file = f"model-{number + 1:05d}-of-{self._num_files:05d}.safetensors"
-        whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}  # views of files are not saved
+        whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}  # save_file refuses views
         save_file(whole, self._target / file, metadata={"format": "pt"})
         self._places |= dict.fromkeys(tensors, file)
         self._num_bytes += sum(tensor.nbytes for tensor in whole.values())
 
 
 def quantization_config(recipe: Recipe, group: int | None, head: str | None) -> dict[str, Any]:
-    """As the config.json of a compressed-tensors checkpoint has it. `head`: the output head's name, where it is
-    quantized. It is a target of its own: to other engines its class is not Linear."""
+    """Return `quantization_config` of a compressed-tensors checkpoint. `head`: the output head's name if it is
+    quantized. It is a separate target, because in other engines its class is not Linear."""
     method = recipe.method
     common = {"symmetric": method != "int4", "observer": "minmax", "dynamic": False}
     weights: dict[str, Any]
@@ -268,7 +276,7 @@ def quantization_config(recipe: Recipe, group: int | None, head: str | None) -> 
 
 
 def _float8(weight: Tensor, shared: Shared) -> Float8Weight:  # [outputs, inputs], float32
-    """Each weight as the nearest float8 number, by scales that take the largest of those that share one to 448."""
+    """Round each weight to the nearest float8 value, with scales that map the largest weight sharing one to 448."""
     outputs, inputs = weight.shape
     block = {"channel": (1, inputs), "tensor": (outputs, inputs), "block": (FP8_BLOCK, FP8_BLOCK)}[shared]
     counts = [-(-size // part) for size, part in zip(weight.shape, block, strict=True)]
@@ -281,7 +289,7 @@ def _float8(weight: Tensor, shared: Shared) -> Float8Weight:  # [outputs, inputs
 
 
 def _takes(layer: object, name: str) -> bool:
-    return isinstance(layer, Linear) and layer.shrinks and name.endswith(".weight")
+    return isinstance(layer, Linear) and layer.is_quantizable and name.endswith(".weight")
 
 
 def _own(part: str) -> str:
@@ -301,7 +309,7 @@ def _choose_group(recipe: Recipe, matrices: dict[str, tuple[int, ...]]) -> int:
 
 
 def _packed(matrix: RoundedMatrix) -> dict[str, Tensor]:
-    """Zero points are packed by outputs."""
+    """Return the stored tensors of an int4 matrix. Zero points are packed along the outputs."""
     levels, scales, zeros = matrix
     return {
         "weight_packed": pack(levels.cpu(), 4),

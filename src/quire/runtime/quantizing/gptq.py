@@ -1,7 +1,7 @@
-"""Rounds a matrix to whole numbers so that its products change least, by what is known of its inputs (GPTQ).
+"""GPTQ: quantizes a matrix so that its outputs change least, given statistics of its inputs.
 
-Columns are rounded one after the other, those with the largest inputs first. What rounding a column changes is made up
-for by the columns that are not rounded yet, as far as their inputs go together.
+Columns are rounded one after the other, those with the largest inputs first. The rounding error of a column is
+compensated by the columns that are not rounded yet, as far as their inputs are correlated.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # shares of a group's range that are tried
-_DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
+_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # fractions of a group's range to try
+_DAMPING = 0.01  # added to the Hessian's diagonal, relative to the diagonal's mean
 _COLUMNS_AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Which numbers a matrix may have: levels of so many bits, and for each group of an output's inputs (None: all of
-    them) a scale and, where it is not symmetric, a zero point."""
+    """The values a quantized matrix may have: levels of `bits` bits, with a scale and (unless symmetric) a zero point
+    for each group of an output's inputs (None: for all inputs)."""
 
     bits: int
     group: int | None
@@ -28,10 +28,10 @@ class Grid:
 
 
 class RoundedMatrix(NamedTuple):
-    """Entries are (level - zero) * scale."""
+    """A quantized matrix. Entries are (level - zero) * scale."""
 
     levels: Tensor  # [outputs, inputs], int16: from 0 to 2**bits - 1
-    scales: Tensor  # [outputs, groups], of the dtype they are stored in
+    scales: Tensor  # [outputs, groups], in the stored dtype
     zeros: Tensor  # [outputs, groups], int16
 
     def values(self) -> Tensor:  # [outputs, inputs], float32
@@ -41,8 +41,8 @@ class RoundedMatrix(NamedTuple):
 
 
 def round_matrix(weight: Tensor, grid: Grid, hessian: Tensor | None, dtype: torch.dtype) -> RoundedMatrix:
-    """weight [outputs, inputs] float32; hessian [inputs, inputs] float32: the sum of x xT over inputs x; None: nothing
-    is known of them, and each entry takes the nearest number. Scales are rounded to `dtype` first."""
+    """Quantize weight [outputs, inputs] float32. hessian: [inputs, inputs] float32, the sum of x x^T over inputs x;
+    None: round each entry to the nearest value. Scales are rounded to `dtype` first."""
     inputs = weight.shape[1]
     size = inputs if grid.group is None else grid.group
     importance = None if hessian is None else hessian.diagonal().clamp(min=0)
@@ -60,8 +60,8 @@ def round_matrix(weight: Tensor, grid: Grid, hessian: Tensor | None, dtype: torc
 
 
 def _choose_factors(groups: Tensor, grid: Grid, importance: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """groups [outputs, groups, size] -> scales and zeros [outputs, groups], both float32, with the smallest squared
-    error; that of an input counts as much as its square on average."""
+    """Return scales and zeros [outputs, groups], float32, with the smallest squared error for groups [outputs, groups,
+    size]. Errors are weighted by `importance`, the sum of each input's squares."""
     top, middle = float((1 << grid.bits) - 1), float(1 << (grid.bits - 1))
     low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
     if grid.is_symmetric:
@@ -88,7 +88,7 @@ def _nearest(numbers: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse. Inputs that are always 0 count as much as the damping."""
+    """Return the upper Cholesky factor of the inverse Hessian. Damping makes it regular if inputs are always 0."""
     size = len(hessian)
     damped = hessian + torch.eye(size, device=hessian.device) * (_DAMPING * hessian.diagonal().mean().clamp(min=1e-8))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
@@ -97,8 +97,8 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
 
 
 def _round_columns(weight: Tensor, scales: Tensor, zeros: Tensor, upper: Tensor, bits: int) -> Tensor:
-    """All of [outputs, inputs], in the order in which columns are rounded -> levels, float32."""
-    left, inputs = weight.t().contiguous(), weight.shape[1]  # [inputs, outputs]: a column lies in one piece
+    """Round [outputs, inputs], whose columns are in rounding order. Returns levels, float32."""
+    left, inputs = weight.t().contiguous(), weight.shape[1]  # [inputs, outputs]: columns are contiguous
     scales, zeros, levels = scales.t().contiguous(), zeros.t().contiguous(), torch.empty_like(left)
     for begin in range(0, inputs, _COLUMNS_AT_ONCE):
         end = min(begin + _COLUMNS_AT_ONCE, inputs)
@@ -107,7 +107,7 @@ def _round_columns(weight: Tensor, scales: Tensor, zeros: Tensor, upper: Tensor,
             number, scale, zero, level = left[column], scales[column], zeros[column], levels[column]
             torch.div(number, scale, out=level).round_().add_(zero).clamp_(0, (1 << bits) - 1)
             error = torch.sub(level, zero, out=errors[column - begin]).mul_(scale).sub_(number)
-            error.div_(upper[column, column])  # the change of the column: the others take it back
+            error.div_(upper[column, column])  # the error that the other columns compensate
             left[column + 1 : end].addr_(upper[column, column + 1 : end], error)
         left[end:].addmm_(upper[begin:end, end:].t(), errors)
     return levels.t()

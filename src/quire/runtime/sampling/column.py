@@ -1,4 +1,4 @@
-"""Parameters that live on the device, one line per slot."""
+"""Sampling parameters on the device, one row of a matrix per slot."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from quire.runtime.transfer import to_device
 
 
 class Column:
-    """A padded matrix with a line per slot, uploaded when a row arrives and read by every step after.
+    """A padded matrix with a row per slot, uploaded when a sequence's row is added and read by every later step.
 
-    Grows by doubling in both directions when a slot or a longer line needs it; never shrinks.
+    Both dimensions grow by doubling; they never shrink.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, pad: float) -> None:
@@ -21,10 +21,10 @@ class Column:
         self._data = torch.full((1, 1), pad, dtype=dtype, device=device)  # [slots, width]
 
     def put(self, slot: int, values: Sequence[float]) -> None:
-        """Set a slot's line; what is left of it is padding."""
+        """Set a slot's values and pad the rest."""
         self._grow(slot + 1, len(values))
         if self._data.device.type == "cpu":
-            host = self._data.numpy()[slot]  # numpy writes a few numbers much faster than torch
+            host = self._data.numpy()[slot]  # numpy writes a few values much faster than torch
             host[len(values) :] = self._pad
             host[: len(values)] = values
             return
@@ -40,7 +40,7 @@ class Column:
         return self._data.index_select(0, slots)
 
     def scalars(self, slots: Tensor) -> Tensor:  # [G]
-        """The first number of each line, for columns whose lines hold one."""
+        """Return the first value of each slot, for columns with one value per slot."""
         return self._data[:, 0].index_select(0, slots)
 
     def _grow(self, slots: int, width: int) -> None:
@@ -53,7 +53,7 @@ class Column:
 
 
 def doubled(size: int, needed: int) -> int:
-    """`size`, doubled until it holds `needed`."""
+    """Return `size`, doubled until it is at least `needed`."""
     while size < needed:
         size *= 2
     return size

@@ -1,4 +1,4 @@
-"""The tokens every row holds so far, as the worker keeps them on the device."""
+"""The token history of every row, in the worker's device memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """A view of the worker's persistent rows: the sampler reads it and never writes it."""
+    """A read-only view of the worker's persistent rows for the sampler."""
 
     tokens: Tensor  # [num_rows, capacity] int32 or int64: prompt, then output
-    lengths: Tensor  # [num_rows] int: tokens known of each row
-    num_prompt: Tensor  # [num_rows] int: how many of those are prompt
+    lengths: Tensor  # [num_rows] int: known tokens of each row
+    num_prompt: Tensor  # [num_rows] int: prompt tokens of each row

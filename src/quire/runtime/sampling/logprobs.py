@@ -1,4 +1,4 @@
-"""Raw log-probabilities: log-softmax of the model's logits before any transform, as is vLLM's default."""
+"""Raw log-probabilities: the log-softmax of the model's logits before any transform, as is vLLM's default."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from torch import Tensor
 
 from quire.kernels.native import ops
 from quire.kernels.native.loader import why_not_native
-from quire.runtime.sampling.ranking import head
+from quire.runtime.sampling.ranking import top_logits
 from quire.runtime.sampling.tiles import tile_max, tile_sum
 from quire.types.step import TokenLogprobs
 
 _Kind = TypeVar("_Kind", bound=np.generic)
-_LINES_AT_ONCE = 64  # bounds the scratch memory of a long prompt to this many times the vocabulary
+_LINES_AT_ONCE = 64  # positions per pass: bounds the scratch memory of a long prompt
 
 
 class Listing(NamedTuple):
-    """Log-probabilities at some positions, on the device or on the host."""
+    """Log-probabilities at T positions, on the device or on the host."""
 
-    token_ids: Tensor  # [T] int64: the chosen tokens; negative: there is none
+    token_ids: Tensor  # [T] int64: the chosen tokens; negative: none
     chosen: Tensor  # [T] float32: their log-probabilities
     rank: Tensor  # [T] int: 1 + number of tokens with a higher logit
-    top_ids: Tensor  # [T, k] int: the likeliest tokens, best first
+    top_ids: Tensor  # [T, k] int: the most probable tokens, best first
     top_logprobs: Tensor  # [T, k] float32
-    named_ids: Tensor  # [T, m] int: tokens that were asked for by id, and padding
+    named_ids: Tensor  # [T, m] int: tokens requested by id, padded
     named_logprobs: Tensor  # [T, m] float32
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How many likeliest tokens the entry of each position holds, -1 for all, and how many named ones."""
+    """How many most probable tokens (-1: all) and how many named tokens the entry of each position contains."""
 
     top: Sequence[int]
     named: Sequence[int]
 
     def most(self, vocab_size: int) -> int:
-        """How many likeliest tokens a listing for all positions needs."""
+        """Return how many most probable tokens a listing needs to serve all positions."""
         return max(_count(count, vocab_size) for count in self.top)
 
 
 def list_logprobs(logits: Tensor, chosen: Tensor, count: int, named: Tensor) -> Listing:
-    """Of logits [T, vocab]: tokens `chosen` [T], the `count` likeliest and the `named` [T, m], without waiting."""
+    """List the logprobs of logits [T, vocab]: of the tokens `chosen` [T], the `count` most probable, and the `named`
+    [T, m]. Does not wait for the device."""
     parts = []
     for start in range(0, len(chosen), _LINES_AT_ONCE):
         lines = slice(start, start + _LINES_AT_ONCE)
@@ -55,11 +56,11 @@ def list_logprobs(logits: Tensor, chosen: Tensor, count: int, named: Tensor) -> 
 
 
 def entries_of(listing: Listing, wanted: Wanted, vocab_size: int) -> list[TokenLogprobs]:
-    """An entry per position of a listing on the host, as much of it as is wanted there; copies what it takes."""
+    """Return an entry per position of a listing on the host, with the wanted tokens. Copies what it takes."""
     token_ids, chosen, rank, top_ids, top_logprobs, named_ids, named_logprobs = (part.numpy() for part in listing)
     ids = np.concatenate([token_ids[:, None], top_ids, named_ids], axis=1, dtype=np.int32)
     logprobs = np.concatenate([chosen[:, None], top_logprobs, named_logprobs], axis=1)
-    start = 1 + top_ids.shape[1]  # of the named ones
+    start = 1 + top_ids.shape[1]  # the first column of named tokens
     return [
         TokenLogprobs(_joined(ids[i], top, start, named), _joined(logprobs[i], top, start, named), int(rank[i]))
         for i, (top, named) in enumerate(
@@ -74,7 +75,7 @@ def _listed(logits: Tensor, token_ids: Tensor, count: int, named: Tensor) -> Lis
     better = torch.gt(logits, own, out=torch.empty_like(logits))  # 1 or 0: floats are faster than a mask on CPUs
     rank = better.sum(dim=-1).long() + 1
     if count:
-        top, top_ids = head(logits, tops, count)
+        top, top_ids = top_logits(logits, tops, count)
     else:
         top, top_ids = own[:, :0], token_ids.new_empty(len(token_ids), 0)
     best = tops.amax(dim=-1, keepdim=True)
@@ -85,7 +86,8 @@ def _listed(logits: Tensor, token_ids: Tensor, count: int, named: Tensor) -> Lis
 
 
 def _log_sum_exp(logits: Tensor, best: Tensor) -> Tensor:  # [T, vocab], [T, 1] -> [T, 1]
-    """On CPUs the same for a row whatever the others are: torch cuts the sum of a single row by threads."""
+    """Log-sum-exp per row. On CPUs a row's result does not depend on the other rows: torch would split the sum of a
+    single row over threads."""
     if why_not_native(logits.dtype, logits.device) is None and logits.is_contiguous():
         return ops.log_sum_exp(logits, best.contiguous())
     weights = (logits - best).exp_()
@@ -98,6 +100,6 @@ def _count(count: int, vocab_size: int) -> int:
 
 
 def _joined(line: npt.NDArray[_Kind], num_best: int, start: int, num_named: int) -> npt.NDArray[_Kind]:
-    """The chosen token's column, the most likely ones', and the named ones', which begin at `start`."""
+    """Return the columns of the chosen token, the most probable tokens, and the named ones, which begin at `start`."""
     own = line[: 1 + num_best]
     return np.concatenate([own, line[start : start + num_named]]) if num_named else own.copy()

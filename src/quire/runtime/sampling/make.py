@@ -1,4 +1,4 @@
-"""The sampler that goes with a model's kernels."""
+"""Makes the sampler for a model's kernels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from quire.runtime.sampling.sampler import Sampler
 def make_sampler(
     num_rows: int, vocab_size: int, device: torch.device, kernels: Kernels, num_samples: int | None = None
 ) -> Sampler:
-    """Where Triton runs the model, it chooses the tokens too: such steps can be captured. So do the compiled kernels.
+    """Return the sampler. With Triton or the compiled kernels, these also choose the tokens; Triton's steps can be
+    captured.
 
-    `num_samples` is the most that are chosen at once, if rows that verify drafts choose more than one each.
+    `num_samples`: the most samples per step, if rows that verify drafts sample several tokens each.
     """
     if kernels == "native":
         return Sampler(num_rows, vocab_size, device, NativeChoice(num_rows))

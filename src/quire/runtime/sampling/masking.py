@@ -1,4 +1,4 @@
-"""Masks: tokens that a grammar does not allow cannot be chosen."""
+"""Grammar masks: tokens that a grammar does not allow are banned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from quire.types.step import Floats, Masks
 
 
 def apply_masks(logits: Tensor, masks: Masks) -> None:
-    """Ban what is not allowed in the masked samples of float32 logits [S, vocab]; ids past the bits are banned too."""
+    """Set the logits of tokens that are not allowed to minus infinity, in the masked samples of float32 logits [S,
+    vocab]. Ids beyond the bits are banned too."""
     octets = np.ascontiguousarray(masks.bits).view(np.uint8)  # [masked, 4 * words]
     host_bans = np.take(_BANS_OF_BYTES, octets, axis=0).reshape(len(octets), -1)  # [masked, 32 * words]
     bans = to_device(torch.from_numpy(host_bans), logits.device)
@@ -23,9 +24,9 @@ def apply_masks(logits: Tensor, masks: Masks) -> None:
 
 
 def _bans_of_bytes() -> Floats:  # [256, 8]
-    """What the bits of a byte, lowest first, add to eight logits: 0 where set, else minus infinity.
+    """Return what to add to eight logits for each byte of a mask, lowest bit first: 0 where set, else minus infinity.
 
-    Looking bytes up is a tenth of the time of unpacking bits and filling.
+    A lookup per byte takes a tenth of the time of unpacking bits and filling.
     """
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return np.where(bits, np.float32(0), np.float32("-inf"))

@@ -1,4 +1,4 @@
-"""The tokens of a row from the likeliest down, without sorting more of them than asked for."""
+"""Ranks the most probable tokens of a row without sorting more of them than needed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ _LOW_WORD = 0xFFFFFFFF
 _MAGNITUDE = 0x7FFFFFFF
 
 
-def head(logits: Tensor, tops: Tensor, width: int) -> tuple[Tensor, Tensor]:  # [G, vocab], [G, tiles] -> 2 x [G, width]
-    """The `width` highest logits, falling, and their token ids, rising among equal logits.
+def top_logits(logits: Tensor, tops: Tensor, width: int) -> tuple[Tensor, Tensor]:  # -> 2 x [G, width]
+    """Return the `width` highest of logits [G, vocab] in descending order, and their token ids, ascending among equal
+    logits.
 
-    `tops` is `tile_max(logits)`. If several tokens are equal to the last one listed, which of them are is not defined.
+    `tops` is `tile_max(logits)`. If several tokens equal the last one listed, which of them are listed is undefined.
     """
     vocab_size = logits.shape[1]
     if width == vocab_size:
         values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
         return values, ids
     if width * 4 <= tops.shape[1] and vocab_size % TILE == 0:
-        # The highest `width` logits lie in the `width` tiles with the highest maxima.
+        # The `width` highest logits are in the `width` tiles with the highest maxima.
         tiles = tops.topk(width, sorted=False).indices
         near = tile_ids(tiles, vocab_size)  # [G, width * TILE]
         near_logits = logits.gather(1, near)
@@ -34,13 +35,14 @@ def head(logits: Tensor, tops: Tensor, width: int) -> tuple[Tensor, Tensor]:  # 
 
 
 def best_tokens(scores: Tensor, tops: Tensor, width: int) -> tuple[Tensor, Tensor]:  # -> 2 x [G, width]
-    """The `width` best of scores [G, vocab] float32, falling, and their ids: of equal scores the lowest ids, rising.
+    """Return the `width` highest of scores [G, vocab] float32 in descending order, and their ids: among equal scores
+    the lowest ids, ascending.
 
-    `tops` is `tile_max(scores)`. Lines that hold a NaN give any ids.
+    `tops` is `tile_max(scores)`. Rows with a NaN give arbitrary ids.
     """
     vocab_size = scores.shape[1]
     if width * 4 <= tops.shape[1] and vocab_size % TILE == 0:
-        # The best `width` tokens lie in the best `width` tiles: each tile before another holds a token before its.
+        # The best `width` tokens are in the best `width` tiles: a better-ranked tile contains a better-ranked token.
         tiles = _numbers(_keys(tops, torch.arange(tops.shape[1], device=tops.device)).topk(width, sorted=False).values)
         near = tile_ids(tiles, vocab_size)  # [G, width * TILE]
         keys = _keys(scores.gather(1, near), near)
@@ -51,8 +53,8 @@ def best_tokens(scores: Tensor, tops: Tensor, width: int) -> tuple[Tensor, Tenso
 
 
 def _keys(scores: Tensor, numbers: Tensor) -> Tensor:  # [G, n] float32, [n] or [G, n] below 2**32 -> [G, n] int64
-    """Whole numbers that order by score, then lowest number first; all different where the numbers are."""
-    bits = (scores + 0.0).view(torch.int32)  # there is one zero
+    """Return integers that sort by score, then lowest number first. They are distinct if the numbers are."""
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     return ((bits ^ ((bits >> 31) & _MAGNITUDE)).long() << 32) | (_LOW_WORD - numbers)
 
 

@@ -1,4 +1,4 @@
-"""What rows want to know of a step besides the token that was chosen: log-probabilities, and candidates."""
+"""Per-row outputs of a step besides the sampled token: log-probabilities, and candidates for beam search."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_CANDIDATES: Pending[Candidates | None] = Pending((), NoneType)
 
 
 class Report(NamedTuple):
-    """What is told of a batch."""
+    """The log-probabilities and candidates of a batch, on their way to the host."""
 
     logprobs: Pending[tuple[RowLogprobs, ...]] = NO_LOGPROBS
     candidates: Pending[Candidates | None] = NO_CANDIDATES
@@ -33,13 +33,13 @@ NO_REPORT = Report()
 
 
 class Reports:
-    """Knows what each row wants to be told, and makes of numbers on the device what the engine is told."""
+    """Stores what each row wants reported, and converts results on the device to what the engine receives."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self.logprobs, self.candidates = Members(num_rows), Members(num_rows)
-        self._num_logprobs: Longs = np.zeros(num_rows, dtype=np.int64)  # of members; -1: all
-        self._num_candidates: Longs = np.zeros(num_rows, dtype=np.int64)  # of members
+        self._num_logprobs: Longs = np.zeros(num_rows, dtype=np.int64)  # top logprobs of members; -1: all
+        self._num_candidates: Longs = np.zeros(num_rows, dtype=np.int64)  # candidates of members
         self._named = Column(torch.int64, device, pad=0)  # logprob_token_ids, by slot of `logprobs`
         self._num_named: Longs = np.zeros(num_rows, dtype=np.int64)
 
@@ -47,7 +47,7 @@ class Reports:
         row, sampling = new.row, new.sampling
         if sampling.logprobs is not None:
             named = tuple(sampling.logprob_token_ids or ())
-            self._named.put(self.logprobs.join(row), named or (0,))  # every slot has a line, for `take`
+            self._named.put(self.logprobs.join(row), named or (0,))  # every slot needs a value, for `take`
             self._num_logprobs[row], self._num_named[row] = sampling.logprobs, len(named)
         if new.num_candidates:
             self.candidates.join(row)
@@ -59,21 +59,21 @@ class Reports:
         self.candidates.leave(row)
 
     def wanted(self, rows: Ints) -> Wanted:
-        """What entries of samples of `rows`, all members of `logprobs`, hold."""
+        """Return what the entries of samples of `rows` contain. All rows must be members of `logprobs`."""
         return Wanted(self._num_logprobs[rows].tolist(), self._num_named[rows].tolist())
 
     def named(self, part: Part, wanted: Wanted) -> Tensor:  # [G, m]
-        """The tokens that the rows of a part of `logprobs` name, padded."""
+        """Return the named tokens of a part of `logprobs`, padded."""
         return self._named.take(part.slots)[:, : max(wanted.named)]
 
     def num_candidates(self, rows: Ints) -> int:
-        """How many candidates samples of `rows`, all members of `candidates`, report."""
+        """Return how many candidates samples of `rows` report. All rows must be members of `candidates`."""
         return int(self._num_candidates[rows].max())
 
     def num_listed(self, rows: Ints, *, guided: bool = False) -> int | None:
-        """How many likeliest tokens tell all that `rows` want to know, if nothing changes their logits but masks: -1 if
-        that is nothing, None if some of them name tokens, or list candidates while the step is guided: candidates are
-        chosen under the mask."""
+        """Return how many most probable tokens cover everything that `rows` want, provided that only masks change their
+        logits. -1 if they want nothing; None if a list does not suffice: some name tokens, or want candidates in a
+        guided step, where candidates are chosen under the mask."""
         most = -1
         asking = rows[self.logprobs.among(rows)] if len(self.logprobs) else rows[:0]
         if len(asking):
@@ -87,7 +87,8 @@ class Reports:
         return max(most, self.num_candidates(searching)) if len(searching) else most
 
     def read(self, listing: Listing, rows: Ints) -> Report:
-        """All that `rows` want to know, from a listing of as many tokens as `num_listed` says; line i is of rows[i]."""
+        """Return the report of `rows` from a listing of as many tokens as `num_listed` returned; line i belongs to
+        rows[i]."""
         asking = np.flatnonzero(self.logprobs.among(rows))
         searching = np.flatnonzero(self.candidates.among(rows))
         logprobs = self.row_logprobs(listing, asking, rows[asking]) if len(asking) else NO_LOGPROBS
@@ -98,7 +99,7 @@ class Reports:
         return Report(logprobs, Pending((listing.top_ids, listing.top_logprobs), read))
 
     def row_logprobs(self, listing: Listing, lines: Longs, rows: Ints) -> Pending[tuple[RowLogprobs, ...]]:
-        """Entries of some lines of a listing, which belong to `rows`, all members of `logprobs`."""
+        """Return the entries of some lines of a listing, which belong to `rows`, all members of `logprobs`."""
         return Pending(tuple(listing), partial(_row_logprobs, lines, rows, self.wanted(rows), self._vocab_size))
 
     def check(self) -> None:
@@ -107,13 +108,13 @@ class Reports:
 
 
 def all_candidates(ids: Tensor, scores: Tensor, places: Longs) -> Pending[Candidates]:
-    """Candidates [m, k] of samples at `places` of the plan."""
+    """Return candidates [m, k] of the samples at these indices of the plan."""
     lines = np.arange(len(places))
     return Pending((ids, scores), partial(_candidates, places.astype(np.int32), lines, ids.shape[1]))
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """What is told of several parts of a batch."""
+    """Merge the reports of several parts of a batch."""
     logprobs = gathered([report.logprobs for report in reports])
     candidates = gathered([report.candidates for report in reports])
     return Report(
@@ -123,7 +124,7 @@ def merged(reports: Sequence[Report]) -> Report:
 
 
 def join_candidates(parts: Sequence[Candidates | None]) -> Candidates | None:
-    """Where some list fewer tokens than others, their lists go on with tokens that are not allowed."""
+    """Concatenate candidates. Shorter lists are padded with score minus infinity."""
     given = [part for part in parts if part is not None]
     if not given:
         return None
@@ -146,7 +147,7 @@ def _candidates(places: Ints, lines: Longs, width: int, ids: Tensor, scores: Ten
 def _row_logprobs(
     lines: Longs, rows: Ints, wanted: Wanted, vocab_size: int, *listing: Tensor
 ) -> tuple[RowLogprobs, ...]:
-    """Rows that failed have no entry."""
+    """Return the entries of rows; rows whose sampling failed have none."""
     chosen = Listing._make(part[lines] for part in listing)
     entries = zip(rows.tolist(), entries_of(chosen, wanted, vocab_size), strict=True)
     return tuple(RowLogprobs(row, entry) for row, entry in entries if entry.token_ids[0] >= 0)

@@ -1,7 +1,7 @@
-"""One uniform number per row and token, from a counter and not from a state.
+"""Counter-based random numbers: one uniform number per row and token, without state.
 
-The number depends on the request's seed, the sample's index and the token's place in the output, and on nothing
-else: not on the row, the batch, or what was preempted and computed again.
+The number depends only on the request's seed, the sample's index and the token's position in the output: not on the
+row, the batch, preemption or recomputation.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 class Streams:
-    """The random stream of every row: SplitMix64 started at a hash of (seed, sample index)."""
+    """The random stream of every row: SplitMix64, seeded with a hash of (seed, sample index)."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._starts = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._host = self._starts.numpy() if device.type == "cpu" else None  # the same memory: written much faster
+        self._host = self._starts.numpy() if device.type == "cpu" else None  # same memory: numpy writes it faster
 
     def put(self, row: int, seed: int, sample_index: int) -> None:
         start = stream_start(seed, sample_index)
@@ -37,7 +37,8 @@ class Streams:
             self._starts[row].fill_(start)
 
     def uniform(self, rows: Tensor, num_outputs: Tensor) -> Tensor:  # [G], [G] -> [G] float64
-        """A number in (0, 1) with 52 random bits for the token of each of `rows` after so many generated ones."""
+        """Return a number in (0, 1) with 52 random bits for the next token of each of `rows`, which has generated
+        `num_outputs` tokens."""
         state = self._starts.index_select(0, rows) + (num_outputs + 1) * _signed(_GAMMA)
         state = (state ^ _shift_right(state, 30)) * _signed(_MIX_1)
         state = (state ^ _shift_right(state, 27)) * _signed(_MIX_2)
@@ -45,14 +46,14 @@ class Streams:
         return (_shift_right(state, 12).double() + 0.5) * 2.0**-52
 
 
-@lru_cache(maxsize=1024)  # the beams of a request all have the same one, and are placed again and again
+@lru_cache(maxsize=1024)  # all beams of a request share one and are added repeatedly
 def stream_start(seed: int, sample_index: int) -> int:
-    """Where a row's stream starts, as an int64: a hash of both numbers."""
+    """Return the start of a row's stream: an int64 hash of seed and sample index."""
     return _signed(mix(mix(seed + _GAMMA) ^ (sample_index * _GAMMA)))
 
 
 def stream_starts(seeds: Sequence[int], sample_indices: Sequence[int]) -> Longs:  # [rows]
-    """`stream_start` of many rows at once."""
+    """Return `stream_start` of many rows at once."""
     state = _mix_all(np.array([seed & _MASK for seed in seeds], dtype=np.uint64) + np.uint64(_GAMMA))
     indices = np.array(sample_indices, dtype=np.uint64)
     return _mix_all(state ^ (indices * np.uint64(_GAMMA))).view(np.int64)
@@ -66,7 +67,7 @@ def _mix_all(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def mix(value: int) -> int:
-    """SplitMix64's finalizer on the host: every input bit reaches every output bit."""
+    """Apply SplitMix64's finalizer on the host: every input bit affects every output bit."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
     value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
@@ -74,7 +75,7 @@ def mix(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same bits: torch multiplies those modulo 2**64."""
+    """Return the int64 with the same bits. torch multiplies int64 modulo 2**64."""
     return value - 2**64 if value >= 2**63 else value
 
 

@@ -1,6 +1,6 @@
-"""A row of the vocabulary cut in tiles, so that one pass over it answers several questions cheaply.
+"""Cuts the vocabulary into tiles, so that one pass over the logits serves several reductions.
 
-On CPUs a maximum per tile costs a tenth of torch's argmax, and says where in the row to look closer.
+On CPUs a maximum per tile costs a tenth of torch's argmax, and shows which tile to search.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ TILE = 64
 
 
 def tile_max(x: Tensor) -> Tensor:  # [S, vocab] -> [S, tiles]
-    """The largest number in each tile; NaN if the tile holds one."""
+    """Return the maximum of each tile, or NaN if the tile contains one."""
     body, tail = _cut(x)
     best = body.amax(dim=-1)
     return best if tail is None else torch.cat([best, tail.amax(dim=-1, keepdim=True)], dim=1)
@@ -25,13 +25,13 @@ def tile_sum(x: Tensor) -> Tensor:  # [S, vocab] -> [S, tiles] float64
 
 
 def tile_ids(tiles: Tensor, vocab_size: int) -> Tensor:  # [S, n] -> [S, n * TILE]
-    """The token ids in the named tiles; the last tile of a vocabulary may be short and then repeats its last id."""
+    """Return the token ids in the given tiles. A short last tile repeats its last id."""
     ids = tiles[..., None] * TILE + torch.arange(TILE, device=tiles.device)
     return ids.clamp(max=vocab_size - 1).flatten(1)
 
 
 def best_token(x: Tensor, tops: Tensor) -> Tensor:  # [S, vocab], [S, tiles] -> [S]
-    """The id of each row's highest logit, the lowest of several equal ones; `tops` is `tile_max(x)`."""
+    """Return the id of each row's highest logit, the lowest id among equals; `tops` is `tile_max(x)`."""
     if x.device.type != "cpu":
         return x.argmax(dim=-1)
     ids = tile_ids(tops.argmax(dim=-1, keepdim=True), x.shape[1])  # [S, TILE]

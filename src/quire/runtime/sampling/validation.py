@@ -1,4 +1,4 @@
-"""What of a row only the runtime can check: ids against the vocabulary it samples from."""
+"""Checks a row's token ids against the vocabulary, which only the runtime knows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.types.step import NewRow
 
 
 def check_ids(new: NewRow, vocab_size: int) -> None:
-    """Raise InvalidRequest if the row names a token that the model does not have."""
+    """Raise InvalidRequest if the row names a token outside the vocabulary."""
     sampling = new.sampling
     check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or (), vocab_size)
     check_vocabulary("logit_bias", sampling.logit_bias or (), vocab_size)

@@ -1,4 +1,4 @@
-"""How far into a sequence a drafter's keys and values reach."""
+"""Tracks how far into a sequence a drafter's KV cache is computed."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from quire.types.step import Ints, StepPlan
 
 
 class Coverage(Protocol):
-    """Knows of every row which of its first tokens need not be computed before drafting."""
+    """Knows for every row which of its first tokens the drafter need not compute."""
 
     def observe(self, plan: StepPlan) -> None:
-        """The plan's rows and grants hold now, and its chunks were computed by the target."""
+        """Apply a plan's rows and grants, and note that the target computes its chunks."""
 
     def start(self, row: int, length: int, known: int) -> int:
-        """The first position to compute of a row that is `length` tokens long, if its first `known` ones were."""
+        """Return the first position to compute in a row of `length` tokens whose first `known` ones are computed."""
 
     def fill(self, row: int, length: int) -> None:
-        """The first `length` tokens of a row, all of them right, are computed now."""
+        """Note that the first `length` tokens of a row, which are final, are computed."""
 
 
 class TargetCoverage:
-    """Of the target's own cache, where whatever was sampled after has been computed: all but the newest token."""
+    """For a drafter that shares the target's cache: all tokens but the newest are computed."""
 
     def observe(self, plan: StepPlan) -> None:
-        """Blocks come and go with the tokens that were computed in them."""
+        """Do nothing: blocks of the target's cache contain computed tokens."""
 
     def start(self, row: int, length: int, known: int) -> int:  # noqa: ARG002 - Coverage's signature
         return length - 1
 
     def fill(self, row: int, length: int) -> None:
-        """The target filled it."""
+        """Do nothing: the target filled the cache."""
 
 
 class OwnCoverage:
-    """Of a cache of the drafter's own. Whole blocks are remembered as filled whoever holds them, so that what a row
-    shares by a fork or finds in the prefix cache is not computed again."""
+    """For a drafter with its own cache. Remembers which whole blocks are filled, whoever holds them, so that blocks
+    shared by a fork or a prefix hit are not computed again."""
 
     def __init__(self, config: CacheConfig, num_rows: int, max_blocks: int) -> None:
         self._size = config.block_size
@@ -50,8 +50,8 @@ class OwnCoverage:
             self._tables[new.row, : len(new.block_ids)] = new.block_ids
         self._tables[plan.grant_rows, plan.grant_slots] = plan.grant_blocks
         self._filled[plan.grant_blocks] = False
-        self._filled[[move.block for move in plan.transfers.loads]] = False  # the tiers hold the target's alone
-        for chunk in plan.chunks:  # a block found half right in the prefix cache is written on from there
+        self._filled[[move.block for move in plan.transfers.loads]] = False  # tiers store only the target's
+        for chunk in plan.chunks:  # a partly matching cached block is overwritten from there
             first, end = chunk.start // self._size, -(-(chunk.start + chunk.num_tokens) // self._size)
             self._filled[self._tables[chunk.row, first:end]] = False
 

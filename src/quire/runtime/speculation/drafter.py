@@ -1,8 +1,8 @@
-"""What the worker needs of a model that guesses: a smaller one, the first layers of the same one, heads of its own.
+"""The interface of drafters: a smaller model, the first layers of the target, or an EAGLE head.
 
-A new way to guess is a class with `follow`, made in `make.py` for a method of its own name in `config/speculation.py`.
-It may read the worker's rows and cache; what it needs of the target's hidden states it takes by `Blocks.tap`, as EAGLE
-heads do. The engine side is done: `RuntimeDraftProposers` orders drafts of any method but `ngram`.
+A new kind of drafter is a class that implements Drafter, created in `make.py` for a method name of
+`config/speculation.py`. It may read the worker's rows and cache, and the target's hidden states through `Blocks.tap`,
+as EAGLE heads do. The engine needs no change: `RuntimeDraftProposers` orders drafts of any method but `ngram`.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ from quire.types.step import BlockCopy, RowDraft, StepPlan
 
 
 class Drafter(Protocol):
-    """Guesses what may follow the rows of a step. It is shown every step, in order, and may keep a cache of its own.
+    """Proposes tokens that may follow the rows of a step. It sees every step, in order, and may keep its own cache.
 
-    A guess is verified by the target and so never changes what is sampled: a drafter may be wrong. Steps without orders
-    never wait for the device in it.
+    The target verifies every draft, so a wrong draft never changes what is sampled. In steps without orders a drafter
+    must not wait for the device.
     """
 
     def prepare(self, seconds: float) -> Rest:
-        """Do for about so long what the first draft would wait for. Returns what is left."""
+        """Warm up for about `seconds`, so that the first draft does not wait. Returns the remaining work."""
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy what the target's steps leave for us in blocks. Called before the step of the plan that copies them."""
+        """Copy the drafter's per-block data that the target's steps write. Called before the step whose plan has these
+        copies."""
 
     def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:
-        """Carry out plan.drafts, given what each of plan.sample_rows sampled: [samples] int64, negative if it failed.
+        """Make the drafts of plan.drafts, given what each of plan.sample_rows sampled: [samples] int64, negative if it
+        failed.
 
-        Called after every step, with orders or without. Rows hold what they sampled by then, but for those that
-        verified a draft: they still hold the draft, and the samples say how much of it is right.
+        Called after every step, with or without orders. Rows already hold their samples, except rows that verified a
+        draft: they still hold the draft, and the samples show how much of it is accepted.
         """
 
 
 class NoDrafter:
-    """Guesses nothing."""
+    """Drafts nothing."""
 
     def prepare(self, seconds: float) -> Rest:  # noqa: ARG002
         return NOTHING_LEFT

@@ -1,9 +1,9 @@
-"""Drafts by an EAGLE head. It runs as a draft model does, in a worker of its own, with these differences.
+"""Drafts by an EAGLE head. It runs like a draft model, in its own worker, with these differences.
 
-Entry p of the head is made of the target's feature at p and the token at p + 1, so a row of its worker holds the
-target's tokens but the first. What the target has computed, it computes from the target's features; after that, token
-by token, from its own hidden state. When the target has verified a draft, entries of the draft are computed again: now
-the target's features are there. Tokens are its likeliest ones.
+Entry p of the head combines the target's feature at p with the token at p + 1, so a row of its worker holds the
+target's tokens except the first. For tokens that the target has computed, the head reads the target's features; after
+them, it uses its own hidden states, token by token. When the target has verified a draft, the head recomputes the
+draft's entries, because the target's features are available then. Draft tokens are chosen greedily.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EagleDrafter(ModelDrafter):
     """Implements Drafter; see ModelDrafter for the parameters."""
 
     shift = 1
-    keeps_guesses = False
+    keeps_draft_cache = False
 
     def __init__(
         self, worker: Worker, target: Rows, coverage: EagleCoverage, head: Eagle3, features: BlockFeatures,
@@ -42,12 +42,12 @@ class EagleDrafter(ModelDrafter):
         self._features.copy(copies)
 
     def _plain(self, new: NewRow) -> NewRow:
-        tokens = new.token_ids[min(self.shift, len(new.token_ids) - 1) :]  # no row is empty: one token stands for none
+        tokens = new.token_ids[min(self.shift, len(new.token_ids) - 1) :]  # a row must have a token
         num_prompt = max(1, new.num_prompt_tokens - self.shift)
         return NewRow(new.row, tokens, num_prompt, new.block_ids, _LIKELIEST, TokenRules(), 0, 0, adapter=NO_ADAPTER)
 
-    def _go_on(self, rows: Sequence[int], last: DraftPass) -> None:
-        """Make the head's hidden states of the last pass the features of the tokens that they led to."""
+    def _before_next_pass(self, rows: Sequence[int], last: DraftPass) -> None:
+        """Store the head's hidden states of the last pass as the features of the tokens that were sampled from them."""
         places = {row: place for place, row in enumerate(last.rows)}
         own, wanted = self._worker.rows, np.array([places[row] for row in rows], dtype=np.int64)
         lines = own.upload(wanted)
@@ -58,9 +58,9 @@ class EagleDrafter(ModelDrafter):
 
 
 class EagleCoverage(OwnCoverage):
-    """The last entry of a block depends on the token behind the block. So a row that finds blocks filled by others
-    computes the last entry of the last one for its own next token, and the others go on with that: their drafts may be
-    a little worse, and nothing else changes."""
+    """The last entry of a block depends on the first token of the next block. So a row that finds filled blocks
+    recomputes the last entry of the last one for its own next token. Other rows that share the block then draft from
+    that entry, which may lower their acceptance rate but changes nothing else."""
 
     def start(self, row: int, length: int, known: int) -> int:
         found = super().start(row, length, known)

@@ -1,7 +1,8 @@
-"""What an EAGLE head reads of its target: a vector for each token in the cache, made of hidden states of some layers.
+"""The features that an EAGLE head reads: a vector per token in the target's cache, made of hidden states of some
+layers.
 
-Features lie by block, as keys and values do, and depend on a token and those before it alone. So they are there
-wherever the target's keys and values are: in prefix hits, after a fork, after a chunk of a prompt.
+Features are stored by block, like keys and values, and depend only on a token and those before it. So they are
+available wherever the target's keys and values are: in prefix hits, after a fork, after a prompt chunk.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from quire.runtime.worker.cache import independent
 from quire.runtime.worker.rows import Rows
 from quire.types.step import BlockCopy
 
-_TAKEN = "taken"  # in the memo: the hidden states that were read so far
+_TAKEN = "taken"  # memo key: the hidden states read so far
 
 
 class BlockFeatures:
-    """Owns the features [blocks * block size, hidden]; implements models.eagle.Features. Padding of a step reads and
-    writes one line behind them."""
+    """Owns the features [blocks * block size, hidden]; implements models.eagle.Features. Padding tokens read and write
+    one spare row after them."""
 
     def __init__(self, config: CacheConfig, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._size, self._spare = config.block_size, config.num_blocks * config.block_size
@@ -38,25 +39,25 @@ class BlockFeatures:
         return self._lines.index_select(0, self._places(step))
 
     def write(self, step: ForwardStep, features: Tensor) -> None:
-        """Those of the step's tokens [tokens, hidden]."""
+        """Store the features of the step's tokens [tokens, hidden]."""
         self._lines.index_copy_(0, self._places(step), features)
 
     def write_at(self, rows: Rows, numbers: Sequence[int], positions: Longs, features: Tensor) -> None:
-        """One vector [n, hidden] for each of n rows, at a position of each."""
+        """Store one feature [n, hidden] for each of n rows, at a position of each row."""
         where = np.asarray(numbers, dtype=np.int64) * rows.max_blocks + positions // self._size
         where, offsets = rows.upload(np.stack((where, positions % self._size)))
         blocks = rows.tables.view(-1).index_select(0, where)
         self._lines.index_copy_(0, blocks.long() * self._size + offsets, features)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Carry copies out as if one after the other."""
+        """Copy blocks, as if the copies ran one after the other."""
         blocks = self._lines[: self._spare].view(-1, self._size, self._lines.shape[1])
         for batch in independent(copies):
             pairs = torch.tensor([(each.source, each.target) for each in batch], device=blocks.device).T.contiguous()
             blocks.index_copy_(0, pairs[1], blocks.index_select(0, pairs[0]))
 
     def _places(self, step: ForwardStep) -> Tensor:  # [tokens]
-        """The lines of the step's tokens."""
+        """Return the storage row of each of the step's tokens."""
         if step.backend.kernels == "triton":
             plan = step.attention
             blocks = plan.tables[plan.rows.long().clamp(min=0), plan.positions // self._size].long()
@@ -64,15 +65,15 @@ class BlockFeatures:
             return torch.where(plan.rows < 0, self._spare, places)
         cache = next(cache for cache in step.caches if cache.table == 0)
         first, unit = step.slots[:: cache.key.shape[1]], cache.block_heads * self._size  # slots of the first head
-        if first.device.type == "cpu":  # numpy takes less time for a few numbers
+        if first.device.type == "cpu":  # numpy is faster for a few values
             places = first.numpy()
             return torch.from_numpy(places // unit * self._size + places % self._size)
         return first // unit * self._size + first % self._size
 
 
 class FeatureTaps:
-    """Implements LayerTaps: joins the hidden states before some layers of the target by the head's `fc`, and leaves
-    the features of all tokens of a step."""
+    """Implements LayerTaps: reads the hidden states before some layers of the target, projects them with the head's
+    `fc`, and stores the features of all tokens of a step."""
 
     def __init__(self, layers: tuple[int, ...], fc: Linear, features: BlockFeatures) -> None:
         self.layers, self._fc, self._features = layers, fc, features
@@ -94,6 +95,6 @@ class FeatureTaps:
         del step.memo[_TAKEN]
 
     def _call(self, layer: int, x: Tensor, given: ForwardStep) -> Tensor:
-        """An operation of a program. A program wants a result: nobody reads it."""
+        """Run inside a program as a Python call. A call must return a tensor; this one is not used."""
         self._take(layer, x, given)
         return x[:, :1]

@@ -1,4 +1,4 @@
-"""The drafter that a configuration asks for."""
+"""Makes the drafter that a configuration selects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ LoadDraft = Callable[[ModelConfig, LayerBuilder], BaseModel]
 def make_drafter(
     target: Worker, decoder: BaseModel, model_config: ModelConfig, config: EngineConfig, load: LoadDraft
 ) -> Drafter:
-    """For the worker that runs `decoder`. Allocates the draft's rows and cache; `load` loads a draft model."""
+    """Return the drafter for the worker that runs `decoder`. Allocates the draft model's rows and cache; `load` loads a
+    draft model."""
     speculation = config.speculation
     if speculation is None or speculation.method == "ngram":
         return NO_DRAFTER
@@ -42,11 +43,11 @@ def make_drafter(
     make = partial(_make_worker, target, builder, draft, config)
     settings: dict[str, Any] = {
         "budget": config.scheduler.max_num_batched_tokens,
-        "defers": ranks is ALONE and builder.device.type == "cuda",  # a rank reads results in a thread of its own
+        "defers": ranks is ALONE and builder.device.type == "cuda",  # ranks read results in another thread
     }
     if speculation.num_layers is not None:
         shallow = ShallowDecoder(decoder, speculation.num_layers)
-        for rule in decoder.rules:  # its layers have met another backend
+        for rule in decoder.rules:  # its layers were built for another backend
             builder.backend.accept(rule)
         worker = make(shallow, cache=target.cache.first(speculation.num_layers), adapters=target.adapters)
         return ModelDrafter(worker, target.rows, TargetCoverage(), shares_cache=True, **settings)
@@ -66,10 +67,10 @@ def _make_worker(
     config: EngineConfig,
     model: Model,
     *,
-    cache: KVCache | None = None,  # the target's; None: the draft gets its own
+    cache: KVCache | None = None,  # None: allocate one
     adapters: RowAdapters | None = None,
 ) -> Worker:
-    """The worker of what drafts, with rows of its own."""
+    """Return the draft worker, with its own rows."""
     scheduler, backend = config.scheduler, builder.backend
     sampler = make_sampler(
         scheduler.num_rows, draft.vocab_size, builder.device, backend.kernels, scheduler.num_samples
@@ -80,7 +81,7 @@ def _make_worker(
 def _attach(
     head: Eagle3, draft: ModelConfig, decoder: BaseModel, builder: LayerBuilder, config: EngineConfig
 ) -> BlockFeatures:
-    """Let the target leave features for the head, from its next step on."""
+    """Make the target write features for the head, from its next step on."""
     assert draft.eagle is not None
     features = BlockFeatures(config.cache, draft.hidden_size, builder.dtype, builder.device)
     decoder.blocks.tap(FeatureTaps(draft.eagle.layers, head.fc, features))

@@ -1,8 +1,8 @@
-"""Drafts by a model: a smaller one with keys and values of its own, or the target's first layers over the target's.
+"""Drafts by a model: a smaller one with its own KV cache, or the target's first layers with the target's cache.
 
-The model runs in a second worker, which is told of the same rows and blocks and obeys plans made here: first what it
-has not computed of a row, then token by token what may follow. It samples with the row's own parameters and random
-numbers, which makes it right more often.
+The draft model runs in a second worker, which gets the same rows and blocks and executes plans made here: first it
+catches up on tokens that it has not computed, then it samples draft tokens one by one. It uses the row's own sampling
+parameters and random numbers, which raises the acceptance rate.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ _ALL = 2**31
 
 
 @dataclass(slots=True)
-class _Told:
-    """What the drafting worker has of a row."""
+class _RowState:
+    """The state of a row in the drafting worker."""
 
-    right: int  # its first tokens that are right there
-    computed: int = 0  # those whose keys and values it has; never more than `right`
-    guess: tuple[int, ...] = ()  # what it drafted after them; all but the last is computed too
-    kept: int = _ALL  # tokens in blocks that the row has held since
+    num_final: int  # tokens of the worker's row that are final (accepted), not a draft
+    num_computed: int = 0  # tokens with computed keys and values; at most `num_final`
+    draft: tuple[int, ...] = ()  # the draft after them; all but its last token is computed too
+    num_kept: int = _ALL  # tokens in blocks that the row has held since the last draft
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """Rows that drafts were ordered for after a step, and what tells what they hold then: on its way to the host."""
+class _OrderedDrafts:
+    """Rows for which drafts were ordered after a step, and the tensor, on its way to the host, with their new
+    tokens."""
 
     orders: tuple[DraftOrder, ...]
-    told: tuple[_Told, ...]  # of each order's row
-    samples: tuple[range, ...]  # where the samples of each are among those of the plan
-    counts: tuple[int, ...]  # tokens of each that are told
+    states: tuple[_RowState, ...]  # of each order's row
+    samples: tuple[range, ...]  # indices of each row's samples among those of the plan
+    counts: tuple[int, ...]  # new tokens of each row
     found: Tensor  # [tokens of all of them, then all samples], int64
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPass:
-    """One forward pass: the rows that sampled in it and what they did."""
+    """One forward pass of the drafter: the rows that sampled in it, and their tokens."""
 
     rows: list[int]
     token_ids: Tensor  # [rows]
@@ -62,26 +63,26 @@ class DraftPass:
 
 
 class ModelDrafter:
-    """Implements Drafter. `target` are the rows that the target's worker keeps; `budget` bounds the tokens of one pass
-    that catches up: a row that is not there yet has no draft and goes on with its next order.
+    """Implements Drafter. `target`: the rows of the target's worker. `budget`: the most tokens of a catch-up pass; a
+    row that is still behind gets no draft and continues with its next order.
 
-    What a draft begins with depends on the step's samples. With `defers` the host does not wait for them: the draft is
-    made when the step's result is read. The thread that reads results must then be the one that launches steps.
-    Otherwise the host waits in steps with orders, and the drafts are made while it goes on.
+    A draft depends on the step's samples. With `defers` the host does not wait for them: the draft is made when the
+    step's result is read, which then must happen in the thread that launches steps. Without it, the host waits in steps
+    with orders, and the drafts are computed while it continues.
 
-    `shift`: tokens at the beginning of a target's row that ours leaves out. `keeps_guesses`: what was computed of a
-    draft is right as far as the draft was accepted.
+    `shift`: tokens at the start of a target row that the draft worker's row leaves out. `keeps_draft_cache`: keys and
+    values computed for a draft stay valid as far as the draft is accepted.
     """
 
     shift = 0
-    keeps_guesses = True
+    keeps_draft_cache = True
 
     def __init__(
         self, worker: Worker, target: Rows, coverage: Coverage, *, budget: int, shares_cache: bool, defers: bool = False
     ) -> None:
         self._worker, self._target, self._coverage = worker, target, coverage
         self._budget, self._shares_cache, self._defers = budget, shares_cache, defers
-        self._told: dict[int, _Told] = {}
+        self._states: dict[int, _RowState] = {}
         self._step = 0
 
     def prepare(self, seconds: float) -> Rest:
@@ -90,28 +91,28 @@ class ModelDrafter:
 
     def follow(self, plan: StepPlan, token_ids: Tensor) -> Pending[tuple[RowDraft, ...]]:
         self._mirror(plan)
-        orders = tuple(order for order in plan.drafts if order.row in self._told)
+        orders = tuple(order for order in plan.drafts if order.row in self._states)
         if not orders:
             return NO_DRAFTS
-        look = self._look(plan, orders, token_ids)
-        return Pending((look.found,), partial(self._draft_now, look)) if self._defers else self._draft(look)
+        ordered = self._collect(plan, orders, token_ids)
+        return Pending((ordered.found,), partial(self._draft_now, ordered)) if self._defers else self._draft(ordered)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Ours are copied when the step has run: nothing is written to them before."""
+        """Do nothing: the draft worker copies its blocks after the step has run; nothing writes to them before."""
 
     def check(self) -> None:
-        """Waits for the device."""
+        """Assert the invariants. Waits for the device."""
         self._worker.check()
-        assert all(told.computed <= told.right for told in self._told.values())
+        assert all(state.num_computed <= state.num_final for state in self._states.values())
 
     def _mirror(self, plan: StepPlan) -> None:
-        """Let our worker have the same rows and blocks; those of a beam search are none of ours."""
+        """Apply the plan's rows and blocks to the draft worker. Rows of beam searches are left out."""
         self._coverage.observe(plan)
-        released = tuple(row for row in plan.released if self._told.pop(row, None) is not None)
+        released = tuple(row for row in plan.released if self._states.pop(row, None) is not None)
         ours = [new for new in plan.new_rows if not new.num_candidates]
         news = tuple(map(self._plain, ours))
         for new in ours:
-            self._told[new.row] = _Told(right=len(new.token_ids) - self.shift)
+            self._states[new.row] = _RowState(num_final=len(new.token_ids) - self.shift)
         self._forget(plan)
         copies = () if self._shares_cache else plan.copies
         if news or released or copies or len(plan.grant_rows):
@@ -125,84 +126,87 @@ class ModelDrafter:
             )
 
     def _forget(self, plan: StepPlan) -> None:
-        """What was computed in blocks that others took their place is lost, unless it was copied."""
+        """Note that tokens in blocks that were replaced, unless they were copied, are no longer computed."""
         copied = {copy.target for copy in plan.copies}
         size = self._target.block_size
         for row, slot, block in zip(
             plan.grant_rows.tolist(), plan.grant_slots.tolist(), plan.grant_blocks.tolist(), strict=True
         ):
-            if row in self._told and block not in copied:
-                told = self._told[row]
-                told.kept = min(told.kept, slot * size)
+            if row in self._states and block not in copied:
+                state = self._states[row]
+                state.num_kept = min(state.num_kept, slot * size)
 
-    def _look(self, plan: StepPlan, orders: tuple[DraftOrder, ...], token_ids: Tensor) -> _Look:
+    def _collect(self, plan: StepPlan, orders: tuple[DraftOrder, ...], token_ids: Tensor) -> _OrderedDrafts:
         places, rows = samples_of(plan), [order.row for order in orders]
-        told, lengths = tuple(self._told[row] for row in rows), self._target.lengths[rows].tolist()
-        starts = [each.right + self.shift for each in told]
+        states, lengths = tuple(self._states[row] for row in rows), self._target.lengths[rows].tolist()
+        starts = [each.num_final + self.shift for each in states]
         spans = [Span(row, start, length) for row, start, length in zip(rows, starts, lengths, strict=True)]
         samples = tuple(places.get(row, range(0)) for row in rows)
         counts = tuple(span.stop - span.start for span in spans)
-        return _Look(orders, told, samples, counts, tokens_of(self._target, spans, token_ids))
+        return _OrderedDrafts(orders, states, samples, counts, tokens_of(self._target, spans, token_ids))
 
     @torch.inference_mode()
-    def _draft_now(self, look: _Look, found: Tensor) -> tuple[RowDraft, ...]:
-        """The drafts, given `look.found` on the host. Waits for the device."""
-        drafts = self._draft(look, found)
+    def _draft_now(self, ordered: _OrderedDrafts, found: Tensor) -> tuple[RowDraft, ...]:
+        """Return the drafts, given `ordered.found` on the host. Waits for the device."""
+        drafts = self._draft(ordered, found)
         if not drafts.tensors:
             return drafts.finish(())
         sizes = [len(tensor) for tensor in drafts.tensors]
         return drafts.finish(torch.split(torch.cat(drafts.tensors).cpu(), sizes))
 
-    def _draft(self, look: _Look, found: Tensor | None = None) -> Pending[tuple[RowDraft, ...]]:
-        """Begin the drafts; without `found`, after waiting for the device. Rows that changed hands since get none."""
-        writes = self._learn(look, (look.found.cpu() if found is None else found).numpy())
-        orders = [order for order, told in zip(look.orders, look.told, strict=True) if self._is_there(order, told)]
+    def _draft(self, ordered: _OrderedDrafts, found: Tensor | None = None) -> Pending[tuple[RowDraft, ...]]:
+        """Launch the drafts; without `found`, wait for the device first. Rows that were reassigned since get none."""
+        writes = self._record_accepted(ordered, (ordered.found.cpu() if found is None else found).numpy())
+        pairs = zip(ordered.orders, ordered.states, strict=True)
+        orders = [order for order, state in pairs if self._is_current(order, state)]
         tasks, passes = self._catch_up(orders, writes)
         for place in range(2, max((task.num_tokens for task in tasks), default=0) + 1):
             rows = [task.row for task in tasks if task.num_tokens >= place]
-            self._go_on(rows, passes[-1])
+            self._before_next_pass(rows, passes[-1])
             passes.append(self._sample(rows, decode_rows=np.asarray(rows, dtype=np.int32)))
-        told = {task.row: self._told[task.row] for task in tasks}
-        read = partial(_read, told, [each.rows for each in passes])
+        states = {task.row: self._states[task.row] for task in tasks}
+        read = partial(_read, states, [each.rows for each in passes])
         return Pending(tuple(each.token_ids for each in passes), read)
 
-    def _is_there(self, order: DraftOrder, told: _Told) -> bool:
-        """Whether the row is still that of the sequence which the draft was ordered for."""
-        return self._told.get(order.row) is told
+    def _is_current(self, order: DraftOrder, state: _RowState) -> bool:
+        """Whether the row still belongs to the sequence for which the draft was ordered."""
+        return self._states.get(order.row) is state
 
-    def _learn(self, look: _Look, found: Longs) -> tuple[RowTokens, ...]:
-        """What the rows hold since they were last drafted for, as our worker must be told of it."""
-        *tails, sampled = np.split(found, np.cumsum(look.counts))
+    def _record_accepted(self, ordered: _OrderedDrafts, found: Longs) -> tuple[RowTokens, ...]:
+        """Update the state of rows with the tokens accepted since their last draft. Returns the tokens to write to the
+        draft worker's rows."""
+        *tails, sampled = np.split(found, np.cumsum(ordered.counts))
         writes = []
-        for order, each, tail, samples in zip(look.orders, look.told, tails, look.samples, strict=True):
-            if not self._is_there(order, each):
+        for order, each, tail, samples in zip(ordered.orders, ordered.states, tails, ordered.samples, strict=True):
+            if not self._is_current(order, each):
                 continue
             truth = accepted(tail, sampled[samples.start : samples.stop])
-            if self.keeps_guesses and each.computed == each.right:
-                each.computed += _common(each.guess[:-1], truth)
-            each.computed, each.kept = min(each.computed, each.kept), _ALL
-            writes.append(RowTokens(order.row, each.right, np.asarray(truth, dtype=np.int32)))
-            each.right, each.guess = each.right + len(truth), ()
+            if self.keeps_draft_cache and each.num_computed == each.num_final:
+                each.num_computed += _common_prefix(each.draft[:-1], truth)
+            each.num_computed, each.num_kept = min(each.num_computed, each.num_kept), _ALL
+            writes.append(RowTokens(order.row, each.num_final, np.asarray(truth, dtype=np.int32)))
+            each.num_final, each.draft = each.num_final + len(truth), ()
         return tuple(writes)
 
     def _catch_up(
         self, orders: Sequence[DraftOrder], writes: tuple[RowTokens, ...]
     ) -> tuple[list[DraftOrder], list[DraftPass]]:
-        """Compute what was not yet, within the budget. The rows that are done sample their first guess."""
+        """Compute missing tokens within the budget. Rows that are up to date then sample their first draft token.
+        Returns their orders, and the pass if there was one."""
         tasks: list[DraftOrder] = []
         ones: list[int] = []
         chunks: list[Chunk] = []
         budget = self._budget
         for order in orders:
-            row, told = order.row, self._told[order.row]
-            start = self._coverage.start(row, told.right, min(told.computed, told.right - 1))
-            count = min(told.right - start, budget)
+            row, state = order.row, self._states[order.row]
+            start = self._coverage.start(row, state.num_final, min(state.num_computed, state.num_final - 1))
+            count = min(state.num_final - start, budget)
             if count <= 0:
                 continue
             budget -= count
-            told.computed = start + count
-            self._coverage.fill(row, told.computed)
-            is_done = told.computed == told.right
+            state.num_computed = start + count
+            self._coverage.fill(row, state.num_computed)
+            is_done = state.num_computed == state.num_final
             if is_done:
                 tasks.append(order)
             if is_done and count == 1:
@@ -217,25 +221,25 @@ class ModelDrafter:
         return tasks, [self._sample(rows, writes=writes, decode_rows=decodes, chunks=tuple(chunks))]
 
     def _plain(self, new: NewRow) -> NewRow:
-        """A row of the target as our worker has it."""
+        """Return the draft worker's version of a target row."""
         return _plain(new, keeps_adapter=self._shares_cache)
 
-    def _go_on(self, rows: Sequence[int], last: DraftPass) -> None:
-        """Called before rows of the last pass are drafted for once more."""
+    def _before_next_pass(self, rows: Sequence[int], last: DraftPass) -> None:
+        """Hook: called before rows of the last pass draft another token."""
 
     def _sample(self, rows: list[int], **changes: Any) -> DraftPass:
         output = self._execute(**changes)
         return DraftPass(rows, output.token_ids.clone(), output.lines)
 
     def _execute(self, **changes: Any) -> StepOutput:
-        """Let our worker run a step."""
+        """Run a step in the draft worker."""
         self._step += 1
         return self._worker.execute(StepPlan(self._step, **changes))
 
 
-def _read(told: dict[int, _Told], rows: Sequence[Sequence[int]], *token_ids: Tensor) -> tuple[RowDraft, ...]:
-    """The drafts, from what each pass sampled; a row whose sampling failed has none from there on."""
-    drafts: dict[int, list[int]] = {row: [] for row in told}
+def _read(states: dict[int, _RowState], rows: Sequence[Sequence[int]], *token_ids: Tensor) -> tuple[RowDraft, ...]:
+    """Return the drafts from the samples of each pass. A row whose sampling failed has no tokens from there on."""
+    drafts: dict[int, list[int]] = {row: [] for row in states}
     failed: set[int] = set()
     for sampled, tokens in zip(rows, token_ids, strict=True):
         for row, token in zip(sampled, tokens.tolist(), strict=True):
@@ -244,20 +248,21 @@ def _read(told: dict[int, _Told], rows: Sequence[Sequence[int]], *token_ids: Ten
             elif row not in failed:
                 drafts[row].append(token)
     for row, draft in drafts.items():
-        told[row].guess = tuple(draft)
+        states[row].draft = tuple(draft)
     return tuple(RowDraft(row, np.asarray(draft, dtype=np.int32)) for row, draft in drafts.items() if draft)
 
 
-def _common(guess: Sequence[int], truth: Sequence[int]) -> int:
-    """How many first tokens are the same."""
-    for place, (left, right) in enumerate(zip(guess, truth, strict=False)):
+def _common_prefix(draft: Sequence[int], truth: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    for place, (left, right) in enumerate(zip(draft, truth, strict=False)):
         if left != right:
             return place
-    return min(len(guess), len(truth))
+    return min(len(draft), len(truth))
 
 
 def _plain(new: NewRow, *, keeps_adapter: bool) -> NewRow:
-    """The row without what only its user is told, and without a LoRA adapter that is not of our layers too."""
+    """Return the row without logprobs and pooling, and without its LoRA adapter unless the drafter has the same
+    layers."""
     new = new if keeps_adapter else new._replace(adapter=NO_ADAPTER)
     sampling = new.sampling
     if sampling.logprobs is None and sampling.prompt_logprobs is None:

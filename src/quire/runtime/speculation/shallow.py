@@ -1,4 +1,4 @@
-"""The first layers of a model as a model: what it would say if it stopped thinking there."""
+"""The first layers of a model as a draft model (early exit)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.runtime.models.build import Model
 
 
 class ShallowDecoder:
-    """Shares all weights with `model`, its final norm and head too."""
+    """Runs the first `num_layers` layers of `model`. Shares all its weights, including the final norm and the head."""
 
     def __init__(self, model: Model, num_layers: int) -> None:
         self._model, self._num_layers = model, num_layers

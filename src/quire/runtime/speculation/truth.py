@@ -1,4 +1,4 @@
-"""What the rows of a step hold after it, on the host: their known tokens and what was accepted of their drafts."""
+"""Reads which tokens the rows hold after a step: known tokens and the accepted part of drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.types.step import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Some tokens of a row: those from `start` up to `stop`."""
+    """The tokens of a row from `start` to `stop`."""
 
     row: int
     start: int
@@ -24,14 +24,14 @@ class Span:
 
 
 def tokens_of(rows: Rows, spans: Sequence[Span], beside: Tensor) -> Tensor:
-    """The tokens of `spans`, and behind them int64 numbers `beside`, on the device: int64. Waits for nothing."""
+    """Return the tokens of `spans`, followed by the int64 tensor `beside`, on the device. Does not wait for it."""
     places = [np.arange(span.start, span.stop, dtype=np.int64) + span.row * rows.capacity for span in spans]
     tokens = rows.tokens.view(-1).index_select(0, rows.upload(np.concatenate(places)))
     return torch.cat((tokens.long(), beside))
 
 
 def samples_of(plan: StepPlan) -> dict[int, range]:
-    """Where the samples of every row lie among those of the plan."""
+    """Return the indices of every row's samples among those of the plan."""
     found = {row: range(place, place + 1) for place, row in enumerate(plan.decode_rows.tolist())}
     place = len(plan.decode_rows)
     for chunk in plan.chunks:
@@ -42,10 +42,10 @@ def samples_of(plan: StepPlan) -> dict[int, range]:
 
 
 def accepted(held: Longs, sampled: Longs) -> list[int]:
-    """What a row's last tokens `held` are in truth after a step in which it `sampled`.
+    """Return the true tokens at the end of a row, given its last tokens `held` and what it `sampled` in the step.
 
-    One sample was appended to the row already. Several belong to the last tokens, a draft, and to what follows it: the
-    draft is right as far as it was sampled, and the first sample that differs is the row's newest token.
+    A single sample is already appended to the row. Several samples verify the row's last tokens, a draft: the draft is
+    right up to the first sample that differs from it, and that sample is the row's newest token.
     """
     num_drafts = max(len(sampled) - 1, 0)
     known: list[int] = held[: len(held) - num_drafts].tolist()

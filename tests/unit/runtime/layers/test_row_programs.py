@@ -216,7 +216,7 @@ def test_the_stream_is_not_changed_while_something_computed_of_it_waits() -> Non
     writer.add_product(writer.stream, first, square)
     first, second = writer.multiply(writer.stream, square), writer.multiply(writer.stream, square)
     assert first.vector is not second.vector
-    with pytest.raises(Untraceable, match="the stream is changed while something"):
+    with pytest.raises(Untraceable, match="the stream is changed while a vector"):
         writer.add_product(writer.stream, first, square)
 
 

@@ -125,7 +125,7 @@ def test_configs_that_cannot_be_obeyed_are_refused(tmp_path: Path, changes: dict
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"d2t": torch.full((40,), 90)}, "d2t: does not name different tokens of a vocabulary of 97"),
+        ({"d2t": torch.full((40,), 90)}, "d2t: must map to distinct tokens of a vocabulary of 97"),
         ({"d2t": torch.zeros(40)}, "d2t: has dtype F32; weights may be I64, I32"),
         ({"d2t": None}, "d2t: is missing"),
         ({"fc.weight": torch.zeros(48, 96)}, r"fc.weight: has shape \(48, 96\), the config says \(48, 144\)"),

@@ -185,7 +185,7 @@ REFUSED_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "missing": ({"block_count": None}, r"llama\.block_count: is missing"),
     "wrong kind": ({"block_count": "two"}, r"llama\.block_count: must be a whole number, is 'two'"),
-    "unknown": ({"logit_scale": 2.0}, r"llama\.logit_scale: is a setting this engine does not know"),
+    "unknown": ({"logit_scale": 2.0}, r"llama\.logit_scale: is not a known setting of this architecture"),
     "experts": ({"architecture": "qwen2", "expert_count": 8}, r"qwen2\.expert_count: mixtures of experts"),
     "window": ({"attention.sliding_window": 128}, "a window of 128 tokens is not supported"),
     "rope kind": ({"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "'longrope' is not supported"),

@@ -22,7 +22,7 @@ from quire.kernels.native.int8_panels import is_int8_format
 from quire.kernels.native.loader import why_not_native
 from quire.runtime.layers.builder import LayerBuilder
 from quire.runtime.layers.native import GatheredMultiply, IntegerProduct, LevelProduct, NativeMultiply
-from quire.runtime.layers.product import NumbersProduct
+from quire.runtime.layers.product import BaseProduct
 from quire.runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from quire.runtime.loading.files import files_at
 from quire.runtime.quantization.activations import RoundedMultiply
@@ -108,9 +108,9 @@ def test_native_products_give_what_expanded_weights_give(
     """Scales and offsets in half precision: a part in 2048, which only zero points and float32 scales need. Integer
     products round rows to 16 bits."""
     found = last_logits(name, "auto", integer=integer)
-    monkeypatch.setattr(LevelProduct, "keeps", NumbersProduct.keeps)
+    monkeypatch.setattr(LevelProduct, "keeps", BaseProduct.keeps)
     for product in (LevelProduct, IntegerProduct):
-        monkeypatch.setattr(product, "pack_quantized", NumbersProduct.pack_quantized)
+        monkeypatch.setattr(product, "pack_quantized", BaseProduct.pack_quantized)
     wanted = last_logits(name, "auto")
     is_rounded = "asym" in name or name == "awq" or "bnb" in name
     exact = 1e-3 if integer else 1e-4
@@ -145,7 +145,7 @@ def test_a_log_line_says_how_many_matrices_are_expanded(
         pytest.skip("no native kernels")
     with caplog.at_level("INFO", logger="quire.runtime"):
         last_logits(name, "auto")
-    said = [record.getMessage() for record in caplog.records if "expanded to plain numbers" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "dequantized while loading" in record.getMessage()]
     assert len(said) == (1 if expanded else 0)
     assert all(f": {expanded} quantized matrices" in line for line in said)
 
@@ -239,7 +239,7 @@ ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True,
         ("gptq-4bit", {"adapter": {"name": "lora"}}, "adapter: weights that need an adapter"),
         ("gptq-4bit", {"bits": 8}, r"qweight: has 4 bits, config.json says 8"),
         ("gptq-4bit", {"quant_method": "aqlm"}, "aqlm weights of llama models are not supported; supported: gptq, awq"),
-        ("bnb-nf4", {"load_in_4bit": False}, "load_in_4bit: neither it nor load_in_8bit is true"),
+        ("bnb-nf4", {"load_in_4bit": False}, "load_in_4bit: neither load_in_4bit nor load_in_8bit is true"),
         ("awq", {"bits": 8}, "bits: 8 is not supported; supported: 4"),
         ("awq", {"version": "gemv"}, "version: 'gemv' is not supported; supported: gemm"),
         ("awq", {"zero_point": False}, "zero_point: weights without zero points"),

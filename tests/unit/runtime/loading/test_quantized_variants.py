@@ -152,7 +152,7 @@ def test_scales_of_activations_are_powers_of_two_where_the_config_says_so() -> N
         ({"scale_fmt": "e5m3"}, r"quantization_config\.scale_fmt: 'e5m3' is not supported; supported: ue8m0"),
         (
             {"scale_fmt": "ue8m0", "weight_block_size": None, "activation_scheme": "static"},
-            "scale_fmt: is of dynamic scales, activation_scheme is static",
+            "scale_fmt: is for dynamic activation scales, but activation_scheme is static",
         ),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_warning_says_that_scales_of_keys_and_values_are_not_used(
         found = edited("ct-fp8", tmp_path, scales, settings)
     assert found.names == original("ct-fp8").names
     said = [record.getMessage() for record in caplog.records]
-    assert [f"is not used ({len(names)} scales)" in line for line in said] == [True]
+    assert [f"({len(names)} scales) is ignored" in line for line in said] == [True]
 
 
 def pack_whole(numbers: Tensor, bits: int) -> Tensor:

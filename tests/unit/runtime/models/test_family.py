@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.runtime.models.family import is_unread, placed
+from quire.runtime.models.family import is_unread, with_module_path
 from tiny_models import tiny_config
 
 PLACES = {"outside": ("table.",), "inside": ("gate.", "norm_2.")}
@@ -24,7 +24,7 @@ PLACES = {"outside": ("table.",), "inside": ("gate.", "norm_2.")}
     ],
 )
 def test_layers_are_looked_for_in_the_modules_that_hold_them(name: str, expected: str) -> None:
-    assert placed(name, PLACES) == expected
+    assert with_module_path(name, PLACES) == expected
 
 
 def test_keys_and_values_of_layers_that_read_those_of_others_are_not_read() -> None:

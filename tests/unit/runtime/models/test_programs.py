@@ -85,7 +85,7 @@ def test_a_program_samples_what_its_blocks_sample(
 ) -> None:
     *program, calls = answers(architecture, levels=levels)
     assert calls == [0]  # one program, nothing of it in Python
-    monkeypatch.setattr(Blocks, "_run_program", Blocks._go_through)
+    monkeypatch.setattr(Blocks, "_run_program", Blocks._run_layers)
     monkeypatch.delattr(Program, "run")
     assert answers(architecture, levels=levels)[:-1] == program
 
@@ -94,7 +94,7 @@ def test_a_program_samples_what_its_blocks_sample(
 def test_gates_of_all_activations_are_compiled(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     *program, calls = answers("llama", levels=False, activation=activation)
     assert calls == [0]
-    monkeypatch.setattr(Blocks, "_run_program", Blocks._go_through)
+    monkeypatch.setattr(Blocks, "_run_program", Blocks._run_layers)
     assert answers("llama", levels=False, activation=activation)[:-1] == program
 
 
@@ -107,7 +107,7 @@ def test_an_operation_without_a_compiled_form_is_called_between_compiled_ones(mo
     monkeypatch.setattr(NativeOps, "gate", gate)
     *program, calls = answers("llama", levels=False)
     assert calls == [3]  # the gate of each layer
-    monkeypatch.setattr(Blocks, "_run_program", Blocks._go_through)
+    monkeypatch.setattr(Blocks, "_run_program", Blocks._run_layers)
     assert answers("llama", levels=False)[:-1] == program
 
 
@@ -156,12 +156,12 @@ def test_a_program_with_adapters_has_nothing_in_python_and_samples_what_its_bloc
     planned = adapter_memory(tiny_config("llama", **SIZES), SMALL, getattr(torch, dtype).itemsize, max_tokens=0)
     assert 0 < held <= planned
 
-    def go_through(blocks: Blocks, x: Tensor, step: ForwardStep) -> Value:
+    def run_layers(blocks: Blocks, x: Tensor, step: ForwardStep) -> Value:
         assert blocks.adapters is not None
         blocks.adapters.begin(step.adapters)
-        return blocks._go_through(x, step)
+        return blocks._run_layers(x, step)
 
-    monkeypatch.setattr(Blocks, "_run_program", go_through)
+    monkeypatch.setattr(Blocks, "_run_program", run_layers)
     monkeypatch.delattr(Program, "run")
     other, blocks = adapted_answers(tmp_path, dtype)
     assert blocks == program

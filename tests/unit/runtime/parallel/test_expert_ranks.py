@@ -24,7 +24,7 @@ from quire.config.model import Experts, Heads, ModelConfig, Rope
 from quire.config.parallel import ParallelConfig, share_of
 from quire.config.rank_model import largest_rank
 from quire.runtime.layers.builder import LayerBuilder
-from quire.runtime.layers.experts import EachExpert
+from quire.runtime.layers.experts import SeparateExperts
 from quire.runtime.layers.stacked_experts import ExpertLinear
 from quire.runtime.loading.checkpoint import open_checkpoint
 from quire.runtime.loading.files import files_at
@@ -108,7 +108,7 @@ def test_tensors_of_other_experts_must_be_in_the_files() -> None:
 
 
 def experts_of(model: BaseModel) -> Iterator[tuple[str, Any]]:
-    for layer, module in enumerate(module for module in model.modules() if isinstance(module, EachExpert)):
+    for layer, module in enumerate(module for module in model.modules() if isinstance(module, SeparateExperts)):
         for number, expert in module.items():
             yield f"{layer}.{number}", expert
 

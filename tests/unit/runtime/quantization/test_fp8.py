@@ -23,7 +23,7 @@ def test_rounding_keeps_the_largest_of_each_row_and_is_near_everywhere(monkeypat
     torch.testing.assert_close(found.abs().amax(dim=1), x.abs().amax(dim=1))
     spread = x.abs().amax(dim=1, keepdim=True)
     assert ((found - x).abs() <= 2**-4 * x.abs() + 2**-9 * spread / 448).all()
-    monkeypatch.setattr(fp8, "_NUMBERS_AT_ONCE", 100)
+    monkeypatch.setattr(fp8, "_VALUES_AT_ONCE", 100)
     assert torch.equal(rounded(x), found)
 
 

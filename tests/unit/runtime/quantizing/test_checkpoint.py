@@ -121,8 +121,11 @@ def test_calibration_makes_the_answers_of_its_text_more_exact(plain: Path, tmp_p
         (Recipe("int4", 0), r"^group_size: must be a multiple of 32, is 0; use 32, 64 or 128$"),
         (Recipe("int4", -32), r"^group_size: must be a multiple of 32, is -32; use 32, 64 or 128$"),
         (Recipe("int8", 64), r"^group_size: int8 has one scale for each output; leave it out"),
-        (Recipe("int8", fp8_scales="block"), r"^fp8_scales: int8 is no float8; leave it out"),
-        (Recipe("fp8", texts=TEXTS), r"^calibration: fp8 rounds each weight to the nearest number; leave it out"),
+        (Recipe("int8", fp8_scales="block"), r"^fp8_scales: applies to fp8 only, and the method is int8; leave it out"),
+        (
+            Recipe("fp8", texts=TEXTS),
+            r"^calibration: fp8 uses no calibration: each weight is rounded to the nearest value; leave it out",
+        ),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(plain: Path, tmp_path: Path, recipe: Recipe, problem: str) -> None:
@@ -215,5 +218,7 @@ def test_a_tied_head_and_experts_are_refused(tmp_path: Path) -> None:
         **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1, head_dim=16
     )
     experts = hf_checkpoint(tmp_path / "experts", mixture)
-    with pytest.raises(ConfigError, match=r"^model: models with mixtures of experts are not quantized to files"):
+    with pytest.raises(
+        ConfigError, match=r"^model: models with mixtures of experts cannot be written as quantized checkpoints"
+    ):
         write_quantized(files_at(experts), tmp_path / "small", Recipe("int8"), CPU)

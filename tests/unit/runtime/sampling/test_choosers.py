@@ -14,7 +14,7 @@ from quire.runtime.sampling.choosers.chooser import Chooser
 from quire.runtime.sampling.choosers.full import DrawFromAll
 from quire.runtime.sampling.choosers.top_k import DrawFromTopK
 from quire.runtime.sampling.choosers.top_p import DrawFromTopP
-from quire.runtime.sampling.ranking import head
+from quire.runtime.sampling.ranking import top_logits
 from quire.runtime.sampling.tiles import TILE, best_token, tile_max
 from tests.unit.runtime.sampling.bench import CPU, new_row
 
@@ -46,7 +46,7 @@ def test_greedy_takes_the_lowest_id_of_equal_logits(vocab: int, seed: int) -> No
 @given(vocab=st.sampled_from([70, 128, 1_000, 64 * TILE]), width=st.integers(1, 16), seed=st.integers(0, 2**31))
 def test_the_head_of_a_ranking_is_that_of_the_whole_up_to_ties_with_its_last(vocab: int, width: int, seed: int) -> None:
     logits = coarse_logits(3, vocab, seed)
-    values, ids = head(logits, tile_max(logits), width)
+    values, ids = top_logits(logits, tile_max(logits), width)
     all_values, all_ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     assert torch.equal(values, all_values[:, :width])
     assert torch.equal(values, logits.gather(1, ids))

@@ -1,1 +1,1 @@
-"""GGUF files: parsed strictly, dequantized to float32, given Hugging Face's names and layout."""
+"""GGUF files: strict parsing, dequantization to float32, translation to Hugging Face's names and layout."""

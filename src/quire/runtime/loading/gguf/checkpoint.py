@@ -1,4 +1,4 @@
-"""The weights of a GGUF model under their Hugging Face names."""
+"""Reads the weights of a GGUF model under their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.runtime.loading.gguf.shards import GgufModel
 from quire.runtime.loading.gguf.types import LEVEL_FORMS
 from quire.runtime.loading.mapping import Bytes
 from quire.runtime.loading.pieces import Piece
-from quire.runtime.loading.values import Own, all_of_it, refuse_blank, refuse_non_finite
+from quire.runtime.loading.values import UsedPart, refuse_blank, refuse_non_finite, whole_tensor
 from quire.runtime.models.family import Stacked, is_unread
 from quire.runtime.models.gguf_layout import Rearranged
 from quire.runtime.models.registry import find_family
@@ -32,9 +32,9 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class GgufCheckpoint:
-    """Reads one tensor at a time: quantized ones to float32, others as stored, rows in the order that layers want.
+    """Reads one tensor at a time: quantized types as float32, others in the stored dtype, rows in the layers' order.
 
-    A tensor read as stored is a view of the file; it stays valid after `close`.
+    A tensor read in its stored dtype is a view of the file and stays valid after `close`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,20 +54,21 @@ class GgufCheckpoint:
             raise
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As Hugging Face's checkpoints have it."""
+        """Return the shape that Hugging Face's checkpoints have."""
         if name in self._rearranged:
             return self._rearranged[name].shape
         shape = self._stored_shape(name)
-        return shape[::-1] if self._is_turned(name) else shape
+        return shape[::-1] if self._is_transposed(name) else shape
 
     def source(self, name: str) -> str:
         return self._model.owners[self._pieces[self._first(name)].tensor].name
 
-    def read(self, name: str, own: Own = all_of_it) -> Tensor:
-        """The tensor on the CPU. Raises ModelLoadError when numbers of its `own` part are damaged beyond doubt."""
+    def read(self, name: str, own: UsedPart = whole_tensor) -> Tensor:
+        """Return the tensor on the CPU. Raises ModelLoadError if its `own` part contains NaN or infinity, or is
+        blank."""
         made = self._rearranged.get(name)
         values = self._values(name) if made is None else make_tensor(made, self._values)
-        if made is None and self._is_turned(name):
+        if made is None and self._is_transposed(name):
             values = values.t()
         refuse_non_finite(own(values), self.source(name), self._pieces[self._first(name)].tensor)
         offset = self._family.norm_offset
@@ -77,7 +78,7 @@ class GgufCheckpoint:
         if name in self._rearranged:
             return self._read_rearranged(self._rearranged[name], region)
         kind, shape = self._tensor(name).ggml_type, self.shape(name)
-        if self._is_turned(name):  # blocks are of inputs
+        if self._is_transposed(name):  # blocks run along the inputs
             return None
         blocks = None if region is None else blocks_of(region.inputs, shape[1], kind.block_values)
         if region is None or blocks is None:
@@ -85,7 +86,7 @@ class GgufCheckpoint:
         else:
             found = read_levels(torch.from_numpy(self._raw(name, (region.outputs, blocks))), kind, region.shape)
         piece = self._pieces[name]
-        if found is not None and piece.expert is None:  # levels are copies, and nobody reads the file again
+        if found is not None and piece.expert is None:  # levels are copies, and the file is not read again
             self._model.owners[piece.tensor].forget(piece.tensor)
         return found
 
@@ -100,18 +101,18 @@ class GgufCheckpoint:
         return make_levels(made, self._raw(made.first), kind, region)
 
     def _first(self, name: str) -> str:
-        """The name of a stored tensor that a tensor is made of."""
+        """Return the name of the first stored tensor that a tensor is made of."""
         return self._rearranged[name].first if name in self._rearranged else name
 
-    def _is_turned(self, name: str) -> bool:
-        """Whether Hugging Face's checkpoints have a matrix the other way round."""
-        return self._family.turned and name.startswith(self._family.blocks) and len(self._stored_shape(name)) == 2
+    def _is_transposed(self, name: str) -> bool:
+        """Whether Hugging Face's checkpoints store this matrix transposed."""
+        return self._family.transposed and name.startswith(self._family.blocks) and len(self._stored_shape(name)) == 2
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         return self._pieces[name].shape(self._tensor(name).shape)
 
     def _values(self, name: str) -> Tensor:
-        """The numbers of a stored tensor."""
+        """Return the dequantized values of a stored tensor."""
         kind = self._tensor(name).ggml_type
         values = dequantize(torch.from_numpy(self._raw(name)), kind).view(self._stored_shape(name))
         if values.dtype == torch.float64:
@@ -122,8 +123,7 @@ class GgufCheckpoint:
         return values
 
     def _raw(self, name: str, own: tuple[range, range] | None = None) -> Bytes:
-        """The stored bytes, rows in the order the layers want them. `own`: only of these rows, and of these blocks of
-        each."""
+        """Return the stored bytes with rows in the layers' order. `own`: only these (rows, blocks of each row)."""
         piece, shape = self._pieces[name], self._stored_shape(name)
         raw = self._model.owners[piece.tensor].raw(piece.tensor)
         if piece.expert is not None:
@@ -142,7 +142,7 @@ class GgufCheckpoint:
         return self._model.owners[stored].tensors[stored]
 
     def _find_pieces(self) -> dict[str, Piece]:
-        """Where each tensor of the layers lies, by its name."""
+        """Return the location of each layer tensor, by its name."""
         found: dict[str, Piece] = {}
         family = find_family(self.config.architecture)
         drafts = draft_blocks(self._model)
@@ -165,7 +165,7 @@ class GgufCheckpoint:
     def _pieces_of_experts(
         self, canonical: str, tensor: GgufTensor, file: str, stacked: Mapping[str, Stacked]
     ) -> dict[str, Piece]:
-        """A tensor may hold several matrices of each expert, one behind the other."""
+        """Return the pieces of a tensor that stacks all experts, possibly with several matrices per expert."""
         count = 0 if self.config.experts is None else self.config.experts.num
         if tensor.shape[0] != count:
             raise ModelLoadError(file, f"has shape {tensor.shape}, but there are {count} experts", tensor=tensor.name)

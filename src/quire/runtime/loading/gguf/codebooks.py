@@ -1,7 +1,7 @@
 """The codebooks of the IQ1, IQ2 and IQ3 types: constants of the ggml format.
 
-Each row holds 4 or 8 of a few levels. Read as a number in base len(levels), first value lowest, the rows of a codebook
-ascend; their differences are kept here, as 16-bit little-endian numbers, deflated, in base 85.
+Each row holds 4 or 8 of a few levels. Interpreted as integers in base len(levels), first value lowest, the rows of a
+codebook are in ascending order. Stored here: their differences as 16-bit little-endian integers, deflated, in base 85.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _PACKED: dict[str, tuple[tuple[int, ...], int, str]] = {
 
 @cache
 def codebook(name: str) -> npt.NDArray[np.float32]:
-    """The rows of a type's codebook, [rows, values]."""
+    """Return the rows of a type's codebook, [rows, values]."""
     levels, width, packed = _PACKED[name]
     steps = np.frombuffer(zlib.decompress(base64.b85decode(packed)), dtype="<u2")
     rows = np.cumsum(steps, dtype=np.int64)[:, None] // len(levels) ** np.arange(width) % len(levels)

@@ -1,4 +1,4 @@
-"""A ModelConfig from GGUF metadata and the names of the tensors."""
+"""Makes a ModelConfig from GGUF metadata and tensor names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from quire.types.errors import ModelLoadError
 if TYPE_CHECKING:
     from quire.runtime.models.family import GgufFamily
 
-# Every key under the architecture's name is either read below or known to change nothing.
+# Keys under the architecture's name that are read below. Others must be in _HARMLESS or the family's `settings`.
 _READ = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
@@ -48,19 +48,19 @@ _WINDOW, _RMS_NORM, _LAYER_NORM = (
 )
 _TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
 _TYPES = "token_types.weight"
-_STACKED = (  # by one layer
+_STACKED = (  # tensors that one layer stacks
     ("attn_q", "attn_k", "attn_v", "attn_q_a", "attn_kv_a_mqa"), ("attn_qkv", "attn_gate"), ("ffn_gate", "ffn_up"),
     ("ffn_gate_shexp", "ffn_up_shexp"),
 )  # fmt: skip
-_EXPANDED = ("attn_k_b", "attn_v_b", "attn_kv_b")  # matrices that no layer holds quantized
-_MOVED = {"qwen35": "ssm_out", "qwen35moe": "ssm_out"}  # matrices whose columns move, where value heads share keys
+_EXPANDED = ("attn_k_b", "attn_v_b", "attn_kv_b")  # matrices that no layer keeps quantized
+_MOVED = {"qwen35": "ssm_out", "qwen35moe": "ssm_out"}  # their columns are reordered if value heads share keys
 _POOLING = "pooling_type"
 _POOLINGS: dict[int, Literal["mean", "cls", "last"] | None] = {0: None, 1: "mean", 2: "cls", 3: "last"}
 _HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", _POOLING}
 
 
 def gguf_model_config(model: GgufModel) -> ModelConfig:
-    """Read and check the model's numbers. Raises ModelLoadError for what is missing, impossible or not supported."""
+    """Read and check the model's config. Raises ModelLoadError for missing, impossible or unsupported values."""
     from quire.runtime.models.build import count_weights
 
     name = gguf_architecture(model)
@@ -91,7 +91,7 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
         dtype=_read_dtype(model),
         bos_id=inside(_token_id(model, "bos"), vocab_size),
         eos_ids=_read_eos_ids(model, vocab_size),
-        levels=StoredLevels() if family.turned else _read_levels(model),
+        levels=StoredLevels() if family.transposed else _read_levels(model),
     )
     if family.read is not None:
         config = family.read(given, config)
@@ -100,7 +100,7 @@ def gguf_model_config(model: GgufModel) -> ModelConfig:
 
 
 def gguf_architecture(model: GgufModel) -> str:
-    """The name of the model's family. Needs no torch. Raises ModelLoadError for one that is not supported."""
+    """Return the name of the model's family. Needs no torch. Raises ModelLoadError if it is not supported."""
     name = Fields(model.name, model.metadata).text("general.architecture")
     if name not in IN_GGUF:
         raise ModelLoadError(
@@ -113,14 +113,14 @@ def gguf_architecture(model: GgufModel) -> str:
 
 
 def gguf_family(architecture: str) -> GgufFamily:
-    """How GGUF files of a family are written. Only for families that are read from GGUF."""
+    """Return the GGUF description of a family that supports GGUF."""
     family = find_family(architecture).gguf
     assert family is not None, architecture
     return family
 
 
 def gguf_pooling(model: GgufModel) -> Literal["mean", "cls", "last"] | None:
-    """How files of a model for embeddings say that texts become vectors; None: they say nothing of it."""
+    """Return the pooling that an embedding model's file stores, or None."""
     prefix = Fields(model.name, model.metadata).text("general.architecture") + "."
     fields = Fields(model.name, model.metadata, prefix=prefix)
     kind = fields.integer(_POOLING, 0)
@@ -130,7 +130,7 @@ def gguf_pooling(model: GgufModel) -> Literal["mean", "cls", "last"] | None:
 
 
 def draft_blocks(model: GgufModel) -> tuple[str, ...]:
-    """How the names of tensors begin that are of the last layers, which draft tokens: they are left out."""
+    """Return the name prefixes of the tensors of the last layers, which draft tokens and are ignored."""
     prefix = Fields(model.name, model.metadata).text("general.architecture") + "."
     fields = Fields(model.name, model.metadata, prefix=prefix)
     end, count = fields.integer("block_count"), fields.integer(DRAFT_LAYERS, 0)
@@ -138,8 +138,8 @@ def draft_blocks(model: GgufModel) -> tuple[str, ...]:
 
 
 def _read_levels(model: GgufModel) -> StoredLevels:
-    """Keys that are values too are stored once, and held twice. A GPU expands embedding tables and experts. Layers that
-    draft tokens are not held."""
+    """Count the quantized weights that the layers will hold. Keys that are also values are stored once and held twice.
+    A GPU dequantizes embedding tables and experts. Draft layers are not held."""
     drafts, moved = draft_blocks(model), _moved_columns(model)
     owners = {name: owner for name, owner in model.owners.items() if not name.startswith(drafts)}
     copied = [name for name in owners if ".attn_k." in name and name.replace("attn_k", "attn_v") not in owners]
@@ -153,7 +153,7 @@ def _read_levels(model: GgufModel) -> StoredLevels:
                 found = replace(found, expanded=found.expanded + math.prod(tensor.shape))
             continue
         size, own = math.prod(tensor.shape), LEVEL_FORMS[tensor.ggml_type.name]
-        own = own._replace(super_bits=None) if word == moved else own  # super-blocks do not stay together
+        own = own._replace(super_bits=None) if word == moved else own  # reordering breaks up its super-blocks
         form = _held_form(_stacked_forms(model, name))
         on_gpu = name not in _TABLES and len(tensor.shape) == 2 and ONE_EXPERT.fullmatch(name) is None
         on_top, is_head = _cut_bytes(tensor.shape, own), name == _TABLES[0] and "output.weight" not in owners
@@ -181,7 +181,7 @@ def _moved_columns(model: GgufModel) -> str | None:
 
 
 def _stacked_forms(model: GgufModel, name: str) -> list[LevelForm]:
-    """Of a tensor, and of those that one layer stacks it with."""
+    """Return the forms of a tensor and of those that one layer stacks it with."""
     own = LEVEL_FORMS[model.owners[name].tensors[name].ggml_type.name]
     before, word = name.split(".")[:-2], name.split(".")[-2] if "." in name else ""
     words = next((stacked for stacked in _STACKED if word in stacked), ())
@@ -191,14 +191,15 @@ def _stacked_forms(model: GgufModel, name: str) -> list[LevelForm]:
 
 
 def _held_form(forms: Sequence[LevelForm]) -> LevelForm:
-    """How tensors are held as one."""
+    """Return the common form in which stacked tensors are held."""
     return LevelForm(
         all(form.nibbles for form in forms), min(form.group for form in forms), any(form.has_offset for form in forms)
     )
 
 
 def _integer_bytes(shape: tuple[int, ...], form: LevelForm) -> int:
-    """Integer products hold every tensor in its own form, beside whichever others a layer stacks it with."""
+    """Return the bytes of a tensor for integer gemms, which hold each tensor in its own form, even when a layer stacks
+    several."""
     size = math.prod(shape)
     if form.has_table:
         return table_bytes(size, size // shape[-1])
@@ -209,12 +210,12 @@ def _integer_bytes(shape: tuple[int, ...], form: LevelForm) -> int:
 
 
 def _table_bytes(size: int, form: LevelForm) -> int:
-    """Of an embedding table in bytes: 16 or 32 of them have a scale and an offset."""
+    """Return the bytes of an embedding table held in 8 bits, with a scale and an offset per 16 or 32 values."""
     return size + size // min(form.group, NATIVE_GROUP) * 4
 
 
 def _cut_bytes(shape: tuple[int, ...], form: LevelForm) -> int:
-    """What a tensor takes on top where its super-blocks are cut."""
+    """Return the additional bytes of a tensor whose super-blocks are split between ranks."""
     if form.super_bits is None:
         return 0
     return _integer_bytes(shape, form._replace(super_bits=None)) - _integer_bytes(shape, form)
@@ -229,7 +230,7 @@ def _gpu_bytes(size: int, form: LevelForm) -> int:
 def _refuse_unknown(fields: Fields, prefix: str, settings: frozenset[str], kind: Kind) -> None:
     for key in fields.values:
         if key.startswith(prefix) and key[len(prefix) :] not in _READ | _HARMLESS | settings:
-            raise ModelLoadError(fields.file, "is a setting this engine does not know", tensor=key)
+            raise ModelLoadError(fields.file, "is not a known setting of this architecture", tensor=key)
     if fields.integer("expert_count", 0) > 0 and "expert_count" not in settings:
         raise fields.refuse("expert_count", "mixtures of experts are not supported")
     is_causal = fields.flag("attention.causal", kind != "encoder")
@@ -312,7 +313,7 @@ def _read_yarn(fields: Fields, factor: float, length: int) -> tuple[tuple[str, f
 
 
 def _read_long_rope(model: GgufModel, fields: Fields, theta: float, dim: int) -> Rope:
-    """Divisors for short and for long sequences. Files name no kind of scaling, but the factor of attention."""
+    """Read the divisors for short and for long sequences. Files store no kind of scaling, only the attention factor."""
     length = fields.integer("context_length")
     for name in (SHORT_FACTORS, LONG_FACTORS):
         if name not in model.owners:
@@ -326,7 +327,8 @@ def _read_long_rope(model: GgufModel, fields: Fields, theta: float, dim: int) ->
 
 
 def _read_frequency_factors(model: GgufModel, name: str, dim: int) -> tuple[float, ...]:
-    """A tensor of divisors, one for each frequency: Llama 3 files carry their rope scaling so."""
+    """Read a tensor of divisors, one per frequency; Llama 3 files store their rope scaling this way. () if it is
+    missing."""
     owner = model.owners.get(name)
     if owner is None:
         return ()

@@ -1,4 +1,4 @@
-"""Reads the values of a GGUF header one after another, never past the end of the file."""
+"""Reads the values of a GGUF header in sequence, never past the end of the file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _U32, _U64 = Struct("<I"), Struct("<Q")
 
 
 class Texts(Sequence[str]):
-    """An array of strings, decoded when the first is asked for: a header is read for its numbers far more often.
-    Asking for one raises ModelLoadError if any is not UTF-8."""
+    """An array of strings, decoded on first access, because most readers of a header need only its numbers. Access
+    raises ModelLoadError if any string is not UTF-8."""
 
     def __init__(self, file: str, key: str, raw: bytes, count: int) -> None:
-        self._file, self._key, self._raw, self._count = file, key, raw, count  # each string behind its length
+        self._file, self._key, self._raw, self._count = file, key, raw, count  # raw: each string after its length
 
     def __len__(self) -> int:
         return self._count
@@ -56,7 +56,7 @@ class Texts(Sequence[str]):
 
 
 class Cursor:
-    """A place in a mapped file. Every read moves it on; a read that would pass the end raises ModelLoadError."""
+    """A read position in a mapped file. Every read advances it; a read past the end raises ModelLoadError."""
 
     def __init__(self, file: MappedFile) -> None:
         self._name, self._data, self._size = file.name, file.data, file.size
@@ -90,11 +90,11 @@ class Cursor:
     def name(self, what: str, limit: int) -> str:
         text = self.string(what, limit)
         if not text or not text.isprintable():
-            raise ModelLoadError(self._name, f"is {text[:80]!r}, no name", tensor=what)
+            raise ModelLoadError(self._name, f"is {text[:80]!r}, which is not a valid name", tensor=what)
         return text
 
     def value(self, key: str) -> object:
-        """The next metadata value, led by its type."""
+        """Read a metadata value, which starts with its type."""
         kind = self.u32(key)
         if kind == ARRAY:
             return self._array(key)
@@ -118,7 +118,7 @@ class Cursor:
         if kind != BOOL:
             return list(values.tolist())
         if values.size and values.max() > 1:
-            raise ModelLoadError(self._name, "holds a truth value that is neither 0 nor 1", tensor=key)
+            raise ModelLoadError(self._name, "has a boolean that is neither 0 nor 1", tensor=key)
         return [value != 0 for value in values.tolist()]
 
     def _texts(self, count: int, key: str) -> Texts:

@@ -1,4 +1,4 @@
-"""Stored blocks of any ggml type to float32, bit for bit what ggml's own definitions give."""
+"""Dequantizes blocks of any ggml type to float32, bit-identical to ggml's own definitions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.runtime.loading.threads import threads_for
 
 Decoder = Callable[[Tensor, Tensor], None]  # blocks [n, block bytes] uint8 -> out [n, block values] float32
 
-CHUNK_VALUES = 1 << 20  # decoded at a time: temporaries stay below 20 MiB, whatever the size of the tensor
+CHUNK_VALUES = 1 << 20  # decoded at a time, so that temporaries stay below 20 MiB for tensors of any size
 STORED_DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -30,7 +30,8 @@ DECODERS: dict[str, Decoder] = {**SIMPLE_DECODERS, **K_DECODERS, **CODEBOOK_DECO
 
 
 def dequantize(raw: Tensor, kind: GgmlType) -> Tensor:
-    """The values of `raw` (uint8, [bytes]), flat: float32 for quantized types, else a view of them as stored."""
+    """Return the values of `raw` (uint8, [bytes]), flat: float32 for quantized types, otherwise a view in the stored
+    dtype."""
     if not kind.is_quantized:
         return raw.view(STORED_DTYPES[kind.name])
     decode = DECODERS[kind.name]

@@ -1,4 +1,4 @@
-"""Super-blocks of 256 values whose sub-blocks have scales of their own: Q2_K to Q6_K and IQ4_XS."""
+"""Decodes super-blocks of 256 values whose sub-blocks have their own scales: Q2_K to Q6_K and IQ4_XS."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def q3_scales(blocks: Tensor) -> Tensor:  # [n, 16]
 
 
 def q3_levels(blocks: Tensor) -> Tensor:  # [n, 8, 32], below 8
-    """Third bits are inverted."""
+    """Unpack two low bits and a third bit, which is stored inverted."""
     values = spread(blocks[:, 32:96].reshape(-1, 2, 32), 2, 4).view(-1, 8, 32)
     return values | spread(blocks[:, :32], 1, 8) << 2
 
 
 def _q3_k(blocks: Tensor, out: Tensor) -> None:
-    """Sixteen sub-blocks."""
+    """Sixteen sub-blocks with 6-bit scales."""
     out.copy_(q3_levels(blocks).view_as(out)).sub_(4)
     out.view(-1, 16, 16).mul_(q3_scales(blocks)[..., None])
 
@@ -46,7 +46,7 @@ def _q4_k(blocks: Tensor, out: Tensor) -> None:
 
 
 def five_bit_levels(blocks: Tensor) -> Tensor:  # [n, 8, 32]
-    """Of Q5_K: low four bits, and a fifth apart from them."""
+    """Unpack the levels of Q5_K: four low bits, and a fifth stored separately."""
     values = nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
     return values | spread(blocks[:, 16:48], 1, 8) << 4
 
@@ -61,7 +61,7 @@ def q6_scales(blocks: Tensor) -> Tensor:  # [n, 16]
 
 
 def q6_levels(blocks: Tensor) -> Tensor:  # [n, 8, 32], below 64
-    """Four low bits and two high bits of each value lie apart."""
+    """Unpack four low bits and two high bits, which are stored separately."""
     n = blocks.shape[0]
     low = nibbles(blocks[:, :128].reshape(n, 2, 64)).view(n, 8, 32)
     high = spread(blocks[:, 128:192].reshape(n, 2, 32), 2, 4).view(n, 8, 32)
@@ -82,7 +82,7 @@ def iq4_xs_scales(blocks: Tensor) -> Tensor:  # [n, 8]
 
 
 def _iq4_xs(blocks: Tensor, out: Tensor) -> None:
-    """Eight sub-blocks."""
+    """Eight sub-blocks with 6-bit scales."""
     n = blocks.shape[0]
     index = nibbles(blocks[:, 8:].reshape(n, 8, 16)).int().view(-1)
     out.copy_(IQ4_LEVELS.index_select(0, index).view_as(out))
@@ -90,7 +90,7 @@ def _iq4_xs(blocks: Tensor, out: Tensor) -> None:
 
 
 def six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of Q4_K and Q5_K, [n, 8] each: eight 6-bit numbers of both kinds in twelve bytes."""
+    """Return the scales and minima of Q4_K and Q5_K, [n, 8] each: twelve bytes pack eight 6-bit values of each."""
     scale, minimum, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((scale & 63, (rest & 15) | (scale >> 2 & 48)), dim=1)
     minima = torch.cat((minimum & 63, (rest >> 4) | (minimum >> 2 & 48)), dim=1)
@@ -98,7 +98,7 @@ def six_bit_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale_and_shift(out: Tensor, values: Tensor, scale: Tensor, minimum: Tensor) -> None:
-    """out = scale * values - minimum, each scale and minimum for its own sub-block."""
+    """out = scale * values - minimum, with a scale and minimum per sub-block."""
     n, count = scale.shape
     out.copy_(values.view_as(out))
     out.view(n, count, -1).mul_(scale[..., None]).sub_(minimum[..., None])

@@ -1,5 +1,5 @@
-"""GGUF types that are levels with a scale for a group of values, perhaps an offset too: read without turning them into
-numbers. Only the types with codebooks of whole vectors (IQ1, IQ2, IQ3) are not."""
+"""Reads GGUF types with integer levels and a scale (and possibly an offset) per group, without dequantizing them. All
+quantized types except those with codebooks of whole vectors (IQ1, IQ2, IQ3)."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from quire.runtime.loading.gguf.simple_quants import (
 from quire.runtime.loading.gguf.types import GGML_TYPES, LEVEL_FORMS, GgmlType
 from quire.runtime.quantization.levels import LevelWeight
 
-Factors = tuple[Tensor, Tensor | None]  # scales and offsets of blocks; None: see `read_levels`
-_MIDDLE = 8  # the level of nibbles that is 0 where there are no offsets
+Factors = tuple[Tensor, Tensor | None]  # (scales, offsets) of blocks; offsets None: implied by the scales
+_MIDDLE = 8  # without offsets, this nibble value means 0
 _NUMBERS = {kind.name: number for number, kind in GGML_TYPES.items()}
 
 
 def read_levels(raw: Tensor, kind: GgmlType, shape: tuple[int, ...]) -> LevelWeight | None:
-    """The matrix stored in `raw` (uint8, [bytes]); None for other types and for scales that leave their dtype's
-    range."""
+    """Return the matrix stored in `raw` (uint8, [bytes]), quantized. None for types not in LEVEL_FORMS, for tensors
+    that are no matrix, and if a scale or offset is not finite in its dtype."""
     if kind.name not in LEVEL_FORMS or len(shape) != 2:
         return None
     form, blocks = LEVEL_FORMS[kind.name], raw.view(-1, kind.block_bytes)
@@ -100,7 +100,7 @@ _FACTORS: dict[str, Callable[[Tensor], Factors]] = {
     "TQ1_0": _scale(52),
     "TQ2_0": _scale(64),
 }
-# Levels by torch, where the compiled kernels do not read them.
+# Fallback in torch, if the compiled kernels cannot read the type.
 _LEVELS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": lambda blocks: nibbles(blocks[:, None, 2:]),
     "Q4_1": lambda blocks: nibbles(blocks[:, None, 4:]),

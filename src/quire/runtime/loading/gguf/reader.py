@@ -1,4 +1,4 @@
-"""A strict reader of GGUF headers: every count, length, offset and size is checked before it is believed."""
+"""A strict reader of GGUF headers: validates every count, length, offset and size before using it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8  # length, one character, rank, one dime
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies. `shape` is outermost first, as torch has it; `offset` counts from the file's first byte."""
+    """The location of a tensor. `shape` is outermost first, as in torch; `offset` counts from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,9 +35,9 @@ class GgufTensor:
 
 
 class GgufFile:
-    """One GGUF file: its metadata and the places of its tensors. Raises ModelLoadError for anything out of order.
+    """One GGUF file: its metadata and the locations of its tensors. Raises ModelLoadError if anything is invalid.
 
-    Metadata values are str, int, float, bool, a list of one of the last three, or Texts. The file stays mapped until
+    Metadata values are str, int, float, bool, a list of int, float or bool, or Texts. The file stays mapped until
     `close`.
     """
 
@@ -56,12 +56,12 @@ class GgufFile:
             raise
 
     def raw(self, name: str) -> Bytes:
-        """The stored bytes of a tensor: a view of the mapping, no copy."""
+        """Return the stored bytes of a tensor as a view of the mapping, without a copy."""
         tensor = self.tensors[name]
         return self._file.bytes_at(tensor.offset, tensor.nbytes)
 
     def forget(self, name: str) -> None:
-        """Let the stored bytes of a tensor go from memory. They are loaded again when they are read."""
+        """Drop the pages of a tensor from memory. They are read again on the next access."""
         tensor = self.tensors[name]
         self._file.forget(tensor.offset, tensor.nbytes)
 
@@ -163,7 +163,8 @@ class GgufFile:
         return nbytes
 
     def _check_layout(self, start: int) -> None:
-        """Tensors must tile the data section in some order: aligned, no overlap, no gap, only zeros after them."""
+        """Check that tensors tile the data section in some order: aligned, no overlap, no gap, only zeros after the
+        last."""
         expected, previous, size = start, "the header", self._file.size
         for tensor in sorted(self.tensors.values(), key=lambda tensor: tensor.offset):
             name, offset, end = tensor.name, tensor.offset, tensor.offset + tensor.nbytes

@@ -1,4 +1,4 @@
-"""Makes tensors of layers out of stored ones where GGUF files have another layout."""
+"""Computes layer tensors whose stored layout in GGUF files differs from Hugging Face's."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from quire.types.errors import ModelLoadError
 def find_rearranged(
     family: GgufFamily, config: ModelConfig, names: Collection[str], shape: Callable[[str], Shape], file: str
 ) -> dict[str, Rearranged]:
-    """The tensors of layers that are stored in another layout. `names`: of the stored tensors, as the family translates
-    them. Raises ModelLoadError for a part that is missing or has not the shape that the config says."""
+    """Return the layer tensors that are stored in another layout. `names`: the stored tensors, translated by the
+    family. Raises ModelLoadError if a part is missing or does not have the shape that the config implies."""
     found = {} if family.rearrange is None else family.rearrange(config, names)
     for tensor in found.values():
         for part, wanted in tensor.parts.items():
@@ -38,13 +38,13 @@ def find_rearranged(
 
 
 def layer_names(stored: Collection[str], rearranged: Mapping[str, Rearranged]) -> frozenset[str]:
-    """The names of all tensors of layers."""
+    """Return the names of all layer tensors: those stored as they are and those in `rearranged`."""
     used = {part for tensor in rearranged.values() for part in tensor.parts}
     return frozenset({*stored} - used | rearranged.keys())
 
 
 def make_tensor(tensor: Rearranged, values: Callable[[str], Tensor]) -> Tensor:
-    """`values`: the numbers of a stored tensor."""
+    """Compute a layer tensor. `values` returns the dequantized values of a stored tensor."""
     parts = [values(part).reshape(shape) for part, shape in tensor.parts.items()]
     if tensor.rows is not None:
         parts[0] = parts[0].index_select(0, torch.from_numpy(tensor.rows))
@@ -55,8 +55,8 @@ def make_tensor(tensor: Rearranged, values: Callable[[str], Tensor]) -> Tensor:
 
 
 def make_levels(tensor: Rearranged, raw: Bytes, kind: GgmlType, region: Region | None) -> LevelWeight | None:
-    """The matrix of the stored bytes of its only part, still quantized: its region where that is whole blocks in the
-    stored order, else all of it."""
+    """Return the matrix of a single stored part, still quantized: only `region` if it covers whole blocks in stored
+    order, otherwise all of it. None if `read_levels` cannot read it."""
     stored, inputs = tensor.parts[tensor.first][0], tensor.shape[-1]
     blocks = None if region is None else blocks_of(region.inputs, inputs, kind.block_values)
     by_blocks = raw.reshape(stored, -1, kind.block_bytes)
@@ -70,8 +70,8 @@ def make_levels(tensor: Rearranged, raw: Bytes, kind: GgmlType, region: Region |
 
 
 def reorder_columns(weight: LevelWeight, columns: Order) -> LevelWeight:
-    """Columns in another order. Where whole groups stay together, their factors move along; else products reorder the
-    inputs."""
+    """Reorder the columns of a weight. If whole groups stay together, their scales move too; otherwise the gemm
+    permutes its inputs."""
     order = torch.from_numpy(columns)
     groups = order.view(-1, weight.group)
     if bool((groups == groups[:, :1] + torch.arange(weight.group)).all() and (groups[:, 0] % weight.group == 0).all()):

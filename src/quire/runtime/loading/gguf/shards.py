@@ -1,4 +1,4 @@
-"""A GGUF model in one file or several, read as one."""
+"""Reads a GGUF model that is split into several files as one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.
 
 
 class GgufModel:
-    """All files of a model: the first one's metadata, and which file holds each tensor."""
+    """All files of a model: the metadata of the first, and the file of each tensor."""
 
     def __init__(self, path: Path) -> None:
         self.files: list[GgufFile] = []
@@ -45,24 +45,24 @@ class GgufModel:
 
 
 def first_shard(path: Path) -> Path:
-    """The file that stands for the whole model: the path itself, or number 1 of its set."""
+    """Return the file that stands for the whole model: the path itself, or number 1 of a split set."""
     match = _SHARD.fullmatch(path.name)
     return path.with_name(f"{match['stem']}-00001-of-{match['count']}.gguf") if match else path
 
 
 def shard_names(name: str) -> list[str]:
-    """All files of the set that `name` belongs to; a name that speaks of no set stands alone."""
+    """Return all file names of the set that `name` belongs to, or just `name` if it is not part of a set."""
     match = _SHARD.fullmatch(name)
     if match is None:
         return [name]
     count = int(match["count"])
     if not 1 <= count <= MAX_SHARDS:
-        raise ModelLoadError(name, f"its name speaks of {count} files, 1 to {MAX_SHARDS} are possible")
+        raise ModelLoadError(name, f"its name announces {count} files, the limit is 1 to {MAX_SHARDS}")
     return [f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """The files of the model at `path`, all of them there."""
+    """Return the files of the model at `path`. Raises ModelLoadError if one is missing."""
     paths = [path.with_name(name) for name in shard_names(path.name)]
     for part in paths if len(paths) > 1 else ():
         if not part.is_file():

@@ -1,4 +1,4 @@
-"""Types with one scale for each block: Q4_0 to Q8_0, Q8_K, IQ4_NL, MXFP4, TQ1_0, TQ2_0."""
+"""Decodes types with one scale per block: Q4_0 to Q8_0, Q8_K, IQ4_NL, MXFP4, TQ1_0, TQ2_0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.runtime.loading.gguf.bits import double_words, fields, halves, nibble
 IQ4_LEVELS = torch.tensor(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32
 )
-# Twice the values of a 4-bit float with two exponent bits; the scale is halved in return.
+# Values of a 4-bit float with two exponent bits, doubled; the scale is halved in return.
 MXFP4_LEVELS = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
 
 
@@ -25,7 +25,8 @@ def _q4_1(blocks: Tensor, out: Tensor) -> None:
 
 
 def five_bits(blocks: Tensor, high: int) -> Tensor:
-    """32 values: low bits in the nibbles from byte high + 4, fifth bits in the four bytes from `high`."""
+    """Unpack 32 values of 5 bits: low bits from the nibbles after byte high + 4, fifth bits from the four bytes at
+    `high`."""
     fifth = fields(blocks[:, high : high + 4], 1, 8).view(-1, 32)
     return nibbles(blocks[:, None, high + 4 :]).view(-1, 32) | fifth << 4
 
@@ -53,7 +54,7 @@ def _iq4_nl(blocks: Tensor, out: Tensor) -> None:
 
 
 def mxfp4_scales(blocks: Tensor) -> Tensor:  # [n, 1]
-    """Powers of two, halved as their levels are doubled."""
+    """Return the powers of two, halved because the levels are doubled."""
     exponent = blocks[:, :1].int()
     bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=2), (exponent - 1) << 23)
     return bits.view(torch.float32)
@@ -65,7 +66,8 @@ def _mxfp4(blocks: Tensor, out: Tensor) -> None:
 
 
 def tq1_digits(blocks: Tensor) -> Tensor:  # [n, 256]
-    """Five ternary digits to a byte, as a fraction of 256: times 3**i, modulo 256, brings digit i to the top."""
+    """Unpack five ternary digits per byte. A byte is a fraction of 256: times 3**i modulo 256, its top digit is digit
+    i."""
     n = blocks.shape[0]
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:, None]
     parts = [

@@ -1,4 +1,4 @@
-"""The ggml tensor types: their numbers in a file, and how many bytes hold how many values."""
+"""The ggml tensor types: their ids in a file, and how many bytes store how many values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class GgmlType:
-    """`block_values` numbers are stored together in `block_bytes` bytes."""
+    """A type that stores `block_values` values in a block of `block_bytes` bytes."""
 
     name: str
     block_values: int
@@ -54,13 +54,13 @@ GGML_TYPES: dict[int, GgmlType] = {
 }
 
 
-NATIVE_GROUP = 32  # values that share factors in the native kernels: smaller groups are held as 8-bit levels
+NATIVE_GROUP = 32  # smallest group of the compiled kernels: smaller groups are held in 8 bits
 
 
 class LevelForm(NamedTuple):
-    """How the levels of a type are held: in 4 bits or 8, with a scale for a group of values, perhaps an offset too; and
-    the least and the most level that there can be. `has_table`: there are 16 levels, which are not neighbours.
-    `super_bits`: of a level where the panels of integer products hold its factors as super-blocks."""
+    """How quantized values of a type are held: in 4 bits (`nibbles`) or 8, with a scale per group of values and
+    possibly an offset; and the least and the greatest quantized value. `has_table`: the 16 quantized values are not
+    consecutive. `super_bits`: bits per value if the panels of integer gemms hold its scales as super-blocks."""
 
     nibbles: bool
     group: int
@@ -71,7 +71,7 @@ class LevelForm(NamedTuple):
     super_bits: int | None = None
 
 
-# Types whose numbers are a level times a scale, perhaps plus an offset: see levels.py.
+# Types whose values are level * scale (+ offset): see levels.py.
 LEVEL_FORMS: dict[str, LevelForm] = {
     "Q4_0": LevelForm(True, 32, False),
     "Q4_1": LevelForm(True, 32, True),
@@ -92,7 +92,7 @@ LEVEL_FORMS: dict[str, LevelForm] = {
 }
 TYPE_BY_NAME: dict[str, GgmlType] = {kind.name: kind for kind in GGML_TYPES.values()}
 
-# Numbers that mean something and are refused all the same.
+# Known ids that are not supported.
 REFUSED_TYPES: dict[int, str] = {
     4: "Q4_2",
     5: "Q4_3",

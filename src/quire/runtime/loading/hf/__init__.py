@@ -1,1 +1,1 @@
-"""Hugging Face directories: config.json and safetensors files, read without running anything in them."""
+"""Hugging Face directories: config.json and safetensors files, read without running any of their code."""

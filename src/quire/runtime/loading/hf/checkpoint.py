@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face directory."""
+"""Reads the weights of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.runtime.loading.hf.quantized.layers import QuantizedLayer, find_cache
 from quire.runtime.loading.hf.quantized.method import DTYPES, BadTensors
 from quire.runtime.loading.hf.safetensors import SafetensorsFile, StoredTensor
 from quire.runtime.loading.pieces import Piece, pieces_of
-from quire.runtime.loading.values import Own, all_of_it, refuse_blank, refuse_non_finite
+from quire.runtime.loading.values import UsedPart, refuse_blank, refuse_non_finite, whole_tensor
 from quire.runtime.models.build import describe_weights
 from quire.runtime.quantization.mxfp4 import GROUP, GROUP_BYTES, SCALES, Mxfp4Weight
 from quire.runtime.quantization.region import Region
@@ -39,10 +39,10 @@ INTEGERS = {"I64": torch.int64, "I32": torch.int32}
 
 
 class HfCheckpoint:
-    """Reads one tensor at a time, as stored (float64 as float32): a view of its file that outlives `close`. MXFP4 is
-    read as float32.
+    """Reads one tensor at a time in its stored dtype (float64 as float32), as a view of its file that stays valid after
+    `close`. MXFP4 is read as float32.
 
-    Tensors have the names that the family's layers give them; one in the files may hold several of them.
+    Tensors have the names of the family's layers; a stored tensor may contain several of them.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -80,8 +80,8 @@ class HfCheckpoint:
         return self._quantized[name].file if name in self._quantized else self._owners[self._pieces[name].tensor].name
 
     def read_quantized(self, name: str, region: Region | None = None) -> StoredWeight | None:
-        """The matrix on the CPU, or a region of it; None where it is no quantized one. Raises ModelLoadError when it is
-        damaged."""
+        """Return a quantized matrix on the CPU, or a region of it; None if it is not quantized. Raises ModelLoadError
+        if it is damaged."""
         if name not in self._quantized:
             return self._read_mxfp4(name)
         quantized = self._quantized[name]
@@ -101,8 +101,9 @@ class HfCheckpoint:
         except BadTensors as error:
             raise quantized.refuse(error) from None
 
-    def read(self, name: str, own: Own = all_of_it) -> Tensor:
-        """The tensor on the CPU. Raises ModelLoadError when numbers of its `own` part are damaged beyond doubt."""
+    def read(self, name: str, own: UsedPart = whole_tensor) -> Tensor:
+        """Return the tensor on the CPU. Raises ModelLoadError if its `own` part contains NaN or infinity, or is
+        blank."""
         if (quantized := self.read_quantized(name)) is not None:
             return quantized.values()
         dtypes = INTEGERS if name in self._names.family.integers else WEIGHT_DTYPES
@@ -124,8 +125,8 @@ class HfCheckpoint:
             file.close()
 
     def _read_whole(self, piece: Piece, dtypes: Mapping[str, torch.dtype], *, may_be_zero: bool = False) -> Tensor:
-        """The piece as numbers of one of the dtypes that are allowed, by their names in the file. A matrix of nothing
-        but zeros is damaged, unless it may be."""
+        """Return the piece in one of the allowed dtypes (keyed by safetensors' names). Refuses an all-zero matrix
+        unless `may_be_zero`."""
         tensor, owner = self._stored(piece.tensor), self._owners[piece.tensor]
         dtype, raw, shape = dtypes.get(tensor.dtype), owner.raw(piece.tensor), tensor.shape
         if dtype is None:
@@ -137,42 +138,42 @@ class HfCheckpoint:
         if not may_be_zero:
             refuse_blank(raw, len(shape), owner.name, piece.tensor)
         if raw.ctypes.data % dtype.itemsize:
-            raw = raw.copy()  # torch wants numbers at multiples of their size
+            raw = raw.copy()  # torch needs aligned memory
         values = torch.from_numpy(raw).view(dtype).view(shape)
         return values if piece.expert is None else piece.of_expert(values)
 
     def _find_layers(self) -> list[QuantizedLayer]:
-        """The layers of the files whose matrices are stored quantized, also those that the model does not read."""
+        """Return the quantized matrices in the files, including those that the model does not read."""
         if self._method is None:
             return []
         layers = find_quantized(self._owners, self._method)
         if not layers:
-            reason = f"says {self._method.name}, and no matrix is stored so"
-            raise ModelLoadError(self.file, reason, tensor="quantization_config", fix="leave it out")
+            reason = f"is {self._method.name}, but no matrix of the files is stored in that format"
+            raise ModelLoadError(self.file, reason, tensor="quantization_config", fix="remove it from config.json")
         return layers
 
     def _find_cache_scales(self) -> set[str]:
-        """Tensors that scale quantized keys and values. A warning says what takes their place."""
+        """Return the tensors that scale quantized keys and values. Warns that they are ignored."""
         if self._method is None:
             return set()
         scales = find_cache_scales(self._owners)
         if scales or self._method.has_cache_scheme:
             logger.warning(
-                "%s: how the checkpoint quantizes keys and values is not used (%d scales): kv_cache_dtype decides, and "
-                "every head of every token has a running scale in place of a calibrated one, so that none is cut off",
+                "%s: the checkpoint's KV cache quantization (%d scales) is ignored: kv_cache_dtype decides, and "
+                "each head of each token has a dynamic scale in place of a calibrated one, so that nothing is clipped",
                 self.file,
                 len(scales),
             )
         return scales
 
     def _find_quantized(self, layers: Iterable[QuantizedLayer]) -> dict[str, QuantizedLayer]:
-        """The matrices that are stored quantized, by the names of the layers' parts."""
+        """Return the quantized matrices by the names of the layers' parts."""
         named = {self._names.of(f"{layer.layer}.weight"): layer for layer in layers}
         return {name: layer for name, layer in named.items() if name is not None}
 
     def _find_pieces(self, taken: Collection[str]) -> dict[str, Piece]:
-        """Where each tensor of the layers that is stored as numbers lies, by its name. `taken`: tensors of the files
-        that belong to quantized matrices or are not used."""
+        """Return the location of each unquantized layer tensor, by its name. `taken`: stored tensors that belong to
+        quantized matrices or are ignored."""
         experts = self.config.experts
         count = 0 if experts is None else experts.num
         found: dict[str, Piece] = {}
@@ -190,8 +191,8 @@ class HfCheckpoint:
         return {known: piece for known, piece in found.items() if piece.tensor not in exponents}
 
     def _drop_zero_biases(self) -> None:
-        """Leave out biases of quantized matrices that the model does not have: some tools write zeros for every matrix.
-        Refuse those with other numbers."""
+        """Ignore all-zero biases of quantized matrices that the model does not have: some tools write them for every
+        matrix. Refuse nonzero ones."""
         biases = [name for name in self._pieces if name.endswith(".bias") and _matrix_of(name) in self._quantized]
         known = describe_weights(self.config) if biases else {}
         for name in biases:
@@ -203,7 +204,7 @@ class HfCheckpoint:
             del self._pieces[name]
 
     def _check_stack(self, piece: Piece, num_experts: int) -> None:
-        """Refuse a tensor that holds another number of experts, or blocks whose exponents are not there."""
+        """Refuse a tensor with another number of experts, or MXFP4 blocks without matching exponents."""
         shape, file = self._stored(piece.tensor).shape, self._owners[piece.tensor].name
         if not shape or shape[0] != num_experts:
             raise ModelLoadError(file, f"has shape {shape}, the config says {num_experts} experts", tensor=piece.tensor)

@@ -1,4 +1,4 @@
-"""A ModelConfig from config.json. Nothing the file names is ever run: unknown architectures are refused."""
+"""Makes a ModelConfig from config.json. No code that the file names is run: unknown architectures are refused."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
 
 
 def hf_family(directory: Path) -> str:
-    """The name of the model's family. Needs no torch. Raises ModelLoadError for one that is not supported."""
+    """Return the name of the model's family. Needs no torch. Raises ModelLoadError if it is not supported."""
     return _read_family(Fields(str(directory / CONFIG), read_json(directory / CONFIG)))
 
 
 def hf_model_config(directory: Path) -> ModelConfig:
-    """Read and check the model's numbers. Raises ModelLoadError for what is missing, impossible or not supported."""
+    """Read and check the model's config. Raises ModelLoadError for missing, impossible or unsupported values."""
     from quire.runtime.models.build import count_weights
 
     config = Fields(str(directory / CONFIG), read_json(directory / CONFIG))
@@ -53,13 +53,14 @@ def hf_model_config(directory: Path) -> ModelConfig:
 
 
 def hf_method(directory: Path) -> Method | None:
-    """How the checkpoint stores quantized matrices; None: it has none, or the family itself knows."""
+    """Return the quantization method of the checkpoint, or None if it has none or the family handles it itself."""
     config = Fields(str(directory / CONFIG), read_json(directory / CONFIG))
     return read_method(_unfold(config, find_family(_read_family(config)).nested))
 
 
 def _unfold(config: Fields, key: str | None) -> Fields:
-    """The settings of a model that is part of a larger one. Whether its head is tied is said outside."""
+    """Return the settings of the text model inside a multimodal config. tie_word_embeddings is read from the outer
+    object."""
     inner = None if key is None else config.raw(key)
     if not isinstance(inner, dict):
         return config
@@ -74,7 +75,7 @@ def _read_family(config: Fields) -> str:
     if method is not None and method not in known:
         reason = f"{method} weights of {name} models are not supported"
         raise config.refuse(
-            "quantization_config", reason, fix=f"supported: {', '.join(known) or 'plain numbers, GGUF'}"
+            "quantization_config", reason, fix=f"supported: {', '.join(known) or 'unquantized weights, GGUF'}"
         )
     return name
 
@@ -92,7 +93,7 @@ def _read_name(config: Fields) -> str:
     if names[0] not in CLASSES:
         raise config.refuse("architectures", f"{names[0]} is not supported", fix=supported)
     if names[0] == "LlamaForCausalLM" and config.raw("draft_vocab_size") is not None:
-        return "eagle3"  # as the first EAGLE-3 heads were published
+        return "eagle3"  # the architecture that the first published EAGLE-3 heads have
     return CLASSES[names[0]]
 
 
@@ -105,7 +106,7 @@ def _read_dtype(config: Fields) -> Dtype:
 
 
 def _read_eos_ids(directory: Path, config: Fields) -> tuple[int, ...]:
-    """As transformers' generate has it: generation_config.json decides, config.json where that is silent."""
+    """Return the end tokens like transformers' generate: from generation_config.json, or else from config.json."""
     path = directory / GENERATION_CONFIG
     generation = Fields(str(path), read_json(path) if path.is_file() else {})
     return _token_ids(generation, "eos_token_id") or _token_ids(config, "eos_token_id")

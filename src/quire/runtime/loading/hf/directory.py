@@ -1,4 +1,4 @@
-"""Which safetensors files of a directory hold which tensors."""
+"""Finds the safetensors files of a directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CODE_CARRIERS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """The files to open, and the index's word on which tensor is in which; None when there is no index."""
+    """Return the files to open, and the index's map from tensor to file name, or None if there is no index."""
     index = directory / INDEX
     if index.is_file():
         return _indexed_files(directory, index)

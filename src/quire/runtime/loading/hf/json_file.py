@@ -1,4 +1,4 @@
-"""JSON objects from files nobody vouches for."""
+"""Reads JSON objects from untrusted files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ MAX_BYTES = 64 << 20
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The object in a JSON file. Raises ModelLoadError when it is missing, too large, or anything but one object."""
+    """Return the object in a JSON file. Raises ModelLoadError if it is missing, too large, or not exactly one
+    object."""
     file = str(path)
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -23,7 +24,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def parse_json(text: bytes, file: str) -> dict[str, object]:
-    """The one object in `text`; a key given twice anywhere inside is refused."""
+    """Return the one object in `text`. Refuses duplicate keys at any depth."""
     try:
         value = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Which parts of a model's layers the tensors of a checkpoint's files are."""
+"""Maps the tensor names of a checkpoint's files to parts of the model's layers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from quire.runtime.models.registry import find_family
 
 @dataclass(frozen=True, slots=True)
 class PartNames:
-    """`prefix`: what stands before the names of a whole model, and not before those in the files."""
+    """`prefix`: the prefix of a complete model's names that the names in these files lack."""
 
     config: ModelConfig
     family: Family
     prefix: str
 
     def of(self, stored: str) -> str | None:
-        """The layers' name of a tensor in the files; None: no layer reads it."""
+        """Return the layers' name of a stored tensor, or None if no layer reads it."""
         name = self.family.rename(self.prefix + stored)
         if name is None or (self.family.drops_layers and _layer(name) >= self.config.num_layers):
             return None
@@ -28,7 +28,7 @@ class PartNames:
 
 
 def part_names(config: ModelConfig, stored: Collection[str]) -> PartNames:
-    """Checkpoints of embedding models hold the layers of a model alone: their names lack its prefix."""
+    """Return the name mapping of a checkpoint. Checkpoints of embedding models omit the prefix of a complete model."""
     family = find_family(config.architecture)
     prefix, _, rest = family.embedding.partition(".")
     is_known = family.embedding in stored or family.rename(rest) == family.embedding
@@ -36,6 +36,6 @@ def part_names(config: ModelConfig, stored: Collection[str]) -> PartNames:
 
 
 def _layer(name: str) -> int:
-    """The number of the layer that a tensor is of; -1: of none."""
+    """Return the layer number in a tensor's name, or -1."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return int(found[1]) if found else -1

@@ -1,4 +1,5 @@
-"""Whether a model makes numbers of texts in place of generating, and which: by its files and the task asked for."""
+"""Decides whether a model pools texts (embeds, classifies, scores) instead of generating, from its files and the
+task."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from quire.runtime.models.registry import ENTRIES
 from quire.types.errors import ConfigError
 
 ANSWERS = ("no", "yes")
-_BY_TOKENS = "classifier_from_token"  # a key of config.json, in vLLM's spelling: the words for no and yes
-_LOGIT_SCORE = "LogitScore"  # a module of sentence-transformers
+_BY_TOKENS = "classifier_from_token"  # key of config.json (vLLM's spelling): the words for no and yes
+_LOGIT_SCORE = "LogitScore"  # a sentence-transformers module
 
 
 def read_pooling_settings(files: ModelFiles, task: str) -> EmbeddingSettings | None:
-    """What a model makes of texts; None: it generates text. A decoder does so unless the task says otherwise, or its
-    files do: those of sentence-transformers beside config.json, `classifier_from_token` in it, or `pooling_type` in a
-    GGUF file.
+    """Return what a model computes from texts, or None if it generates text. A decoder generates unless the task or its
+    files specify otherwise: sentence-transformers' files, `classifier_from_token` in config.json, or `pooling_type` in
+    a GGUF file.
 
-    Raises ConfigError for a task that the model does not do.
+    Raises ConfigError for a task that the model does not support.
     """
     if task not in TASKS:
         raise ConfigError("task", f"{task!r} is unknown", f"choose one of {', '.join(TASKS)}")
@@ -43,7 +44,8 @@ def read_pooling_settings(files: ModelFiles, task: str) -> EmbeddingSettings | N
 
 
 def _check_task(task: str, classes: Classes | None) -> None:
-    """Of a model that generates no text. A score of embeddings is their cosine."""
+    """Refuse a task that a model without text generation does not support. The score of two embeddings is their
+    cosine."""
     does = ("embed", "score") if classes is None else ("classify", "score")[: 2 if len(classes.labels) == 1 else 1]
     if task not in ("auto", "pooling", *does):
         fix = f'leave it out, or use "{does[0]}"'
@@ -54,7 +56,7 @@ def _check_task(task: str, classes: Classes | None) -> None:
 
 
 def _read_answers(files: ModelFiles) -> tuple[int | str, int | str] | None:
-    """The tokens for no and yes that a reranker's files name; None: they name none."""
+    """Return the tokens for no and yes that a reranker's files name, or None."""
     if files.kind != "hf":
         return None
     path = files.path / CONFIG

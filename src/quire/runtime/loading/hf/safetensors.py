@@ -1,4 +1,4 @@
-"""A strict reader of safetensors headers: places are checked before anything is read from them."""
+"""A strict reader of safetensors headers: validates the location of every tensor before reading it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ITEM_BYTES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies; `offset` counts from the file's first byte. `content`: its bytes, where they were read with
-    the header."""
+    """The location of a tensor; `offset` counts from the start of the file. `content`: its bytes, if they were read
+    with the header."""
 
     name: str
     dtype: str
@@ -32,10 +32,10 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """One safetensors file: the places of its tensors. Raises ModelLoadError for anything out of order."""
+    """One safetensors file: the locations of its tensors. Raises ModelLoadError if anything is invalid."""
 
     def __init__(self, file: Path | HeldFile) -> None:
-        """`file`: one that is mapped, or one that was read."""
+        """`file`: a path to map, or a file already read into memory."""
         self._file = file if isinstance(file, HeldFile) else MappedFile(file)
         self.name = self._file.name
         try:
@@ -49,7 +49,7 @@ class SafetensorsFile:
             raise
 
     def raw(self, name: str) -> Bytes:
-        """The stored bytes of a tensor: a view, no copy."""
+        """Return the stored bytes of a tensor as a view, without a copy."""
         tensor = self.tensors[name]
         return self._file.bytes_at(tensor.offset, tensor.nbytes)
 
@@ -93,7 +93,7 @@ class SafetensorsFile:
         return StoredTensor(name, dtype, tuple(shape), start + begin, needed)
 
     def _check_layout(self, start: int) -> None:
-        """Tensors must tile the data section exactly: no overlap, no gap, nothing missing, nothing left over."""
+        """Check that tensors tile the data section exactly: no overlap, no gap, nothing missing, nothing left over."""
         expected, previous = start, "the header"
         for tensor in sorted(self.tensors.values(), key=lambda tensor: (tensor.offset, tensor.nbytes)):
             if tensor.offset != expected:

@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers, which lie beside config.json, say of a model's embeddings."""
+"""Reads the embedding settings from sentence-transformers' files, which are next to config.json."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _PREFIX = "pooling_mode_"
 
 
 def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
-    """The settings of a model's folder, or the pooling that a GGUF file names. Where it has none of these files: the
-    mean, normalized; of a model that generates text the last token, normalized. A classifier has labels in place of an
+    """Read the embedding settings of a model's folder, or the pooling of a GGUF file. Without such files: mean pooling,
+    normalized; for models that generate text, the last token, normalized. A classifier has labels in place of an
     embedding.
 
-    Raises ModelLoadError for a setting that is not supported and would change the embeddings.
+    Raises ModelLoadError for an unsupported setting that would change the embeddings.
     """
     directory, kind = files.path, ENTRIES[read_family(files)].kind
     usual = Pooling("last" if kind == "decoder" else "mean")
@@ -55,8 +55,8 @@ def read_embedding_settings(files: ModelFiles) -> EmbeddingSettings:
 
 
 def _read_dimensions(directory: Path) -> tuple[int, ...] | None:
-    """Lengths to which embeddings of a matryoshka model may be cut, by the keys of config.json that vLLM reads; empty:
-    any; None: it is no such model."""
+    """Return the lengths to which a matryoshka model's embeddings may be cut, from the keys of config.json that vLLM
+    reads. Empty: any length; None: no matryoshka model."""
     config = Fields(str(directory / CONFIG), read_json(directory / CONFIG))
     found = config.raw("matryoshka_dimensions")
     if found is None:
@@ -67,7 +67,7 @@ def _read_dimensions(directory: Path) -> tuple[int, ...] | None:
 
 
 def read_modules(directory: Path) -> list[tuple[str, str]]:
-    """The kind of each module and its folder, in order."""
+    """Return the type and the folder of each module, in order."""
     path = directory / MODULES
     try:
         found = json.loads(path.read_bytes())
@@ -101,7 +101,7 @@ def _read_pooling(path: Path) -> Literal["mean", "cls", "last"]:
 
 
 def _read_transformer(directory: Path) -> tuple[int | None, bool]:
-    """The most tokens of a text, and whether texts are lowercased."""
+    """Return the maximum tokens of a text, and whether texts are lowercased."""
     files = sorted(directory.glob("sentence_*_config.json"))
     config = Fields(str(files[0]), read_json(files[0])) if files else Fields("", {})
     length = config.optional_integer("max_seq_length")

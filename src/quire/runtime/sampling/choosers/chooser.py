@@ -1,4 +1,4 @@
-"""What all ways to draw a token have in common."""
+"""The interface of ways to draw a token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from quire.types.step import NewRow
 
 
 class Chooser(Protocol):
-    """One way to turn transformed logits and a uniform number into a token. A row belongs to one, or is greedy."""
+    """One way to draw a token from transformed logits and a uniform random number. A row is a member of one chooser, or
+    greedy."""
 
     members: Members
 
@@ -19,7 +20,8 @@ class Chooser(Protocol):
         """Make the row a member and upload its parameters, if it is drawn this way."""
 
     def choose(self, logits: Tensor, tops: Tensor, slots: Tensor, uniform: Tensor, /) -> Tensor:
-        """Token ids [G] for members at `slots` [G], from logits [G, vocab], their `tile_max`, and uniform numbers [G].
+        """Return token ids [G] for members at `slots` [G], from logits [G, vocab], their `tile_max` and uniform numbers
+        [G].
 
-        A row's token depends on that row alone. Rows whose highest logit is not finite get any valid id.
+        A row's token depends on that row alone. Rows whose highest logit is not finite get an arbitrary valid id.
         """

@@ -1,4 +1,4 @@
-"""Draws from the whole vocabulary: temperature alone, or after transforms that mask."""
+"""Draws from the whole vocabulary: for temperature alone, or after transforms that mask tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.types.step import NewRow
 
 
 class DrawFromAll:
-    """Inverts the cumulative distribution in the order of token ids: first finds the tile, then the token in it."""
+    """Inverts the cumulative distribution in the order of token ids: finds the tile first, then the token in it."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self.members = Members(num_rows)

@@ -1,7 +1,7 @@
-"""top_k, with or without top_p: draws from a row's k likeliest tokens.
+"""top_k, with or without top_p: draws from a row's k most probable tokens.
 
 Tokens are ranked by logit, equal ones by id, and exactly k are kept; top_p then keeps the fewest of those that hold at
-least that share of their probability. Greedy choice is top_k=1.
+least that share of their probability. Greedy sampling is top_k=1.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from quire.runtime.sampling.column import Column
-from quire.runtime.sampling.ranking import head
+from quire.runtime.sampling.ranking import top_logits
 from quire.runtime.sampling.samples import Members
 from quire.runtime.sampling.weights import at, draw, first_reaching, share_of, weigh
 from quire.types.step import NewRow
 
-# How many tokens to rank, tried in turn by the rows for which the width before was too short. Only on CPUs, where it
-# is free to look at the outcome: elsewhere all rows rank the whole vocabulary at once, with the same result.
+# How many tokens to rank. Rows for which a width was too small try the next one. Only on CPUs, where reading the result
+# costs no synchronization; elsewhere all rows rank the whole vocabulary at once, with the same result.
 _WIDTHS = (128, 2_048)
 
 
 class DrawFromTopK:
-    """Inverts the cumulative distribution in ranked order; computes no probability outside the first k."""
+    """Inverts the cumulative distribution in rank order; computes no probabilities beyond the first k."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.members = Members(num_rows)
@@ -66,12 +66,13 @@ class _Rows:
 
 
 def _draw(rows: _Rows, width: int) -> tuple[Tensor, Tensor]:  # [G], [G]
-    """Draw from the first `width` ranks; the second tensor says whose token would be the same from all ranks."""
-    values, ids = head(rows.logits, rows.tops, width)
+    """Draw from the first `width` ranks. The second tensor is True for rows whose token would be the same from all
+    ranks."""
+    values, ids = top_logits(rows.logits, rows.tops, width)
     in_top_k = torch.arange(width, device=ids.device) < rows.top_k[:, None]
     weights = weigh(values, rows.tops.amax(dim=-1), rows.logits.shape[1]).double()
     cumulative = torch.where(in_top_k, weights, 0.0).cumsum(dim=-1)
-    last = first_reaching(cumulative, share_of(cumulative[:, -1], rows.top_p))  # of those kept
+    last = first_reaching(cumulative, share_of(cumulative[:, -1], rows.top_p))  # the last rank that is kept
     place, _ = draw(cumulative, at(cumulative, last), rows.uniform)
     settled = (rows.top_k <= width) & (at(values, last) > values[:, -1])
     return at(ids, place), settled

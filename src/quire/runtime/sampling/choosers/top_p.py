@@ -1,4 +1,5 @@
-"""top_p alone: draws from the fewest likeliest tokens that hold at least that share of the probability.
+"""top_p alone: draws from the fewest most probable tokens that hold at least that share of the probability (the
+nucleus).
 
 Tokens are ranked by weight, equal ones by id.
 """
@@ -10,19 +11,20 @@ import torch
 from torch import Tensor
 
 from quire.runtime.sampling.column import Column
-from quire.runtime.sampling.ranking import head
+from quire.runtime.sampling.ranking import top_logits
 from quire.runtime.sampling.samples import Members
 from quire.runtime.sampling.tiles import tile_max
 from quire.runtime.sampling.weights import at, draw, first_above, first_reaching, share_of, weigh
 from quire.types.step import NewRow
 
-_WIDTH = 128  # tokens to rank before sorting a row's whole vocabulary; holds most nuclei of most models
+_WIDTH = 128  # tokens to rank before sorting the whole vocabulary; contains most nuclei of most models
 
 
 class DrawFromTopP:
-    """Inverts the cumulative distribution in ranked order.
+    """Inverts the cumulative distribution in rank order.
 
-    On CPUs, where it is free to look at the outcome, a small nucleus is found without a sort; the token is the same.
+    On CPUs, where reading the result costs no synchronization, a small nucleus is found without a sort; the token is
+    the same.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -48,17 +50,17 @@ class DrawFromTopP:
 
 
 def _draw_from_head(weights: Tensor, needed: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:  # [G], [G]
-    """Draw from the first ranks; the second tensor says whose token would be the same from all ranks."""
-    values, ids = head(weights, tile_max(weights), _WIDTH)
+    """Draw from the first ranks. The second tensor is True for rows whose token would be the same from all ranks."""
+    values, ids = top_logits(weights, tile_max(weights), _WIDTH)
     cumulative = values.cumsum(dim=-1, dtype=torch.float64)
-    last = first_reaching(cumulative, needed)  # of those kept
+    last = first_reaching(cumulative, needed)  # the last rank that is kept
     kept = at(cumulative, last)
     place, _ = draw(cumulative, kept, uniform)
     return at(ids, place), (kept >= needed) & (at(values, last) > values[:, -1])
 
 
 def _draw_from_sorted(weights: Tensor, needed: Tensor, uniform: Tensor) -> Tensor:  # [G]
-    """Draw a rank from the sorted weights, then find the token of that rank: which needs no ids to be sorted along."""
+    """Draw a rank from the sorted weights, then find the token of that rank, so that ids need not be sorted along."""
     rising = _sorted(weights)
     falling = rising.flip(1)
     cumulative = falling.cumsum(dim=-1, dtype=torch.float64)
@@ -70,5 +72,7 @@ def _draw_from_sorted(weights: Tensor, needed: Tensor, uniform: Tensor) -> Tenso
 
 def _sorted(x: Tensor) -> Tensor:
     if x.device.type == "cpu":
-        return torch.from_numpy(np.sort(x.numpy(), axis=-1))  # several times faster than torch's, which sorts ids along
+        return torch.from_numpy(
+            np.sort(x.numpy(), axis=-1)
+        )  # several times faster than torch, which also sorts indices
     return x.sort(dim=-1).values

@@ -1,4 +1,4 @@
-"""allowed_token_ids: no other token can be chosen."""
+"""allowed_token_ids: only the listed tokens can be sampled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.types.step import NewRow
 
 
 class AllowedIds:
-    """Bans every token that is not on the row's list. Holds a number per member and token of the vocabulary."""
+    """Bans every token that is not in the row's list. Stores one float per member and vocabulary entry."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.members = Members(num_rows)

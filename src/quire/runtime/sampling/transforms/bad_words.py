@@ -1,4 +1,4 @@
-"""bad_words: a token sequence must not be completed."""
+"""bad_words: bans the token that would complete a listed token sequence."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from quire.types.step import Ints, NewRow
 
 
 class _RowWords(NamedTuple):
-    """The words of one row, without padding: a long word of one row costs no other word and no other row anything."""
+    """The bad words of one row, without padding, so that a long word costs no other word and no other row anything."""
 
     last: Longs  # [words]: the token that completes each word
-    tokens: Longs  # [tokens]: those before the last ones, word by word
-    distances: Longs  # [tokens]: how many tokens before the one that is chosen each must stand
-    words: Longs  # [tokens]: the place of its word in `last`
+    tokens: Longs  # [tokens]: the tokens before the last one, word by word
+    distances: Longs  # [tokens]: distance of each before the token to be sampled
+    words: Longs  # [tokens]: the index of its word in `last`
 
 
 class _BatchWords(NamedTuple):
-    """The words of all samples of a part, on the device."""
+    """The bad words of all samples of a part, on the device."""
 
-    last: Tensor  # [words]: where the logit of the token that completes each word is in the flattened logits
+    last: Tensor  # [words]: index of the completing token in the flattened logits
     tokens: Tensor  # [tokens]
     distances: Tensor  # [tokens]
-    words: Tensor  # [tokens]: the place of its word in `last`
-    lines: Tensor  # [tokens]: the place of its sample in the part
+    words: Tensor  # [tokens]: the index of its word in `last`
+    lines: Tensor  # [tokens]: the index of its sample in the part
     rows: Tensor  # [tokens]: the row of its sample
 
 
 class BadWords:
-    """Bans a sequence's last token while the row's output ends with the tokens before it.
+    """Bans a word's last token while the row's output ends with the tokens before it.
 
-    As in vLLM, only generated tokens count as the beginning of a bad word, never the prompt's.
+    As in vLLM, only generated tokens can begin a bad word, never the prompt's.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.members = Members(num_rows)
         self._uploader = Uploader(device)
-        self._words: dict[int, _RowWords] = {}  # by row; some of rows that have left
-        self._batch: tuple[Part, _BatchWords] | None = None  # the part of the last step, and its words
+        self._words: dict[int, _RowWords] = {}  # by row; may contain rows that were removed
+        self._batch: tuple[Part, _BatchWords] | None = None  # the last step's part and its words
 
     def add(self, new: NewRow) -> None:
         words = new.rules.bad_words
@@ -63,7 +63,7 @@ class BadWords:
         logits.view(-1).scatter_add_(0, found.last, torch.where(num_others == 0, float("-inf"), 0.0))
 
     def _words_of(self, logits: Tensor, part: Part, step: Step) -> _BatchWords:
-        """Return the words of a part. They stay the same while the sampler passes the same part."""
+        """Return the words of a part. They are reused while the sampler passes the same part."""
         if self._batch is None or self._batch[0] is not part:
             self._words = {row: words for row, words in self._words.items() if row in self.members}
             words = self._join(logits.shape[1], part, step.samples.rows[part.host_positions])
@@ -71,10 +71,10 @@ class BadWords:
         return self._batch[1]
 
     def _join(self, vocab_size: int, part: Part, rows: Ints) -> _BatchWords:
-        """`rows`: those of the part's samples."""
+        """Concatenate the words of the part's samples. `rows`: the row of each sample."""
         each = [self._words[row] for row in rows.tolist()]
         num_words, num_tokens = [len(words.last) for words in each], [len(words.tokens) for words in each]
-        begins = np.cumsum(num_words) - num_words  # of the words of each sample
+        begins = np.cumsum(num_words) - num_words  # index of each sample's first word
         last, tokens, distances, words = (np.concatenate(arrays) for arrays in zip(*each, strict=True))
         samples = np.arange(len(each))
         return _BatchWords(

@@ -1,4 +1,4 @@
-"""logit_bias: a number added to the logits of named tokens."""
+"""logit_bias: adds a bias to the logits of listed tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""min_p: tokens much less likely than the likeliest one are dropped."""
+"""min_p: drops tokens whose probability is below min_p times that of the most probable token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.types.step import NewRow
 
 
 class MinP:
-    """Masks tokens whose probability is below min_p times the highest: a cut in the logits, so no softmax is taken."""
+    """Masks these tokens by a threshold on the logits, without computing a softmax."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.members = Members(num_rows)

@@ -1,4 +1,4 @@
-"""min_tokens: nothing ends a sequence before it has that many output tokens."""
+"""min_tokens: a sequence cannot end before it has this many output tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MinTokens:
         self._wanted = Column(torch.int64, device, pad=0)
 
     def add(self, new: NewRow) -> None:
-        end_ids = [token for token in new.rules.end_ids if token < self._vocab_size]  # no other can be sampled
+        end_ids = [token for token in new.rules.end_ids if token < self._vocab_size]  # others cannot be sampled anyway
         if not end_ids or new.sampling.min_tokens <= len(new.token_ids) - new.num_prompt_tokens:
             return
         slot = self.members.join(new.row)

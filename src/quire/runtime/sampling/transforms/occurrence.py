@@ -1,4 +1,4 @@
-"""presence_penalty and frequency_penalty: generated tokens become less likely, by subtraction."""
+"""presence_penalty and frequency_penalty: subtract from the logits of generated tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.types.step import NewRow
 class OccurrencePenalty:
     """Subtracts the presence penalty once, and the frequency penalty per occurrence, from tokens in the row's output.
 
-    The prompt does not count, as in OpenAI's definition. Keeps no counts: touches only the tokens in the row's output.
+    The prompt does not count, as in OpenAI's definition. Keeps no counts: reads only the tokens of the row's output.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -38,5 +38,5 @@ class OccurrencePenalty:
         tokens = history_tokens(logits, part, step, starts, step.num_outputs(part), step.host_num_outputs(part))
         for places, lines in tokens:
             present = flat.index_select(0, places) - presences.index_select(0, lines)
-            flat.scatter_(0, places, present)  # a token generated twice is written twice, with one value
+            flat.scatter_(0, places, present)  # a repeated token is written several times with the same value
             flat.scatter_add_(0, places, -frequencies.index_select(0, lines))

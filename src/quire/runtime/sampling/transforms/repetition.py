@@ -1,4 +1,4 @@
-"""repetition_penalty: tokens seen in the prompt or the output become less likely, by a factor."""
+"""repetition_penalty: scales down the logits of tokens in the prompt or the output."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from quire.types.step import NewRow
 
 
 class RepetitionPenalty:
-    """Divides a seen token's logit by the penalty if it is positive, else multiplies; once, however often it was seen.
+    """Divides a seen token's logit by the penalty if it is positive, otherwise multiplies it; once, however often it
+    was seen.
 
-    Keeps no counts: touches only the tokens in the row's history.
+    Keeps no counts: reads only the tokens of the row's history.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -32,4 +33,4 @@ class RepetitionPenalty:
         for places, lines in history_tokens(logits, part, step, torch.zeros_like(lengths), lengths, known):
             seen, penalty = flat.index_select(0, places), penalties.index_select(0, lines)
             changed = torch.where(seen > 0, seen / penalty, seen * penalty)
-            flat.scatter_(0, places, changed)  # a token seen twice is written twice, with one value
+            flat.scatter_(0, places, changed)  # a repeated token is written several times with the same value

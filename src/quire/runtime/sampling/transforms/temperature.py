@@ -1,4 +1,4 @@
-"""temperature: logits are divided by it."""
+"""temperature: divides the logits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.runtime.sampling.samples import Members, Part
 from quire.runtime.sampling.transforms.transform import Step
 from quire.types.step import NewRow
 
-COLDEST = 1e-20  # below it float32 logits could overflow; above it any gap between two logits is already decisive
+COLDEST = 1e-20  # lower values could overflow float32 logits; at this one any gap between two logits already decides
 
 
 class Temperature:
-    """Divides a row's logits by its temperature. Greedy rows and rows at 1 are no members."""
+    """Divides a row's logits by its temperature. Greedy rows and rows with temperature 1 are no members."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.members = Members(num_rows)

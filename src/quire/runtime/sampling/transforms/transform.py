@@ -1,4 +1,4 @@
-"""What all transforms of the logits have in common."""
+"""The interface of logit transforms."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from quire.types.step import NewRow
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a transform may know of the step besides the logits: how much of its row's history each sample has seen."""
+    """The step's inputs to a transform besides the logits: the samples and the token history that each of them sees."""
 
     samples: Samples
     history: TokenHistory
     num_prompt: npt.NDArray[np.int64]  # [num_rows] on the host
 
     def lengths(self, part: Part) -> Tensor:  # [G] int64
-        """How many tokens of its row each sample of the part knows."""
+        """Return how many tokens of its row each sample of the part sees."""
         return part.take(self.samples.on_device)
 
     def num_outputs(self, part: Part) -> Tensor:  # [G] int64
-        """How many of those were generated."""
+        """Return how many of those were generated."""
         return self.lengths(part) - self.history.num_prompt.index_select(0, part.rows).long()
 
     def host_num_outputs(self, part: Part) -> npt.NDArray[np.int64]:  # [G]
-        """The same, as the host knows it."""
+        """Return the same counts from the host's copy."""
         where = part.host_positions
         return self.samples.lengths[where] - self.num_prompt[self.samples.rows[where]]
 
 
 class Transform(Protocol):
-    """One change of the logits before a token is chosen. Called only for batches in which a member stands."""
+    """A change of the logits before sampling. Called only for batches with at least one member."""
 
     members: Members
 
@@ -49,10 +49,10 @@ class Transform(Protocol):
 
 
 def add_at(logits: Tensor, part: Part, ids: Tensor, values: Tensor) -> None:
-    """Add `values` [G, W] to the part's logits at token `ids` [G, W]; zeros are no change, so ids may repeat."""
+    """Add `values` [G, W] to the part's logits at token `ids` [G, W]. Ids may repeat; zeros change nothing."""
     logits.view(-1).scatter_add_(0, flat_index(logits, part, ids), values.reshape(-1))
 
 
 def flat_index(logits: Tensor, part: Part, ids: Tensor) -> Tensor:  # [G * W]
-    """Where token `ids` [G, W] of the part's rows lie in the flattened logits."""
+    """Return the indices of tokens `ids` [G, W] of the part's rows in the flattened logits."""
     return (part.positions[:, None] * logits.shape[1] + ids).view(-1)

@@ -1,1 +1,1 @@
-"""Checkpoints whose matrices are stored quantized, by the `quant_method` of their config.json."""
+"""Quantized checkpoints, by the `quant_method` of their config.json."""

@@ -1,4 +1,4 @@
-"""AWQ: 4 bits, packed by outputs in the order of its kernels (`version: gemm`)."""
+"""AWQ: 4 bits, packed along the outputs in the order of its kernels (`version: gemm`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from quire.runtime.quantization.levels import LevelWeight
 from quire.runtime.quantization.packing import unpack
 from quire.runtime.quantization.region import Region, blocks_of, narrow
 
-ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight neighbouring outputs lies in its word
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of each of eight consecutive outputs in its word
 _IN_A_WORD = len(ORDER)
 
 
 class Awq(Method):
-    """`modules_to_not_convert` needs no reading: each matrix says by its tensors how it is stored."""
+    """`modules_to_not_convert` is not read, because each matrix's tensors show how it is stored."""
 
     name = "awq"
     words = frozenset(("qweight", "qzeros", "scales"))

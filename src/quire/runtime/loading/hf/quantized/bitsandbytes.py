@@ -1,5 +1,5 @@
-"""bitsandbytes: 4 bits by a table of 16 numbers (nf4, fp4) in blocks, with or without double quantization; int8 with a
-scale for each output (LLM.int8)."""
+"""bitsandbytes: 4 bits by a table of 16 values (nf4, fp4) in blocks, with or without double quantization; int8 with a
+scale per output (LLM.int8)."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _NAME = re.compile(
     r"(.+)\.(weight(?:\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+))?"
     r"|SCB|weight_format)"
 )
-_PACKED = ("U8", *FLOATS)  # `bnb_4bit_quant_storage`: the bytes are the same
-_ROWS = 0  # `weight_format` of int8 matrices by outputs, then inputs
+_PACKED = ("U8", *FLOATS)  # dtypes of `bnb_4bit_quant_storage`: the bytes are the same
+_ROWS = 0  # `weight_format` of row-major int8 matrices
 _LARGEST = 127
 _DIVISORS = torch.linspace(64, 127.49, 4096, dtype=torch.float64)
 
 
 class BitsAndBytes(Method):
-    """Modules that are not converted need no reading: each matrix says by its tensors how it is stored.
+    """The list of unconverted modules is not read, because each matrix's tensors show how it is stored.
 
-    A table's numbers are held as 8-bit levels, each off by at most a part in 350 of the largest of its block.
-    Activations are not rounded: LLM.int8 rounds those of inputs that are below its threshold.
+    A table's values are held as 8-bit levels, with an error of at most 1/350 of the largest value of the block.
+    Activations are not quantized; LLM.int8 quantizes those below its threshold.
     """
 
     name = "bitsandbytes"
@@ -49,7 +49,9 @@ class BitsAndBytes(Method):
 
     def __init__(self, config: Fields) -> None:
         if not (config.flag("load_in_4bit", False) or config.flag("load_in_8bit", False)):
-            raise config.refuse("load_in_4bit", "neither it nor load_in_8bit is true", fix="leave the settings out")
+            raise config.refuse(
+                "load_in_4bit", "neither load_in_4bit nor load_in_8bit is true", fix="remove quantization_config"
+            )
 
     def split(self, name: str) -> tuple[str, str]:
         found = _NAME.fullmatch(name)
@@ -92,7 +94,7 @@ class BitsAndBytes(Method):
         packed = tensors["weight"].flatten()
         codes = torch.stack((packed >> 4, packed & 15), dim=1).flatten()[: outputs * inputs]
         levels, divisor = _as_levels(tensors["weight.quant_map"])
-        group = math.gcd(inputs, state.block)  # blocks go on from one output to the next
+        group = math.gcd(inputs, state.block)  # blocks continue from one output to the next
         factors = (scales.double() / divisor).float().repeat_interleave(state.block // group)
         factors = factors[: outputs * inputs // group].view(outputs, -1)
         entries = levels.index_select(0, codes.int()).view(outputs, inputs)
@@ -100,7 +102,7 @@ class BitsAndBytes(Method):
 
 
 class _Nested(NamedTuple):
-    """How the scales of blocks are quantized themselves."""
+    """How the scales of blocks are themselves quantized (double quantization)."""
 
     block: int
     offset: float
@@ -113,7 +115,7 @@ class _State(NamedTuple):
 
 
 def _read_state(texts: Mapping[str, bytes]) -> _State:
-    """What the tool says of a matrix, as JSON in a tensor of bytes."""
+    """Parse the tool's description of a matrix: JSON in a tensor of bytes."""
     if len(texts) != 1:
         raise BadTensors("weight.quant_state", f"must be one of {', '.join(TABLES)}, there are {len(texts)}")
     (word, text), *_ = texts.items()
@@ -122,7 +124,7 @@ def _read_state(texts: Mapping[str, bytes]) -> _State:
         shape, block = given["shape"], given["blocksize"]
         nested = _Nested(given["nested_blocksize"], float(given["nested_offset"])) if "nested_offset" in given else None
     except (ValueError, KeyError, TypeError) as error:
-        raise BadTensors(word, f"is no description of a matrix: {error!r}") from None
+        raise BadTensors(word, f"is not a valid quantization state: {error!r}") from None
     counts = [*shape, block] if isinstance(shape, list) and len(shape) == 2 else []
     counts += [] if nested is None else [nested.block]
     if len(counts) < 3 or any(type(count) is not int or count < 1 for count in counts):
@@ -133,14 +135,14 @@ def _read_state(texts: Mapping[str, bytes]) -> _State:
 def _nested_scales(tensors: Mapping[str, Tensor], nested: _Nested) -> Tensor:  # [blocks]
     codes, table = tensors["weight.absmax"].int(), tensors["weight.nested_quant_map"]
     if int(codes.max()) >= len(table):
-        raise BadTensors("weight.absmax", f"names numbers outside a table of {len(table)}")
+        raise BadTensors("weight.absmax", f"has indices outside a table of {len(table)} values")
     factors = tensors["weight.nested_absmax"].repeat_interleave(nested.block)[: len(codes)]
     return table.index_select(0, codes) * factors + nested.offset
 
 
 def _as_levels(table: Tensor) -> tuple[Tensor, float]:
-    """The whole numbers, and what to divide them by, that are the nearest to a table's: the largest error is the
-    smallest that a divisor has."""
+    """Return int8 levels and a divisor that approximate a table's values. Of the tried divisors it takes the one with
+    the smallest largest error."""
     largest = float(table.abs().max())
     if largest == 0:
         raise BadTensors("weight.quant_map", "holds nothing but zeros")

@@ -1,5 +1,5 @@
-"""compressed-tensors: integers packed or as bytes, and float8, by schemes whose targets are classes, names or regular
-expressions of layers."""
+"""compressed-tensors: packed integers, int8 and float8. Schemes apply to layers by class, name or regular
+expression."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Target:
 
 
 class CompressedTensors(Method):
-    """Layers that `ignore` names are stored as numbers, and read as such."""
+    """Layers in `ignore` are stored unquantized and read as such."""
 
     name = "compressed-tensors"
     words = frozenset((
@@ -59,7 +59,7 @@ class CompressedTensors(Method):
             value = config.raw(key)
             if value and not (isinstance(value, dict) and value.get("format") == "dense"):
                 raise config.refuse(key, "is not supported", fix="use a checkpoint without it")
-        schemes: dict[str, Scheme] = {}  # by target; of the same one twice, the later
+        schemes: dict[str, Scheme] = {}  # by target; a later scheme for the same target wins
         for name, group in groups.items():
             path = f"config_groups.{name}"
             if not isinstance(group, dict):
@@ -139,7 +139,7 @@ class CompressedTensors(Method):
 
 
 def _read_integers(scheme: Scheme, tensors: Mapping[str, Tensor], activations: ActivationScheme | None) -> LevelWeight:
-    """Stored levels are signed; here they count from the lowest."""
+    """Read integer levels. Stored levels are signed; the result counts from the lowest level."""
     lowest = 1 << (scheme.bits - 1)
     scales = tensors["weight_scale"]
     if "weight_packed" in tensors:
@@ -158,17 +158,17 @@ def _read_integers(scheme: Scheme, tensors: Mapping[str, Tensor], activations: A
         zeros = _read_zeros(tensors["weight_zero_point"], scheme.bits, shape, across=across)
     index = tensors.get("weight_g_idx")
     if index is not None and int(index.min()) < 0:
-        index = None  # so the tool marks an order that is as usual
+        index = None  # the tool's mark for groups in order
     if index is not None and (len(index) != levels.shape[1] or int(index.max()) >= scales.shape[1]):
         raise BadTensors("weight_g_idx", f"does not give each input one of {scales.shape[1]} groups")
-    if 4 < scheme.bits < 8:  # level 128 is to be the number 0 of symmetric weights
+    if 4 < scheme.bits < 8:  # so that level 128 means 0 in symmetric weights
         levels, zeros = levels + (128 - lowest), zeros + (128 - lowest)
     return Integers(levels, scales, zeros, scheme.bits, index, scheme.group).weight(activations)
 
 
 def _packs_across(words: int, count: int, bits: int) -> bool | None:
-    """Whether numbers lie across words, as newer versions of the tool pack 3, 5, 6 and 7 bits; older ones fill up each
-    word. None: so many words hold neither."""
+    """Whether values cross word boundaries, as newer versions of the tool pack 3, 5, 6 and 7 bits; older versions pad
+    each word. None: this number of words matches neither."""
     return next((across for across in (True, False) if words == words_of(count, bits, across=across)), None)
 
 
@@ -177,7 +177,7 @@ def _unpack(words: Tensor, bits: int, count: int, *, across: bool) -> Tensor:
 
 
 def _read_zeros(stored: Tensor, bits: int, shape: Shape, *, across: bool) -> Tensor:  # [outputs, groups]
-    """Packed by outputs, or as signed bytes."""
+    """Read zero points: packed along the outputs, or signed bytes."""
     if stored.dtype == torch.int8:
         if tuple(stored.shape) != shape:
             raise BadTensors("weight_zero_point", f"has shape {list(stored.shape)}, expected {list(shape)}")
@@ -188,7 +188,7 @@ def _read_zeros(stored: Tensor, bits: int, shape: Shape, *, across: bool) -> Ten
 
 
 def _cut_zeros(stored: Tensor, scheme: Scheme, shape: tuple[int, int], region: Region) -> Tensor | None:
-    """Those of a region, as `_read_zeros` takes them."""
+    """Return the zero points of a region in the form that `_read_zeros` reads, or None if it cuts a word or a group."""
     groups = range(1) if scheme.group is None else blocks_of(region.inputs, shape[1], scheme.group)
     rows: range | None = region.outputs
     if stored.dtype != torch.int8:
@@ -205,13 +205,13 @@ def _activations(scheme: Scheme, tensors: Mapping[str, Tensor]) -> ActivationSch
 
 
 def _priority(pattern: str) -> tuple[int, str]:
-    """Which of several targets a layer takes, as the format's own tool has it: its name, then the first regular
-    expression by the alphabet, then its class."""
+    """Sort key of targets. A layer takes the first that matches, in the order of the format's own tool: its name, then
+    regular expressions alphabetically, then its class."""
     return (2 if pattern == _CLASS else 1 if pattern.startswith("re:") else 0), pattern
 
 
 def _checked(config: Fields, path: str, target: str) -> str:
-    """A target that can match a layer: its class, its name, or a regular expression."""
+    """Return the target if it can match a layer: a class, a name, or a regular expression."""
     if target.startswith("re:"):
         try:
             re.compile(target[3:])

@@ -1,4 +1,4 @@
-"""FP8 (e4m3) matrices: blocks with `weight_scale_inv` (DeepSeek, Qwen3), or one `weight_scale` for the tensor."""
+"""FP8 (e4m3) matrices: in blocks with `weight_scale_inv` (DeepSeek, Qwen3), or with one `weight_scale` per tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALES = ("weight_scale_inv", "weight_scale")
 
 
 class Float8(Method):
-    """Matrices that are not float8, as `modules_to_not_convert` names them, are read as they are."""
+    """Matrices that are not float8 (`modules_to_not_convert`) are read unquantized."""
 
     name = "fp8"
     words = frozenset(("weight", *SCALES, "input_scale"))
@@ -38,7 +38,7 @@ class Float8(Method):
         self._is_static = scheme == "static"
         self._has_powers = _read_powers(config)
         if self._is_static and self._has_powers:
-            raise config.refuse("scale_fmt", "is of dynamic scales, activation_scheme is static")
+            raise config.refuse("scale_fmt", "is for dynamic activation scales, but activation_scheme is static")
 
     def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
         return "weight" in tensors and tensors["weight"].dtype == FLOAT8
@@ -79,7 +79,7 @@ class Float8(Method):
 
 
 def check_scale(tensors: Mapping[str, StoredTensor], word: str, shape: Shape, block: Shape) -> None:
-    """Refuse scales of another number than there are blocks."""
+    """Refuse scales whose shape does not match the number of blocks."""
     if word not in tensors:
         raise BadTensors(word, "is missing")
     wanted = tuple(-(-size // part) for size, part in zip(shape, block, strict=True))
@@ -94,7 +94,7 @@ def _scale_word(tensors: Mapping[str, StoredTensor]) -> str:
 
 
 def _read_powers(config: Fields) -> bool:
-    """Whether scales of activations are powers of two."""
+    """Whether activation scales are powers of two."""
     kind = config.raw("scale_fmt")
     if kind not in (None, "ue8m0"):
         raise config.refuse("scale_fmt", f"{kind!r} is not supported", fix="supported: ue8m0")

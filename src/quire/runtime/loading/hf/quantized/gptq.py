@@ -1,4 +1,4 @@
-"""GPTQ: 2, 3, 4 or 8 bits, packed by inputs; groups of inputs in any order (`desc_act`)."""
+"""GPTQ: 2, 3, 4 or 8 bits, packed along the inputs; groups may contain inputs in any order (`desc_act`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from quire.runtime.quantization.packing import unpack
 from quire.runtime.quantization.region import Region, blocks_of, narrow, words_of_region
 
 BITS = (2, 3, 4, 8)
-ZERO_SHIFT = {"gptq": 1, "gptq_v2": 0}  # what is added to stored zero points, by `checkpoint_format`
+ZERO_SHIFT = {"gptq": 1, "gptq_v2": 0}  # added to stored zero points, by `checkpoint_format`
 
 
 class Gptq(Method):
-    """`dynamic` and `modules_to_not_convert` need no reading: each matrix says by its tensors how it is stored."""
+    """The rules of `dynamic` and `modules_to_not_convert` are not read, because each matrix's tensors show how it is
+    stored."""
 
     name = "gptq"
     words = frozenset(("qweight", "qzeros", "scales", "g_idx"))
@@ -52,7 +53,9 @@ class Gptq(Method):
             raise BadTensors("scales", f"has shape {tensors['scales'].shape}, there are {outputs} outputs")
         bits = zeros[1] * 32 // outputs
         if bits not in BITS or tensors["qzeros"].shape != (groups, -(-outputs * bits // 32)):
-            raise BadTensors("qzeros", f"zero points of shape {tensors['qzeros'].shape} are of no GPTQ matrix")
+            raise BadTensors(
+                "qzeros", f"has shape {tensors['qzeros'].shape}, which does not fit any supported number of bits"
+            )
         inputs = words * 32 // bits
         if bits != self._bits and not self._varies:
             raise BadTensors("qweight", f"has {bits} bits, config.json says {self._bits}")
@@ -94,7 +97,7 @@ class Gptq(Method):
         inputs = tensors["qweight"].shape[0] * 32 // bits
         levels = unpack(tensors["qweight"].t(), bits, inputs)
         zeros = unpack(tensors["qzeros"], bits, outputs).short() + self._shift
-        zeros &= (1 << bits) - 1 if self._shift else 0xFF  # stored minus one, which wraps around below 0
+        zeros &= (1 << bits) - 1 if self._shift else 0xFF  # stored minus one, wrapping around below 0
         size = self._size if self._size > 0 and -(-inputs // self._size) == groups else None
         index = tensors.get("g_idx")
         if index is not None and (int(index.min()) < 0 or int(index.max()) >= groups):
@@ -103,6 +106,6 @@ class Gptq(Method):
 
 
 def _in_order(index: Tensor | None, layout: Layout) -> bool:
-    """Whether groups hold neighbouring inputs, equally many each."""
+    """Whether groups are equally large runs of consecutive inputs."""
     size = layout.inputs // layout.groups
     return index is None or torch.equal(index.long(), torch.arange(layout.inputs) // size)

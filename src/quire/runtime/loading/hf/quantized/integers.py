@@ -1,4 +1,4 @@
-"""Makes one LevelWeight of the levels, scales, zero points and groups that integer formats store."""
+"""Makes a LevelWeight from the levels, scales, zero points and groups that integer formats store."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Integers:
 
     levels: Tensor  # [outputs, inputs], uint8
     scales: Tensor  # [outputs, groups]
-    zeros: Tensor  # [outputs, groups], whole numbers
+    zeros: Tensor  # [outputs, groups], integers
     bits: int
-    groups: Tensor | None = None  # [inputs]: the group of each input; None: neighbours, `group_size` of them
-    group_size: int | None = None  # the last group may be smaller; None: as many as there are groups
+    groups: Tensor | None = None  # [inputs]: the group of each input; None: consecutive runs of `group_size`
+    group_size: int | None = None  # the last group may be smaller; None: inputs / groups
 
     def weight(self, activations: ActivationScheme | None = None) -> LevelWeight:
         nibbles = self.bits <= 4

@@ -1,4 +1,4 @@
-"""The quantized matrices among the tensors of a checkpoint's files."""
+"""Finds the quantized matrices among the tensors of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from quire.runtime.models.build import count_copies
 from quire.runtime.quantization.levels import GROUP
 from quire.types.errors import ModelLoadError
 
-_GPU_GROUPS = (16, 32)  # Triton's products take groups of the first, and of multiples of the second
+_GPU_GROUPS = (16, 32)  # Triton gemms support groups of 16, and of multiples of 32
 _CACHE_SCALE = re.compile(r"\.(?:k|v|kv)_(?:scale|zero_point)$|\.(?:k|v|qkv)_proj\.output_scale$")
 _FIX = "the config and the weights do not fit together"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer:
-    """A matrix of a layer, as the tensors that it is stored in, by their words."""
+    """A quantized matrix of a layer and the tensors that store it, by their suffix (`word`)."""
 
-    layer: str  # its name in the files
+    layer: str  # name in the files
     tensors: Mapping[str, StoredTensor]
-    file: str  # that holds the first of them
+    file: str  # of the first tensor
     layout: Layout
 
     @property
@@ -39,7 +39,7 @@ class QuantizedLayer:
 
 
 def find_quantized(owners: Mapping[str, SafetensorsFile], method: Method) -> list[QuantizedLayer]:
-    """All quantized matrices, checked. Raises ModelLoadError for tensors that make none."""
+    """Return all quantized matrices, checked. Raises ModelLoadError for tensors that do not form a matrix."""
     layers: dict[str, dict[str, StoredTensor]] = {}
     for name, owner in owners.items():
         layer, word = method.split(name)
@@ -60,13 +60,13 @@ def find_quantized(owners: Mapping[str, SafetensorsFile], method: Method) -> lis
 
 
 def find_cache_scales(names: Iterable[str]) -> set[str]:
-    """The tensors of a quantized checkpoint that are scales of keys and values, not of matrices."""
+    """Return the tensors that are scales of the KV cache, not of matrices."""
     return {name for name in names if _CACHE_SCALE.search(name)}
 
 
 def count_stored(directory: Path, method: Method, config: ModelConfig) -> StoredLevels:
-    """The weights of a checkpoint's quantized matrices, as often as the layers hold them; nothing where there are no
-    files. Only headers are read."""
+    """Count the quantized weights of a checkpoint, as often as the layers hold them; zero if there are no files. Reads
+    only the files' headers."""
     owners: dict[str, SafetensorsFile] = {}
     try:
         for path in weight_files(directory)[0]:
@@ -74,7 +74,7 @@ def count_stored(directory: Path, method: Method, config: ModelConfig) -> Stored
             owners |= dict.fromkeys(file.tensors, file)
         layers = find_quantized(owners, method)
     except ModelLoadError:
-        return StoredLevels(has_table=False)  # whoever reads the weights says why
+        return StoredLevels(has_table=False)  # reading the weights raises the error
     finally:
         for file in owners.values():
             file.close()
@@ -98,13 +98,13 @@ def count_stored(directory: Path, method: Method, config: ModelConfig) -> Stored
 
 
 def _is_held_by_cpu(layout: Layout) -> bool:
-    """Groups smaller than 32 with 8 bits."""
+    """Whether the group size is a multiple or a divisor of 32 (smaller groups are held in 8 bits)."""
     size, rest = divmod(layout.inputs, layout.groups)
     return rest == 0 and (size % GROUP == 0 or GROUP % size == 0)
 
 
 def _integer_bytes(layout: Layout) -> int:
-    """Groups smaller than 16 become such of 32, with 8 bits."""
+    """Return the bytes for integer gemms. Groups smaller than 16 become groups of 32 in 8 bits."""
     weights, size, has_offsets = layout.outputs * layout.inputs, layout.inputs // layout.groups, layout.has_offsets
     if layout.has_table and size >= GROUP:
         return table_bytes(weights, layout.outputs)
@@ -122,8 +122,8 @@ def _is_held_by_gpu(layout: Layout) -> bool:
 
 
 def _gpu_bytes(layout: Layout) -> int:
-    """A scale and an offset for each group, both halves; or a float32 scale. 4 bits in groups of 16 are held in
-    bytes."""
+    """Return the bytes on a GPU: a float16 scale and offset per group, or a float32 scale. 4-bit weights in groups of
+    16 are held in bytes."""
     weights = layout.outputs * layout.inputs
     has_nibbles = 0 < layout.bits <= 4 and layout.inputs // layout.groups % _GPU_GROUPS[1] == 0
     return (weights // 2 if has_nibbles else weights) + 4 * layout.outputs * layout.groups

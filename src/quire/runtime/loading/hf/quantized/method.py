@@ -1,4 +1,4 @@
-"""What the loader knows of a way to store quantized matrices."""
+"""The base class of quantized checkpoint formats."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from quire.runtime.quantization.region import Region
 from quire.runtime.quantization.weight import QuantizedWeight
 
 Shape = tuple[int, ...]
-DTYPES: dict[str, torch.dtype] = {  # of the tensors that quantized matrices are made of
+DTYPES: dict[str, torch.dtype] = {  # of the tensors that store quantized matrices
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
 
 
 class Layout(NamedTuple):
-    """Of a quantized matrix."""
+    """The sizes of a quantized matrix."""
 
     outputs: int
     inputs: int
-    bits: int  # of an entry as it is held; 0: they are float8
-    groups: int  # of the inputs of an output: each has a scale
-    has_offsets: bool = True  # the middle level need not be the number 0
-    has_table: bool = False  # an entry is one of 16 levels
+    bits: int  # bits per value as held; 0: float8
+    groups: int  # groups per output; each has a scale
+    has_offsets: bool = True  # whether 0 may be another level than the middle one
+    has_table: bool = False  # values come from a table of 16
 
 
 class Method(ABC):
-    """A way to store a quantized matrix: as several tensors, named by the layer's name, a dot, and a word each.
+    """A quantized checkpoint format. A matrix is stored as several tensors, named by the layer's name, a dot, and a
+    suffix (`word`).
 
-    `words`: all that belong to such a matrix. The tensor of one of `main_words` marks it. Those of `zero_words`, its
-    zero points, may be nothing but zeros. Those of `byte_words` are read as bytes, whatever their dtype. The content of
-    those of `noted_words` is known to `layout`.
+    `words`: all suffixes of such a matrix. A tensor with a suffix in `main_words` identifies one. Tensors in
+    `zero_words`, the zero points, may be all zeros. Those in `byte_words` are read as bytes, whatever their dtype. The
+    content of those in `noted_words` is available to `layout`.
     """
 
     name: str
@@ -45,20 +46,20 @@ class Method(ABC):
     zero_words: tuple[str, ...] = ()
     byte_words: tuple[str, ...] = ()
     noted_words: tuple[str, ...] = ()
-    has_cache_scheme = False  # whether the config says how keys and values are quantized, which is not used
+    has_cache_scheme = False  # whether the config has KV cache quantization, which is ignored
 
     def split(self, name: str) -> tuple[str, str]:
-        """The layer of a tensor, and its word."""
+        """Split a tensor's name into layer and suffix."""
         layer, _, word = name.rpartition(".")
         return layer, word
 
     def is_quantized(self, tensors: Mapping[str, StoredTensor]) -> bool:
-        """Whether a layer with these tensors, by their words, has a quantized matrix."""
+        """Whether the layer with these tensors, keyed by suffix, has a quantized matrix."""
         return any(word in tensors for word in self.main_words)
 
     @abstractmethod
     def layout(self, layer: str, tensors: Mapping[str, StoredTensor]) -> Layout:
-        """What the tensors hold. Raises BadTensors for those that make no matrix."""
+        """Return the matrix's sizes. Raises BadTensors if the tensors do not form a matrix."""
 
     def cut(
         self,
@@ -67,18 +68,18 @@ class Method(ABC):
         tensors: Mapping[str, Tensor],  # noqa: ARG002
         region: Region,  # noqa: ARG002
     ) -> Mapping[str, Tensor] | None:
-        """What of the tensors holds this region of the matrix: tensors, views mostly, that `read` takes; None: it has
-        a part of what is stored as one."""
+        """Return the tensors, mostly views, that store this region of the matrix, as `read` accepts them. None if the
+        region cuts through a packed word or a group."""
         return None
 
     @abstractmethod
     def read(self, layer: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """The matrix, of tensors that `layout` has checked, or a region of it, of what `cut` gave. Raises BadTensors
-        for numbers that make none."""
+        """Return the matrix from tensors that `layout` has checked, or a region of it from the result of `cut`. Raises
+        BadTensors for invalid values."""
 
 
 class BadTensors(ValueError):
-    """The tensors of a layer make no quantized matrix. `word`: of the one at fault."""
+    """The tensors of a layer do not form a quantized matrix. `word`: the suffix of the faulty one."""
 
     def __init__(self, word: str, reason: str) -> None:
         super().__init__(f"{word}: {reason}")
@@ -86,7 +87,7 @@ class BadTensors(ValueError):
 
 
 def need(tensors: Mapping[str, StoredTensor], word: str, rank: int, dtypes: tuple[str, ...]) -> Shape:
-    """The shape of a tensor that must be there."""
+    """Return the shape of a required tensor. Raises BadTensors if it is missing or has another rank or dtype."""
     if word not in tensors:
         raise BadTensors(word, "is missing")
     tensor = tensors[word]

@@ -1,4 +1,4 @@
-"""Which methods of quantized checkpoints are read."""
+"""The registry of supported quantized checkpoint formats."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from quire.config.fields import Fields
 if TYPE_CHECKING:
     from quire.runtime.loading.hf.quantized.method import Method
 
-KEYS = ("quantization_config", "compression_config")  # of config.json; the second is an old name
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes")  # by `quant_method`
+KEYS = ("quantization_config", "compression_config")  # keys of config.json; the second is an old name
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes")  # values of `quant_method`
 
 
 def method_name(config: Fields) -> str | None:
-    """The `quant_method` of config.json; None: weights are plain numbers. Needs no torch."""
+    """Return the `quant_method` of config.json, or None if weights are not quantized. Needs no torch."""
     given = next((config.raw(key) for key in KEYS if config.raw(key) is not None), None)
     if given is None:
         return None
@@ -22,8 +22,8 @@ def method_name(config: Fields) -> str | None:
 
 
 def read_method(config: Fields) -> Method | None:
-    """How the checkpoint of a config.json stores matrices; None: as numbers, or in a way that the family itself knows.
-    Raises ModelLoadError for settings that are not supported."""
+    """Return the quantization method of a config.json; None if weights are not quantized, or the family handles the
+    method itself. Raises ModelLoadError for unsupported settings."""
     name = method_name(config)
     if name not in METHODS:
         return None

@@ -1,4 +1,4 @@
-"""A scheme of compressed-tensors: how the weights and the activations of some layers are quantized."""
+"""A compressed-tensors scheme: how weights and activations of some layers are quantized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ACTIVATION_BITS = 8
 class Activations:
     is_float: bool
     is_static: bool
-    group: int | None  # inputs that share a dynamic scale; None: all of a token
+    group: int | None  # inputs that share a dynamic scale; None: one scale per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Scheme:
     is_float: bool
     bits: int
     is_symmetric: bool
-    strategy: str  # tensor, channel, group or block: what shares a scale
-    group: int | None  # inputs of a group
+    strategy: str  # what shares a scale: tensor, channel, group or block
+    group: int | None  # inputs per group
     block_size: tuple[int, int] | None
     activations: Activations | None
 
     def block(self, shape: Shape) -> tuple[int, int]:
-        """Outputs and inputs that share a scale, in a matrix of this shape."""
+        """Return the (outputs, inputs) that share a scale in a matrix of this shape."""
         outputs, inputs = shape
         if self.block_size is not None:
             return self.block_size
@@ -37,7 +37,7 @@ class Scheme:
 
 
 def read_scheme(config: Fields, path: str, group: Mapping[str, object]) -> Scheme:
-    """Raises ModelLoadError for what no reader or product knows."""
+    """Read one entry of `config_groups`. Raises ModelLoadError for settings that are not supported."""
     if group.get("output_activations"):
         raise config.refuse(f"{path}.output_activations", "is not supported")
     weights = group.get("weights")
