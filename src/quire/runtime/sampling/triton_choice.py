@@ -61,7 +61,7 @@ class TritonChoice:
 
     def mask(self, logits: Tensor, masks: Masks, prepared: _Batch, samples: Samples) -> None:
         """Masks of rows with one sample each stay on the device; a row that verifies a draft has a mask per sample."""
-        self.settle()
+        self.upload_parameters()
         masked = samples.rows[masks.samples]
         if len(masked) and np.bincount(samples.rows)[masked].max() > 1:
             self.masks.forget(masked)
@@ -76,7 +76,7 @@ class TritonChoice:
         self.masks.forget(rows)
 
     def choose(self, logits: Tensor, prepared: _Batch, step: Step) -> Tensor:  # [S]
-        self.settle()
+        self.upload_parameters()
         token_ids = torch.empty(len(prepared.rows), dtype=torch.int64, device=self._device)
         lengths = step.samples.on_device
         self.choose_into(token_ids, logits, prepared.rows, lengths, step.history, top_k_top_p=prepared.top_k_top_p)
@@ -95,7 +95,7 @@ class TritonChoice:
         """Fill token_ids [S] for `rows` [S] after `lengths` [S] tokens of each; negative rows are padding.
 
         Waits for nothing, so it can be captured. `top_k_top_p` must be true if any of the rows has top_k or top_p. New
-        parameters must have been settled.
+        parameters must have been uploaded.
         """
         space = _first(self._space, len(rows), top_k_top_p=top_k_top_p)
         sample(logits, rows, lengths, self._parameters, history.num_prompt, space, token_ids)
@@ -104,7 +104,7 @@ class TritonChoice:
         """Whether one of `rows` has top_k or top_p."""
         return bool(self._filtered_rows) and bool(self._filtered[rows].any())
 
-    def settle(self) -> None:
+    def upload_parameters(self) -> None:
         """Bring the parameters of new rows to the device, and forget the masks of the rows' former sequences."""
         if not self._waiting:
             return

@@ -135,7 +135,7 @@ class DecodeGraphs:
         kind = self._graphs.kind_to_run(self._kind(rows, guided=plan.guided))
         graph = self._graphs[kind]
         self._forward.write(rows, kind)
-        self._choice.settle()
+        self._choice.upload_parameters()
         graph.launch()
         return graph
 

@@ -120,7 +120,7 @@ class ShortGraphs:
         kind = self._graphs.kind_to_run(self._kind(plan, tokens))
         launch = self._graphs[kind]
         self._write(tokens, kind)
-        self._choice.settle()
+        self._choice.upload_parameters()
         launch()
         self._rows.lengths[tokens.rows[tokens.grown]] += 1
         found = self._token_ids[: len(tokens.rows)]

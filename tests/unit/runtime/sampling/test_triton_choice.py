@@ -84,8 +84,8 @@ def test_parameters_go_up_together_with_the_next_choice_and_only_the_last_ones(m
     sent: list[int] = []
     send = choice._uploader.upload
     monkeypatch.setattr(choice._uploader, "upload", lambda *arrays: sent.append(len(arrays)) or send(*arrays))
-    choice.settle()
-    choice.settle()
+    choice.upload_parameters()
+    choice.upload_parameters()
     assert len(sent) == 1
     parameters = choice._parameters
     torch.testing.assert_close(parameters.temperature[:3].cpu(), torch.tensor([0.9, 0.4, 0.0]))
