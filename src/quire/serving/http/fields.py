@@ -1,5 +1,5 @@
-"""Parameters of requests. An endpoint lists its parameters in its descriptor; the groups that several endpoints share
-are here. The lists drive validation, the OpenAPI document, the reference page and the fuzz tests."""
+"""The parameters of requests. An endpoint lists its parameters in its descriptor; groups that several endpoints share
+are defined here. Validation, the OpenAPI document, the reference page and the fuzz tests are driven by these lists."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ MAX_WARNINGS = 64
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One parameter. `no effect`: it could not change the answer, and causes a warning; `no`: it would change the
-    answer, and is refused. Values that ask for nothing are accepted for both."""
+    """One parameter. Support `no effect`: it cannot change the answer and causes a warning; `no`: it would change the
+    answer and is refused. Both accept values that are equivalent to leaving it out."""
 
     name: str
     validator: Validator
@@ -53,12 +53,13 @@ class Field:
 
 
 def not_supported(name: str, doc: str, *harmless: Any, why: str = "is not supported yet") -> Field:
-    """A parameter that the server refuses, except for the `harmless` values, which ask for nothing."""
+    """Return a parameter that is refused, except for the `harmless` values, which are equivalent to leaving it out."""
     return Field(name, Only(harmless, why), doc, support="no")
 
 
 def no_effect(name: str, doc: str, *harmless: Any, why: str = "has no effect here") -> Field:
-    """A parameter that the server accepts with a warning, except for the `harmless` values, which ask for nothing."""
+    """Return a parameter that is accepted with a warning. The `harmless` values, equivalent to leaving it out, cause
+    none."""
     return Field(name, Only(harmless, why), doc, support="no effect")
 
 
@@ -234,7 +235,7 @@ GENERATION = (
     *OUTPUT,
     *LABELS,
     *FOREIGN_SAMPLING,
-)  # of every endpoint that generates
+)  # the parameters that all generating endpoints share
 
 
 THINKING_BUDGET = Field("thinking_token_budget", Whole(0, "max_tokens"),
@@ -260,10 +261,11 @@ NOT_SUPPORTED = (
 def check_body(
     fields: Mapping[str, Field], body: Any, limits: Bounds, *, strict: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Check the members of a body against the parameters of its endpoint. Returns the values of those that were given,
-    and warnings about those that have no effect: unknown ones too.
+    """Validate the members of a body as parameters of its endpoint. Returns the values of the given parameters, and
+    warnings about parameters that are unknown or have no effect.
 
-    Raises InvalidRequest naming the parameter; if `strict`, also in place of a warning. A null counts as absent.
+    A parameter that is null counts as absent. Raises InvalidRequest, which names the parameter; if `strict`, also for
+    anything that would cause a warning.
     """
     if not isinstance(body, dict):
         raise InvalidRequest("body", "must be a JSON object", 'send {"model": ..., ...}')
@@ -274,7 +276,7 @@ def check_body(
             continue
         field = fields.get(name)
         if field is None and not strict and len(warnings) >= MAX_WARNINGS:
-            continue  # nobody would read the warning, and looking for the name that was meant is slow
+            continue  # there are enough warnings, and finding similar names is slow
         try:
             if field is None:
                 raise _unknown(name, fields)

@@ -1,4 +1,5 @@
-"""Every bound of the server, in one table. It drives validation, the OpenAPI document, the docs and the fuzz tests."""
+"""All limits of the server, in one table. Validation, the OpenAPI document, the docs and the fuzz tests are driven by
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One bound: what it is for, how a client over it is answered, and how high an operator may set it."""
+    """One limit: what it bounds, what happens to a client that exceeds it, and the range in which an operator may set
+    it."""
 
     name: str
     value: int
@@ -176,7 +178,8 @@ _BY_NAME = {limit.name: limit for limit in LIMITS}
 
 
 class Limits(Mapping[str, int]):
-    """The values in force: the table's, with an operator's changes. Raises ConfigError for a change that makes none."""
+    """The limits in force, by name: those of the table, with the operator's changes. Raises ConfigError for an unknown
+    name or a value outside the range."""
 
     def __init__(self, changes: Mapping[str, int] | None = None) -> None:
         self._values = {limit.name: limit.value for limit in LIMITS}

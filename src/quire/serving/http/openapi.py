@@ -36,8 +36,8 @@ _ERRORS_BY_METHOD: dict[str, Iterable[str]] = {"GET": _GET_ERRORS, "DELETE": (*_
 def build_openapi(
     endpoints: Sequence[Endpoint], limits: Limits, version: str, root_path: str = "", *, strict: bool = False
 ) -> bytes:
-    """An OpenAPI 3.1 document of these endpoints with these limits, as JSON. Its paths begin with `root_path`. That of
-    a strict server allows no parameters without effect."""
+    """Return the OpenAPI 3.1 document of these endpoints with these limits, as JSON. `root_path` becomes the server
+    URL. With `strict`, the schemas allow no parameters without effect."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Schema] = {"Error": ERROR}
     for endpoint in endpoints:
@@ -61,7 +61,7 @@ def build_openapi(
 
 
 def request_schema(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schema:
-    """What a body may hold, as it is checked. A parameter that is null counts as absent."""
+    """Return the schema of a request body. Null is allowed for optional parameters and means absent."""
     members = {}
     for field in endpoint.fields:
         schema = field.validator.schema(limits)
@@ -78,7 +78,7 @@ def request_schema(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schem
 
 
 def _opened(schema: Any) -> Any:
-    """The same schema, where objects may have members that it does not name."""
+    """Return the schema with unknown members allowed in all objects."""
     if isinstance(schema, list):
         return [_opened(one) for one in schema]
     if not isinstance(schema, dict):
@@ -101,7 +101,7 @@ def _operation(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schema:
 
 
 def _parameters(endpoint: Endpoint) -> list[Schema]:
-    """The parameters of the path, and for endpoints that stream those of the query and their headers."""
+    """Return the path parameters, and for endpoints that stream, their query parameters and headers."""
     names = re.findall(r"\{(\w+)\}", endpoint.documented_path)
     found: list[Schema] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
@@ -117,7 +117,8 @@ def _parameters(endpoint: Endpoint) -> list[Schema]:
 
 
 def _event(endpoint: Endpoint, chunk: str) -> Schema:
-    """One event of a stream, as a client's reader hands it over: comments are no events. Or one line of JSON."""
+    """Return the schema of one event of a stream as a client's SSE reader returns it, which skips comments; or of one
+    line of JSON."""
     inside: Schema = {"anyOf": [ref(chunk), ref(endpoint.error)]}
     ending = f"in a broken stream a {endpoint.error} comes last"
     if endpoint.stream_type != "text/event-stream":
@@ -134,7 +135,8 @@ def _flag(place: str, name: str, doc: str) -> Schema:
 
 
 def _errors(endpoint: Endpoint, codes: Iterable[str]) -> dict[str, Any]:
-    """Error responses. What is no HTTP request is always answered with an Error."""
+    """Return the error responses. Errors found before the request reaches its endpoint have the schema Error at every
+    endpoint."""
     schema = ref("Error") if endpoint.error == "Error" else {"anyOf": [ref(endpoint.error), ref("Error")]}
     content = {"application/json": {"schema": schema}}
     return {code: {"description": _ERRORS[code], "content": content} for code in codes}

@@ -1,4 +1,4 @@
-"""Prompts that operators pin: computed once for each tenant, and again when a new engine comes up."""
+"""Pins the prompts that operators register: computes them once for each owner, and again when a new engine is up."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from quire.types.sampling import SamplingParams
 logger = logging.getLogger("quire.edge")
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a prefix that is not pinned is tried again; it doubles
-Place = tuple[str, str]  # name and salt
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before missing prefixes are computed again; doubled each time
+Place = tuple[str, str]  # name and salt: the engine has at most one pinned prefix for each
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefixRow:
-    """One pinned prompt of one tenant, for the list of operators. `key` tells keys apart and grants nothing."""
+    """One pinned prompt of one owner, as listed to operators. `key` is the beginning of the key's digest: it tells keys
+    apart but grants no access."""
 
     name: str
     key: str | None
@@ -44,10 +45,11 @@ class PinnedPrefixRow:
 
 
 class PinnedPrefixes:
-    """Pins prompts with ordinary requests for one token, whose prompts the engine keeps. A prompt that is in the file
-    and not in the engine is computed again until it is.
+    """Pins prompts by submitting ordinary requests for one token with `pin` set, so that the engine keeps their blocks.
+    Prompts that are in the file but not in the engine are computed again until they are.
 
-    The event loop calls everything. One call at a time changes the file; another edge may change it at any time.
+    The event loop calls all methods. Changes of the file by this edge run one at a time; other edges may change it at
+    any time.
     """
 
     def __init__(self, dispatcher: Dispatcher, link: EngineLink, access: KeyRing, file: PinnedPrefixFile) -> None:
@@ -56,8 +58,8 @@ class PinnedPrefixes:
         self._recalling: asyncio.Task[None] | None = None
 
     def owners(self, api_key: str | None) -> tuple[str, ...]:
-        """The owners to pin a prompt for: one key, or all clients' keys that the server has. Raises InvalidRequest for
-        a key that nobody can bring, and where only routers know the clients' keys."""
+        """Return the owners to pin a prompt for: those of one API key, or all client keys of the server. Raises
+        InvalidRequest if the key cannot occur, or if it is missing and only routers know the clients' keys."""
         access = self._access
         if api_key is None:
             if access.shares_cache or not access.asks_for_key:
@@ -72,12 +74,12 @@ class PinnedPrefixes:
         return ("",) if access.shares_cache else owners
 
     async def register(self, name: str, token_ids: tuple[int, ...], owners: Sequence[str]) -> list[PinnedPrefix]:
-        """Compute and pin a prompt for each of the owners, or change nothing. Raises ApiError or InvalidRequest."""
+        """Compute and pin a prompt for each owner; on failure, undo it. Raises ApiError or InvalidRequest."""
         wanted, done = [PinnedPrefixEntry(name, owner, token_ids) for owner in owners], list[PinnedPrefixEntry]()
         async with self._changing:
             try:
                 await self._check_room(wanted)
-                for entry in wanted:  # one by one: what a new prompt replaces makes room for the next
+                for entry in wanted:  # one by one: the blocks of a replaced prompt make room for the next
                     if (refused := await self._hold([entry])) is not None:
                         raise refused
                     done.append(entry)
@@ -94,7 +96,7 @@ class PinnedPrefixes:
         return [held[self._place(entry)] for entry in wanted]
 
     async def listing(self) -> list[PinnedPrefixRow]:
-        """All entries of the file, and whether the engine has them pinned now."""
+        """Return all entries of the file, and whether the engine has them pinned now."""
         try:
             held = await self._held()
         except EngineDead:
@@ -108,7 +110,7 @@ class PinnedPrefixes:
         return rows
 
     async def remove(self, name: str) -> int:
-        """Unpin a prompt for all owners and return for how many. Its blocks stay cached like others."""
+        """Unpin a prompt for all owners and return for how many. Its blocks stay cached until they are evicted."""
         async with self._changing:
             found = [entry for entry in self._file.entries() if entry.name == name]
             self._file.remove(name)
@@ -117,27 +119,28 @@ class PinnedPrefixes:
         return len(found)
 
     async def reset_cache(self) -> int:
-        """Clear the prefix cache of the engine, pinned prompts too. Returns how many blocks it freed. Raises
+        """Clear the prefix cache of the engine, including pinned prompts. Returns how many blocks were freed. Raises
         EngineDead."""
-        self._file.clear()  # what a new engine computes again is let go of at once
+        self._file.clear()  # so that prompts that are just being pinned again are unpinned
         async with self._changing:
-            self._file.clear()  # what was registered meanwhile
+            self._file.clear()  # again, for prompts that were registered meanwhile
             return await self._link.reset_cache()
 
     def recall(self) -> None:
-        """Pin all entries of the file again. Called when a new engine is up; the requests go before others in the
+        """Pin all entries of the file again. Called when a new engine is up. These requests go to the head of the
         queue."""
         self._restore(self._file.entries())
 
-    # ------------------------------------------------------------------------------------------------- the works
+    # ------------------------------------------------------------------------------------------------- internals
     def _restore(self, lost: Sequence[PinnedPrefixEntry]) -> None:
+        """Start pinning these prefixes again, in place of a running task that does so."""
         if lost:
             if self._recalling is not None:
                 self._recalling.cancel()
             self._recalling = asyncio.ensure_future(self._recall(lost))
 
     async def _recall(self, lost: Sequence[PinnedPrefixEntry]) -> None:
-        """Pin prefixes until none is missing or the engine is down. The next engine gets all of them."""
+        """Pin prefixes until none is missing or the engine is down. The next engine then gets all of them."""
         pause = _PAUSE
         while lost and self._dispatcher.engine is not None and not self._dispatcher.is_draining:
             async with self._changing:
@@ -167,7 +170,7 @@ class PinnedPrefixes:
                 await self._let_go(entry)
 
     async def _check_room(self, wanted: Sequence[PinnedPrefixEntry]) -> None:
-        """Raise InvalidRequest, before anything is computed, if the cache has no room for all of them."""
+        """Raise InvalidRequest, before anything is computed, if the cache cannot hold all these prompts."""
         engine = self._dispatcher.known_engine
         assert engine is not None, "prefixes are registered with an engine that was up"
         stats, held, known = await self._link.stats(), await self._held(), self._file.entries()
@@ -181,7 +184,7 @@ class PinnedPrefixes:
             reserved += own - (0 if old is None else old.num_blocks)
 
     async def _hold(self, wanted: Sequence[PinnedPrefixEntry]) -> ApiError | None:
-        """Have the engine compute and pin prompts. Returns an error if it did not pin all of them."""
+        """Have the engine compute and pin these prompts. Returns an error if it did not pin all of them."""
         requests = [self._request(entry) for entry in wanted]
         try:
             with self._dispatcher.accept():
@@ -198,7 +201,8 @@ class PinnedPrefixes:
         return refused or next((as_failure(failure) for failure in failures if failure is not None), None)
 
     def _enter(self, requests: Sequence[InFlightRequest]) -> ApiError | None:
-        """Queue all requests at once, or as many as the queue has room for. Returns an error if that is not all."""
+        """Queue all requests together or, if the queue is too full, as many as fit. Returns an error if that is not
+        all."""
         with suppress(QueueFull):
             self._dispatcher.enqueue(requests)
             return None
@@ -224,16 +228,18 @@ class PinnedPrefixes:
         return InFlightRequest(submit, record, Mailbox(asyncio.get_running_loop(), 1))
 
     async def _take_back(self, done: Sequence[PinnedPrefixEntry]) -> None:
-        """Undo a registration that failed: unpin its prompts, and pin again what they replaced."""
+        """Undo a failed registration: unpin its prompts, and pin those again that they replaced."""
         for entry in done:
             await self._let_go(entry)
         places = {self._place(entry) for entry in done}
         self._restore([entry for entry in self._file.entries() if self._place(entry) in places])
 
     async def _held(self) -> dict[Place, PinnedPrefix]:
+        """Return the prefixes that the engine has pinned. Raises EngineDead."""
         return {(pinned.name, pinned.salt): pinned for pinned in await self._link.pins()}
 
     async def _let_go(self, entry: PinnedPrefixEntry) -> None:
+        """Unpin a prompt in the engine, if that is up."""
         try:
             await self._link.unpin(self._salt(entry.owner), entry.name)
         except EngineDead:

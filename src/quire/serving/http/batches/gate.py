@@ -1,4 +1,4 @@
-"""Where the requests of batches wait until the server has capacity to spare."""
+"""Delays the requests of batches until the server has spare capacity."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 
 from quire.serving.dispatch.dispatcher import Dispatcher
 
-POLL_SECONDS = 0.05  # between two looks for spare capacity
+POLL_SECONDS = 0.05  # how often to check for spare capacity
 
 
 class Place:
-    """The right to run one request. `leave` gives it back."""
+    """The permit to run one request of a batch. `leave` returns it."""
 
     def __init__(self, gate: BackgroundGate) -> None:
         self._gate = gate
@@ -23,8 +23,8 @@ class Place:
             self._gate.free_place()
 
     async def wait_for_retry(self, seconds: float) -> bool:
-        """Wait so long and then for capacity, before all that have no place. Returns False if the server shuts down
-        first."""
+        """Give up the permit, wait this many seconds, and then wait for capacity ahead of all others. Returns False if
+        the server shuts down first."""
         await asyncio.sleep(seconds)
         self._is_held = False
         self._is_held = await self._gate.wait_again()
@@ -32,8 +32,8 @@ class Place:
 
 
 class BackgroundGate:
-    """Lets requests of batches through while the server has capacity to spare: no other request waits, and batches
-    use at most half of the sequences that the engine can run. All that wait share one timer."""
+    """Admits requests of batches while the server has spare capacity: no other request waits, and batches use at most
+    half of the sequences that the engine can run. All waiting requests share one timer."""
 
     def __init__(self, dispatcher: Dispatcher, max_requests: int, num_edges: int) -> None:
         self._dispatcher, self._max_requests, self._num_edges = dispatcher, max_requests, num_edges
@@ -42,11 +42,12 @@ class BackgroundGate:
         self._timer: asyncio.TimerHandle | None = None
 
     async def enter(self) -> Place | None:
-        """Wait for capacity. Returns None if the server shuts down first."""
+        """Wait for capacity and return a permit, or None if the server shuts down first."""
         return Place(self) if await self._wait(goes_first=False) else None
 
     async def wait_again(self) -> bool:
-        """For one that has a place: give it back, and be the next to get one."""
+        """Return a permit and wait for another one at the head of the queue. Returns False if the server shuts down
+        first."""
         self._num_running -= 1
         return await self._wait(goes_first=True)
 
@@ -56,11 +57,13 @@ class BackgroundGate:
 
     @property
     def knows_priorities(self) -> bool:
+        """Whether the engine schedules by priority."""
         engine = self._dispatcher.known_engine
         return engine is not None and engine.policy == "priority"
 
     @property
     def is_closed(self) -> bool:
+        """Whether the server is shutting down."""
         return self._dispatcher.is_draining
 
     async def _wait(self, *, goes_first: bool) -> bool:
@@ -78,7 +81,8 @@ class BackgroundGate:
             raise
 
     def _look(self) -> None:
-        """Let in as many as there is room for; look again later while others wait."""
+        """Admit as many waiting requests as there is capacity for. While others wait, check again after
+        POLL_SECONDS."""
         while self._waiting and (self.is_closed or self._has_room()):
             future = self._waiting.popleft()
             if not future.done():  # else it was cancelled

@@ -1,4 +1,4 @@
-"""Routes by which operators keep prompts resident."""
+"""Routes for operators to pin prompts, so that they stay in the prefix cache."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _BODY = Options(
 
 
 class AdminPrefixes:
-    """Register, list and remove prompts that stay in the cache."""
+    """The handlers that register, list and remove pinned prompts."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def register(self, exchange: Exchange) -> None:
-        """Compute a prompt for one key or for all, and keep it."""
+        """Compute a prompt for one API key or for all, and pin its blocks."""
         service = self._service
         service.engine()
         with service.metered() as meter:
@@ -59,6 +59,7 @@ class AdminPrefixes:
 
 
 def _tokens(service: Service, given: dict[str, Any]) -> tuple[int, ...]:
+    """Return the token ids of the prompt or messages of a request. Raises InvalidRequest."""
     if ("prompt" in given) == ("messages" in given):
         raise InvalidRequest("prompt", "must be there, or messages, and not both", "send one of them")
     if unread := unread_values(service, given):

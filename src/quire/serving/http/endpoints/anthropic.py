@@ -1,4 +1,4 @@
-"""Anthropic's messages: an answer to a conversation in content blocks, and how many tokens a conversation has."""
+"""Anthropic's Messages API: answer a conversation of content blocks, and count the tokens of a conversation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _THINKING: dict[str, Validator] = {
 }
 _OUTPUT: dict[str, Validator] = {"effort": OneOf(("low", "medium", "high", "xhigh", "max")), "format": JsonFormat()}
 _CACHE: dict[str, Validator] = {"type": OneOf(("ephemeral",)), "ttl": OneOf(("5m", "1h"))}
-_SWITCHES = ("enable_thinking", "thinking")  # the variables by which chat templates turn reasoning on and off
+_SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates that turn reasoning on or off
 
 _CONVERSATION = (
     MODEL,
@@ -78,7 +78,7 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
 
 
 def chat_parameters(service: Service, given: Parameters) -> Parameters:
-    """The parameters of `/v1/chat/completions` that ask for the same."""
+    """Translate the fields of a request to those of `/v1/chat/completions`."""
     made = {name: value for name, value in given.items() if name not in _OWN}
     system = [{"role": "system", "content": given["system"]}] if given.get("system") else []
     made["messages"] = [*system, *given["messages"]]
@@ -107,7 +107,8 @@ def _tool_use(given: Parameters) -> Parameters:
 
 
 def _reasoning(service: Service, given: Parameters) -> Parameters:
-    """Whether the model reasons and shows it, as far as its chat template can be told."""
+    """Return the parameters that turn reasoning on or off, as far as the chat template has variables for it, and that
+    show or hide it."""
     thinking = given.get("thinking", {"type": "disabled"})
     if "type" not in thinking:
         raise InvalidRequest("thinking.type", "is missing", "send enabled, adaptive or disabled")
@@ -126,6 +127,7 @@ _OWN = ("system", "stop_sequences", "tool_choice", "thinking", "output_config", 
 
 
 def count_tokens(service: Service, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of prompt tokens of a conversation."""
     made = chat_parameters(service, given)
     tools = () if made.get("tool_choice") == "none" else made.get("tools", ())
     prompt = render_prompt(service, made, tools)

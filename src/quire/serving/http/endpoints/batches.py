@@ -1,4 +1,4 @@
-"""OpenAI's batches: run the requests of a file in the background, and write the results to another."""
+"""OpenAI's batches: run the requests of a file in the background, and write the results to another file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ file; the others go on. Files and batches belong to the API key that made them, 
 
 
 class Batches:
-    """The handlers of batches over the endpoints `targets`."""
+    """The handlers of batches. Lines of a batch may call the endpoints `targets`."""
 
     def __init__(self, service: Service, targets: Sequence[Endpoint]) -> None:
         self._service, self._runner = service, service.batches
@@ -50,7 +50,7 @@ class Batches:
             if source.purpose != "batch":
                 reason = f"has the purpose {source.purpose}"
                 raise InvalidRequest("input_file_id", reason, "upload it with purpose=batch")
-            await asyncio.to_thread(self._runner.files.check_room, owner, 2)  # for its results
+            await asyncio.to_thread(self._runner.files.check_room, owner, 2)  # for its output and error files
             create = self._runner.batches.create
             batch = await asyncio.to_thread(create, owner, given["endpoint"], source.id, given.get("metadata"))
             self._runner.launch(batch)
@@ -66,7 +66,7 @@ class Batches:
         await exchange.reply_json((await self._batch(exchange)).as_json())
 
     async def cancel(self, exchange: Exchange) -> None:
-        """Ask whichever edge runs the batch to stop. What has finished is kept."""
+        """Ask the edge that runs the batch to stop. Finished results are kept."""
         batch = await self._batch(exchange)
         if batch.status in ENDED:
             raise InvalidRequest("batch_id", f"this batch is {batch.status} already", "nothing is left to cancel")
@@ -81,7 +81,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """An object of a few short texts."""
+    """An object of at most MAX_LABELS short texts."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> dict[str, str]:
         if not isinstance(value, dict) or len(value) > MAX_LABELS:
@@ -98,7 +98,7 @@ class Metadata:
 
 
 def batch_endpoints(targets: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
-    """The endpoints of batches whose lines may call `targets`."""
+    """Return the endpoints for batches whose lines may call `targets`."""
     paths = tuple(path for target in targets for path in target.paths)
     fields = (
         Field("input_file_id", Text("label", 1), "The uploaded file with the requests.", is_required=True),

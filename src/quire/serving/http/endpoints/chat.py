@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: an answer to a conversation, with reasoning and tool calls."""
+"""OpenAI's chat completions: answer a conversation, with reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ from quire.serving.text.parts import CallArguments, CallBegun, Part, Said, Thoug
 from quire.types.errors import InvalidRequest
 
 _encode = msgspec.json.encode
-_ASKED_FUNCTIONS = "asked_functions"  # parameter: the client sent `functions`, and reads `function_call`
+# internal parameter: the client sent `functions`, so calls are returned as `function_call`
+_ASKED_FUNCTIONS = "asked_functions"
 
 _FIELDS = (
     MODEL,
@@ -93,8 +94,8 @@ _FIELDS = (
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """Write `logprobs` and `top_logprobs` as the number that `/v1/completions` takes, and the other forms of tools as
-    `tools` and `tool_choice`."""
+    """Merge `logprobs` and `top_logprobs` into the count that `/v1/completions` takes, and translate `functions` and
+    `allowed_tools` to `tools` and `tool_choice`."""
     _read_functions(given)
     _read_allowed_tools(given)
     wanted, top = given.pop("logprobs", False), given.pop("top_logprobs", 0)
@@ -132,7 +133,7 @@ def _read_allowed_tools(given: Parameters) -> None:
 
 
 class ChatFormat:
-    """A ResponseFormat: messages."""
+    """A ResponseFormat: chat messages."""
 
     def __init__(self, service: Service) -> None:
         tokenizer = service.texts.tokenizer
@@ -158,7 +159,7 @@ class ChatFormat:
 
 
 class ChatStream(OpenAIStream):
-    """Chunks whose choices have a `delta` of the message."""
+    """A StreamFormat: chunks whose choices have a `delta` of the message."""
 
     def _opens(self, preface: str) -> bool:  # noqa: ARG002
         return True
@@ -192,11 +193,11 @@ def _choice(options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
     is_plain = options.reading is None or not (result.reasoning or result.calls)
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": content if content or is_plain else None,  # null: the model only reasoned or called
+        "content": content if content or is_plain else None,  # null: the answer has only reasoning or calls
         "refusal": None,
     }
     if options.has_reasoning and options.parameters.get("include_reasoning", True):
-        # null where there is none: clients read the members of every answer of such a model
+        # null if there is none: clients read them in every answer of a reasoning model
         message |= dict.fromkeys(("reasoning_content", "reasoning"), result.reasoning or None)
     if result.calls and _ASKED_FUNCTIONS in options.parameters:
         message["function_call"] = {"name": result.calls[0].name, "arguments": result.calls[0].arguments}
@@ -215,7 +216,7 @@ def _finish_reason(options: ResponseOptions, reason: str | None) -> str | None:
 
 
 def _message_delta(parts: Sequence[Part]) -> dict[str, Any]:
-    """What new parts add to the message; empty if there are none."""
+    """Return the members that new parts add to the message; empty if there are none."""
     made: dict[str, Any] = {}
     if said := "".join(part.text for part in parts if isinstance(part, Said)):
         made["content"] = said
@@ -227,7 +228,7 @@ def _message_delta(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _call_deltas(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """One entry per call that begins or goes on. The first entry of a call carries its id and name."""
+    """Return one entry per call that begins or continues. The first entry of a call has its id and name."""
     entries: dict[int, dict[str, Any]] = {}
     for part in parts:
         if isinstance(part, CallBegun):

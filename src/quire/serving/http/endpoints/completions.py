@@ -1,4 +1,4 @@
-"""OpenAI's completions: texts that continue prompts."""
+"""OpenAI's completions: continue prompts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _FIELDS = (
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """Make an infill prompt of each prompt that has a suffix."""
+    """If there is a suffix, turn each prompt into an infill prompt."""
     suffix = given.pop("suffix", "")
     if not suffix:
         return given
@@ -85,7 +85,7 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
 
 
 def with_infill_stops(service: Service, given: Parameters) -> Parameters:
-    """The parameters of an infill request: it ends where the model goes on with something else."""
+    """Add the token ids at which an infill answer ends, because the model continues with something else."""
     assert service.texts.infill is not None
     stops = [*given.get("stop_token_ids", ()), *service.texts.infill.stop_ids]
     return {**given, "stop_token_ids": list(dict.fromkeys(stops))}
@@ -126,10 +126,10 @@ class CompletionFormat:
 
 
 class _Prompt(NamedTuple):
-    """What all choices of one prompt show of it: rendered once, as it may be large."""
+    """The members that all choices of one prompt share. They are rendered once, because they may be large."""
 
     members: dict[str, Any]
-    columns: list[LogprobColumns]  # the logprobs of an echoed prompt; empty without
+    columns: list[LogprobColumns]  # the logprobs of an echoed prompt; empty if not asked for
 
 
 def _choice(options: ResponseOptions, result: ChoiceResult, prompt: _Prompt) -> dict[str, Any]:
@@ -139,8 +139,8 @@ def _choice(options: ResponseOptions, result: ChoiceResult, prompt: _Prompt) -> 
 
 
 def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
-    """Where in `text` each token begins. A token that the text does not show, such as a begin token that the tokenizer
-    added, takes no room in it."""
+    """Return the character offset in `text` at which each token begins. Tokens that `text` does not show, such as a BOS
+    token that the tokenizer added, have zero width."""
     detokenizer, offset = Detokenizer(tokenizer, False), 0
     num_added = _num_added(tokenizer, token_ids, text)
     offsets = [0] * num_added
@@ -149,7 +149,7 @@ def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> l
         piece = detokenizer.push((token,))
         if text.startswith(piece, offset):
             offset += len(piece)
-        elif text.startswith(piece.removeprefix(" "), offset):  # the space that a tokenizer puts before a text
+        elif text.startswith(piece.removeprefix(" "), offset):  # some tokenizers put a space before a text
             offset += len(piece) - 1
         elif token not in tokenizer.special_ids:
             offset = min(offset + len(piece), len(text))
@@ -157,7 +157,8 @@ def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> l
 
 
 def _num_added(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> int:
-    """How many begin tokens the tokenizer put before those that the text shows."""
+    """Return how many BOS tokens at the start of the prompt do not appear in its text, because the tokenizer added
+    them."""
     if tokenizer.bos_id is None:
         return 0
     begin = tokenizer.token_text(tokenizer.bos_id)
@@ -167,7 +168,7 @@ def _num_added(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> int
 
 
 class CompletionStream(OpenAIStream):
-    """Chunks whose choices have a `text`."""
+    """A StreamFormat: chunks whose choices have a `text`."""
 
     def _opens(self, preface: str) -> bool:
         return bool(preface) or self._options.return_token_ids

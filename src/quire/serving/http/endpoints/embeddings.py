@@ -1,4 +1,4 @@
-"""/v1/embeddings, as OpenAI has it, and /pooling: one row of numbers for each text."""
+"""/v1/embeddings, as in OpenAI's API, and /pooling: one vector for each text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VECTOR: Schema = {"anyOf": [many(NUMBER), TEXT]}
 
 
 def listing(call: PoolingCall, data: Sequence[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
-    """The body of responses that are lists."""
+    """Return a response body with a list of results."""
     return {
         "id": call.response_id,
         "object": "list",
@@ -60,7 +60,7 @@ def list_schema(item: str) -> Schema:
 
 
 def encoded(rows: Rows, form: str) -> list[Any]:
-    """Each row as a list of numbers or as base64."""
+    """Return each row as a list of floats, or as base64 of its float32 values."""
     if form == "float":
         found: list[Any] = rows.tolist()
         return found

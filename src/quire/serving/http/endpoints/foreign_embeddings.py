@@ -1,4 +1,4 @@
-"""Embeddings by the APIs of Ollama and llama.cpp."""
+"""Embeddings with the paths and fields of Ollama and llama.cpp."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.serving.requests import Prompt
 from quire.types.errors import InvalidRequest
 from quire.types.pooling import PoolingParams
 
-_EUCLIDEAN, _NONE = 2, -1  # llama.cpp's numbers of norms
+_EUCLIDEAN, _NONE = 2, -1  # values of llama.cpp's embd_normalize
 _KEPT = (
     MODEL,
     Field("keep_alive", KeepAlive(), "The model stays loaded.", support="no effect"),

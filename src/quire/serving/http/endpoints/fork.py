@@ -1,4 +1,4 @@
-"""Forks: a new answer that begins in the middle of another one."""
+"""Forks: generate a new answer from the middle of an earlier one."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ content by now. A branch ends early when its client hangs up."""
 
 
 def find_origin(service: Service, given: Parameters, head: RequestHead) -> Origin:
-    """Find the place that a request names, and take its name out of `given`. Raises ApiError (404) for a request that
-    is not known, or that another key sent."""
+    """Return the point at which the request wants to fork an answer, and remove `request_id` from `given`. Raises
+    ApiError (404) if the forked request is unknown or was sent with another API key."""
     found = service.recent_requests.find(head.principal, given.pop("request_id"))
     if found is None:
         message = (

@@ -1,5 +1,5 @@
-"""Token ids in, token ids out, for routers and reinforcement learning. Clients neither send nor get text, and logprobs
-are exactly those of the model."""
+"""Generation from token ids to token ids, for routers and reinforcement learning. No text is sent or returned, and
+logprobs are those of the unmodified model output."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ from quire.types.step import TokenLogprobs
 
 _encode = msgspec.json.encode
 _KINDS = {"cumulative": "cumulative", "delta": "delta", "final_only": "delta", 0: "cumulative", 1: "delta", 2: "delta"}
-GROWTH = 16  # a cumulative event has at least this part more tokens than the one before
+GROWTH = 16  # a cumulative event has at least 1/GROWTH more tokens than the previous one
+# fields of the request itself or implied, so not members of sampling_params
 _AROUND = ("stream", "stream_options", "stream_interval", "return_tokens_as_token_ids", "return_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputKind:
-    """How events relate to each other, by name or by vLLM's number."""
+    """Whether events of a stream are cumulative or deltas, by name or by vLLM's number."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> str:  # noqa: ARG002
         if isinstance(value, bool) or not isinstance(value, str | int) or value not in _KINDS:
@@ -69,7 +70,7 @@ class OutputKind:
 
 @dataclass(frozen=True, slots=True)
 class Anything:
-    """A list or an object that is not read."""
+    """A list or an object whose content is ignored."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> Any:  # noqa: ARG002
         return value
@@ -115,7 +116,7 @@ requests from messages and texts."""
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """Put the sampling parameters beside the others."""
+    """Move the members of `sampling_params` to the top level, and set the options that this endpoint implies."""
     sampling = given.pop("sampling_params", {})
     sampling.pop("detokenize", None)
     prompt = [Prompt(token_ids=tuple(given.pop("token_ids")))]
@@ -123,7 +124,8 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
 
 
 def render_ids(names: TokenNames) -> RenderLogprobs:
-    """One column, as chat has it. Without likeliest tokens the chosen one stands for them, as vLLM does."""
+    """Return a renderer of one column, in the format of chat logprobs. If no top tokens are asked for, the chosen token
+    is listed as the only one, as vLLM does."""
 
     def render(entry: TokenLogprobs, offset: int) -> tuple[bytes, ...]:  # noqa: ARG001 - there is no text
         ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
@@ -173,20 +175,21 @@ def _choice(options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class SoFar:
-    """All tokens of one choice whose events repeat those before. Such an event is due when the answer has grown by a
-    share, so that all events together stay in proportion to the answer."""
+    """All tokens of one choice of a cumulative stream. The next event is due when the answer has grown by 1/GROWTH, so
+    that the size of all events together stays proportional to the answer."""
 
     ids: list[int] = field(default_factory=list)
     columns: list[LogprobColumns] = field(default_factory=list)
     num_told: int = 0
 
     def extend(self, ids: list[int], columns: list[LogprobColumns]) -> tuple[list[int], list[LogprobColumns]]:
+        """Append tokens, and return all tokens and columns so far."""
         self.ids += ids
         self.columns += columns
         return self.ids, self.columns
 
     def is_due(self) -> bool:
-        """Whether to tell them now."""
+        """Whether the next event is due. If so, also record that it is sent."""
         if len(self.ids) - self.num_told < max(1, self.num_told // GROWTH):
             return False
         self.num_told = len(self.ids)
@@ -194,7 +197,7 @@ class SoFar:
 
 
 class TokenStream(ServerSentEvents):
-    """A StreamFormat: one event for new tokens of a choice."""
+    """A StreamFormat: events with the token ids of one choice."""
 
     def __init__(self, options: ResponseOptions, requests: Sequence[InFlightRequest], names: Names) -> None:
         self._options, self._requests, self._names = options, requests, names

@@ -1,4 +1,4 @@
-"""The endpoints of llama.cpp's server that its clients call: completion, infill, templates, properties and slots."""
+"""The endpoints of llama.cpp's server that clients use: completion, infill, templates, properties and slots."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAX_FILES = 256
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema:
-    """A JSON schema that the answer follows. It is read and checked with the grammar."""
+    """A JSON schema that the answer must follow. Its content is validated later, with the grammar."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> dict[str, Any]:  # noqa: ARG002
         if not isinstance(value, dict):
@@ -50,7 +50,7 @@ class JsonSchema:
 
 @dataclass(frozen=True, slots=True)
 class ExtraFiles:
-    """Other files for an infill request: objects with `filename` and `text`."""
+    """The other files of an infill request: objects with `filename` and `text`."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[tuple[str, str]]:
         if not isinstance(value, list) or len(value) > MAX_FILES:
@@ -76,8 +76,8 @@ class ExtraFiles:
 
 @dataclass(frozen=True, slots=True)
 class LlamaBias:
-    """Pairs of a token and a number, or an object of them. A token is its id or a text, all of whose tokens are meant;
-    false in place of the number bans it."""
+    """A list of [token, bias] pairs, or an object of them. A token is its id, or a text whose tokens all get the bias.
+    A bias of false bans the token."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[tuple[int | str, float]]:
         pairs = list(value.items()) if isinstance(value, dict) else value
@@ -148,7 +148,7 @@ _RENAMED = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "
 
 
 def translate_common(service: Service, given: Parameters) -> Parameters:
-    """Rename llama.cpp's parameters."""
+    """Translate llama.cpp's parameters to ours."""
     if "grammar" in given and "json_schema" in given:
         raise InvalidRequest("json_schema", "cannot be used together with grammar", "send one of them")
     if not given.get("n_probs"):
@@ -159,7 +159,7 @@ def translate_common(service: Service, given: Parameters) -> Parameters:
     if found.get("max_tokens", -1) < 0:
         found.pop("max_tokens", None)
     if found.get("max_tokens") == 0:
-        found["echo"] = True  # the request is for its prompt, which is computed and cached
+        found["echo"] = True  # only compute and cache the prompt
     for name in ("grammar", "json_schema"):
         if name in found:
             found[name] = structure_of_guided({name: found[name]})
@@ -167,7 +167,7 @@ def translate_common(service: Service, given: Parameters) -> Parameters:
 
 
 def _token_biases(service: Service, pairs: list[tuple[int | str, float]]) -> dict[int, float]:
-    """The biases of the tokens that are meant."""
+    """Return the bias of each token id, after tokenizing texts. Raises InvalidRequest if there are too many tokens."""
     found: dict[int, float] = {}
     for token, bias in pairs:
         ids = service.texts.tokenizer.encode(token, False) if isinstance(token, str) else [token]
@@ -185,7 +185,7 @@ def translate_completion(service: Service, given: Parameters, head: RequestHead)
 
 
 def translate_infill(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """Make the prompt of the two sides of the gap."""
+    """Build the infill prompt from the prefix and the suffix."""
     prefix = given.pop("input_prefix") + given.pop("prompt", "")
     suffix, files = given.pop("input_suffix"), given.pop("input_extra", [])
     prompt = service.texts.infill_prompt("input_suffix", prefix, suffix, files)
@@ -209,7 +209,7 @@ def props(service: Service) -> Handler:
                 },
                 "total_slots": engine.max_num_seqs,
                 "model_alias": service.names[0],
-                "model_path": service.names[0],  # clients show it; where the file lies is nobody's business
+                "model_path": service.names[0],  # clients show it; the path itself is not disclosed
                 "chat_template": texts.template_source or "",
                 "bos_token": "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
                 "eos_token": eos,
@@ -222,7 +222,8 @@ def props(service: Service) -> Handler:
 
 
 def slots(service: Service) -> Handler:
-    """A slot is one of the sequences that the engine can run. What others generate in theirs is not shown."""
+    """Return the handler of /slots. A slot stands for one of the sequences that the engine can run; its content is not
+    shown."""
 
     async def handle(exchange: Exchange) -> None:
         engine = service.engine()

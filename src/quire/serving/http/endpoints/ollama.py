@@ -1,4 +1,4 @@
-"""Ollama's API: chats and prompts, streamed as lines of JSON, and pages about the model that is served."""
+"""Ollama's API: chats and prompts, streamed as lines of JSON, and information about the served model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quire.serving.http.generation.settings import GenerationSettings
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import Flag, Text
 
-API_VERSION = "0.12.11"  # the version of Ollama whose API this is; clients ask for it before they use newer parts
+API_VERSION = "0.12.11"  # the version of Ollama that this API follows; clients check it before they use newer features
 _DESCRIPTION = (
     'Ollama\'s API: see [the guide](../guides/other_apis.md). Errors are `{"error": "text"}`; a stream that breaks '
     "ends with one."
@@ -36,7 +36,7 @@ _DESCRIPTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class OllamaEndpoint(GenerationEndpoint):
-    """An endpoint that generates, and replies to requests without a prompt that the model is loaded."""
+    """An endpoint that generates. It answers a request without a prompt with a message that the model is loaded."""
 
     is_chat: bool
     description: str = _DESCRIPTION
@@ -49,6 +49,8 @@ class OllamaEndpoint(GenerationEndpoint):
 
 
 class OllamaHandler(GenerationHandler):
+    """Handles requests, including those without a prompt."""
+
     def __init__(self, service: Service, endpoint: GenerationEndpoint, *, is_chat: bool) -> None:
         super().__init__(service, endpoint)
         self._is_chat = is_chat
@@ -100,7 +102,7 @@ def show(service: Service, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def pull(service: Service, given: dict[str, Any]) -> dict[str, Any]:
-    """The model that is served is here already; any other is not found."""
+    """Report success for the served model. Raises an error for any other."""
     service.served_name(given.get("model", given.get("name")))
     return {"status": "success"}
 
@@ -155,7 +157,7 @@ async def _version(service: Service, exchange: Exchange) -> None:
 
 
 async def _root(service: Service, exchange: Exchange) -> None:  # noqa: ARG001
-    """What is at / where there is no playground. Ollama's clients ask for it to see whether the server is up."""
+    """Answer requests to / if there is no playground. Ollama's clients use it to check that the server is up."""
     await exchange.reply(200, b"Quire is running", ((b"content-type", b"text/plain; charset=utf-8"),))
 
 

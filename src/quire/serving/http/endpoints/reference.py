@@ -1,4 +1,5 @@
-"""Writes docs/reference/http_api.md from the tables: `python -m quire.serving.http.endpoints.reference > FILE`."""
+"""Generates docs/reference/http_api.md from the descriptors: `python -m quire.serving.http.endpoints.reference >
+FILE`."""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ even where all keys share the cache (`--shared-prefix-cache`).
 
 
 def write_reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     limits = Limits()
     parts = [_INTRODUCTION]
     parts += [_endpoint(endpoint, limits) for endpoint in ENDPOINTS if endpoint.fields]
@@ -157,7 +158,7 @@ def _missing(field: Field) -> str:
 
 
 def _value(schema: dict[str, object]) -> str:
-    """A schema in a few words."""
+    """Describe a schema in a few words."""
     if "anyOf" in schema:
         options = schema["anyOf"]
         assert isinstance(options, list)

@@ -1,4 +1,4 @@
-"""/score, /rerank and /classify: how well texts fit together, and which labels they have."""
+"""/score, /rerank and /classify: similarity of texts, ranking of documents, and labels of texts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _GUIDE = "See [the guide](../guides/embeddings.md). "
 
 
 def _params(call: PoolingCall) -> PoolingParams:
-    """Raises InvalidRequest for what says nothing to the model."""
+    """Return the pooling parameters. Raises InvalidRequest for parameters that the model does not take."""
     params = PoolingParams(activate=call.given.get("use_activation", True))
     call.reader.check_params(params, "use_activation")
     return params
 
 
 def _pairs(call: PoolingCall, first: list[str], second: list[str], names: tuple[str, str]) -> list[PooledText]:
-    """The texts to compute for a score of each pair."""
+    """Return the texts to compute to score each pair: the joined pairs for a cross-encoder, both sides otherwise."""
     reader, cut = call.reader, call.given.get("truncate_prompt_tokens")
     check_scores(reader.model)
     _check_characters(call, first, second, names)
@@ -45,8 +45,8 @@ def _pairs(call: PoolingCall, first: list[str], second: list[str], names: tuple[
 
 
 def _check_characters(call: PoolingCall, first: list[str], second: list[str], names: tuple[str, str]) -> None:
-    """Raise InvalidRequest where both sides together have too much text. Each was checked by itself. A decoder that
-    answers yes or no has the first text in every prompt."""
+    """Raise InvalidRequest if both sides together have too many characters; each was checked alone before. For a
+    decoder that answers yes or no, the first text counts once per pair, because every prompt contains it."""
     is_asked = call.reader.model.settings.answers is not None
     tokenized = pair_up(first, second) if is_asked else first
     total, limit = sum(map(len, (*tokenized, *second))), call.limits["prompt_characters"]
@@ -57,6 +57,7 @@ def _check_characters(call: PoolingCall, first: list[str], second: list[str], na
 
 
 def _scores(call: PoolingCall, rows: Rows, num_pairs: int) -> list[float]:
+    """Return the score of each pair: a classifier's first logit or score, or the cosine of two embeddings."""
     if call.reader.model.task == "classify":
         found: list[float] = rows[:, 0].tolist()
         return found

@@ -1,4 +1,5 @@
-"""SGLang's own endpoint for text and token ids, and the pages by which its clients learn what is served."""
+"""SGLang's native endpoint for text and token ids, and the pages that describe the model and the server to its
+clients."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A member that would change the answer, and that this server does not have. Empty, it changes nothing."""
+    """A member that would change the answer and is not supported. Empty values are accepted."""
 
     why: str
 
@@ -50,7 +51,7 @@ class Refused:
 
 
 class Batch(NamedTuple):
-    """The prompts of a request, and whether they came as a list, which has a list of answers."""
+    """The prompts of a request. `is_list`: they were sent as a list, so the response is a list."""
 
     prompts: list[Prompt]
     is_list: bool
@@ -72,7 +73,7 @@ class PromptTexts:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Token ids, or a list of lists of them."""
+    """A list of token ids, or a list of such lists."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> Batch:
         if not isinstance(value, list) or any(isinstance(item, str) for item in value):
@@ -88,7 +89,7 @@ def _list_of(items: Schema, limits: Bounds) -> Schema:
     return {"type": "array", "items": items, "minItems": 1, "maxItems": limits["prompts"]}
 
 
-_RENAMED = {  # members of sampling_params, and what other endpoints call them
+_RENAMED = {  # members of sampling_params, and their names at other endpoints
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "no_stop_trim": "include_stop_str_in_output",
@@ -151,7 +152,7 @@ prompts are a list or `n` is above 1."""
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """Put the sampling parameters beside the others, in the names of the other endpoints."""
+    """Move the members of `sampling_params` to the top level, and translate names to those of other endpoints."""
     texts, ids = given.pop("text", None), given.pop("input_ids", None)
     if (texts is None) == (ids is None):
         reason = "is missing" if texts is None else "cannot be used together with input_ids"
@@ -167,12 +168,12 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
     if "rid" in found:
         found["request_id"] = found["response_id"] = found.pop("rid")
     if found.get("max_tokens") == 0:
-        found["echo"] = True  # the request is for its prompt
+        found["echo"] = True  # only the prompt is computed
     return found
 
 
 def _logprobs(given: Parameters) -> Parameters:
-    """The parameters with those about logprobs in other endpoints' names."""
+    """Translate the parameters of logprobs to those of other endpoints."""
     wanted, start = given.pop("return_logprob", False), given.pop("logprob_start_len", -1)
     num_top, others = given.pop("top_logprobs_num", 0), given.pop("token_ids_logprob", None)
     if not wanted:
@@ -186,7 +187,7 @@ def _logprobs(given: Parameters) -> Parameters:
 
 def model_info(service: Service) -> Handler:
     async def handle(exchange: Exchange) -> None:
-        name = service.names[0]  # where the files lie is nobody's business
+        name = service.names[0]  # the path of the files is not disclosed
         told = {"model_path": name, "tokenizer_path": name, "is_generation": service.engine().pooling is None}
         await exchange.reply_json({**told, "preferred_sampling_params": service.texts.sampling_defaults.given()})
 

@@ -1,4 +1,4 @@
-"""Writes one streamed response from the first byte to the last."""
+"""Writes one streamed response, from its headers to its last event."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quire.serving.http.generation.settings import StreamFormat
 
 
 class EventStream:
-    """Writes deltas as they come, and a ping whenever nothing was written for `ping_seconds`.
+    """Writes deltas as they arrive, and a ping whenever nothing was written for `ping_seconds`.
 
-    A queued request gets its headers and a ping at once. Otherwise nothing is sent before the first delta or ping, so
-    that a request that fails early gets a status of its own.
+    A queued request gets headers and a ping at once. Otherwise nothing is sent before the first delta or ping, so that
+    a request that fails early is answered with the status of its error.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EventStream:
         return any(request.state == "queued" for request in self._requests)
 
     async def _send_deltas(self) -> bool:
-        """Wait for deltas and write them. Returns whether they were the last."""
+        """Wait for deltas and write them. Returns whether the response is complete."""
         mailbox, writer = self._mailbox, self._writer
         await mailbox.wait()
         if mailbox.is_gone:
@@ -71,12 +71,13 @@ class EventStream:
         return is_over
 
     async def _break_off(self, data: bytes, error: ApiError) -> None:
+        """End the stream with an error. Raises the error instead if nothing has been sent."""
         if not self._exchange.has_started:
             raise error
         await self._send((self._opened(data) if data else b"") + self._writer.failure(error), is_last=True)
 
     def _opened(self, data: bytes) -> bytes:
-        """`data`, after the opening if this is the first data."""
+        """Return `data`, preceded by the opening events if this is the first data."""
         if self._has_opened:
             return data
         self._has_opened = True

@@ -28,18 +28,18 @@ from quire.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to do for each prompt of a request."""
+    """What the engine requests of all prompts of a request have in common."""
 
     settings: GenerationSettings
     given: Parameters
     sampling: SamplingParams
     beam: BeamRules | None = None
     origin: Origin | None = None  # of a fork
-    adapter: str = ""  # LoRA; empty: none
+    adapter: str = ""  # name of a LoRA adapter; empty: none
 
     @property
     def prompt_field(self) -> str:
-        """The field that the prompt came in. An endpoint that takes it in several says which."""
+        """The name of the field that the prompt came in."""
         name: str = self.given.get("prompt_field", self.settings.prompt_field)
         return name
 
@@ -52,13 +52,13 @@ class Work:
 def make_submits(
     service: Service, work: Work, prompts: Sequence[Prompt], head: RequestHead
 ) -> tuple[list[Submit], list[str]]:
-    """Tokenize the prompts and make a request of each. Returns them, and warnings about answers that had to be cut to
-    fit. Raises InvalidRequest for what the engine would refuse."""
+    """Tokenize the prompts and return one engine request per prompt, and warnings about answers that were shortened to
+    fit. Raises InvalidRequest for requests that the engine would refuse."""
     engine, given, sampling = service.engine(), work.given, work.sampling
     _check_count(work, len(prompts), service.limits["choices"])
     placed = _tokenize(service, engine, work, prompts)
     token_ids = [ids for ids, _ in placed]
-    StopStrings(sampling.stops)  # refuses here what would fail later, on the link's thread
+    StopStrings(sampling.stops)  # raises here, not later on the link's thread
     rules = service.texts.maker(engine.eos_ids).rules(sampling, check=False)
     salt = head.salt(given.get("cache_salt", "")) if work.origin is None else work.origin.salt
     source = None if work.origin is None else work.origin.branch
@@ -93,7 +93,7 @@ def make_submits(
 
 
 def _cut_to_room(sampling: SamplingParams, num_tokens: int, engine: EngineReady) -> SamplingParams:
-    """Sampling whose answer fits behind a prompt of so many tokens."""
+    """Return the sampling parameters with max_tokens lowered to what fits after a prompt of this length."""
     room = engine.max_model_len - num_tokens
     return sampling if (sampling.max_tokens or 0) <= room else replace(sampling, max_tokens=room)
 
@@ -108,7 +108,7 @@ def _check_count(work: Work, num_prompts: int, limit: int) -> None:
 def _tokenize(
     service: Service, engine: EngineReady, work: Work, prompts: Sequence[Prompt]
 ) -> list[tuple[tuple[int, ...], tuple[PromptImage, ...]]]:
-    """The token ids of every prompt, and its images where their placeholders are."""
+    """Return the token ids of every prompt, with placeholders for its images, and the images."""
     given, field = work.given, work.prompt_field
     if "truncate_prompt_tokens" not in given:
         check_texts(service, field, prompts, engine.max_model_len)
@@ -131,13 +131,13 @@ def _tokenize(
 def _place(
     field: str, given: Parameters, prompt: Prompt, ids: tuple[int, ...], engine: EngineReady, *, is_placed: bool
 ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-    """Token ids with placeholders for all tokens of a prompt's images, and these."""
+    """Return the token ids with placeholders for all tokens of the prompt's images, and the images."""
     if not prompt.images or is_placed:
         return ids, prompt.images
     if "truncate_prompt_tokens" in given:
         reason = "cannot be obeyed: the prompt has images, which cannot be cut"
         raise InvalidRequest("truncate_prompt_tokens", reason, "leave it out")
-    from quire.serving.vision.image_reader import place_images  # needless where there are no images
+    from quire.serving.vision.image_reader import place_images  # not imported unless there are images
 
     assert engine.images is not None, "images are taken only where the engine has limits for them"
     return place_images(field, ids, prompt.images, engine.images.grid.token_id)

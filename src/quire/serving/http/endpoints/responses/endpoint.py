@@ -1,4 +1,4 @@
-"""OpenAI's responses: answers to conversations of items, which the server can keep and continue."""
+"""OpenAI's Responses API: answers to conversations of items, which the server can store and continue."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ that breaks ends with `response.failed`. Tools are functions; hosted tools are r
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesEndpoint(GenerationEndpoint):
-    """The endpoint that makes responses."""
+    """The endpoint that generates responses."""
 
     def make_handler(self, service: Service) -> Handler:
         return ResponsesHandler(service, self)
 
 
 class ResponsesHandler(GenerationHandler):
-    """Makes responses. While one that is stored is being generated, it can be read and cancelled."""
+    """Generates responses. While a stored response is being generated, it can be read and cancelled."""
 
     async def _reply(self, exchange: Exchange, job: Job, requests: Sequence[InFlightRequest], mailbox: Mailbox) -> None:
         turn = turn_of(job.options)
@@ -69,6 +69,7 @@ class ResponsesHandler(GenerationHandler):
     async def _reply_or_cancelled(
         self, exchange: Exchange, job: Job, requests: Sequence[InFlightRequest], mailbox: Mailbox
     ) -> None:
+        """Reply as usual. If the request was cancelled before the reply began, reply with the cancelled response."""
         try:
             await super()._reply(exchange, job, requests, mailbox)
         except ApiError as error:
@@ -77,7 +78,7 @@ class ResponsesHandler(GenerationHandler):
             await exchange.reply(200, _encode(self._writer(job, requests).broken(error)))
 
     async def _generate(self, job: Job, requests: Sequence[InFlightRequest], mailbox: Mailbox) -> None:
-        """Wait for the answer and store it. The client has its reply already, and may be gone."""
+        """Wait for the answer of a background response and store it. Its client already has a reply."""
         while not mailbox.is_over:
             await mailbox.wait()
         if mailbox.failure is not None:
@@ -91,7 +92,7 @@ class ResponsesHandler(GenerationHandler):
 
 
 class StoredResponses:
-    """Handlers of requests about one stored or running response."""
+    """The handlers of requests about one stored or running response."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._store = service, service.responses
@@ -112,8 +113,8 @@ class StoredResponses:
         await exchange.reply_json({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, exchange: Exchange) -> None:
-        """End a response that is being generated. One of the background that has ended stays as it is; another one
-        was answered long ago, and there is nothing to cancel."""
+        """End a response that is being generated. For a background response that has ended, reply with it unchanged;
+        for any other ended response, reply with an error."""
         owner, response_id = self._named(exchange)
         running = self._store.find_running(owner, response_id)
         if running is not None:
@@ -183,7 +184,7 @@ def _about_one(
 
 
 class ResponsesSettings(GenerationSettings):
-    """Settings of an endpoint that also nests less than chat completions."""
+    """Settings that also translate nested field names of chat completions to the flat ones of this endpoint."""
 
     def in_own_names(self, error: InvalidRequest) -> InvalidRequest:
         own = super().in_own_names(error)

@@ -1,4 +1,4 @@
-"""The parameters of `/v1/responses`, and validators of those that chat completions write in another way."""
+"""The parameters of `/v1/responses`, and validators of those whose form differs from chat completions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TOOL_MEMBERS = ("name", "description", "parameters", "strict")
 
 @dataclass(frozen=True, slots=True)
 class FunctionTools:
-    """Functions that the model may call. `check` returns them as `/v1/chat/completions` writes them."""
+    """Functions that the model may call. `check` returns them in the form of `/v1/chat/completions`."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
         if not isinstance(value, list):
@@ -67,7 +67,7 @@ class FunctionTools:
 
 
 def _unknown_fields(where: str, tools: list[Any]) -> Iterator[UnknownField]:
-    """The members of functions that nothing reads."""
+    """Yield the unknown members of functions."""
     for place, tool in enumerate(tools):
         if isinstance(tool, dict) and tool.get("type") == "function":
             for name in [name for name in tool if name not in ("type", *_TOOL_MEMBERS) and tool[name] is not None]:
@@ -87,7 +87,7 @@ def _function_tool(where: str, tool: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FunctionChoice:
-    """Whether a function is called, which one, or which ones may be."""
+    """Whether the model must call a function, which one, or which ones it may call."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> str | dict[str, Any]:
         if isinstance(value, str) and value in CHOICES:
@@ -124,7 +124,7 @@ class FunctionChoice:
 
 @dataclass(frozen=True, slots=True)
 class TextFormat:
-    """What the text of the answer must match. `check` returns the format, and the StructuredOutputsParams it means."""
+    """The format of the answer's text. `check` returns the format as given, and its StructuredOutputsParams."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> tuple[dict[str, Any], Any]:
         if not isinstance(value, dict):
@@ -149,7 +149,7 @@ class TextFormat:
 
 @dataclass(frozen=True, slots=True)
 class Includes:
-    """A list of what to add to the response."""
+    """A list of additional data to include in the response."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[str]:
         if not isinstance(value, list) or len(value) > len(_INCLUDES):
@@ -187,7 +187,7 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SUMMARIES = ("auto", "concise", "detailed")
 _REASONING = Options({"effort": OneOf(_EFFORTS), "summary": OneOf(_SUMMARIES), "generate_summary": OneOf(_SUMMARIES)})
 _TEXT = Options({"format": TextFormat(), "verbosity": OneOf(("low", "medium", "high"))})
-_OF_CHAT = ("n", "repetition_detection")  # a response has one answer, and no status for one that was looping
+_OF_CHAT = ("n", "repetition_detection")  # a response has one answer, and no status for an answer that ended in a loop
 _SAMPLING = tuple(one for one in (*SAMPLING, *LENGTH) if one.name not in (*_OF_CHAT, "max_completion_tokens"))
 _OWN_LABELS = ("metadata", "store", "prompt_cache_retention")
 
