@@ -40,35 +40,35 @@ class Observer(Protocol):
     `first_token`; the event loop calls the others."""
 
     def received(self, endpoint: str) -> None:
-        """The headers of a request were read."""
+        """Note that the headers of a request were read."""
 
     def refused(self, endpoint: str, status: int, code: str) -> None:
-        """A request was refused before it was submitted to the engine."""
+        """Note that a request was refused before it was submitted to the engine."""
 
     def http_error(self, status: int, field: str) -> None:
-        """An HTTP request got an error response. `field` is the field at fault if it is a known request field, else
-        "other" or ""."""
+        """Note that an HTTP request got an error response. `field` is the field at fault if it is a known request
+        field, else "other" or ""."""
 
     def queued(self, record: RequestRecord) -> None: ...
 
     def submitted(self, record: RequestRecord) -> None: ...
 
     def resubmitted(self, record: RequestRecord) -> None:
-        """The engine died with the request, which now waits for the next engine."""
+        """Note that the engine died with the request, which now waits for the next engine."""
 
     def first_token(self, record: RequestRecord) -> None:
-        """A streamed request produced its first token. For other requests, the ledger of the finished record has the
-        time."""
+        """Note that a streamed request produced its first token. For other requests, the ledger of the finished record
+        has the time."""
 
     def tokens(self, num_tokens: int, intervals: Sequence[float]) -> None:
-        """A batch of `num_tokens` tokens arrived. `intervals`: for each followed sample in it, the seconds since its
-        previous token."""
+        """Note that a batch of `num_tokens` tokens arrived. `intervals`: for each followed sample in it, the seconds
+        since its previous token."""
 
     def finished(self, record: RequestRecord) -> None:
-        """The engine finished the request, with or without an error."""
+        """Note that the engine finished the request, with or without an error."""
 
     def aborted(self, record: RequestRecord, reason: str) -> None:
-        """The request ended otherwise. `reason` is "client", "admin", "slow_reader", "drain", "timeout",
+        """Note that the request ended otherwise. `reason` is "client", "admin", "slow_reader", "drain", "timeout",
         "queue_timeout", "refused", "error", "engine_down" or "quarantined"."""
 
     def engine_up(self, generation: int) -> None: ...

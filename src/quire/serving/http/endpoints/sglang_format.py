@@ -37,7 +37,7 @@ class Entries:
         return b"[" + b",".join(map(self.one, ids, values)) + b"]"
 
     def columns(self, entry: TokenLogprobs, offset: int) -> LogprobColumns:  # noqa: ARG002 - the format has no offsets
-        """A RenderLogprobs with two columns: the chosen token, and the other tokens that were asked for."""
+        """Render two columns: the chosen token, and the other tokens that were asked for. This is a RenderLogprobs."""
         ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
         return self.one(ids[0], values[0]), self.many(ids[1:], values[1:])
 
