@@ -1,5 +1,4 @@
-"""The dispatcher of one edge: it queues requests, submits them to the engine in order, and ends each of them exactly
-once."""
+"""Queues the requests of one edge, submits them to the engine in order, and ends each of them exactly once."""
 
 from __future__ import annotations
 
@@ -139,8 +138,7 @@ class Dispatcher:
         self._submit_next()
 
     def cancel(self, requests: Iterable[InFlightRequest], reason: str = "client") -> None:
-        """End these requests, whether they are queued or in the engine. Requests that have ended already are
-        skipped."""
+        """End these requests, whether queued or in the engine. Requests that have ended already are skipped."""
         for request in requests:
             self._throttle.forget(request.mailbox)
             if request.state == "queued":
@@ -171,8 +169,7 @@ class Dispatcher:
         return [*inside, *self._retries, *self._queue]
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests and wait until the accepted ones have ended. After `seconds`, end the rest with an
-        error."""
+        """Refuse new requests and wait for the accepted ones. After `seconds`, end the rest with an error."""
         self.is_draining = True
         self._publish()
         try:
@@ -256,7 +253,7 @@ class Dispatcher:
         try:
             self.on_engine_up()
         except Exception:
-            logger.exception("what the edge does with a new engine failed; requests go on")
+            logger.exception("on_engine_up failed for a new engine; requests are still served")
         self._loop.call_soon(self._submit_next)  # after the callback has queued its own requests
 
     def _on_engine_down(self, lost: list[InFlightRequest], reason: str) -> None:
@@ -288,8 +285,7 @@ class Dispatcher:
         self._observer.resubmitted(request.record)
 
     def _give_up(self, request: InFlightRequest) -> None:
-        """End with an error a request that was in the engine when it died and cannot be submitted again, or that is
-        quarantined."""
+        """End a request with an error because it cannot be submitted again or is quarantined."""
         seconds = self._quarantine.seconds_left(request.submit)
         kind: Literal["engine_down", "quarantined"] = "engine_down" if seconds is None else "quarantined"
         self._mark_over(request)
@@ -344,7 +340,6 @@ class Dispatcher:
         return True
 
     def _publish(self) -> None:
-        """Write the counts of this edge into the table of loads that all edges read."""
         self.edge_loads.put(
             len(self._queue) + len(self._retries),
             self._queue.num_tokens + self._retries.num_tokens,
@@ -359,14 +354,12 @@ class Dispatcher:
         return self.engine is not None and self._capacity.has_room(self.engine, num_sequences)
 
     def _remove_from_engine(self, request: InFlightRequest) -> None:
-        """Stop counting a request as being in the engine."""
         self._retries.remove(request)
         if self._in_engine.pop(request.submit.request_id, None) is not None:
             self._capacity.remove(request)
 
     def _mark_over(self, request: InFlightRequest) -> None:
-        """Mark a request as ended for its client. It counts as in the engine until the engine has confirmed the
-        abort."""
+        """Mark a request as ended for its client. The engine may hold it until the abort is confirmed."""
         request.state = "over"
         request.mailbox.num_open -= 1
         self._num_streams -= request.streams

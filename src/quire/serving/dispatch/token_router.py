@@ -126,7 +126,7 @@ class TokenRouter:
         try:
             request.finish(finished, self._tokenizer)
         except Exception:
-            logger.exception("request %s: its last text could not be made", finished.request_id)
+            logger.exception("request %s: the end of its text could not be made", finished.request_id)
             update.broken.append(request)
 
     def _note_started(self, batch: TokensOut, update: BatchUpdate) -> None:

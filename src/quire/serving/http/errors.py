@@ -111,8 +111,12 @@ _FAILURES = {
     "admin": (503, "the request was ended by an administrator", "aborted"),
     "slow_reader": (503, "the stream was read too slowly", "slow_reader"),
     "cancelled": (409, "the response was cancelled", "cancelled"),
-    "drain": (503, "the server shut down before the request was done", "shutting_down"),
-    "timeout": (504, "the request was not done within its time limit; ask for less or allow more", "request_timeout"),
+    "drain": (503, "the server shut down before the request finished", "shutting_down"),
+    "timeout": (
+        504,
+        "the request did not finish within its time limit; ask for less, or allow more time",
+        "request_timeout",
+    ),
     "queue_timeout": (503, "the request waited too long for the engine; try again later", "queue_timeout"),
 }
 _WORTH_A_RETRY = ("engine_down", "drain", "queue_timeout")

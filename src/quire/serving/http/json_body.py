@@ -42,7 +42,7 @@ def check_numbers(where: str, value: Any) -> None:
         elif isinstance(item, list):
             waiting.extend(item)
         elif isinstance(item, int) and not _LOWEST <= item <= _HIGHEST:
-            raise InvalidRequest(where, "holds a whole number outside 64 bits", "send a smaller one")
+            raise InvalidRequest(where, "contains a whole number that does not fit in 64 bits", "send a smaller one")
 
 
 def _check_depth(value: Any, max_depth: int) -> None:

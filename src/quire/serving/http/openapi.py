@@ -15,19 +15,19 @@ from quire.serving.http.schemas import ERROR, Schema, record, ref
 from quire.serving.http.validators.values import Prunable, nullable
 
 _ERRORS = {
-    "400": "A parameter is wrong or not supported; the message names it.",
-    "401": "A key is needed.",
-    "403": "A web page of another site sent it, and the server has no keys.",
-    "404": "There is no such model, path or request.",
-    "405": "The path does not take this method.",
-    "408": "The body came too slowly.",
+    "400": "A parameter is invalid or not supported; the message names it.",
+    "401": "A valid API key is needed.",
+    "403": "The request came from a web page of another site, and the server has no keys.",
+    "404": "The model, path or request does not exist.",
+    "405": "The path does not support this method.",
+    "408": "The body was sent too slowly.",
     "413": "The body is too large.",
     "415": "The body is not application/json.",
     "421": "The Host header names another host.",
     "429": "The queue is full; Retry-After says when to try again.",
-    "500": "The server failed.",
-    "503": "The engine is loading, restarted or shutting down.",
-    "504": "The request was not done within its time limit.",
+    "500": "Internal error of the server.",
+    "503": "The engine is loading or restarting, or the server is shutting down.",
+    "504": "The request did not finish within its time limit.",
 }
 _GET_ERRORS = ("400", "401", "404", "405", "421", "500", "503")
 _ERRORS_BY_METHOD: dict[str, Iterable[str]] = {"GET": _GET_ERRORS, "DELETE": (*_GET_ERRORS, "403"), "POST": _ERRORS}
@@ -120,12 +120,12 @@ def _event(endpoint: Endpoint, chunk: str) -> Schema:
     """Return the schema of one event of a stream as a client's SSE reader returns it, which skips comments; or of one
     line of JSON."""
     inside: Schema = {"anyOf": [ref(chunk), ref(endpoint.error)]}
-    ending = f"in a broken stream a {endpoint.error} comes last"
+    ending = f"a stream that fails ends with a {endpoint.error}"
     if endpoint.stream_type != "text/event-stream":
         return {**inside, "description": f"One line, a {chunk}; {ending}."}
     data: Schema = {"contentMediaType": "application/json", "contentSchema": inside}
     if endpoint.ends_with_done:
-        data, ending = {"anyOf": [{"const": "[DONE]"}, data]}, f"{ending}; `[DONE]` ends either"
+        data, ending = {"anyOf": [{"const": "[DONE]"}, data]}, f"{ending}; `[DONE]` follows in both cases"
     text = f"One event. Its data is a {chunk}; {ending}."
     return {**record({"data": {"type": "string", **data}}, is_open=True), "description": text}
 

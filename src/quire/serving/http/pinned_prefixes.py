@@ -65,12 +65,14 @@ class PinnedPrefixes:
             if access.shares_cache or not access.asks_for_key:
                 return ("",)
             if not access.client_digests:
-                reason = "is needed: this server has keys of routers alone, which name their clients"
+                reason = "is needed: all keys of this server belong to routers, so it does not know its clients' keys"
                 raise InvalidRequest("api_key", reason, "send the key of a client, or set --shared-prefix-cache")
             return access.client_digests
         owners = access.owners_of(api_key)
         if not owners:
-            raise InvalidRequest("api_key", "is no key of this server", "send one of its keys, or none for all")
+            raise InvalidRequest(
+                "api_key", "is not a key of this server", "send one of its keys, or leave it out for all"
+            )
         return ("",) if access.shares_cache else owners
 
     async def register(self, name: str, token_ids: tuple[int, ...], owners: Sequence[str]) -> list[PinnedPrefix]:
@@ -85,7 +87,7 @@ class PinnedPrefixes:
                     done.append(entry)
                 held = await self._held()
                 if any(self._place(entry) not in held for entry in wanted):
-                    reason = "the cache was reset, or what the prompt shared was let go of meanwhile; register it again"
+                    reason = "the cache was reset, or shared blocks were unpinned meanwhile; register the prompt again"
                     raise ApiError(409, reason, code="cache_reset", param="name")
             except QuireError as error:
                 await self._take_back(done)
@@ -163,7 +165,7 @@ class PinnedPrefixes:
                 raise refused
         except QuireError as error:
             names = ", ".join(dict.fromkeys(entry.name for entry in lost))
-            logger.error("not all of these prefixes are resident: %s; they are tried again: %s", names, error)
+            logger.error("not all of these prefixes could be pinned: %s; they are tried again: %s", names, error)
         known = self._file.entries()
         for entry in lost:
             if entry not in known:
@@ -243,7 +245,7 @@ class PinnedPrefixes:
         try:
             await self._link.unpin(self._salt(entry.owner), entry.name)
         except EngineDead:
-            logger.info("prefix %s went with its engine", entry.name)
+            logger.info("prefix %s is not pinned any more: its engine died", entry.name)
 
     def _place(self, entry: PinnedPrefixEntry) -> Place:
         return entry.name, self._salt(entry.owner)

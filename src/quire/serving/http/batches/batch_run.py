@@ -110,7 +110,7 @@ class BatchRun:
         try:
             source = await asyncio.to_thread(self._files.get, batch.owner, batch.input_file_id)
         except ApiError:
-            raise BatchFailed("the input file is gone") from None
+            raise BatchFailed("the input file was deleted") from None
         batch.total = await asyncio.to_thread(self._count, source)
         if not 0 < batch.total <= self._limits["batch_lines"]:
             raise BatchFailed(
@@ -190,7 +190,7 @@ class BatchRun:
                 raise InvalidRequest(f"line {number}", f"is above {self._limits['body_bytes']} bytes", "split it")
             call = await asyncio.to_thread(self._read_call, number, text)
             if call.custom_id in self._seen:
-                raise InvalidRequest(f"line {number}: custom_id", "is that of another line", "choose another")
+                raise InvalidRequest(f"line {number}: custom_id", "is used by another line", "choose another")
         except InvalidRequest as error:
             name = None if text is None else custom_id_of(text)
             await self._write(self._errors, error_line(name, "invalid_line", str(error), number), is_failure=True)
@@ -213,7 +213,7 @@ class BatchRun:
         try:
             return Call(line.custom_id, line.url, msgspec.json.encode(body))
         except (ValueError, OverflowError, RecursionError):  # lone surrogate, number out of range, nesting
-            reason = "holds text or numbers that JSON cannot have"
+            reason = "contains text or numbers that JSON cannot represent"
             raise InvalidRequest(f"line {number}: body", reason, "write UTF-8 and numbers of 64 bits") from None
 
     async def _send(self, call: Call, place: Place) -> InnerResponse | None:
@@ -236,7 +236,7 @@ class BatchRun:
             self._room = await asyncio.to_thread(self._files.room, self._batch.owner)
         self._room -= len(line)
         if self._room < 0:
-            raise BatchFailed(f"its results do not fit; {self._files.bounds}; delete some (DELETE /v1/files/ID)")
+            raise BatchFailed(f"its results cannot be stored; {self._files.bounds}; delete some (DELETE /v1/files/ID)")
         file.write(line)
         file.flush()
         self._batch.failed += is_failure

@@ -114,7 +114,7 @@ class BatchStore:
         """Return a batch. Raises ApiError (404) if it does not exist or belongs to another owner."""
         found = self._read(self._directory / f"{batch_id}.json") if _BATCH_ID.fullmatch(batch_id) else None
         if found is None or found.owner != owner:
-            raise ApiError(404, f"batch_id: no batch of yours is called {batch_id[:80]!a}", code="batch_not_found")
+            raise ApiError(404, f"batch_id: no batch of yours has the id {batch_id[:80]!a}", code="batch_not_found")
         return found
 
     def owned_by(self, owner: str) -> list[Batch]:

@@ -60,7 +60,7 @@ class FileStore:
     @property
     def bounds(self) -> str:
         """The limits on the files of one owner, as text for error messages."""
-        return f"an API key has room for {self._limits['files']} files of {self._limits['files_bytes']} bytes together"
+        return f"an API key may store {self._limits['files']} files with {self._limits['files_bytes']} bytes in total"
 
     def add(self, owner: str, filename: str, purpose: str, data: bytes) -> StoredFile:
         """Store an uploaded file. Raises ApiError (400, 413) above a limit."""
@@ -173,7 +173,7 @@ class FileStore:
 
 
 def _not_found(file_id: str) -> ApiError:
-    return ApiError(404, f"file_id: no file of yours is called {file_id[:80]!a}", code="file_not_found")
+    return ApiError(404, f"file_id: no file of yours has the id {file_id[:80]!a}", code="file_not_found")
 
 
 def epoch_seconds() -> int:

@@ -45,7 +45,9 @@ class Admin:
             body = decode_json(await exchange.read_body(service.limits, meter.add), service.limits["nesting"])
         given = _ABORT.check("body", body, service.limits)
         if ("request_id" in given) == bool(given.get("all")):
-            raise InvalidRequest("request_id", 'must be there, or "all": true, and not both', "send one of them")
+            raise InvalidRequest(
+                "request_id", 'exactly one of request_id and "all": true is needed', "send one of them"
+            )
         rows, missing = await self._all_requests()
         wanted = None if "request_id" not in given else _named(rows, given["request_id"])
         service.dispatcher.abort(wanted)
@@ -83,7 +85,7 @@ class Admin:
     async def blocks(self, exchange: Exchange) -> None:
         """Stream block maps of the KV cache until the client disconnects."""
         if self._num_watchers >= MAX_WATCHERS:
-            raise engine_unavailable(f"{MAX_WATCHERS} others watch already; close one")
+            raise engine_unavailable(f"{MAX_WATCHERS} clients watch the blocks already; close one")
         self._num_watchers += 1
         gone = asyncio.create_task(exchange.until_gone())
         try:
@@ -165,10 +167,12 @@ def _named(rows: list[RequestRow], name: str) -> tuple[str, ...]:
     begun = [row for row in rows if any(one.startswith(name) for one in _ids(row))]
     answers = sorted({row.answer_id for row in begun})
     if not answers:
-        raise ApiError(404, "request_id: no live request is called so", code="request_not_found", param="request_id")
+        raise ApiError(404, "request_id: no live request has this id", code="request_not_found", param="request_id")
     if len(answers) > 1:
         shown = ", ".join(answers[:_MOST_SHOWN]) + (", ..." if len(answers) > _MOST_SHOWN else "")
-        message = f"request_id: {len(answers)} live requests begin so: {shown}; send more of the id"
+        message = (
+            f"request_id: {len(answers)} live requests have ids that begin with this: {shown}; send more of the id"
+        )
         raise ApiError(409, message, code="request_ambiguous", param="request_id")
     return tuple(row.request_id for row in begun)
 

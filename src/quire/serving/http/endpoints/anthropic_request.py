@@ -109,7 +109,7 @@ class AnthropicTools:
         names: set[str] = set()
         for place, tool in enumerate(tools):
             if tool["name"] in names:
-                raise InvalidRequest(f"{where}[{place}].name", f"{shown(tool['name'])} stands twice", "rename one")
+                raise InvalidRequest(f"{where}[{place}].name", f"{shown(tool['name'])} is used twice", "rename one")
             names.add(tool["name"])
         check_numbers(where, value)
         return [{"type": "function", "function": tool} for tool in tools]
@@ -350,7 +350,7 @@ def _check_kind(where: str, block: Any, allowed: tuple[str, ...]) -> None:
         raise InvalidRequest(where, f"must be an object, got {shown(block)}", _TEXT_FORM)
     kind = block.get("type")
     if not isinstance(kind, str) or kind not in allowed:
-        reason = f"{shown(kind)} is not taken here; this server takes {', '.join(allowed)}"
+        reason = f"{shown(kind)} is not supported here; supported: {', '.join(allowed)}"
         raise UnsupportedParameter(f"{where}.type", reason, _TEXT_FORM)
 
 

@@ -23,9 +23,9 @@ MAX_LABELS = 16
 DESCRIPTION = """\
 Runs the requests of a file that was uploaded to `/v1/files` with `purpose=batch`: JSON lines with `custom_id`,
 `method`, `url` and `body`. Other requests go first: a line starts only while no other request waits, and batches use at
-most half of the sequences that the engine can run. A line that is wrong or fails has a line of its own in the error
-file; the others go on. Files and batches belong to the API key that made them, and end with the server unless it has
-`--files-dir`; then a batch that was stopped goes on with the next start."""
+most half of the sequences that the engine can run. A line that is invalid or fails gets a line in the error file; the
+others are still run. Files and batches belong to the API key that created them. They are deleted when the server stops
+unless it has `--files-dir`; then an interrupted batch continues at the next start."""
 
 
 class Batches:
@@ -103,7 +103,9 @@ def batch_endpoints(targets: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
     fields = (
         Field("input_file_id", Text("label", 1), "The uploaded file with the requests.", is_required=True),
         Field("endpoint", OneOf(paths), "The endpoint that all lines call.", is_required=True),
-        Field("completion_window", OneOf(("24h",)), "After it the batch expires; what has finished is kept.", "24h"),
+        Field(
+            "completion_window", OneOf(("24h",)), "After this time the batch expires; finished results are kept.", "24h"
+        ),
         Field("metadata", Metadata(), "The client's own labels, returned with the batch."),
     )
     by_name = {field.name: field for field in fields}

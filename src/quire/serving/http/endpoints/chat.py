@@ -63,22 +63,23 @@ _FIELDS = (
           "At most this many new tokens; default and -1: what is left of max_model_len."),
     TOOLS,
     Field("tool_choice", ToolChoice(),
-          "`none`: no call; `auto`: the model decides; `required`: it must call one; or the one it must call. A call "
-          "that must be made follows the schema. `allowed_tools` with a mode and tools leaves the model only those. "
-          "Default: auto with `tools`, none without."),
+          "`none`: no call; `auto`: the model decides; `required`: it must call a tool; an object that names a tool: "
+          "it must call that one. Required calls follow the tool's schema. `allowed_tools`, with a mode and tools, "
+          "restricts the model to these tools. Default: `auto` with `tools`, else `none`."),
     Field("functions", Functions(), "The old form of `tools`; calls come back as `function_call`."),
     Field("function_call", FunctionCall(), "The old form of `tool_choice`."),
     Field("parallel_tool_calls", Flag(), "Whether an answer may hold several calls.", True),
     Field("include_reasoning", Flag(),
-          "Return what a model marks as its reasoning, as `reasoning_content` and `reasoning`.", True),
+          "Return the model's reasoning, as `reasoning_content` and `reasoning`.", True),
     THINKING_BUDGET,
     Field("logprobs", Flag(), "Return the log-probability of each token.", False),
     Field("top_logprobs", LogprobCount(),
-          "And of this many likeliest ones; -1: of the whole vocabulary. Needs logprobs=true.", 0),
+          "Also return the log-probabilities of this many most probable tokens at each position; -1: of the whole "
+          "vocabulary. Needs `logprobs`.", 0),
     *PROMPT_LOGPROBS,
-    Field("echo", Flag(), "Put the last message before the answer if it is the assistant's.", False),
+    Field("echo", Flag(), "Begin the answer with the text of the last message, if that is the assistant's.", False),
     Field("return_prompt_text", Flag(),
-          "Also return `prompt_text`, the conversation as the chat template wrote it; in a stream with the first "
+          "Also return `prompt_text`, the conversation as rendered by the chat template; in a stream with the first "
           "chunk.", False),
     *GENERATION,
     *NAMES,
@@ -87,9 +88,9 @@ _FIELDS = (
     not_supported("modalities", "Kinds of output.", ["text"]),
     not_supported("audio", "Spoken output."),
     no_effect("prediction", "A predicted answer.", why="has no effect: it could only save time"),
-    no_effect("verbosity", "How long answers are.", "medium", why="has no effect: this model does not know it"),
+    no_effect("verbosity", "The length of answers.", "medium", why="has no effect: this model does not know it"),
     not_supported("web_search_options", "Searching the web."),
-    not_supported("return_assistant_tokens_mask", "Which prompt tokens an assistant wrote.", False),
+    not_supported("return_assistant_tokens_mask", "A mask of the prompt tokens that an assistant wrote.", False),
 )  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def _read_functions(given: Parameters) -> None:
         given |= {"tools": functions, "parallel_tool_calls": False, _ASKED_FUNCTIONS: True}
         names = [function["function"]["name"] for function in functions]
         if isinstance(call, dict) and call["function"]["name"] not in names:
-            reason = f"{call['function']['name']} is none of functions"
+            reason = f"{call['function']['name']} is not one of functions"
             raise InvalidRequest("function_call.name", reason, f"choose one of {', '.join(names[:8])}")
         given |= {} if call is None else {"tool_choice": call}
     elif isinstance(call, dict):
@@ -126,8 +127,8 @@ def _read_allowed_tools(given: Parameters) -> None:
     tools = {tool["function"]["name"]: tool for tool in given.get("tools", ())}
     for name in choice.names:
         if name not in tools:
-            reason = f"{name} is none of tools"
-            raise InvalidRequest("tool_choice.allowed_tools.tools", reason, f"choose of {', '.join([*tools][:8])}")
+            reason = f"{name} is not one of tools"
+            raise InvalidRequest("tool_choice.allowed_tools.tools", reason, f"choose from {', '.join([*tools][:8])}")
     given["tools"] = [tool for name, tool in tools.items() if name in choice.names]
     given["tool_choice"] = choice.mode
 

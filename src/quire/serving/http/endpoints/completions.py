@@ -50,7 +50,8 @@ TEXT_FIELDS = (
     Field("max_tokens", AnswerLength(0),
           "At most this many new tokens; 0 only with `echo`; -1: as many as fit.", DEFAULT_MAX_TOKENS),
     Field("logprobs", LogprobCount(),
-          "Return the log-probability of each token and of this many likeliest ones; -1: of the whole vocabulary."),
+          "Return the log-probability of each token and of this many most probable ones at its position; -1: of the "
+          "whole vocabulary."),
 )  # fmt: skip
 _FIELDS = (
     MODEL,
@@ -62,7 +63,7 @@ _FIELDS = (
     Field("suffix", Text("prompt_characters"),
           "Text after the answer: the model fills in what is between `prompt` and this. Needs a model that was trained "
           "to fill in the middle, such as qwen2.5-coder."),
-    Field("echo", Flag(), "Put the prompt before the answer, with its logprobs where asked.", False),
+    Field("echo", Flag(), "Put the prompt before the answer, with its logprobs if `logprobs` is given.", False),
     *GENERATION,
     *NAMES,
     NO_REASONING,
@@ -79,7 +80,7 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
     if given.get("echo"):
         raise InvalidRequest("echo", "cannot be used together with suffix", "leave one out")
     if any(prompt.text is None for prompt in given["prompt"]):
-        raise InvalidRequest("prompt", "must be text where there is a suffix", "send text")
+        raise InvalidRequest("prompt", "must be text if there is a suffix", "send text")
     prompts = [service.texts.infill_prompt("suffix", prompt.text, suffix) for prompt in given["prompt"]]
     return with_infill_stops(service, {**given, "prompt": prompts})
 

@@ -32,7 +32,7 @@ def document_pages(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
     capabilities = PlainEndpoint(
         name="v1_capabilities",
         paths=("/v1/capabilities",),
-        summary="What this server takes, and how far",
+        summary="Parameters, limits and sizes of this server",
         method="GET",
         response="Capabilities",
         schemas={"Capabilities": _CAPABILITIES},

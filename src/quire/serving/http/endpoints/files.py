@@ -136,5 +136,5 @@ FILES: tuple[Endpoint, ...] = (
     _route("files_list", "/v1/files", "The files of this key", lambda files: files.listing, "FileList"),
     _route("files_get", "/v1/files/{file_id}", "One file", lambda files: files.get, "File"),
     _route("files_delete", "/v1/files/{file_id}", "Delete a file", lambda files: files.delete, "DeletedFile", "DELETE"),
-    _route("files_content", "/v1/files/{file_id}/content", "What is in a file", lambda files: files.content, None),
+    _route("files_content", "/v1/files/{file_id}/content", "The content of a file", lambda files: files.content, None),
 )

@@ -94,25 +94,25 @@ _FIELDS = (
     MODEL,
     Field("token_ids", TokenIds("prompt_tokens", 1), "The prompt.", is_required=True),
     Field("sampling_params", Options(SAMPLING_MEMBERS),
-          "The sampling parameters of `/v1/completions` by the same names. `max_tokens`: as many as fit, unless it is "
-          "given. `output_kind`: events of a stream carry the new tokens (`delta`, the default) or all so far "
-          "(`cumulative`); those come when the answer has grown by a sixteenth, and at its end."),
+          "The sampling parameters of `/v1/completions` by the same names. Default of `max_tokens`: as many as "
+          "fit. `output_kind`: events of a stream hold the new tokens (`delta`, the default) or all tokens so far "
+          "(`cumulative`); cumulative events are sent when the answer has grown by 1/16, and at its end."),
     *_STREAM,
     *NAMES,
     *(field for field in LABELS if field.name == "priority"),
-    Field("token_offsets", Anything(), "What a render endpoint returned.", support="no effect"),
-    not_supported("assistant_tokens_mask", "Which prompt tokens an assistant wrote."),
-    not_supported("features", "Pictures and sound."),
-    not_supported("content_parts", "Pictures and sound."),
-    not_supported("kv_transfer_params", "Moving caches between servers."),
-    not_supported("ec_transfer_params", "Moving caches between servers."),
+    Field("token_offsets", Anything(), "A member of what render endpoints return.", support="no effect"),
+    not_supported("assistant_tokens_mask", "A mask of the prompt tokens that an assistant wrote."),
+    not_supported("features", "Images and audio."),
+    not_supported("content_parts", "Images and audio."),
+    not_supported("kv_transfer_params", "Transfer of KV caches between servers."),
+    not_supported("ec_transfer_params", "Transfer of KV caches between servers."),
 )  # fmt: skip
 _DESCRIPTION = """\
 Takes the token ids of a prompt and returns token ids, without text on either side. `logprobs` has the shape of
 `/v1/chat/completions`, with tokens written as `token_id:N`: the log-softmax of the model's logits before temperature,
-penalties and filters. The `token_ids` of a choice hold every sampled token, the end token too, so prompt and answer
-together are what the model computed. vLLM's path `/inference/v1/generate` works too. The render endpoints make such
-requests from messages and texts."""
+penalties and filters. The `token_ids` of a choice hold every sampled token, including the end token, so prompt and
+answer together are what the model computed. vLLM's path `/inference/v1/generate` works too. The render endpoints make
+such requests from messages and texts."""
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001

@@ -51,7 +51,7 @@ def _make(of: GenerationEndpoint, schemas: dict[str, Schema]) -> CountEndpoint:
     return CountEndpoint(
         name=f"{of.name}_input_tokens",
         paths=(f"{path}/input_tokens",),
-        summary=f"How many tokens {path} would read",
+        summary=f"Count the prompt tokens of a request to {path}",
         fields=of.fields,
         response="InputTokens",
         schemas=schemas,

@@ -134,9 +134,9 @@ _PAIRS = "needs a model that embeds or scores, and this one generates text, whic
 _FIELDS = (
     MODEL,
     Field("query", Query(), "The text that all prompts share, or its token ids.", is_required=True),
-    Field("items", Prompts(), "A text, a list of texts, or a list of lists of token ids: one prompt is made of the "
-          "query and each of them, with nothing between.", is_required=True),
-    Field("label_token_ids", TokenIds("logprob_token_ids", 1), "The tokens whose probability is wanted.",
+    Field("items", Prompts(), "A text, a list of texts, or a list of lists of token ids. The query is joined "
+          "with each of them to one prompt, with nothing between.", is_required=True),
+    Field("label_token_ids", TokenIds("logprob_token_ids", 1), "The tokens whose probabilities to return.",
           is_required=True),
     Field("apply_softmax", Flag(),
           "Divide the probabilities by their sum over these tokens. Default true; false at `/v1/score`."),
@@ -145,11 +145,11 @@ _FIELDS = (
     *TRUNCATION,
     *NAMES,
     *(field for field in LABELS if field.name in ("priority", "user")),
-    *(not_supported(name, "Of pairs of texts.", why=_PAIRS) for name in ("text_1", "text_2")),
+    *(not_supported(name, "For pairs of texts.", why=_PAIRS) for name in ("text_1", "text_2")),
     not_supported("return_pooled_hidden_states", "Hidden states.", False),
-    not_supported("embed_override_token_id", "Embeddings in place of tokens."),
-    not_supported("query_embed_overrides", "Embeddings in place of tokens."),
-    not_supported("item_embed_overrides", "Embeddings in place of tokens."),
+    not_supported("embed_override_token_id", "Embeddings instead of tokens."),
+    not_supported("query_embed_overrides", "Embeddings instead of tokens."),
+    not_supported("item_embed_overrides", "Embeddings instead of tokens."),
 )  # fmt: skip
 _DESCRIPTION = """\
 The probability of each label token right after the query and an item, by a model that generates text. `scores` has a

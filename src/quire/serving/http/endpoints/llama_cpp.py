@@ -115,16 +115,18 @@ _SHARED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "freque
 _COMMON = (
     MODEL,
     Field("n_predict", Whole(-1, "max_tokens"),
-          "At most this many new tokens; -1: as many as fit; 0: the prompt is only computed, and cached.", -1),
+          "At most this many new tokens; -1: as many as fit; 0: only compute and cache the prompt.", -1),
     *(field for field in SAMPLING if field.name in _SHARED),
-    Field("repeat_penalty", Number(0.01, 100.0), "Divides the logits of tokens in prompt and answer; 1 is off.", 1.0),
-    Field("stop", Texts("stop_strings", "stop_characters"), "The answer ends before the first of these."),
-    Field("ignore_eos", Flag(), "Go on after the end of text.", False),
+    Field("repeat_penalty", Number(0.01, 100.0), "Positive logits of tokens in prompt and answer are divided by it, "
+          "negative ones multiplied; 1 is off.", 1.0),
+    Field("stop", Texts("stop_strings", "stop_characters"), "The answer ends before the first of these texts."),
+    Field("ignore_eos", Flag(), "Continue after the model's end-of-text token.", False),
     Field("stream", Flag(), "Answer as server-sent events.", False),
     Field("return_tokens", Flag(), "Return the token ids of the answer.", False),
-    Field("grammar", Text("prompt_characters", 1), "A grammar (GBNF or Lark) that the answer follows."),
-    Field("json_schema", JsonSchema(), "A JSON schema that the answer follows."),
-    Field("n_probs", Whole(0, "logprobs"), "Return the log-probabilities of this many likeliest tokens.", 0),
+    Field("grammar", Text("prompt_characters", 1), "A grammar (GBNF or Lark) that the answer must follow."),
+    Field("json_schema", JsonSchema(), "A JSON schema that the answer must follow."),
+    Field("n_probs", Whole(0, "logprobs"), "Return the log-probabilities of this many most probable tokens at each "
+          "position.", 0),
     Field("logit_bias", LlamaBias(),
           "Added to the logits of these tokens: `[[id or text, number], ...]`, or an object of these; false is -100."),
     Field("response_fields", Texts("prompts", "label"), "Return only these members; `a/b` is member `b` of `a`."),
@@ -134,14 +136,21 @@ _COMMON = (
     no_effect("timings_per_token", "Timings.", False),
 )  # fmt: skip
 _COMPLETION_FIELDS = (
-    Field("prompt", Prompts(), "Text, token ids, or a list of either, which has a list of answers.", is_required=True),
+    Field(
+        "prompt",
+        Prompts(),
+        "Text, token ids, or a list of either; several prompts have a list of answers.",
+        is_required=True,
+    ),
     *_COMMON,
 )
 _INFILL_FIELDS = (
     Field("input_prefix", Text("prompt_characters"), "The text before the gap.", is_required=True),
     Field("input_suffix", Text("prompt_characters"), "The text after the gap.", is_required=True),
-    Field("input_extra", ExtraFiles(), "Other files that the model may learn from."),
-    Field("prompt", Text("prompt_characters"), "What is known of the gap's beginning; goes after `input_prefix`."),
+    Field("input_extra", ExtraFiles(), "Other files, which are put before the text as context."),
+    Field(
+        "prompt", Text("prompt_characters"), "The beginning of the text in the gap; it is appended to `input_prefix`."
+    ),
     *_COMMON,
 )
 _RENAMED = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "n_probs": "logprobs"}
@@ -173,14 +182,14 @@ def _token_biases(service: Service, pairs: list[tuple[int | str, float]]) -> dic
         ids = service.texts.tokenizer.encode(token, False) if isinstance(token, str) else [token]
         found |= dict.fromkeys(ids, bias)
     if len(found) > service.limits["logit_bias"]:
-        reason = f"means {len(found)} tokens, limit {service.limits['logit_bias']}"
+        reason = f"names {len(found)} tokens, limit {service.limits['logit_bias']}"
         raise InvalidRequest("logit_bias", reason, "send fewer or shorter texts")
     return found
 
 
 def translate_completion(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
     if given.get("stream") and len(given["prompt"]) > 1:
-        raise InvalidRequest("prompt", "must be one prompt where the answer is streamed", "set stream=false")
+        raise InvalidRequest("prompt", "must be one prompt if the answer is streamed", "set stream=false")
     return translate_common(service, given)
 
 
@@ -295,7 +304,7 @@ LLAMA_CPP: tuple[Endpoint, ...] = (
     TextEndpoint(
         name="llama_apply_template",
         paths=("/apply-template",),
-        summary="The text that the chat template makes of a conversation",
+        summary="Render a conversation with the chat template",
         fields=(MODEL, Field("messages", Messages(), "The conversation.", is_required=True), *TEMPLATE, TOOLS),
         response="LlamaPrompt",
         schemas={},

@@ -111,11 +111,11 @@ _NAME = Field("name", Text("label", 1), "The older name of `model`.")
 SHOW = TextEndpoint(
     name="ollama_show",
     paths=("/api/show",),
-    summary="What is known of a model, by Ollama's API",
+    summary="Describe a model, by Ollama's API",
     fields=(
         MODEL,
         _NAME,
-        Field("verbose", Flag(), "All there is to show is shown.", support="no effect"),
+        Field("verbose", Flag(), "All known facts are always shown.", support="no effect"),
     ),
     response="OllamaShow",
     error="OllamaError",
@@ -126,12 +126,12 @@ SHOW = TextEndpoint(
 PULL = TextEndpoint(
     name="ollama_pull",
     paths=("/api/pull",),
-    summary="Whether a model is here, by Ollama's API: the server serves one and fetches no others",
+    summary="Check that a model is served, by Ollama's API; nothing is downloaded",
     fields=(
         MODEL,
         _NAME,
-        Field("stream", Flag(), "There is one line.", support="no effect"),
-        Field("insecure", Flag(), "Nothing is fetched.", support="no effect"),
+        Field("stream", Flag(), "The answer is always one line.", support="no effect"),
+        Field("insecure", Flag(), "Nothing is downloaded.", support="no effect"),
     ),
     response="OllamaPull",
     error="OllamaError",
@@ -184,4 +184,4 @@ OLLAMA: tuple[Endpoint, ...] = (
     _page("/api/ps", "The models loaded, by Ollama's API", _running, "OllamaRunning"),
     _page("/api/version", "The version of Ollama's API", _version, "OllamaVersion"),
 )
-ROOT = _page("/", "A line of text where there is no playground", _root, None)
+ROOT = _page("/", "A line of text, if there is no playground", _root, None)

@@ -228,17 +228,18 @@ _OPTIONS: dict[str, Validator] = {
 }
 _COMMON = (
     Field("stream", Flag(), "Answer as lines of JSON.", True),
-    Field("format", Format(), '`"json"`: the answer is a JSON object; a JSON schema: it follows that.'),
+    Field("format", Format(), '`"json"`: the answer is a JSON object; a JSON schema: it follows that schema.'),
     Field("options", Options(_OPTIONS),
           f"{', '.join(f'`{name}`' for name in _SAMPLING)}; `num_predict`: at most this many new tokens, 0 or less: as "
           "many as fit. Accepted without effect: `num_ctx` (the context has max_model_len tokens), `num_gpu`, "
           "`num_thread` and others about Ollama's own runner."),
-    Field("think", Think(), "Whether a model that reasons does so, or how hard; default: as its chat template has it."),
+    Field("think", Think(), "Whether the model reasons, or with which effort; default: that of its chat template."),
     Field("keep_alive", KeepAlive(), "The model stays loaded.", support="no effect"),
-    Field("truncate", Flag(), "Prompts are never cut.", support="no effect"),
-    Field("shift", Flag(), "Answers end where the context does.", support="no effect"),
+    Field("truncate", Flag(), "Prompts that are too long are always refused.", support="no effect"),
+    Field("shift", Flag(), "Answers always end when the context is full.", support="no effect"),
     Field("logprobs", Flag(), "Return the log-probability of each token of the answer.", False),
-    Field("top_logprobs", Whole(0, 20), "And of this many likeliest tokens; needs `logprobs`.", 0),
+    Field("top_logprobs", Whole(0, 20), "Also return those of this many most probable tokens at each position; needs "
+          "`logprobs`.", 0),
 )  # fmt: skip
 CHAT_FIELDS = (
     MODEL,
@@ -252,12 +253,12 @@ GENERATE_FIELDS = (
     Field("prompt", Text("prompt_characters"), "The question. Without one the answer only says that the model is "
           "loaded."),
     Field("system", Text("prompt_characters"), "The system prompt."),
-    Field("raw", Flag(), "Continue the prompt as it is, without a chat template.", False),
+    Field("raw", Flag(), "Continue the prompt itself, without a chat template.", False),
     Field("context", TokenIds("prompt_tokens"), "The `context` of an earlier answer, which this one continues."),
     *_COMMON,
-    not_supported("images", "Pictures.", [], why="is not supported: this API takes text only"),
+    not_supported("images", "Images.", [], why="is not supported: this API takes text only"),
     Field("suffix", Text("prompt_characters"), "The text after the gap that the answer fills; needs a model that was "
-          "trained to."),
+          "trained to fill in the middle."),
     not_supported("template", "A template with the request.", "", why="is set by the operator only"),
 )  # fmt: skip
 OWN_NAMES = {

@@ -146,7 +146,7 @@ PAGES: tuple[Endpoint, ...] = (
     _page("/v1/models", "The models served", lambda pages: pages.models, "Models", _SCHEMAS),
     _page("/v1/models/{model:path}", "One model", lambda pages: pages.model, "Model", {}),
     _page("/health", "Whether the server and its engine are alive", lambda pages: pages.health, "Health", {}),
-    _page("/ready", "Whether it takes new requests", lambda pages: pages.ready, "Health", {}),
+    _page("/ready", "Whether the server accepts new requests", lambda pages: pages.ready, "Health", {}),
     _page("/ping", "The same as /health", lambda pages: pages.health, "Health", {}),
     _page("/load", "How many requests are waiting or running", lambda pages: pages.load, "Load", {}),
     _page("/tokenizer_info", "The tokenizer", lambda pages: pages.tokenizer_info, "TokenizerInfo", {}),

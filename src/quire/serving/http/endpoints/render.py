@@ -119,7 +119,7 @@ def _make(of: GenerationEndpoint, response: str, *, is_list: bool) -> RenderEndp
     return RenderEndpoint(
         name=f"{of.name}_render",
         paths=(f"{path}/render",),
-        summary=f"What {path} would compute, without computing it",
+        summary=f"Render and tokenize a request to {path}",
         fields=(*_without_offsets(of), _OFFSETS),
         response=response,
         schemas=_SCHEMAS,

@@ -20,7 +20,8 @@ from quire.types.errors import InvalidRequest
 from quire.types.pooling import PoolingParams
 
 _ACTIVATE = Field("use_activation", Flag(),
-          "Turn a classifier's logits into scores or probabilities, as its files say.", True)  # fmt: skip
+          "Apply the classifier's activation function, so that it returns scores or probabilities instead of logits.",
+          True)  # fmt: skip
 _GUIDE = "See [the guide](../guides/embeddings.md). "
 
 
@@ -143,12 +144,13 @@ SCORING: tuple[Endpoint, ...] = (
         fields=(
             *COMMON,
             Field("text_1", TextList(or_one=True), "One text, or as many as in `text_2`.", is_required=True),
-            Field("text_2", TextList(or_one=True), "The texts that it is compared with.", is_required=True),
+            Field("text_2", TextList(or_one=True), "The texts to compare with `text_1`.", is_required=True),
             _ACTIVATE,
         ),
         response="Scores",
         schemas=_SCORE_SCHEMAS,
-        description=_GUIDE + "A cross-encoder reads both texts at once; of an encoder it is the cosine of embeddings. "
+        description=_GUIDE + "A cross-encoder reads both texts at once; with an encoder, it is the cosine of "
+        "embeddings. "
         "A model that generates text scores label tokens instead, with the fields of `/generative_scoring`.",
         id_prefix="score",
         read=score,
@@ -160,9 +162,9 @@ SCORING: tuple[Endpoint, ...] = (
         summary="Sort documents by how well they answer a query",
         fields=(
             *COMMON,
-            Field("query", Text("prompt_characters", 1), "What is looked for.", is_required=True),
+            Field("query", Text("prompt_characters", 1), "The query.", is_required=True),
             Field("documents", TextList(or_objects=True), "Texts, or objects with `text`.", is_required=True),
-            Field("top_n", Whole(0, "inputs"), "Return only the best so many; 0: all.", 0),
+            Field("top_n", Whole(0, "inputs"), "Return only this many of the best documents; 0: all.", 0),
             Field("return_documents", Flag(), "Return the texts too.", True),
             not_supported(
                 "max_tokens_per_doc", "Cutting documents.", why="is not supported: use truncate_prompt_tokens"
@@ -172,7 +174,7 @@ SCORING: tuple[Endpoint, ...] = (
         ),
         response="Ranking",
         schemas=_RERANK_SCHEMAS,
-        description=_GUIDE + "The forms of Jina and Cohere.",
+        description=_GUIDE + "Takes the requests of Jina's and Cohere's APIs.",
         id_prefix="rerank",
         read=rerank,
     ),

@@ -109,13 +109,13 @@ _MEMBERS: dict[str, Validator] = {
     "sampling_seed": _KNOWN["seed"],
     **{name: Guided(name, or_empty=True) for name in ("json_schema", "regex", "ebnf", "structural_tag")},
     "stop_regex": Refused("is not supported yet"),
-    "custom_params": Refused("belongs to plug-ins, which this server does not have"),
+    "custom_params": Refused("is for plug-ins, which this server does not support"),
 }
 _LABEL = "is a label that nothing reads"
 _FIELDS = (
     MODEL,
-    Field("text", PromptTexts(), "The prompt, or a list of prompts, which has a list of answers."),
-    Field("input_ids", PromptTokens(), "The same as token ids."),
+    Field("text", PromptTexts(), "The prompt, or a list of prompts, for which the response is a list."),
+    Field("input_ids", PromptTokens(), "The prompt or prompts as token ids."),
     Field("sampling_params", Options(_MEMBERS),
           "One object for all prompts. `max_new_tokens` (128; 0: only the prompt's logprobs), `min_new_tokens`, "
           "`stop`, `stop_token_ids`, `no_stop_trim`, `ignore_eos`, `n`, `temperature`, `top_p`, `top_k`, `min_p`, "
@@ -123,32 +123,36 @@ _FIELDS = (
           "`structural_tag`, `skip_special_tokens`, `spaces_between_special_tokens`, `stream_interval`."),
     Field("return_logprob", Flag(), "Return logprobs in `meta_info`, as `[logprob, token id, text]`.", False),
     Field("logprob_start_len", Whole(-1, "prompt_tokens"),
-          "Also of the prompt's tokens from this one on, which has null itself; -1: of none. Not with `stream`.", -1),
-    Field("top_logprobs_num", Whole(0, "logprobs"), "And of this many likeliest tokens.", 0),
+          "Also return the logprobs of the prompt tokens from this index on, null for the first of them; -1: of none. "
+          "Not with `stream`.", -1),
+    Field("top_logprobs_num", Whole(0, "logprobs"), "Also return the logprobs of this many most probable tokens at "
+          "each position.", 0),
     Field("token_ids_logprob", TokenIds("logprob_token_ids", 1),
-          "And of these tokens, at every place of the answer; without `top_logprobs_num` and `logprob_start_len`."),
-    Field("return_text_in_logprobs", Flag(), "Write the text of tokens there, and not null.", False),
+          "Also return the logprobs of these tokens at each position of the answer; not with `top_logprobs_num` or "
+          "`logprob_start_len`."),
+    Field("return_text_in_logprobs", Flag(), "Include the text of tokens in logprobs; otherwise it is null.", False),
     Field("stream", Flag(),
-          "Answer as server-sent events: each holds all of an answer so far, and comes when it grew by a sixteenth.",
+          "Answer as server-sent events. Each holds the whole answer so far, and is sent when it has grown by 1/16.",
           False),
     Field("rid", Identifier(), "Names the request in answers and logs."),
     Field("lora_path", Text("label"), "The name of a LoRA adapter; the same as `model`."),
-    Field("cache_salt", Text("label", 1), "Requests share cached prompts only with requests of the same salt and key."),
+    Field("cache_salt", Text("label", 1), "Cached prompts are shared only between requests with the same salt and API "
+          "key."),
     *(field for field in LABELS if field.name in ("priority", "session_id")),
-    no_effect("conversation_id", "Which conversation asked.", why=_LABEL),
+    no_effect("conversation_id", "The conversation of the request.", why=_LABEL),
     no_effect("log_metrics", "All requests are counted.", True),
     no_effect("no_logs", "Texts are never logged."),
     not_supported("token_ids", "vLLM's name of `input_ids`.", why="belongs to /v1/generate; here it is input_ids"),
-    not_supported("input_embeds", "Embeddings in place of tokens."),
-    *(not_supported(name, "Pictures and sound.") for name in ("image_data", "video_data", "audio_data")),
+    not_supported("input_embeds", "Embeddings instead of tokens."),
+    *(not_supported(name, "Images and audio.") for name in ("image_data", "video_data", "audio_data")),
     not_supported("return_hidden_states", "Hidden states.", False),
-    not_supported("custom_logit_processor", "Code of plug-ins.", why="would run code of the client"),
+    not_supported("custom_logit_processor", "Code for plug-ins.", why="would run code of the client"),
     not_supported("session_params", "Prompts that sessions continue.", why="is not supported: send the whole prompt"),
-    not_supported("bootstrap_room", "Prefill and decode in different servers."),
+    not_supported("bootstrap_room", "Disaggregated prefill."),
 )  # fmt: skip
 _DESCRIPTION = """\
-SGLang's own endpoint. The answer is an object with `text`, `output_ids` and `meta_info`; a list of them where the
-prompts are a list or `n` is above 1."""
+SGLang's own endpoint. The answer is an object with `text`, `output_ids` and `meta_info`; a list of them if the prompts
+are a list or `n` is above 1."""
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
@@ -164,7 +168,7 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
     found["prompt_field"] = prompt_field
     adapter = found.pop("lora_path", None)
     if adapter and found.setdefault("model", adapter) != adapter:
-        raise InvalidRequest("lora_path", "names another model than model does", "send one of them")
+        raise InvalidRequest("lora_path", "names another model than the field model", "send one of them")
     if "rid" in found:
         found["request_id"] = found["response_id"] = found.pop("rid")
     if found.get("max_tokens") == 0:

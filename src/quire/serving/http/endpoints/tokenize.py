@@ -85,7 +85,7 @@ class TextHandler:
 
 def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
     if sum(name in given for name in ("prompt", "messages", "content")) != 1:
-        raise InvalidRequest("prompt", "must be there, or messages or content, and only one", "send one of them")
+        raise InvalidRequest("prompt", "exactly one of prompt, messages and content is needed", "send one of them")
     tokenizer, images = service.texts.tokenizer, tuple[PromptImage, ...]()
     if "content" in given:
         text, add_special = given["content"], given.get("add_special", given.get("add_special_tokens", False))
@@ -140,14 +140,14 @@ TOKENIZE = TextEndpoint(
         Field(
             "prompt",
             TextOrTexts(),
-            "The text to tokenize, or a list of texts, which has lists in the answer; this or `messages`.",
+            "The text to tokenize, or a list of texts, for which the response has lists; this or `messages`.",
         ),
         Field("messages", Messages(), "A conversation to render and tokenize; this or `prompt`."),
         ADD_SPECIAL_TOKENS,
         *TEMPLATE,
         TOOLS,
-        Field("return_token_strs", Flag(), "Also return each token as the vocabulary spells it.", False),
-        Field("content", Text("prompt_characters"), "llama.cpp's name of `prompt`: without special tokens by default."),
+        Field("return_token_strs", Flag(), "Also return each token as it is spelled in the vocabulary.", False),
+        Field("content", Text("prompt_characters"), "llama.cpp's name of `prompt`; by default without special tokens."),
         Field("add_special", Flag(), "llama.cpp's name of `add_special_tokens`; needs `content`.", False),
         Field("with_pieces", Flag(), "Return each token as an object with `id` and `piece`, its text or bytes.", False),
         not_supported("parse_special", "Special tokens in the text.", True, why="cannot be turned off here"),

@@ -87,7 +87,7 @@ def _complaint(service: Service, name: str) -> UnsupportedParameter | None:
     """Return an error if the chat template does not read a variable of this name, else None."""
     field = f"chat_template_kwargs.{name}"
     if name in _OWN_PARAMETERS:
-        return UnsupportedParameter(field, "is no variable of templates", "send it by itself")
+        return UnsupportedParameter(field, "cannot be a template variable", "send it as a parameter of the request")
     read = service.texts.template.variables
     if name in read:
         return None

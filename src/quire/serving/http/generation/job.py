@@ -127,7 +127,7 @@ def _drop_useless(service: Service, settings: GenerationSettings, given: Paramet
     useless: list[InvalidRequest] = []
     engine = service.engine()
     if given.get("priority") and engine.policy != "priority":
-        reason = f"means nothing to the {engine.policy!r} policy of this server"
+        reason = f"has no effect with the {engine.policy!r} policy of this server"
         useless.append(UnsupportedParameter("priority", reason, "leave it out"))
         del given["priority"]
     useless += drop_beam_fields(given) if not given.get("use_beam_search") else []
@@ -146,7 +146,7 @@ def _check_together(settings: GenerationSettings, given: Parameters) -> None:
     if settings.echoes_prompt and given.get("echo") and streams and wants_logprobs:
         raise InvalidRequest("echo", "with logprobs cannot be streamed", "set stream=false")
     if given.get("max_tokens") == 0 and "max_completion_tokens" not in given and not given.get("echo"):
-        raise InvalidRequest("max_tokens", "is 0, which leaves nothing to answer", "set echo=true or raise it")
+        raise InvalidRequest("max_tokens", "is 0, so there is no answer", "set echo=true or raise it")
     if "stream_options" in given and not streams:
         raise InvalidRequest("stream_options", "needs stream=true", "set stream or leave it out")
     if given.get("stream_best") and not streams:

@@ -100,7 +100,7 @@ def _cut_to_room(sampling: SamplingParams, num_tokens: int, engine: EngineReady)
 
 def _check_count(work: Work, num_prompts: int, limit: int) -> None:
     if work.count * num_prompts > limit:
-        reason = f"is {work.count} for {num_prompts} prompts, more than {limit} answers"
+        reason = f"is {work.count} for {num_prompts} prompts, which makes more than {limit} answers"
         field = "n" if work.count == work.sampling.n else "best_of"
         raise InvalidRequest(field, reason, "send fewer prompts at once")
 
@@ -135,7 +135,7 @@ def _place(
     if not prompt.images or is_placed:
         return ids, prompt.images
     if "truncate_prompt_tokens" in given:
-        reason = "cannot be obeyed: the prompt has images, which cannot be cut"
+        reason = "is not supported for a prompt with images, which cannot be cut"
         raise InvalidRequest("truncate_prompt_tokens", reason, "leave it out")
     from quire.serving.vision.image_reader import place_images  # not imported unless there are images
 

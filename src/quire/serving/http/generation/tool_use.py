@@ -40,7 +40,7 @@ def read_tool_use(service: Service, given: dict[str, Any]) -> ToolUse:
     if asked == "none":
         return ToolUse()
     if service.texts.tool_format is None:
-        reason = "how this model writes calls is not known to the server"
+        reason = "the server does not know this model's tool call format"
         raise UnsupportedParameter("tools", reason, "have the operator set --tool-call-parser")
     parallel = given.get("parallel_tool_calls", True)
     if not isinstance(asked, dict):
@@ -49,7 +49,7 @@ def read_tool_use(service: Service, given: dict[str, Any]) -> ToolUse:
     names = [tool["function"]["name"] for tool in tools]
     if name not in names:
         known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        raise InvalidRequest("tool_choice.function.name", f"{name} is none of tools", f"choose one of {known}")
+        raise InvalidRequest("tool_choice.function.name", f"{name} is not one of tools", f"choose one of {known}")
     return ToolUse(tools, "required", name, parallel=False)
 
 
@@ -121,7 +121,7 @@ def _call_plan(form: ToolFormat, use: ToolUse, *, has_structure: bool) -> CallPl
         if not strict:
             return None
         if not form.can_be_strict:
-            reason = "cannot be promised in this model's format unless a call is required"
+            reason = "cannot be enforced in this model's tool call format unless a call is required"
             where = f"tools[{strict[0]}].function.strict"
             raise UnsupportedParameter(where, reason, 'leave it out, or set tool_choice to "required"')
     functions = [

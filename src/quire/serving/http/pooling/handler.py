@@ -176,9 +176,11 @@ class PoolingHandler:
         """Remove fields that have no effect with this model and server. Returns warnings about them; if `strict`,
         raises the first one as an error."""
         policy = self._service.engine().policy
-        reasons = {"priority": f"means nothing to the {policy!r} policy of this server"} if policy != "priority" else {}
+        reasons = (
+            {"priority": f"has no effect with the {policy!r} policy of this server"} if policy != "priority" else {}
+        )
         if not model.by_decoder:
-            reasons["cache_salt"] = "means nothing to an encoder, which caches no prompts"
+            reasons["cache_salt"] = "has no effect on an encoder, which caches no prompts"
         useless = [
             UnsupportedParameter(name, reason, "leave it out") for name, reason in reasons.items() if given.pop(name, 0)
         ]

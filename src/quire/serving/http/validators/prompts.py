@@ -137,7 +137,7 @@ class TemplateVariables:
             raise InvalidRequest(where, f"must be an object of at most {most} entries, got {shown(value)}")
         for name in value:
             if len(name) > MAX_KEY_CHARACTERS or not name.isidentifier():
-                raise InvalidRequest(where, f"{shown(name)} is no name of a template variable")
+                raise InvalidRequest(where, f"{shown(name)} is not a valid name of a template variable")
         check_numbers(where, value)
         return value
 

@@ -47,7 +47,7 @@ class Tools:
         for place, tool in enumerate(value):
             name = self._check_tool(f"{where}[{place}]", tool, limits)
             if name in names:
-                raise InvalidRequest(f"{where}[{place}].function.name", f"{shown(name)} stands twice", "rename one")
+                raise InvalidRequest(f"{where}[{place}].function.name", f"{shown(name)} is used twice", "rename one")
             names.add(name)
         check_numbers(where, value)
         return value

@@ -290,7 +290,7 @@ class Bias:
         biases, number = {}, Number(-100.0, 100.0)
         for key, bias in value.items():
             if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
-                raise InvalidRequest(where, f"{shown(key)} is no token id", 'write ids as text: {"42": -1.5}')
+                raise InvalidRequest(where, f"{shown(key)} is not a token id", 'write ids as text: {"42": -1.5}')
             biases[int(key)] = number.check(f"{where}.{int(key)}", bias, limits)
         return biases
 

@@ -30,11 +30,12 @@ _encode = msgspec.json.encode
 _LIST_LIMIT = 100
 _DESCRIPTION = """\
 Answers a conversation of items, as OpenAI's Responses API does. With `store` (the default) the response can be read
-again, continued with `previous_response_id`, and its items named by `item_reference`. The server keeps as many as
-`stored_responses` and `stored_response_bytes` allow and forgets the least recently used; what is forgotten is answered
-with 404. A response belongs to the API key and the `cache_salt` that made it: to others it is unknown. Only the HTTP
-process that made it knows it, as with forks. Nothing is kept over a restart. `stream` sends OpenAI's events; a stream
-that breaks ends with `response.failed`. Tools are functions; hosted tools are refused by name."""
+again, continued with `previous_response_id`, and its items referred to by `item_reference`. The server stores as many
+as `stored_responses` and `stored_response_bytes` allow and forgets the least recently used; a request for a forgotten
+one is answered with 404. A response belongs to the API key and the `cache_salt` that created it; requests with others
+do not find it. Only the HTTP process that created it knows it, as with forks. Stored responses do not survive a
+restart. `stream` sends OpenAI's events; a stream that breaks ends with `response.failed`. Tools are functions; hosted
+tools are refused by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ class StoredResponses:
         if after is not None:
             places = [place for place, item in enumerate(items) if item.item_id == after]
             if not places:
-                raise InvalidRequest("after", "is none of the input items", "send the id of one")
+                raise InvalidRequest("after", "is not one of the input items", "send the id of one")
             items = items[places[0] + 1 :]
         page = items[:limit]
         await exchange.reply_json(
@@ -206,7 +207,7 @@ _OWN_NAMES: dict[str, str] = {
 RESPONSE = ResponsesEndpoint(
     name="responses",
     paths=("/v1/responses",),
-    summary="Answer a conversation of items, and keep the answer",
+    summary="Answer a conversation of items, and store the answer",
     fields=FIELDS,
     response="Response",
     event="ResponseEvent",
@@ -223,8 +224,9 @@ RESPONSE = ResponsesEndpoint(
 RESPONSES: tuple[Endpoint, ...] = (
     RESPONSE,
     _about_one("response", "", "A stored response", "GET", "Response", lambda stored: stored.get),
-    _about_one("delete_response", "", "Forget a response", "DELETE", "DeletedResponse", lambda stored: stored.delete),
-    _about_one("cancel_response", "/cancel", "End a response that runs", "POST", "Response",
+    _about_one("delete_response", "", "Delete a stored response", "DELETE", "DeletedResponse",
+               lambda stored: stored.delete),
+    _about_one("cancel_response", "/cancel", "Cancel a running response", "POST", "Response",
                lambda stored: stored.cancel),
     _about_one("input_items", "/input_items", "The input of a stored response", "GET", "InputItems",
                lambda stored: stored.input_items),

@@ -119,7 +119,7 @@ def _check_item(where: str, item: Any, limits: Bounds) -> Item:
     if not isinstance(item, dict) or kind is None:
         raise InvalidRequest(where, f"must be an item with a type or a role, got {shown(item)}", _FORM)
     if not isinstance(kind, str) or kind not in _MEMBERS:
-        reason = f"{shown(kind)} is an item that this server does not have"
+        reason = f"{shown(kind)} is an item type that this server does not support"
         raise UnsupportedParameter(f"{where}.type", reason, f"known: {', '.join(_MEMBERS)}")
     if item.get("id") is not None or kind == "item_reference":
         Text("label", 1).check(f"{where}.id", item.get("id"), limits)
@@ -212,7 +212,7 @@ def _check_texts(where: str, content: Any, limits: Bounds) -> list[str]:
             raise InvalidRequest(f"{where}[{place}]", f"must be an object, got {shown(part)}", fix)
         kind = part.get("type")
         if kind not in (*_TEXT_PARTS, "refusal"):
-            reason = f"is {shown(kind)}; only text is taken here"
+            reason = f"is {shown(kind)}; only text is supported here"
             raise UnsupportedParameter(f"{where}[{place}]", reason, 'send {"type": "input_text", "text": ...}')
         name = "refusal" if kind == "refusal" else "text"
         texts.append(text.check(f"{where}[{place}].{name}", part.get(name), limits))

@@ -58,7 +58,7 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
     parameters["response_id"] = new_id("resp")
     parameters["messages"] = messages_of(given.get("instructions"), conversation)
     if not parameters["messages"]:
-        raise InvalidRequest("input", "has nothing that the model reads", "send at least one message")
+        raise InvalidRequest("input", "has nothing for the model to read", "send at least one message")
     if "max_output_tokens" in given:
         parameters["max_tokens"] = given["max_output_tokens"]
     if OUTPUT_LOGPROBS in given.get("include", ()) or given.get("top_logprobs"):
@@ -94,8 +94,8 @@ def _check_background(given: Parameters) -> None:
 def not_stored(field: str, what: str) -> ApiError:
     """Return the error for a response or an item that is not stored."""
     message = (
-        f"{field}: this {what} is expired or unknown: stored ones are forgotten when newer ones need their place, "
-        "and each of several --api-workers keeps its own"
+        f"{field}: this {what} is unknown or has expired: stored ones are forgotten when newer ones need the space, "
+        "and each of several --api-workers stores its own"
     )
     return ApiError(404, message, code=f"{what}_not_found", param=field)
 
@@ -168,7 +168,7 @@ def _tools(service: Service, given: Parameters, parameters: Parameters) -> list[
         allowed = {tool["name"] for tool in choice["tools"]}
         missing = allowed - {tool["function"]["name"] for tool in tools}
         if missing:
-            raise InvalidRequest("tool_choice.tools", f"{sorted(missing)[0]} is none of tools", "add it to tools")
+            raise InvalidRequest("tool_choice.tools", f"{sorted(missing)[0]} is not one of tools", "add it to tools")
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
         parameters["tool_choice"] = choice["mode"]
     elif "tool_choice" in given:
@@ -188,7 +188,7 @@ def _drop_strict(service: Service, tools: list[dict[str, Any]]) -> list[str]:
         return []
     for tool in tools:
         tool["function"].pop("strict", None)
-    return ['tools: strict cannot be promised in this model\'s format unless tool_choice is "required"']
+    return ['tools: strict cannot be enforced in this model\'s tool call format unless tool_choice is "required"']
 
 
 def _truncate(service: Service, parameters: Parameters) -> list[str]:
