@@ -318,14 +318,14 @@ class Dispatcher:
             self._observer.submitted(request.record)
         self._publish()
         if self.engine is not None and self.has_queue and self._poll is None:
-            self._poll = self._loop.call_later(POLL_SECONDS, self._look_again)
+            self._poll = self._loop.call_later(POLL_SECONDS, self._check_capacity)
 
     def _next_request(self) -> InFlightRequest | None:
         """Return the request to submit next. Returns None while a retried request runs alone: if the engine crashed
         with two requests, either could be to blame."""
         return None if self._retries.is_trying else self._retries.first() or self._queue.first()
 
-    def _look_again(self) -> None:
+    def _check_capacity(self) -> None:
         """Check capacity again: the engine or another edge frees capacity without notifying this edge."""
         self._poll = None
         self._submit_next()

@@ -119,7 +119,7 @@ _FAILURES = {
     ),
     "queue_timeout": (503, "the request waited too long for the engine; try again later", "queue_timeout"),
 }
-_WORTH_A_RETRY = ("engine_down", "drain", "queue_timeout")
+_RETRYABLE = ("engine_down", "drain", "queue_timeout")
 
 
 def as_refusal(error: QuireError) -> ApiError:
@@ -151,4 +151,4 @@ def as_failure(failure: Failure) -> ApiError:
     if failure.retry_after is not None:
         return _quarantined(Quarantined(failure.retry_after))
     status, message, code = _FAILURES[failure.kind]
-    return ApiError(status, message, code=code, headers=_RETRY if failure.kind in _WORTH_A_RETRY else ())
+    return ApiError(status, message, code=code, headers=_RETRY if failure.kind in _RETRYABLE else ())

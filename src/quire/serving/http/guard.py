@@ -65,7 +65,7 @@ class Guard:
         write_error = self._error_writers.get(scope["path"], ApiError.body)
         status, num_bytes = CLIENT_GONE, 0
 
-        async def named_send(message: Any) -> None:
+        async def send_with_id(message: Any) -> None:
             nonlocal status, num_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -81,18 +81,18 @@ class Guard:
             error = self._check(exchange)
             if scope["path"] == "":  # the root path itself: relative URLs of the page need the slash
                 location = (b"location", f"{self._root}/".encode())
-                await Exchange(scope, receive, named_send).reply(308, b"", [location])
+                await Exchange(scope, receive, send_with_id).reply(308, b"", [location])
             elif error is not None:
-                await Exchange(scope, receive, named_send).reply_error(error, write_error(error))
+                await Exchange(scope, receive, send_with_id).reply_error(error, write_error(error))
             else:
-                await self._app(scope, receive, named_send)
+                await self._app(scope, receive, send_with_id)
         except Exception:
             logger.exception("request %s failed", exchange.request_id)
             if status != CLIENT_GONE:
                 exchange.cut()
             else:
                 failure = internal_error()
-                await Exchange(scope, receive, named_send).reply_error(failure, write_error(failure))
+                await Exchange(scope, receive, send_with_id).reply_error(failure, write_error(failure))
         finally:
             end = Answered(status, time.monotonic() - started_at, num_bytes, scope.get(ERROR))
             self._watch.answered(exchange, end)

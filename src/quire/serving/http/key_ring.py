@@ -48,7 +48,7 @@ class KeyRing:
         if not _is_among(digest, keys):
             return None
         if not is_admin and (client := headers.get(CLIENT_HEADER)) and _is_among(digest, self._routers):
-            return _behind_router(digest, client)
+            return _client_owner(digest, client)
         return digest.hex()
 
     def owners_of(self, key: str) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class KeyRing:
         digest = hashlib.sha256(key.encode()).digest()
         if _is_among(digest, self._api):
             return (digest.hex(),)
-        return tuple(_behind_router(router, digest.hex().encode()) for router in self._routers)
+        return tuple(_client_owner(router, digest.hex().encode()) for router in self._routers)
 
     def is_router(self, headers: dict[bytes, bytes]) -> bool:
         """Whether a request names its client and has a router's key, so that the name counts."""
@@ -67,7 +67,7 @@ class KeyRing:
         return _is_among(hashlib.sha256(_key(headers)).digest(), self._routers)
 
 
-def _behind_router(router: bytes, client: bytes) -> str:
+def _client_owner(router: bytes, client: bytes) -> str:
     """Return the owner of requests that a router sends for a client: a digest of the router's key and the client's
     name."""
     return hashlib.blake2b(router + client, digest_size=32, person=_PERSON).hexdigest()

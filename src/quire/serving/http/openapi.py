@@ -68,7 +68,7 @@ def request_schema(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schem
         if not strict and field.support == "no effect":
             schema = {}
         elif not strict and isinstance(field.validator, Prunable):
-            schema = _opened(schema)
+            schema = _allow_unknown(schema)
         members[field.name] = {**(schema if field.is_required else nullable(schema)), "description": field.doc}
         if field.default is not None:
             members[field.name]["default"] = field.default
@@ -77,14 +77,16 @@ def request_schema(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schem
     return {"type": "object", "properties": members, "required": required, "additionalProperties": others}
 
 
-def _opened(schema: Any) -> Any:
+def _allow_unknown(schema: Any) -> Any:
     """Return the schema with unknown members allowed in all objects."""
     if isinstance(schema, list):
-        return [_opened(one) for one in schema]
+        return [_allow_unknown(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
     closed = (False, {"type": "null"})
-    return {name: _opened(one) for name, one in schema.items() if name != "additionalProperties" or one not in closed}
+    return {
+        name: _allow_unknown(one) for name, one in schema.items() if name != "additionalProperties" or one not in closed
+    }
 
 
 def _operation(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schema:

@@ -82,15 +82,15 @@ class PinnedPrefixes:
             try:
                 await self._check_room(wanted)
                 for entry in wanted:  # one by one: the blocks of a replaced prompt make room for the next
-                    if (refused := await self._hold([entry])) is not None:
+                    if (refused := await self._pin([entry])) is not None:
                         raise refused
                     done.append(entry)
-                held = await self._held()
+                held = await self._pinned()
                 if any(self._place(entry) not in held for entry in wanted):
                     reason = "the cache was reset, or shared blocks were unpinned meanwhile; register the prompt again"
                     raise ApiError(409, reason, code="cache_reset", param="name")
             except QuireError as error:
-                await self._take_back(done)
+                await self._undo(done)
                 if isinstance(error, EngineDead):
                     raise engine_unavailable("the engine is down or does not answer") from None
                 raise
@@ -100,7 +100,7 @@ class PinnedPrefixes:
     async def listing(self) -> list[PinnedPrefixRow]:
         """Return all entries of the file, and whether the engine has them pinned now."""
         try:
-            held = await self._held()
+            held = await self._pinned()
         except EngineDead:
             held = {}
         rows = []
@@ -117,7 +117,7 @@ class PinnedPrefixes:
             found = [entry for entry in self._file.entries() if entry.name == name]
             self._file.remove(name)
             for entry in found:
-                await self._let_go(entry)
+                await self._unpin(entry)
         return len(found)
 
     async def reset_cache(self) -> int:
@@ -131,10 +131,10 @@ class PinnedPrefixes:
     def recall(self) -> None:
         """Pin all entries of the file again. Called when a new engine is up. These requests go to the head of the
         queue."""
-        self._restore(self._file.entries())
+        self._start_recall(self._file.entries())
 
     # ------------------------------------------------------------------------------------------------- internals
-    def _restore(self, lost: Sequence[PinnedPrefixEntry]) -> None:
+    def _start_recall(self, lost: Sequence[PinnedPrefixEntry]) -> None:
         """Start pinning these prefixes again, in place of a running task that does so."""
         if lost:
             if self._recalling is not None:
@@ -146,9 +146,9 @@ class PinnedPrefixes:
         pause = _PAUSE
         while lost and self._dispatcher.engine is not None and not self._dispatcher.is_draining:
             async with self._changing:
-                await self._hold_again(lost)
+                await self._pin_again(lost)
             try:
-                held = await self._held()
+                held = await self._pinned()
                 lost = [entry for entry in self._file.entries() if self._place(entry) not in held]
             except EngineDead:
                 lost = self._file.entries()
@@ -156,12 +156,12 @@ class PinnedPrefixes:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def _hold_again(self, lost: Sequence[PinnedPrefixEntry]) -> None:
+    async def _pin_again(self, lost: Sequence[PinnedPrefixEntry]) -> None:
         """Pin prefixes, except those that an edge has removed or replaced meanwhile."""
         known = self._file.entries()
         lost = [entry for entry in lost if entry in known]
         try:
-            if (refused := await self._hold(lost)) is not None:
+            if (refused := await self._pin(lost)) is not None:
                 raise refused
         except QuireError as error:
             names = ", ".join(dict.fromkeys(entry.name for entry in lost))
@@ -169,13 +169,13 @@ class PinnedPrefixes:
         known = self._file.entries()
         for entry in lost:
             if entry not in known:
-                await self._let_go(entry)
+                await self._unpin(entry)
 
     async def _check_room(self, wanted: Sequence[PinnedPrefixEntry]) -> None:
         """Raise InvalidRequest, before anything is computed, if the cache cannot hold all these prompts."""
         engine = self._dispatcher.known_engine
         assert engine is not None, "prefixes are registered with an engine that was up"
-        stats, held, known = await self._link.stats(), await self._held(), self._file.entries()
+        stats, held, known = await self._link.stats(), await self._pinned(), self._file.entries()
         reserved = stats.blocks.pinned
         for entry in wanted:
             old = held.get(self._place(entry))
@@ -185,13 +185,13 @@ class PinnedPrefixes:
             check_share(own, reserved, stats.blocks.total)
             reserved += own - (0 if old is None else old.num_blocks)
 
-    async def _hold(self, wanted: Sequence[PinnedPrefixEntry]) -> ApiError | None:
+    async def _pin(self, wanted: Sequence[PinnedPrefixEntry]) -> ApiError | None:
         """Have the engine compute and pin these prompts. Returns an error if it did not pin all of them."""
         requests = [self._request(entry) for entry in wanted]
         try:
             with self._dispatcher.accept():
                 try:
-                    refused = self._enter(requests)
+                    refused = self._enqueue(requests)
                     for request in requests:
                         while request.state != "new" and not request.mailbox.is_over:
                             await request.mailbox.wait()
@@ -202,7 +202,7 @@ class PinnedPrefixes:
         failures = (request.mailbox.failure for request in requests)
         return refused or next((as_failure(failure) for failure in failures if failure is not None), None)
 
-    def _enter(self, requests: Sequence[InFlightRequest]) -> ApiError | None:
+    def _enqueue(self, requests: Sequence[InFlightRequest]) -> ApiError | None:
         """Queue all requests together or, if the queue is too full, as many as fit. Returns an error if that is not
         all."""
         with suppress(QueueFull):
@@ -229,18 +229,18 @@ class PinnedPrefixes:
         )
         return InFlightRequest(submit, record, Mailbox(asyncio.get_running_loop(), 1))
 
-    async def _take_back(self, done: Sequence[PinnedPrefixEntry]) -> None:
+    async def _undo(self, done: Sequence[PinnedPrefixEntry]) -> None:
         """Undo a failed registration: unpin its prompts, and pin those again that they replaced."""
         for entry in done:
-            await self._let_go(entry)
+            await self._unpin(entry)
         places = {self._place(entry) for entry in done}
-        self._restore([entry for entry in self._file.entries() if self._place(entry) in places])
+        self._start_recall([entry for entry in self._file.entries() if self._place(entry) in places])
 
-    async def _held(self) -> dict[Place, PinnedPrefix]:
+    async def _pinned(self) -> dict[Place, PinnedPrefix]:
         """Return the prefixes that the engine has pinned. Raises EngineDead."""
         return {(pinned.name, pinned.salt): pinned for pinned in await self._link.pins()}
 
-    async def _let_go(self, entry: PinnedPrefixEntry) -> None:
+    async def _unpin(self, entry: PinnedPrefixEntry) -> None:
         """Unpin a prompt in the engine, if that is up."""
         try:
             await self._link.unpin(self._salt(entry.owner), entry.name)

@@ -15,7 +15,7 @@ access_logger = logging.getLogger("quire.access")
 
 CLIENT_GONE = 499  # status in logs: the client disconnected before it got a response
 _MAX_PATH = 200  # characters of a path in a log line
-_ALARMING = (401, 403, 421, 429)  # logged as warnings, as 5xx are
+_WARNED = (401, 403, 421, 429)  # logged as warnings, as 5xx are
 _HEADER_FIELDS = frozenset({"X-Request-Id", "X-Request-Timeout", "query", "body"})
 _TOP_LEVEL = re.compile(r"[.\[]")
 
@@ -69,7 +69,7 @@ class RequestWatch:
         self._counter.http_error(status, field)
         cause = "" if error is None else f" {error.code}"
         message = f"answered {status}{cause}" + (f", field {field}" if field else "")
-        level = logging.WARNING if status in _ALARMING or status >= 500 else logging.INFO
+        level = logging.WARNING if status in _WARNED or status >= 500 else logging.INFO
         named = {} if error is None or error.param is None else {"field": error.param[:80]}
         refusals_logger.log(level, message, extra={**named, **facts})
 

@@ -93,7 +93,7 @@ class BodyMeter:
         self.num_bytes += num_bytes
 
 
-def give_back_memory() -> None:
+def trim_heap() -> None:
     """Return free heap memory to the system, if the C library has malloc_trim."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -183,7 +183,7 @@ class ModelText:
             raise InvalidRequest(field, reason, "leave it out, or serve a model such as qwen2.5-coder")
         return Prompt(token_ids=self.infill.prompt(prefix, suffix, files))
 
-    def hides(self, reading: MessageReading) -> bool:
+    def has_special_marks(self, reading: MessageReading) -> bool:
         """Whether a mark of reasoning or calls is a special token, so that special tokens must be kept in the text."""
         marks = [] if reading.tools is None else list(reading.tools.marks)
         if reading.reasoning is not None:
@@ -390,7 +390,7 @@ class Service:
         finally:
             pool.num_bytes -= meter.num_bytes
             if meter.num_bytes > LARGE_BODY:
-                self.threads.submit(0, give_back_memory)
+                self.threads.submit(0, trim_heap)
 
     def close(self) -> None:
         self.batches.close()

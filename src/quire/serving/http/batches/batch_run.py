@@ -22,7 +22,7 @@ from quire.serving.batch_lines import (
 )
 from quire.serving.http.batches.batch_store import Batch, BatchStore
 from quire.serving.http.batches.file_store import FileStore, StoredFile, epoch_seconds
-from quire.serving.http.batches.gate import BackgroundGate, Place
+from quire.serving.http.batches.gate import BackgroundGate, Permit
 from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import AsgiHandler
 from quire.serving.http.inner_call import InnerResponse, call_endpoint
@@ -68,7 +68,7 @@ class BatchRun:
         self._handler, self._gate, self._limits = handler, gate, limits
         self._seen: set[str] = set()  # custom_ids of this run
         self._saved_at = 0.0
-        self._room, self._looked_at = 0, 0.0  # bytes that the owner may still store, and when that was looked up
+        self._room, self._room_checked_at = 0, 0.0  # bytes that the owner may still store, and when that was looked up
         self._reading = asyncio.Lock()
         self._stopped_by: str | None = None  # "cancelled" or "expired" if the run ended early
 
@@ -167,14 +167,14 @@ class BatchRun:
     async def _worker(self) -> None:
         """Run one line after the other. A line is read only after the gate has admitted the worker, so that waiting
         batches hold no lines in memory."""
-        while (place := await self._gate.enter()) is not None:
+        while (permit := await self._gate.enter()) is not None:
             try:
                 async with self._reading:
                     number, text = await asyncio.to_thread(self._next_line)
-                if number is None or not await self._answer(number, text, place):
+                if number is None or not await self._answer(number, text, permit):
                     return
             finally:
-                place.leave()
+                permit.release()
 
     def _next_line(self) -> tuple[int | None, bytes | None]:
         """Return the number and the text of the next line that has no entry in the error file, or (None, None) after
@@ -183,7 +183,7 @@ class BatchRun:
             ((number, text) for number, text in self._lines if error_key(number) not in self._done), (None, None)
         )
 
-    async def _answer(self, number: int, text: bytes | None, place: Place) -> bool:
+    async def _answer(self, number: int, text: bytes | None, permit: Permit) -> bool:
         """Run one line and write its result. Returns False if the server shuts down before there is one."""
         try:
             if text is None:
@@ -198,7 +198,7 @@ class BatchRun:
         self._seen.add(call.custom_id)
         if call.custom_id in self._done:
             return True
-        response = await self._send(call, place)
+        response = await self._send(call, permit)
         if response is None:
             return False
         failed = response.status != 200
@@ -216,7 +216,7 @@ class BatchRun:
             reason = "contains text or numbers that JSON cannot represent"
             raise InvalidRequest(f"line {number}: body", reason, "write UTF-8 and numbers of 64 bits") from None
 
-    async def _send(self, call: Call, place: Place) -> InnerResponse | None:
+    async def _send(self, call: Call, permit: Permit) -> InnerResponse | None:
         """Send a line to its endpoint, and retry it while the server is full (429) or unavailable (503, at most
         MAX_TRIES times). Returns None if the server shuts down."""
         num_tries = 0
@@ -225,14 +225,14 @@ class BatchRun:
             num_tries += response.status == 503
             if response.status not in (429, 503) or num_tries >= MAX_TRIES:
                 return response
-            if not await place.wait_for_retry(response.retry_after):
+            if not await permit.wait_for_retry(response.retry_after):
                 return None
 
     async def _write(self, file: BinaryIO, line: bytes, *, is_failure: bool) -> None:
         """Append a result to one of the files, and update the counts of the batch. Raises BatchFailed if the owner's
         files are full."""
-        if len(line) > self._room or time.monotonic() - self._looked_at >= ROOM_SECONDS:
-            self._looked_at = time.monotonic()
+        if len(line) > self._room or time.monotonic() - self._room_checked_at >= ROOM_SECONDS:
+            self._room_checked_at = time.monotonic()
             self._room = await asyncio.to_thread(self._files.room, self._batch.owner)
         self._room -= len(line)
         if self._room < 0:

@@ -10,17 +10,17 @@ from quire.serving.dispatch.dispatcher import Dispatcher
 POLL_SECONDS = 0.05  # how often to check for spare capacity
 
 
-class Place:
-    """The permit to run one request of a batch. `leave` returns it."""
+class Permit:
+    """The permit to run one request of a batch. `release` returns it."""
 
     def __init__(self, gate: BackgroundGate) -> None:
         self._gate = gate
         self._is_held = True
 
-    def leave(self) -> None:
+    def release(self) -> None:
         if self._is_held:
             self._is_held = False
-            self._gate.free_place()
+            self._gate.return_permit()
 
     async def wait_for_retry(self, seconds: float) -> bool:
         """Give up the permit, wait this many seconds, and then wait for capacity ahead of all others. Returns False if
@@ -41,9 +41,9 @@ class BackgroundGate:
         self._waiting: deque[asyncio.Future[bool]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def enter(self) -> Place | None:
+    async def enter(self) -> Permit | None:
         """Wait for capacity and return a permit, or None if the server shuts down first."""
-        return Place(self) if await self._wait(goes_first=False) else None
+        return Permit(self) if await self._wait(goes_first=False) else None
 
     async def wait_again(self) -> bool:
         """Return a permit and wait for another one at the head of the queue. Returns False if the server shuts down
@@ -51,9 +51,9 @@ class BackgroundGate:
         self._num_running -= 1
         return await self._wait(goes_first=True)
 
-    def free_place(self) -> None:
+    def return_permit(self) -> None:
         self._num_running -= 1
-        self._look()
+        self._admit()
 
     @property
     def knows_priorities(self) -> bool:
@@ -72,15 +72,15 @@ class BackgroundGate:
             self._waiting.appendleft(future)
         else:
             self._waiting.append(future)
-        self._look()
+        self._admit()
         try:
             return await future
         except asyncio.CancelledError:
             if not future.cancelled() and future.result():
-                self.free_place()
+                self.return_permit()
             raise
 
-    def _look(self) -> None:
+    def _admit(self) -> None:
         """Admit as many waiting requests as there is capacity for. While others wait, check again after
         POLL_SECONDS."""
         while self._waiting and (self.is_closed or self._has_room()):
@@ -89,11 +89,11 @@ class BackgroundGate:
                 self._num_running += not self.is_closed
                 future.set_result(not self.is_closed)
         if self._waiting and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(POLL_SECONDS, self._look_again)
+            self._timer = asyncio.get_running_loop().call_later(POLL_SECONDS, self._on_timer)
 
-    def _look_again(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        self._look()
+        self._admit()
 
     def _has_room(self) -> bool:
         engine, dispatcher = self._dispatcher.engine, self._dispatcher

@@ -62,28 +62,28 @@ def handle_chat_batch(service: Service) -> Handler:
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)
             num_bytes = len(body)
-            talks = await service.in_thread_for(num_bytes, Talks.read, body, service.limits, strict=strict)
+            batch = await service.in_thread_for(num_bytes, ConversationBatch.read, body, service.limits, strict=strict)
             del body
         headers = tuple((name, exchange.headers[name]) for name in _PASSED_ON if name in exchange.headers)
 
         async def call(place: int) -> InnerResponse:
-            one = await service.in_thread_for(num_bytes, talks.body, place)
+            one = await service.in_thread_for(num_bytes, batch.body, place)
             query = exchange.scope.get("query_string", b"")
-            num_calls = len(talks.conversations)
+            num_calls = len(batch.conversations)
             return await call_endpoint(
                 chat, path, one, exchange.principal, headers=headers, query=query, num_calls=num_calls
             )
 
         gone = asyncio.create_task(exchange.until_gone())
-        calls = [asyncio.create_task(call(place)) for place in range(len(talks.conversations))]
+        calls = [asyncio.create_task(call(place)) for place in range(len(batch.conversations))]
         try:
-            responses = await _all(calls, gone)
+            responses = await _gather_responses(calls, gone)
         finally:
             for task in (gone, *calls):
                 task.cancel()
             await asyncio.gather(gone, *calls, return_exceptions=True)
         if responses is not None:
-            exchange.warnings = (*about_query, *talks.warnings)
+            exchange.warnings = (*about_query, *batch.warnings)
             joined = await service.in_thread(_join, f"chatcmpl-{exchange.request_id}", responses, exchange.warnings)
             await exchange.reply(200, joined)
 
@@ -91,7 +91,7 @@ def handle_chat_batch(service: Service) -> Handler:
 
 
 @dataclass(frozen=True, slots=True)
-class Talks:
+class ConversationBatch:
     """The conversations of a request, and the parameters that they share."""
 
     conversations: list[Any]
@@ -99,7 +99,7 @@ class Talks:
     warnings: tuple[str, ...]
 
     @classmethod
-    def read(cls, body: bytes, limits: Bounds, *, strict: bool) -> Talks:
+    def read(cls, body: bytes, limits: Bounds, *, strict: bool) -> ConversationBatch:
         """Validate the parameters once for all conversations, and drop those without effect. Raises InvalidRequest."""
         decoded = decode_json(body, limits["nesting"])
         given, warnings = check_body(CHAT_BATCH.fields_by_name, decoded, limits, strict=strict)
@@ -118,7 +118,9 @@ class Talks:
         return messages + (b"}" if self.shared == b"{}" else b"," + self.shared[1:])
 
 
-async def _all(calls: list[asyncio.Task[InnerResponse]], gone: asyncio.Task[None]) -> list[InnerResponse] | None:
+async def _gather_responses(
+    calls: list[asyncio.Task[InnerResponse]], gone: asyncio.Task[None]
+) -> list[InnerResponse] | None:
     """Return all responses in order, or None if the client disconnects first. Raises ApiError for the first error
     response."""
     waiting: set[asyncio.Task[Any]] = set(calls)
@@ -159,8 +161,8 @@ def _join(response_id: str, responses: list[InnerResponse], about_all: Sequence[
     for name, count in _DETAILS:
         found = [one[name][count] for one in usages if name in one]
         usage |= {name: {count: sum(found)}} if found else {}
-    told = [text for body in bodies for text in msgspec.json.decode(body.get("warnings", b"[]"))]
-    warnings = list(dict.fromkeys([*about_all, *told]))
+    texts = [text for body in bodies for text in msgspec.json.decode(body.get("warnings", b"[]"))]
+    warnings = list(dict.fromkeys([*about_all, *texts]))
     first = {name: bodies[0][name] for name in ("object", "created", "model", "system_fingerprint")}
     more = {"warnings": warnings} if warnings else {}
     return msgspec.json.encode({"id": response_id, **first, "choices": choices, "usage": usage, **more})

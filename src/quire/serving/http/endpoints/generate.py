@@ -52,7 +52,7 @@ _encode = msgspec.json.encode
 _KINDS = {"cumulative": "cumulative", "delta": "delta", "final_only": "delta", 0: "cumulative", 1: "delta", 2: "delta"}
 GROWTH = 16  # a cumulative event has at least 1/GROWTH more tokens than the previous one
 # fields of the request itself or implied, so not members of sampling_params
-_AROUND = ("stream", "stream_options", "stream_interval", "return_tokens_as_token_ids", "return_token_ids")
+_TOP_LEVEL = ("stream", "stream_options", "stream_interval", "return_tokens_as_token_ids", "return_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Anything:
 
 SAMPLING_MEMBERS: dict[str, Validator] = {
     **{field.name: field.validator for field in (*LENGTH, *SAMPLING, *CANDIDATE_FIELDS, *STRUCTURE_FIELDS)},
-    **{field.name: field.validator for field in OUTPUT if field.name not in _AROUND},
+    **{field.name: field.validator for field in OUTPUT if field.name not in _TOP_LEVEL},
     "max_tokens": CHAT.fields_by_name["max_tokens"].validator,
     "logprobs": COMPLETIONS.fields_by_name["logprobs"].validator,
     **{field.name: field.validator for field in PROMPT_LOGPROBS},
@@ -180,7 +180,7 @@ class SoFar:
 
     ids: list[int] = field(default_factory=list)
     columns: list[LogprobColumns] = field(default_factory=list)
-    num_told: int = 0
+    num_sent: int = 0
 
     def extend(self, ids: list[int], columns: list[LogprobColumns]) -> tuple[list[int], list[LogprobColumns]]:
         """Append tokens, and return all tokens and columns so far."""
@@ -190,9 +190,9 @@ class SoFar:
 
     def is_due(self) -> bool:
         """Whether the next event is due. If so, also record that it is sent."""
-        if len(self.ids) - self.num_told < max(1, self.num_told // GROWTH):
+        if len(self.ids) - self.num_sent < max(1, self.num_sent // GROWTH):
             return False
-        self.num_told = len(self.ids)
+        self.num_sent = len(self.ids)
         return True
 
 
@@ -230,14 +230,14 @@ class TokenStream(ServerSentEvents):
             ids, columns = so_far.extend(ids, columns)
             if last.finish_reason is None and not so_far.is_due():
                 return b""
-        told = {
+        members = {
             "index": choice,
             "token_ids": ids,
             "logprobs": msgspec.Raw(chat_logprobs(columns)) if self._options.wants_logprobs else None,
             "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason,
         }
-        return self._event([told], {"usage": self._usage()} if self._options.continuous_usage else {})
+        return self._event([members], {"usage": self._usage()} if self._options.continuous_usage else {})
 
     def _event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
         return b"data: " + _encode({"request_id": self._options.response_id, "choices": choices, **more}) + b"\n\n"

@@ -48,13 +48,13 @@ class LlamaFormat:
 
     def _answer(self, options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
         ids = result.token_ids if options.parameters.get("return_tokens") else ()
-        told: dict[str, Any] = {"content": result.content, "tokens": ids}
+        members: dict[str, Any] = {"content": result.content, "tokens": ids}
         if options.wants_logprobs:
-            told["completion_probabilities"] = [msgspec.Raw(column[0]) for column in result.logprobs]
+            members["completion_probabilities"] = [msgspec.Raw(column[0]) for column in result.logprobs]
         request, ended = result.request, (result.finish_reason, result.stop_reason)
-        told |= _end(options, request, ended, len(result.token_ids), has_new_line="\n" in result.content)
-        told["prompt"] = self._tokenizer.decode(request.submit.prompt_token_ids.tolist(), skip_special_tokens=False)
-        return _chosen(options, told) | extras(options, [request], self._names)
+        members |= _end(options, request, ended, len(result.token_ids), has_new_line="\n" in result.content)
+        members["prompt"] = self._tokenizer.decode(request.submit.prompt_token_ids.tolist(), skip_special_tokens=False)
+        return _chosen(options, members) | extras(options, [request], self._names)
 
     def stream(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> LlamaStream:
         return LlamaStream(options, requests[0], self._names)
@@ -86,14 +86,14 @@ class LlamaStream(ServerSentEvents):
             self._ended = deltas[-1].finish_reason, deltas[-1].stop_reason
         if not text:
             return b""
-        told = {"content": text, "tokens": ids, **_begin(self._request, self._num_tokens), **self._probabilities()}
-        return _event(told)
+        members = {"content": text, "tokens": ids, **_begin(self._request, self._num_tokens), **self._probabilities()}
+        return _event(members)
 
     def closing(self) -> bytes:
-        told = {"content": "", "tokens": [], **self._probabilities()}
+        members = {"content": "", "tokens": [], **self._probabilities()}
         ended, num_tokens = self._ended, self._num_tokens
-        told |= _end(self._options, self._request, ended, num_tokens, has_new_line=self._has_new_line)
-        return _event(_chosen(self._options, told) | extras(self._options, [self._request], self._names))
+        members |= _end(self._options, self._request, ended, num_tokens, has_new_line=self._has_new_line)
+        return _event(_chosen(self._options, members) | extras(self._options, [self._request], self._names))
 
     def _probabilities(self) -> dict[str, Any]:
         columns, self._columns = self._columns, []
@@ -178,27 +178,27 @@ def _timings(request: InFlightRequest, num_tokens: int) -> dict[str, Any]:
         "prompt": (computed, computed, first - submitted),
         "predicted": (num_tokens, max(0, num_tokens - 1), end - first),
     }
-    told: dict[str, Any] = {"cache_n": cached}
+    members: dict[str, Any] = {"cache_n": cached}
     for name, (count, num_timed, seconds) in spent.items():
         ms = max(0.0, seconds * 1000)
-        told |= {
+        members |= {
             f"{name}_n": count,
             f"{name}_ms": ms,
             f"{name}_per_token_ms": ms / num_timed if num_timed else 0.0,
             f"{name}_per_second": num_timed / ms * 1000 if ms else 0.0,
         }
-    return told
+    return members
 
 
-def _chosen(options: ResponseOptions, told: dict[str, Any]) -> dict[str, Any]:
+def _chosen(options: ResponseOptions, members: dict[str, Any]) -> dict[str, Any]:
     """Return only the members that `response_fields` lists. A path with slashes selects a nested member and is its key
     in the result."""
     paths = options.parameters.get("response_fields")
     if not paths:
-        return told
+        return members
     found = {}
     for path in paths:
-        value: Any = told
+        value: Any = members
         for name in path.split("/"):
             value = value.get(name) if isinstance(value, dict) else None
         if value is not None:

@@ -263,8 +263,8 @@ def ledger_entries(requests: Sequence[InFlightRequest], names: TokenNames) -> li
         for entry in request.finished.ledger if request.finished is not None else ():
             at = round((entry.at - record.received_at) * 1_000, 3)
             more = {} if entry.miss is None else {"miss": _miss(entry.miss, request.submit.prompt_token_ids, names)}
-            told = {"kind": entry.kind, "at_ms": at, "amount": entry.amount, "note": entry.note}
-            entries.append({**told, **more, **which})
+            members = {"kind": entry.kind, "at_ms": at, "amount": entry.amount, "note": entry.note}
+            entries.append({**members, **more, **which})
     return entries
 
 
@@ -278,13 +278,13 @@ def _wait_note(record: RequestRecord) -> str:
 def _miss(miss: PrefixMiss, prompt: TokenIds, names: TokenNames) -> dict[str, Any]:
     """Return why the cached prefix ended where it did, and the first prompt token that was not found. A preempted
     request may also miss tokens of its answer; those are not named."""
-    told: dict[str, Any] = {"reason": miss.reason, "token_index": miss.num_found}
+    members: dict[str, Any] = {"reason": miss.reason, "token_index": miss.num_found}
     if miss.num_found < len(prompt):
         token = prompt[miss.num_found]
-        told |= {"token_id": token, "token": names[token].key}
+        members |= {"token_id": token, "token": names[token].key}
     if miss.reason == "differs":
-        told["request_id"] = miss.request_id or None
+        members["request_id"] = miss.request_id or None
     elif miss.reason == "evicted":
         seconds = round(miss.seconds_ago, 3)
-        told |= {"num_tokens": miss.num_tokens, "seconds_ago": seconds, "policy": miss.policy}
-    return told
+        members |= {"num_tokens": miss.num_tokens, "seconds_ago": seconds, "policy": miss.policy}
+    return members

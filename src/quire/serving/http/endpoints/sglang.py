@@ -192,8 +192,8 @@ def _logprobs(given: Parameters) -> Parameters:
 def model_info(service: Service) -> Handler:
     async def handle(exchange: Exchange) -> None:
         name = service.names[0]  # the path of the files is not disclosed
-        told = {"model_path": name, "tokenizer_path": name, "is_generation": service.engine().pooling is None}
-        await exchange.reply_json({**told, "preferred_sampling_params": service.texts.sampling_defaults.given()})
+        members = {"model_path": name, "tokenizer_path": name, "is_generation": service.engine().pooling is None}
+        await exchange.reply_json({**members, "preferred_sampling_params": service.texts.sampling_defaults.given()})
 
     return handle
 

@@ -82,7 +82,7 @@ class SglangFormat:
 
 
 @dataclass(slots=True)
-class _Told(SoFar):
+class _AnswerSoFar(SoFar):
     """An answer so far, with its text."""
 
     texts: list[str] = field(default_factory=list)
@@ -94,7 +94,7 @@ class SglangStream(ServerSentEvents):
 
     def __init__(self, options: ResponseOptions, requests: Sequence[InFlightRequest], names: Names) -> None:
         self._options, self._requests, self._names = options, requests, names
-        self._told: dict[int, _Told] = {}  # by choice
+        self._so_far: dict[int, _AnswerSoFar] = {}  # by choice
         self._num_open = sum(request.n for request in requests)  # choices that are not finished
         self._has_many = options.parameters["is_list"] or self._num_open > 1
         self._last: tuple[int, Sample, str] | None = None  # choice, answer and text of the last event
@@ -112,16 +112,16 @@ class SglangStream(ServerSentEvents):
         return (b"" if self._last is None else self._event(*self._last, more)) + DONE
 
     def _choice(self, choice: int, deltas: list[Delta]) -> bytes:
-        told, last = self._told.setdefault(choice, _Told()), deltas[-1]
+        answer, last = self._so_far.setdefault(choice, _AnswerSoFar()), deltas[-1]
         new = [token for delta in deltas for token in delta.token_ids]
         if self._options.drops_answer:
             new = []
         else:
-            told.texts += [delta.text for delta in deltas]
-        ids, columns = told.extend(new, [delta.logprobs for delta in deltas if delta.logprobs])
-        if last.finish_reason is None and not told.is_due():
+            answer.texts += [delta.text for delta in deltas]
+        ids, columns = answer.extend(new, [delta.logprobs for delta in deltas if delta.logprobs])
+        if last.finish_reason is None and not answer.is_due():
             return b""
-        told.texts = ["".join(told.texts)]
+        answer.texts = ["".join(answer.texts)]
         request = next(one for one in self._requests if choice < one.first_choice + one.n)
         ended = last.finish_reason, last.stop_reason
         if self._options.drops_answer and last.finish_reason is not None:
@@ -129,9 +129,9 @@ class SglangStream(ServerSentEvents):
         sample = Sample(request, ids, columns, *ended)
         self._num_open -= last.finish_reason is not None
         if not self._num_open:  # sent by `closing`: the engine may not have finished the request yet
-            self._last = choice, sample, told.texts[0]
+            self._last = choice, sample, answer.texts[0]
             return b""
-        return self._event(choice, sample, told.texts[0], {})
+        return self._event(choice, sample, answer.texts[0], {})
 
     def _event(self, choice: int, sample: Sample, text: str, more: dict[str, Any]) -> bytes:
         answer = {"text": text, "output_ids": sample.token_ids, "meta_info": _meta_info(self._options, sample)}
@@ -191,5 +191,5 @@ def _input_logprobs(options: ResponseOptions, sample: Sample, entries: Entries) 
     tops = [b"null"] * len(first) + [
         b"null" if line is None else entries.many(line[0][1:], line[1][1:]) for line in lines
     ]
-    told: dict[str, Any] = {"input_token_logprobs": [msgspec.Raw(one) for one in found]}
-    return told | ({"input_top_logprobs": [msgspec.Raw(one) for one in tops]} if num_top else {})
+    members: dict[str, Any] = {"input_token_logprobs": [msgspec.Raw(one) for one in found]}
+    return members | ({"input_top_logprobs": [msgspec.Raw(one) for one in tops]} if num_top else {})

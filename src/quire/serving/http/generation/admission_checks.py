@@ -54,7 +54,7 @@ def check_length(field: str, num_tokens: int, max_model_len: int) -> None:
         raise PromptTooLong(field, reason, f"shorten it to {max_model_len - 1} tokens or set truncate_prompt_tokens")
 
 
-def room_excess(given: dict[str, Any], num_tokens: int, max_model_len: int) -> PromptTooLong | None:
+def length_excess(given: dict[str, Any], num_tokens: int, max_model_len: int) -> PromptTooLong | None:
     """Return an error if the requested answer length does not fit after the prompt, else None."""
     field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     room = max_model_len - num_tokens

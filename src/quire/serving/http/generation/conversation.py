@@ -24,7 +24,7 @@ def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedPa
             unread.append(UnsupportedParameter(name, "is not read by this model's chat template", "leave it out"))
     values = given.get("chat_template_kwargs", {})
     for name in list(values):
-        error = _complaint(service, name)
+        error = _unread_error(service, name)
         if error is not None:
             del values[name]
             unread.append(error)
@@ -83,7 +83,7 @@ def _refuse_images(messages: Sequence[Any]) -> None:
                 raise UnsupportedParameter(f"messages[{place}].content[{number}]", reason, fix)
 
 
-def _complaint(service: Service, name: str) -> UnsupportedParameter | None:
+def _unread_error(service: Service, name: str) -> UnsupportedParameter | None:
     """Return an error if the chat template does not read a variable of this name, else None."""
     field = f"chat_template_kwargs.{name}"
     if name in _OWN_PARAMETERS:

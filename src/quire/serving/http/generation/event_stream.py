@@ -35,7 +35,7 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._is_silent = self._has_opened = False
-        self._timer = self._loop.call_later(self._gap, self._look)
+        self._timer = self._loop.call_later(self._gap, self._on_timer)
 
     async def run(self) -> None:
         """Write until the response ends. Raises ClientGone, and ApiError if the request fails before anything was
@@ -61,22 +61,22 @@ class EventStream:
         is_over = mailbox.is_over
         data = writer.events(mailbox.take())
         if mailbox.failure is not None:
-            await self._break_off(data, as_failure(self._job.named(mailbox.failure)))
+            await self._end_with_error(data, as_failure(self._job.named(mailbox.failure)))
             return True
         if data or is_over:
             ending = writer.closing() if is_over else b""
-            await self._send(self._opened(data) + ending, is_last=is_over)
+            await self._send(self._with_opening(data) + ending, is_last=is_over)
         elif self._is_silent:
             await self._send(writer.ping(is_queued=self._is_queued))
         return is_over
 
-    async def _break_off(self, data: bytes, error: ApiError) -> None:
+    async def _end_with_error(self, data: bytes, error: ApiError) -> None:
         """End the stream with an error. Raises the error instead if nothing has been sent."""
         if not self._exchange.has_started:
             raise error
-        await self._send((self._opened(data) if data else b"") + self._writer.failure(error), is_last=True)
+        await self._send((self._with_opening(data) if data else b"") + self._writer.failure(error), is_last=True)
 
-    def _opened(self, data: bytes) -> bytes:
+    def _with_opening(self, data: bytes) -> bytes:
         """Return `data`, preceded by the opening events if this is the first data."""
         if self._has_opened:
             return data
@@ -89,10 +89,10 @@ class EventStream:
         await self._exchange.write(data, is_last=is_last, stall_seconds=self._stall)
         self._sent_at, self._is_silent = self._loop.time(), False
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         """Wake the stream if nothing was sent for `ping_seconds`, and set the next timer."""
         now, due = self._loop.time(), self._sent_at + self._gap
         if now >= due:
             self._is_silent, due = True, now + self._gap
             self._mailbox.wake()
-        self._timer = self._loop.call_at(due, self._look)
+        self._timer = self._loop.call_at(due, self._on_timer)

@@ -13,7 +13,13 @@ from quire.serving.http.generation.conversation import render_prompt, unread_val
 from quire.serving.http.generation.sampling_fields import drop_beam_fields, read_beam, read_sampling, take_structure
 from quire.serving.http.generation.settings import GenerationSettings, Origin, Parameters, ResponseOptions
 from quire.serving.http.generation.submits import Work, make_submits
-from quire.serving.http.generation.tool_use import ToolUse, answer_plan, message_reading, read_tool_use, shows_marks
+from quire.serving.http.generation.tool_use import (
+    ToolUse,
+    answer_plan,
+    keep_special_tokens,
+    message_reading,
+    read_tool_use,
+)
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
@@ -81,7 +87,7 @@ def prepare_job(
     origin = None if settings.find_origin is None else settings.find_origin(service, given, head)
     prompts, prefaces = _prompts(service, given, use, origin)
     reading = message_reading(service, given, use, prompts[0].text or "") if "messages" in given else None
-    sampling = shows_marks(service, sampling, reading)
+    sampling = keep_special_tokens(service, sampling, reading)
     plan = answer_plan(service, sampling.structure, use, reading, given.get("thinking_token_budget"))
     adapter = service.adapter_of(model)
     if origin is not None:  # a fork keeps the adapter of the forked request

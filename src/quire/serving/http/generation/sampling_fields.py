@@ -12,7 +12,7 @@ from quire.types.errors import InvalidRequest
 from quire.types.sampling import SamplingParams
 from quire.types.sampling_defaults import SamplingDefaults
 
-_AS_THEY_ARE = (  # parameters that SamplingParams has by the same name
+_SAME_NAME = (  # parameters that SamplingParams has by the same name
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "ignore_eos", "min_tokens",
     "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
@@ -52,7 +52,7 @@ def read_sampling(
     longest = recommended.pop("max_tokens", None)
     if longest is None or given.get("min_tokens", 0) > longest or settings.default_max_tokens is not None:
         longest = settings.default_max_tokens
-    chosen = recommended | {name: given[name] for name in _AS_THEY_ARE if name in given}
+    chosen = recommended | {name: given[name] for name in _SAME_NAME if name in given}
     wanted = given.get("max_completion_tokens", given.get("max_tokens", longest))
     if wanted == -1:
         wanted = None
@@ -97,10 +97,10 @@ def read_beam(given: Parameters) -> BeamRules | None:
             given.get("stream_best", False),
         )
     except InvalidRequest as error:
-        raise in_own_words(error, given) from None
+        raise with_api_field(error, given) from None
 
 
-def in_own_words(error: InvalidRequest, given: Parameters) -> InvalidRequest:
+def with_api_field(error: InvalidRequest, given: Parameters) -> InvalidRequest:
     """Return an error of the engine under the name of the field that this API uses."""
     if error.field == "prompt_logprobs" and "prompt_logprobs" not in given:  # they come from `echo`
         return InvalidRequest("logprobs", error.reason, error.fix)

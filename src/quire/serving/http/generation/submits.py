@@ -10,9 +10,9 @@ from quire.serving.http.generation.admission_checks import (
     check_length,
     check_texts,
     cut,
-    room_excess,
+    length_excess,
 )
-from quire.serving.http.generation.sampling_fields import in_own_words
+from quire.serving.http.generation.sampling_fields import with_api_field
 from quire.serving.http.generation.settings import GenerationSettings, Origin, Parameters
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
@@ -64,7 +64,7 @@ def make_submits(
     source = None if work.origin is None else work.origin.branch
     names = head.engine_ids(work.settings.id_prefix, given.get("request_id"), len(token_ids))
     priority = given.get("priority", 0)
-    excess = [room_excess(given, len(ids), engine.max_model_len) for ids in token_ids]
+    excess = [length_excess(given, len(ids), engine.max_model_len) for ids in token_ids]
     too_long = [error for error in excess if error is not None]
     if too_long and head.strict:
         raise too_long[0]
@@ -87,7 +87,7 @@ def make_submits(
     try:
         check_admission(engine, submits, head.num_calls)
     except InvalidRequest as error:
-        raise in_own_words(error, given) from None
+        raise with_api_field(error, given) from None
     named = [work.settings.in_own_names(error) for error in too_long[:1]]
     return submits, [f"{error.field}: {error.reason}; the answer is cut there" for error in named]
 

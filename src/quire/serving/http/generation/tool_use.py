@@ -132,8 +132,8 @@ def _call_plan(form: ToolFormat, use: ToolUse, *, has_structure: bool) -> CallPl
     return CallPlan(form.name, json.dumps(functions), role, most)
 
 
-def shows_marks(service: Service, sampling: SamplingParams, reading: MessageReading | None) -> SamplingParams:
+def keep_special_tokens(service: Service, sampling: SamplingParams, reading: MessageReading | None) -> SamplingParams:
     """Return sampling parameters that keep special tokens in the text, if such tokens mark reasoning or calls."""
-    if reading is None or not service.texts.hides(reading):
+    if reading is None or not service.texts.has_special_marks(reading):
         return sampling
     return replace(sampling, skip_special_tokens=False)

@@ -107,7 +107,7 @@ class PoolingHandler:
                 await until_over(mailbox)
                 if mailbox.failure is not None:
                     raise as_failure(mailbox.failure)
-                body = await service.in_thread(_written, prepared.job, prepared.model, requests)
+                body = await service.in_thread(_encode_body, prepared.job, prepared.model, requests)
                 await exchange.reply(200, body)
 
     @contextmanager
@@ -210,7 +210,7 @@ class PoolingHandler:
         ]
 
 
-def _written(job: PoolingJob, model: PoolingModel, requests: Sequence[InFlightRequest]) -> bytes:
+def _encode_body(job: PoolingJob, model: PoolingModel, requests: Sequence[InFlightRequest]) -> bytes:
     """Return the body of the response."""
     numbers = b"".join(request.finished.pooled for request in requests if request.finished is not None)
     rows = np.frombuffer(numbers, np.float32).reshape(len(job.texts), -1)

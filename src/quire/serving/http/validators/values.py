@@ -60,7 +60,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _unquoted(value: object) -> str:
+def _unquote_fix(value: object) -> str:
     """Return the fix for a value of the wrong type. Clients in shells and forms often send text instead of numbers."""
     return "send it without quotes" if isinstance(value, str) else ""
 
@@ -69,7 +69,7 @@ def _unquoted(value: object) -> str:
 class Flag:
     def check(self, where: str, value: Any, limits: Bounds) -> bool:  # noqa: ARG002
         if not isinstance(value, bool):
-            raise InvalidRequest(where, f"must be true or false, got {shown(value)}", _unquoted(value))
+            raise InvalidRequest(where, f"must be true or false, got {shown(value)}", _unquote_fix(value))
         return value
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
@@ -87,7 +87,7 @@ class Whole:
         high = _resolved(self.high, limits)
         number = int(value) if isinstance(value, float) and value.is_integer() else value
         if isinstance(number, bool) or not isinstance(number, int):
-            raise InvalidRequest(where, f"must be a whole number, got {shown(value)}", _unquoted(value))
+            raise InvalidRequest(where, f"must be a whole number, got {shown(value)}", _unquote_fix(value))
         if not self.low <= number <= high:
             raise InvalidRequest(where, f"must be in [{self.low}, {high}], got {shown(number)}", _fix(self.high))
         return number
@@ -106,7 +106,7 @@ class Number:
 
     def check(self, where: str, value: Any, limits: Bounds) -> float:  # noqa: ARG002
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidRequest(where, f"must be a number, got {shown(value)}", _unquoted(value))
+            raise InvalidRequest(where, f"must be a number, got {shown(value)}", _unquote_fix(value))
         if not self.low <= value <= self.high or (self.is_open and value == self.low):
             allowed = f"{'(' if self.is_open else '['}{self.low:g}, {self.high:g}]"
             raise InvalidRequest(where, f"must be in {allowed}, got {shown(value)}", "choose a value inside it")

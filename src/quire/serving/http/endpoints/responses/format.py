@@ -88,8 +88,8 @@ class ResponseWriter:
         items = self.output.finish("incomplete")
         if error.code == "cancelled":
             return self._stored(self._object("cancelled", items, None))
-        told = {"code": "server_error", "message": str(error)}
-        return self._stored(self._object("failed", items, None, error=told))
+        details = {"code": "server_error", "message": str(error)}
+        return self._stored(self._object("failed", items, None, error=details))
 
     def _stored(self, response: dict[str, Any]) -> dict[str, Any]:
         self._form.store(self._options, _encode(response), response["output"])

@@ -21,7 +21,7 @@ from quire.serving.requests import Prompt
 from quire.serving.text.chat_messages import message_text
 from quire.types.errors import InvalidRequest
 
-_AS_THEY_ARE = (  # parameters that chat completions have by the same name and meaning
+_SAME_NAME = (  # parameters that chat completions have by the same name and meaning
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos", "stop",
     "stop_token_ids", "include_stop_str_in_output", "chat_template_kwargs", "parallel_tool_calls", "request_id",
@@ -54,7 +54,7 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
     items = [_resolved(service, owner, place, item) for place, item in enumerate(given["input"])]
     conversation: list[Item] = [*map(_decoded, context), *items]
     _check_outputs(conversation, len(context))
-    parameters = {name: given[name] for name in _AS_THEY_ARE if name in given}
+    parameters = {name: given[name] for name in _SAME_NAME if name in given}
     parameters["response_id"] = new_id("resp")
     parameters["messages"] = messages_of(given.get("instructions"), conversation)
     if not parameters["messages"]:
