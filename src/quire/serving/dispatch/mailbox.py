@@ -69,7 +69,7 @@ class Mailbox:
         self.put_bytes = self.taken_bytes = 0  # each is written by one thread only, so neither needs a lock
         self.num_open = num_requests  # engine requests that have not ended
         self.failure: Failure | None = None
-        self.is_gone = False  # the client hung up
+        self.is_gone = False  # the client has disconnected
         self.has_delivered = False  # the handler took a delta, which the client may have seen
         self.woken_at: float | None = None  # when the throttle last woke the handler, by the event loop's clock
 

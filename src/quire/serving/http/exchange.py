@@ -98,7 +98,7 @@ class Exchange:
             raise ApiError(415, message, code="unsupported_media_type")
         if b"content-encoding" in self.headers:
             raise ApiError(
-                415, "content-encoding: is not supported; send the body as it is", code="unsupported_encoding"
+                415, "content-encoding: is not supported; send the body uncompressed", code="unsupported_encoding"
             )
         return await self._read_in_time(limits["body_bytes"], limits["body_seconds"], count)
 

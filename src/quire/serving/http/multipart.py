@@ -32,7 +32,7 @@ def read_form(content_type: str, body: bytes) -> dict[str, tuple[str, bytes]]:
         end = body.find(b"\r\n" + mark, head_end + 2) if head_end >= 0 else -1
         if end < 0 or num_parts > MAX_PARTS:
             bounds = f"up to {MAX_PARTS} parts, each with a head of up to {MAX_HEAD_BYTES} bytes"
-            raise InvalidRequest("body", f"is no multipart/form-data of {bounds}", "send the file as a form")
+            raise InvalidRequest("body", f"is not multipart/form-data with {bounds}", "send the file as a form")
         disposition = _disposition(body[place + 2 : head_end])
         name = _parameter("body", disposition, "name")
         found[name] = (_parameter("body", disposition, "filename"), body[head_end + 4 : max(end, head_end + 4)])

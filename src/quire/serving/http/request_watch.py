@@ -85,7 +85,7 @@ class RequestWatch:
 
 
 def _facts(exchange: Exchange) -> dict[str, Any]:
-    """Return what log lines tell of every request: path, client address and request id."""
+    """Return the fields of every log line: path, client address and request id."""
     client = exchange.scope.get("client")
     path = exchange.scope.get("raw_path") or b""
     return {
