@@ -53,7 +53,8 @@ _ASKED_FUNCTIONS = "asked_functions"
 _FIELDS = (
     MODEL,
     Field("messages", Messages(),
-          "The conversation; `content` is text or a list of parts: text, and images if the model takes them.", is_required=True),
+          "The conversation; `content` is text or a list of parts: text, and images if the model takes them.",
+          is_required=True),
     Field("documents", Documents(), "Passed to chat templates that read `documents`."),
     Field("reasoning_effort", Text("label", 1), "Passed to chat templates that read `reasoning_effort`."),
     ADD_SPECIAL_TOKENS,
