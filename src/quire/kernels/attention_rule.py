@@ -33,7 +33,7 @@ class AttentionRule:
 
     @property
     def factor(self) -> float:
-        """The factor that turns a dot product of a query and a cached key into an exponent of 2, for a softmax by exp2."""
+        """The factor that turns a dot product of query and cached key into an exponent of 2, for a softmax by exp2."""
         return self.scale * self.key_scale * math.log2(math.e)
 
 

@@ -90,7 +90,7 @@ def by_tokens(
 def by_chunks(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, matrix: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same as `by_tokens`, CHUNK tokens at a time: the updates of a chunk are the solution of a triangular system."""
+    """The same as `by_tokens`, CHUNK tokens at a time: the updates of a chunk solve a triangular system."""
     read = torch.empty_like(value)
     for begin in range(0, len(query), CHUNK):
         mine = slice(begin, begin + CHUNK)
