@@ -142,9 +142,8 @@ class ProgramWriter:
         self, x: Symbol, place: tuple[int, int], heads: tuple[int, int, int], block: tuple[int, int],
         rule: AttentionRule, *, latent: int = 0, cache: Tensor | None = None,
     ) -> Symbol:  # fmt: skip
-        """Return attention of the query heads that each row starts with. place: the layer and its block table; heads:
-        query heads, kv heads, dim; block: tokens per block, and the stride of blocks in heads. latent: how many of a
-        key's elements are its value (MLA); 0: values are stored separately."""
+        """Return attention of the query heads at the start of each row. place: layer and block table; heads: query heads,
+        kv heads, dim; block: tokens per block, and its stride in heads. latent: elements of a key that are its value."""
         (query, kv, dim), (layer, table) = heads, place
         out = self._new(query * (latent or dim))
         self._add(
@@ -199,7 +198,7 @@ class ProgramWriter:
         return self._beside
 
     def select(self, x: Symbol, *, fresh: bool = False) -> Symbol:
-        """Return the selected (`ProgramStep.wanted`) rows of x. Call `narrow` when all that is used later is selected."""
+        """Return the rows of x in `ProgramStep.wanted`. Call `narrow` when all that is used later is selected."""
         out = self._new(x.width)
         self._fresh += [out.buffer] if fresh else []
         self._names[out.buffer] = x.buffer
