@@ -142,8 +142,8 @@ class ProgramWriter:
         self, x: Symbol, place: tuple[int, int], heads: tuple[int, int, int], block: tuple[int, int],
         rule: AttentionRule, *, latent: int = 0, cache: Tensor | None = None,
     ) -> Symbol:  # fmt: skip
-        """Return attention of the query heads at the start of each row. place: layer and block table; heads: query heads,
-        kv heads, dim; block: tokens per block, and its stride in heads. latent: elements of a key that are its value."""
+        """Return attention of the query heads at the start of each row. place: layer and block table; heads: query
+        heads, kv heads, dim; block: its tokens, its stride in heads. latent: elements of a key that are its value."""
         (query, kv, dim), (layer, table) = heads, place
         out = self._new(query * (latent or dim))
         self._add(
