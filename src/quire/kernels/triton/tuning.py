@@ -1,4 +1,4 @@
-"""The fastest tilings of products on one device: found by trials, kept as JSON, read back with every number checked."""
+"""Tuning of gemm tilings on one device: trials, and a JSON table that is validated when it is read back."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from quire.kernels.triton.products_plan import MOST_ROWS, Found, Shape, Tiling, 
 
 logger = logging.getLogger("quire.kernels")
 
-ROWS = (1, 16, 32, 64)  # one for each number that tilings are made for
-FLOAT8_ROWS = (*ROWS, 128, 256)  # the library is further behind with these
+ROWS = (1, 16, 32, 64)  # one for each number of rows that tilings are made for
+FLOAT8_ROWS = (*ROWS, 128, 256)  # cuBLAS is slower by a larger margin for float8
 LARGEST_ERROR = 0.05
 FORMAT = 2
-_LIMITS = Tiling(MOST_ROWS, 512, 16384, 64, 32, 16)  # no tiling goes beyond
+_LIMITS = Tiling(MOST_ROWS, 512, 16384, 64, 32, 16)  # upper limits of every field
 
 
 class Trial(NamedTuple):
-    """What came of one layer with so many rows. Microseconds; infinite: none could be run."""
+    """The result of one layer with a number of rows. Times are in microseconds; infinite: no tiling could run."""
 
     layer: Layer
     rows: int
     kind: Kind
-    present: Tiling  # what was chosen before
+    present: Tiling  # the choice before tuning
     present_us: float
     best: Tiling
     best_us: float
-    library_us: float | None  # None: the library has no such product
+    library_us: float | None  # None: cuBLAS has no such gemm
 
 
 Run = Callable[[Layer, int, Kind], Trial]
 
 
 def run_trial(device: torch.device, workspace: Workspace, timer: Timer) -> Run:
-    """Trials on a device. The workspace must be like the engine's: what does not fit in it is no choice."""
+    """Return a function that runs trials on a device. The workspace must be as large as the engine's: tilings that do
+    not fit in it fail."""
 
     def run(layer: Layer, rows: int, kind: Kind) -> Trial:
         operands, tilings = Operands.make(layer, rows, kind, device), candidates(layer, rows, kind, device)
@@ -60,8 +61,9 @@ def run_trial(device: torch.device, workspace: Workspace, timer: Timer) -> Run:
 
 
 def tune(layers: Sequence[Layer], run: Run, *, float8: bool, hopper: bool = False) -> Iterator[Trial]:
-    """A trial of every layer with every number of rows. `float8`: of all weights but the head's, and of activations
-    where there are several rows. `hopper`: the device has products_hopper.py, which no tiling changes."""
+    """Yield a trial of every layer with every number of rows. `float8`: with float8 weights except for the head, and
+    float8 activations if there are several rows. `hopper`: the device has products_hopper.py; gemms that it takes are
+    skipped."""
     for layer in layers:
         is_small = float8 and layer.name != "head"
         has_product = hopper and layer.inputs % MULTIPLE == layer.weight_rows % MULTIPLE == 0
@@ -73,7 +75,8 @@ def tune(layers: Sequence[Layer], run: Run, *, float8: bool, hopper: bool = Fals
 
 
 def found_by(trials: Sequence[Trial]) -> Found:
-    """The best tilings, and for every weight up to how many rows they beat the library, where it has the product."""
+    """Return the best tilings, and for every weight the number of rows up to which they beat cuBLAS, where cuBLAS has
+    the gemm."""
     tilings = {
         trial.layer.shape(trial.rows, trial.kind): trial.best for trial in trials if trial.best_us < float("inf")
     }
@@ -99,7 +102,7 @@ def to_json(found: Found, gpu: str, version: str) -> str:
 
 
 def from_json(text: str, gpu: str, version: str) -> Found:
-    """Raises ValueError for anything but a table of this device and version that `to_json` could have written."""
+    """Parse a table that `to_json` wrote for this device and version. Raises ValueError for anything else."""
     table = json.loads(text)
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise ValueError(f"it is no tuning table of format {FORMAT}")
@@ -120,10 +123,10 @@ def from_json(text: str, gpu: str, version: str) -> Found:
 
 
 def _attempt(call: Callable[[], None]) -> bool:
-    """Whether a tiling can be run at all: some take more shared memory, registers or workspace than there is."""
+    """Whether a tiling can run at all: some need more shared memory, registers or workspace than there is."""
     try:
         call()
-    except Exception as error:  # noqa: BLE001  (the compiler and the driver raise what they like)
+    except Exception as error:  # noqa: BLE001  (the compiler and the driver raise arbitrary exceptions)
         logger.debug("a tiling cannot be run: %s", error)
         return False
     return True
@@ -158,7 +161,8 @@ def _shape(values: Any) -> Shape:
 
 
 def _check(shape: Shape, tiling: Tiling) -> None:
-    """That launching it is safe: its blocks hold the rows, and no number is beyond what kernels are made for."""
+    """Raise ValueError unless launching the tiling is safe: its blocks hold the rows, and no field is beyond the
+    kernels' limits."""
     blocks = (tiling.block_m, tiling.block_n, tiling.block_k, tiling.warps)
     if any(size < 1 or size & (size - 1) for size in blocks) or tiling.splits < 1 or tiling.stages < 1:
         raise ValueError(f"{tiling} has a block that is no power of two")
