@@ -18,7 +18,7 @@ class SplitConfig:
     """Launch parameters of split (flash-decoding) attention: `programs` are launched, and each takes at least
     `least_tiles` tiles of `block_n` keys.
 
-    Merging the parts of a cut (unit, head) pair costs about as much as `merge_tiles` tiles. `turned`: operands swapped
+    Merging the parts of a cut (unit, head) pair costs about as much as `merge_tiles` tiles. `swap_ab`: operands swapped
     (swap_ab), with keys as rows and queries as columns, so that `block_m` may be 8.
     """
 
@@ -29,7 +29,7 @@ class SplitConfig:
     programs: int
     least_tiles: int
     merge_tiles: int = 1
-    turned: bool = False
+    swap_ab: bool = False
 
     def most_registers(self, device: torch.device) -> int | None:
         """Return the limit of registers per thread with which all programs fit on the device at once, or None for no
@@ -51,7 +51,7 @@ class PrefillConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _DecodeConfig:
     """Launch parameters of decode attention for steps with at most `pairs` (row, kv head) pairs per multiprocessor."""
 
     pairs: float
@@ -60,27 +60,27 @@ class _Way:
     stages: int
     per_processor: int  # programs per multiprocessor
     least_keys: int = 256  # lower bound of keys per program
-    turned: bool = True
+    swap_ab: bool = True
 
 
 _ALL = math.inf
 # Tuned on an H200 for rows of different lengths, some hundred to two thousand tokens, with 8 kv heads, on the uneven
 # shapes of `python -m benchmarks.gpu.kernels_attention --tune`.
-_Ways = dict[int, tuple[_Way, ...]]  # by the bytes of a cached element
-_DECODE_WAYS: _Ways = {  # at most 8 query heads per kv head
-    1: (_Way(0.25, 64, 1, 3, 5, 64), _Way(_ALL, 64, 1, 4, 4)),
-    2: (_Way(0.25, 64, 2, 3, 3, 64, turned=False), _Way(_ALL, 32, 1, 4, 4)),
-    4: (_Way(_ALL, 64, 4, 3, 2, turned=False),),
+_DecodeConfigs = dict[int, tuple[_DecodeConfig, ...]]  # by the bytes of a cached element
+_DECODE_CONFIGS: _DecodeConfigs = {  # at most 8 query heads per kv head
+    1: (_DecodeConfig(0.25, 64, 1, 3, 5, 64), _DecodeConfig(_ALL, 64, 1, 4, 4)),
+    2: (_DecodeConfig(0.25, 64, 2, 3, 3, 64, swap_ab=False), _DecodeConfig(_ALL, 32, 1, 4, 4)),
+    4: (_DecodeConfig(_ALL, 64, 4, 3, 2, swap_ab=False),),
 }
-_WIDE_WAYS: _Ways = {  # 9 to 16 query heads per kv head
-    1: (_Way(_ALL, 64, 2, 3, 5),),
-    2: (_Way(0.25, 64, 2, 3, 3, 64, turned=False), _Way(_ALL, 32, 1, 3, 6)),
-    4: (_Way(_ALL, 64, 4, 3, 2, turned=False),),
+_LARGE_GROUP_CONFIGS: _DecodeConfigs = {  # 9 to 16 query heads per kv head
+    1: (_DecodeConfig(_ALL, 64, 2, 3, 5),),
+    2: (_DecodeConfig(0.25, 64, 2, 3, 3, 64, swap_ab=False), _DecodeConfig(_ALL, 32, 1, 3, 6)),
+    4: (_DecodeConfig(_ALL, 64, 4, 3, 2, swap_ab=False),),
 }
-_INTEGER_WAYS = (_Way(_ALL, 64, 4, 3, 2, turned=False),)  # int8 and int4 caches
+_INTEGER_CONFIGS = (_DecodeConfig(_ALL, 64, 4, 3, 2, swap_ab=False),)  # int8 and int4 caches
 _LARGEST = 256  # head size beyond which keys and values of a tile fill shared memory
 _ROOMY_BYTES = 200 << 10  # bytes of shared memory with which prefill of larger heads uses tiles of 32 keys
-_LEAST_TURNED = 32  # head size; the K dimension of a gemm over half of a smaller head would be too small
+_LEAST_SWAP_AB = 32  # head size; the K dimension of a gemm over half of a smaller head would be too small
 
 
 def split_config(
@@ -97,13 +97,13 @@ def split_config(
         return _large_config(block_m, dtype, processors)
     if block_m == 16:  # decode is bound by memory bandwidth: keep enough loads in flight and avoid cuts
         each = math.inf if pairs is None else pairs / processors
-        way = next(way for way in _ways(rows, dtype) if each <= way.pairs)
-        block_n = max(16, min(256, way.keys * 128 // wide))
-        turned = way.turned and wide >= _LEAST_TURNED
-        block_m = 8 if rows <= 8 and turned else 16
-        stages = way.stages if wide <= 128 else min(3, way.stages)
-        programs, least = way.per_processor * processors, max(1, way.least_keys // block_n)
-        return SplitConfig(block_m, block_n, way.warps, stages, programs, least, turned=turned)
+        config = next(config for config in _decode_configs(rows, dtype) if each <= config.pairs)
+        block_n = max(16, min(256, config.keys * 128 // wide))
+        swap_ab = config.swap_ab and wide >= _LEAST_SWAP_AB
+        block_m = 8 if rows <= 8 and swap_ab else 16
+        stages = config.stages if wide <= 128 else min(3, config.stages)
+        programs, least = config.per_processor * processors, max(1, config.least_keys // block_n)
+        return SplitConfig(block_m, block_n, config.warps, stages, programs, least, swap_ab=swap_ab)
     if block_m == 32:
         block_n = min(128, 8192 // wide)
         return SplitConfig(block_m, block_n, 4, 4 if dtype.itemsize == 1 else 3, 2 * processors, 256 // block_n)
@@ -126,16 +126,16 @@ def decode_configs(
     in ascending order."""
     query, kv = heads
     limits = {max_rows}
-    for way in _ways(query // kv, dtype)[:-1]:
-        limits.add(min(max_rows, int(way.pairs * num_processors(device)) // kv))
+    for config in _decode_configs(query // kv, dtype)[:-1]:
+        limits.add(min(max_rows, int(config.pairs * num_processors(device)) // kv))
     found = [(limit, split_config(query // kv, dim, dtype, device, limit * kv)) for limit in sorted(limits) if limit]
     return tuple(found)
 
 
-def _ways(rows: int, dtype: torch.dtype) -> tuple[_Way, ...]:
+def _decode_configs(rows: int, dtype: torch.dtype) -> tuple[_DecodeConfig, ...]:
     if not dtype.is_floating_point:
-        return _INTEGER_WAYS
-    return (_DECODE_WAYS if rows <= 8 else _WIDE_WAYS)[dtype.itemsize]
+        return _INTEGER_CONFIGS
+    return (_DECODE_CONFIGS if rows <= 8 else _LARGE_GROUP_CONFIGS)[dtype.itemsize]
 
 
 def prefill_config(dim: int, dtype: torch.dtype, device: torch.device) -> PrefillConfig:

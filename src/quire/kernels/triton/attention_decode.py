@@ -110,7 +110,7 @@ def _launch(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         MERGED=max(1, at_once // (rows_pad * dim_pad)),
         MERGE_STAGES=_MERGE_STAGES if rows_pad * dim_pad <= _MERGED_AT_ONCE else 1, COMPUTE=compute,
-        PRECISION="ieee" if compute == tl.float32 else "tf32", TURNED=config.turned, DEPENDENT=dependent,
+        PRECISION="ieee" if compute == tl.float32 else "tf32", TURNED=config.swap_ab, DEPENDENT=dependent,
         num_warps=config.warps, num_stages=config.stages, maxnreg=registers,
         launch_pdl=dependent,
     )  # fmt: skip
