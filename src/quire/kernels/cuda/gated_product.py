@@ -116,8 +116,11 @@ def gated_product(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if out is None else out
     check_rows(x, "x")
     check_rows(out, "out")
-    check(takes_weight(weight, None), "the weight is of 16-bit numbers, whole and aligned, on a Hopper GPU")
-    check(x.dtype == weight.dtype == out.dtype and inputs == weight.shape[1], "x, weight and out go together")
+    check(takes_weight(weight, None), "the weight is 16-bit, contiguous and aligned, on a Hopper GPU")
+    check(
+        x.dtype == weight.dtype == out.dtype and inputs == weight.shape[1],
+        "x, weight and out agree in dtype and K",
+    )
     check(out.shape == (rows, outputs), "out is [rows, outputs]")
     lines = (x.stride(0), out.stride(0), x.data_ptr() // 2, out.data_ptr() // 2)
     check(all(each % _EIGHT == 0 for each in lines), "rows begin at multiples of 16 bytes")

@@ -63,9 +63,9 @@ _LONGEST_NIBBLES, _LONGEST = 16_384, 4_096
 def why_not_row_program(device: torch.device) -> str | None:
     """Return why the kernel cannot run on a device; None if it can."""
     if device.type != "cuda":
-        return "it runs on CUDA devices"
+        return "it runs only on CUDA devices"
     if torch.cuda.get_device_capability(device)[0] != _CAPABILITY:
-        return "it is made for Hopper GPUs"
+        return "it runs only on Hopper GPUs"
     return why_no_nvrtc()
 
 
@@ -79,11 +79,11 @@ def why_not_faster(phases: Sequence[Phase]) -> str | None:
     per layer there is little to gain, and 8-bit weights are not converted fast enough."""
     weights = [phase.weight for phase in phases if isinstance(phase, ProductPhase)]
     if any(isinstance(weight, ScaledRowsWeight) for weight in weights):
-        return "weights of 8 bits are multiplied faster by other kernels"
+        return "other kernels are faster with 8-bit weights"
     layers = sum(isinstance(phase, AttentionPhase) for phase in phases)
     plain = sum(weight.numel() * weight.element_size() for weight in weights if isinstance(weight, Tensor))
     if plain > _MOST_LAYER_BYTES * max(layers, 1):
-        return f"layers of {plain // max(layers, 1) >> 20} MiB of weights are read as fast by other kernels"
+        return f"other kernels are as fast with {plain // max(layers, 1) >> 20} MiB of weights per layer"
     return None
 
 
@@ -224,9 +224,9 @@ class RowProgram:
             torch.cuda.synchronize(device)  # the uploaded records are freed after this
             number += is_product
         if not torch.equal(together.view(torch.int16), apart.view(torch.int16)):
-            raise CudaError("the kernel of one row failed its check: all phases differ from single ones")
+            raise CudaError("the one-row kernel failed its check: one launch differs from a launch per phase")
         if not bool(together.isfinite().all()):
-            raise CudaError("the kernel of one row failed its check: what it makes of numbers is none")
+            raise CudaError("the one-row kernel failed its check: its result is not finite")
 
 
 def _upload(record: ctypes.Structure | ctypes.Array[Any], device: torch.device) -> Tensor:

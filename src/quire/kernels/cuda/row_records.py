@@ -119,7 +119,7 @@ class Sizes:
         room = limit - self.vector - self.quarters - sources
         self.slots = min(_MOST_SLOTS, room // (WARPS * self.slot))
         if self.slots < _FEWEST_SLOTS:
-            raise ValueError(f"vectors of {inputs} numbers leave no room for weights in shared memory")
+            raise ValueError(f"shared memory is too small: vectors of {inputs} elements leave no room for weights")
         self.total = WARPS * self.slots * self.slot + self.vector + self.quarters + sources
 
 
@@ -161,7 +161,7 @@ def _nibble_constants(phases: Sequence[Phase]) -> dict[str, int]:
     nibbles = [weight for weight in weights if isinstance(weight, PackedNibbles)]
     found = {(min(4, weight.group // 32), weight.scales.dtype == torch.float16) for weight in nibbles}
     if len(found) > 1:
-        raise ValueError("weights of 4 bits have groups of different sizes, or scales of different dtypes")
+        raise ValueError("4-bit weights have groups of different sizes, or scales of different dtypes")
     quarters, are_halves = next(iter(found), (4, False))
     return {"QUARTERS": quarters, "FACTORS_ARE_HALVES": int(are_halves)}
 

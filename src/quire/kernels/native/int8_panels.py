@@ -74,9 +74,9 @@ def cut_int8_panels(
     outputs, inputs = levels.shape
     shape = (outputs, scales.shape[1])
     if inputs % 32 or scales.shape != shape or offsets.shape != shape or inputs // shape[1] not in (16, 32):
-        raise ValueError(f"groups of 16 or 32 inputs, not {tuple(levels.shape)} and {tuple(scales.shape)}")
+        raise ValueError(f"groups must be 16 or 32 inputs: levels {tuple(levels.shape)}, scales {tuple(scales.shape)}")
     if scales.dtype != torch.float16 or offsets.dtype != torch.float16 or levels.element_size() != 1:
-        raise ValueError(f"levels of a byte, scales in float16, not {levels.dtype} and {scales.dtype}")
+        raise ValueError(f"levels must have one byte, scales float16, not {levels.dtype} and {scales.dtype}")
     weight = _Weight(levels.contiguous(), scales, offsets, nibbles)
     packing = _find_super_blocks(weight) or _choose_packing(weight)
     form = replace(packing.form, byte_rows=byte_rows)

@@ -114,7 +114,7 @@ def _path_asked_for(name: str, built: Sequence[CpuPath], features: frozenset[str
     path = next((path for path in PATHS if path.name == name), None)
     if path is None:
         known = " ".join(each.name for each in PATHS)
-        raise LacksPath(f"{name!r} is no path of the CPU kernels on this kind of CPU, which are: {known}")
+        raise LacksPath(f"unknown path {name!r} of the CPU kernels; paths for this kind of CPU: {known}")
     if missing := sorted(path.needs - features):
         raise LacksPath(f"the path {name} needs a CPU with {', '.join(missing)}; paths that run here: {names}")
     if path not in built:
@@ -243,7 +243,7 @@ def why_not_native(dtype: torch.dtype, device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"the native CPU kernels do not run on {device.type}"
     if dtype not in TYPES:
-        return f"the native CPU kernels do not know {str(dtype).removeprefix('torch.')}"
+        return f"the native CPU kernels do not support {str(dtype).removeprefix('torch.')}"
     try:
         open_library()
     except Unavailable as reason:

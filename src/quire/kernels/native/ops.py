@@ -199,7 +199,7 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Ten
     if x.dtype != weight.dtype or not x.is_contiguous() or inputs != weight.inputs:
         raise ValueError(f"x must be contiguous {weight.dtype} rows of {weight.inputs}, not {x.dtype} of {inputs}")
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.shape != (weight.outputs,)):
-        raise ValueError(f"bias must be {weight.outputs} contiguous {x.dtype} numbers")
+        raise ValueError(f"bias must be {weight.outputs} contiguous {x.dtype} elements")
     out = torch.empty(rows, weight.outputs, dtype=x.dtype)
     done = open_library().quire_multiply(
         TYPES[x.dtype], weight.format, x.data_ptr(), weight.data.data_ptr(), None if bias is None else bias.data_ptr(),
@@ -254,7 +254,7 @@ def read_rows(weight: PackedWeight, rows: Tensor) -> Tensor:  # [n] -> [n, input
         weight.outputs,
     )  # fmt: skip
     if not has_all:
-        raise IndexError(f"rows of a weight with {weight.outputs} outputs must be below that and not negative")
+        raise IndexError(f"rows must be from 0 to {weight.outputs - 1}, the last output of the weight")
     return out
 
 
@@ -277,4 +277,4 @@ def _check(fits: bool) -> None:
     """Raise ValueError if `fits` is False. The kernels read raw memory, so tensors of another layout must never reach
     them."""
     if not fits:
-        raise ValueError("tensors of a dtype or layout the native kernels do not take")
+        raise ValueError("tensors of a dtype or layout that the native kernels do not support")

@@ -309,7 +309,7 @@ class Program:
         operations = [entry for entry in entries if isinstance(entry, COperation)]
         self._operations = (COperation * len(operations))(*operations)
         if not self._library.quire_can_run(TYPES[dtype], self._operations, len(operations)):
-            raise ValueError(f"weights of a format this CPU's native kernels do not multiply {dtype} rows by")
+            raise ValueError(f"this CPU has no kernel for {dtype} rows and the format of a weight")
         self._parts = cut_at_calls(entries)
         self._caches: Sequence[tuple[Tensor, Tensor]] = ()  # the caches that the pointers below belong to
         self._keys = self._values = self._states = _pointers(())

@@ -19,7 +19,7 @@ class Missing(Exception):
     """A rank did not arrive at a barrier in time."""
 
     def __init__(self, rank: int, size: int, seconds: float) -> None:
-        super().__init__(f"rank {rank} of the {size} of its stage did not come to a sum within {seconds:g} s")
+        super().__init__(f"rank {rank} of the {size} of its stage did not reach a barrier within {seconds:g} s")
 
 
 def shared_bytes(size: int, slot_bytes: int) -> int:

@@ -60,13 +60,13 @@ def dequantize_pages(
     """
     key, value = caches
     check_cache(key, value, scales)
-    check(out[0].shape == out[1].shape and out[0].is_contiguous() and out[1].is_contiguous(), "pages have gaps")
-    check(pages.dtype == torch.int32 and pages.is_contiguous(), "the list of pages must be int32 without gaps")
+    check(out[0].shape == out[1].shape and out[0].is_contiguous() and out[1].is_contiguous(), "pages are contiguous")
+    check(pages.dtype == torch.int32 and pages.is_contiguous(), "the list of pages is contiguous int32")
     capacity, kv_heads, page, dim = out[0].shape
     group = int4_group(key.dtype, dim)
-    check(key.shape[1] == kv_heads and key.shape[3] == (dim // 2 if group else dim), "pages of other heads")
-    check(len(pages) <= 1 + capacity, "more pages are listed than there are")
-    check(out[0].numel() < 1 << 31, "their numbers are counted in 32 bits")
+    check(key.shape[1] == kv_heads and key.shape[3] == (dim // 2 if group else dim), "pages have the cache's heads")
+    check(len(pages) <= 1 + capacity, "at most as many pages are listed as there are")
+    check(out[0].numel() < 1 << 31, "pages have fewer than 2**31 elements")
     programs = min((len(pages) - 1) * kv_heads, _PER_PROCESSOR * num_processors(key.device))
     _dequantize[(programs,)](
         key, value, *scales, tables, pages, *out, tables.stride(0),

@@ -122,7 +122,10 @@ def _delta_kernel(
 
 def _check(state: Tensor, spans: Tensor, slots: Tensor, sizes: DeltaSizes) -> None:
     check_rows(state, "state")
-    check(state.dtype == torch.float32 and state.shape[1] >= sizes.state_numbers, "states are float32 and whole")
+    check(
+        state.dtype == torch.float32 and state.shape[1] >= sizes.state_numbers,
+        "states are float32 and complete",
+    )
     check(spans.shape == slots.shape and spans.shape[1:] == (2,), "spans and slots are two numbers per segment")
     check(spans.is_contiguous() and slots.is_contiguous(), "spans and slots must be contiguous")
 

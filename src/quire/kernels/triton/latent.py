@@ -119,8 +119,8 @@ def store_latents(
     check_rows(latents, "latents")
     check_rows(blocks, "blocks")
     check(latents.shape == (tokens, width) and query.stride(2) == 1, "latents and queries do not fit the cache")
-    check(norm.weight.shape == (rank,) and norm.weight.is_contiguous(), "a weight of the norm for each number")
-    check(table.is_contiguous() and table.shape[1] == turned and turned % 2 == 0, "an angle for each pair")
+    check(norm.weight.shape == (rank,) and norm.weight.is_contiguous(), "the norm's weight is [rank], contiguous")
+    check(table.is_contiguous() and table.shape[1] == turned and turned % 2 == 0, "table is [positions, rotated]")
     check(memory.is_contiguous() and memory.shape[1] == 1, "the cache must be contiguous, and of one head")
     check(positions.is_contiguous() and rows.is_contiguous(), "positions and rows must be contiguous")
     if tokens == 0:

@@ -109,7 +109,7 @@ def warps_for(block: int) -> int:
 def check(fits: bool, what: str) -> None:
     """Raise ValueError unless `fits`. Kernels read raw memory, so tensors of another layout must never reach them."""
     if not fits:
-        raise ValueError(f"the Triton kernel cannot take these tensors: {what}")
+        raise ValueError(f"these tensors do not meet a requirement of the Triton kernel: {what}")
 
 
 def check_rows(x: Tensor, name: str) -> None:

@@ -209,7 +209,7 @@ def expand_nibbles(weight: PackedNibbles, out: Tensor, first: int = 0, *, has_co
     """Dequantize the outputs from `first` on, which must begin a panel, to `out` [outputs, inputs], in its dtype.
     `has_codes`: the values are e2m1 codes, not integers."""
     panel, rows = first // PANEL, len(out)
-    check(first % PANEL == 0 and first + rows <= weight.outputs, "outputs begin with a panel's, and are the weight's")
+    check(first % PANEL == 0 and first + rows <= weight.outputs, "first begins a panel, and out is within the weight")
     check_rows(out, "out")
     steps, has_offset = weight.data.shape[1], weight.offsets is not None
     offsets = weight.offsets[:, first:] if weight.offsets is not None else None

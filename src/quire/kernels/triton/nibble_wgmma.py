@@ -127,7 +127,7 @@ def nibble_wgmma(
     check_rows(out, "out")
     gated, steps = activation is not None, weight.data.shape[1]
     outputs = weight.outputs // (2 if gated else 1)
-    check(takes_wgmma(x, weight, activation) and inputs == weight.inputs, "x is rows that `takes_wgmma`")
+    check(takes_wgmma(x, weight, activation) and inputs == weight.inputs, "x and weight are as `takes_wgmma` requires")
     check(out.shape == (rows, outputs), "out is [M, N]")
     check(residual is None or (residual.shape == out.shape and residual.stride(1) == 1), "residual is [M, N]")
     plan = plan or choose_wgmma_plan(rows, outputs, steps, gated, num_processors(x.device))

@@ -105,7 +105,7 @@ def from_json(text: str, gpu: str, version: str) -> Found:
     """Parse a table that `to_json` wrote for this device and version. Raises ValueError for anything else."""
     table = json.loads(text)
     if not isinstance(table, dict) or table.get("format") != FORMAT:
-        raise ValueError(f"it is no tuning table of format {FORMAT}")
+        raise ValueError(f"it is not a tuning table of format {FORMAT}")
     if (table.get("gpu"), table.get("triton")) != (gpu, version):
         raise ValueError(f"it was made for {table.get('gpu')} with triton {table.get('triton')}")
     tilings = {}
@@ -155,7 +155,7 @@ def _whole(values: Any, count: int) -> list[int]:
 
 def _shape(values: Any) -> Shape:
     if not isinstance(values, list) or not values or type(values[-1]) is not bool:
-        raise ValueError(f"{values!r:.80} is no shape")
+        raise ValueError(f"{values!r:.80} is not a shape")
     rows, outputs, inputs, x_bytes, weight_bytes = _whole(values[:-1], 5)
     return Shape(rows, outputs, inputs, x_bytes, weight_bytes, values[-1])
 
