@@ -20,6 +20,8 @@ SAME_RUN = -2  # as slot to read: continue from the state after the previous seg
 
 
 class DeltaSizes(NamedTuple):
+    """The sizes of a gated delta net layer."""
+
     key_heads: int
     value_heads: int
     key_dim: int

@@ -97,7 +97,7 @@ def test_small_layers_are_run_together_and_large_ones_are_not() -> None:
 def test_weights_of_8_bits_stay_with_other_kernels_and_those_of_4_do_not() -> None:
     numbers = torch.zeros(32, 64, dtype=torch.int8)
     scaled = ProductPhase(ScaledRowsWeight(numbers, torch.ones(32)), None, torch.zeros(32, dtype=BF16))
-    assert "8 bits" in str(row_program.why_not_faster([scaled]))
+    assert "8-bit" in str(row_program.why_not_faster([scaled]))
     levels, scales = torch.zeros(64, 128, dtype=torch.uint8), torch.ones(64, 2, dtype=torch.float16)
     nibbles = ProductPhase(pack_nibbles(levels, scales, None), None, torch.zeros(64, dtype=BF16))
     assert row_program.why_not_faster([nibbles]) is None

@@ -42,6 +42,7 @@ class PackedWeight:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], [size] -> [rows, size]
+    """Return the RMS norm of each row of x, times weight."""
     _check(x.stride(1) == 1 and weight.dtype in (x.dtype, torch.float32) and weight.shape == x.shape[1:])
     out = torch.empty(x.shape, dtype=x.dtype)
     open_library().quire_rms_norm(
@@ -59,6 +60,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], 
 
 
 def layer_norm(x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:  # [rows, size], [2, size] -> [rows, size]
+    """Return the layer norm of each row of x, times weight, plus bias (weight_bias [2, size])."""
     _check(x.stride(1) == 1 and weight_bias.dtype == x.dtype and weight_bias.shape == (2, x.shape[1]))
     _check(weight_bias.is_contiguous())
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -254,7 +256,7 @@ def read_rows(weight: PackedWeight, rows: Tensor) -> Tensor:  # [n] -> [n, input
         weight.outputs,
     )  # fmt: skip
     if not has_all:
-        raise IndexError(f"rows must be from 0 to {weight.outputs - 1}, the last output of the weight")
+        raise IndexError(f"rows must be from 0 to {weight.outputs - 1}: the weight has {weight.outputs} outputs")
     return out
 
 

@@ -20,6 +20,7 @@ def product(
     clamp: Clamp | None = None,  # of the gated activation
     norm: tuple[Tensor, float] | None = None,  # weight [K] and eps of an RMS norm of x
 ) -> Tensor:  # [M, N] float32
+    """Return x @ weight.T with its epilogue, in float32."""
     wide = x.float() if x_scale is None else x.float() * x_scale[:, None]
     if norm is not None:
         wide = wide * (wide.pow(2).mean(dim=-1, keepdim=True) + norm[1]).rsqrt() * norm[0].float()

@@ -14,6 +14,8 @@ _MASK = 2**64 - 1
 
 
 class Parameters(NamedTuple):
+    """The sampling parameters of a row."""
+
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0

@@ -190,6 +190,7 @@ def _serve(tasks: IO[str], answers: IO[str]) -> None:
 
 
 def main() -> None:
+    """Run a child process: compile tasks from stdin until it closes, and answer on stdout."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; the child ends when its stdin closes
     with suppress(OSError):
         os.nice(_NICE)

@@ -50,6 +50,7 @@ class NibbleStack(NamedTuple):
 
     @classmethod
     def of(cls, experts: Sequence[PackedNibbles], bias: Tensor | None, *, has_codes: bool) -> NibbleStack:
+        """Stack the packed weights of all experts, which must be alike."""
         first = experts[0]
         offsets = None
         if first.offsets is not None:

@@ -77,6 +77,7 @@ class Operands:
 
     @classmethod
     def make(cls, layer: Layer, rows: int, kind: Kind, device: torch.device) -> Operands:
+        """Allocate random operands for a layer with `rows` rows."""
         x = torch.randn(rows, layer.inputs, device=device).bfloat16()
         norm = Norm(torch.rand(layer.inputs, device=device).bfloat16(), 1e-5) if layer.norm and rows == 1 else None
         weights: list[tuple[Tensor, Tensor | None]] = []

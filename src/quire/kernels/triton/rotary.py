@@ -139,6 +139,7 @@ def _changed(at, change_ptr, place, inside):
     return x
 
 
+# One program per (token, group of HEADS heads). LATER: leave keys and values in qkv for store_int4.
 @triton.jit
 def _rotary_kernel(
     qkv_ptr, change_ptr, query_ptr, table_ptr, angle_ptr, position_ptr, row_ptr, blocks_ptr, key_ptr, value_ptr,
@@ -148,7 +149,6 @@ def _rotary_kernel(
     HALF: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_VALUES: tl.constexpr, PARTIAL: tl.constexpr,
     FLOAT8_CACHE: tl.constexpr, LATER: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (token, group of HEADS heads). LATER: leave keys and values in qkv for store_int4."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     place = tl.arange(0, HALF)

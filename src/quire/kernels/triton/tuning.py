@@ -95,6 +95,7 @@ def found_by(trials: Sequence[Trial]) -> Found:
 
 
 def to_json(found: Found, gpu: str, version: str) -> str:
+    """Write a table of tilings for this device and version of Triton."""
     tilings = [[list(shape), list(tiling)] for shape, tiling in found.tilings.items()]
     own_rows = [[*weight, rows] for weight, rows in found.own_rows.items()]
     table = {"format": FORMAT, "gpu": gpu, "triton": version, "tilings": tilings, "own_rows": own_rows}
