@@ -46,7 +46,7 @@ class Claims:
     def take(self, threads: int, allowed: Collection[int], system: Path = SYSTEM) -> tuple[int, ...]:
         """Claim a core for each thread. Returns the claimed cores, or none if other processes leave too few."""
         self.release()
-        with _only_one_chooses() as is_alone:
+        with _choosing_lock() as is_alone:
             candidates = read_cores(allowed, system) if is_alone else []
             while chosen := choose_cores(candidates, threads):
                 held = [_claim(f"core-{number}") for number in chosen]
@@ -149,7 +149,7 @@ def _claim(name: str) -> socket.socket | None:
 
 
 @contextmanager
-def _only_one_chooses() -> Iterator[bool]:
+def _choosing_lock() -> Iterator[bool]:
     """Hold the lock under which processes choose cores. Yields False if it was not acquired within _LOCK_SECONDS."""
     end = time.monotonic() + _LOCK_SECONDS
     while (lock := _claim("choice")) is None and time.monotonic() < end:

@@ -166,7 +166,7 @@ def set_threads(count: int | None) -> None:
             "this process was forked from one that has run a model: torch computes with one thread here; use "
             "multiprocessing's start method spawn for all of them"
         )
-    count = count or (_Threads.is_forked and _Threads.asked) or _threads_that_can_run(torch.get_num_threads())
+    count = count or (_Threads.is_forked and _Threads.asked) or _capped_threads(torch.get_num_threads())
     torch.set_num_threads(1 if _Threads.is_forked else count)
     _Threads.asked = count
     if open_library.cache_info().currsize:
@@ -175,7 +175,7 @@ def set_threads(count: int | None) -> None:
 
 def kernel_threads() -> int:
     """Return the number of threads that the compiled kernels use."""
-    return _threads_that_can_run(_Threads.asked or torch.get_num_threads())
+    return _capped_threads(_Threads.asked or torch.get_num_threads())
 
 
 def usable_cores() -> int:
@@ -188,14 +188,14 @@ def usable_cores() -> int:
     return cores
 
 
-def _threads_that_can_run(count: int) -> int:
+def _capped_threads(count: int) -> int:
     """Cap a thread count at the usable cores: more threads would only compete for them."""
     return min(count, usable_cores())
 
 
 class _Failures:
-    """Raises RuntimeError with the reason if a call of the kernels failed in any thread. In practice there was
-    no memory."""
+    """Raises RuntimeError with the reason if a call of the kernels failed in any thread, in practice for lack of
+    memory."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._take = library.quire_take_failure

@@ -27,7 +27,7 @@ from quire.kernels.triton.launch import INTERPRETED
 MOST_THREADS, MOST_PROCESSES = 16, 8
 _lock = threading.RLock()
 _begun: dict[str, Future[Any]] = {}  # by Triton's key of a compilation
-_here_alone = threading.Lock()  # held by the one background thread that compiles in this process
+_background_compile_lock = threading.Lock()  # held by the one background thread that compiles in this process
 _here = threading.local()  # .inside: this thread is inside `compiling_only`
 
 
@@ -50,7 +50,7 @@ def compiling_only(*, wait: bool = True) -> Iterator[None]:
     if INTERPRETED or is_compiling_only():
         yield
         return
-    with _launches_skipped(), _Mode(wait=wait):
+    with _compile_only_launches(), _Mode(wait=wait):
         yield
 
 
@@ -126,7 +126,7 @@ def _begin(
 
 
 @contextmanager
-def _launches_skipped() -> Iterator[None]:
+def _compile_only_launches() -> Iterator[None]:
     """Make launches of this thread compile only; other threads launch normally."""
     with _lock:
         launch = JITFunction.run
@@ -150,7 +150,7 @@ def _compile_outside(compile_here: Callable[[], Any], *, wait: bool) -> Any:
         _processes().start()
     if (task is not None and _processes().compile(task, wait=wait)) or not wait:
         return compile_here()
-    with _here_alone:
+    with _background_compile_lock:
         return compile_here()
 
 

@@ -265,10 +265,10 @@ def choose_grouped_tilings(
     else:
         tilings = (GroupedTiling(16, 64, 2 * line, 4, 5),) * 2
     first, second = tilings
-    return _fitting(first, 2, x_bytes, device), _fitting(second, 1, x_bytes, device)
+    return _limit_stages(first, 2, x_bytes, device), _limit_stages(second, 1, x_bytes, device)
 
 
-def _fitting(tiling: GroupedTiling, weights: int, x_bytes: int, device: torch.device) -> GroupedTiling:
+def _limit_stages(tiling: GroupedTiling, weights: int, x_bytes: int, device: torch.device) -> GroupedTiling:
     """Limit the pipeline stages to the device's shared memory, with `weights` weight tiles per stage."""
     stage = (weights * tiling.block_n + tiling.block_m) * tiling.block_k * x_bytes
     return tiling._replace(stages=max(1, min(tiling.stages, shared_memory(device) // stage)))

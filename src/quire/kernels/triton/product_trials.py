@@ -110,7 +110,7 @@ class Operands:
             even = layer.inputs % FLOAT8_MULTIPLE == layer.weight_rows % FLOAT8_MULTIPLE == 0
             if self.x_scale is None or not even or not self.x.is_cuda:
                 return []
-        return [partial(self._by_library, layer, index) for index in range(len(self.weights))]
+        return [partial(self._run_cublas, layer, index) for index in range(len(self.weights))]
 
     def error(self, layer: Layer, workspace: Workspace, tiling: Tiling | None = None) -> float:
         """Return the relative error (norm of the difference over the norm of the reference); infinite if a value is not
@@ -125,10 +125,10 @@ class Operands:
         difference = (self.out.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
         return float(difference) if bool(difference.isfinite()) else float("inf")
 
-    def _by_library(self, layer: Layer, index: int) -> None:
+    def _run_cublas(self, layer: Layer, index: int) -> None:
         weight, weight_scale = self.weights[index]
         if self.x_scale is not None and weight_scale is not None:
-            self._by_float8_library(layer, multiply_float8(self.x, self.x_scale, weight, weight_scale))
+            self._finish_float8(layer, multiply_float8(self.x, self.x_scale, weight, weight_scale))
             return
         turned = weight.t()
         x = self.x if self.norm is None else rms_norm(self.x, *self.norm)
@@ -141,7 +141,7 @@ class Operands:
         else:
             torch.mm(x, turned, out=self.out)
 
-    def _by_float8_library(self, layer: Layer, made: Tensor) -> None:
+    def _finish_float8(self, layer: Layer, made: Tensor) -> None:
         """Apply the gate or residual that follows cuBLAS's float8 gemm; `made` is its result."""
         if layer.activation is not None:
             gate(made, layer.activation, self.out)

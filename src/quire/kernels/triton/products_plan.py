@@ -116,10 +116,10 @@ def choose_tiling(
     """Return the tuned or measured tiling for this shape, or one by a rule."""
     shape = Shape(rows_held(rows), outputs, inputs, x_bytes, weight_bytes, gated)
     known = _tuned.tilings.get(shape) or MEASURED.get(shape)
-    return known or _by_rule(shape, num_processors(device))
+    return known or _default_tiling(shape, num_processors(device))
 
 
-def _by_rule(shape: Shape, processors: int) -> Tiling:
+def _default_tiling(shape: Shape, processors: int) -> Tiling:
     """Choose a tiling that keeps every multiprocessor reading: at least two programs on each, or one whose tile fills
     it.
 

@@ -50,7 +50,7 @@ def run_trial(device: torch.device, workspace: Workspace, timer: Timer) -> Run:
         operands, tilings = Operands.make(layer, rows, kind, device), candidates(layer, rows, kind, device)
         with compiling_only():
             for tiling in tilings:
-                _attempt(lambda tiling=tiling: operands.call(layer, 0, workspace, tiling))  # type: ignore[misc]
+                _can_run(lambda tiling=tiling: operands.call(layer, 0, workspace, tiling))  # type: ignore[misc]
         times = {tiling: _time(operands, layer, workspace, tiling, timer) for tiling in tilings}
         best = min(times, key=times.__getitem__)
         library = operands.library_calls(layer)
@@ -123,7 +123,7 @@ def from_json(text: str, gpu: str, version: str) -> Found:
     return Found(tilings, own_rows)
 
 
-def _attempt(call: Callable[[], None]) -> bool:
+def _can_run(call: Callable[[], None]) -> bool:
     """Whether a tiling can run at all: some need more shared memory, registers or workspace than there is."""
     try:
         call()
@@ -134,10 +134,10 @@ def _attempt(call: Callable[[], None]) -> bool:
 
 
 def _time(operands: Operands, layer: Layer, workspace: Workspace, tiling: Tiling, timer: Timer) -> float:
-    if not _attempt(lambda: operands.call(layer, 0, workspace, tiling)):
+    if not _can_run(lambda: operands.call(layer, 0, workspace, tiling)):
         return float("inf")
-    right = operands.error(layer, workspace, tiling) <= LARGEST_ERROR
-    return timer(operands.calls(layer, workspace, tiling)) if right else float("inf")
+    is_accurate = operands.error(layer, workspace, tiling) <= LARGEST_ERROR
+    return timer(operands.calls(layer, workspace, tiling)) if is_accurate else float("inf")
 
 
 def _lines(table: dict[str, Any], name: str, width: int) -> list[list[Any]]:
