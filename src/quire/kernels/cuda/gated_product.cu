@@ -224,6 +224,8 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, u32 ring, u32 f
     }
 }
 
+// The kernel: warpgroup 0 has the producer thread, the others are consumers. Clusters are persistent over pairs of
+// tiles.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(CLUSTER, 1, 1) gated_product(
     const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const __grid_constant__ Product p) {
     extern __shared__ char memory[];

@@ -323,6 +323,7 @@ __device__ __forceinline__ void attend_share(
 // How a context is divided among blocks: the tokens before the current one, from `begin` on. A padding row has none.
 struct Context { int position, begin, count, shares, each; };
 
+// Divide the context of the current token among the blocks of each kv head.
 __device__ __forceinline__ Context context_of(const Phase& p, const Run& run) {
     Context c;
     c.position = run.rows[0] < 0 ? 0 : (int)run.positions[0];

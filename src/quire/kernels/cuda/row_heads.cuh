@@ -59,6 +59,7 @@ __device__ __forceinline__ const int* table_of(const Phase& p, const Run& run) {
 // What a lane needs of a head's norm weights and angles, unconverted: loaded before the head is ready.
 struct HeadFactors { u32 weights[HEAD_DIM / 32]; u16 cosines[HEAD_DIM / 64], sines[HEAD_DIM / 64]; };
 
+// Start to load the norm weights and angles of a head.
 __device__ __forceinline__ void ask_for_factors(const Phase& p, u64 norm, bool turns, long long position, HeadFactors& f) {
     const int lane = threadIdx.x % 32, half = p.turned / 2;
     if (norm) {

@@ -37,6 +37,7 @@ __device__ __forceinline__ void run_phases(
     }
 }
 
+// The kernel: sets up shared memory and barriers, starts the rings, and runs all phases.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 run_program(const __grid_constant__ Run run, const Phase* __restrict__ phases) {
     extern __shared__ __align__(128) u8 memory[];

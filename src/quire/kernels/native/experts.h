@@ -137,6 +137,7 @@ struct Pairs {
     std::vector<int64_t> rows;    // [pairs]
     std::vector<float> weights;   // [pairs]
 
+    // Route all rows, and sort the pairs by expert (counting sort).
     template <typename T> Pairs(const T* logits, const PackedExperts& experts, int64_t num_rows) {
         const int64_t count = num_rows * experts.used;
         std::vector<int64_t> chosen(count);

@@ -74,6 +74,7 @@ struct Int8Kernels {
 #endif
 };
 
+// Collect the functions of one format.
 template <int64_t FORMAT> constexpr Int8Kernels make_int8_kernels() {
     Int8Kernels kernels{};
     kernels.format = FORMAT;

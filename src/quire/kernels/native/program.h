@@ -229,6 +229,7 @@ template <typename T> struct Interpreter {
         return cuts.emplace_back(wanted, cut_for<T>(spans, run.num_spans, run.tables[0], wanted)).second;
     }
 
+    // Run all operations in order.
     void go() const {
         std::deque<std::pair<Shape, Cut>> cuts;  // groups point into their Cut, so its address must not change
         std::optional<RowUnits> units;           // of the current rows

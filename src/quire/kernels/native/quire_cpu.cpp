@@ -88,6 +88,7 @@ void quire_rms_norm(int64_t type, int64_t weight_type, const void* x, int64_t x_
     })
 }
 
+// weight_bias [2, size]: see layer_norm.
 void quire_layer_norm(int64_t type, const void* x, int64_t x_stride, const void* weight_bias, void* out, int64_t rows,
                       int64_t size, double eps) {
     DISPATCH(type, layer_norm<T>(static_cast<const T*>(x), x_stride, static_cast<const T*>(weight_bias),
@@ -104,6 +105,7 @@ void quire_activate(int64_t type, int64_t kind, void* x, int64_t count) {
     DISPATCH(type, activate<T>(kind, static_cast<T*>(x), count))
 }
 
+// Rotary positions in place: see rotate; angle_stride: elements between the rows of cos and sin.
 void quire_rotate(int64_t type, void* x, int64_t stride, const void* cos, const void* sin, int64_t angle_stride,
                   int64_t rows, int64_t heads, int64_t head_dim, int64_t dim) {
     DISPATCH(type, rotate<T>(static_cast<T*>(x), stride, static_cast<const T*>(cos), static_cast<const T*>(sin),
@@ -225,6 +227,7 @@ void quire_gate(int64_t type, int64_t activation, const Clamp* clamp, const void
     DISPATCH(type, gate<T>(activation, clamp, static_cast<const T*>(gate_up), static_cast<T*>(out), rows, size))
 }
 
+// Copy keys and values to cache slots: see write_cache.
 void quire_write_cache(int64_t type, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
                        void* key_cache, void* value_cache, const int64_t* slots, int64_t rows, int64_t heads,
                        int64_t dim) {
@@ -281,6 +284,7 @@ int64_t quire_choose_by_head(int64_t format, const float* states, int64_t inputs
     return true;
 }
 
+// Apply token bitmasks to logits in place: see mask_logits.
 void quire_mask_logits(float* logits, int64_t size, const int64_t* places, const uint32_t* bits, int64_t masked,
                        int64_t words) {
     guarded([&] { mask_logits(logits, size, places, bits, masked, words); });

@@ -139,6 +139,7 @@ template <Activation KIND, typename T> void activate_all(T* x, int64_t count) {
     });
 }
 
+// Apply the activation `kind` to x [count] in place.
 template <typename T> void activate(int64_t kind, T* x, int64_t count) {
     switch (kind) {
         case SILU: activate_all<SILU>(x, count); break;
@@ -171,6 +172,7 @@ template <Activation KIND, typename T> void gate_all(const T* gate_up, T* out, i
     gate_by(gate_up, out, rows, size, [](Floats gate, Floats up) { return rounded<T>(activated<KIND>(gate)) * up; });
 }
 
+// The clamped silu gate for gate_up [rows, 2 * size], see Clamp.
 template <typename T> void gate_clamped(const Clamp& clamp, const T* gate_up, T* out, int64_t rows, int64_t size) {
     const Floats limit = all(static_cast<float>(clamp.limit));
     const float alpha = static_cast<float>(clamp.alpha), shift = static_cast<float>(clamp.shift);
