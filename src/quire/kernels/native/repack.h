@@ -64,14 +64,14 @@ inline void q4_k_levels(const uint8_t* block, uint8_t* out) {
     for (int64_t group = 0; group < 4; group++) split_nibbles(block + 16 + 32 * group, 32, out + 64 * group);
 }
 
-// Q5_K: nibbles as in Q4_K, then the fifth bits.
+// Q5_K: nibbles as in Q4_K; 32 bytes before them hold the fifth bits.
 inline void q5_k_levels(const uint8_t* block, uint8_t* out) {
     for (int64_t group = 0; group < 4; group++) split_nibbles(block + 48 + 32 * group, 32, out + 64 * group);
     for (int64_t group = 0; group < 8; group++)
         for (int64_t i = 0; i < 32; i++) out[32 * group + i] |= (block[16 + i] >> group & 1) << 4;
 }
 
-// Q6_K: low nibbles, then two high bits per value; stored as value - 32.
+// Q6_K: low nibbles, then two high bits per value, minus 32.
 inline void q6_k_levels(const uint8_t* block, uint8_t* out) {
     for (int64_t half = 0; half < 2; half++) {
         split_nibbles(block + 64 * half, 64, out + 128 * half);
