@@ -18,8 +18,8 @@ class SplitConfig:
     """Launch parameters of split (flash-decoding) attention: `programs` are launched, and each takes at least
     `least_tiles` tiles of `block_n` keys.
 
-    Merging the parts of a cut (unit, head) pair costs about as much as `merge_tiles` tiles. `swap_ab`: swapped operands,
-    with keys as rows and queries as columns, so that `block_m` may be 8.
+    Merging the parts of a cut (unit, head) pair costs about as much as `merge_tiles` tiles. `swap_ab`: operands are
+    swapped, with keys as rows and queries as columns, so that `block_m` may be 8.
     """
 
     block_m: int
