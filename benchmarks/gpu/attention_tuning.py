@@ -78,7 +78,7 @@ def _decode_cases() -> list[Case]:
             for n, warps, stages, each, merge in whole
         ]
         for n, stages, each, merge in TURNED[dtype]:
-            ways.append(SplitConfig(8, n, 1, stages, each * processors, 256 // n, merge, turned=True))
+            ways.append(SplitConfig(8, n, 1, stages, each * processors, 256 // n, merge, swap_ab=True))
         for shape, rows in DECODE_SHAPES.items():
             used = split_config(4, 128, DTYPES[dtype], DEVICE, len(rows) * HEADS["8B"][1])
             for config in [used, *(way for way in ways if way != used)]:
@@ -115,7 +115,7 @@ def _cascade_cases() -> list[Case]:
 
 def _named(config: SplitConfig) -> str:
     each = config.programs // num_processors(DEVICE)
-    kind = " turned" if config.turned else ""
+    kind = " swap_ab" if config.swap_ab else ""
     return f"keys {config.block_n} warps {config.warps} stages {config.stages} x{each} merge {config.merge_tiles}{kind}"
 
 

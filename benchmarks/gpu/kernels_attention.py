@@ -57,7 +57,7 @@ def feature_cases() -> list[Case]:
             Case(f"{kind} window, cap, sinks", kind, rows, (6, 2), 128, 64, window=65, softcap=20.0, sinks=True)
         )
     ways = {
-        "turned": SplitConfig(8, 32, 1, 3, 792, 8, turned=True),
+        "swap_ab": SplitConfig(8, 32, 1, 3, 792, 8, swap_ab=True),
         "whole": SplitConfig(16, 64, 2, 3, 396, 4),
     }
     cases += [

@@ -60,7 +60,7 @@ def test_a_name_that_fits_none_or_several_ends_nothing(operated: TestServer) -> 
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "request_not_found")
     several = operated.post("/admin/abort", {"request_id": "job"}, headers=HEADERS)
     assert (several.status_code, several.json()["error"]["code"]) == (409, "request_ambiguous")
-    assert "2 live requests begin so: cmpl-job-1, cmpl-job-2" in several.json()["error"]["message"]
+    assert "2 live requests have ids that begin with this: cmpl-job-1, cmpl-job-2" in several.json()["error"]["message"]
     assert operated.call(lambda: len(operated.dispatcher.requests())) == 2
     operated.post("/admin/abort", {"all": True}, headers=HEADERS)
     assert {one.result().status_code for one in asked} == {503}

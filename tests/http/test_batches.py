@@ -235,7 +235,7 @@ def test_each_key_has_its_own_room(serve: Serve) -> None:
     with server.client() as client:
         full = client.post("/v1/files", files={"file": ("a", b"x")}, data={"purpose": "batch"}, headers=one)
     assert full.json()["error"]["code"] == "too_many_files"
-    assert "an API key has room for 2 files" in full.json()["error"]["message"]
+    assert "an API key may store 2 files" in full.json()["error"]["message"]
     upload(server, b"x", headers=two)
     body = {"input_file_id": file["id"], "endpoint": CHAT}
     refused = server.post("/v1/batches", body, headers=one)
@@ -248,7 +248,7 @@ def test_the_results_of_a_batch_count_as_files(serve: Serve) -> None:
     server = serve(limits={"files_bytes": size + 1_500, "batch_requests": 1})
     done = ended(server, start(server, rows)["id"])
     assert done["status"] == "failed"
-    assert "do not fit" in done["errors"]["data"][0]["message"]
+    assert "cannot be stored" in done["errors"]["data"][0]["message"]
     files = server.get("/v1/files").json()["data"]
     assert len(files) == 2
     assert sum(file["bytes"] for file in files) <= size + 1_500

@@ -184,7 +184,7 @@ def test_responses_take_images_and_remember_them(case: Case) -> None:
     assert (missing.status_code, network.status_code, misplaced.status_code) == (400, 400, 400)
     assert "input[0].content[0].image_url" in missing.text
     assert "nothing is fetched" in network.text
-    assert "only text is taken here" in misplaced.text
+    assert "only text is supported here" in misplaced.text
 
 
 def test_a_conversation_with_too_many_images_loses_its_oldest_messages(case: Case) -> None:

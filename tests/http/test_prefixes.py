@@ -189,7 +189,7 @@ def test_an_engine_that_does_not_answer_at_first_is_told_of_registered_prompts_t
     assert register(open_server, name="other", prompt="Another prompt.").status_code == 201
     open_server.link.kill()
     monkeypatch.setattr(open_server.link, "pins", hesitating(open_server.link.pins))
-    monkeypatch.setattr(kept, "_hold", hesitating(kept._hold))
+    monkeypatch.setattr(kept, "_pin", hesitating(kept._pin))
     open_server.link.revive()
     open_server.wait(lambda: num_silent == 0)  # asked by the server itself
     open_server.wait(lambda: [row["resident"] for row in listed(open_server)] == [True, True])

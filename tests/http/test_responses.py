@@ -378,7 +378,7 @@ def test_a_stored_response_can_be_read_listed_and_deleted(client: openai.OpenAI)
     assert oldest.content[0].text == "Be kind."  # type: ignore[union-attr, index]
     client.responses.delete(made.id)
     for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError, match="expired or unknown"):
+        with pytest.raises(openai.NotFoundError, match="unknown or has expired"):
             call(made.id)
 
 
@@ -387,7 +387,7 @@ def test_a_response_that_is_not_stored_is_unknown(server: TestServer) -> None:
     assert server.get(f"{PATH}/{made['id']}").status_code == 404
     error = refusal(server, 404, previous_response_id=made["id"])
     assert (error["param"], error["code"]) == ("previous_response_id", "response_not_found")
-    assert "expired or unknown" in error["message"]
+    assert "unknown or has expired" in error["message"]
     assert refusal(server, 404, input=[{"id": "msg_1"}])["param"] == "input[0].id"
 
 

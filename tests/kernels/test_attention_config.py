@@ -39,13 +39,13 @@ def test_few_pairs_take_larger_tiles_by_fewer_programs() -> None:
 def test_a_tile_holds_all_query_heads_of_a_group(dtype: torch.dtype, group: int) -> None:
     for _, config in decode_configs((2 * group, 2), 128, dtype, CPU, 64):
         assert group <= config.block_m
-        assert config.turned or config.block_m == 16  # products that are not turned have sixteen rows at least
+        assert config.swap_ab or config.block_m == 16  # gemms without swapped operands have at least sixteen rows
 
 
-@pytest.mark.parametrize(("dim", "turned"), [(16, False), (32, True), (64, True)])
-def test_heads_too_small_to_fill_a_turned_product_are_not_turned(dim: int, turned: bool) -> None:
+@pytest.mark.parametrize(("dim", "swap_ab"), [(16, False), (32, True), (64, True)])
+def test_heads_too_small_for_swapped_operands_keep_them(dim: int, swap_ab: bool) -> None:
     for _, config in decode_configs((4, 2), dim, FLOAT8, CPU, 64):
-        assert config.turned == turned
+        assert config.swap_ab == swap_ab
 
 
 def test_large_heads_take_small_tiles() -> None:

@@ -94,9 +94,9 @@ def test_a_step_of_padding_alone_writes_nothing() -> None:
 
 
 WAYS = {
-    "turned, eight across": SplitConfig(8, 32, 1, 3, 5, 1, turned=True),
-    "turned, sixteen across": SplitConfig(16, 16, 2, 3, 7, 1, turned=True),
-    "not turned": SplitConfig(16, 32, 2, 3, 5, 1),
+    "swap_ab, eight across": SplitConfig(8, 32, 1, 3, 5, 1, swap_ab=True),
+    "swap_ab, sixteen across": SplitConfig(16, 16, 2, 3, 7, 1, swap_ab=True),
+    "not swapped": SplitConfig(16, 32, 2, 3, 5, 1),
 }
 
 
@@ -115,7 +115,7 @@ def test_every_way_to_run_matches_the_reference(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_turned_rows_of_any_lengths_match_the_reference(seed: int) -> None:
+def test_rows_with_swapped_operands_of_any_lengths_match_the_reference(seed: int) -> None:
     rng = random.Random(seed)
     group, kv = rng.choice([1, 2, 3, 4, 7, 12]), rng.choice([1, 2, 3])
     heads = Heads(group * kv, kv, rng.choice([16, 24, 32]) if seed else 48)
@@ -123,16 +123,16 @@ def test_turned_rows_of_any_lengths_match_the_reference(seed: int) -> None:
     dtype = FLOAT8 if seed == 0 else rng.choice(DTYPES)
     case = paged(lengths, heads, rng.choice([1, 4, 16, 64]), dtype, seed=seed)
     block_m, programs = 8 if group <= 8 else 16, rng.choice([1, 3, 9, 30])
-    config = SplitConfig(block_m, rng.choice([16, 32]), 1, 3, programs, 1, turned=True)
+    config = SplitConfig(block_m, rng.choice([16, 32]), 1, 3, programs, 1, swap_ab=True)
     check(case, rule_for(heads, window=rng.choice([None, 33])), plan_for(case, config=config))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("swap_ab", [False, True])
 @pytest.mark.parametrize("programs", [1, 7, 40])
-def test_any_number_of_programs_shares_the_work(programs: int, turned: bool) -> None:
+def test_any_number_of_programs_shares_the_work(programs: int, swap_ab: bool) -> None:
     heads = Heads(3, 1, 16)
     case = paged([200, 20, 5], heads, 16, DTYPES[0])
-    check(case, rule_for(heads), plan_for(case, config=SplitConfig(16, 16, 4, 3, programs, 1, turned=turned)))
+    check(case, rule_for(heads), plan_for(case, config=SplitConfig(16, 16, 4, 3, programs, 1, swap_ab=swap_ab)))
 
 
 def test_a_plan_serves_step_after_step() -> None:
@@ -200,13 +200,13 @@ def test_a_captured_step_follows_new_lengths_without_the_host() -> None:
                 close(out[row : row + 1], case.expected(query[row : row + 1], row, length - 1, rule))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("swap_ab", [False, True])
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
-def test_blocks_before_the_window_are_not_read(block_size: int, turned: bool) -> None:
+def test_blocks_before_the_window_are_not_read(block_size: int, swap_ab: bool) -> None:
     heads, lengths, window = Heads(4, 2, 16), [83, 40, 5], 7
     rule = rule_for(heads, window=window)
     case = paged(lengths, heads, block_size, DTYPES[0])
-    plan, query = plan_for(case, config=SplitConfig(16, 16, 4, 3, 7, 1, turned=turned)), case.queries(3)
+    plan, query = plan_for(case, config=SplitConfig(16, 16, 4, 3, 7, 1, swap_ab=swap_ab)), case.queries(3)
     wanted = [case.expected(query[row : row + 1], row, length - 1, rule) for row, length in enumerate(lengths)]
     for row, length in enumerate(lengths):
         for block in case.tables[row, : max(length - window, 0) // block_size].tolist():

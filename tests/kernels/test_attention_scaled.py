@@ -59,7 +59,7 @@ def expected(
 
 
 def plan_of(heads: Heads, size: int, rows: int, dtype: torch.dtype, *, turned: bool) -> SplitPlan:
-    config = SplitConfig(8 if turned else 16, 16, 1, 3, 3, 1, turned=turned)
+    config = SplitConfig(8 if turned else 16, 16, 1, 3, 3, 1, swap_ab=turned)
     shape = torch.empty(1, heads.kv, size, heads.dim, dtype=dtype, device=DEVICE)
     return allocate_split_plan(shape, heads.query, rows, config=config)
 

@@ -167,7 +167,7 @@ class StubHandler(BaseHTTPRequestHandler):
             if self.owner.script.is_forkable:
                 self._complete(body, [""])
             else:
-                self._json(404, _error("request_id: no request of yours is called so", "not_found_error"))
+                self._json(404, _error("request_id: no request of yours has this id", "not_found_error"))
         elif self.path == "/tokenize" and self._may_enter():
             self._json(200, {"count": len(body["prompt"]) // 4, "max_model_len": 2048})
         elif self.path == "/admin/abort" and self._is_admin():

@@ -1,4 +1,5 @@
-"""What an attention layer computes, beside the tensors: the same for every kernel."""
+"""The parameters of an attention layer that every attention kernel takes besides its tensors, and checks of the cache
+layout."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How scores are made of queries and keys.
+    """How attention scores are computed from queries and keys.
 
-    A key seen from position p lies in (p - window, p]. With a softcap, scores become softcap * tanh(score / softcap).
-    A sink is a score with no value: it only takes its share of the softmax. The cache holds key / key_scale and
-    value / value_scale, beside the scales that heads of a quantized one have.
+    The query at position p sees the keys at positions (p - window, p]. With a softcap, a score becomes softcap *
+    tanh(score / softcap). A sink is an extra score without a value: it only adds to the denominator of the softmax. The
+    cache holds key / key_scale and value / value_scale; these two per-tensor scales come on top of the per-head scales
+    of a quantized cache.
     """
 
     scale: float
@@ -26,22 +28,26 @@ class AttentionRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a token sees all before it, by scores as they are."""
+        """Whether attention is plain causal attention: no window, no softcap, no sinks."""
         return self.softcap is None and self.window is None and self.sinks is None
 
     @property
     def factor(self) -> float:
-        """What turns a product of query and cached key into an exponent of 2."""
+        """The factor that turns a dot product of query and cached key into an exponent of 2, for a softmax by exp2."""
         return self.scale * self.key_scale * math.log2(math.e)
 
 
-SCALED_UNIT = 4  # bytes: all that a cache with scales holds lies at multiples of them
-CacheScales = tuple[Tensor, Tensor]  # of keys and of values, see cache_quantize
+SCALED_UNIT = 4  # bytes; in a cache with scales, heads, strides and widths are multiples of it
+CacheScales = tuple[Tensor, Tensor]  # of keys and of values; see reference/cache_quantize.py
 
 
 def check_cache(key_cache: Tensor, value_cache: Tensor, scales: CacheScales | None = None) -> None:
-    """The kernels read raw memory: both caches must be laid out alike, [blocks, kv heads, block, dim], and each block
-    without gaps; with scales, each head of a block is followed by those of its tokens."""
+    """Raise ValueError unless both caches have one dtype and layout [blocks, kv heads, block, dim] that the kernels can
+    read by raw pointers.
+
+    Without scales, each block must be contiguous. With scales, each head of a block must be contiguous, followed by the
+    scales of its tokens.
+    """
     if key_cache.shape != value_cache.shape or key_cache.stride() != value_cache.stride():
         raise ValueError("key and value caches must be of one shape")
     if scales is not None:
@@ -64,8 +70,9 @@ def _check_scaled(cache: Tensor, scales: CacheScales) -> None:
 
 
 def row_unit(cache: Tensor) -> int:
-    """In what unit of numbers kernels count where a row of a cache [blocks, kv heads, block, dim] lies: the largest of
-    which all strides are multiples."""
+    """Return the unit, in elements, in which kernels count row offsets in a cache [blocks, kv heads, block, dim]: the
+    width of a row if that divides the block stride, else 16 where possible, else SCALED_UNIT. It divides all strides,
+    so offsets fit in 32 bits."""
     width, stride = cache.shape[3], cache.stride(0)
     if stride % width == 0:
         return width
@@ -73,6 +80,6 @@ def row_unit(cache: Tensor) -> int:
 
 
 def check_heads(tensor: Tensor, name: str) -> None:
-    """[tokens, heads, dim] with the numbers of one token side by side."""
+    """Raise ValueError unless `tensor` is [tokens, heads, dim] with all elements of one token contiguous."""
     if tensor.stride(2) != 1 or tensor.stride(1) != tensor.shape[2]:
         raise ValueError(f"{name} must be [tokens, heads, dim] with contiguous heads")

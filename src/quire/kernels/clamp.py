@@ -1,4 +1,4 @@
-"""Limits of a gate, the same for every kernel."""
+"""The clamp of a gated activation (SwiGLU with limits, as in gpt-oss), shared by all kernels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Clamp(NamedTuple):
-    """A gate of silu within limits: with g = min(gate, limit) and u = up in [-limit, limit], it gives
-    g * sigmoid(alpha * g) * (u + shift)."""
+    """A clamped silu gate: with g = min(gate, limit) and u = up clamped to [-limit, limit], the result is g *
+    sigmoid(alpha * g) * (u + shift)."""
 
     limit: float
     alpha: float = 1.0

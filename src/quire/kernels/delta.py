@@ -1,11 +1,12 @@
-"""What a gated delta net is to its kernels: sizes, weights, and which states a step reads and writes.
+"""The parameters that all gated delta net kernels share: sizes, weights, and the segments of a step.
 
-Each value head keeps a matrix S [key dim, value dim]. For a token with query q and key k of unit length, value v, decay
-d and strength b: S becomes d * S + k (b * (v - d * S^T k))^T, and the token reads S^T q / sqrt(key dim). Queries, keys
-and values come from a convolution over the last tokens, whose inputs are kept behind the matrices.
+Each value head keeps a state matrix S [key dim, value dim]. For a token with query q and key k of unit length, value v,
+decay d and strength b (beta), the update is S <- d * S + k (b * (v - d * S^T k))^T, and the output of the token is S^T
+q / sqrt(key dim). Queries, keys and values come from a short causal convolution; its last inputs are stored behind the
+matrices of the state.
 
-A step is a list of segments: first token, number of tokens, the slot of the state before them, and the slot that the
-state after them is written to.
+A step is a list of segments: first token, number of tokens, the slot of the state to read, and the slot to write the
+new state to.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-NO_STATE = -1  # read: the state of no tokens, zeros; written: the segment is padding, nothing is done
-SAME_RUN = -2  # read: the state that the segment before left, whose tokens are the ones before
+NO_STATE = -1  # as slot to read: the zero state; as slot to write: the segment is padding and is skipped
+SAME_RUN = -2  # as slot to read: continue from the state after the previous segment, whose tokens come directly before
 
 
 class DeltaSizes(NamedTuple):
+    """The sizes of a gated delta net layer."""
+
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    width: int  # of the convolution
+    width: int  # of the convolution, in tokens
 
     @property
     def key_size(self) -> int:
@@ -35,12 +38,13 @@ class DeltaSizes(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Queries, keys and values of a token."""
+        """Width of a token's queries, keys and values together, the channels of the convolution."""
         return 2 * self.key_size + self.value_size
 
     @property
     def matrix_numbers(self) -> int:
-        """Of a state; the last inputs of the convolution [width - 1, channels] follow."""
+        """Elements of the state matrices of a slot; the last inputs of the convolution [width - 1, channels] follow
+        them."""
         return self.value_size * self.key_dim
 
     @property
@@ -49,10 +53,10 @@ class DeltaSizes(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """All float32 and contiguous."""
+    """The weights of a gated delta net layer that its kernels read. All are float32 and contiguous."""
 
-    convolution: Tensor  # [width, channels]; the last line is of the token itself
-    rate: Tensor  # [value heads], negative: the decay is e^(rate * softplus(a + bias))
+    convolution: Tensor  # [width, channels]; the last row multiplies the current token
+    rate: Tensor  # [value heads], negative: decay = exp(rate * softplus(a + bias))
     bias: Tensor  # [value heads]
     norm: Tensor  # [value dim]
     eps: float

@@ -1,4 +1,4 @@
-"""What a norm is to the kernels that take it along."""
+"""The RMS norm that gemm kernels can fuse."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Norm(NamedTuple):
-    """A root-mean-square norm over the inputs of a product."""
+    """An RMS norm over the inputs of a gemm."""
 
     weight: Tensor  # [inputs]
     eps: float

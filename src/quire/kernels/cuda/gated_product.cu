@@ -1,45 +1,48 @@
-// activation(gate) * up of many rows on Hopper GPUs: a warp-specialised GEMM (see gated_product.py). No header of CUDA is
-// needed. What stands before this file: the constants of a tile, and `multiply`, a wgmma of 64 rows by SLICE columns.
+// Gated gemm, activation(gate) * up, of many rows on Hopper GPUs: warp-specialized wgmma (see gated_product.py). Needs
+// no CUDA header. gated_product.py prepends the constants of a tile, and `multiply`, a wgmma of 64 rows by SLICE
+// columns.
 //
-// A tile is ROWS rows by WIDTH rows of the weight: eight of gate, eight of up, and so on, so that a thread has both sums of
-// an output. One warp copies rows and weights by TMA into a ring of STAGES stages; GROUPS warp groups multiply, each
-// 64 * HEIGHT rows of the tile, and write the results. The two programs of a cluster take neighbouring tiles of the same
-// rows: each copies half of these rows, for both.
+// A tile is ROWS rows by WIDTH rows of the weight: eight of gate, eight of up, and so on, so that a thread has both
+// sums of an output. One producer warp copies rows and weights by TMA to a ring of STAGES stages; GROUPS consumer
+// warpgroups each multiply 64 * HEIGHT rows of the tile, and store the results. The two thread blocks of a cluster take
+// adjacent tiles of the same rows: each copies half of these rows and multicasts them to both.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int CLUSTER = 2;
-constexpr int STEP = 64;                // numbers of K in a stage
-constexpr int LINE = 2 * STEP;          // their bytes: the widest swizzle
+constexpr int STEP = 64;                // elements of K per stage
+constexpr int LINE = 2 * STEP;          // bytes of them: the widest swizzle
 constexpr int ROWS = 64 * GROUPS * HEIGHT;
 constexpr int X_BYTES = ROWS * LINE;
 constexpr int STAGE_BYTES = X_BYTES + WIDTH * LINE;
-constexpr int SUMS = WIDTH / 2;         // of 64 rows, in a thread
-constexpr int EIGHTS = WIDTH / 16;      // of outputs
+constexpr int SUMS = WIDTH / 2;         // per thread, for 64 rows
+constexpr int EIGHTS = WIDTH / 16;      // groups of eight outputs
 constexpr u32 ALL_LANES = 0xFFFFFFFFu;
-// Registers of a thread: what the loading warps give back, the multiplying ones get.
+// Registers per thread: the producer warpgroup gives registers to the consumers (setmaxnreg).
 constexpr int LOADING_REGISTERS = GROUPS == 3 ? 32 : 40;
 constexpr int MULTIPLYING_REGISTERS = GROUPS == 3 ? 160 : 232;
 
 struct alignas(64) TensorMap { u64 words[16]; };
 
-// What a launch is given, written by gated_product.py.
+// The arguments of a launch, written by gated_product.py.
 struct Product {
     u64 out;
     int rows, outputs, out_stride;
     int steps;             // of K
-    int row_tiles, pairs;  // pairs: of neighbouring tiles, of all rows
-    int together;          // row tiles that are multiplied by the same weights one after the other
+    int row_tiles, pairs;  // pairs: of adjacent tiles, over all rows
+    int together;          // row tiles that use the same weights one after the other
 };
 
 __device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
+// Initialize an mbarrier.
 __device__ __forceinline__ void init_barrier(u32 barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count));
 }
 
+// Wait for an mbarrier's phase.
 __device__ __forceinline__ void await(u32 barrier, u32 phase) {
     asm volatile(
         "{\n.reg .pred done;\nAGAIN:\n"
@@ -47,26 +50,27 @@ __device__ __forceinline__ void await(u32 barrier, u32 phase) {
         "@done bra READY;\nbra AGAIN;\nREADY:\n}" :: "r"(barrier), "r"(phase) : "memory");
 }
 
+// Arrive at an mbarrier, and expect `bytes` of TMA copies.
 __device__ __forceinline__ void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrive at the barrier in the same place of a program of the cluster. Not ".release.cluster": what is handed over is
-// memory that was read, and such a release would wait for all memory of the device.
+// Arrive at the mbarrier at the same offset in another block of the cluster. Without ".release.cluster", since only
+// memory that was read is handed over, and such a release would wait for all of this block's global memory operations.
 __device__ __forceinline__ void arrive_at(u32 barrier, int program) {
     asm volatile(
         "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
         "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" :: "r"(barrier), "r"(program) : "memory");
 }
 
-// WIDTH rows of the weight, from eight `first` of gate and of up on.
+// TMA copy of WIDTH rows of the weight, starting at group `first` of eight rows of gate and of up.
 __device__ __forceinline__ void copy_weights(u32 to, const TensorMap* map, int column, int first, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4}], [%5];"
         :: "r"(to), "l"(map), "r"(column), "r"(0), "r"(first), "r"(barrier) : "memory");
 }
 
-// Half a tile's rows, to both programs of the cluster.
+// TMA copy of half of a tile's rows, multicast to both blocks of the cluster.
 __device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -74,18 +78,20 @@ __device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, int colu
         :: "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
 }
 
+// Barrier of the cluster.
 __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Where this one was launched before that one has ended.
+// With a programmatic dependent launch, wait for the previous kernel.
 __device__ __forceinline__ void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// How wgmma is told of lines in shared memory, swizzled as TMA leaves them.
+// The wgmma descriptor of a matrix in shared memory with the 128-byte swizzle of TMA.
 __device__ __forceinline__ u64 matrix_at(u32 address) {
     return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(8 * LINE >> 4) << 32 | (u64)1 << 62;
 }
 
+// The activation selected by ACTIVATION.
 __device__ __forceinline__ float activated(float x) {
     if (ACTIVATION == 0) return __fdividef(x, 1.0f + __expf(-x));
     if (ACTIVATION == 1) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
@@ -93,6 +99,7 @@ __device__ __forceinline__ float activated(float x) {
     return x < 0.0f ? 0.0f : x;  // NaN stays NaN
 }
 
+// Round two floats to a pair of float16 or bfloat16.
 __device__ __forceinline__ u32 to_pair(float first, float second) {
     u32 pair;
     if (IS_HALF) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
@@ -100,7 +107,7 @@ __device__ __forceinline__ u32 to_pair(float first, float second) {
     return pair;
 }
 
-// The tile of a program: `together` row tiles by one run of weights, then by the next run.
+// The tile of a block: `together` row tiles with one pair of weight tiles, then with the next, for L2 reuse.
 struct Tile { int row, eight; };
 
 __device__ __forceinline__ Tile tile_of(int pair, const Product& p) {
@@ -109,7 +116,7 @@ __device__ __forceinline__ Tile tile_of(int pair, const Product& p) {
     return {(first + rest % height) * ROWS, (rest / height * CLUSTER + (int)blockIdx.x % CLUSTER) * EIGHTS};
 }
 
-// Four words in each of four lanes are turned: lane q has word q of all four afterwards.
+// Transpose four words in each of four lanes: afterwards lane q has word q of all four.
 __device__ __forceinline__ void turn(u32 (&w)[4], int q) {
     const u32 a = __shfl_xor_sync(ALL_LANES, q & 1 ? w[0] : w[1], 1), b = __shfl_xor_sync(ALL_LANES, q & 1 ? w[2] : w[3], 1);
     if (q & 1) w[0] = a, w[2] = b;
@@ -119,13 +126,13 @@ __device__ __forceinline__ void turn(u32 (&w)[4], int q) {
     else w[2] = c, w[3] = d;
 }
 
-// Two outputs of those eight, in the first (0) or second (1) of a thread's rows.
+// Two outputs of group `eight`, in the first (0) or second (1) row of a thread: activation(gate) * up.
 __device__ __forceinline__ u32 outputs_of(const float (&sums)[SUMS], int eight, int half) {
     const float* gate = sums + 8 * eight + 2 * half;
     return to_pair(activated(gate[0]) * gate[4], activated(gate[1]) * gate[5]);
 }
 
-// Write the outputs of 64 rows: this thread has those of `row` and of `row + 8`.
+// Store the outputs of 64 rows: this thread has those of `row` and of `row + 8`.
 __device__ __forceinline__ void write_outputs(const float (&sums)[SUMS], int row, int first, const Product& p) {
     const int q = threadIdx.x % 4;
     for (int half = 0; half < 2; half++) {
@@ -150,7 +157,8 @@ __device__ __forceinline__ void write_outputs(const float (&sums)[SUMS], int row
     }
 }
 
-// What the loading thread does. Weights are asked for before the kernel before has ended: nobody writes them.
+// The code of the producer thread. Weights are loaded before the previous kernel has ended, since no kernel writes
+// them.
 __device__ __forceinline__ void load(const TensorMap* x, const TensorMap* weight, const Product& p, u32 ring, u32 full, u32 empty) {
     const int half = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
     int ahead = 0, stage = 0;
@@ -176,13 +184,13 @@ __device__ __forceinline__ void load(const TensorMap* x, const TensorMap* weight
     }
 }
 
-// A warp has read a stage: both programs may copy into it again.
+// Called when a warp has read a stage: lets both blocks of the cluster copy to it again.
 __device__ __forceinline__ void release(u32 barrier) {
     const int lane = threadIdx.x % 32;
     if (lane < CLUSTER) arrive_at(barrier, lane);
 }
 
-// What a warp group does: its rows of all tiles of this program.
+// The code of a consumer warpgroup: its rows of all tiles of this block.
 __device__ __forceinline__ void multiply_tiles(const Product& p, u32 ring, u32 full, u32 empty) {
     const int clusters = gridDim.x / CLUSTER, group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;
     const int own_row = group * HEIGHT * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
@@ -205,7 +213,7 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, u32 ring, u32 f
                         multiply(*(float(*)[SLICE / 2])&sums[h][s / 2], matrix_at(rows + h * 64 * LINE + i), matrix_at(weights + s * LINE + i), k + i > 0);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            if (k > 0) release(empty + 8 * used);  // the products of the step before are done
+            if (k > 0) release(empty + 8 * used);  // the wgmmas of the previous step are done
             used = stage;
             if (++stage == STAGES) stage = 0, phase ^= 1;
         }
@@ -216,6 +224,8 @@ __device__ __forceinline__ void multiply_tiles(const Product& p, u32 ring, u32 f
     }
 }
 
+// The kernel: warpgroup 0 has the producer thread, the others are consumers. Clusters are persistent over pairs of
+// tiles.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_dims__(CLUSTER, 1, 1) gated_product(
     const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const __grid_constant__ Product p) {
     extern __shared__ char memory[];
@@ -236,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) __cluster_di
         __syncwarp();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(MULTIPLYING_REGISTERS));
-        await_kernel_before();  // it may read what `out` was
+        await_kernel_before();  // the previous kernel may still read the old contents of `out`
         multiply_tiles(p, ring, full, empty);
     }
-    meet_cluster();  // nobody leaves while the other still copies into its memory
+    meet_cluster();  // no block exits while the other may still copy to its shared memory
 }

@@ -1,7 +1,7 @@
-"""activation(gate) * up of many rows on Hopper GPUs: a warp-specialised GEMM that takes the gate along.
+"""Gated gemm, activation(gate) * up, of many rows on Hopper GPUs: a warp-specialized kernel with a fused gate.
 
-The library's product writes gate and up to memory, and a second kernel reads both. The sizes of a tile are no powers of
-two here, but such that all tiles fill the multiprocessors evenly. See gated_product.cu.
+cuBLAS would write gate and up to memory, and a second kernel would read both. Here tile sizes are not powers of two,
+but chosen such that the tiles fill all multiprocessors evenly. See gated_product.cu.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from quire.kernels.triton.activation import ACTIVATIONS
 from quire.kernels.triton.compiling import is_compiling_only
 from quire.kernels.triton.launch import check, check_rows, num_processors
 
-_FEWEST_ROWS = 96  # from which the kernel is faster, on an H200,
-_SMALL_BYTES, _FEWEST_SMALL_ROWS = 16 << 20, 224  # and by a weight of few bytes
+_FEWEST_ROWS = 96  # from which the kernel is faster, on an H200
+_SMALL_BYTES, _FEWEST_SMALL_ROWS = 16 << 20, 224  # the same for weights of few bytes
 _CAPABILITY = 9
-_CLUSTER, _STEP, _EIGHT = 2, 64, 8  # programs of a cluster; numbers of K in a stage; outputs that stay together
+_CLUSTER, _STEP, _EIGHT = 2, 64, 8  # blocks per cluster; elements of K per stage; interleaved outputs
 _LINE_BYTES = 2 * _STEP
 _SHARED_BYTES = 226 << 10
 _FEWEST_WIDTH, _WIDTH_STEP = 96, 16
-_MOST_SLICE = 192  # columns of one wgmma of three warp groups: these have fewer registers each
-_TILE_CYCLES = 100  # of a step of K, besides its products: fitted to times on an H200
-_TOGETHER = 8  # row tiles that are multiplied by the same weights one after the other
-_MOST_ROWS = 16384  # that tiles are looked for; more take one of these
+_MOST_SLICE = 192  # columns of one wgmma with three warpgroups, which have fewer registers each
+_TILE_CYCLES = 100  # overhead per step of K besides the wgmmas: fitted to measurements on an H200
+_TOGETHER = 8  # row tiles that use the same weights one after the other
+_MOST_ROWS = 16384  # for which tiles are searched; more rows use one of these
 _ABOUT_AS_FAST = 1.03
-_THREADS = 2  # that compile: whoever waits for other kernels needs the processors
+_THREADS = 2  # compile threads: other kernels that are waited for need the cores
 
 
 class Tile(NamedTuple):
-    """What one program multiplies at once: 64 * groups * height rows by `width` rows of the weight."""
+    """The tile of one block: 64 * groups * height rows by `width` rows of the weight."""
 
-    groups: int  # warp groups
-    height: int  # times 64 rows, of a group
-    width: int  # half of them of gate, half of up
+    groups: int  # consumer warpgroups
+    height: int  # in units of 64 rows, per warpgroup
+    width: int  # half of the weight rows are gate, half up
 
     @property
     def rows(self) -> int:
@@ -55,19 +55,19 @@ class Tile(NamedTuple):
         return _SHARED_BYTES // self.stage_bytes
 
     def pairs(self, rows: int, outputs: int) -> tuple[int, int]:
-        """The tiles of rows, and all pairs of neighbouring tiles, of which a cluster takes one at a time."""
+        """Return the number of row tiles, and of pairs of adjacent tiles, each of which is the work of a cluster."""
         row_tiles, columns = -(-rows // self.rows), -(-2 * outputs // self.width)
         return row_tiles, row_tiles * -(-columns // _CLUSTER)
 
     def cost(self, rows: int, outputs: int, processors: int) -> int:
-        """When the last program ends: rounds of programs, times the cycles of a step of K."""
+        """Estimate when the last block ends: waves of blocks times the cycles of a step of K."""
         _, pairs = self.pairs(rows, outputs)
         products = _STEP // 16 * self.groups * self.height * self.width // 2
         return -(-pairs // (processors // _CLUSTER)) * (products + _TILE_CYCLES)
 
 
 class _Product(ctypes.Structure):
-    """The fields of `Product` in gated_product.cu."""
+    """Mirrors `Product` in gated_product.cu."""
 
     _fields_ = (
         ("out", ctypes.c_uint64),
@@ -77,7 +77,7 @@ class _Product(ctypes.Structure):
 
 
 def takes_weight(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel multiplies by a weight [2 * outputs, inputs], gate then up, where it lies."""
+    """Whether the kernel supports a weight [2 * outputs, inputs], gate then up, as it is in memory."""
     return (
         bias is None
         and weight.dtype in (torch.bfloat16, torch.float16)
@@ -88,7 +88,7 @@ def takes_weight(weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def prefers_gated_product(rows: int, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernel is faster than the library's product and a kernel of the gate."""
+    """Whether the kernel is faster than cuBLAS followed by a gate kernel."""
     is_small = weight.numel() * weight.element_size() < _SMALL_BYTES
     return rows >= (_FEWEST_SMALL_ROWS if is_small else _FEWEST_ROWS) and takes_weight(weight, bias)
 
@@ -107,17 +107,20 @@ def gated_product(
     out: Tensor | None = None,  # [rows, outputs]
     *,
     tile: Tile | None = None,  # by default chosen for the shape
-    dependent: bool = False,  # launched while the kernel before still runs, which must not write the weight
+    dependent: bool = False,  # programmatic dependent launch; the previous kernel must not write the weight
 ) -> Tensor:
-    """activation(x @ gate.T) * (x @ up.T), summed in float32 and rounded once. The same inputs give the same bits every
-    time. Inside `compiling_only` nothing is launched: this kernel, then all that other numbers of rows may need, are
-    compiled in the background."""
+    """Return activation(x @ gate.T) * (x @ up.T), accumulated in float32 and rounded once. Deterministic. Inside
+    `compiling_only` nothing is launched: this kernel, and all that other numbers of rows may need, are compiled in the
+    background."""
     (rows, inputs), outputs = x.shape, weight.shape[0] // 2
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if out is None else out
     check_rows(x, "x")
     check_rows(out, "out")
-    check(takes_weight(weight, None), "the weight is of 16-bit numbers, whole and aligned, on a Hopper GPU")
-    check(x.dtype == weight.dtype == out.dtype and inputs == weight.shape[1], "x, weight and out go together")
+    check(takes_weight(weight, None), "the weight is 16-bit, contiguous and aligned, on a Hopper GPU")
+    check(
+        x.dtype == weight.dtype == out.dtype and inputs == weight.shape[1],
+        "x, weight and out agree in dtype and K",
+    )
     check(out.shape == (rows, outputs), "out is [rows, outputs]")
     lines = (x.stride(0), out.stride(0), x.data_ptr() // 2, out.data_ptr() // 2)
     check(all(each % _EIGHT == 0 for each in lines), "rows begin at multiples of 16 bytes")
@@ -145,24 +148,25 @@ def gated_product(
 
 @lru_cache(maxsize=4096)
 def choose_tile(rows: int, outputs: int, processors: int) -> Tile:
-    """The fastest of few."""
+    """Return the tile with the lowest estimated cost."""
     return min(few_tiles(outputs, processors), key=lambda tile: tile.cost(rows, outputs, processors))
 
 
 @cache
 def few_tiles(outputs: int, processors: int) -> tuple[Tile, ...]:
-    """So many that one of them is about as fast as any for every number of rows: each is a kernel to be compiled."""
+    """Return a small set of tiles, one of which is about as fast as any tile for every number of rows. Each is a kernel
+    to compile."""
     kept: list[Tile] = []
     for rows in range(64, _MOST_ROWS + 1, 64):
         costs = {tile: tile.cost(rows, outputs, processors) for tile in tiles()}
-        best = min(costs, key=lambda tile: (costs[tile], -tile.rows))  # more rows: weights are read fewer times
+        best = min(costs, key=lambda tile: (costs[tile], -tile.rows))  # ties: more rows read weights fewer times
         if all(costs[tile] > _ABOUT_AS_FAST * costs[best] for tile in kept):
             kept.append(best)
     return tuple(kept)
 
 
 def tiles() -> Iterator[Tile]:
-    """All that the registers of a multiprocessor have room for."""
+    """Yield all tiles that fit in the registers of a multiprocessor."""
     for groups, height, widest in ((2, 1, 256), (3, 1, 256), (2, 2, 192)):
         yield from (Tile(groups, height, width) for width in range(_FEWEST_WIDTH, widest + 1, _WIDTH_STEP))
 
@@ -174,7 +178,7 @@ def _pool() -> ThreadPoolExecutor:
 
 @cache
 def _begin(tile: Tile, activation: str, dtype: torch.dtype, device: torch.device) -> Future[bytes]:
-    """Begin to compile a kernel. NVRTC holds no lock of Python's."""
+    """Start to compile a kernel in the background. NVRTC does not hold the GIL."""
     split = tile.groups == 3 and tile.width > _MOST_SLICE
     constants = {
         "GROUPS": tile.groups, "HEIGHT": tile.height, "WIDTH": tile.width, "STAGES": tile.stages,
@@ -188,14 +192,14 @@ def _begin(tile: Tile, activation: str, dtype: torch.dtype, device: torch.device
 
 @cache
 def _load(compiled: Future[bytes], tile: Tile, device: torch.device) -> CudaKernel:
-    alignment = 1024  # of the ring, which the swizzle counts from
+    alignment = 1024  # of the ring, as the swizzle requires
     with torch.cuda.device(device):
         return CudaKernel(compiled.result(), "gated_product", tile.stages * tile.stage_bytes + alignment)
 
 
 def wgmma_source(columns: int, dtype: str) -> str:
-    """`multiply`: sums [64, columns] of a warp group += matrix a @ matrix b, or are that product. The instruction names
-    every register, so it is written for each number of columns."""
+    """Return the source of `multiply`, which adds matrix a @ matrix b to the sums [64, columns] of a warpgroup, or
+    overwrites them. Generated for each number of columns, since the instruction names every register."""
     numbers = range(columns // 2)
     registers = ", ".join(f"%{number}" for number in numbers)
     sums = ", ".join(f'"+f"(sums[{number}])' for number in numbers)
@@ -218,7 +222,8 @@ def _map_of_rows(address: int, dtype: torch.dtype, rows: int, inputs: int, strid
 
 @lru_cache(maxsize=4096)
 def _map_of_weight(address: int, dtype: torch.dtype, outputs: int, inputs: int, width: int) -> TensorMap:
-    """As [eights of outputs, gate or up, eight, inputs]: boxes have eight rows of gate, eight of up, and so on."""
+    """Return a TMA map that views the weight as [groups of eight outputs, gate or up, eight, inputs]: boxes have eight
+    rows of gate, eight of up, and so on."""
     sizes = (inputs, _EIGHT, 2, outputs // _EIGHT)
     strides = (inputs, outputs * inputs, _EIGHT * inputs)
     return TensorMap.make(address, dtype, sizes, strides, (_STEP, _EIGHT, 2, width // (2 * _EIGHT)))

@@ -1,4 +1,5 @@
-"""CUDA C++ compiled at run time by NVRTC, which comes with torch; compiled code is kept beside that of Triton."""
+"""Compiles CUDA C++ at run time by NVRTC, which comes with torch, and caches the machine code in Triton's cache
+folder."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ _DEPENDENT_LAUNCH = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class CudaError(RuntimeError):
-    """What NVRTC or the driver said."""
+    """An error of NVRTC or of the CUDA driver."""
 
 
 @cache
 def why_no_nvrtc() -> str | None:
-    """What keeps sources from being compiled; None: nothing."""
+    """Return why sources cannot be compiled; None if they can."""
     if torch.version.cuda is None:
         return "torch was built without CUDA"
     try:
@@ -37,13 +38,13 @@ def why_no_nvrtc() -> str | None:
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
+    """Mirrors CUlaunchAttribute."""
 
     _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint64 * 8))
 
 
 class _Launch(ctypes.Structure):
-    """CUlaunchConfig."""
+    """Mirrors CUlaunchConfig."""
 
     _fields_ = (
         ("programs", ctypes.c_uint * 3),
@@ -59,11 +60,11 @@ _dependent = _Attribute(_DEPENDENT_LAUNCH, (1,))
 
 
 class CudaKernel:
-    """A function of a source on the current device. Launches can be captured in a graph."""
+    """A function of a compiled source on the current device. Launches can be captured in a CUDA graph."""
 
     def __init__(self, code: bytes, name: str, shared_bytes: int) -> None:
         driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-        torch.cuda.current_stream()  # the device's context exists from now on
+        torch.cuda.current_stream()  # makes sure that the device's context exists
         _check(driver.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
         _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared_bytes), "cuFuncSetAttribute")
@@ -72,8 +73,8 @@ class CudaKernel:
     def launch(
         self, programs: int, threads: int, arguments: Sequence[Argument], *, dependent: bool = False
     ) -> None:  # fmt: skip
-        """On the current stream. A dependent one begins while the kernel before it still runs, and waits for it by
-        itself."""
+        """Launch on the current stream. `dependent`: programmatic dependent launch; the kernel then starts while the
+        previous one still runs, and must wait for it by itself."""
         addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         stream = torch.cuda.current_stream().cuda_stream
         launch = _Launch(
@@ -85,8 +86,8 @@ class CudaKernel:
 def compile_source(
     files: Sequence[str], constants: dict[str, int], capability: tuple[int, int], *, before: str = ""
 ) -> bytes:
-    """Machine code of files of this folder, one after the other, with these constants and `before` before them. Found
-    on disk if it was compiled before, by this version of NVRTC."""
+    """Compile files of this folder, concatenated, with constants and the text `before` prepended, to machine code. Uses
+    the disk cache, whose key includes the version of NVRTC."""
     lines = [f"constexpr int {name} = {value};\n" for name, value in constants.items()]
     source = "".join((*lines, before, *((_FOLDER / name).read_text() for name in files)))
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}a", "--std=c++17"]
@@ -127,7 +128,7 @@ def _read(get_size: Callable[..., int], get: Callable[..., int], program: ctypes
 
 
 def _keep(place: Path, code: bytes) -> None:
-    """A full disk or a folder that cannot be written to costs the next start some seconds, and nothing else."""
+    """Write code to the disk cache. If that fails (full disk, read-only folder), the next start compiles again."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
@@ -169,17 +170,18 @@ def _driver() -> ctypes.CDLL:
 
 
 class TensorMap(ctypes.Structure):
-    """CUtensorMap: how TMA copies boxes of a tensor of 16-bit numbers, as lines of 128 bytes, swizzled. What is outside
-    of the tensor is copied as zeros."""
+    """CUtensorMap: describes TMA copies of boxes of a tensor of 16-bit elements, with rows of 128 bytes, swizzled.
+    Elements outside of the tensor are copied as zeros."""
 
     _fields_ = (("words", ctypes.c_uint64 * 16),)
-    _align_ = 64  # of its address, which `ctypes` heeds from Python 3.13 on
+    _align_ = 64  # alignment of its address; ctypes honours it only from Python 3.13 on
 
     @classmethod
     def make(
         cls, address: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
     ) -> TensorMap:
-        """Sizes, strides and box from the innermost dimension on, in numbers; the strides from the second on."""
+        """Make a map. Sizes, strides and box are in elements, from the innermost dimension on; strides start at the
+        second dimension."""
         memory, number = (ctypes.c_uint8 * (ctypes.sizeof(cls) + cls._align_))(), len(sizes)
         made = cls.from_buffer(memory, -ctypes.addressof(memory) % cls._align_)
         status = _driver().cuTensorMapEncodeTiled(

@@ -1,22 +1,22 @@
-// Attention of one row over a paged cache: norms and positions of its heads, the write of its key and value, then its
-// share of the context for each program, which reads it with all of its warps.
+// Attention of one row over a paged cache: norms and rotary positions of its heads, the write of its key and value,
+// then split-KV attention, where each block reads its share of the context with all of its warps.
 //
-// Known when this is compiled: HEAD_DIM, QUERIES that share a key/value head, CACHE_KIND (BF16, FLOAT8 or INT8; the last
-// two with a scale for each token of a head).
+// Compile-time constants: HEAD_DIM, QUERIES (query heads per kv head), CACHE_KIND (BF16, FLOAT8 or INT8; the last two
+// with a scale per head of a token).
 
 constexpr int TOKEN_LANES = HEAD_DIM / LANE_NUMBERS;         // lanes that read one token
 constexpr int TOKENS = 32 / TOKEN_LANES;                     // that a warp reads at once
-constexpr int AHEAD = QUERIES > 4 ? 1 : 2;                  // times TOKENS that it asks for before it uses them
-constexpr int LEAST_SHARE = 16;                              // tokens of a context that are worth a program
-constexpr int PART = QUERIES * (HEAD_DIM + 2);               // numbers that a program leaves: sums, largest, total
+constexpr int AHEAD = QUERIES > 4 ? 1 : 2;                  // in units of TOKENS: loads in flight
+constexpr int LEAST_SHARE = 16;                              // tokens of a context that are worth a block
+constexpr int PART = QUERIES * (HEAD_DIM + 2);               // values that a block stores: sums, maximum, total
 constexpr float NOTHING = -1e30f;
 
-// A warp's part of softmax: of all its tokens that a group of lanes has read.
+// Online softmax state of a group of lanes, over the tokens that it has read.
 struct Seen {
     float sums[QUERIES][LANE_NUMBERS], most[QUERIES], total[QUERIES];
 };
 
-// Fold AHEAD tokens for each group of lanes, of which `num_there` are there, into what was seen.
+// Online softmax step: fold AHEAD tokens per group of lanes, of which the first `num_there` exist, into the state.
 __device__ __forceinline__ void take_in(
     Seen& seen, const Phase& p, const float (&query)[QUERIES][LANE_NUMBERS], const float (&keys)[AHEAD][LANE_NUMBERS],
     const float (&values)[AHEAD][LANE_NUMBERS], const float (&key_scales)[AHEAD], const float (&value_scales)[AHEAD],
@@ -60,17 +60,18 @@ __device__ __forceinline__ void take_in(
     }
 }
 
+// The scale of a token's head in a quantized cache, else 1.
 __device__ __forceinline__ float cache_scale(u64 scales, long long at) {
     return CACHE_KIND == BF16 ? 1.0f : reinterpret_cast<const float*>(scales)[at];
 }
 
-// Keys and values of AHEAD tokens for each group of lanes, as the cache holds them.
+// Raw keys and values of AHEAD tokens per group of lanes, in the format of the cache.
 struct Tokens {
     CacheWord keys[AHEAD], values[AHEAD];
     float key_scales[AHEAD], value_scales[AHEAD];
 };
 
-// Ask for the tokens from `begin` on, and none from `last` on.
+// Load the tokens from `begin` on, none at or past `last`.
 __device__ __forceinline__ void ask_for_tokens(Tokens& tokens, const Phase& p, const int* table, int head, int begin, int last) {
     const int lane = threadIdx.x % 32, column = lane % TOKEN_LANES * LANE_NUMBERS, bytes = CACHE_KIND == BF16 ? 2 : 1;
     if (begin >= last) return;
@@ -85,9 +86,9 @@ __device__ __forceinline__ void ask_for_tokens(Tokens& tokens, const Phase& p, c
     }
 }
 
-constexpr int FETCHED = 4;  // rounds of all warps, that the L2 cache is asked for tokens ahead of their use
+constexpr int FETCHED = 4;  // distance of the L2 prefetch, in rounds of all warps
 
-// Let the L2 cache read the tokens from `begin` on: a lane for every 128 bytes of keys, and of values.
+// Prefetch tokens from `begin` on to L2: one lane per 128 bytes of keys and values.
 __device__ __forceinline__ void fetch_tokens(const Phase& p, const int* table, int head, int begin, int last) {
     constexpr int BYTES = CACHE_KIND == BF16 ? 2 : 1, LINES = (HEAD_DIM * BYTES + 127) / 128;
     const int lane = threadIdx.x % 32, token = begin + lane / LINES;
@@ -97,10 +98,12 @@ __device__ __forceinline__ void fetch_tokens(const Phase& p, const int* table, i
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p.values + at));
 }
 
+// The first token of this warp.
 __device__ __forceinline__ int first_token(int first) { return first + threadIdx.x / 32 * TOKENS * AHEAD; }
 
-// The tokens first .. last - 1 of a context, shared out over the warps, and then, with `own`, the token itself, whose key
-// and value are there; the last warp takes that. `tokens`: the first ones of this warp, on their way.
+// Attend to tokens first .. last - 1 of a context, divided among the warps, and then, if `own` is given, to the current
+// token, whose key and value it holds; the last warp handles that. `tokens`: the first ones of this warp, already being
+// loaded.
 __device__ __forceinline__ void read_context(
     Seen& seen, const Phase& p, const float (&query)[QUERIES][LANE_NUMBERS], Tokens& tokens, const int* table, int head,
     int first, int last, const float* own) {
@@ -130,7 +133,7 @@ __device__ __forceinline__ void read_context(
                 numbers_of_word(tokens.values[turn], value[turn]);
             }
         }
-        const int left = last - begin - lane / TOKEN_LANES;  // of this group of lanes, TOKENS apart
+        const int left = last - begin - lane / TOKEN_LANES;  // for this group of lanes, whose tokens are TOKENS apart
         const int num_there = is_own ? (lane < TOKEN_LANES ? 1 : 0) : (left + TOKENS - 1) / TOKENS;
         if (!is_own) {
             ask_for_tokens(tokens, p, table, head, begin + WARPS * TOKENS * AHEAD, last);
@@ -140,7 +143,7 @@ __device__ __forceinline__ void read_context(
     }
 }
 
-// What `WARPS` parts in shared memory saw, together, for one number of one query.
+// Merge the parts of WARPS warps in shared memory for one element of one query. Returns the unnormalized sum.
 __device__ __forceinline__ float joined(const float* parts, int query, int number, float& most, float& total) {
     const float* ends = parts + QUERIES * HEAD_DIM + 2 * query;
     most = NOTHING;
@@ -157,7 +160,7 @@ __device__ __forceinline__ float joined(const float* parts, int query, int numbe
     return sum;
 }
 
-// Write a number of a head's result, of what was seen and the head's sink.
+// Normalize an element of a head's output, including the head's sink, and store it.
 __device__ __forceinline__ void write_result(
     const Phase& p, int head, int i, float sum, float most, float total, u32 launch, int phase) {
     const int number = head * QUERIES + i / HEAD_DIM;
@@ -172,22 +175,23 @@ __device__ __forceinline__ void write_result(
     if (p.plain_target) write_number(p.plain_target + 2ull * at, sum / total * p.value_scale);
 }
 
-constexpr int JOINING = 8;  // lanes that join the parts of one number
+constexpr int JOINING = 8;  // lanes that merge the parts of one element
 
-// Join what the programs of a head have seen; each of them takes its share of the numbers.
+// Merge the parts of all blocks of a head; each block handles its share of the elements. Waits until the parts are
+// there.
 __device__ __forceinline__ void join_shares(
     const Phase& p, const u64* parts, int head, int share, int shares, u32 launch, int phase) {
     const u32 mark = launch + phase;
     const int each = (QUERIES * HEAD_DIM + shares - 1) / shares, last = min(QUERIES * HEAD_DIM, (share + 1) * each);
 #pragma unroll 1
     for (int begin = share * each; begin < last; begin += THREADS / JOINING) {
-        if (begin + threadIdx.x / 32 * (32 / JOINING) >= last) break;  // others need not wait for this warp
+        if (begin + threadIdx.x / 32 * (32 / JOINING) >= last) break;  // the other warps need not wait for this one
         const int place = begin + threadIdx.x / JOINING, i = min(place, last - 1);
         const int ends = QUERIES * HEAD_DIM + 2 * (i / HEAD_DIM);
         float most = NOTHING, total = 0.0f, sum = 0.0f;
 #pragma unroll 1
         for (int number = threadIdx.x % JOINING; number < shares; number += 2 * JOINING) {
-            u64 pairs[2][3];  // of two parts, asked for together
+            u64 pairs[2][3];  // of two parts, loaded together
             const bool has_second = number + JOINING < shares;
             bool are_there;
             int looks = 0;
@@ -227,7 +231,7 @@ __device__ __forceinline__ void join_shares(
     }
 }
 
-// Join the lanes of a warp that hold the same numbers of other tokens, and leave it in shared memory.
+// Merge the lanes of a warp that hold the same elements of different tokens, and store the part in shared memory.
 __device__ __forceinline__ void leave_part(Seen& seen, float* part) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -255,16 +259,16 @@ __device__ __forceinline__ void leave_part(Seen& seen, float* part) {
     }
 }
 
-// One program's share of one key/value head.
+// One block's share of one kv head: prepare the heads, store the new key and value, attend, and merge the parts.
 __device__ __forceinline__ void attend_share(
     const Phase& p, const Run& run, float* memory, int head, int share, int shares, int first, int last, int position,
     u32 launch, int phase) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const bool has_own = share == shares - 1;  // the token itself belongs to the last one
+    const bool has_own = share == shares - 1;  // the last block also handles the current token
     float* heads = memory;                                  // [queries + 2][HEAD_DIM]
     float* parts = memory + (QUERIES + 2) * HEAD_DIM;       // [warps][PART]
     const int* table = table_of(p, run);
-    const int room = run.table_widths[p.table] * p.block_size;  // a row that ran ahead may be past it
+    const int room = run.table_widths[p.table] * p.block_size;  // a row that ran ahead may be past the end of its table
     const bool stores = run.rows[0] >= 0 && position < room;
     Place own = {0, 0};
     if (stores) own = place_of(p, table, head, position);
@@ -316,9 +320,10 @@ __device__ __forceinline__ void attend_share(
     if (shares > 1) join_shares(p, left, head, share, shares, launch, phase);
 }
 
-// How a context is shared out: the tokens before this one, from `begin` on. A row of padding has none.
+// How a context is divided among blocks: the tokens before the current one, from `begin` on. A padding row has none.
 struct Context { int position, begin, count, shares, each; };
 
+// Divide the context of the current token among the blocks of each kv head.
 __device__ __forceinline__ Context context_of(const Phase& p, const Run& run) {
     Context c;
     c.position = run.rows[0] < 0 ? 0 : (int)run.positions[0];
@@ -329,7 +334,8 @@ __device__ __forceinline__ Context context_of(const Phase& p, const Run& run) {
     return c;
 }
 
-// Ask for what does not depend on other phases: the first keys and values of this program's share, angles and norms.
+// Prefetch what does not depend on other phases: the first keys and values of this block's share, angles and norm
+// weights.
 __device__ __forceinline__ void ask_for_context(const Phase& p, const Run& run) {
     if (run.rows[0] < 0) return;
     const Context c = context_of(p, run);
@@ -355,6 +361,7 @@ __device__ __forceinline__ void ask_for_context(const Phase& p, const Run& run) 
     }
 }
 
+// An attention phase: all (head, share) units of this block.
 __device__ __forceinline__ void attend(const Phase& p, const Run& run, float* memory, u32 launch, int phase) {
     const Context c = context_of(p, run);
 #pragma unroll 1
@@ -362,6 +369,6 @@ __device__ __forceinline__ void attend(const Phase& p, const Run& run, float* me
         const int head = unit / c.shares, share = unit % c.shares;
         const int first = c.begin + min(c.count, share * c.each), last = c.begin + min(c.count, (share + 1) * c.each);
         attend_share(p, run, memory, head, share, c.shares, first, last, c.position, launch, phase);
-        __syncthreads();  // before the next one overwrites the memory
+        __syncthreads();  // before the next unit overwrites shared memory
     }
 }

@@ -1,4 +1,4 @@
-// Types and single instructions of the row program (see row_program.py). No header of CUDA is needed.
+// Types and basic device functions of the row program (see row_program.py). Needs no CUDA header.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -15,41 +15,42 @@ template <class First, class Second> struct Choice<false, First, Second> { typed
 
 enum Kind { BF16 = 0, FLOAT8 = 1, INT8 = 2, NIBBLES = 3, ATTENTION = 4 };
 
-// One phase. Its fields are written by row_records.py, in this order. An address of 0 means none.
+// One phase. row_records.py writes the fields, in this order. Address 0: none.
 //
-// Vectors that phases hand on are words: a bfloat16 number in the upper half, the number of the phase that wrote it in
-// the lower one, counted over all launches. A reader looks at a word until it has the number that it waits for, so nobody
-// waits for more than it needs, and no fence is needed: number and mark arrive together.
+// Vectors are passed between phases as 32-bit words: a bfloat16 value in the upper half, and in the lower half the
+// number of the phase that wrote it (its mark), counted over all launches modulo 2**16. A reader polls a word until it
+// has the expected mark, so it waits only for what it needs, and no fence is needed, since value and mark arrive in one
+// word.
 struct Phase {
     u64 weight, scale, offset, bias, norm;
     u64 source, target;      // words
-    u64 plain_source;        // in place of `source`: bfloat16 numbers that were there before the launch; 1: the stream
-    u64 plain_before;        // in place of `target`, for what is added to
-    u64 plain_target;        // written besides `target`: the last phase that writes a vector leaves it there
+    u64 plain_source;        // replaces `source`: plain bfloat16 values from before the launch; 1: the stream
+    u64 plain_before;        // replaces `target` as what is added to
+    u64 plain_target;        // written besides `target`, by the last phase that writes a vector
     u64 keys, values, key_scales, value_scales, angles, sinks, query_norm, key_norm;
-    long long block_stride;  // numbers of the cache from one block to the next
+    long long block_stride;  // elements from one block of the cache to the next
     int head_stride, block_size;
     int kind, outputs, inputs, row_bytes;
     int activation, adds, norm_is_wide, steps;
     int group_shift, factor_stride, num_query;
     int num_kv, turned, table, window;
-    int shift;               // program 0 begins with this tile, so that all get as many in the end
-    int team_shift, parts;   // warps that multiply a tile together, as a power of 2; 2 parts: gate and up
-    int source_phase, before_phase;  // that wrote the source, and what is added to
+    int shift;               // tile that block 0 starts with, so that all blocks get equally many in total
+    int team_shift, parts;   // log2 of the warps that multiply a tile together; 2 parts: gate and up
+    int source_phase, before_phase;  // phases that wrote the source, and what is added to
     float eps, factor, softcap, value_scale;
 };
 
-// What a launch is given.
+// The arguments of a launch.
 struct Run {
     u64 stream;             // [hidden], bfloat16
     const long long* positions;
     const int* rows;
     u64 tables[MOST_TABLES];
     int table_strides[MOST_TABLES];
-    int table_widths[MOST_TABLES];  // blocks that a line has room for
-    u32* counters;          // [0] programs of this launch that have ended, [1] phases of all launches before
-    u64* parts;             // of attention: [kv heads, shares, PART] pairs of a float32 number and a mark
-    u64 sources;            // of all products: Source, see row_ring.cuh
+    int table_widths[MOST_TABLES];  // blocks per row of a table
+    u32* counters;          // [0] blocks of this launch that have ended, [1] phases of all launches before
+    u64* parts;             // of attention: [kv heads, shares, PART] pairs of a float32 value and a mark
+    u64 sources;            // of all gemv phases: Source, see row_ring.cuh
     int num_phases, num_sources, slot_bytes, vector_bytes, quarters_bytes;
 };
 
@@ -65,6 +66,7 @@ __device__ __forceinline__ u16 to_bf16(float x) {
     return out;
 }
 
+// Round to bfloat16.
 __device__ __forceinline__ float rounded(float x) { return from_bf16(to_bf16(x)); }
 
 __device__ __forceinline__ float from_half(u16 x) {
@@ -73,7 +75,7 @@ __device__ __forceinline__ float from_half(u16 x) {
     return out;
 }
 
-// Two float8 (e4m3) numbers as float32.
+// Convert two float8 (e4m3) values to float32.
 __device__ __forceinline__ void from_float8(u16 pair, float& first, float& second) {
     u32 halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
@@ -93,14 +95,17 @@ __device__ __forceinline__ float power_of_2(float x) {
     return out;
 }
 
-// --- words that other multiprocessors write in this launch
+// --- words that other multiprocessors write during this launch
 
-constexpr int MOST_LOOKS = 1 << 26;  // about 30 s: a program that never comes must not hang the process
+constexpr int MOST_LOOKS = 1 << 26;  // about 30 s; then trap, so that the process cannot hang
 
+// The address of a plain vector; 1 stands for the stream.
 __device__ __forceinline__ u64 plain(u64 at, const Run& run) { return at == 1 ? run.stream : at; }
 
+// The mark of a phase's results.
 __device__ __forceinline__ u32 mark_of(u32 launch, int phase) { return (launch + (u32)phase) & 0xFFFFu; }
 
+// Poll a word until it has the mark.
 __device__ __forceinline__ u32 await_word(u64 at, u32 mark) {
     u32 word;
     int looks = 0;
@@ -111,7 +116,7 @@ __device__ __forceinline__ u32 await_word(u64 at, u32 mark) {
     return word;
 }
 
-// Four words, 16 bytes.
+// Load four words, 16 bytes.
 __device__ __forceinline__ uint4 look_at_words(u64 at) {
     uint4 v;
     asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -123,6 +128,7 @@ __device__ __forceinline__ bool have_mark(const uint4& v, u32 mark) {
     return (((v.x ^ mark) | (v.y ^ mark) | (v.z ^ mark) | (v.w ^ mark)) & 0xFFFFu) == 0;
 }
 
+// Poll four words until all have the mark.
 __device__ __forceinline__ uint4 await_words(u64 at, u32 mark) {
     uint4 v = look_at_words(at);
     for (int looks = 0; !have_mark(v, mark); ++looks) {
@@ -132,6 +138,7 @@ __device__ __forceinline__ uint4 await_words(u64 at, u32 mark) {
     return v;
 }
 
+// Store a value and its mark as one word.
 __device__ __forceinline__ void leave_word(u64 at, float x, u32 mark) {
     const u32 word = (u32)to_bf16(x) << 16 | mark;
     asm volatile("st.volatile.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
@@ -139,6 +146,7 @@ __device__ __forceinline__ void leave_word(u64 at, float x, u32 mark) {
 
 __device__ __forceinline__ void write_number(u64 at, float x) { *reinterpret_cast<u16*>(at) = to_bf16(x); }
 
+// Store a float32 value and its mark as one 64-bit word.
 __device__ __forceinline__ void leave_pair(u64* at, float x, u32 mark) {
     const u64 pair = (u64)mark << 32 | __float_as_uint(x);
     asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(at), "l"(pair) : "memory");
@@ -162,6 +170,7 @@ __device__ __forceinline__ void copy_to_shared(u32 to, u64 from, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy) : "memory");
 }
 
+// An L2 policy for data that is read once (evict first).
 __device__ __forceinline__ u64 read_once() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

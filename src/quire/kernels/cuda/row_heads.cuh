@@ -1,8 +1,10 @@
-// One head of the token: its norm, its positions, and its place in the paged cache; numbers as the cache holds them.
+// One head of the current token: norm, rotary positions and the write to the paged cache; conversions of cache
+// elements.
 
-constexpr int LANE_NUMBERS = 8;                              // of a head, that a lane holds
-typedef typename Choice<CACHE_KIND == BF16, uint4, uint2>::type CacheWord;  // LANE_NUMBERS of the cache
+constexpr int LANE_NUMBERS = 8;                              // elements of a head per lane
+typedef typename Choice<CACHE_KIND == BF16, uint4, uint2>::type CacheWord;  // LANE_NUMBERS elements of the cache
 
+// Convert a word of a bfloat16 cache to floats.
 __device__ __forceinline__ void numbers_of_word(const uint4& word, float (&x)[LANE_NUMBERS]) {
     const u32 pairs[4] = {word.x, word.y, word.z, word.w};
 #pragma unroll
@@ -12,9 +14,9 @@ __device__ __forceinline__ void numbers_of_word(const uint4& word, float (&x)[LA
     }
 }
 
-// Four numbers of a quantized cache.
+// Convert four elements of a quantized cache to unscaled floats.
 __device__ __forceinline__ void numbers_of(u32 word, float (&numbers)[4]) {
-    if (CACHE_KIND == INT8) {  // the bytes of a float32 of 2**23 + 128 + number
+    if (CACHE_KIND == INT8) {  // as the low bytes of the float 2**23 + 128 + value
         const u32 biased = word ^ 0x80808080u;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -26,6 +28,7 @@ __device__ __forceinline__ void numbers_of(u32 word, float (&numbers)[4]) {
     }
 }
 
+// Convert a word of a quantized cache to unscaled floats.
 __device__ __forceinline__ void numbers_of_word(const uint2& word, float (&x)[LANE_NUMBERS]) {
     float first[4], second[4];
     numbers_of(word.x, first);
@@ -37,7 +40,7 @@ __device__ __forceinline__ void numbers_of_word(const uint2& word, float (&x)[LA
     }
 }
 
-// Where a token of the context lies.
+// Offsets of a token of the context in the cache: its elements, and its scale.
 struct Place { long long at, of_scale; };
 
 __device__ __forceinline__ Place place_of(const Phase& p, const int* table, int head, int token) {
@@ -47,15 +50,16 @@ __device__ __forceinline__ Place place_of(const Phase& p, const int* table, int 
     return {begin + (long long)inside * HEAD_DIM, begin / 4 + inside};
 }
 
-// The row's line of its block table; that of another row for padding, which reads nothing of it.
+// The row's block table; for padding that of another row, which is not read.
 __device__ __forceinline__ const int* table_of(const Phase& p, const Run& run) {
     const long long row = max(0, run.rows[0]);
     return reinterpret_cast<const int*>(run.tables[p.table]) + row * run.table_strides[p.table];
 }
 
-// What a lane needs of a head's norm and angles, as it lies in memory: asked for before the head is there.
+// What a lane needs of a head's norm weights and angles, unconverted: loaded before the head is ready.
 struct HeadFactors { u32 weights[HEAD_DIM / 32]; u16 cosines[HEAD_DIM / 64], sines[HEAD_DIM / 64]; };
 
+// Start to load the norm weights and angles of a head.
 __device__ __forceinline__ void ask_for_factors(const Phase& p, u64 norm, bool turns, long long position, HeadFactors& f) {
     const int lane = threadIdx.x % 32, half = p.turned / 2;
     if (norm) {
@@ -75,7 +79,8 @@ __device__ __forceinline__ void ask_for_factors(const Phase& p, u64 norm, bool t
     }
 }
 
-// One head of the token by one warp: norm, positions; as float32 numbers that bfloat16 holds, in `out`.
+// Prepare one head of the current token by one warp: norm and rotary positions; `out` gets float32 values rounded to
+// bfloat16.
 __device__ __forceinline__ void prepare_head(
     const Phase& p, int number, u32 mark, u64 norm, bool turns, long long position, float* out) {
     const int lane = threadIdx.x % 32, half = turns && p.angles ? p.turned / 2 : 0;
@@ -122,7 +127,7 @@ __device__ __forceinline__ void prepare_head(
     __syncwarp();
 }
 
-// Put a head into the cache, by one warp; what it holds then is left in `head`.
+// Store a head to the cache by one warp, quantized if the cache is; `head` then holds the values as read back.
 __device__ __forceinline__ void store_head(u64 cache, u64 scales, const Place& place, float* head) {
     const int lane = threadIdx.x % 32;
     if (CACHE_KIND == BF16) {

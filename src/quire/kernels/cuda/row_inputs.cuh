@@ -1,18 +1,21 @@
-// The inputs of a product: waited for, normed, and put into shared memory in the form that its weight is multiplied by.
+// The inputs of a gemv: waits for them, applies the norm, and stores them to shared memory in the form that its kind of
+// weight needs.
 
-// 32 inputs as whole numbers of 15 bits: input = scale * number.
-struct __align__(8) Quarter { float scale, total; };  // total: of the inputs
+// Scale of 32 inputs quantized to 15-bit integers: input = scale * integer.
+struct __align__(8) Quarter { float scale, total; };  // total: sum of the inputs
 
 struct Shared {
-    u8* vector;          // the phase's inputs: bfloat16, float16 for weights of 8 bits, bytes for 4; attention's numbers
-    float* squares;      // [warps]: of the inputs
-    u32* largest;        // [warps]: the bits of their magnitudes
-    Quarter* quarters;   // of the inputs, for weights of 4 bits
+    // Inputs of the phase: bfloat16; float16 for 8-bit weights; bytes for 4-bit weights; scratch of attention.
+    u8* vector;
+    float* squares;      // [warps]: partial sums of squares
+    u32* largest;        // [warps]: bits of the largest magnitudes
+    Quarter* quarters;   // scales of the inputs, for 4-bit weights
     float* partial;      // [teams][TURNS][2 parts][16 outputs][warps of a team]
-    u32 done, taken;     // barriers of each turn of each team: it has left its sums; these were read
+    u32 done, taken;     // mbarriers of each turn of each team: its sums are stored; they were read
 };
 
-// The power of two that float16 inputs were divided by. Infinite or NaN: so is what comes out.
+// The power of two that float16 inputs were divided by. For infinite or NaN inputs, so that the results are NaN or
+// infinite too.
 __device__ __forceinline__ float scale_of_inputs(const Shared& shared) {
     u32 most = 0;
 #pragma unroll
@@ -21,7 +24,7 @@ __device__ __forceinline__ float scale_of_inputs(const Shared& shared) {
     return __uint_as_float((u32)(exponent + 127) << 23);
 }
 
-constexpr int HELD = 2;  // times 8 weights of the norm that a thread asks for before the inputs are there
+constexpr int HELD = 2;  // in units of 8 norm weights: loads in flight before the inputs are there
 
 // Weights of the phase's norm, 8 at a time.
 struct NormWeights { uint4 low[HELD], high[HELD]; };
@@ -32,6 +35,7 @@ __device__ __forceinline__ void ask_for_weights(const Phase& p, int i, uint4& lo
     if (p.norm_is_wide) high = __ldg(at + 1);
 }
 
+// Start to load the first norm weights.
 __device__ __forceinline__ void ask_for_norm(const Phase& p, NormWeights& held) {
     if (!p.norm) return;
 #pragma unroll
@@ -41,7 +45,7 @@ __device__ __forceinline__ void ask_for_norm(const Phase& p, NormWeights& held) 
     }
 }
 
-// Inputs 8 i .. 8 i + 7 as they were found, times the norm's weights if there are any; adds up their squares.
+// Multiply inputs 8 i .. 8 i + 7 by the norm's weights, if any, and add their squares to `squares`.
 __device__ __forceinline__ uint4 scaled_inputs(
     const Phase& p, const uint4& x, const uint4& low, const uint4& high, float& squares) {
     if (!p.norm) return x;
@@ -61,9 +65,10 @@ __device__ __forceinline__ uint4 scaled_inputs(
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-constexpr int LOOKED_AT = 4;  // times 8 inputs that a thread asks for at once
+constexpr int LOOKED_AT = 4;  // in units of 8 inputs: loads in flight per thread
 
-// Inputs 8 i .. 8 i + 7 of the phase, for i = first, first + THREADS, ...; zeros from `last` on.
+// Load inputs 8 i .. 8 i + 7 of the phase, for i = first, first + THREADS, ..., polling until they have the mark; zeros
+// from `last` on.
 __device__ __forceinline__ void find_inputs(const Phase& p, const Run& run, int first, u32 mark, uint4 (&x)[LOOKED_AT]) {
     const int last = p.inputs / 8;
     if (p.plain_source) {
@@ -101,18 +106,18 @@ __device__ __forceinline__ void find_inputs(const Phase& p, const Run& run, int 
     }
 }
 
-// The larger magnitude of two bfloat16 numbers, and of `most`, as bits; NaN is larger than all.
+// The largest magnitude of two bfloat16 values and of `most`, as bits; NaN is larger than all.
 __device__ __forceinline__ u32 larger_bits(u32 pair, u32 most) {
     return max(most, max(pair & 0x7FFFu, pair >> 16 & 0x7FFFu));
 }
 
-// Make the inputs in shared memory float16, as tensor cores take them with numbers of 8 bits: over the power of two that
-// takes the largest to at most 2**15. That keeps more digits than bfloat16 has of all but the very small ones.
+// Convert the inputs in shared memory to float16 for gemvs with 8-bit weights, divided by a power of two such that the
+// largest is at most 2**15. This keeps more bits than bfloat16 for all but very small values.
 __device__ __forceinline__ void to_halves(const Phase& p, const Shared& shared) {
     uint4* vector = reinterpret_cast<uint4*>(shared.vector);
     u32 most = 0;
 #pragma unroll 1
-    for (int i = threadIdx.x; i * 8 < p.inputs; i += THREADS) {  // what this thread has put there
+    for (int i = threadIdx.x; i * 8 < p.inputs; i += THREADS) {  // elements that this thread has stored
         const uint4 x = vector[i];
         most = larger_bits(x.x, larger_bits(x.y, larger_bits(x.z, larger_bits(x.w, most))));
     }
@@ -132,15 +137,15 @@ __device__ __forceinline__ void to_halves(const Phase& p, const Shared& shared) 
     }
 }
 
-// Lower or upper bytes of four numbers.
+// Pack the lower (place 0) or upper (1) bytes of four integers into a word.
 __device__ __forceinline__ u32 bytes_of(const int (&numbers)[8], int first, int place) {
     const u32 pair = place ? 0x51 : 0x40;
     const u32 left = __byte_perm(numbers[first], numbers[first + 1], pair), right = __byte_perm(numbers[first + 2], numbers[first + 3], pair);
     return __byte_perm(left, right, 0x5410);
 }
 
-// This lane's 8 inputs as numbers 256 * upper + lower: eight upper bytes, then eight lower ones, all of them signed. NaN or
-// infinity make all 32 NaN.
+// Quantize this lane's 8 inputs to integers 256 * upper + lower: eight upper bytes, then eight lower bytes, all signed.
+// A NaN or infinity makes the scale of all 32 inputs NaN.
 __device__ __forceinline__ uint4 to_whole_numbers(const uint4& x, Quarter& quarter) {
     u32 most = larger_bits(x.x, larger_bits(x.y, larger_bits(x.z, larger_bits(x.w, 0))));
     most = max(most, __shfl_xor_sync(ALL_LANES, most, 1));
@@ -169,8 +174,8 @@ __device__ __forceinline__ uint4 to_whole_numbers(const uint4& x, Quarter& quart
     return out;
 }
 
-// Put the phase's inputs, times the norm's weights, into shared memory, zeros behind them up to whole steps; for weights
-// of 4 bits as whole numbers, 32 with the same scale.
+// Wait for the phase's inputs, multiply them by the norm's weights, and store them to shared memory, zero-padded to
+// whole steps; for 4-bit weights quantized, 32 inputs per scale.
 template <int KIND>
 __device__ __forceinline__ void load_vector(const Phase& p, const Run& run, const Shared& shared, const NormWeights& held, u32 launch) {
     const u32 mark = mark_of(launch, p.source_phase);
@@ -178,7 +183,7 @@ __device__ __forceinline__ void load_vector(const Phase& p, const Run& run, cons
     const u64 norm = p.norm;
     uint4* vector = reinterpret_cast<uint4*>(shared.vector);
     float squares = 0.0f;
-    if (!p.plain_source) {  // one lane looks until something is there, so that few look in vain
+    if (!p.plain_source) {  // one lane polls first, to limit traffic
         const int middle = min(threadIdx.x / 32 * 32 + 16, inputs / 8 - 1);
         if (threadIdx.x % 32 == 0) await_word(p.source + (u64)middle * 32, mark);
         __syncwarp();
@@ -220,7 +225,7 @@ __device__ __forceinline__ void load_vector(const Phase& p, const Run& run, cons
     __syncthreads();
 }
 
-// What sums over normed inputs are multiplied by.
+// The factor that completes the norm: gemv results are multiplied by 1 / rms of the inputs.
 __device__ __forceinline__ float inverse_norm(const Phase& p, const Shared& shared) {
     if (!p.norm) return 1.0f;
     float squares = 0.0f;

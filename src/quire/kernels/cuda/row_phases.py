@@ -1,7 +1,7 @@
-"""The layers of a step of one row as a list of phases, which one persistent kernel runs (`row_program`).
+"""The layers of a one-row decode step as a list of phases, which one persistent kernel runs (`row_program`).
 
-A phase reads vectors that earlier phases wrote, and weights. All vectors are bfloat16. The residual stream is the
-vector that a run is given; in a phase it is None.
+A phase reads weights and vectors that earlier phases wrote. All vectors are bfloat16. None stands for the residual
+stream, which the caller of a run supplies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.kernels.triton.rotary import HeadNorms
 
 @dataclass(frozen=True, slots=True)
 class ScaledRowsWeight:
-    """A weight whose rows are float8 (e4m3) or int8 numbers, each row with a scale."""
+    """A weight whose rows are float8 (e4m3) or int8 values with a scale per row."""
 
     numbers: Tensor  # [outputs, inputs]
     scale: Tensor  # [outputs], float32
@@ -28,7 +28,7 @@ Weight = Tensor | ScaledRowsWeight | PackedNibbles  # a tensor is [outputs, inpu
 
 
 def count_outputs(weight: Weight) -> int:
-    """The rows of a weight."""
+    """Return the number of rows of a weight."""
     if isinstance(weight, PackedNibbles):
         return weight.outputs
     return len(weight.scale) if isinstance(weight, ScaledRowsWeight) else len(weight)
@@ -36,22 +36,23 @@ def count_outputs(weight: Weight) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ProductPhase:
-    """target = or += [activation of] weight @ [norm of] source + bias."""
+    """A gemv: target = or += [activation of] weight @ [norm of] source + bias."""
 
-    weight: Weight  # of gate rows, then up rows, with an activation
+    weight: Weight  # with an activation: gate rows, then up rows
     source: Tensor | None  # [inputs]; None: the stream
     target: Tensor | None  # [outputs], half as many with an activation; None: the stream
     bias: Tensor | None = None  # [rows of the weight], bfloat16
-    norm: Norm | None = None  # of the source, before the product
+    norm: Norm | None = None  # of the source, before the gemv
     activation: str | None = None  # of triton.activation.ACTIVATIONS: the result is activation(gate) * up
-    adds: bool = False  # to the target
+    adds: bool = False  # add to the target
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPhase:
-    """Norms and turns the heads of a token, puts its key and value into the paged cache, and lets it attend.
+    """Attention of one token: head norms, rotary positions, the write of its key and value to the paged cache, and
+    attention.
 
-    The token's position, its row of the block tables and the tables are given with a run.
+    The token's position, its row and the block tables are arguments of a run.
     """
 
     source: Tensor  # [(query + 2 * kv heads) * dim]; not overwritten
@@ -59,12 +60,12 @@ class AttentionPhase:
     num_query: int
     num_kv: int
     dim: int
-    norms: HeadNorms | None  # of queries and keys alone
+    norms: HeadNorms | None  # of queries and keys only
     angles: Tensor | None  # [positions, turned]: cos of turned / 2 frequencies, then sin, bfloat16
     key_cache: Tensor  # [blocks, kv heads, block, dim]
     value_cache: Tensor
     scales: CacheScales | None
-    table: int  # which of the run's block tables
+    table: int  # index of the block table
     rule: AttentionRule
 
 

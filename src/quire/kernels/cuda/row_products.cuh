@@ -1,12 +1,12 @@
-// Products of one row, by tiles of 16 outputs on tensor cores. The row stands in all eight columns of the right operand,
-// but for weights of 4 bits (multiply_steps).
+// Gemv of one row, by tiles of 16 outputs on tensor cores (mma.sync). The row is repeated in all eight columns of the
+// right operand, except for 4-bit weights (multiply_steps).
 //
-// Of a tile, lane 4 g + t of a warp holds 16 bytes of output g and of output g + 8, and the inputs that belong to them:
-// which inputs an instruction takes together does not matter, so each lane reads what lies side by side.
+// For a tile, lane 4 g + t of a warp loads 16 bytes of output g and of output g + 8, and the corresponding inputs. The
+// order of inputs within an instruction does not matter, so each lane loads contiguous bytes.
 
 struct Lanes { float low, high; };  // sums of outputs g and g + 8
 
-constexpr int TURNS = 4;  // tiles of a team that its warps may be ahead of the one that ends them
+constexpr int TURNS = 4;  // tiles that the warps of a team may be ahead of its epilogue
 constexpr int TEAM_SIZES = 3;  // as powers of 2, from 2 warps on
 constexpr int ALL_TEAMS = WARPS / 2 + WARPS / 4 + WARPS / 8;  // each with its own barriers
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ float activated(float x, int kind) {
     return x < 0.0f ? 0.0f : x;  // NaN stays NaN
 }
 
-// sums[0], sums[2]: outputs g and g + 8; the other columns are the same.
+// bfloat16 mma. sums[0], sums[2]: outputs g and g + 8; the other columns are equal.
 __device__ __forceinline__ void add_product(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -29,8 +29,8 @@ __device__ __forceinline__ void add_half_product(float (&sums)[4], u32 a0, u32 a
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Two bytes of a word, the first or the last ones, as float16 numbers: float8 (e4m3), or int8 as the lower byte of 1152 +
-// number.
+// Convert the first or the last two bytes of a word to float16: float8 (e4m3), or int8 as the lower byte of 1152 +
+// value.
 template <int KIND, int PLACE>
 __device__ __forceinline__ u32 from_bytes(u32 word) {
     u32 out;
@@ -43,8 +43,9 @@ __device__ __forceinline__ u32 from_bytes(u32 word) {
     return out;
 }
 
-constexpr int CHAINS = 4;  // of sums that do not wait for one another
+constexpr int CHAINS = 4;  // independent accumulators
 
+// Multiply one unit (64 bytes of a row of the tile) by its inputs.
 template <int KIND>
 __device__ __forceinline__ void multiply_unit(const uint4& low, const uint4& high, const uint4* inputs, float (&sums)[CHAINS][4], int chain) {
     const uint4 x = inputs[0];
@@ -64,12 +65,13 @@ __device__ __forceinline__ void multiply_unit(const uint4& low, const uint4& hig
     }
 }
 
-// Sums of one slot's units of a dense weight; `vector`: the inputs of the first one. IS_WHOLE: there are PIECE_UNITS.
+// Multiply one slot's units of a weight that is not 4-bit; `vector`: the inputs of the first unit. IS_WHOLE: there are
+// PIECE_UNITS.
 template <int KIND, bool IS_WHOLE>
 __device__ __forceinline__ void multiply_units(u32 slot, const u8* vector, int count, float (&sums)[CHAINS][4]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const u8* row = reinterpret_cast<const u8*>(__cvta_shared_to_generic(slot)) + g * PITCH + t * 16;
-    const u8* rows[2] = {row + g % 2 * UNIT, row - g % 2 * UNIT};  // for even units and for odd ones, see copy_rows
+    const u8* rows[2] = {row + g % 2 * UNIT, row - g % 2 * UNIT};  // for even and odd units, see copy_rows
     const uint4* inputs = reinterpret_cast<const uint4*>(vector) + (KIND == BF16 ? t : 2 * t);
 #pragma unroll
     for (int unit = 0; unit < PIECE_UNITS; ++unit) {
@@ -80,24 +82,25 @@ __device__ __forceinline__ void multiply_units(u32 slot, const u8* vector, int c
     }
 }
 
-// add_product of bytes: unsigned ones by signed ones.
+// Integer mma of unsigned bytes by signed bytes.
 __device__ __forceinline__ void add_whole_product(int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// The levels of quarters 0 and 2 of a step in turn, or of 1 and 3, as bytes.
+// The 4-bit values of quarters 0 and 2 of a step alternating, or of 1 and 3, as bytes.
 __device__ __forceinline__ u32 levels_of(u32 word, int odd) { return (odd ? word >> 4 : word) & 0x0F0F0F0Fu; }
 
+// A scale or offset of a 4-bit weight, from the slot.
 __device__ __forceinline__ float factor_at(const u8* factors, int line, int output) {
     const u16 bits = reinterpret_cast<const u16*>(factors)[line * TILE + output];
     return FACTORS_ARE_HALVES ? from_half(bits) : from_bf16(bits);
 }
 
-// Sums of one slot's steps of a weight of 4 bits, the first of which is step `first` of the weight; IS_WHOLE: there are
-// PIECE_STEPS. Of the eight columns of the right operand, two hold the upper and the lower bytes of the inputs of each quarter
-// of a step, and zeros for the others: a lane ends up with sums over quarter t alone, and the four lanes of an output share
-// the work with its factors.
+// Multiply one slot's steps of a 4-bit weight, the first of which is step `first` of the weight; IS_WHOLE: there are
+// PIECE_STEPS. Of the eight columns of the right operand, two hold the upper and the lower bytes of each quarter's
+// inputs, with zeros for the other quarters: a lane gets sums over quarter t only, and the four lanes of an output
+// divide the work of applying its scales.
 template <bool IS_WHOLE>
 __device__ __forceinline__ Lanes multiply_steps(
     const Shared& shared, u32 slot, int first, int count, int group_shift, bool has_offsets, Lanes acc) {
@@ -105,7 +108,7 @@ __device__ __forceinline__ Lanes multiply_steps(
     const u8* data = reinterpret_cast<const u8*>(__cvta_shared_to_generic(slot));
     const uint2* inputs = reinterpret_cast<const uint2*>(shared.vector) + (first * 16 + quarter * 4 + t) * 2 + g % 2;
     const Quarter* quarters = shared.quarters + first * 4 + t;
-    const u32 places[2] = {quarter < 2 ? 0x4140u : 0x1404u, quarter < 2 ? 0x4342u : 0x3424u};  // of inputs among levels
+    const u32 places[2] = {quarter < 2 ? 0x4140u : 0x1404u, quarter < 2 ? 0x4342u : 0x3424u};  // byte selectors
 #pragma unroll
     for (int step = 0; step < PIECE_STEPS; ++step) {
         if (!IS_WHOLE && step >= count) break;
@@ -137,12 +140,12 @@ __device__ __forceinline__ Lanes multiply_steps(
     return acc;
 }
 
-// What becomes of the sums of a product. In registers: a phase lies in shared memory, which takes long to read.
+// The epilogue's parameters, kept in registers, since shared memory is slow to read.
 struct Epilogue {
     u64 scale, bias, target, plain_before, plain_target;
     int outputs, activation, adds;
     u32 mark, mark_before;  // of the results, and of what they are added to
-    float factor;           // of all sums
+    float factor;           // multiplied into all sums
 };
 
 __device__ __forceinline__ Epilogue epilogue_of(const Phase& p, const Run& run, u32 launch, int phase) {
@@ -150,10 +153,10 @@ __device__ __forceinline__ Epilogue epilogue_of(const Phase& p, const Run& run, 
             p.outputs, p.activation, p.adds, mark_of(launch, phase), mark_of(launch, p.before_phase), 1.0f};
 }
 
-// The inputs that a warp multiplies by, and the form of its weights.
+// The range of inputs that a warp multiplies, and the format of its weight.
 struct WarpInputs { int begin, count, group_shift; bool has_offsets; };
 
-// This warp's sums of one part of a tile.
+// Compute this warp's sums of one part (gate or up) of a tile.
 template <int KIND>
 __device__ __forceinline__ Lanes multiply_part(const Shared& shared, Ring& ring, const WarpInputs& share, u64 policy) {
     Lanes acc = {0.0f, 0.0f};
@@ -188,13 +191,14 @@ __device__ __forceinline__ Lanes multiply_part(const Shared& shared, Ring& ring,
     return acc;
 }
 
-// The factors of an output, and what its target holds: asked for before they are needed.
+// Scale, bias and addend of an output: loaded before they are needed.
 struct Operands {
     float scale[2];
     u16 bias[2], plain;
     u32 before;
 };
 
+// Start to load the operands of the epilogue of a tile.
 template <int KIND>
 __device__ __forceinline__ void ask_for_operands(const Epilogue& e, int tile, bool is_ending, Operands& operands) {
     const int lane = threadIdx.x % 32, n = tile * TILE + lane;
@@ -211,7 +215,7 @@ __device__ __forceinline__ void ask_for_operands(const Epilogue& e, int tile, bo
     else asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(operands.before) : "l"(e.target + 4ull * n) : "memory");
 }
 
-// Write an output, of sums over the inputs of each part.
+// Epilogue of one output: scale, bias, gate and addition, from the sums of each part.
 template <int KIND>
 __device__ __forceinline__ void finish(const Epilogue& e, int n, const float (&sums)[2], const Operands& operands) {
     float results[2] = {0.0f, 0.0f};
@@ -230,12 +234,12 @@ __device__ __forceinline__ void finish(const Epilogue& e, int n, const float (&s
     if (e.plain_target) write_number(e.plain_target + 2ull * n, result);
 }
 
-// A team of warps that multiply a tile together, in one phase.
+// The warps that multiply a tile together in one phase.
 struct Team {
-    int shift, warp;     // its size as a power of 2; which of them this is
-    int number;          // among the teams of all sizes
-    int tiles;           // that it has multiplied before in this launch; they take turns at its memory for sums
-    __device__ __forceinline__ bool is_ending() const { return (tiles & ((1 << shift) - 1)) == warp; }  // warps take turns
+    int shift, warp;     // log2 of its size; index of this warp in it
+    int number;          // index among the teams of all sizes
+    int tiles;           // tiles that it has multiplied before in this launch, which select the memory for its sums
+    __device__ __forceinline__ bool is_ending() const { return (tiles & ((1 << shift) - 1)) == warp; }
     __device__ __forceinline__ int turn() const { return number * TURNS + tiles % TURNS; }
     __device__ __forceinline__ u32 parity() const { return tiles / TURNS % 2; }
 };
@@ -245,7 +249,7 @@ __device__ __forceinline__ Team team_of(int shift, const int (&tiles)[TEAM_SIZES
     return {shift, warp & ((1 << shift) - 1), before + (warp >> shift), shift == 1 ? tiles[0] : shift == 2 ? tiles[1] : tiles[2]};
 }
 
-// End a tile: by the first lanes of one warp, when its team has left its sums.
+// Finish a tile by the first lanes of one warp, once its team has stored its sums.
 template <int KIND>
 __device__ __forceinline__ void end_tile(
     const Epilogue& e, const Shared& shared, const Team& team, const float* partial, int n, const Operands& operands) {
@@ -269,7 +273,8 @@ __device__ __forceinline__ void end_tile(
     if (lane < TILE && n < e.outputs) finish<KIND>(e, n, sums, operands);
 }
 
-// Wait for a product's inputs, and multiply. `tiles`: what this warp's teams of each size have multiplied before.
+// A gemv phase: wait for the inputs, and multiply. `tiles`: tiles that this warp's teams of each size have multiplied
+// before.
 template <int KIND>
 __device__ __forceinline__ void multiply(
     const Phase& p, const Run& run, const Shared& shared, Ring& ring, int (&tiles)[TEAM_SIZES], u64 policy, u32 launch, int phase) {

@@ -1,8 +1,9 @@
-// The layers of a step of one row in one launch: a program on every multiprocessor goes through the phases, and waits in
-// each of them for the numbers that it reads. Weights are read ahead of these waits; see row_ring.cuh.
+// All layers of a one-row decode step in one launch: a persistent block on every multiprocessor runs all phases, and in
+// each waits only for the values that it reads. Weights are loaded ahead of these waits; see row_ring.cuh.
 
 constexpr int PHASE_WORDS = sizeof(Phase) / 8;
 
+// Run one phase.
 __device__ __forceinline__ void run_phase(
     const Phase& p, const Run& run, const Shared& shared, Ring& ring, int (&tiles)[TEAM_SIZES], u64 policy, u32 launch, int phase) {
     const int kind = p.kind;
@@ -18,24 +19,25 @@ __device__ __forceinline__ void run_phase(
     if (HAS_NIBBLES && kind == NIBBLES) multiply<NIBBLES>(p, run, shared, ring, tiles, policy, launch, phase);
 }
 
-// `held`: room for two phases, the first of which is there.
+// Run all phases. `held`: space for two phases, the first of which is loaded.
 __device__ __forceinline__ void run_phases(
     const Run& run, const Shared& shared, Ring& ring, Phase* held, const u64* words, u64 policy, u32 launch) {
     int tiles[TEAM_SIZES] = {};
     for (int number = 0; number < run.num_phases; ++number) {
-        u64 next = 0;  // a word of the next phase, on its way
+        u64 next = 0;  // a word of the next phase, prefetched
         const bool fetches = number + 1 < run.num_phases && threadIdx.x < PHASE_WORDS;
         if (fetches) next = __ldg(words + (number + 1) * PHASE_WORDS + threadIdx.x);
         run_phase(held[number % 2], run, shared, ring, tiles, policy, launch, number);
         if (fetches) reinterpret_cast<u64*>(&held[(number + 1) % 2])[threadIdx.x] = next;
         __syncthreads();
     }
-    if (threadIdx.x == 0 && atomicAdd(run.counters, 1u) == gridDim.x - 1) {  // nobody reads the counters any more
+    if (threadIdx.x == 0 && atomicAdd(run.counters, 1u) == gridDim.x - 1) {  // no block reads the counters any more
         run.counters[0] = 0;
         run.counters[1] = launch + run.num_phases;
     }
 }
 
+// The kernel: sets up shared memory and barriers, starts the rings, and runs all phases.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 run_program(const __grid_constant__ Run run, const Phase* __restrict__ phases) {
     extern __shared__ __align__(128) u8 memory[];

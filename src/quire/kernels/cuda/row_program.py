@@ -1,9 +1,9 @@
-"""Phases as one kernel: a program on every multiprocessor, each of which goes through all phases.
+"""Runs phases as one persistent kernel (megakernel): one block on every multiprocessor, each of which runs all phases.
 
-A program waits in a phase for the numbers that it reads and for nothing else, which takes about two microseconds, less
-than a launch. Memory is read meanwhile: warps copy weights into shared memory ahead of time, across phases. See
-row_program.cu and the files it is made of. All programs must be on the device at once, so nothing may hold a
-multiprocessor for good meanwhile, as a second such kernel would that shares the GPU by MPS.
+In a phase a block waits only for the values that it reads, which takes about two microseconds, less than a launch.
+Meanwhile memory is read: warps copy weights to shared memory ahead of time, across phases. See row_program.cu and the
+files it includes. All blocks must be resident at once, so nothing else may occupy a multiprocessor permanently, such as
+a second kernel of this kind that shares the GPU by MPS.
 """
 
 from __future__ import annotations
@@ -50,39 +50,40 @@ _FILES = (
     "row_attention.cuh",
     "row_program.cu",
 )
-_CAPABILITY = 9  # the major one of GPUs that the kernel was made for and tried on
+_CAPABILITY = 9  # major compute capability that the kernel was written for and tested on
 _ALIGNED = 16
 _NORM_DTYPES = (torch.bfloat16, torch.float32)
-_MOST_LAYER_BYTES = 512 << 20  # of bfloat16 weights; it was faster with 416 MiB, and not tried with more
-# Tokens of a context up to which it was faster, by weights of 4 bits and by others: its attention is the slower one.
+_MOST_LAYER_BYTES = 512 << 20  # of bfloat16 weights; it was faster with 416 MiB, and not tested with more
+# Context length up to which it was faster, with 4-bit weights and with others; its attention is slower than that of
+# other kernels.
 _LONGEST_NIBBLES, _LONGEST = 16_384, 4_096
 
 
 @cache
 def why_not_row_program(device: torch.device) -> str | None:
-    """What keeps the kernel from running there; None: nothing."""
+    """Return why the kernel cannot run on a device; None if it can."""
     if device.type != "cuda":
-        return "it runs on CUDA devices"
+        return "it runs only on CUDA devices"
     if torch.cuda.get_device_capability(device)[0] != _CAPABILITY:
-        return "it is made for Hopper GPUs"
+        return "it runs only on Hopper GPUs"
     return why_no_nvrtc()
 
 
 def takes_phase(phase: Phase) -> bool:
-    """Whether the kernel has this kind of phase."""
+    """Whether the kernel supports this phase."""
     return _takes_attention(phase) if isinstance(phase, AttentionPhase) else _takes_product(phase)
 
 
 def why_not_faster(phases: Sequence[Phase]) -> str | None:
-    """Why phases run faster kernel by kernel, as measured on an H200; None: they do not. Layers of many bytes leave
-    little to gain, and numbers of 8 bits are not converted fast enough."""
+    """Return why phases run faster as separate kernels, as measured on an H200; None if they do not. With many bytes
+    per layer there is little to gain, and 8-bit weights are not converted fast enough."""
     weights = [phase.weight for phase in phases if isinstance(phase, ProductPhase)]
     if any(isinstance(weight, ScaledRowsWeight) for weight in weights):
-        return "weights of 8 bits are multiplied faster by other kernels"
+        return "other kernels are faster with 8-bit weights"
     layers = sum(isinstance(phase, AttentionPhase) for phase in phases)
     plain = sum(weight.numel() * weight.element_size() for weight in weights if isinstance(weight, Tensor))
     if plain > _MOST_LAYER_BYTES * max(layers, 1):
-        return f"layers of {plain // max(layers, 1) >> 20} MiB of weights are read as fast by other kernels"
+        return f"other kernels are as fast with {plain // max(layers, 1) >> 20} MiB of weights per layer"
     return None
 
 
@@ -147,11 +148,12 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 
 class RowProgram:
-    """Phases, all of which `takes_phase` takes, as one kernel for one device. Compiles it unless it is kept on disk.
+    """Phases that `takes_phase` supports, as one kernel for one device. Compiles the kernel unless it is in the disk
+    cache.
 
-    A vector may be written again only by a phase that depends on all phases that read it before: nothing else holds it
-    back. Raises ValueError if the phases do not go together, and CudaError if all of them in one launch do not make of
-    a row of padding what they make of it one by one.
+    A vector may be rewritten only by a phase that depends on all phases that read it before, since nothing else orders
+    them. Raises ValueError if the phases cannot be combined, and CudaError if one launch of all phases does not give
+    the same result for a padding row as one launch per phase.
     """
 
     def __init__(self, phases: Sequence[Phase], device: torch.device) -> None:
@@ -175,14 +177,14 @@ class RowProgram:
 
     @property
     def longest(self) -> int:
-        """Tokens of a context up to which this is the faster way to run a step."""
+        """Context length in tokens up to which this is the faster way to run a step."""
         weights = (phase.weight for phase in self._phases if isinstance(phase, ProductPhase))
         return _LONGEST_NIBBLES if any(isinstance(weight, PackedNibbles) for weight in weights) else _LONGEST
 
     def run(self, stream: Tensor, positions: Tensor, rows: Tensor, tables: Sequence[Tensor]) -> None:
-        """stream [1, hidden], bfloat16, is changed in place; positions [1] int64; rows [1] int32, below 0: padding,
-        nothing is written to the cache; tables [all rows, max blocks] int32: the first, then those of windows. One
-        launch."""
+        """Run all phases in one launch. stream [1, hidden], bfloat16, is updated in place; positions [1] int64; rows
+        [1] int32, negative: padding, nothing is written to the cache; tables [all rows, max blocks] int32: the main
+        one, then those of windows."""
         self._launch(stream, positions, rows, tables, self._on_device, len(self._phases), len(self._sources))
 
     def _launch(
@@ -203,8 +205,8 @@ class RowProgram:
         )  # fmt: skip
 
     def _check(self, device: torch.device) -> None:
-        """Compare what all phases make of a row of padding, which has no context, with what single launches make of it:
-        streams that are equal to the last bit, and finite, or nothing runs."""
+        """Compare one launch of all phases with one launch per phase, for a padding row, which has no context. Raises
+        CudaError unless the streams are bitwise equal and finite."""
         generator = torch.Generator(device).manual_seed(0)
         numbers = torch.randn(1, self._vectors.width, generator=generator, device=device).to(torch.bfloat16)
         at = torch.zeros(1, dtype=torch.int64, device=device)
@@ -219,12 +221,12 @@ class RowProgram:
             source = self._sources[number] if is_product else SourceRecord()
             given = _upload(alone, device), _upload(source, device)
             self._launch(apart, at, padding, [table] * MOST_TABLES, given, 1, int(is_product))
-            torch.cuda.synchronize(device)  # what was uploaded is freed now
+            torch.cuda.synchronize(device)  # the uploaded records are freed after this
             number += is_product
         if not torch.equal(together.view(torch.int16), apart.view(torch.int16)):
-            raise CudaError("the kernel of one row failed its check: all phases differ from single ones")
+            raise CudaError("the one-row kernel failed its check: one launch differs from a launch per phase")
         if not bool(together.isfinite().all()):
-            raise CudaError("the kernel of one row failed its check: what it makes of numbers is none")
+            raise CudaError("the one-row kernel failed its check: its result is not finite")
 
 
 def _upload(record: ctypes.Structure | ctypes.Array[Any], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""How phases are laid out in memory for the kernel that runs them: records, vectors, and sizes of shared memory."""
+"""Memory layout of phases for the kernel that runs them: records, vectors, and sizes of shared memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SMALL = {torch.float8_e4m3fn: FLOAT8, torch.int8: INT8}
 WARPS, TILE, UNIT, PIECE_UNITS, PIECE_STEPS = 8, 16, 64, 4, 4
 MOST_TABLES = 4
 DIMS, MOST_QUERIES = (64, 128, 256), 8
-STREAM = 1  # in place of an address
-_PIECE = PIECE_UNITS * TILE * UNIT  # bytes of a slot; scales and offsets of 4-bit weights take more
+STREAM = 1  # in place of an address: the stream
+_PIECE = PIECE_UNITS * TILE * UNIT  # bytes of a slot; 4-bit weights with their scales and offsets take more
 _MOST_SLOTS, _FEWEST_SLOTS = 16, 2
-_STATIC_BYTES = 6656  # of shared memory, beside what a launch asks for
-_LOG2_E = 1.4426950408889634  # scores are exponents of 2, and so is what caps them
+_STATIC_BYTES = 6656  # static shared memory, besides the dynamic
+_LOG2_E = 1.4426950408889634  # scores are exponents of 2, so the softcap is scaled too
 
 
 def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
@@ -31,7 +31,7 @@ def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
 
 
 class PhaseRecord(ctypes.Structure):
-    """`Phase` of row_common.cuh."""
+    """Mirrors `Phase` of row_common.cuh."""
 
     _fields_ = (
         *_fields(ctypes.c_uint64, "weight", "scale", "offset", "bias", "norm", "source", "target"),
@@ -49,7 +49,7 @@ class PhaseRecord(ctypes.Structure):
 
 
 class SourceRecord(ctypes.Structure):
-    """`Source` of row_ring.cuh."""
+    """Mirrors `Source` of row_ring.cuh."""
 
     _fields_ = (
         *_fields(ctypes.c_uint64, "weight", "scale", "offset"),
@@ -59,7 +59,7 @@ class SourceRecord(ctypes.Structure):
 
 
 class RunRecord(ctypes.Structure):
-    """`Run` of row_common.cuh."""
+    """Mirrors `Run` of row_common.cuh."""
 
     _fields_ = (
         *_fields(ctypes.c_uint64, "stream", "positions", "rows"),
@@ -72,7 +72,7 @@ class RunRecord(ctypes.Structure):
 
 
 class Vectors:
-    """Where phases hand on vectors: words of a number and a mark, see row_common.cuh. None is the stream."""
+    """The vectors that phases pass on: words of a value and a mark, see row_common.cuh. None is the stream."""
 
     def __init__(self, phases: Sequence[Phase], device: torch.device) -> None:
         sizes: dict[int, int] = {}
@@ -82,12 +82,12 @@ class Vectors:
                 sizes[name_of(vector)] = max(size, sizes.get(name_of(vector), 0))
         self._words = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
         self.width = max(sizes.get(STREAM, 0), 8)  # of the stream
-        self._writers: dict[int, int] = {}  # the last phase that wrote a vector
+        self._writers: dict[int, int] = {}  # the last phase that wrote each vector
         last = {name_of(phase.target): number for number, phase in enumerate(phases)}
         self._last = set(last.items())
 
     def describe(self, record: PhaseRecord, phase: Phase, number: int) -> None:
-        """Say where a phase reads and writes; in the order of the phases."""
+        """Fill in the addresses that a phase reads and writes. Must be called in the order of the phases."""
         source, target = name_of(phase.source), name_of(phase.target)
         record.source, record.target = (self._words[name].data_ptr() for name in (source, target))
         record.source_phase, record.before_phase = (self._writers.get(name, -1) for name in (source, target))
@@ -102,8 +102,8 @@ def name_of(vector: Tensor | None) -> int:
 
 
 class Sizes:
-    """Bytes of shared memory: what a slot of a warp's ring takes, how many slots it has, the phase's vector, the scales
-    of its quarters behind it, and all together."""
+    """Sizes in bytes of shared memory: a slot of a warp's ring, the phase's vector, the input scales behind it, and the
+    total; and the number of slots. Raises ValueError if there is too little for two slots."""
 
     def __init__(self, phases: Sequence[Phase], queries: int, dim: int, limit: int) -> None:
         products = [phase for phase in phases if isinstance(phase, ProductPhase)]
@@ -119,23 +119,24 @@ class Sizes:
         room = limit - self.vector - self.quarters - sources
         self.slots = min(_MOST_SLOTS, room // (WARPS * self.slot))
         if self.slots < _FEWEST_SLOTS:
-            raise ValueError(f"vectors of {inputs} numbers leave no room for weights in shared memory")
+            raise ValueError(f"shared memory is too small: vectors of {inputs} elements leave no room for weights")
         self.total = WARPS * self.slots * self.slot + self.vector + self.quarters + sources
 
 
 def _steps_bytes(weight: PackedNibbles) -> int:
-    """Of a slot's steps with their scales and offsets, rounded up to whole lines."""
+    """Return the bytes of a slot's steps with their scales and offsets, rounded up to whole 128-byte lines."""
     lines = PIECE_STEPS * STEP // min(weight.group, STEP) * (1 if weight.offsets is None else 2)
     return PIECE_STEPS * TILE * STEP // 2 + -(-lines * TILE * 2 // 128) * 128
 
 
 def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a launch may ask for."""
+    """Return the bytes of dynamic shared memory that a launch may request."""
     return shared_memory(device) - _STATIC_BYTES
 
 
 def queries_and_dim(phases: Sequence[AttentionPhase]) -> tuple[int, int]:
-    """Queries that share a key/value head, and numbers of a head: the same in all layers."""
+    """Return the query heads per kv head, and the head size, which must be the same in all layers. Raises
+    ValueError."""
     kinds = {(phase.num_query // phase.num_kv, phase.dim, phase.key_cache.dtype) for phase in phases}
     if len(kinds) > 1:
         raise ValueError(f"layers have different heads: {sorted(map(str, kinds))}")
@@ -143,6 +144,7 @@ def queries_and_dim(phases: Sequence[AttentionPhase]) -> tuple[int, int]:
 
 
 def constants_of(phases: Sequence[Phase], queries: int, dim: int) -> dict[str, int]:
+    """Return the compile-time constants of the kernel for these phases."""
     caches = {phase.key_cache.dtype for phase in phases if isinstance(phase, AttentionPhase)}
     kinds = {record.kind for record in map(_record_of, phases)}
     return {
@@ -153,25 +155,26 @@ def constants_of(phases: Sequence[Phase], queries: int, dim: int) -> dict[str, i
 
 
 def _nibble_constants(phases: Sequence[Phase]) -> dict[str, int]:
-    """Quarters of a step of 4-bit weights that share a scale, and the dtype of scales: the same for all of them."""
+    """Return how many quarters of a step of 4-bit weights share a scale, and whether scales are float16; must be the
+    same for all weights. Raises ValueError."""
     weights = [phase.weight for phase in phases if isinstance(phase, ProductPhase)]
     nibbles = [weight for weight in weights if isinstance(weight, PackedNibbles)]
     found = {(min(4, weight.group // 32), weight.scales.dtype == torch.float16) for weight in nibbles}
     if len(found) > 1:
-        raise ValueError("weights of 4 bits have groups of different sizes, or scales of different dtypes")
+        raise ValueError("4-bit weights have groups of different sizes, or scales of different dtypes")
     quarters, are_halves = next(iter(found), (4, False))
     return {"QUARTERS": quarters, "FACTORS_ARE_HALVES": int(are_halves)}
 
 
 def _count_inputs(phase: Phase) -> int:
-    """Numbers of a phase's source."""
+    """Return the number of elements of a phase's source."""
     if isinstance(phase, AttentionPhase):
         return (phase.num_query + 2 * phase.num_kv) * phase.dim
     return _inputs_of(phase)
 
 
 def _count_outputs(phase: Phase) -> int:
-    """Numbers of a phase's target."""
+    """Return the number of elements of a phase's target."""
     if isinstance(phase, AttentionPhase):
         return phase.num_query * phase.dim
     return count_outputs(phase.weight) // (1 if phase.activation is None else 2)
@@ -187,8 +190,8 @@ def _inputs_of(phase: ProductPhase) -> int:
 def lay_out(
     phases: Sequence[Phase], vectors: Vectors, programs: int
 ) -> tuple[ctypes.Array[PhaseRecord], ctypes.Array[SourceRecord]]:
-    """The records of all phases, and of what products read. The tiles of a product begin where those of the one before
-    ended, so that all programs get as many."""
+    """Return the records of all phases, and of what gemv phases read. The tiles of a gemv continue at the block where
+    those of the previous one ended, so that all blocks get equally many."""
     records, sources, tiles = [], [], 0
     for number, phase in enumerate(phases):
         record = _record_of(phase)
@@ -210,9 +213,9 @@ def lay_out(
 
 
 def _team_shift(record: PhaseRecord, programs: int) -> int:
-    """How many warps multiply a tile together, as a power of 2: so many that a program ends its tiles soonest, if a
-    tile costs as much as one and a half pieces besides its own."""
-    tiles = ceil(record.outputs / (TILE * programs))  # of a program
+    """Return log2 of the number of warps that multiply a tile together: the fastest for a block to finish its tiles, if
+    a tile has an overhead of 1.5 pieces."""
+    tiles = ceil(record.outputs / (TILE * programs))  # per block
     units, each = (record.steps, PIECE_STEPS) if record.kind == NIBBLES else (record.row_bytes // UNIT, PIECE_UNITS)
 
     def cost(shift: int) -> float:

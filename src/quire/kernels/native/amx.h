@@ -1,5 +1,5 @@
-// Products of bfloat16 rows with tiled weights on the tile units of x86 (AMX). Every result is the sum over the inputs,
-// 32 at a time, in order, in float32: the same whatever other rows share the product.
+// bfloat16 gemm with tiled weights on AMX tile units. Each result accumulates over the inputs in order, 32 at a time,
+// in float32, so a row's result does not depend on the other rows of the batch.
 #pragma once
 
 #include "tiles.h"
@@ -10,16 +10,18 @@
 namespace {
 
 constexpr int64_t ROW_BLOCK = 32;
-constexpr int64_t CACHED_BYTES = 3 << 18;  // packed rows kept in the second-level cache while the weight passes by
+constexpr int64_t CACHED_BYTES = 3 << 18;  // packed rows kept in the L2 cache while the weight streams through
 
-// Whether this process may use the tile registers: the loader says so after it has asked the kernel (cpu_features.cpp).
+// Whether this process may use AMX tile registers. Set by quire_prepare, after cpu_features.cpp asked the operating
+// system.
 bool has_tiles = false;
 
-// The intrinsics that read tiles do not tell the compiler what memory they read: what was stored must be there before.
+// Compiler barrier: the tile load intrinsics do not declare which memory they read, so earlier stores must be finished.
 inline void finish_stores() { asm volatile("" ::: "memory"); }
 
-// Tiles 0-3 hold sums (two tiles of rows x two of 16 outputs), 4-5 rows, 6-7 weights. A tile of rows has `rows` lines:
-// 16, zeros past the last row, or fewer for a product that is shorter than one tile and leaves 2, 3 and 5 alone.
+// Tile configuration. Tiles 0-3 hold sums (two tiles of rows x two of 16 outputs), 4-5 activation rows, 6-7 weights. A
+// tile of rows has `rows` lines: 16 (zeros past the last row), or fewer for a gemm of less than one tile, which does
+// not use tiles 2, 3 and 5.
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t line_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -30,24 +32,25 @@ struct alignas(64) TileShapes {
     }
 };
 
+// Load a tile configuration into this thread's tile registers.
 inline void configure_tiles(const TileShapes& shapes) {
     finish_stores();
     _tile_loadconfig(&shapes);
 }
 
-// The tile units of this thread, laid out so until the end of the scope.
+// Configures this thread's tile registers, and releases them at the end of the scope.
 struct TilesInUse {
     explicit TilesInUse(const TileShapes& shapes) { configure_tiles(shapes); }
     TilesInUse(const TilesInUse&) = delete;
     ~TilesInUse() { _tile_release(); }
 };
 
-inline __m512 twice(__m512 values, bool upper) {  // the lower or upper eight of sixteen numbers, each two times
+inline __m512 twice(__m512 values, bool upper) {  // the lower or upper eight of sixteen floats, each duplicated
     const __m512i lower_places = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     return _mm512_permutexvar_ps(upper ? _mm512_add_epi32(lower_places, _mm512_set1_epi32(8)) : lower_places, values);
 }
 
-// One tile to bfloat16, rounded as torch rounds the same numbers.
+// Dequantize one tile of 16 outputs x 32 inputs to bfloat16 (AVX-512 BF16), rounded as torch rounds the same values.
 template <Format FORMAT> inline void unpack_tile(const uint8_t* tile, uint8_t* to) {
     const __m512 scales = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile)));
     const __m512 offsets = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile + 32)));
@@ -57,7 +60,7 @@ template <Format FORMAT> inline void unpack_tile(const uint8_t* tile, uint8_t* t
     const uint8_t* line = tile + SCALE_BYTES;
     for (int64_t r = 0; r < LINES; ++r, line += line_bytes(FORMAT)) {
         __m512 low, high;
-        if constexpr (FORMAT == NIBBLES) {  // places are taken modulo 16
+        if constexpr (FORMAT == NIBBLES) {  // the permute uses only the low 4 bits of each index
             const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(line)));
             low = _mm512_permutexvar_ps(both, numbers);
             high = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), numbers);
@@ -72,8 +75,8 @@ template <Format FORMAT> inline void unpack_tile(const uint8_t* tile, uint8_t* t
     }
 }
 
-// Rows in the order the tile units read them: blocks of 32, and in a block, per 32 inputs, two tiles of 16 rows. Rows
-// past the last are zeros.
+// Pack one block of 32 rows of x [rows, inputs] for the tile units: for each 32 inputs, two tiles of 16 rows. Rows past
+// the last one are zeros.
 inline void pack_rows(const bf16* x, int64_t rows, int64_t inputs, int64_t block, uint8_t* to) {
     uint8_t* tile = to + block * ROW_BLOCK * inputs * 2;
     for (int64_t t = 0; t < inputs / TILE_INPUTS; ++t)
@@ -85,7 +88,8 @@ inline void pack_rows(const bf16* x, int64_t rows, int64_t inputs, int64_t block
         }
 }
 
-// Tile t of packed rows (one block, or its first 16) x two tiles of 16 outputs, on top of the sums in tiles 0-3.
+// Multiply packed rows (a block of 32, or only its first 16) by two weight tiles of 16 outputs x 32 inputs, and add to
+// tiles 0-3.
 template <bool TWO_TILES> inline void add_tiles(const uint8_t* rows, const uint8_t* left, const uint8_t* right) {
     finish_stores();
     _tile_loadd(6, left, 64);
@@ -100,6 +104,7 @@ template <bool TWO_TILES> inline void add_tiles(const uint8_t* rows, const uint8
     }
 }
 
+// Zero the sum tiles: 0-1, or 0-3 for 32 rows.
 template <bool TWO_TILES> inline void clear_sums() {
     _tile_zero(0);
     _tile_zero(1);
@@ -109,6 +114,7 @@ template <bool TWO_TILES> inline void clear_sums() {
     }
 }
 
+// Store the sum tiles to sums [32 rows][32 outputs].
 template <bool TWO_TILES> inline void store_tiles(float* sums) {  // [32][32]
     _tile_stored(0, sums, 128);
     _tile_stored(1, sums + 16, 128);
@@ -118,8 +124,8 @@ template <bool TWO_TILES> inline void store_tiles(float* sums) {  // [32][32]
     }
 }
 
-// Packed rows x a pair of panels of plain tiles -> sums. `STREAMS`: the panels come from memory, and are asked for
-// before the units need them.
+// Multiply packed rows by a pair of panels of unquantized tiles, to sums [32][32]. `STREAMS`: the panels come from
+// memory and are prefetched.
 template <bool TWO_TILES, bool STREAMS>
 inline void multiply_pair(const uint8_t* rows, const uint8_t* left, const uint8_t* right, int64_t tiles, float* sums) {
     clear_sums<TWO_TILES>();
@@ -134,8 +140,8 @@ inline void multiply_pair(const uint8_t* rows, const uint8_t* left, const uint8_
     store_tiles<TWO_TILES>(sums);
 }
 
-// The same for panels of levels that are used once: while the units multiply by two tiles, those AHEAD of them are
-// unpacked.
+// The same for quantized panels that are used once: while the tile units multiply by one pair of tiles, the pair AHEAD
+// steps later is dequantized.
 template <Format FORMAT, bool TWO_TILES, int64_t AHEAD = 2>
 inline void multiply_levels(const uint8_t* rows, const uint8_t* pair, int64_t tiles, float* sums) {
     alignas(64) uint8_t room[AHEAD + 1][2048];
@@ -155,6 +161,7 @@ inline void multiply_levels(const uint8_t* rows, const uint8_t* pair, int64_t ti
     store_tiles<TWO_TILES>(sums);
 }
 
+// Epilogue: add the bias (or null), round to bfloat16 and store sums [rows][32] to out [rows, stride].
 inline void give_sums(const float* sums, int64_t rows, int64_t outputs, const bf16* bias, bf16* out, int64_t stride) {
     if (outputs == PAIR_OUTPUTS && bias == nullptr) {
         for (int64_t row = 0; row < rows; ++row, sums += PAIR_OUTPUTS)
@@ -170,13 +177,14 @@ inline void give_sums(const float* sums, int64_t rows, int64_t outputs, const bf
         });
 }
 
+// Grow `room` if needed and return its first 64-byte aligned address with `bytes` bytes behind it.
 inline uint8_t* aligned_room(std::vector<uint8_t>& room, int64_t bytes) {
     if (static_cast<int64_t>(room.size()) < bytes + 64) room.resize(bytes + 64);
     return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
 }
 
-// One pair of panels x all `blocks` of packed rows: each(block, sums), one after the other. `room`: for the pair as
-// plain tiles.
+// Multiply one pair of panels by all `blocks` of packed rows, calling each(block, sums) in order. `room` holds the pair
+// as dequantized tiles.
 template <Format FORMAT, bool TWO_TILES, typename Each>
 inline void multiply_blocks(const uint8_t* packed, const uint8_t* pair, int64_t blocks, int64_t tiles, uint8_t* room,
                             Each each) {
@@ -198,11 +206,11 @@ inline void multiply_blocks(const uint8_t* packed, const uint8_t* pair, int64_t 
     }
 }
 
-// x [rows, inputs] times the weight, transposed, plus a bias [outputs] or none -> out [rows, outputs].
+// out [rows, outputs] = x [rows, inputs] @ weight.T + bias [outputs] (or null), with AMX tiles; all bfloat16.
 template <Format FORMAT>
 void multiply_tiles(const bf16* x, const uint8_t* weight, const bf16* bias, const Product& product, bf16* out) {
     static thread_local std::vector<uint8_t> packed_room;
-    if (product.rows == 0) return;  // tiles without lines are refused by the units
+    if (product.rows == 0) return;  // a tile configuration with zero lines is invalid
     const int64_t inputs = product.inputs, tiles = tiles_of(product);
     const int64_t at_once = std::max<int64_t>(1, CACHED_BYTES / (ROW_BLOCK * inputs * 2)) * ROW_BLOCK;
     uint8_t* packed = aligned_room(packed_room, std::min(at_once, product.rows + ROW_BLOCK) * inputs * 2);

@@ -1,25 +1,28 @@
-// Paged attention. Keys are read in pieces of PIECE positions, each summed by itself and then folded in order, whether
-// by one thread or by several. A row's sums are the same in whatever group it stands.
+// Paged attention with online softmax. Keys are processed in pieces of PIECE positions; each piece gets its own softmax
+// state, and the states are merged in order, by one thread or several. A row's result does not depend on the group it
+// is in.
 #pragma once
 
 #include "attention_work.h"
 
 namespace {
 
-// Softmax state of a group: unnormalised output [rows, width], running maximum and sum per row.
+// Online softmax state of a group's rows: unnormalized output [rows, width], running maximum and running sum per row.
 struct State {
     float* out;
     float* highest;
     float* total;
 };
 
+// Reset a state to no keys seen.
 inline void begin(State state, int64_t rows, int64_t width) {
     std::fill(state.out, state.out + rows * width, 0.0f);
     std::fill(state.highest, state.highest + rows, -INFINITY);
     std::fill(state.total, state.total + rows, 0.0f);
 }
 
-// `count` scores, a multiple of LANES, to cap * tanh(score * scale / cap). A NaN stays one: `smaller` would drop it.
+// Soft-cap `count` scores in place, a multiple of LANES, to cap * tanh(score * scale / cap). NaN is preserved, which
+// `smaller` would not do.
 inline void cap_scores(float* scores, int64_t count, float scale, float cap) {
     const float twice = 2.0f * scale / cap;
     for (int64_t i = 0; i < count; i += LANES) {
@@ -28,7 +31,8 @@ inline void cap_scores(float* scores, int64_t count, float scale, float cap) {
     }
 }
 
-// The highest of each row so far, of scores times `scale`. What a row does not see is hidden first.
+// Mask the positions that a row does not see with -inf, and compute each row's running maximum over scores [rows, TILE]
+// times `scale`, including the maximum `before`.
 template <int64_t TILE>
 inline void find_highest(float* scores, float scale, const Sight* seen, const float* before, int64_t rows,
                          float* highest) {
@@ -41,8 +45,8 @@ inline void find_highest(float* scores, float scale, const Sight* seen, const fl
     }
 }
 
-// Scores [rows, TILE] to weights e^(s * scale - highest), for the state's rows from `from` on; what a row has so far
-// shrinks when its maximum grows. `weights` may be the scores' own memory.
+// Online softmax step: turn scores [rows, TILE] into weights exp(s * scale - maximum) for rows `from` and on of the
+// state. Where a row's maximum grows, its output and sum so far are rescaled. `weights` may alias the scores.
 template <int64_t TILE, typename T>
 inline void soften(float* scores, float scale, T* weights, const Sight* seen, State state, int64_t from, int64_t rows,
                    int64_t width) {
@@ -58,7 +62,7 @@ inline void soften(float* scores, float scale, T* weights, const Sight* seen, St
             const float* line = scores + i * TILE;
             T* to = weights + i * TILE;
             const int64_t row = from + i;
-            if (highest[i] == -INFINITY) {  // nothing seen yet, or NaN alone: no weight at all, and a sum that says so
+            if (highest[i] == -INFINITY) {  // no key seen yet, or only NaN: weights are zero, and NaN goes to the sum
                 if (std::any_of(line + seen[i].first, line + seen[i].end, [](float x) { return x != x; }))
                     state.total[row] = NAN;
                 std::fill(to, to + TILE, T{});
@@ -86,10 +90,10 @@ inline void soften(float* scores, float scale, T* weights, const Sight* seen, St
     }
 }
 
-// Fold the state of the next piece into the one before it.
+// Merge the state of the next piece into `into` (split-KV reduction).
 inline void fold(State into, const State& next, int64_t rows, int64_t width) {
     for (int64_t row = 0; row < rows; ++row) {
-        if (next.total[row] == 0.0f) continue;  // nothing seen; a NaN has no highest, but a sum
+        if (next.total[row] == 0.0f) continue;  // no key seen; a row with only NaN has no maximum but a NaN sum
         const float highest = std::max(into.highest[row], next.highest[row]);
         const float keep = exponential(all(into.highest[row] - highest))[0];
         const float take = exponential(all(next.highest[row] - highest))[0];
@@ -102,7 +106,7 @@ inline void fold(State into, const State& next, int64_t rows, int64_t width) {
     }
 }
 
-// each(row, token, query head) for all rows of a group.
+// Call each(row, token, query head) for all rows of a group.
 template <typename Each> inline void for_rows(const Group& group, const Shape& shape, Each each) {
     int64_t row = 0;
     for (int64_t head = group.head; head < group.head + group.heads; ++head)
@@ -111,7 +115,7 @@ template <typename Each> inline void for_rows(const Group& group, const Shape& s
                 for (int64_t own = 0; own < shape.group(); ++own) each(row++, token, head * shape.group() + own);
 }
 
-// What a row's output is divided by is its sum, of which a sink takes its share.
+// Return the factor that normalizes a row's output: 1 / sum of weights, including the sink of the head if there is one.
 template <typename T> float last_scale(const State& state, int64_t row, const T* sinks, int64_t head) {
     if (sinks == nullptr) return 1.0f / state.total[row];
     const float sink = load_some(sinks + head, 1)[0], highest = std::max(state.highest[row], sink);
@@ -119,6 +123,7 @@ template <typename T> float last_scale(const State& state, int64_t row, const T*
     return keep / (state.total[row] * keep + exponential(all(sink - highest))[0]);
 }
 
+// Normalize the output of all rows of a group and store it to out [tokens, query heads, value_dim].
 template <typename T>
 void give_output(const Group& group, const State& state, const Shape& shape, const Rule& rule, T* out) {
     for_rows(group, shape, [&](int64_t row, int64_t token, int64_t head) {
@@ -129,11 +134,11 @@ void give_output(const Group& group, const State& state, const Shape& shape, con
     });
 }
 
-// What the queries look at: one layer's cache, and where each sequence's blocks are.
+// The keys and values of one layer's paged cache, and the block tables of the sequences.
 template <typename T> struct Keys {
-    const T *keys, *values;  // of a cache with scales: bytes
+    const T *keys, *values;  // raw bytes if the cache is quantized
     const int64_t* tables;
-    // Where each of `count` positions from `begin` lies in `cache` (the keys or the values).
+    // Store pointers to `count` positions from `begin` on, one per position, in `cache` (the keys or the values).
     void locate(const T* cache, const Work& work, int64_t head, const Shape& shape, int64_t begin, int64_t count,
                 const T** rows) const {
         const int64_t size = shape.block_size, *table = tables + work.table + begin / size;
@@ -142,7 +147,7 @@ template <typename T> struct Keys {
             for (; slot < size && t < count; ++slot, ++t, row += shape.dim) rows[t] = row;
         }
     }
-    // The same positions of a cache with scales as floats, `width` apart from `to` on.
+    // Dequantize the same positions of a quantized cache to floats, `width` elements apart, starting at `to`.
     void read(const T* cache, const Work& work, int64_t head, const Shape& shape, int64_t begin, int64_t count,
               int64_t width, float* to) const {
         const HeadFormat format = shape.format();
@@ -158,22 +163,24 @@ template <typename T> struct Keys {
     }
 };
 
-// Method: how the queries of one group look at one piece of the keys.
-//   Method(shape, keys, rule, rows); take(group, query, stride); attend(group, begin, end, state), which fills a fresh
-//   state.
+// Attention of all groups of `cut` over a paged cache, written to out [tokens, query heads, value_dim]. `Method`
+// computes one group over one piece of keys (TiledAttention or PlainAttention):
+//   Method(shape, keys, rule, rows); take(group, query, stride) copies the queries; attend(group, begin, end, state) fills
+//   a fresh state.
 template <typename Method, typename T>
 void attend_all(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T* out, Shape shape, Rule rule) {
     const std::vector<Group>& groups = cut.groups();
     const int64_t count = static_cast<int64_t>(groups.size()), block = cut.most_rows();
     const int64_t width = shape.value_width();
-    std::vector<int64_t> first(count + 1), skipped(count);  // pieces before a group's first; those no row of it sees
+    // first: index of each group's first piece; skipped: leading pieces that no row of the group sees
+    std::vector<int64_t> first(count + 1), skipped(count);
     for (int64_t i = 0; i < count; ++i) {
         skipped[i] = first_seen(groups[i], rule) / PIECE;
         first[i + 1] = first[i] + groups[i].pieces() - skipped[i];
     }
-    // Few groups, long keys: pieces go to different threads.
+    // split-KV: with few groups and long keys, pieces of one group go to different threads
     const bool split = count < enough_tasks() && first[count] > count;
-    const auto floats = [&](int64_t states) {  // not cleared: `begin` does that
+    const auto floats = [&](int64_t states) {  // uninitialized: `begin` resets the states
         return std::unique_ptr<float[]>(new float[states * block * (width + 2)]);
     };
     const std::unique_ptr<float[]> partial = floats(split ? first[count] : 0);
@@ -186,7 +193,7 @@ void attend_all(const T* query, int64_t stride, Keys<T> keys, const Cut& cut, T*
         const int64_t seen = first_seen(group, rule) / Method::STEP * Method::STEP;
         method.attend(group, std::max(piece * PIECE, seen), std::min((piece + 1) * PIECE, group.end), state);
     };
-    int64_t work = 0;  // query rows times positions
+    int64_t work = 0;  // query rows times key positions
     for (const Group& group : groups) work += group.all_rows() * group.end;
     const bool is_large = work * width > 65536;
     if (!split) {

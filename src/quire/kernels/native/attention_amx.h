@@ -1,6 +1,5 @@
-// Attention of bfloat16 on the tile units of x86 (AMX): keys and values are brought into the order of the tile units
-// once for all query rows of a group; scores and sums are float32, softmax weights are rounded to bfloat16 before they
-// meet the values.
+// bfloat16 attention on AMX tile units. Keys and values are repacked into tiles once for all query rows of a group.
+// Scores and sums are float32; softmax weights are rounded to bfloat16 before the second gemm.
 #pragma once
 
 #include "amx.h"
@@ -10,11 +9,12 @@
 
 namespace {
 
-constexpr int64_t KEYS_AT_ONCE = 128;  // positions whose scores are held at a time
+constexpr int64_t KEYS_AT_ONCE = 128;  // positions whose scores are computed together
 constexpr int64_t TILE_ROWS = 16;
 static_assert(PIECE % KEYS_AT_ONCE == 0 && KEYS_AT_ONCE % 64 == 0);
 
-// 16 lines of 16 numbers, lines and columns swapped. In four steps, numbers 1, 2, 4, then 8 places apart meet.
+// Transpose 16 lines of 16 32-bit elements (pairs of bfloat16) with AVX-512 shuffles, in four butterfly steps of
+// distance 1, 2, 4 and 8.
 inline void transpose(const bf16* const* lines, int64_t offset, bf16* to) {
     __m512 a[16], b[16];
     for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(lines[i] + offset);
@@ -40,7 +40,7 @@ inline void transpose(const bf16* const* lines, int64_t offset, bf16* to) {
     }
 }
 
-// Where the entries of two woven lines come from: first, second, first, second, ... from entry `begin` of each.
+// Permutation indices that interleave two vectors: first, second, first, second, ... from entry `begin` of each.
 constexpr std::array<int16_t, 32> weave(int begin) {
     std::array<int16_t, 32> places{};
     for (int i = 0; i < 32; ++i) places[i] = static_cast<int16_t>(begin + i / 2 + (i % 2 ? 32 : 0));
@@ -48,13 +48,15 @@ constexpr std::array<int16_t, 32> weave(int begin) {
 }
 alignas(64) constexpr std::array<int16_t, 32> WEAVE_LOW = weave(0), WEAVE_HIGH = weave(16);
 
+// The AMX method of attend_all: query rows in tiles of 16, 128 positions at a time.
 class TiledAttention {
   public:
-    static constexpr int64_t MAX_ROWS = 4 * TILE_ROWS;  // of a group: they share the reading of keys and values
+    static constexpr int64_t MAX_ROWS = 4 * TILE_ROWS;  // of a group, which reads keys and values once for all of them
 
     static constexpr int64_t STEP = KEYS_AT_ONCE;
-    static constexpr int64_t MAX_DIM = 640;  // keys and values of a step stay in the second cache
+    static constexpr int64_t MAX_DIM = 640;  // keys and values of a step stay in the L2 cache
 
+    // Whether this method supports the head size and group size.
     static bool fits(const Shape& shape) {
         return shape.dim % 32 == 0 && shape.value_dim % 32 == 0 && shape.dim <= MAX_DIM &&
                shape.block_tokens() * shape.group() <= TILE_ROWS;
@@ -77,6 +79,7 @@ class TiledAttention {
     }
     ~TiledAttention() { _tile_release(); }
 
+    // Copy the queries of a group to query_ [rows, dim].
     void take(const Group& group, const bf16* query, int64_t stride) {
         const int64_t dim = shape_.dim;
         for_rows(group, shape_, [&](int64_t row, int64_t token, int64_t head) {
@@ -84,6 +87,7 @@ class TiledAttention {
         });
     }
 
+    // Attend to positions [begin, end) and update the state of all rows.
     void attend(const Group& group, int64_t begin, int64_t end, State state) {
         for (int64_t tile = begin; tile < end; tile += KEYS_AT_ONCE) {
             const auto attend = [&](const Work* work, const Run& run, int64_t row, int64_t there) {
@@ -95,7 +99,8 @@ class TiledAttention {
     }
 
   private:
-    // Have positions fetched that will be read once: many rows take longer than the reading.
+    // Prefetch positions that will be read once. Only worthwhile for few rows, where reading takes longer than
+    // computing.
     void ask_for(const bf16* cache, const Work& work, int64_t head, int64_t begin, int64_t count) const {
         const bf16* rows[KEYS_AT_ONCE];
         keys_.locate(cache, work, head, shape_, begin, count, rows);
@@ -103,8 +108,8 @@ class TiledAttention {
             for (int64_t i = 0; i < shape_.dim; i += 32) _mm_prefetch(rows[t] + i, _MM_HINT_T0);
     }
 
-    // The state's rows from `from` on, those of the run, look at `count` positions from `tile` on. The tile units take
-    // 16 rows of the group at a time: some of those may be of another run, and are not used.
+    // Attend rows `from` and on, those of the run, to `count` positions from `tile` on. The tile units take 16 rows of
+    // the group at a time; rows that belong to another run are computed but not used.
     void attend_run(const Work* work, const Run& run, int64_t head, int64_t from, int64_t tile, int64_t count,
                     State state) {
         const int64_t dim = shape_.value_dim, place = from * KEYS_AT_ONCE, end = from + run.rows;
@@ -128,8 +133,8 @@ class TiledAttention {
         }
     }
 
-    // turned_: 16 positions as columns of weight-like tiles, one tile per 32 entries, then the next 16 positions. Past
-    // the last position they mean nothing, nor do their scores.
+    // Transpose keys to turned_: 16 positions as the columns of tiles, one tile per 32 elements of the head, then the
+    // next 16 positions. Past the last position the contents, and the scores made from them, are not used.
     void turn_keys(const Work& work, int64_t head, int64_t begin, int64_t count) {
         const int64_t dim = shape_.dim;
         const bf16* rows[KEYS_AT_ONCE];
@@ -139,7 +144,7 @@ class TiledAttention {
             for (int64_t i = 0; i < dim; i += 32) transpose(rows + t, i, turned_ + t * dim + i * 16);
     }
 
-    // scores_ of 16 query rows from `row` on.
+    // Gemm query x keys: scores_ of 16 query rows from `row` on, [16, count].
     void score(int64_t row, int64_t count) {
         const int64_t dim = shape_.dim;
         finish_stores();
@@ -169,8 +174,8 @@ class TiledAttention {
         }
     }
 
-    // Values of two positions side by side, entry by entry: values_ [positions / 2][dim][2], zeros past the last and
-    // where no row sees one.
+    // Interleave the values of two positions element by element, the tile layout of the second gemm: values_ [positions
+    // / 2][dim][2], zeros past the last position and where no row sees a position.
     void weave_values(const Work& work, int64_t head, int64_t begin, int64_t count, const bool* seen) {
         const __m512i low = _mm512_load_si512(WEAVE_LOW.data()), high = _mm512_load_si512(WEAVE_HIGH.data());
         const int64_t dim = shape_.value_dim, padded = (count + 31) / 32 * 32;
@@ -189,7 +194,7 @@ class TiledAttention {
         }
     }
 
-    // added_ [16 rows, dim]: softmax weights of the rows from `row` on times values, 32 positions at a time.
+    // Gemm softmax weights x values: added_ [16 rows, dim] for the rows from `row` on, 32 positions at a time.
     void weigh(int64_t row, int64_t steps) {
         const int64_t dim = shape_.value_dim;
         finish_stores();

@@ -1,4 +1,4 @@
-// Attention in float32 registers, for any machine, head size and block size.
+// Attention in float32 vector registers (simd.h), for any CPU, head size and block size.
 #pragma once
 
 #include "attention.h"
@@ -6,11 +6,11 @@
 
 namespace {
 
-constexpr int64_t TILE = 32;  // positions whose scores are held at a time; a multiple of LANES
-constexpr int64_t FEW_ROWS = 2 * FUSED;  // reading takes them longer than computing
+constexpr int64_t TILE = 32;  // positions whose scores are computed together; a multiple of LANES
+constexpr int64_t FEW_ROWS = 2 * FUSED;  // with so few rows, attention is bound by memory bandwidth, not by computing
 
-// One position of four, to PIECES registers of the output of every row. `values` below are a multiple of four like the
-// keys of dot_rows; their weights past the last position are zero.
+// Add one of four positions, weighted, to PIECES vector registers of the output of each row. `values` below are padded
+// to a multiple of four, like the keys of dot_rows; the weights past the last position are zero.
 template <int AT, int ROWS, int PIECES>
 inline void add_position(const Quad (&weights)[ROWS], const float* value, Floats (&sums)[PIECES][ROWS]) {
     for (int p = 0; p < PIECES; ++p) {
@@ -19,6 +19,7 @@ inline void add_position(const Quad (&weights)[ROWS], const float* value, Floats
     }
 }
 
+// Accumulate PIECES registers of the output of ROWS rows over `count` values, four positions per iteration.
 template <int ROWS, int PIECES>
 void add_pieces(const float* weights, const float* const* values, int64_t count, int64_t width, float* out, int64_t i) {
     Floats sums[PIECES][ROWS];
@@ -38,7 +39,7 @@ void add_pieces(const float* weights, const float* const* values, int64_t count,
         for (int r = 0; r < ROWS; ++r) store(out + r * width + i + p * LANES, sums[p][r]);
 }
 
-// `count` values of `width` floats, weighed for each of ROWS rows -> to out [ROWS, width].
+// out [ROWS, width] += weights [ROWS, TILE] x `count` values of `width` floats.
 template <int ROWS>
 void add_rows(const float* weights, const float* const* values, int64_t count, int64_t width, float* out) {
     int64_t i = 0;
@@ -46,8 +47,8 @@ void add_rows(const float* weights, const float* const* values, int64_t count, i
     for (; i < width; i += LANES) add_pieces<ROWS, 1>(weights, values, count, width, out, i);
 }
 
-// The same sums in the same order for values that come from memory, four whole ones at a time: they are read as they lie.
-// `ahead`: see dot_rows.
+// The same sums in the same order for values that are not in cache, four whole values at a time, so that memory is read
+// sequentially. `ahead`: see dot_rows.
 template <int ROWS>
 void add_rows_from_memory(const float* weights, const float* const* values, int64_t count, int64_t width,
                           const float* const* ahead, float* out) {
@@ -70,9 +71,10 @@ void add_rows_from_memory(const float* weights, const float* const* values, int6
     }
 }
 
+// The portable method of attend_all: queries and copies of keys as padded floats, 32 positions at a time.
 template <typename T> class PlainAttention {
   public:
-    static constexpr int64_t MAX_ROWS = 32;  // of a group: with a tile of keys and values they stay in the first cache
+    static constexpr int64_t MAX_ROWS = 32;  // of a group; with a tile of keys and values they stay in the L1 cache
 
     static constexpr int64_t STEP = TILE;
 
@@ -80,6 +82,7 @@ template <typename T> class PlainAttention {
         : shape_(shape), keys_(keys), rule_(rule), query_(rows * shape.width()), copies_(TILE * shape.width()),
           scores_(rows * TILE), zeros_(shape.width()), seen_(rows) {}
 
+    // Copy the queries of a group to float32, padded with zeros and multiplied by the score scale.
     void take(const Group& group, const T* query, int64_t stride) {
         std::fill(query_.begin(), query_.end(), 0.0f);
         for_rows(group, shape_, [&](int64_t row, int64_t token, int64_t head) {
@@ -89,6 +92,7 @@ template <typename T> class PlainAttention {
         });
     }
 
+    // Attend to positions [begin, end) and update the state of all rows.
     void attend(const Group& group, int64_t begin, int64_t end, State state) {
         for (int64_t tile = begin; tile < end; tile += TILE)
             for (int64_t head = 0; head < group.heads; ++head)
@@ -96,6 +100,7 @@ template <typename T> class PlainAttention {
     }
 
   private:
+    // Attend the rows of one key head to one tile of positions.
     void attend_tile(const Group& group, int64_t head, int64_t tile, int64_t count, State state) {
         const auto attend = [&](const Work* work, const Run& run, int64_t row, int64_t there) {
             see(work, run, tile, there, shape_, rule_, seen_.data());
@@ -104,7 +109,7 @@ template <typename T> class PlainAttention {
         for_runs(group, tile, count, keys_.tables, shape_, attend);
     }
 
-    // The state's rows from `from` on, those of the run, look at `count` positions from `tile` on.
+    // Attend rows `from` and on, those of the run, to `count` positions from `tile` on.
     void attend_run(const Run& run, int64_t head, int64_t from, int64_t tile, int64_t count, State state) {
         const int64_t width = shape_.width(), value_width = shape_.value_width();
         const float *where[TILE], *next[TILE], *query = query_.data() + from * width;
@@ -127,8 +132,9 @@ template <typename T> class PlainAttention {
         });
     }
 
-    // Where a tile of keys (or values) lies, past the last position that one again. Null where that gains nothing: after the
-    // last tile, for many rows, which take longer than the reading, and for keys that are copied first.
+    // Return pointers to a tile of keys (or values) to prefetch, the last position repeated. Returns null where
+    // prefetching does not help: after the last tile, for many rows (bound by computing), and where keys are copied
+    // first.
     const float* const* look_ahead(const T* cache, const Run& run, int64_t head, int64_t begin,
                                    const float** rows) const {
         if constexpr (std::is_same_v<T, float>) {
@@ -143,8 +149,8 @@ template <typename T> class PlainAttention {
         return nullptr;
     }
 
-    // Where the keys (or values) of positions begin .. begin + count lie as padded floats, `dim` of each: in the cache,
-    // or copied; the last one again until they are a multiple of four.
+    // Store pointers to positions begin .. begin + count of the keys (or values) as padded floats of `dim` elements: in
+    // place in the cache if possible, else in copies_. The last pointer is repeated up to a multiple of four.
     void locate(const T* cache, int64_t dim, const Work& work, int64_t head, int64_t begin, int64_t count,
                 const float** rows) {
         const int64_t width = Shape::padded(dim);
@@ -170,7 +176,7 @@ template <typename T> class PlainAttention {
         for (int64_t t = count; t % 4; ++t) rows[t] = rows[count - 1];
     }
 
-    // Positions that none of the rows sees, from now on zeros; so is what repeats the last one.
+    // Replace positions that none of the rows sees by zeros, including repeats of the last position.
     void hide(int64_t rows, int64_t count, const float** where) const {
         bool seen[TILE];
         mark_seen(seen_.data(), rows, count, seen);

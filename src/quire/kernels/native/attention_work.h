@@ -1,7 +1,8 @@
-// How attention is cut. A span is a run of tokens of one sequence: a decode row (one token) or a prompt chunk. Its i-th
-// token sees the first `visible + i` keys. A work is a block of a span's tokens; its query rows are its tokens x the
-// heads that share a key head. Works whose tables begin with the same block stand side by side in a group, which reads
-// what they share once. A decode row that shares nothing takes all key heads itself: they lie side by side in memory.
+// How attention work is partitioned. A span is a run of tokens of one sequence: a decode row (one token) or a prompt
+// chunk. Its i-th token sees the first `visible + i` keys. A work is a block of a span's tokens; its query rows are its
+// tokens x the query heads that share a kv head (GQA group). Works whose block tables begin with the same block are
+// placed side by side in a group, which reads the shared prefix once. A decode row that shares nothing is one group
+// with all kv heads, since these are adjacent in memory.
 #pragma once
 
 #include "cache_quantize.h"
@@ -11,12 +12,13 @@ namespace {
 constexpr int64_t PIECE = 256;       // positions per partial result
 constexpr int64_t BLOCK_ROWS = 16;   // query rows of a work
 
+// Sizes of the heads and the cache of a layer.
 struct Shape {
     int64_t query_heads, kv_heads, dim, block_size;
-    int64_t value_dim;  // below dim: values are the first numbers of the keys
-    int64_t block_heads;  // from the first head of a block to that of the next: more than kv_heads where planes are shared
+    int64_t value_dim;  // less than dim: values are the first elements of the keys (MLA)
+    int64_t block_heads;  // stride of blocks in heads; more than kv_heads where layers share planes
     int64_t stored;       // see Stored
-    int64_t head_bytes;   // of a head of a block, where the cache has scales
+    int64_t head_bytes;   // of a head of a block, if the cache is quantized
     static int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
     int64_t group() const { return query_heads / kv_heads; }
     int64_t width() const { return padded(dim); }              // dim, padded with zeros
@@ -25,45 +27,49 @@ struct Shape {
     int64_t block_tokens() const { return std::max<int64_t>(1, BLOCK_ROWS / group()); }
 };
 
-// How scores are made of queries and keys: see AttentionRule in attention_rule.py. 0 or null: there is no such thing.
+// How scores are computed: see AttentionRule in attention_rule.py. 0 or null: not used.
 struct Rule {
     float scale, cap;
     int64_t window;
-    const void* sinks;  // [query heads], of the queries' type
-    // The first position that a token sees which sees those before `visible`.
+    const void* sinks;  // [query heads], of the queries' dtype
+    // The first position that a token sees if `visible` positions are causally visible to it.
     int64_t first(int64_t visible) const { return window == 0 ? 0 : std::max<int64_t>(0, visible - window); }
 };
 
+// A run of tokens of one sequence, as the Python caller passes it.
 struct Span {
     int64_t token, count, visible, table;  // first batch token, tokens, keys the first one sees, offset of its table
 };
 
+// A block of a span's tokens.
 struct Work {
     int64_t token, count, visible, table;
-    int64_t end() const { return visible + count - 1; }  // positions that its last token sees
+    int64_t end() const { return visible + count - 1; }  // number of positions that its last token sees
 };
 
-// Neighbouring works and some key heads. `rows`: the query rows of all works for one key head; `end`: the largest of
-// the works'.
+// Adjacent works and one or more kv heads. `rows`: query rows of all works per kv head; `end`: the largest end() of the
+// works.
 struct Group {
     const Work* works;
     int64_t count, head, heads, rows, end;
-    int64_t all_rows() const { return heads * rows; }  // those of the first key head, then those of the second ...
+    int64_t all_rows() const { return heads * rows; }  // rows of the first kv head, then of the second ...
     int64_t pieces() const { return (end + PIECE - 1) / PIECE; }
 };
 
-// Works of a group, from `first` on, that have the same blocks in a tile. `longest`: one that sees the most of it.
+// Consecutive works of a group, from `first` on, that have the same blocks within a tile. `longest`: the work that sees
+// most of it.
 struct Run {
     int64_t count, rows;
     const Work* longest;
 };
 
-inline int64_t enough_tasks() { return 4 * num_threads(); }  // so that threads end at about the same time
+inline int64_t enough_tasks() { return 4 * num_threads(); }  // enough tasks per thread for load balance
 
-// All works in the order of their tables, so that those with the same first blocks are neighbours, and their groups.
+// All works sorted by their block tables, so that works with a common prefix are adjacent, and the groups made of them.
 class Cut {
   public:
-    // `max_rows`: query rows that a group of several works or of several heads may have; `max_heads`: its key heads.
+    // `max_rows`: limit of query rows for a group with several works or several heads; `max_heads`: limit of kv heads
+    // per group.
     Cut(const Span* spans, int64_t num_spans, const int64_t* tables, const Shape& shape, int64_t max_rows,
         int64_t max_heads)
         : shape_(shape), max_rows_(max_rows), max_heads_(std::min(max_heads, shape.kv_heads)) {
@@ -88,14 +94,15 @@ class Cut {
         for (const Group& group : groups_) most_rows_ = std::max(most_rows_, group.all_rows());
     }
 
-    // Of works that begin with the same block, those of one key head follow each other: cores that run side by side
-    // read the same keys.
+    // The groups in an order in which groups of one kv head with a common prefix are adjacent, so that neighbouring
+    // threads read the same keys.
     const std::vector<Group>& groups() const { return groups_; }
     int64_t most_rows() const { return most_rows_; }
 
   private:
     int64_t rows(const Work& work) const { return work.count * shape_.group(); }
 
+    // Add the groups for works [first, end), which begin with the same block.
     void add_family(int64_t first, int64_t end) {
         const bool lonely = end - first == 1 && static_cast<int64_t>(works_.size()) >= enough_tasks();
         const int64_t fitting = max_rows_ / rows(works_[first]);
@@ -106,7 +113,7 @@ class Cut {
                 groups_.push_back(group_from(i, end, head, std::min(joined, shape_.kv_heads - head), fair));
     }
 
-    // Rows per group when works [first, end) are shared out evenly to as few groups as they fit in.
+    // Rows per group if works [first, end) are divided evenly among the fewest groups that hold them.
     int64_t fair_rows(int64_t first, int64_t end) const {
         int64_t all = 0, groups = 0;
         for (int64_t i = first; i < end; ++groups) {
@@ -117,7 +124,7 @@ class Cut {
         return (all + groups - 1) / groups;
     }
 
-    // Works from `first` on until they have `enough` rows; at least one.
+    // A group of the works from `first` on, at least one, until it has `enough` rows.
     Group group_from(int64_t first, int64_t end, int64_t head, int64_t heads, int64_t enough) const {
         Group group{&works_[first], 1, head, heads, rows(works_[first]), works_[first].end()};
         for (int64_t i = first + 1; i < end && group.rows < enough; ++i, ++group.count) {
@@ -135,7 +142,7 @@ class Cut {
     int64_t most_rows_ = 0;
 };
 
-// The run from work `first` on over positions [begin, begin + count), of which that work sees at least one.
+// The longest run from work `first` on over positions [begin, begin + count), of which that work must see at least one.
 inline Run run_from(const Group& group, int64_t first, int64_t begin, int64_t count, const int64_t* tables,
                     const Shape& shape) {
     const int64_t size = shape.block_size, block = begin / size;
@@ -154,7 +161,8 @@ inline Run run_from(const Group& group, int64_t first, int64_t begin, int64_t co
     return {next - first, rows, longest};
 }
 
-// each(first work, run, first row, positions there) for the runs of a group over positions [begin, begin + count).
+// Call each(first work, run, first row, number of positions) for the runs of a group over positions [begin, begin +
+// count).
 template <typename Each>
 inline void for_runs(const Group& group, int64_t begin, int64_t count, const int64_t* tables, const Shape& shape,
                      Each each) {
@@ -173,12 +181,12 @@ inline void for_runs(const Group& group, int64_t begin, int64_t count, const int
     }
 }
 
-// Which of the positions of a tile a row sees: [first, end).
+// The positions of a tile that a row sees: [first, end).
 struct Sight {
     int64_t first, end;
 };
 
-// What each row of a run sees of `count` positions from `begin` on; `work` is its first.
+// Compute what each row of a run sees of `count` positions from `begin` on; `work` is the first work of the run.
 inline void see(const Work* work, const Run& run, int64_t begin, int64_t count, const Shape& shape, const Rule& rule,
                 Sight* sights) {
     const auto inside = [&](int64_t position) { return std::clamp<int64_t>(position - begin, 0, count); };
@@ -189,8 +197,8 @@ inline void see(const Work* work, const Run& run, int64_t begin, int64_t count, 
         }
 }
 
-// Which of `count` positions any of the rows sees. With a window, what lies at the others may be another sequence's by
-// now or no number at all: its weight is zero, but zero times that would not be.
+// Mark which of `count` positions any of the rows sees. With a window, unseen positions may hold another sequence's
+// data or NaN: their weight is zero, but zero times NaN is not.
 inline void mark_seen(const Sight* sights, int64_t rows, int64_t count, bool* seen) {
     std::fill(seen, seen + count, false);
     for (int64_t row = 0; row < rows; ++row) std::fill(seen + sights[row].first, seen + sights[row].end, true);

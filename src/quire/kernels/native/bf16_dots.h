@@ -1,8 +1,8 @@
-// Products of bfloat16 rows with bfloat16 weights by instructions that add dot products of bfloat16 to float32 sums:
-// vdpbf16ps of AVX-512 BF16 and bfmmla of Arm. A weight [outputs, inputs] is cut into panels of PANEL_OUTPUTS outputs. A
-// panel is, for each DOT_INPUTS inputs, those of its first output, then those of the second, and so on; outputs and inputs
-// are padded with zeros. A sum takes its inputs in their order, DOT_INPUTS at a time, however many rows there are.
-// Subnormal numbers may count as zeros, which is what the instructions do.
+// bfloat16 gemm with dot-product instructions that accumulate in float32: vdpbf16ps (AVX-512 BF16) and bfmmla (Arm). A
+// weight [outputs, inputs] is packed into panels of PANEL_OUTPUTS outputs. A panel stores, for each DOT_INPUTS inputs,
+// those of its first output, then those of the second, and so on; outputs and inputs are padded with zeros. A sum takes
+// its inputs in order, DOT_INPUTS at a time, whatever the number of rows. Subnormal values may be flushed to zero, as
+// the instructions do.
 #pragma once
 
 #include "panels.h"
@@ -11,40 +11,42 @@ namespace {
 
 #if defined(__AVX512BF16__)
 #define QUIRE_BF16_DOTS 1
-constexpr int64_t DOT_INPUTS = 2, DOT_ROWS = 1;  // of a register of sums: one row, 16 outputs
+constexpr int64_t DOT_INPUTS = 2, DOT_ROWS = 1;  // a register of sums holds one row x 16 outputs
 typedef __m512bh DotEntries;
-inline DotEntries load_dot_rows(const bf16* from) {  // a pair of inputs of a row, for every output
+inline DotEntries load_dot_rows(const bf16* from) {  // broadcasts a pair of inputs of a row to all outputs
     int32_t pair;
     std::memcpy(&pair, from, sizeof pair);
     return (DotEntries)_mm512_set1_epi32(pair);
 }
 inline DotEntries load_dot_weights(const bf16* from) { return (DotEntries)_mm512_loadu_si512(from); }
+// sums += dot products of DOT_INPUTS bfloat16 pairs.
 inline Floats add_dots(Floats sums, DotEntries rows, DotEntries weights) {
     return (Floats)_mm512_dpbf16_ps((__m512)sums, rows, weights);
 }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define QUIRE_BF16_DOTS 1
-constexpr int64_t DOT_INPUTS = 4, DOT_ROWS = 2;  // of a register of sums: two rows, two outputs
+constexpr int64_t DOT_INPUTS = 4, DOT_ROWS = 2;  // a register of sums holds two rows x two outputs
 typedef bfloat16x8_t DotEntries;
 inline DotEntries load_dot_rows(const bf16* from) { return (DotEntries)vld1q_u16(&from->bits); }
 inline DotEntries load_dot_weights(const bf16* from) { return (DotEntries)vld1q_u16(&from->bits); }
+// sums += dot products of DOT_INPUTS bfloat16 values, 2 x 2.
 inline Floats add_dots(Floats sums, DotEntries rows, DotEntries weights) {
     return (Floats)vbfmmlaq_f32((float32x4_t)sums, rows, weights);
 }
 #else
-constexpr int64_t DOT_INPUTS = 0;  // there are no such instructions
+constexpr int64_t DOT_INPUTS = 0;  // this path has no such instruction
 #endif
 
 #ifdef QUIRE_BF16_DOTS
-constexpr int64_t DOT_PIECES = PANEL_OUTPUTS * DOT_ROWS / LANES;  // registers of sums of DOT_ROWS rows and a panel
-constexpr int64_t ROW_SUMS = DOT_ROWS * PANEL_OUTPUTS;            // their numbers
-constexpr int MOST_DOT_ROWS = 8 / DOT_ROWS;                       // times DOT_ROWS: rows whose sums fit in the registers
+constexpr int64_t DOT_PIECES = PANEL_OUTPUTS * DOT_ROWS / LANES;  // registers of sums for DOT_ROWS rows of a panel
+constexpr int64_t ROW_SUMS = DOT_ROWS * PANEL_OUTPUTS;            // floats in them
+constexpr int MOST_DOT_ROWS = 8 / DOT_ROWS;                       // times DOT_ROWS: rows whose sums fit in registers
 static_assert(MOST_INPUTS % DOT_INPUTS == 0 && ROWS_AT_ONCE % DOT_ROWS == 0);
 
 constexpr int64_t padded_inputs(int64_t inputs) { return (inputs + DOT_INPUTS - 1) / DOT_INPUTS * DOT_INPUTS; }
-constexpr int64_t row_units(int64_t rows) { return (rows + DOT_ROWS - 1) / DOT_ROWS; }  // of DOT_ROWS rows
+constexpr int64_t row_units(int64_t rows) { return (rows + DOT_ROWS - 1) / DOT_ROWS; }  // in units of DOT_ROWS rows
 
-// UNITS times DOT_ROWS rows, woven, times `inputs` inputs of a panel, on top of `sums` [UNITS][ROW_SUMS].
+// sums [UNITS][ROW_SUMS] += UNITS * DOT_ROWS interleaved rows x `inputs` inputs of one panel. The inner kernel.
 template <int UNITS> void add_panel_dots(const bf16* x, const bf16* weights, int64_t inputs, float* sums) {
     Floats own[UNITS][DOT_PIECES];
     const auto each = [&](auto body) {
@@ -53,14 +55,14 @@ template <int UNITS> void add_panel_dots(const bf16* x, const bf16* weights, int
     each([](Floats& sum, const float* from) { sum = load(from); });
     constexpr int64_t WEIGHTS = PANEL_OUTPUTS * DOT_INPUTS, ENTRIES = LANES * DOT_INPUTS / DOT_ROWS;
     for (int64_t i = 0; i < inputs; i += DOT_INPUTS, weights += WEIGHTS, x += UNITS * DOT_ROWS * DOT_INPUTS) {
-        if constexpr (DOT_ROWS == 1) {  // the weights stay in registers, rows come one by one
+        if constexpr (DOT_ROWS == 1) {  // the weights stay in registers, rows are loaded one by one
             DotEntries entries[DOT_PIECES];
             unroll<DOT_PIECES>([&](auto p) { entries[p] = load_dot_weights(weights + p * ENTRIES); });
             unroll<UNITS>([&](auto u) {
                 const DotEntries rows = load_dot_rows(x + u * DOT_ROWS * DOT_INPUTS);
                 unroll<DOT_PIECES>([&](auto p) { own[u][p] = add_dots(own[u][p], rows, entries[p]); });
             });
-        } else {  // the other way round: there are fewer registers of rows
+        } else {  // the other way round: the sums of rows need fewer registers
             DotEntries rows[UNITS];
             unroll<UNITS>([&](auto u) { rows[u] = load_dot_rows(x + u * DOT_ROWS * DOT_INPUTS); });
             unroll<DOT_PIECES>([&](auto p) {
@@ -72,8 +74,8 @@ template <int UNITS> void add_panel_dots(const bf16* x, const bf16* weights, int
     each([](const Floats& sum, float* to) { store(to, sum); });
 }
 
-// Units [begin, end) of x [rows, inputs], n of them together: [inputs / DOT_INPUTS][n][DOT_ROWS][DOT_INPUTS], zeros in
-// place of rows and inputs that there are none of.
+// Interleave units [begin, end) of x [rows, inputs], n units together: [inputs / DOT_INPUTS][n][DOT_ROWS][DOT_INPUTS],
+// padded with zeros for missing rows and inputs.
 inline void weave_dot_rows(const bf16* x, int64_t begin, int64_t end, const Product& product, bf16* woven) {
     const int64_t inputs = product.inputs, padded = padded_inputs(inputs);
     by_rows<MOST_DOT_ROWS>(begin, end, [&](auto n, int64_t unit) {
@@ -90,18 +92,18 @@ inline void weave_dot_rows(const bf16* x, int64_t begin, int64_t end, const Prod
     });
 }
 
-// All rows, woven, times one panel -> sums [units][ROW_SUMS].
+// Multiply all interleaved rows by one panel, to sums [units][ROW_SUMS].
 inline void multiply_dot_panel(const bf16* woven, const bf16* panel, const Product& product, float* sums) {
     const int64_t units = row_units(product.rows), inputs = padded_inputs(product.inputs);
     std::fill(sums, sums + units * ROW_SUMS, 0.0f);
-    for (int64_t from = 0; from < inputs; from += MOST_INPUTS)  // which stay in the first cache
+    for (int64_t from = 0; from < inputs; from += MOST_INPUTS)  // so many inputs stay in the L1 cache
         by_rows<MOST_DOT_ROWS>(0, units, [&](auto n, int64_t unit) {
             add_panel_dots<n>(woven + (unit * inputs + from * n) * DOT_ROWS, panel + from * PANEL_OUTPUTS,
                               std::min(MOST_INPUTS, inputs - from), sums + unit * ROW_SUMS);
         });
 }
 
-// The sums of one row in the order of outputs.
+// Copy the sums of one row to `line` in the order of outputs.
 inline void gather_dots(const float* sums, int64_t row, float* line) {
     const float* unit = sums + row / DOT_ROWS * ROW_SUMS;
     constexpr int64_t TOGETHER = LANES / DOT_ROWS;  // outputs of a row in a register
@@ -109,7 +111,7 @@ inline void gather_dots(const float* sums, int64_t row, float* line) {
         std::memcpy(line + p * TOGETHER, unit + p * LANES + row % DOT_ROWS * TOGETHER, TOGETHER * sizeof(float));
 }
 
-// Up to ROWS_AT_ONCE rows; `woven` is room for them.
+// Multiply up to ROWS_AT_ONCE rows by all panels, with bias; `woven` is scratch memory for the interleaved rows.
 inline void multiply_some_dots(const bf16* x, const uint8_t* weight, const bf16* bias, const Product& product, bf16* woven,
                                bf16* out) {
     const int64_t units = row_units(product.rows), inputs = padded_inputs(product.inputs);
@@ -135,7 +137,7 @@ inline void multiply_some_dots(const bf16* x, const uint8_t* weight, const bf16*
     });
 }
 
-// x [rows, inputs] times the weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].
+// out [rows, outputs] = x [rows, inputs] @ weight.T + bias [outputs] (or null); all bfloat16.
 inline void multiply_dots(const bf16* x, const uint8_t* weight, const bf16* bias, const Product& product, bf16* out) {
     static thread_local std::vector<bf16> room;
     const int64_t at_once = row_units(std::min(ROWS_AT_ONCE, product.rows)) * DOT_ROWS;

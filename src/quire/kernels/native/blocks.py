@@ -1,4 +1,4 @@
-"""Quantized blocks of GGUF files as levels, one byte each: see repack.h."""
+"""Unpacks GGUF blocks of quantized weights into one byte per value, see repack.h."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from quire.kernels.native.loader import open_library, why_not_native
 
 
 def read_blocks(number: int, blocks: Tensor, block_values: int) -> Tensor | None:
-    """The levels [blocks, block_values], uint8, of blocks [blocks, bytes] of the type that files give this `number`;
-    None if the compiled kernels do not know the type, or are not there."""
+    """Return the quantized values [blocks, block_values], uint8, of GGUF blocks [blocks, bytes] of type `number`.
+    Returns None if the compiled kernels do not know the type or are not available."""
     if why_not_native(torch.float32, blocks.device) is not None:
         return None
     levels = torch.empty(len(blocks), block_values, dtype=torch.uint8)

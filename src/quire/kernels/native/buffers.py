@@ -1,4 +1,4 @@
-"""Where the buffers of a program lie."""
+"""Memory planning for the buffers of a program."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 def lay_out_buffers(
     widths: Sequence[int], uses: Sequence[Sequence[int]], given: Collection[int], names: Mapping[int, int]
 ) -> tuple[list[int], int]:
-    """Where each buffer begins, in values for each row, and the size of all; memory is used again when what was in it
-    is no longer read.
+    """Assign an offset to each buffer, in elements per row, and return the offsets and the total size. Buffers whose
+    lifetimes do not overlap share memory.
 
-    widths: of each buffer; uses: the buffers of each operation; given: those that lie elsewhere; names: buffers
-    that may be another name of another one.
+    widths: of each buffer; uses: the buffers that each operation uses; given: buffers whose memory the caller supplies;
+    names: buffers that may alias another one.
     """
     uses = [(*some, *(names[buffer] for buffer in some if buffer in names)) for some in uses]
     last = {buffer: place for place, some in enumerate(uses) for buffer in some}

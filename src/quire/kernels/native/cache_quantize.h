@@ -1,5 +1,5 @@
-// Keys and values of a cache with scales, written and read: see kernels/reference/cache_quantize.py, which gives the same
-// numbers. A head of a block is the numbers of its tokens, then their scales.
+// Writing and reading the quantized KV cache, bit for bit as kernels/reference/cache_quantize.py. A head of a block
+// holds the values of its tokens, then their scales.
 #pragma once
 
 #include "simd.h"
@@ -7,19 +7,19 @@
 
 namespace {
 
-// How a cache holds numbers: as the rows do, or quantized.
+// How a cache stores values: AS_ROWS (in the activations' dtype) or quantized.
 enum Stored : int64_t { AS_ROWS, INT8, FLOAT8, INT4 };
 
-constexpr int64_t INT4_GROUP = 32;  // numbers of a head that share a scale and an offset; fewer where 32 do not divide it
+constexpr int64_t INT4_GROUP = 32;  // elements of a head that share a scale and an offset, or gcd(dim, 32)
 constexpr float LARGEST_HALF = 65504.0f;
-constexpr float LEAST_MAGNITUDE = 1e-12f;  // that a head of zeros is taken to have
+constexpr float LEAST_MAGNITUDE = 1e-12f;  // lower bound of a head's largest magnitude
 
 inline int64_t common_divisor(int64_t a, int64_t b) {
     while (b != 0) a = std::exchange(b, a % b);
     return a;
 }
 
-// The bytes of a head of a token.
+// Sizes of one quantized head of one token.
 struct HeadFormat {
     int64_t stored, dim;
     int64_t group() const { return stored == INT4 ? common_divisor(dim, INT4_GROUP) : dim; }
@@ -27,6 +27,7 @@ struct HeadFormat {
     int64_t scale_bytes() const { return 4 * (dim / group()); }
 };
 
+// Scalar float16 to float32.
 inline float half_to_float(uint16_t bits) {
     const uint32_t sign = (bits & 0x8000u) << 16, rest = bits & 0x7FFFu;
     if (rest >= 0x7C00u) {  // infinity or NaN
@@ -41,7 +42,7 @@ inline float half_to_float(uint16_t bits) {
     return x * 0x1p112f;
 }
 
-inline uint16_t float_to_half(float x) {  // to nearest, ties to even; beyond the range: infinity
+inline uint16_t float_to_half(float x) {  // round to nearest even; out of range: infinity
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
@@ -54,7 +55,7 @@ inline uint16_t float_to_half(float x) {  // to nearest, ties to even; beyond th
     return sign | static_cast<uint16_t>((bits >> 13) - ((127 - 15) << 10));
 }
 
-inline uint8_t float_to_e4m3(float x) {  // |x| up to 448, to nearest, ties to even
+inline uint8_t float_to_e4m3(float x) {  // |x| up to 448, round to nearest even
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     const uint8_t sign = static_cast<uint8_t>((bits >> 24) & 0x80u);
@@ -66,20 +67,20 @@ inline uint8_t float_to_e4m3(float x) {  // |x| up to 448, to nearest, ties to e
     return sign | static_cast<uint8_t>((bits >> 20) - ((127 - 7) << 3));
 }
 
-inline float e4m3_to_float(uint8_t code) {  // of finite numbers: a NaN has the scale NaN
+inline float e4m3_to_float(uint8_t code) {  // for finite values: NaN is encoded in the scale
     const uint32_t bits = (static_cast<uint32_t>(code & 0x80u) << 24) | (static_cast<uint32_t>(code & 0x7Fu) << 20);
     float x;
     std::memcpy(&x, &bits, 4);
     return x * 0x1p120f;
 }
 
-// x [dim] to int8 or float8 by a scale of its own.
+// Quantize one head x [dim] to int8 or float8 with one float32 scale.
 inline void quantize_by_head(const float* x, const HeadFormat& format, uint8_t* numbers, uint8_t* scales) {
     float most = 0.0f;
     bool fits = true;
     for (int64_t i = 0; i < format.dim; ++i) {
         const float size = std::fabs(x[i]);
-        fits &= size <= 3.402823466e38f;  // not so for an infinity or a NaN
+        fits &= size <= 3.402823466e38f;  // false for infinity or NaN
         most = std::max(most, size);
     }
     const float limit = format.stored == INT8 ? 127.0f : 448.0f;
@@ -97,6 +98,7 @@ inline void quantize_by_head(const float* x, const HeadFormat& format, uint8_t* 
     }
 }
 
+// Quantize one head x [dim] to int4, with a float16 scale and offset per group, two elements per byte.
 inline void quantize_by_group(const float* x, const HeadFormat& format, uint8_t* numbers, uint8_t* scales) {
     const int64_t group = format.group();
     for (int64_t begin = 0; begin < format.dim; begin += group, scales += 4) {
@@ -112,7 +114,7 @@ inline void quantize_by_group(const float* x, const HeadFormat& format, uint8_t*
         std::memcpy(scales, kept, 4);
         const float scale = half_to_float(kept[0]), step = scale == 0.0f ? 1.0f : scale, offset = half_to_float(kept[1]);
         const auto level = [&](int64_t i) {
-            const float above = (x[i] - offset) / step;  // NaN where scale or offset are
+            const float above = (x[i] - offset) / step;  // NaN if the scale or the offset is
             return above == above ? static_cast<uint8_t>(std::clamp(std::nearbyint(above), 0.0f, 15.0f)) : uint8_t{0};
         };
         for (int64_t i = begin; i < begin + group; i += 2)
@@ -120,7 +122,8 @@ inline void quantize_by_group(const float* x, const HeadFormat& format, uint8_t*
     }
 }
 
-// rows of heads [rows, heads, dim] into slots [rows * heads]; a head of a block has `head_bytes` and `block_size` tokens.
+// Quantize heads [rows, heads, dim] and write them to slots [rows * heads] of the cache; a head of a block has
+// `block_size` tokens in `head_bytes` bytes.
 template <typename T>
 void write_quantized(const T* x, int64_t stride, uint8_t* cache, const int64_t* slots, int64_t rows, int64_t heads,
                      const HeadFormat& format, int64_t block_size, int64_t head_bytes) {
@@ -138,7 +141,7 @@ void write_quantized(const T* x, int64_t stride, uint8_t* cache, const int64_t* 
     });
 }
 
-// A head of a token as floats, `to` [dim].
+// Dequantize one head of one token to floats, `to` [dim].
 inline void read_quantized(const uint8_t* numbers, const uint8_t* scales, const HeadFormat& format, float* to) {
     if (format.stored == INT4) {
         const int64_t group = format.group();

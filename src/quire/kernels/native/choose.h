@@ -1,7 +1,7 @@
-// The last step of sampling: from logits to a token for each row, by temperature, min_p, top_k and top_p. It gives the
-// tokens that runtime/sampling gives by torch. Weights are whole numbers (see weights.py there), so their sums are exact
-// in any order. The exponential is the one of torch's vector units, to the last bit where products and sums are fused; on
-// other CPUs, and where torch takes MKL's, two tokens that are all but equal may rank otherwise.
+// Sampling: from logits to one token per row by temperature, min_p, top_k and top_p. Returns the same tokens as the
+// torch implementation in runtime/sampling. Softmax weights are scaled to integers (see weights.py there), so their
+// sums are exact in any order. The exponential matches torch's vectorized one (Sleef) to the last bit on CPUs with FMA;
+// on other CPUs, and where torch uses MKL, two nearly equal tokens may rank differently.
 #pragma once
 
 #include <functional>
@@ -12,26 +12,26 @@
 
 namespace {
 
-constexpr int64_t NOT_FINITE = -1, NOTHING_ALLOWED = -2;  // in place of a token, see choice.py
+constexpr int64_t NOT_FINITE = -1, NOTHING_ALLOWED = -2;  // returned in place of a token, see choice.py
 constexpr int64_t VOCABULARY_TILE = 64;
 constexpr int64_t MANY_LOGITS = 1 << 15;
 
-// How each row of the worker chooses; all arrays [num_rows].
+// Sampling parameters of each row; all arrays [num_rows].
 struct ChoiceColumns {
     const float* temperature;  // 0: greedy
-    const float* log_min_p;    // -infinity: none
-    const int64_t* top_k;      // 0: none
-    const double* top_p;       // 1: none
-    const uint64_t* start;     // of the row's random stream
+    const float* log_min_p;    // -infinity: off
+    const int64_t* top_k;      // 0: off
+    const double* top_p;       // 1: off
+    const uint64_t* start;     // initial state of the row's random stream
 };
 
-// Samples of a step: whose they are, and how many tokens of its row each knows.
+// The samples of a step: the row of each, and how many tokens of its row each one knows.
 struct ChoiceBatch {
     const int64_t *rows, *lengths;  // [samples]
     const int64_t* num_prompt;      // [num_rows]
 };
 
-// e^x for x up to 0 as Sleef computes it with one unit of error, which torch uses.
+// exp(x) for x <= 0 as Sleef computes it to 1 ULP, which is what torch uses.
 inline Floats torch_exponential(Floats x) {
     const Floats n = (x * 1.44269504088896340736f + ROUNDING) - ROUNDING;
     Floats f = add_product(x, n, all(-0.693145751953125f));
@@ -47,7 +47,7 @@ inline Floats torch_exponential(Floats x) {
     return (Floats)((Words)p & ~vanishes);
 }
 
-// A number in (0, 1) with 52 random bits for the token after `count` generated ones: see rng.py.
+// A uniform value in (0, 1) with 52 random bits for the token after `count` generated ones (SplitMix64): see rng.py.
 inline double uniform_of(uint64_t start, int64_t count) {
     uint64_t state = start + (static_cast<uint64_t>(count) + 1) * 0x9E3779B97F4A7C15u;
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -59,12 +59,12 @@ inline double uniform_of(uint64_t start, int64_t count) {
 struct Ranked {
     float value;
     int64_t id;
-    bool operator<(const Ranked& other) const {  // the highest first, of equal ones the lowest id
+    bool operator<(const Ranked& other) const {  // descending by value, ties by ascending id
         return value != other.value ? value > other.value : id < other.id;
     }
 };
 
-// Chooses a row's token. Made once by each thread: it keeps memory from row to row.
+// Samples the token of a row. One per thread: keeps its scratch memory from row to row.
 class RowChooser {
    public:
     explicit RowChooser(int64_t size) : size_(size) {
@@ -73,7 +73,7 @@ class RowChooser {
         units_ = std::ldexp(1.0f, static_cast<int>(53 - bits));
     }
 
-    // logits [size], overwritten.
+    // Sample a token from logits [size], which are overwritten. Returns NOT_FINITE or NOTHING_ALLOWED if there is none.
     int64_t choose(float* logits, const ChoiceColumns& by, int64_t row, int64_t num_outputs) {
         const float temperature = by.temperature[row];
         const bool draws = temperature > 0.0f;
@@ -92,7 +92,7 @@ class RowChooser {
     int64_t tiles() const { return (size_ + VOCABULARY_TILE - 1) / VOCABULARY_TILE; }
     int64_t end_of(int64_t tile) const { return std::min((tile + 1) * VOCABULARY_TILE, size_); }
 
-    // The largest number of each tile and of all; NaN where there is one.
+    // Compute the maximum of each tile and of all logits; NaN if any logit is NaN.
     void find_tops(const float* x) {
         constexpr int64_t AT_ONCE = 256;  // tiles
         tops_.resize(tiles());
@@ -110,7 +110,7 @@ class RowChooser {
         }
     }
 
-    // Of tiles [begin, end): returns the largest of all.
+    // Compute the maximum of tiles [begin, end) and return the largest.
     float find_some_tops(const float* x, int64_t begin, int64_t end) {
         Words odd = {};
         float best = -INFINITY;
@@ -136,12 +136,13 @@ class RowChooser {
         return best;
     }
 
+    // Argmax; ties go to the lowest id.
     int64_t find_best(const float* x) const {
         const int64_t tile = std::find(tops_.begin(), tops_.end(), best_) - tops_.begin();
         return std::find(x + tile * VOCABULARY_TILE, x + end_of(tile), best_) - x;
     }
 
-    // Numbers below the cut become minus infinity.
+    // Set logits below the cut to minus infinity (min_p).
     void drop_below(float* x, float cut) {
         in_pieces(size_, [&](int64_t i, int64_t n) {
             const Floats some = fetch(x + i, n);
@@ -151,13 +152,14 @@ class RowChooser {
             if (!(top >= cut)) top = -INFINITY;
     }
 
+    // Softmax weights scaled to integers.
     Floats weigh(Floats x) const {
         const Floats wide = torch_exponential(x - all(best_)) * units_;
         const Floats whole = __builtin_convertvector(__builtin_convertvector(smaller(wide, all(8388608.0f)), Ints), Floats);
-        return wide < all(8388608.0f) ? whole : wide;  // above, every float is a whole number
+        return wide < all(8388608.0f) ? whole : wide;  // above 2**23 every float is an integer
     }
 
-    // The weights of all tokens, and their sum.
+    // Compute the weights of all tokens, and return their sum.
     double weigh_all(const float* x) {
         weights_.resize(size_);
         sums_.resize(tiles());
@@ -177,9 +179,10 @@ class RowChooser {
         return total;
     }
 
+    // The point in [0, total) at which the uniform value falls.
     static double share(double uniform, double total) { return std::min(std::floor(uniform * total), total - 1); }
 
-    // The token at which the share falls, in the order of ids.
+    // Draw a token from all weights, by cumulative sum in the order of ids.
     int64_t draw_from_all(const float* x, double uniform) {
         double left = share(uniform, weigh_all(x));
         int64_t tile = 0;
@@ -189,10 +192,11 @@ class RowChooser {
         return id;
     }
 
-    // The `count` highest of x, ranked, but none below `least`; tops: of its tiles.
+    // Select the `count` largest of x that are at least `least`, and sort them in descending order into ranked_. tops:
+    // the maximum of each tile.
     void rank(const float* x, const std::vector<float>& tops, int64_t count, float least) {
         ranked_.clear();
-        if (count < tiles()) {  // the highest ones lie in as many tiles
+        if (count < tiles()) {  // the largest `count` values lie in at most `count` tiles
             order_ = tops;
             std::nth_element(order_.begin(), order_.begin() + (count - 1), order_.end(), std::greater<float>());
             least = std::max(least, order_[count - 1]);
@@ -209,8 +213,8 @@ class RowChooser {
         std::sort(ranked_.begin(), ranked_.end());
     }
 
-    // Of the ranked ones, whose values are weights now: the fewest first that weigh `needed`, and of these the one at
-    // which the share falls. Returns -1 if all together weigh less.
+    // Draw from the shortest prefix of ranked_, whose values are weights by now, that sums to at least `needed`
+    // (top_p). Returns -1 if all of ranked_ together sum to less.
     int64_t draw_ranked(double needed, double uniform) const {
         double kept = 0;
         size_t end = 0;
@@ -222,14 +226,15 @@ class RowChooser {
         return ranked_[place].id;
     }
 
+    // Draw from the top_k logits, cut further by top_p.
     int64_t draw_top_k(const float* x, int64_t top_k, double top_p, double uniform) {
-        rank(x, tops_, top_k, std::numeric_limits<float>::lowest());  // what weighs nothing is never drawn
+        rank(x, tops_, top_k, std::numeric_limits<float>::lowest());  // weights of zero are never drawn
         double total = 0;
         for (Ranked& each : ranked_) total += each.value = weigh(all(each.value))[0];
         return draw_ranked(std::ceil(total * top_p), uniform);
     }
 
-    // Ranked by weights, which may be equal where logits are not.
+    // Draw by top_p alone. Tokens are ranked by weight, and weights may be equal where logits are not.
     int64_t draw_top_p(const float* x, double top_p, double uniform) {
         const double needed = std::ceil(weigh_all(x) * top_p);
         weight_tops_.resize(tiles());
@@ -250,7 +255,7 @@ class RowChooser {
     std::vector<Ranked> ranked_;
 };
 
-// A token for each sample, or a mark, from logits [samples, size], which are overwritten.
+// Sample a token for each sample, or a negative code, from logits [samples, size], which are overwritten.
 inline void choose_tokens(float* logits, int64_t samples, int64_t size, const ChoiceColumns& by, const ChoiceBatch& batch,
                           int64_t* tokens) {
     share_out(samples, 4, samples * size > MANY_LOGITS, [&] {
@@ -261,8 +266,8 @@ inline void choose_tokens(float* logits, int64_t samples, int64_t size, const Ch
     });
 }
 
-// Adds minus infinity to what a mask does not allow; `places` [masked]: the lines of logits [.., size] that have one;
-// bits [masked, words]. Tokens past the bits are not allowed.
+// Add minus infinity to disallowed tokens. Row i of bits [masked, words] applies to row places[i] of logits [.., size].
+// Tokens past the bits are disallowed.
 inline void mask_logits(float* logits, int64_t size, const int64_t* places, const uint32_t* bits, int64_t masked,
                         int64_t words) {
     for_each(masked, masked * size > MANY_LOGITS, [&](int64_t i) {

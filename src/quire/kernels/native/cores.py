@@ -1,4 +1,4 @@
-"""The cores that the threads of the compiled kernels are pinned to, and the memory nodes of these cores."""
+"""Pins the threads of the compiled CPU kernels to cores, and interleaves memory over the NUMA nodes of these cores."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from pathlib import Path
 from quire.kernels.native.loader import kernel_threads, open_library, usable_cores
 
 SYSTEM = Path("/sys/devices/system")
-_MOST_NODES = 63  # in a mask that C takes as int64
-_LOCK_SECONDS = 2.0  # others choose in much less
+_MOST_NODES = 63  # in a node mask that C takes as int64
+_LOCK_SECONDS = 2.0  # timeout for the lock; other processes hold it much shorter
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Core:
-    """A core as the operating system counts them: a hardware thread."""
+    """A hardware thread, numbered as the operating system numbers it."""
 
-    is_sibling: bool  # it shares its units with one of a smaller number
-    node: int  # of memory
+    is_sibling: bool  # it shares a physical core with a hardware thread of a smaller number
+    node: int  # NUMA node
     number: int
 
 
 @dataclass(slots=True)
 class Claims:
-    """The cores that this process pins threads to. Any other process of the same network namespace that asks for claims
-    gets other cores, as long as this one lives. A child of fork has none of them."""
+    """The cores that this process pins threads to. While this process lives, any other process in the same network
+    namespace that claims cores gets different ones. A forked child inherits none of the claims."""
 
     cores: tuple[int, ...] = ()
-    interleaves: bool = False  # pages come in turn from several memory nodes
+    interleaves: bool = False  # pages are interleaved over several NUMA nodes
     _held: list[socket.socket] = field(default_factory=list)
 
     def release(self) -> None:
@@ -44,9 +44,9 @@ class Claims:
         self.cores, self._held = (), []
 
     def take(self, threads: int, allowed: Collection[int], system: Path = SYSTEM) -> tuple[int, ...]:
-        """Claim a core for each thread; none of them where there are not enough that nobody else has claimed."""
+        """Claim a core for each thread. Returns the claimed cores, or none if other processes leave too few."""
         self.release()
-        with _only_one_chooses() as is_alone:
+        with _choosing_lock() as is_alone:
             candidates = read_cores(allowed, system) if is_alone else []
             while chosen := choose_cores(candidates, threads):
                 held = [_claim(f"core-{number}") for number in chosen]
@@ -65,18 +65,18 @@ os.register_at_fork(after_in_child=_CLAIMS.release)
 
 
 def pin_threads(*, wanted: bool) -> tuple[int, ...]:
-    """Pin each thread of the kernels to a core of its own, or let all of them run anywhere. Returns the cores, none
-    where threads are not pinned: it is not wanted, the process has a share of its cores only (a quota of its control
-    group), or other processes have pinned threads to too many of them.
+    """Pin each thread of the kernels to a core of its own, or let all of them run anywhere. Returns the cores. The
+    result is empty if threads are not pinned: because pinning is not wanted, because a cgroup quota limits the process
+    to part of its cores, or because other processes have claimed too many cores.
 
-    Where the machine has several memory nodes, pages that this thread touches from now on come in turn from those of
-    the cores: threads take parts of a product as they come, so each reads all of a weight in the long run.
+    On a machine with several NUMA nodes, pages that this thread touches from now on are interleaved over the nodes of
+    the cores: work is scheduled dynamically, so over time every thread reads every part of a weight.
     """
     library, allowed = open_library(), allowed_cores()
     owns_cores = wanted and bool(allowed) and usable_cores() == len(allowed)
     cores: tuple[int, ...] = ()
     if owns_cores:
-        with suppress(OSError):  # the system allows no such claims
+        with suppress(OSError):  # the system does not allow abstract sockets
             cores = _CLAIMS.take(kernel_threads(), allowed)
     if not cores:
         _CLAIMS.release()
@@ -89,8 +89,9 @@ def pin_threads(*, wanted: bool) -> tuple[int, ...]:
 
 
 def choose_cores(cores: Sequence[Core], threads: int) -> tuple[int, ...]:
-    """The numbers of as many cores as there are threads, or none. Of one memory node where it has enough that share no
-    units; otherwise of several, those that share none first; the cores of a node side by side."""
+    """Choose one core per thread, or none if there are too few. Prefers one NUMA node that has enough physical cores;
+    otherwise uses several nodes, hardware threads of distinct physical cores first. Cores of a node are adjacent in the
+    result."""
     if not 0 < threads <= len(cores):
         return ()
     nodes = sorted({core.node for core in cores})
@@ -103,7 +104,8 @@ def choose_cores(cores: Sequence[Core], threads: int) -> tuple[int, ...]:
 
 
 def read_cores(allowed: Collection[int], system: Path = SYSTEM) -> list[Core]:
-    """What the system says of some cores; without a word of it, all are of node 0 and share no units."""
+    """Read NUMA nodes and sibling threads of the `allowed` cores from sysfs. Where sysfs has no entry, a core is on
+    node 0 and has no siblings."""
     nodes = {
         number: int(path.parent.name.removeprefix("node"))
         for path in system.glob("node/node[0-9]*/cpulist")
@@ -118,12 +120,12 @@ def read_cores(allowed: Collection[int], system: Path = SYSTEM) -> list[Core]:
 
 
 def nodes_of(numbers: Collection[int], system: Path = SYSTEM) -> list[int]:
-    """The memory nodes of some cores."""
+    """Return the NUMA nodes of these cores."""
     return sorted({core.node for core in read_cores(numbers, system)})
 
 
 def _numbers(path: Path) -> list[int]:
-    """Of a list as the system writes it: 0-3,8."""
+    """Parse a sysfs CPU list such as 0-3,8."""
     try:
         text = path.read_text()
     except OSError:
@@ -133,7 +135,8 @@ def _numbers(path: Path) -> list[int]:
 
 
 def _claim(name: str) -> socket.socket | None:
-    """A socket of this name, which one process has at a time and nobody once it has ended; None: another has it."""
+    """Bind an abstract socket of this name as a lock between processes; the kernel releases it when the process ends.
+    Returns None if another process holds it."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         claim.bind(f"\0quire-cpu-{name}")
@@ -146,8 +149,8 @@ def _claim(name: str) -> socket.socket | None:
 
 
 @contextmanager
-def _only_one_chooses() -> Iterator[bool]:
-    """Whether no other process chooses cores meanwhile."""
+def _choosing_lock() -> Iterator[bool]:
+    """Hold the lock under which processes choose cores. Yields False if it was not acquired within _LOCK_SECONDS."""
     end = time.monotonic() + _LOCK_SECONDS
     while (lock := _claim("choice")) is None and time.monotonic() < end:
         time.sleep(0.005)
@@ -159,5 +162,5 @@ def _only_one_chooses() -> Iterator[bool]:
 
 
 def allowed_cores() -> frozenset[int]:
-    """The cores that this process may use; empty where the system does not say."""
+    """Return the cores that the affinity mask allows; empty if the system does not provide it."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()

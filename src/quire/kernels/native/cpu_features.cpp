@@ -1,4 +1,5 @@
-// What this CPU and its operating system offer, asked before any kernel is loaded. Compiled for every CPU of the kind.
+// Detects the features of this CPU and operating system, before any kernel is loaded. Compiled for the baseline of the
+// architecture.
 #include <cstdint>
 #include <string>
 
@@ -20,20 +21,21 @@ struct Registers {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
 };
 
+// Run CPUID for a leaf and subleaf; zeros if it is not supported.
 Registers ask(unsigned leaf, unsigned part) {
     Registers found;
     if (!__get_cpuid_count(leaf, part, &found.eax, &found.ebx, &found.ecx, &found.edx)) return {};
     return found;
 }
 
-// The registers that the operating system saves when it changes threads.
+// XCR0: the register state that the operating system saves on a context switch.
 uint64_t saved_registers() {
     unsigned low, high;
     asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// The kernel hands out the tile registers on request only.
+// Ask Linux for permission to use AMX tile data.
 bool request_tiles() {
 #if defined(__linux__)
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
@@ -43,6 +45,7 @@ bool request_tiles() {
 #endif
 }
 
+// Return the feature names of this CPU, each followed by a space.
 std::string find_features() {
     std::string found;
     const auto add = [&](unsigned word, int bit, const char* name) {
@@ -64,6 +67,7 @@ std::string find_features() {
     return found;
 }
 #elif defined(__aarch64__) && defined(__linux__)
+// Return the feature names of this CPU, each followed by a space.
 std::string find_features() {
     std::string found;
     const auto add = [&](int source, int bit, const char* name) {
@@ -74,8 +78,9 @@ std::string find_features() {
     return found;
 }
 #elif defined(__aarch64__) && defined(__APPLE__)
+// Return the feature names of this CPU, each followed by a space.
 std::string find_features() {
-    std::string found = "crc32 atomics asimdrdm ";  // of all of them
+    std::string found = "crc32 atomics asimdrdm ";  // all Apple CPUs have these
     const auto add = [&](const char* question, const char* name) {
         int yes = 0;
         size_t size = sizeof yes;
@@ -93,7 +98,7 @@ std::string find_features() { return ""; }
 
 extern "C" {
 
-// Names with a space behind each: what `needs` in paths.py may ask for.
+// The feature names, each followed by a space, that `needs` in paths.py may list.
 const char* quire_cpu_features() {
     static const std::string found = find_features();
     return found.c_str();

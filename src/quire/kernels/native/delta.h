@@ -1,5 +1,5 @@
-// Gated delta nets, see kernels/delta.py: each run of tokens of a row is computed token by token, so that nothing depends
-// on how it is cut.
+// Gated delta nets, see kernels/delta.py. Each run of a row's tokens is computed token by token, so the result does not
+// depend on how a prompt is cut into chunks.
 #pragma once
 
 #include "rowwise.h"
@@ -7,16 +7,18 @@
 namespace {
 
 constexpr int64_t NO_STATE = -1, SAME_RUN = -2;
-constexpr int64_t MOST_WIDTH = 8;  // of the convolution
+constexpr int64_t MOST_WIDTH = 8;  // limit of the convolution width
 
+// A segment of a step: tokens, the state to read and the state to write.
 struct StateSegment {
     int64_t first, count;
-    int64_t read, written;  // slots, or one of the above
+    int64_t read, written;  // slots, or one of the constants above
 };
 
+// The parameters of a gated delta net layer.
 struct PackedDelta {
     int64_t key_heads, value_heads, key_dim, value_dim, width;
-    int64_t gates;                             // the buffer of strengths, then decays [rows, 2 * value_heads]
+    int64_t gates;                             // buffer with strengths, then decays [rows, 2 * value_heads]
     const float *convolution, *rate, *bias, *norm;  // [width, channels], [value_heads] twice, [value_dim]
     double eps;
 
@@ -24,12 +26,12 @@ struct PackedDelta {
     int64_t matrix() const { return key_dim * value_dim; }
 };
 
-// The states of one layer and the segments of a step.
+// The states of one layer and the segments of a step, grouped into runs.
 struct StateMemory {
     float* states;
-    int64_t stride;  // numbers from one slot to the next
+    int64_t stride;  // elements from one slot to the next
     const StateSegment* segments;
-    std::vector<std::pair<int64_t, int64_t>> runs;  // the first segment of each, and behind the last
+    std::vector<std::pair<int64_t, int64_t>> runs;  // first segment and end of each run
 
     StateMemory(float* states, int64_t stride, const StateSegment* segments, int64_t count)
         : states(states), stride(stride), segments(segments) {
@@ -43,7 +45,8 @@ struct StateMemory {
     float* at(int64_t slot) const { return states + slot * stride; }
 };
 
-// `count` channels of a run; the inputs before it are those of the state.
+// Causal convolution and silu of `count` channels over one run. Starts from the inputs in the state, and writes the
+// last inputs back.
 template <typename T>
 void convolve_piece(const T* x, int64_t stride, const PackedDelta& delta, const StateMemory& memory, int64_t run,
                     int64_t channel, int64_t count, T* out) {
@@ -71,7 +74,8 @@ void convolve_piece(const T* x, int64_t stride, const PackedDelta& delta, const 
     }
 }
 
-// x [tokens, channels or more] -> silu of its convolution [tokens, channels].
+// silu of the causal convolution of x [tokens, channels or more] -> out [tokens, channels], in parallel over runs and
+// channels.
 template <typename T>
 void convolve(const T* x, int64_t stride, const PackedDelta& delta, const StateMemory& memory, T* out) {
     const int64_t channels = delta.channels(), pieces = (channels + LANES - 1) / LANES;
@@ -82,6 +86,7 @@ void convolve(const T* x, int64_t stride, const PackedDelta& delta, const StateM
     });
 }
 
+// Scale x [size] to unit length times `scale`, in float32. Returns the factor.
 template <typename T> float unit(const T* x, int64_t size, float scale, float* to) {
     Floats squares = {};
     in_pieces(size, [&](int64_t i, int64_t count) {
@@ -93,12 +98,14 @@ template <typename T> float unit(const T* x, int64_t size, float scale, float* t
     return factor;
 }
 
-// One token and one head: the matrix at `from` becomes the one at `to`, the same or another; `read` is what it gives.
+// The delta rule for one token and one head: reads the state matrix [key_dim, value_dim] at `from`, writes the updated
+// one to `to` (may be the same), and computes the token's output.
 struct DeltaStep {
     const float *query, *key;
-    float decay, strength, both;  // both: the product of query and key
+    float decay, strength, both;  // both: dot product of query and key
     int64_t key_dim, value_dim;
 
+    // N vector registers of columns of the state matrix.
     template <int N, typename T>
     void columns(const T* value, const float* from, float* to, int64_t count, float* read) const {
         Floats known[N] = {}, base[N] = {}, change[N];
@@ -120,6 +127,7 @@ struct DeltaStep {
             }
     }
 
+    // All columns: updates the state and stores the output `read` [value_dim].
     template <typename T> void go(const T* value, const float* from, float* to, float* read) const {
         int64_t i = 0;
         for (; i + 4 * LANES <= value_dim; i += 4 * LANES) columns<4>(value + i, from + i, to + i, LANES, read + i);
@@ -130,7 +138,8 @@ struct DeltaStep {
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// One head of a run; z: gates [tokens, value size]; out likewise.
+// Gated delta net for one head over one run: delta rule, RMS norm, and the silu gate z [tokens, value size]; out
+// [tokens, value size].
 template <typename T>
 void delta_run(const T* mixed, const T* z, int64_t z_stride, const T* gates, const PackedDelta& delta,
                const StateMemory& memory, int64_t run, int64_t head, T* out) {
@@ -179,6 +188,7 @@ void delta_run(const T* mixed, const T* z, int64_t z_stride, const T* gates, con
     }
 }
 
+// Gated delta net for all runs and heads, in parallel; out [tokens, value size].
 template <typename T>
 void gated_delta(const T* mixed, const T* z, int64_t z_stride, const T* gates, const PackedDelta& delta,
                  const StateMemory& memory, T* out) {
@@ -188,7 +198,7 @@ void gated_delta(const T* mixed, const T* z, int64_t z_stride, const T* gates, c
     });
 }
 
-// x [rows, size] times the sigmoid of the logits, which lie `stride` apart.
+// Multiply x [rows, size] by the sigmoid of logits whose rows are `stride` apart.
 template <typename T> void gate_by_sigmoid(T* x, const T* logits, int64_t stride, int64_t rows, int64_t size) {
     for_each(rows, rows * size > 16384, [&](int64_t row) {
         in_pieces(size, [&](int64_t i, int64_t n) {

@@ -1,16 +1,17 @@
-// Dot products of rows with rows, each summed by lanes and then folded, the same however many there are.
+// Dot products of float32 rows with rows. Each is summed by vector lanes and then reduced, in the same order whatever
+// the number of rows.
 #pragma once
 
 #include "product.h"
 
 namespace {
 
-constexpr int FUSED = 4;      // rows per inner loop: their sums stay in registers
+constexpr int FUSED = 4;      // rows per inner loop, so that their sums stay in registers
 constexpr int64_t LINE = 16;  // floats of a cache line
 
-// ROWS rows and `count` keys of `width` floats -> scores [ROWS, stride]. Four keys at a time: enough independent sums
-// to keep the multipliers busy. `keys` are a multiple of four, repeating the last one if need be. `ahead`: what will be
-// read next and is asked for meanwhile, or null.
+// scores [ROWS, stride] = ROWS rows x `count` keys of `width` floats, four keys at a time for enough independent sums
+// to hide the FMA latency. `keys` must be a multiple of four, repeating the last one if needed. `ahead`: what to
+// prefetch meanwhile, or null.
 template <int ROWS>
 void dot_rows(const float* rows, const float* const* keys, int64_t count, int64_t width, const float* const* ahead,
               float* scores, int64_t stride) {
@@ -31,8 +32,8 @@ void dot_rows(const float* rows, const float* const* keys, int64_t count, int64_
     }
 }
 
-// x [rows, inputs] times a weight [outputs, inputs] as it lies, transposed -> out [rows, outputs]. The inputs are a
-// multiple of LANES.
+// out [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T for an unpacked row-major float32 weight. The
+// inputs must be a multiple of LANES.
 inline void multiply_rows(const float* x, const float* weight, const Product& product, float* out) {
     constexpr int64_t AT_ONCE = 32;
     for_each((product.outputs + AT_ONCE - 1) / AT_ONCE, true, [&](int64_t index) {

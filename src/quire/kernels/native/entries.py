@@ -12,7 +12,7 @@ from quire.kernels.native.structures import COperation
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operation in Python: takes tensors and what the run was given, returns a tensor."""
+    """An operation in Python: `function` takes the input tensors and `ProgramStep.given`, and returns a tensor."""
 
     function: Callable[..., Tensor]
     inputs: tuple[int, ...]
@@ -20,7 +20,8 @@ class Call:
 
 
 def cut_at_calls(entries: Sequence[COperation | Call]) -> list[Call | tuple[int, int]]:
-    """Calls, and between them runs of operations: the first one and their number."""
+    """Split entries into calls and runs of compiled operations between them, each run as (first operation, number of
+    operations)."""
     parts: list[Call | tuple[int, int]] = []
     place = 0
     for entry in entries:

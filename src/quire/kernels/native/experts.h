@@ -1,4 +1,5 @@
-// Mixtures of experts: rows that go to the same expert are multiplied together, one expert after the other.
+// Mixture of experts (MoE). Rows that are routed to the same expert are multiplied together, one expert after the
+// other.
 #pragma once
 
 #include <optional>
@@ -9,36 +10,37 @@
 
 namespace {
 
+// A packed weight [outputs, inputs] and its bias.
 struct PackedLinear {
     int64_t format, inputs, outputs;
     const uint8_t* weight;
     const void* bias;  // [outputs] or null
 };
 
-// Weights of the same rows, whose outputs lie side by side.
+// Weights with the same input, whose outputs are concatenated.
 struct PackedParts {
     const PackedLinear* linears;
     int64_t count;
 };
 
-// The experts of one layer: gate and up in one product, then down.
+// The experts of one layer: gate and up in one gemm, then down.
 struct PackedExperts {
     int64_t num, used;
-    int64_t first, held;          // those whose weights are here: held of them, from the first; others give nothing
+    int64_t first, held;          // experts held here: `held` of them, starting at `first`; others contribute nothing
     int64_t is_normalized;        // a row's weights are divided by their sum
-    int64_t shared, shared_gate;  // buffers: what the expert of all rows gave, its gate's logits; -1: there is none
-    double scale;                 // of a row's weights
-    int64_t groups, groups_used;  // of experts, side by side; those of a row are of the groups that rank first
-    const float* score_bias;      // [num]: experts rank by sigmoids plus this, groups by their best two; null: softmax
-    const PackedParts* gate_up;          // [held]: one weight, or gate and up apart where their formats differ
+    int64_t shared, shared_gate;  // buffers: the shared expert's output, the logits of its gate; -1: none
+    double scale;                 // multiplied into a row's weights
+    int64_t groups, groups_used;  // number of expert groups, and how many of them a row may use
+    const float* score_bias;      // [num]: experts rank by sigmoid + bias, groups by their top two; null: by softmax
+    const PackedParts* gate_up;          // [held]: one weight, or gate and up separately if their formats differ
     const PackedLinear* down;            // [held]
-    const Clamp* clamp;                  // of the gate, or null
-    const float* factors;                // [num]: of the weights of each, or null
-    int64_t activation;                  // of the gate
-    const LowRankLayer *const *gate_up_adapters, *const *down_adapters;  // [held] each, or null: experts have none
+    const Clamp* clamp;                  // of the gated activation, or null
+    const float* factors;                // [num]: multiplied into each expert's weight, or null
+    int64_t activation;                  // of the gated activation
+    const LowRankLayer *const *gate_up_adapters, *const *down_adapters;  // [held] each, or null: no LoRA on experts
 };
 
-// Rows by each of the weights of `parts`, whose outputs lie side by side.
+// Multiply x [rows, inputs] by each weight of `parts`; their outputs are concatenated in out [rows, sum of outputs].
 template <typename T> void multiply_by_each(const PackedParts& parts, const T* x, int64_t rows, T* out) {
     const PackedLinear *linear = parts.linears, *end = linear + parts.count;
     int64_t width = 0;
@@ -50,7 +52,8 @@ template <typename T> void multiply_by_each(const PackedParts& parts, const T* x
 
 template <typename T> float one(const T* from) { return fetch(from, 1)[0]; }
 
-// Heads of rows by a matrix each: inputs and `rest` numbers side by side to outputs and the same numbers.
+// Multiply each head of a row by its own weight. A head's `inputs` values become `outputs` values; the `rest` values
+// behind them are copied.
 template <typename T>
 void multiply_heads(const PackedLinear* linears, int64_t heads, int64_t rest, const T* x, int64_t stride, int64_t rows,
                     T* out) {
@@ -69,7 +72,7 @@ void multiply_heads(const PackedLinear* linears, int64_t heads, int64_t rest, co
     }
 }
 
-// Softmax of a row's logits [num] or, with a bias, their sigmoids.
+// Router scores: softmax of a row's logits [num] or, with a score bias, their sigmoids.
 template <typename T> void share_out(const T* logits, const PackedExperts& experts, float* shares) {
     if (experts.score_bias != nullptr) {
         for (int64_t i = 0; i < experts.num; ++i) shares[i] = 1.0f / (1.0f + std::exp(-one(logits + i)));
@@ -84,7 +87,7 @@ template <typename T> void share_out(const T* logits, const PackedExperts& exper
     for (int64_t i = 0; i < experts.num; ++i) shares[i] /= sum;
 }
 
-// Leaves -inf of the experts that are not of the groups that rank first.
+// Set the scores of experts outside the best groups_used groups to -inf.
 inline void keep_groups(const PackedExperts& experts, float* ranked) {
     const int64_t size = experts.num / experts.groups;
     std::vector<float> best(experts.groups);
@@ -107,7 +110,8 @@ inline void keep_groups(const PackedExperts& experts, float* ranked) {
         if (!taken[i / size]) ranked[i] = -INFINITY;
 }
 
-// The experts that a row's logits [num] rank first, and their weights. Of equal ones the first. shares: [2 * num].
+// Select the top experts of a row by its logits [num], and compute their weights. Ties go to the lowest index. shares:
+// scratch [2 * num].
 template <typename T>
 void choose_experts(const T* logits, const PackedExperts& experts, float* shares, int64_t* chosen, float* weights) {
     float* ranked = shares + experts.num;
@@ -127,12 +131,13 @@ void choose_experts(const T* logits, const PackedExperts& experts, float* shares
     }
 }
 
-// Pairs of a row and one of its experts, in the order of experts, then of rows.
+// Pairs of a row and one of its experts, sorted by expert, then by row.
 struct Pairs {
-    std::vector<int64_t> begins;  // [num + 1]: of each expert's pairs
+    std::vector<int64_t> begins;  // [num + 1]: where each expert's pairs begin
     std::vector<int64_t> rows;    // [pairs]
     std::vector<float> weights;   // [pairs]
 
+    // Route all rows, and sort the pairs by expert (counting sort).
     template <typename T> Pairs(const T* logits, const PackedExperts& experts, int64_t num_rows) {
         const int64_t count = num_rows * experts.used;
         std::vector<int64_t> chosen(count);
@@ -153,14 +158,14 @@ struct Pairs {
         }
     }
 
-    int64_t most(int64_t first, int64_t held) const {  // of one of these experts
+    int64_t most(int64_t first, int64_t held) const {  // the largest number of pairs of one of these experts
         int64_t found = 0;
         for (int64_t i = first; i < first + held; ++i) found = std::max(found, begins[i + 1] - begins[i]);
         return found;
     }
 };
 
-// sums [rows, hidden]: what the shared expert gave, by the sigmoid of its gate; or zeros.
+// Initialize sums [rows, hidden] with the shared expert's output times the sigmoid of its gate, or with zeros.
 template <typename T> void begin_sums(const T* shared, const T* gate, int64_t rows, int64_t hidden, float* sums) {
     for_each(rows, rows * hidden > 65536, [&](int64_t row) {
         const float factor = gate == nullptr ? 1.0f : 1.0f / (1.0f + std::exp(-one(gate + row)));
@@ -170,8 +175,8 @@ template <typename T> void begin_sums(const T* shared, const T* gate, int64_t ro
     });
 }
 
-// x [rows, hidden] -> out [rows, hidden]: the weighted sum of what a row's experts make of it, in the order of experts.
-// adapters [rows]: the slot of each row's adapter, below 0: none; null: no row has one.
+// out [rows, hidden] = weighted sum of the outputs of each row's experts for x [rows, hidden], added in the order of
+// experts. adapters [rows]: each row's LoRA slot, negative: none; null: no row has one.
 template <typename T>
 void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, const PackedExperts& experts,
                  const int64_t* adapters, int64_t rows, T* out) {
@@ -189,7 +194,7 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
         if (count == 0) continue;
         for (int64_t i = 0; i < count; ++i)
             std::memcpy(&taken[i * hidden], x + pairs.rows[begin + i] * hidden, hidden * sizeof(T));
-        std::optional<RowUnits> units;  // of the expert's rows, by their adapters
+        std::optional<RowUnits> units;  // the expert's rows, grouped by adapter
         for (int64_t i = 0; adapts && i < count; ++i) slots[i] = adapters[pairs.rows[begin + i]];
         if (adapts) units.emplace(slots.data(), count);
         multiply_by_each(experts.gate_up[expert], taken.get(), count, both.get());
@@ -197,7 +202,7 @@ void mix_experts(const T* x, const T* logits, const T* shared, const T* gate, co
         ::gate<T>(experts.activation, experts.clamp, both.get(), inner.get(), count, size);
         multiply_by_each({experts.down + expert, 1}, inner.get(), count, taken.get());
         if (units) low_rank_add(*experts.down_adapters[expert], *units, inner.get(), size, taken.get(), hidden);
-        for_each(count, count * hidden > 65536, [&](int64_t i) {  // no row comes twice
+        for_each(count, count * hidden > 65536, [&](int64_t i) {  // each row occurs at most once
             float* to = &sums[pairs.rows[begin + i] * hidden];
             const Floats weight = all(pairs.weights[begin + i]);
             in_pieces(hidden, [&](int64_t j, int64_t n) {

@@ -1,5 +1,5 @@
-// Signs of life of this process, by a thread of its own that never waits for the Python interpreter: they go on while some
-// other thread holds the interpreter's lock, and end when the process is halted.
+// Heartbeat of this process from a thread that never takes the GIL: it continues while another thread holds the GIL,
+// and ends when the process is halted.
 #pragma once
 
 #include <pthread.h>
@@ -15,15 +15,16 @@
 namespace {
 
 struct Heartbeat {
-    std::atomic<uint64_t>* beats;  // counted here
-    int socket;                    // a byte goes there for every beat; -1: there is none
+    std::atomic<uint64_t>* beats;  // counter to increment
+    int socket;                    // receives a byte per beat; -1: none
     timespec pause;
     bool is_over = false;
 };
 
-inline pthread_mutex_t beating = PTHREAD_MUTEX_INITIALIZER;  // held while a heartbeat is used
+inline pthread_mutex_t beating = PTHREAD_MUTEX_INITIALIZER;  // protects every use of a heartbeat
 inline Heartbeat* last_heartbeat = nullptr;
 
+// Thread function: count and send a byte every `pause` until the heartbeat is over.
 inline void* beat(void* given) {
     auto* heart = static_cast<Heartbeat*>(given);
     const timespec pause = heart->pause;
@@ -37,7 +38,7 @@ inline void* beat(void* given) {
             const char byte = 1;
             if (heart->socket >= 0 && send(heart->socket, &byte, 1, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno != EAGAIN &&
                 errno != EINTR) {
-                heart->socket = -1;  // the other end is gone
+                heart->socket = -1;  // the peer has closed
             }
         }
         pthread_mutex_unlock(&beating);
@@ -45,7 +46,7 @@ inline void* beat(void* given) {
     return nullptr;
 }
 
-// From now on the last heartbeat writes nothing and sends nothing: its counter and its socket may go.
+// Stop the current heartbeat, if any. After this its counter and its socket may be freed.
 inline void stop_beating() {
     pthread_mutex_lock(&beating);
     if (last_heartbeat != nullptr) {
@@ -55,7 +56,7 @@ inline void stop_beating() {
     pthread_mutex_unlock(&beating);
 }
 
-// Returns 0, or the error of pthread_create. Stops the heartbeat before, if there was one.
+// Start a heartbeat every `seconds`, replacing the current one. Returns 0, or the error of pthread_create.
 inline int start_beating(uint64_t* beats, int64_t socket, double seconds) {
     const double whole = std::floor(seconds);
     const timespec pause{static_cast<time_t>(whole), static_cast<long>((seconds - whole) * 1e9)};
@@ -63,7 +64,7 @@ inline int start_beating(uint64_t* beats, int64_t socket, double seconds) {
     stop_beating();
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals must be handled by Python's threads
     pthread_t thread;
     const int error = pthread_create(&thread, nullptr, beat, heart);
     pthread_sigmask(SIG_SETMASK, &before, nullptr);

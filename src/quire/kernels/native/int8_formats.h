@@ -1,22 +1,22 @@
-// The formats of quantized weights that are multiplied in whole numbers, and where their panels (int8_panels.h) hold what.
+// The formats of quantized weights for integer gemm, and the layout of their panels (int8_panels.h).
 #pragma once
 
 #include "product.h"
 
 namespace {
 
-// A format of such panels: how many bits, with offsets or without, and whether 16 inputs share a scale or 32; and whether
-// rows that are multiplied by them are rounded to 16 bits, or to 8 but for outliers. Scales and offsets are float16 numbers,
-// each for as many inputs as share it. WIDE: 128 inputs share both. SUPER_BLOCKS: a factor is a code, which is a small whole
-// number, times a float16 number that the factors of 256 inputs share, rounded to float16 (int8_factors.h).
+// A format number combines the bits of a quantized value with flags. WITH_OFFSETS: value * scale + offset. BY_HALVES:
+// 16 inputs share a scale, not 32. BYTE_ROWS: activations are quantized to 8 bits except for outliers, not to 16. WIDE:
+// 128 inputs share scale and offset. SUPER_BLOCKS: a factor is an integer code times a float16 value that 256 inputs
+// share, rounded to float16 (int8_factors.h). Scales and offsets are float16 otherwise.
 constexpr int64_t WITH_OFFSETS = 16, BY_HALVES = 32, BYTE_ROWS = 64, WIDE = 128, SUPER_BLOCKS = 256;
-constexpr int64_t TABLE = 7;  // in place of the bits: 4 bits are the place of a signed byte in a table of 16
+constexpr int64_t TABLE = 7;  // in place of the bits: 4 bits index a table of 16 signed bytes
 constexpr bool has_table(int64_t format) { return (format & 15) == TABLE; }
-constexpr int64_t bits_of(int64_t format) { return has_table(format) ? 4 : format & 15; }  // as it is stored
+constexpr int64_t bits_of(int64_t format) { return has_table(format) ? 4 : format & 15; }  // as stored
 constexpr int64_t level_bits_of(int64_t format) { return has_table(format) ? 8 : bits_of(format); }
 constexpr int64_t digits_of(int64_t format) { return format & BYTE_ROWS ? 1 : 2; }
 constexpr bool has_offsets(int64_t format) { return (format & WITH_OFFSETS) != 0; }
-constexpr int64_t scales_of(int64_t format) { return format & BY_HALVES ? 2 : 1; }  // for 32 inputs
+constexpr int64_t scales_of(int64_t format) { return format & BY_HALVES ? 2 : 1; }  // per 32 inputs
 
 #ifdef __ARM_FEATURE_DOTPROD
 constexpr bool BY_LANES = true;  // see int8_lanes.h
@@ -25,22 +25,22 @@ constexpr bool BY_LANES = false;
 #endif
 constexpr int64_t INT8_OUTPUTS = 16, INT8_GROUP = 32, LINE_BYTES = 64, INT8_LINES = 8;
 
-// A span is the inputs that share factors, but at least 32: so many times 32.
+// A span is the inputs that share factors, at least 32. In units of 32 inputs:
 constexpr bool is_wide(int64_t format) { return (format & WIDE) != 0; }
 constexpr int64_t groups_of_span(int64_t format) { return is_wide(format) ? 4 : 1; }
 
-// Of formats with super-blocks: 32 inputs have a byte of codes for each half and output.
+// With super-blocks, 32 inputs have one byte of codes per half and output.
 constexpr bool has_super_blocks(int64_t format) { return (format & SUPER_BLOCKS) != 0; }
-constexpr int64_t SUPER_GROUPS = 8;  // times 32 inputs of a super-block
+constexpr int64_t SUPER_GROUPS = 8;  // groups of 32 inputs per super-block
 constexpr int64_t super_factor_bytes(int64_t format) { return INT8_OUTPUTS * 2 * (has_offsets(format) ? 2 : 1); }
-constexpr int64_t super_bytes(int64_t format, int64_t groups) {  // what a panel of so many times 32 inputs has before lines
+constexpr int64_t super_bytes(int64_t format, int64_t groups) {  // bytes before the lines, for `groups` groups
     return groups / SUPER_GROUPS * super_factor_bytes(format) + groups * scales_of(format) * INT8_OUTPUTS;
 }
 
-constexpr int64_t int8_factor_bytes(int64_t format) {  // of a span, as float16 numbers
+constexpr int64_t int8_factor_bytes(int64_t format) {  // of a span, as float16
     return INT8_OUTPUTS * 2 * scales_of(format) * (has_offsets(format) ? 2 : 1);
 }
-constexpr int64_t int8_table_bytes(int64_t format) { return has_table(format) ? LINE_BYTES : 0; }  // of a panel
+constexpr int64_t int8_table_bytes(int64_t format) { return has_table(format) ? LINE_BYTES : 0; }  // per panel
 constexpr int64_t int8_group_bytes(int64_t format) { return bits_of(format) * LINE_BYTES; }  // lines of 32 inputs
 constexpr int64_t int8_span_bytes(int64_t format) {
     return int8_factor_bytes(format) + groups_of_span(format) * int8_group_bytes(format);
@@ -51,8 +51,8 @@ constexpr int64_t int8_panel_bytes(int64_t format, int64_t inputs) {
     return int8_table_bytes(format) + groups / groups_of_span(format) * int8_span_bytes(format);
 }
 
-// Where a panel of so many times 32 inputs holds what belongs to some 32: bytes from its begin. With super-blocks, scales and
-// offsets are where `decode_factors` puts them, bytes from there.
+// Offsets in bytes of the factors and lines of one group of 32 inputs within a panel of `groups` groups. With
+// super-blocks, the offsets of scales and offsets are relative to what `decode_factors` returns.
 struct GroupPlaces {
     int64_t scales, offsets, lines;
 };
@@ -69,15 +69,15 @@ constexpr GroupPlaces places_of(int64_t format, int64_t groups, int64_t group) {
     return {table + span * each, table + (spans + span) * each, table + spans * factors + group * lines};
 }
 
-// Whether the two levels of a byte are of one input and two outputs.
+// Whether the two 4-bit values of a byte belong to one input and two outputs.
 constexpr bool has_paired_outputs(int64_t format) { return BY_LANES && bits_of(format) == 4 && !has_table(format); }
-constexpr int64_t PAIRED_BYTES = LINE_BYTES / 2;  // a line of such levels
+constexpr int64_t PAIRED_BYTES = LINE_BYTES / 2;  // a line of such values
 
-// The factors of 32 inputs.
+// The scales and offsets of a group of 32 inputs.
 struct GroupFactors {
     const uint8_t *scales, *offsets;
 
-    // Of LANES outputs from `output` on; half: of 32 inputs, 0 where they share factors.
+    // For LANES outputs from `output` on; half: which 16 inputs, 0 if all 32 share factors.
     Floats scale(int64_t half, int64_t output) const { return load_float16(scales + 2 * (half * INT8_OUTPUTS + output)); }
     Floats offset(int64_t half, int64_t output) const { return load_float16(offsets + 2 * (half * INT8_OUTPUTS + output)); }
 };

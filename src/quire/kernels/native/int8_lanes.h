@@ -1,27 +1,28 @@
-// Panels of int8_panels.h times rows by ARM's dot products of bytes: an instruction multiplies a line of levels by four
-// of a row's digits, which it takes from any lane of a register. So a row's numbers are loaded and never spread.
+// Integer gemm with panels of int8_panels.h by Arm's sdot: one instruction multiplies a line of weights by four
+// activation digits taken from any lane of a register, so activations are loaded but never broadcast.
 #pragma once
 
 #include "int8_rows.h"
 
 namespace {
 
-// Where one row takes each line once, lines are asked for so many bytes before they are used. Where little is computed for a
-// byte of levels of fewer than 8 bits, they come to the second cache before that: so the next panel's begin is there too.
+// With one row, each line is used once and is prefetched so many bytes ahead. Where there is little computation per
+// byte (byte rows, fewer than 8 bits), lines are also prefetched to L2 before that, far enough ahead to include the
+// start of the next panel.
 constexpr bool comes_early(int64_t format) { return digits_of(format) == 1 && bits_of(format) < 8; }
 constexpr int64_t bytes_ahead(int64_t format) { return comes_early(format) ? 1536 : 1024; }
 constexpr int64_t EARLY_BYTES = 10240;
-constexpr int INT8_TURN = 4;  // rows that a line is multiplied by before the next line is
+constexpr int INT8_TURN = 4;  // rows multiplied by a line before the next line is loaded
 
-// Of paired outputs, those of the upper half of a panel are multiplied by 16 times their levels.
+// With paired outputs, the upper half of a panel's outputs is multiplied by 16 times its quantized values.
 constexpr int64_t HALF_OF_PARTS = PARTS / 2;
 constexpr float unit_of_part(bool is_upper) { return is_upper ? 1.0f / 16 : 1.0f; }
-// The byte of a line where four outputs begin.
+// The byte of a line where a register's four outputs begin.
 constexpr int64_t place_of_part(int64_t format, int64_t part) {
     return 16 * (has_paired_outputs(format) ? part % HALF_OF_PARTS : part);
 }
 
-// Line K of 2 bits, and of 3, from the byte lines that hold it.
+// Extract line K of 2-bit (or 3-bit) values from the byte lines that hold it.
 template <int K> inline __attribute__((always_inline)) int8x16_t two_bit_line(uint8x16_t line) {
     if constexpr (K % 4 != 0) line = vshrq_n_u8(line, 2 * (K % 4));
     return vreinterpretq_s8_u8(K % 4 == 3 ? line : vandq_u8(line, vdupq_n_u8(3)));
@@ -33,8 +34,8 @@ inline __attribute__((always_inline)) int8x16_t three_bit_line(uint8x16_t line, 
     return vreinterpretq_s8_u8(vandq_u8(line, vdupq_n_u8(7)));
 }
 
-// Line K of 32 inputs, of four outputs, as signed bytes: levels times unit_of(FORMAT), which fills a byte where that takes
-// fewer instructions. UPPER: of paired outputs, upper ones. table: of formats that have one.
+// Line K of 32 inputs for four outputs, as signed bytes: the quantized values times unit_of(FORMAT), scaled up to fill
+// a byte where that takes fewer instructions. UPPER: the upper of paired outputs. table: for formats with a table.
 template <int64_t FORMAT, int K, bool UPPER>
 inline __attribute__((always_inline)) int8x16_t signed_line(const uint8_t* from, [[maybe_unused]] int8x16_t table) {
     constexpr int64_t BITS = bits_of(FORMAT);
@@ -44,14 +45,14 @@ inline __attribute__((always_inline)) int8x16_t signed_line(const uint8_t* from,
     if constexpr (BITS == 2) return two_bit_line<K>(read(K / 4));
     if constexpr (BITS == 3) return three_bit_line<K>(read(K < 6 ? K / 2 : K - 6), read(2));
     uint8x16_t line = read(BITS == 8 ? K : K % 4);
-    if constexpr (unit_of(FORMAT) == 4) {  // 6 bits, 4 times (level - 32)
+    if constexpr (unit_of(FORMAT) == 4) {  // 6 bits: 4 * (value - 32)
         uint8x16_t high = veorq_u8(read(4 + K / 4), vdupq_n_u8(0xAA));
         if constexpr (K % 4 != 0) high = vshrq_n_u8(high, 2 * (K % 4));
         line = K < 4 ? vshlq_n_u8(line, 2) : vandq_u8(vshrq_n_u8(line, 2), vdupq_n_u8(0x3C));
         line = vsliq_n_u8(line, high, 6);
-    } else if constexpr (BITS == 5 && !has_offsets(FORMAT)) {  // level - 16: its upper half is ones if the fifth bit is not set
+    } else if constexpr (BITS == 5 && !has_offsets(FORMAT)) {  // value - 16: upper half is ones if bit 5 is clear
         uint8x16_t inverse = vmvnq_u8(read(4));
-        asm("" : "+&w"(inverse));  // once for all lines, not as a part of each
+        asm("" : "+&w"(inverse));  // computed once for all lines
         const uint8x16_t unset = vtstq_u8(inverse, vdupq_n_u8(1 << K));
         line = K < 4 ? vbslq_u8(vdupq_n_u8(15), line, unset) : vsriq_n_u8(unset, line, 4);
     } else if constexpr (BITS < 8) {
@@ -70,8 +71,8 @@ inline __attribute__((always_inline)) int8x16_t signed_line(const uint8_t* from,
     return vreinterpretq_s8_u8(line);
 }
 
-// To `sums` of four outputs, of one row or of four: four lines times the digits of the same inputs. In assembly for four
-// rows: compilers put the instructions of one sum together, and each then waits for the one before.
+// sums of four outputs += four lines x the digits of the same inputs, for one row or four. In assembly for four rows:
+// compilers group the instructions of one sum, which then wait for each other.
 inline __attribute__((always_inline)) void add_digits(int32x4_t& sums, const int8x16_t* lines, int8x16_t digits) {
     sums = vdotq_laneq_s32(sums, lines[0], digits, 0);
     sums = vdotq_laneq_s32(sums, lines[1], digits, 1);
@@ -92,7 +93,7 @@ inline __attribute__((always_inline)) void add_digits(int32x4_t (&sums)[4], cons
 #undef QUIRE_LANE
 }
 
-// To sums[0], ... sums[M - 1] of four outputs: N lines times 4 N digits of M rows.
+// sums[0], ..., sums[M - 1] of four outputs += N lines x 4 N digits of M rows.
 template <int N, int M, typename Digits>
 inline __attribute__((always_inline)) void add_lines(int32x4_t (&sums)[M], const int8x16_t* lines, Digits digits) {
     unroll<N / 4>([&](auto i) __attribute__((always_inline)) {
@@ -105,7 +106,8 @@ inline __attribute__((always_inline)) void add_lines(int32x4_t (&sums)[M], const
     });
 }
 
-// What the sums of a row begin with, the sums as floats, and the scale of a loose digit where that of the high one is 1.
+// Initial value of a row's integer sums, conversion of the sums to floats, and the scale of a loose low digit relative
+// to the high digit.
 constexpr float digit_unit(int digit) { return digit == 0 ? 1.0f : 1.0f / 256; }
 template <int64_t FORMAT, int DIGIT, bool UPPER, typename Record>
 inline __attribute__((always_inline)) int32x4_t first_sums(const Record& record, int64_t row, int64_t half) {
@@ -118,15 +120,15 @@ template <int64_t FORMAT> inline __attribute__((always_inline)) Floats as_floats
     else return (Floats)vcvtq_f32_s32(sums);
 }
 
-// The sums of one row minus others of it, as floats: where sums begin with SUM_ORIGIN, both do, and it falls out.
+// Difference of two sums of one row, as floats. If sums start at SUM_ORIGIN, both do and it cancels.
 template <int64_t FORMAT> inline __attribute__((always_inline)) Floats difference(int32x4_t sums, int32x4_t others) {
     if constexpr (has_sum_origin(FORMAT))
         return (Floats)vsubq_f32(vreinterpretq_f32_s32(sums), vreinterpretq_f32_s32(others));
     else return (Floats)vcvtq_f32_s32(vsubq_s32(sums, others));
 }
 
-// Half a group or a whole one of M rows from ROW on, of four outputs: N lines -> to sums[row]. DIGIT: which of loose
-// digits, else 0. UPPER: see signed_line.
+// sums[row] += one half group (or a whole one) of M rows from ROW on, for four outputs: N lines. DIGIT: which loose
+// digit, else 0. UPPER: see signed_line.
 template <int64_t FORMAT, int DIGIT, bool UPPER, int ROW, int M, int HALF, int N, typename Record>
 inline __attribute__((always_inline)) void add_turn(const Record& record, const int8x16_t* lines, Floats scale,
                                                     Floats offset, Floats (&sums)[N]) {
@@ -153,7 +155,8 @@ inline __attribute__((always_inline)) void add_turn(const Record& record, const 
     });
 }
 
-// 32 inputs of N rows, of four outputs from `output` on: their lines and factors -> to sums[row]. DIGIT, UPPER: see add_turn.
+// sums[row] += 32 inputs of N rows, for four outputs from `output` on, from their lines and factors. DIGIT, UPPER: see
+// add_turn.
 template <int64_t FORMAT, int DIGIT, bool UPPER, int N, typename Record>
 inline __attribute__((always_inline)) void add_group(const Record& record, const uint8_t* from, int8x16_t table,
                                                      const GroupFactors& factors, int64_t output, Floats (&sums)[N]) {
@@ -176,7 +179,7 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
     });
 }
 
-// To `high` and `low` sums of 16 outputs: a line times four high and four low digits of a row, those of LANE.
+// high and low sums of 16 outputs += one line x four high and four low digits of a row, those of LANE.
 template <int LANE>
 inline __attribute__((always_inline)) void add_line(int32x4_t (&high)[4], int32x4_t (&low)[4], const int8x16_t (&line)[4],
                                                     int8x16_t high_digits, int8x16_t low_digits) {
@@ -190,6 +193,7 @@ inline __attribute__((always_inline)) void add_line(int32x4_t (&high)[4], int32x
 #undef QUIRE_PART
 }
 
+// The same for one kind of digit.
 template <int LANE>
 inline __attribute__((always_inline)) void add_line(int32x4_t (&sums)[4], const int8x16_t (&line)[4], int8x16_t digits) {
     asm("sdot %0.4s, %4.16b, %8.4b[%9]\n"
@@ -200,15 +204,15 @@ inline __attribute__((always_inline)) void add_line(int32x4_t (&sums)[4], const 
         : "w"(line[0]), "w"(line[1]), "w"(line[2]), "w"(line[3]), "w"(digits), "i"(LANE));
 }
 
-// 32 inputs of one row, of 16 outputs. Lines are read in order, as they come from memory, and each is used at once.
-// DIGIT: which of loose digits, else 0.
+// sums += 32 inputs of one row, for 16 outputs. Lines are read sequentially from memory, and each is used at once.
+// DIGIT: which loose digit, else 0.
 template <int64_t FORMAT, int DIGIT, typename Record>
 inline __attribute__((always_inline)) void add_digits_of_one(const Record& record, const uint8_t* from, int8x16_t table,
                                                              const GroupFactors& given, Floats (&sums)[PARTS]) {
     constexpr int SCALES = scales_of(FORMAT), LINES_EACH = INT8_LINES / SCALES;
     constexpr bool IS_LOOSE = has_loose_digits(FORMAT), IS_PAIRED = has_paired_outputs(FORMAT);
     constexpr int LOADED = IS_LOOSE ? 2 : 4;
-    int8x16_t digits[LOADED];  // of inputs 0 to 15 and 16 to 31: high ones, then low ones
+    int8x16_t digits[LOADED];  // of inputs 0-15 and 16-31: high ones, then low ones
     unroll<LOADED>([&](auto i) __attribute__((always_inline)) {
         digits[i] = vreinterpretq_s8_u8(vld1q_u8(record.numbers(0) + DIGIT * INT8_GROUP + 16 * i));
     });
@@ -216,12 +220,12 @@ inline __attribute__((always_inline)) void add_digits_of_one(const Record& recor
         int32x4_t high[4], low[4];
         Floats factors[4];
         unroll<4>([&](auto part) __attribute__((always_inline)) {
-            constexpr bool IS_WHOLE = IS_PAIRED && part >= HALF_OF_PARTS;  // sums of whole bytes, which hold the lower ones
+            constexpr bool IS_WHOLE = IS_PAIRED && part >= HALF_OF_PARTS;  // sums of whole bytes, with lower nibbles
             low[part] = first_sums<FORMAT, DIGIT, IS_WHOLE && has_offsets(FORMAT)>(record, 0, half);
             high[part] = IS_LOOSE ? low[part] : vdupq_n_s32(0);
         });
         unroll<LINES_EACH>([&](auto i) __attribute__((always_inline)) {
-            // of 5 and 6 bits, two lines share their first four in the same bytes
+            // with 5 and 6 bits, two lines share the same bytes
             constexpr int K = SCALES == 1 && bits_of(FORMAT) < 8 && !IS_PAIRED ? i % 2 * 4 + i / 2 : half * LINES_EACH + i;
             int8x16_t line[4];
             unroll<4>([&](auto part) __attribute__((always_inline)) {
@@ -232,7 +236,7 @@ inline __attribute__((always_inline)) void add_digits_of_one(const Record& recor
             });
             if constexpr (IS_LOOSE) add_line<K % 4>(high, line, digits[K / 4]);
             else add_line<K % 4>(high, low, line, digits[K / 4], digits[2 + K / 4]);
-            if constexpr (i < 4) {  // a conversion takes one pipe for two cycles: among other instructions it costs less
+            if constexpr (i < 4) {  // a conversion blocks one pipe for two cycles, so interleave it
                 constexpr float UNIT = digit_unit(DIGIT) * unit_of_part(IS_PAIRED && i >= HALF_OF_PARTS);
                 factors[i] = given.scale(half, i * LANES) * (record.scale(0) * UNIT);
                 if constexpr (has_offsets(FORMAT) && DIGIT == 0)
@@ -252,15 +256,15 @@ inline __attribute__((always_inline)) void add_digits_of_one(const Record& recor
     });
 }
 
-// N rows, in records, times one panel -> sums [N][PARTS]. A row's sums run over its groups in order, however many rows there
-// are; those of loose low digits come after all others, so that the loop that all rows need knows nothing of them.
+// sums [N][PARTS] = N quantized rows (records) x one panel. A row's sums run over its groups in order, whatever the
+// number of rows; loose low digits are added after all others, to keep them out of the main loop.
 template <int64_t FORMAT, int N>
 void multiply_int8_panel(uint8_t* rows, int64_t inputs, const PanelBytes& bytes, Floats* to) {
     const uint8_t *panel = bytes.begin, *decoded = bytes.factors;
     Floats sums[N][PARTS];
     constexpr bool IS_SUPER = has_super_blocks(FORMAT);
     constexpr int64_t SPAN = groups_of_span(FORMAT), GROUP_BYTES = int8_group_bytes(FORMAT);
-    // from one span to the next: lines, and factors, which lie together but with super-blocks
+    // strides of spans: lines, and factors, which are stored together except with super-blocks
     constexpr int64_t SPAN_BYTES = IS_SUPER ? GROUP_BYTES : int8_span_bytes(FORMAT);
     constexpr int64_t FACTOR_BYTES = IS_SUPER ? int8_factor_bytes(FORMAT) : SPAN_BYTES;
     constexpr int64_t SCALES = places_of(FORMAT, SPAN, 0).scales, OFFSETS = places_of(FORMAT, SPAN, 0).offsets;
@@ -270,8 +274,8 @@ void multiply_int8_panel(uint8_t* rows, int64_t inputs, const PanelBytes& bytes,
     const RecordOf<FORMAT, N> first{{}, {}, rows};
     int8x16_t table{};
     if constexpr (has_table(FORMAT)) table = vreinterpretq_s8_u8(vld1q_u8(panel));
-    // digit(which, record, where its span begins, its factors, which 32 inputs of the span): first the high digits of all
-    // groups, then the low ones that there are
+    // digit(which, record, span, factors, group within the span): first the high digits of all groups, then the low
+    // ones that exist
     const auto for_digits = [&](auto digit) __attribute__((always_inline)) {
         auto record = first;
         const uint8_t *span = first_span, *factors = decoded;
@@ -298,7 +302,7 @@ void multiply_int8_panel(uint8_t* rows, int64_t inputs, const PanelBytes& bytes,
             add_digits_of_one<FORMAT, digit>(record, span + LINES + i * GROUP_BYTES, table, factors, own);
         });
         unroll<PARTS>([&](auto part) __attribute__((always_inline)) { sums[0][part] = own[part]; });
-    } else {  // the sums of four outputs stay in registers; the panel stays in the first cache
+    } else {  // the sums of four outputs stay in registers, the panel stays in the L1 cache
         constexpr int64_t KINDS = has_paired_outputs(FORMAT) ? 2 : 1;
         unroll<KINDS>([&](auto kind) __attribute__((always_inline)) {
             for (int64_t part = kind * PARTS / KINDS; part < (kind + 1) * PARTS / KINDS; ++part) {

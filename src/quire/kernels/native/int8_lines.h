@@ -1,5 +1,5 @@
-// Panels of int8_panels.h times rows, with the instructions of x86 or with plain ones: four or two numbers of a row are
-// spread over a register and multiplied by a line of levels.
+// Integer gemm with panels of int8_panels.h, by x86 instructions or plain code: two or four activation values are
+// broadcast to a register and multiplied by a line of weights.
 #pragma once
 
 #include "int8_rows.h"
@@ -11,14 +11,14 @@ typedef uint16_t Shorts __attribute__((vector_size(4 * LANES)));
 typedef Bytes LooseBytes __attribute__((aligned(1), may_alias));
 inline Bytes load_line(const uint8_t* from) { return *reinterpret_cast<const LooseBytes*>(from); }
 
-// The table of 16 bytes at `from` for every 16 lanes of bytes.
+// Broadcast the table of 16 bytes to every 128-bit lane.
 inline Bytes load_table(const uint8_t* from) {
     Bytes table;
     for (int64_t i = 0; i < 4 * LANES; i += 16) std::memcpy(reinterpret_cast<uint8_t*>(&table) + i, from, 16);
     return table;
 }
 
-// Entries of a table of 16.
+// Look up entries of a table of 16.
 inline Bytes look_up(Bytes table, Bytes places) {
 #if defined(__AVX512BW__)
     return (Bytes)_mm512_shuffle_epi8((__m512i)table, (__m512i)places);
@@ -32,7 +32,7 @@ inline Bytes look_up(Bytes table, Bytes places) {
 #endif
 }
 
-// Bits AT to AT + COUNT - 1 of every byte, as bits TO and further ones.
+// Move bits AT .. AT + COUNT - 1 of every byte to bits TO and on.
 template <int AT, int COUNT, int TO> inline Bytes moved_bits(Bytes line) {
     Shorts moved = (Shorts)line;
     if constexpr (AT < TO) moved = moved << (TO - AT);
@@ -40,12 +40,13 @@ template <int AT, int COUNT, int TO> inline Bytes moved_bits(Bytes line) {
     return (Bytes)moved & static_cast<uint8_t>(((1 << COUNT) - 1) << TO);
 }
 
-// Lines of 2 bits, of one register's outputs: a byte of two lines holds four levels.
+// Unpack 2-bit lines of one register's outputs: a byte of each of two byte lines holds four values.
 inline void load_two_bit_lines(const uint8_t* from, Bytes (&lines)[INT8_LINES]) {
     unroll<8>([&](auto k) { lines[k] = moved_bits<2 * (k % 4), 2, 0>(load_line(from + k / 4 * LINE_BYTES)); });
 }
 
-// Lines of 3 bits: a byte of three lines holds two whole levels; what is left of the three, the levels of lines 6 and 7.
+// Unpack 3-bit lines: a byte of each of three byte lines holds two whole values; the leftover bits of the three hold
+// lines 6 and 7.
 inline void load_three_bit_lines(const uint8_t* from, Bytes (&lines)[INT8_LINES]) {
     Bytes stored[3];
     unroll<3>([&](auto j) {
@@ -57,7 +58,7 @@ inline void load_three_bit_lines(const uint8_t* from, Bytes (&lines)[INT8_LINES]
     lines[7] = moved_bits<6, 2, 0>(stored[1]) | moved_bits<7, 1, 2>(stored[2]);
 }
 
-// Lines of 32 inputs, of one register's outputs.
+// Unpack the lines of 32 inputs for one register's outputs.
 template <int64_t FORMAT>
 inline void load_lines(const uint8_t* from, [[maybe_unused]] const Bytes& table, Bytes (&lines)[INT8_LINES]) {
     constexpr int64_t BITS = bits_of(FORMAT);
@@ -88,16 +89,17 @@ inline void load_lines(const uint8_t* from, [[maybe_unused]] const Bytes& table,
         unroll<8>([&](auto k) { lines[k] |= moved_bits<2 * (k % 4), 2, 4>(load_line(from + (4 + k / 4) * LINE_BYTES)); });
 }
 
+// Broadcast an int32.
 inline Ints all_ints(int32_t x) { return x - Ints{}; }
 
-// The same four bytes everywhere.
+// Broadcast four bytes.
 inline Bytes all_fours(const uint8_t* from) {
     int32_t four;
     std::memcpy(&four, from, sizeof four);
     return (Bytes)all_ints(four);
 }
 
-// Sums of two neighbouring 16-bit numbers of `line` times the two of x.
+// sums += dot products of adjacent pairs of 16-bit values (pmaddwd).
 inline Ints add_pairs(Ints sums, Shorts line, Bytes x) {
 #if defined(__AVX512BW__)
     return sums + (Ints)_mm512_madd_epi16((__m512i)line, (__m512i)x);
@@ -110,7 +112,7 @@ inline Ints add_pairs(Ints sums, Shorts line, Bytes x) {
 #endif
 }
 
-// Sums of four neighbouring bytes of `line` times the four of x, which are signed.
+// sums += dot products of adjacent fours of bytes of `line` with signed bytes of x (VNNI dpbusd, NEON, or plain).
 inline Ints add_fours(Ints sums, Bytes line, Bytes x) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)line, (__m512i)x);
@@ -128,7 +130,7 @@ inline Ints add_fours(Ints sums, Bytes line, Bytes x) {
 #endif
 }
 
-// Sums, in 16 bits, of two neighbouring bytes of `line` times the two of x, which are signed.
+// 16-bit sums += dot products of adjacent pairs of bytes of `line` with signed bytes of x (maddubs).
 inline Shorts add_byte_pairs(Shorts sums, Bytes line, Bytes x) {
 #if defined(__AVX512BW__)
     return sums + (Shorts)_mm512_maddubs_epi16((__m512i)line, (__m512i)x);
@@ -139,27 +141,26 @@ inline Shorts add_byte_pairs(Shorts sums, Bytes line, Bytes x) {
 #endif
 }
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-constexpr bool BY_BYTE_PAIRS = true;  // where rows have one digit and levels fewer than 8 bits
+constexpr bool BY_BYTE_PAIRS = true;  // where rows have one digit and weights fewer than 8 bits
 #else
 constexpr bool BY_BYTE_PAIRS = false;
 #endif
 
-// Rows that a line is multiplied by before the next line is. Of four bits, all lines add up in one register for a row: 32
-// registers have room for those of eight rows.
+// Rows multiplied by a line before the next line is loaded. With 4 bits, all lines add up in one register per row, and
+// 32 registers have room for eight rows.
 constexpr int turn_of(int64_t format) {
     const bool adds_all = has_loose_digits(format) && level_bits_of(format) == 4 && scales_of(format) == 1;
     return BY_BYTE_PAIRS && LANES == 16 && adds_all ? 8 : 4;
 }
 
-// The sums as they are now, in a register: compilers would add in another order, for which they keep so many products
-// that sums go to memory.
+// Keep the sums in a register as they are: compilers would reorder the additions and spill the sums to memory.
 inline __attribute__((always_inline)) void keep_here([[maybe_unused]] Shorts& sums) {
 #ifdef __x86_64__
     asm("" : "+v"(sums));
 #endif
 }
 
-// The same as add_lines below, by sums of 16 bits for as many lines as these have room for.
+// The same as add_lines below, with 16-bit sums for as many lines as they can hold without overflow.
 template <int64_t FORMAT, int DIGIT, int N, int FIRST, int ROW, int M, typename Record>
 inline __attribute__((always_inline)) void add_short_lines(Ints (&sums)[M], const Bytes (&lines)[INT8_LINES],
                                                            const Record& rows) {
@@ -180,9 +181,9 @@ inline __attribute__((always_inline)) void add_short_lines(Ints (&sums)[M], cons
     });
 }
 
-// To `sums` of M rows from ROW on, of each output: its levels of N lines from FIRST on times the numbers of the same
-// inputs. A line for all rows, then the next one: an instruction need not wait for the one before it. DIGIT: which of loose
-// digits, else 0.
+// sums of M rows from ROW on += quantized weights of N lines from FIRST on x the activations of the same inputs. Each
+// line is applied to all rows before the next line, so that instructions do not wait for each other. DIGIT: which loose
+// digit, else 0.
 template <int64_t FORMAT, int DIGIT, int N, int FIRST, int ROW, int M, typename Record>
 inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Bytes (&lines)[INT8_LINES],
                                                      const Record& rows) {
@@ -210,8 +211,8 @@ inline __attribute__((always_inline)) void add_lines(Ints (&sums)[M], const Byte
     }
 }
 
-// body(part) for the registers of a line. With four lanes the sums of several rows have no room in registers: there it is a
-// loop, which is a quarter of the code and faster.
+// body(part) for the registers of a line. With four lanes the sums of several rows do not fit in registers; there a
+// loop is a quarter of the code and faster.
 template <int N, typename Body> inline __attribute__((always_inline)) void for_parts(Body body) {
     if constexpr (LANES == 4 && N > 1)
         for (int64_t part = 0; part < PARTS; ++part) body(part);
@@ -219,7 +220,7 @@ template <int N, typename Body> inline __attribute__((always_inline)) void for_p
         unroll<PARTS>(body);
 }
 
-// 32 inputs of N rows -> to sums[row]; lines, factors: those of these inputs. DIGIT: see add_lines.
+// sums[row] += 32 inputs of N rows; lines, factors: those of these inputs. DIGIT: see add_lines.
 template <int64_t FORMAT, int DIGIT, int N, typename Record>
 inline __attribute__((always_inline)) void add_group(const Record& record, const uint8_t* lines, const Bytes& table,
                                                      const GroupFactors& factors, Floats (&sums)[N][PARTS]) {
@@ -254,7 +255,7 @@ inline __attribute__((always_inline)) void add_group(const Record& record, const
     });
 }
 
-// One row of a record of several, as a record of one.
+// One row of a record with several rows, seen as a record with one row.
 template <int64_t FORMAT> struct OneOfRecord {
     RowRecord<std::integral_constant<int64_t, FORMAT>, int64_t> record;
     int64_t row;
@@ -265,7 +266,7 @@ template <int64_t FORMAT> struct OneOfRecord {
     int32_t begin(int64_t, int64_t part, int64_t digit) const { return record.begin(row, part, digit); }
 };
 
-// 32 inputs of a panel -> to sums[row].
+// sums[row] += group `group` of 32 inputs of a panel.
 template <int64_t FORMAT, int DIGIT, int N, typename Record>
 inline __attribute__((always_inline)) void add_group_of(const Record& record, int64_t group, int64_t groups,
                                                         const PanelBytes& panel, const Bytes& table,
@@ -280,8 +281,8 @@ template <int64_t FORMAT> inline Bytes table_of([[maybe_unused]] const PanelByte
     return Bytes{};
 }
 
-// N rows, in records, times one panel -> sums [N][PARTS]. A row's sums run over its groups in order, however many rows there
-// are. Loose low digits are left out: add_low_digits adds them.
+// sums [N][PARTS] = N quantized rows (records) x one panel. A row's sums run over its groups in order, whatever the
+// number of rows. Loose low digits are left to add_low_digits.
 template <int64_t FORMAT, int N>
 void multiply_int8_panel(uint8_t* rows, int64_t inputs, const PanelBytes& panel, Floats* sums) {
     const int64_t groups = inputs / INT8_GROUP;
@@ -293,8 +294,8 @@ void multiply_int8_panel(uint8_t* rows, int64_t inputs, const PanelBytes& panel,
     std::memcpy(sums, &own, sizeof own);
 }
 
-// The loose low digits of rows of records of `count`, times one panel -> to sums [count][PARTS]. One row at a time: few rows
-// have such digits, and so one function does for records of any size.
+// sums [count][PARTS] += the loose low digits of `count` rows x one panel. One row at a time: few rows have such
+// digits, and one function serves records of any size.
 template <int64_t FORMAT>
 void add_low_digits(uint8_t* rows, int64_t count, int64_t inputs, const PanelBytes& panel, Floats* sums) {
     const int64_t groups = inputs / INT8_GROUP;

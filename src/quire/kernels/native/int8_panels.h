@@ -1,34 +1,36 @@
-// Products of rows with quantized weights in whole numbers. A row is rounded to 8 or 16 bits (int8_rows.h), 32
-// inputs with a scale of their own; its numbers times weight levels are summed exactly in int32, and only the sums of 32 or
-// 16 inputs become floats.
+// Integer gemm of activations with quantized weights. A row is quantized to 8 or 16 bits with a scale per 32 inputs
+// (int8_rows.h). Its values times the quantized weights are summed exactly in int32, and only the sums over 32 or 16
+// inputs are converted to float.
 //
-// A weight is level * scale + offset. The weight [outputs, inputs] is cut into panels of 16 outputs, padded with zeros,
-// so that its bytes are those of the file, and at most a tenth more, with these exceptions. Q4_K takes 1.11 of the file, as
-// offsets are float16 numbers (bytes, as the file has them, cost 4 % of the speed). Levels of fewer than 4 bits take 4, but
-// for those of Q2_K and Q3_K: TQ1_0 takes 2.4 of the file, TQ2_0 and GPTQ of 2 bits 2.0, GPTQ of 3 bits 1.35. A panel is
-//   table    of formats that have one: 16 signed bytes, then zeros up to 64;
+// A weight is value * scale + offset. The weight [outputs, inputs] is packed into panels of 16 outputs, padded with
+// zeros, at the size of the GGUF file plus at most a tenth, with these exceptions. Q4_K takes 1.11 of the file, as
+// offsets are float16 (bytes, as the file has them, cost 4 % of the speed). Values of fewer than 4 bits are stored in
+// 4, except those of Q2_K and Q3_K: TQ1_0 takes 2.4 of the file, TQ2_0 and GPTQ of 2 bits 2.0, GPTQ of 3 bits 1.35. A
+// panel is
+//   table    in formats that have one: 16 signed bytes, then zeros up to 64;
 //   scales   [inputs / 32 or 16; wide: / 128][16 outputs], float16;
 //   offsets  likewise, in formats that have them;
-//   lines    for each 32 inputs eight lines of levels, 64 bytes each: byte 4 o + j of line k is input 4 k + j of output o.
-// With ARM's dot products, scales, offsets and lines of 32 inputs lie together, then those of the next 32: memory is read in
-// one stream. Factors that 128 inputs share come before the lines of all these. With super-blocks (Q2_K, Q3_K) a panel is
-//   shared   [inputs / 256][scales, offsets where there are such][16 outputs], float16;
-//   codes    [inputs / 16][16 outputs], a byte: a signed one of the scale; with offsets, four bits of the scale, and four of
-//            the offset in the high half;
+//   lines    for each 32 inputs eight lines, 64 bytes each: byte 4 o + j of line k is input 4 k + j of output o.
+// With Arm's dot products, the scales, offsets and lines of 32 inputs are stored together, then those of the next 32,
+// so that memory is read in one stream. Factors that 128 inputs share precede the lines of all 128. With super-blocks
+// (Q2_K, Q3_K) a panel is
+//   shared   [inputs / 256][scales, offsets if there are any][16 outputs], float16;
+//   codes    [inputs / 16][16 outputs], a byte: the signed code of the scale; with offsets, four bits for the scale, and
+//            four for the offset in the high half;
 //   lines    as above.
 //
-// Lines of 8 bits are signed bytes. Lines of fewer bits are unsigned. Of 2 bits, two byte lines hold lines 0-3 and 4-7, the
-// lowest bits first. Of 3 bits, byte line j of three holds line 2 j in its bits 0-2 and line 2 j + 1 in bits 3-5; bits 6 and 7
-// of byte lines 0 and 1 are the low bits of lines 6 and 7, those of byte line 2 their third bits. Of 4 bits and more, four
-// byte lines hold lines 0-3 in the low halves and lines 4-7 in the high ones; behind them the fifth bits of all lines (bit k:
-// of line k), or the fifth and sixth ones in two lines (bits 2 k and 2 k + 1 of the first one: of line k, of the second one:
-// of line 4 + k). Without offsets the
-// middle level, 1 << (bits - 1), is the number 0. With a table, levels are its entries, and lines hold their places in it.
+// Lines of 8 bits are signed bytes. Lines of fewer bits are unsigned. With 2 bits, two byte lines hold lines 0-3 and
+// 4-7, the lowest bits first. With 3 bits, byte line j of three holds line 2 j in its bits 0-2 and line 2 j + 1 in bits
+// 3-5; bits 6 and 7 of byte lines 0 and 1 are the low bits of lines 6 and 7, those of byte line 2 their third bits.
+// With 4 bits and more, four byte lines hold lines 0-3 in the low halves and lines 4-7 in the high ones; behind them
+// come the fifth bits of all lines (bit k: of line k), or the fifth and sixth bits in two byte lines (bits 2 k and 2 k
+// + 1 of the first one: of line k, of the second one: of line 4 + k). Without offsets, the middle value 1 << (bits - 1)
+// represents 0. With a table, values are its entries, and lines hold indices into it.
 //
-// With ARM's dot products, the two levels of a byte of 4 bits are of one input and two outputs, so that no instruction takes
-// the upper one out of it. A line has 32 bytes: the low half of byte 4 o + j of line k is input 4 k + j of output o; the high
-// half is that of output 8 + o with its highest bit inverted. As a signed byte it is low + 16 (high - 8), so the sums of
-// whole bytes, minus those of their low halves, are 16 times those of the high ones.
+// With Arm's dot products, the two 4-bit values of a byte belong to one input and two outputs, so that no instruction
+// is needed to extract the upper one. A line has 32 bytes: the low half of byte 4 o + j of line k is input 4 k + j of
+// output o; the high half is that of output 8 + o with its highest bit inverted. As a signed byte it is low + 16 (high
+// - 8), so the sums of whole bytes, minus those of their low halves, are 16 times the sums of the high ones.
 #pragma once
 
 #ifdef __ARM_FEATURE_DOTPROD
@@ -42,12 +44,13 @@
 
 namespace {
 
-// Where the results of a panel go: at most 16 outputs of a row from `out` on.
+// Epilogue of one panel: stores at most 16 outputs per row to `out`, with bias.
 template <typename T> struct PanelResults {
     T* out;
     const T* bias;  // of these outputs, or null
     int64_t stride, count;
 
+    // Store sums [rows][PARTS] of rows `row` and on.
     void put_sums(const Floats* sums, int64_t row, int64_t rows) const {
         for (int64_t r = 0; r < rows; ++r)
             for (int64_t part = 0; part * LANES < count; ++part) {
@@ -59,18 +62,19 @@ template <typename T> struct PanelResults {
     }
 };
 
-// What there is for each format apart. All else takes the format as a number: so it is compiled once.
+// The functions that are compiled per format. All other code takes the format as an argument, so it is compiled once.
 struct Int8Kernels {
     int64_t format;
-    // [rows together]: multiply_int8_panel, null but for those that rows_together gives
+    // [rows together]: multiply_int8_panel; null except for the counts that rows_together returns
     void (*multiply[INT8_ROWS + 1])(uint8_t* rows, int64_t inputs, const PanelBytes& panel, Floats* sums);
-    // add_low_digits, or null: `multiply` does it
+    // add_low_digits, or null if `multiply` includes it
     void (*add_low)(uint8_t* rows, int64_t count, int64_t inputs, const PanelBytes& panel, Floats* sums);
 #ifdef __AMX_INT8__
     void (*multiply_tiles)(uint8_t* room, int64_t rows, int64_t inputs, const PanelBytes& panel, Floats* sums);  // or null
 #endif
 };
 
+// Collect the functions of one format.
 template <int64_t FORMAT> constexpr Int8Kernels make_int8_kernels() {
     Int8Kernels kernels{};
     kernels.format = FORMAT;
@@ -89,13 +93,13 @@ template <int64_t FORMAT> constexpr Int8Kernels make_int8_kernels() {
 }
 template <int64_t FORMAT> constexpr Int8Kernels INT8_KERNELS = make_int8_kernels<FORMAT>();
 
-// Of `rest` rows, how many are multiplied together next, at most so many.
+// How many of `rest` rows to multiply together next, at most `most`.
 constexpr int64_t rows_together(int64_t most, int64_t rest) {
     while (most > rest) most = most > 4 ? most / 2 : most - 1;
     return most;
 }
 
-// Up to INT8_ROWS_AT_ONCE rows times weights; `room` is for these rows.
+// Integer gemm of up to INT8_ROWS_AT_ONCE rows; `room` is scratch memory for the quantized rows.
 template <typename T> struct Int8Product {
     const Int8Kernels& kernels;
     const T* x;
@@ -105,9 +109,10 @@ template <typename T> struct Int8Product {
     uint8_t* room;
     T* out;
 
+    // Byte offset of row `row` in the scratch memory.
     int64_t place_of(int64_t row) const { return integer_rows_bytes(kernels.format, row, product.inputs); }
 
-    // Rounds rows, `most` of them together.
+    // Quantize all rows to records of up to `most` rows.
     void quantize(int64_t most) const {
         for_each((product.rows + most - 1) / most, product.rows * product.inputs > MANY_NUMBERS / 2, [&](int64_t i) {
             const int64_t end = std::min((i + 1) * most, product.rows);
@@ -118,7 +123,7 @@ template <typename T> struct Int8Product {
         });
     }
 
-    // Gives each panel and where its results go to what `make()` returns, which each thread has for itself.
+    // Call a function made by `make()`, once per thread, with each panel and its epilogue, in parallel over panels.
     template <typename Make> void for_panels(Make make) const {
         const int64_t panels = (product.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS, inputs = product.inputs;
         const int64_t bytes = int8_panel_bytes(kernels.format, inputs);
@@ -132,7 +137,7 @@ template <typename T> struct Int8Product {
         });
     }
 
-    // Rows from `row` on times one panel.
+    // Multiply rows `row` and on by one panel.
     void multiply_panel(int64_t row, const PanelBytes& panel, const PanelResults<T>& results) const {
         for (int64_t n; row < product.rows; row += n) {
             n = rows_together(INT8_ROWS, product.rows - row);
@@ -145,6 +150,7 @@ template <typename T> struct Int8Product {
         }
     }
 
+    // Run the gemm: on AMX int8 tiles for whole blocks of rows where available, else on vector units.
     void go() const {
 #ifdef __AMX_INT8__
         if (has_tiles && kernels.multiply_tiles != nullptr && product.rows >= INT8_TILE_ROWS) {
@@ -168,7 +174,7 @@ template <typename T> struct Int8Product {
     }
 };
 
-// x [rows, inputs] times the weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].
+// out [rows, outputs] = x [rows, inputs] @ weight.T + bias [outputs] (or null), in integer arithmetic.
 template <typename T>
 void multiply_int8_by(const Int8Kernels& kernels, const T* x, const uint8_t* weight, const T* bias, const Product& product,
                       T* out) {
@@ -188,7 +194,7 @@ void multiply_int8(const T* x, const uint8_t* weight, const T* bias, const Produ
     multiply_int8_by(INT8_KERNELS<FORMAT>, x, weight, bias, product, out);
 }
 
-// Level `input` of 32, of output `place` of 16.
+// The quantized value of input `input` of 32, of output `place` of 16.
 inline int32_t stored_level(int64_t format, const uint8_t* table, const uint8_t* lines, int64_t place, int64_t input) {
     const int64_t bits = bits_of(format), line = input / 4, at = input % 4;
     const auto byte = [&](int64_t of) -> int32_t { return lines[of * LINE_BYTES + 4 * place + at]; };
@@ -210,8 +216,8 @@ inline int32_t stored_level(int64_t format, const uint8_t* table, const uint8_t*
     return level - (has_offsets(format) ? 0 : 1 << (bits - 1));
 }
 
-// The numbers of outputs `places` [count] of a weight -> out [count, inputs]. False, and nothing done, if it does not have
-// one of them.
+// Dequantize outputs `places` [count] of a weight to out [count, inputs]. Returns false, and does nothing, if an index
+// is out of range.
 inline bool read_int8_rows(int64_t format, const uint8_t* panels, const int64_t* places, const Product& product,
                            float* out) {
     const int64_t count = product.rows, inputs = product.inputs;

@@ -1,4 +1,4 @@
-"""Quantized weights in the layout of int8_panels.h, which integer products multiply by: 2 to 8 bits per level."""
+"""Packs quantized weights of 2 to 8 bits into the layout of int8_panels.h, which the integer gemm kernels read."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from quire.kernels.native.ops import (
 )
 
 HALF_GROUP = 16  # the fewest inputs of a weight that share a scale
-_MIDDLE = 8  # the level of nibbles that is the number 0 where there are no offsets
+_MIDDLE = 8  # the 4-bit value that represents 0 where there are no offsets
 _TABLE_SIZE = 16
-_SAMPLE = 1 << 12  # levels that are looked at before all others are
+_SAMPLE = 1 << 12  # values that are sampled before all of them are scanned
 _FORMATS = frozenset({4, 5, 6, 8, 20, 21, 22, 24, 36, 38, 40, 52, 56, 7, 132, 148, 291, 306})
 _TWO_BITS = Int8Format(2, has_offsets=True, by_halves=True, has_super_blocks=True)
 _THREE_BITS = Int8Format(3, has_offsets=False, by_halves=True, has_super_blocks=True)
-_SIX_BIT_CODES, _FOUR_BIT_CODES = (-32, 31), (0, 15)  # the least and the most that there are in files
+_SIX_BIT_CODES, _FOUR_BIT_CODES = (-32, 31), (0, 15)  # the smallest and the largest code of a factor in GGUF files
 
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """What `cut_int8_panels` is given."""
+    """The arguments of `cut_int8_panels`."""
 
     levels: Tensor
     scales: Tensor
@@ -44,37 +44,39 @@ class _Weight:
 
     @property
     def is_symmetric(self) -> bool:
-        """Of nibbles: whether level 8 is the number 0 everywhere."""
+        """Whether the 4-bit value 8 represents 0 everywhere."""
         return bool((self.offsets.float() == -_MIDDLE * self.scales.float()).all())
 
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    """How a weight is packed: its format, and what the packing reads besides its levels."""
+    """How a weight is packed: its format, and the scales, offsets, table and codes that are packed with its values."""
 
     form: Int8Format
     scales: Tensor
     offsets: Tensor
     table: Tensor | None = None  # [16], int8
-    codes: Tensor | None = None  # [outputs, inputs / 16], int8: of factors in super-blocks
+    codes: Tensor | None = None  # [outputs, inputs / 16], int8: the factors of each group within its super-block
 
 
 def cut_int8_panels(
     levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool, byte_rows: bool = False,
     rows: torch.dtype = torch.float32,
 ) -> PackedWeight:  # fmt: skip
-    """A weight of levels * scale + offset, both shared by 16 or 32 inputs of an output, in as few bits as hold it.
+    """Pack a weight of value * scale + offset, where 16 or 32 inputs of an output share scale and offset, in the
+    smallest format that holds it exactly.
 
-    rows: the type of rows that are multiplied by it; byte_rows: they are rounded to 8 bits before that, not to 16.
+    rows: dtype of the activations; byte_rows: activations are quantized to 8 bits before the gemm, not to 16.
 
-    levels [outputs, inputs], uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs, groups], float16.
+    levels [outputs, inputs]: the quantized values, uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs,
+    groups], float16.
     """
     outputs, inputs = levels.shape
     shape = (outputs, scales.shape[1])
     if inputs % 32 or scales.shape != shape or offsets.shape != shape or inputs // shape[1] not in (16, 32):
-        raise ValueError(f"groups of 16 or 32 inputs, not {tuple(levels.shape)} and {tuple(scales.shape)}")
+        raise ValueError(f"groups must be 16 or 32 inputs: levels {tuple(levels.shape)}, scales {tuple(scales.shape)}")
     if scales.dtype != torch.float16 or offsets.dtype != torch.float16 or levels.element_size() != 1:
-        raise ValueError(f"levels of a byte, scales in float16, not {levels.dtype} and {scales.dtype}")
+        raise ValueError(f"levels must have one byte, scales float16, not {levels.dtype} and {scales.dtype}")
     weight = _Weight(levels.contiguous(), scales, offsets, nibbles)
     packing = _find_super_blocks(weight) or _choose_packing(weight)
     form = replace(packing.form, byte_rows=byte_rows)
@@ -88,15 +90,15 @@ def cut_int8_panels(
 
 
 def join_panels(first: PackedWeight, second: PackedWeight) -> PackedWeight | None:
-    """Two weights of the same inputs as one, outputs one behind the other; None where their formats differ, or where
-    the first one ends within a panel."""
+    """Concatenate two weights of the same inputs along their outputs. Returns None if their formats differ, or if the
+    first one does not end at a panel boundary."""
     if first.outputs % INT8_OUTPUTS or (first.dtype, first.format) != (second.dtype, second.format):
         return None
     return replace(first, outputs=first.outputs + second.outputs, data=torch.cat((first.data, second.data)))
 
 
 def is_int8_format(weight: PackedWeight) -> bool:
-    """Whether it was packed by `cut_int8_panels`."""
+    """Whether the weight was packed by `cut_int8_panels`."""
     return weight.format & ~BYTE_ROWS in _FORMATS
 
 
@@ -109,8 +111,8 @@ def _choose_packing(weight: _Weight) -> _Packing:
 
 
 def _find_super_blocks(weight: _Weight) -> _Packing | None:
-    """How a weight of a Q2_K or Q3_K tensor is packed, or one of which all that the panels hold is the same; None:
-    another one."""
+    """Return the packing of a weight from a Q2_K or Q3_K tensor, or of one that fits the same format exactly; else
+    None."""
     if not weight.nibbles or weight.group != HALF_GROUP or weight.levels.shape[1] % SUPER_BLOCK:
         return None
     low, high = (int(each) for each in weight.levels.aminmax())
@@ -128,8 +130,9 @@ def _find_super_blocks(weight: _Weight) -> _Packing | None:
 
 
 def _find_codes(factors: Tensor, least: int, most: int) -> tuple[Tensor, Tensor] | None:
-    """Factors of 16 inputs each as whole numbers between `least` and `most`, int8 [outputs, groups], times float16
-    numbers [outputs, super-blocks], to the bit; None: they are not such products."""
+    """Factor the scales (or offsets) of groups of 16 inputs into integer codes between `least` and `most`, int8
+    [outputs, groups], times one float16 value per super-block [outputs, super-blocks]. Returns None if that does not
+    reproduce them bit for bit."""
     factors = factors.contiguous()
     shared = torch.empty(len(factors), factors.shape[1] * HALF_GROUP // SUPER_BLOCK, dtype=torch.float16)
     codes = torch.empty(factors.shape, dtype=torch.int8)
@@ -156,7 +159,7 @@ def _choose_format(weight: _Weight, table: Tensor | None) -> Int8Format:
 
 
 def _is_wide(weight: _Weight) -> bool:
-    """Whether four neighbouring groups have the same factors everywhere."""
+    """Whether every four neighbouring groups have the same scale and offset."""
     if weight.levels.shape[1] % WIDE_GROUP:
         return False
     fours = (each.unflatten(1, (-1, WIDE_GROUP // INT8_GROUP)) for each in (weight.scales, weight.offsets))
@@ -164,7 +167,8 @@ def _is_wide(weight: _Weight) -> bool:
 
 
 def _find_table(weight: _Weight) -> Tensor | None:
-    """All levels that there are [16], int8, where there are no more; None: there are."""
+    """Return the distinct quantized values [16], int8, padded by repeating the first; None if there are more than
+    16."""
     flat = weight.levels.flatten()
     if len(flat[:_SAMPLE].unique()) > _TABLE_SIZE:
         return None
@@ -177,7 +181,7 @@ def _find_table(weight: _Weight) -> Tensor | None:
 
 
 def _middle(form: Int8Format, *, nibbles: bool) -> int:
-    """What is added to levels before they are stored without a sign."""
+    """Return what is added to quantized values before they are stored as unsigned integers."""
     if form.has_table or form.bits == 8 or form.has_offsets:
         return 0
     return (1 << (form.bits - 1)) - (_MIDDLE if nibbles else 0)

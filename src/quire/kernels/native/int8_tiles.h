@@ -1,6 +1,6 @@
-// Products of int8_panels.h for sixteen rows or more, on the tile units of x86 (AMX): one instruction sums 32 or 16 inputs
-// of 16 rows times 16 outputs. Sums are whole numbers, and are made floats and added up in the order of int8_lines.h, so a
-// row's result has the same bits here and there.
+// Integer gemm of int8_panels.h for sixteen rows or more on AMX int8 tiles: one instruction sums 32 or 16 inputs of 16
+// rows x 16 outputs. Integer sums are converted to floats and added in the same order as in int8_lines.h, so a row's
+// result is bitwise the same in both.
 #pragma once
 
 #include "amx.h"
@@ -10,8 +10,8 @@ namespace {
 
 constexpr int INT8_TILE_ROWS = 16;
 
-// Tiles 0 and 1 hold sums, 2 and 3 the digits of rows, 4 and 5 levels: one of each pair is in use, while the sums of the
-// other one are stored.
+// Tile configuration: tiles 0 and 1 hold sums, 2 and 3 digits of rows, 4 and 5 weights. They are double-buffered: one
+// of each pair is in use while the sums of the other are stored.
 inline TileShapes int8_tile_shapes(int64_t scales) {
     TileShapes shapes(INT8_TILE_ROWS);
     shapes.line_bytes[2] = shapes.line_bytes[3] = static_cast<uint16_t>(INT8_GROUP / scales);
@@ -19,18 +19,19 @@ inline TileShapes int8_tile_shapes(int64_t scales) {
     return shapes;
 }
 
-// One panel, as levels of a byte each, times 16 rows at a time. The tile units are laid out as int8_tile_shapes says.
+// One panel, unpacked to one byte per value, times 16 rows at a time. Requires the tile configuration of
+// int8_tile_shapes.
 template <int64_t FORMAT> class Int8Tiles {
     using Record = RecordOf<FORMAT, INT8_TILE_ROWS>;
     static constexpr int64_t SCALES = scales_of(FORMAT), GROUP_BYTES = INT8_LINES * LINE_BYTES;
-    static constexpr int64_t BEHIND = 2, STORED = 4;  // sums wait so long until they are read; tiles of sums that wait
+    static constexpr int64_t BEHIND = 2, STORED = 4;  // steps before sums are read back; buffers of sums
     static constexpr int64_t SUMS = INT8_TILE_ROWS * INT8_OUTPUTS;
 
     const int64_t groups_;
     uint8_t* levels_;  // [groups][8 lines][64 bytes]
     const PanelBytes& panel_;
 
-    // Part `half` of 32 inputs: the digits of 16 rows times levels -> sums [16 rows][16 outputs].
+    // Multiply half `half` of 32 inputs: the digits of 16 rows x weights, to sums [16 rows][16 outputs].
     template <int DIGIT> void multiply(int64_t group, int64_t half, const Record& record, int64_t tile, int32_t* sums) const {
         const uint8_t* digits = record.numbers(0) + DIGIT * INT8_GROUP + half * INT8_GROUP / SCALES;
         const uint8_t* levels = levels_ + group * GROUP_BYTES + half * GROUP_BYTES / SCALES;
@@ -49,6 +50,7 @@ template <int64_t FORMAT> class Int8Tiles {
         }
     }
 
+    // Convert integer sums to floats and add them, times their scales (and offsets), to sums [16 rows].
     template <int DIGIT>
     void add(int64_t group, int64_t half, const Record& record, const int32_t* whole, Floats (&sums)[INT8_TILE_ROWS]) const {
         constexpr float UNIT = DIGIT == 0 ? 1.0f : 1.0f / 256;
@@ -67,6 +69,7 @@ template <int64_t FORMAT> class Int8Tiles {
     }
 
    public:
+    // Unpack the panel.
     Int8Tiles(const PanelBytes& panel, int64_t inputs) : groups_(inputs / INT8_GROUP), panel_(panel) {
         static thread_local std::vector<uint8_t> room;
         levels_ = aligned_room(room, groups_ * GROUP_BYTES);
@@ -82,7 +85,7 @@ template <int64_t FORMAT> class Int8Tiles {
         finish_stores();
     }
 
-    // 16 rows times the panel -> sums, as multiply_int8_rows.
+    // Multiply 16 rows by the panel, to sums [16], in the order of multiply_int8_panel.
     void multiply(uint8_t* rows, Floats* sums) const {
         alignas(64) int32_t whole[STORED][SUMS];
         Floats own[INT8_TILE_ROWS] = {};
@@ -106,7 +109,7 @@ template <int64_t FORMAT> class Int8Tiles {
     }
 };
 
-// As multiply_int8_panel, with low digits; rows: a multiple of 16, in records of 16 each.
+// Like multiply_int8_panel, including low digits; rows: a multiple of 16, in records of 16 rows.
 template <int64_t FORMAT>
 void multiply_int8_tiles(uint8_t* room, int64_t rows, int64_t inputs, const PanelBytes& panel, Floats* sums) {
     const Int8Tiles<FORMAT> tiles(panel, inputs);

@@ -1,4 +1,4 @@
-"""Finds and opens the compiled CPU kernels: the best path that was built and that this CPU can run."""
+"""Finds and opens the compiled CPU kernels: the best instruction-set path that was built and that this CPU can run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CGROUP = Path("/sys/fs/cgroup")
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _NOT_BUILT = "the native CPU kernels were not built; install a C++ compiler and reinstall Quire"
 _OTHER_SOURCES = "the native CPU kernels were built from other sources; reinstall Quire"
-_SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
+_SIGNATURES: dict[str, list[Any]] = {  # result type, then argument types
     "quire_prepare": [None, c_int64, c_int64],
     "quire_pin_threads": [None, c_void_p, c_int64],
     "quire_interleave_memory": [c_int64, c_int64],
@@ -70,19 +70,19 @@ _SIGNATURES: dict[str, list[Any]] = {  # what it returns, then what it takes
 
 
 class Unavailable(Exception):
-    """Why the compiled kernels cannot be used here; one line."""
+    """The compiled kernels cannot be used here. The message is one line with the reason."""
 
 
 class LacksPath(ValueError):
-    """The CPU, or this build, lacks the path that was asked for; one line that says what is missing."""
+    """The CPU or this build lacks the path that was asked for. The message is one line that says what is missing."""
 
 
 class _Choice:
-    asked: str | None = None  # the path to use instead of the best one
+    asked: str | None = None  # the path to use instead of the best one; None: the best
 
 
 def ask_for_path(name: str | None) -> None:
-    """Use the path of this name, or the best one (None). To be called before the kernels are opened."""
+    """Select the path of this name, or the best one (None). Call this before the kernels are opened."""
     if name != _Choice.asked:
         _Choice.asked = name
         open_library.cache_clear()
@@ -91,7 +91,8 @@ def ask_for_path(name: str | None) -> None:
 
 @cache
 def choose_path() -> CpuPath:
-    """The best path that was built and that this CPU can run, or the one asked for. Raises Unavailable or LacksPath."""
+    """Return the best path that was built and that this CPU can run, or the one that was asked for. Raises Unavailable
+    or LacksPath."""
     features = _cpu_features()
     built = [path for path in PATHS if path.needs <= features and _is_built(path)]
     if _Choice.asked is not None:
@@ -102,7 +103,8 @@ def choose_path() -> CpuPath:
 
 
 def find_unbuilt_path() -> CpuPath | None:
-    """The best path that this CPU can run, if it was not built: then a slower one is used. Raises Unavailable."""
+    """Return the best path that this CPU can run if it was not built, so that a slower one is used; else None. Raises
+    Unavailable."""
     best = next(path for path in PATHS if path.needs <= _cpu_features())
     return None if _is_built(best) else best
 
@@ -112,7 +114,7 @@ def _path_asked_for(name: str, built: Sequence[CpuPath], features: frozenset[str
     path = next((path for path in PATHS if path.name == name), None)
     if path is None:
         known = " ".join(each.name for each in PATHS)
-        raise LacksPath(f"{name!r} is no path of the CPU kernels on this kind of CPU, which are: {known}")
+        raise LacksPath(f"unknown path {name!r} of the CPU kernels; paths for this kind of CPU: {known}")
     if missing := sorted(path.needs - features):
         raise LacksPath(f"the path {name} needs a CPU with {', '.join(missing)}; paths that run here: {names}")
     if path not in built:
@@ -122,7 +124,7 @@ def _path_asked_for(name: str, built: Sequence[CpuPath], features: frozenset[str
 
 @cache
 def open_library() -> ctypes.CDLL:
-    """The compiled kernels with their signatures set. Raises Unavailable with the reason, or LacksPath."""
+    """Open the compiled kernels and set their signatures. Raises Unavailable with the reason, or LacksPath."""
     path = choose_path()
     try:
         library = ctypes.CDLL(str(_file_of(f"_cpu_{path.library}")))
@@ -153,16 +155,18 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def set_threads(count: int | None) -> None:
-    """Let torch and the compiled kernels use so many threads, the kernels not more than this process has cores. None:
-    as many as torch uses now, or as there are cores. The kernels do not follow `torch.set_num_threads`.
+    """Set the number of threads of torch and of the compiled kernels; the kernels use at most as many as this process
+    has cores. None: as many as torch uses now, but at most as many as there are cores. The kernels do not follow
+    `torch.set_num_threads`.
 
-    In a process that was forked after this was called, torch has one thread; the kernels have as many as elsewhere."""
+    In a process that was forked after this was called, torch gets one thread; the kernels are not limited.
+    """
     if _Threads.is_forked:
         logger.warning(
             "this process was forked from one that has run a model: torch computes with one thread here; use "
             "multiprocessing's start method spawn for all of them"
         )
-    count = count or (_Threads.is_forked and _Threads.asked) or _threads_that_can_run(torch.get_num_threads())
+    count = count or (_Threads.is_forked and _Threads.asked) or _capped_threads(torch.get_num_threads())
     torch.set_num_threads(1 if _Threads.is_forked else count)
     _Threads.asked = count
     if open_library.cache_info().currsize:
@@ -170,12 +174,12 @@ def set_threads(count: int | None) -> None:
 
 
 def kernel_threads() -> int:
-    """The threads that the compiled kernels use."""
-    return _threads_that_can_run(_Threads.asked or torch.get_num_threads())
+    """Return the number of threads that the compiled kernels use."""
+    return _capped_threads(_Threads.asked or torch.get_num_threads())
 
 
 def usable_cores() -> int:
-    """The cores that this process may use, by its affinity and by the quota of its control group."""
+    """Return the number of cores that this process may use, by its affinity mask and its cgroup quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError):
         quota = (CGROUP / "cpu.max").read_text().split()
@@ -184,13 +188,14 @@ def usable_cores() -> int:
     return cores
 
 
-def _threads_that_can_run(count: int) -> int:
-    """More threads than cores only take them from each other."""
+def _capped_threads(count: int) -> int:
+    """Cap a thread count at the usable cores: more threads would only compete for them."""
     return min(count, usable_cores())
 
 
 class _Failures:
-    """Raises the reason why a call of the kernels failed, in any thread: there was no memory."""
+    """Raises RuntimeError with the reason if a call of the kernels failed in any thread, in practice for lack of
+    memory."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._take = library.quire_take_failure
@@ -225,7 +230,7 @@ def _is_built(path: CpuPath) -> bool:
 
 
 def _check_origin(library: ctypes.CDLL) -> None:
-    """Refuse a library of other sources than those beside it."""
+    """Raise Unavailable if the library was built from other sources than those beside it."""
     if not hasattr(library, "quire_source"):
         raise Unavailable(_OTHER_SOURCES)
     library.quire_source.restype = c_char_p
@@ -234,11 +239,11 @@ def _check_origin(library: ctypes.CDLL) -> None:
 
 
 def why_not_native(dtype: torch.dtype, device: torch.device) -> str | None:
-    """One line saying why the compiled kernels cannot serve `dtype` on `device`; None when they can."""
+    """Return one line that says why the compiled kernels cannot serve `dtype` on `device`; None if they can."""
     if device.type != "cpu":
         return f"the native CPU kernels do not run on {device.type}"
     if dtype not in TYPES:
-        return f"the native CPU kernels do not know {str(dtype).removeprefix('torch.')}"
+        return f"the native CPU kernels do not support {str(dtype).removeprefix('torch.')}"
     try:
         open_library()
     except Unavailable as reason:

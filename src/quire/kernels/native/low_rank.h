@@ -1,12 +1,13 @@
-// LoRA: y += B (A x) for rows of several adapters at once, each adapter in a slot of a layer's memory.
+// LoRA: y += B (A x) for a batch with several adapters (grouped low-rank gemm). Each adapter is in a slot of a layer's
+// memory.
 //
-// A layer stacks `parts` matrices by its outputs (q, k and v), and an adapter has a pair (A, B) of its own for each: A
-// [rank, inputs], B [outputs of the part, rank]. In a slot the A of all parts lie one behind the other as one matrix,
-// then B, one matrix for each span of outputs. A matrix is cut into panels of 16 outputs, padded with zeros; a panel is a
-// run of lines of numbers, one line for each input or, for tile units, for each pair of inputs, which stand side by side.
-// Numbers are of the rows' type, or bfloat16 for float32 rows where that is exact: a step whose rows have an adapter each
-// is bound by reading them. An adapter of low rank leaves the end of its slot unused. Every sum runs over the inputs in
-// order: a row's result does not depend on the rows beside it.
+// A layer stacks `parts` matrices by their outputs (q, k and v), and an adapter has its own pair (A, B) for each: A
+// [rank, inputs], B [outputs of the part, rank]. In a slot the A of all parts are stacked as one matrix, then follows
+// B, one matrix per span of outputs. A matrix is packed into panels of 16 outputs, padded with zeros; a panel stores
+// one line per input or, for tile units, per pair of interleaved inputs. Values are of the activations' dtype, or
+// bfloat16 for float32 activations where that is exact: a step in which each row has its own adapter is bound by the
+// bandwidth of reading them. An adapter of lower rank leaves the end of its slot unused. Every sum runs over the inputs
+// in order, so a row's result does not depend on the other rows.
 #pragma once
 
 #include "amx.h"
@@ -15,23 +16,24 @@ namespace {
 
 constexpr int64_t LOW_RANK_OUTPUTS = 16, UNIT_ROWS = 16;
 
-// Neighbouring outputs of a layer that belong to the same part.
+// Adjacent outputs of a layer that belong to the same part.
 struct OutputSpan {
     int64_t part, first, count;
 };
 
-// The adapters of one layer. `tiled`: for tile units.
+// The adapters of one layer. `tiled`: packed for AMX tile units.
 struct LowRankLayer {
     int64_t inputs, parts, num_spans, tiled, slot_bytes;
     const OutputSpan* spans;
-    const int64_t* ranks;   // [slots, parts], padded as tiles need it; 0: the adapter leaves the part as it is
-    const int64_t* halved;  // [slots, 2]: whether the numbers of A and of B are bfloat16 beside float32 rows
+    const int64_t* ranks;   // [slots, parts], padded as tiles need it; 0: the adapter does not change the part
+    const int64_t* halved;  // [slots, 2]: whether A and B are stored in bfloat16 for float32 activations
     const uint8_t* slots;
 };
 
 inline int64_t panels_of(int64_t outputs) { return (outputs + LOW_RANK_OUTPUTS - 1) / LOW_RANK_OUTPUTS; }
 
-// Rows of a matrix [rows, inputs] become the outputs from `first` on of panels of `lines` lines of TOGETHER inputs.
+// Pack the rows of a matrix [rows, inputs] as the outputs from `first` on of panels with `lines` lines of TOGETHER
+// inputs.
 template <int64_t TOGETHER, typename T>
 void pack_panels(const T* matrix, int64_t stride, int64_t rows, int64_t inputs, int64_t first, int64_t lines,
                  T* panels) {
@@ -42,12 +44,12 @@ void pack_panels(const T* matrix, int64_t stride, int64_t rows, int64_t inputs, 
     }
 }
 
-// Where the matrices of one adapter lie in one layer.
+// Where the matrices of one adapter are stored in one layer.
 struct Adapter {
     const LowRankLayer& layer;
     const int64_t* ranks;  // of each part
     const uint8_t* memory;
-    int64_t rank, lines;  // of all parts together; in a panel of A
+    int64_t rank, lines;  // sum over all parts; lines in a panel of A
     bool a_halved, b_halved;
 
     Adapter(const LowRankLayer& of, int64_t slot)
@@ -64,24 +66,24 @@ struct Adapter {
             if (ranks[layer.spans[i].part] > 0) count += panels_of(layer.spans[i].count);
         return count;
     }
-    int64_t column(int64_t part) const {  // where the numbers of a part begin in what A makes of a row
+    int64_t column(int64_t part) const {  // column of x A^T where a part begins
         int64_t before = 0;
         for (int64_t i = 0; i < part; ++i) before += ranks[i];
         return before;
     }
 };
 
-// Rows of one adapter that are computed together, up to UNIT_ROWS.
+// Up to UNIT_ROWS rows of one adapter, which are computed together.
 struct RowUnit {
-    int64_t slot, begin, count;  // of RowUnits::rows
+    int64_t slot, begin, count;  // begin, count: range in RowUnits::rows
 };
 
-// The rows that have an adapter, sorted by it. Made once for all layers of a step.
+// The rows that have an adapter, sorted by adapter. Built once for all layers of a step.
 struct RowUnits {
     std::vector<int64_t> rows;
     std::vector<RowUnit> units;
 
-    RowUnits(const int64_t* slots, int64_t count) {  // slots [count]: below 0 for a row without an adapter
+    RowUnits(const int64_t* slots, int64_t count) {  // slots [count]: negative for a row without an adapter
         const int64_t num = count == 0 ? 0 : *std::max_element(slots, slots + count) + 1;
         if (num <= 0) return;
         std::vector<int64_t> ends(num + 1, 0);
@@ -97,12 +99,13 @@ struct RowUnits {
     }
 };
 
-// A unit's rows of x as a kernel reads them: in place where they follow each other, else gathered.
+// The rows of x that belong to one unit: in place if they are consecutive, else gathered.
 template <typename N> struct UnitRows {
     const N* first;
     int64_t stride, count;
 };
 
+// Gather the rows of a unit, converted to N and zero-padded to `padded` inputs, or return them in place.
 template <typename T, typename N>
 UnitRows<N> take_rows(const T* x, int64_t stride, const int64_t* rows, int64_t count, int64_t inputs, int64_t padded,
                       std::vector<N>& room) {
@@ -119,19 +122,19 @@ UnitRows<N> take_rows(const T* x, int64_t stride, const int64_t* rows, int64_t c
     return {room.data(), padded, count};
 }
 
-// Lines of W, rows of float32.
+// Panels of W for float32 rows, with vector registers.
 template <typename W> struct VectorLines {
     static constexpr int64_t LINE_BYTES = LOW_RANK_OUTPUTS * sizeof(W);
     static constexpr int64_t PIECES = LOW_RANK_OUTPUTS / LANES;
     static constexpr int64_t AHEAD = 64;  // lines
     static constexpr int MOST_ROWS = LANES == 8 ? 2 : 4, MOST_PANELS = LANES / 4;  // their sums fit in the registers
 
-    // ROWS rows x PANELS panels of `lines` lines, one behind the other -> found [ROWS][PANELS][16].
+    // Multiply ROWS rows by PANELS adjacent panels of `lines` lines, to found [ROWS][PANELS][16].
     template <int ROWS, int PANELS>
     static __attribute__((noinline)) void add_up(const float* x, int64_t stride, const uint8_t* panel, int64_t lines,
                                                  float* found) {
         const W* weights = reinterpret_cast<const W*>(panel);
-        // Lines are asked for before they are needed: CPUs do not see by themselves what follows short panels.
+        // Explicit prefetch: hardware prefetchers do not follow short panels.
         const int64_t ahead = std::min(lines * PANELS, AHEAD) * LOW_RANK_OUTPUTS;
         Floats sums[ROWS][PANELS * PIECES] = {};
         for (int64_t k = 0; k < lines; ++k) {
@@ -150,6 +153,7 @@ template <typename W> struct VectorLines {
         std::memcpy(found, &sums, sizeof sums);
     }
 
+    // Multiply all rows by all panels: give(row, panel, sums [16]).
     template <typename Give>
     static void multiply(const UnitRows<float>& rows, const uint8_t* memory, int64_t lines, int64_t panels, Give give) {
         by_rows<MOST_PANELS>(0, panels, [&](auto num, int64_t panel) {
@@ -162,14 +166,14 @@ template <typename W> struct VectorLines {
     }
 };
 
-// Rows of T on any CPU, as float32; lines of T, or of bfloat16.
+// Vector kernels for activations of T on any CPU, computed in float32; panels of T or of bfloat16.
 template <typename T> struct VectorUnits {
     typedef float Number;
 
     static int64_t padded(int64_t inputs) { return inputs; }
     static int64_t line_bytes(bool halved) { return halved ? VectorLines<bf16>::LINE_BYTES : VectorLines<T>::LINE_BYTES; }
 
-    // Rows x `panels` panels of `lines` lines: give(row, panel, sums [16]).
+    // Multiply rows by `panels` panels of `lines` lines: give(row, panel, sums [16]).
     template <typename Give>
     void multiply(const UnitRows<float>& rows, const uint8_t* memory, bool halved, int64_t lines, int64_t panels,
                   Give give) {
@@ -179,13 +183,14 @@ template <typename T> struct VectorUnits {
 };
 
 #ifdef __AMX_BF16__
-// bfloat16 lines and rows, on tile units: tiles 0-3 hold sums, 4 rows, 6 lines. A panel has at most a tile of lines, or
-// a multiple of it. Each thread has its own.
+// AMX kernels for bfloat16 rows and panels: tiles 0-3 hold sums, 4 rows, 6 weights. A panel has at most one tile of
+// lines, or whole tiles. One per thread.
 class TileUnits {
     static constexpr int64_t LINE_BYTES = 64;
-    static constexpr int64_t AHEAD = 2048;  // bytes that are asked for before the tiles need them
-    int64_t rows_ = 0, lines_ = 0;          // that the tiles are laid out for
+    static constexpr int64_t AHEAD = 2048;  // bytes prefetched ahead of the tiles
+    int64_t rows_ = 0, lines_ = 0;          // of the current tile configuration
 
+    // Configure the tiles for this many rows and lines, unless they are already.
     void lay_out(int64_t rows, int64_t lines) {
         if (rows == rows_ && lines == lines_) return;
         rows_ = rows;
@@ -196,6 +201,7 @@ class TileUnits {
         configure_tiles(shapes);
     }
 
+    // Multiply up to 16 rows by PANELS (1-4) adjacent panels: give(row, panel, sums [16]).
     template <int PANELS, typename Give>
     void add_up(const UnitRows<bf16>& rows, const uint8_t* panel, int64_t lines, Give give) const {
         const int64_t size = lines * LINE_BYTES, stride = rows.stride * sizeof(bf16);
@@ -239,7 +245,7 @@ class TileUnits {
     static int64_t padded(int64_t inputs) { return (inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS; }
     static int64_t line_bytes(bool) { return LINE_BYTES; }
 
-    // The same as VectorUnits does.
+    // The same as in VectorUnits.
     template <typename Give>
     void multiply(const UnitRows<bf16>& rows, const uint8_t* memory, bool, int64_t lines, int64_t panels, Give give) {
         lay_out(rows.count, std::min(lines, LINES));
@@ -251,9 +257,9 @@ class TileUnits {
 };
 #endif
 
-// y += B (A x) of one layer, by the kernels `Units`.
+// y += B (A x) for one layer, with the kernels `Units`.
 template <typename T, typename Units> struct LowRankAdd {
-    typedef typename Units::Number Number;  // of rows, and of what A makes of them
+    typedef typename Units::Number Number;  // dtype of the gathered rows and of A x
 
     const LowRankLayer& layer;
     const RowUnits& groups;
@@ -262,7 +268,7 @@ template <typename T, typename Units> struct LowRankAdd {
     T* y;
     int64_t y_stride;
 
-    // What A makes of a unit's rows, the panels [begin, end) of it -> inner [UNIT_ROWS, inner_stride].
+    // Shrink: multiply a unit's rows by panels [begin, end) of A, to inner [UNIT_ROWS, inner_stride].
     void shrink(Units& by, const RowUnit& unit, const Adapter& adapter, int64_t begin, int64_t end, Number* inner,
                 int64_t inner_stride) const {
         static thread_local std::vector<Number> room;
@@ -276,7 +282,7 @@ template <typename T, typename Units> struct LowRankAdd {
         by.multiply(rows, memory, adapter.a_halved, adapter.lines, end - begin, give);
     }
 
-    // What B makes of that, the panels [begin, end) of all spans, is added to y.
+    // Expand: multiply `inner` by panels [begin, end) of B over all spans, and add the result to y.
     void expand(Units& by, const RowUnit& unit, const Adapter& adapter, int64_t begin, int64_t end,
                 const Number* inner, int64_t inner_stride) const {
         const uint8_t* memory =
@@ -303,7 +309,8 @@ template <typename T, typename Units> struct LowRankAdd {
         }
     }
 
-    // `shares`: into how many pieces the panels of each unit are cut for threads, where there are few units.
+    // Run all units. `shares`: the number of pieces into which the panels of each unit are divided among threads, where
+    // there are few units.
     void go(int64_t shares) const {
         static thread_local std::vector<Number> room;
         const int64_t units = static_cast<int64_t>(groups.units.size());
@@ -329,13 +336,13 @@ template <typename T, typename Units> struct LowRankAdd {
                 return [&, shrinks, expands, by = Units()](int64_t item) mutable { each(by, item, shrinks, expands); };
             });
         };
-        if (shares == 1) return share(true, true);  // A and B of an adapter are read in one go
+        if (shares == 1) return share(true, true);  // one pass per unit reads A and B together
         share(true, false);
         share(false, true);
     }
 };
 
-// y [rows, y_stride] += B (A x) for the rows x [rows, x_stride] that have an adapter.
+// y [rows, y_stride] += B (A x) for the rows of x [rows, x_stride] that have an adapter.
 template <typename T>
 void low_rank_add(const LowRankLayer& layer, const RowUnits& groups, const T* x, int64_t x_stride, T* y,
                   int64_t y_stride) {

@@ -1,4 +1,4 @@
-"""LoRA adapters in the layout of low_rank.h: slots of memory for one linear layer, and y += B (A x) by them."""
+"""LoRA adapters in the layout of low_rank.h: slots of memory for one linear layer, and y += B (A x)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from quire.kernels.native.loader import TYPES, open_library
 from quire.kernels.native.ops import has_tile_units
 from quire.kernels.native.structures import CLowRankLayer
 
-Runs = Sequence[tuple[int, int]]  # outputs from the first to before the second
-_PANEL, _TILE_INPUTS = 16, 32  # outputs of a panel; inputs of a tile
+Runs = Sequence[tuple[int, int]]  # ranges of outputs [begin, end)
+_PANEL, _TILE_INPUTS = 16, 32  # outputs per panel; inputs per tile
 _ALIGNMENT = 64
 
 
 class LowRankSlots:
     """The low-rank matrices of one linear layer, for as many adapters as there are slots.
 
-    The layer stacks several matrices by rows (q, k and v), its parts: `parts` are the outputs of each. An adapter may
-    change some of them, each with a rank of its own. Rows are of `dtype`. Matrices are held in bfloat16 where all A, or
-    all B, of an adapter are given in it, else in `dtype`: reading half the bytes takes half as long.
+    The layer stacks several matrices by rows (q, k and v); `parts` holds the output ranges of each. An adapter may
+    change some of the parts, each with its own rank. Activations are of `dtype`. If all A (or all B) of an adapter are
+    given in bfloat16 they are stored in bfloat16, else in `dtype`: half the bytes to read takes half the time.
     """
 
     def __init__(self, num_slots: int, max_rank: int, inputs: int, parts: Sequence[Runs], dtype: torch.dtype) -> None:
@@ -34,9 +34,9 @@ class LowRankSlots:
         spans = [(part, begin, end - begin) for part, runs in enumerate(parts) for begin, end in runs]
         self._spans = np.array(spans, dtype=np.int64)
         self._ranks = np.zeros((num_slots, len(parts)), dtype=np.int64)
-        self._halved = np.zeros((num_slots, 2), dtype=np.int64)  # A and B
+        self._halved = np.zeros((num_slots, 2), dtype=np.int64)  # whether A, and B, is in bfloat16, not `dtype`
         self.slot_bytes = self._bytes_for([max_rank] * len(parts))
-        # numpy asks for huge pages where torch does not; what no adapter has filled takes no memory
+        # numpy asks for huge pages where torch does not; untouched pages take no memory
         self._memory = np.zeros(num_slots * self.slot_bytes + _ALIGNMENT, dtype=np.uint8)
         begin = -self._memory.ctypes.data % _ALIGNMENT
         self._slots = torch.from_numpy(self._memory[begin : begin + num_slots * self.slot_bytes]).view(num_slots, -1)
@@ -46,9 +46,9 @@ class LowRankSlots:
         )  # fmt: skip
 
     def place(self, slot: int, pairs: Sequence[tuple[Tensor, Tensor] | None]) -> None:
-        """Put an adapter into a slot: for each part A [rank, inputs] and B [outputs of the part, rank], of `dtype` or
-        bfloat16, or None where the adapter does not change the part. What y gets added is B (A x): scales are part of
-        B."""
+        """Store an adapter in a slot. `pairs` holds for each part A [rank, inputs] and B [outputs of the part, rank],
+        of `dtype` or bfloat16, or None if the adapter does not change the part. The update is B (A x), so the scaling
+        must be folded into B."""
         self.clear(slot)
         for part, pair in enumerate(pairs):
             self._check(part, pair)
@@ -69,14 +69,14 @@ class LowRankSlots:
         self._ranks[slot], self._halved[slot] = ranks, (of_a != self.dtype, of_b != self.dtype)
 
     def clear(self, slot: int) -> None:
-        """Rows of this slot get nothing added."""
+        """Empty a slot: rows that use it get no update."""
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot must be from 0 to {self.num_slots - 1}, not {slot}")
         self._ranks[slot] = 0
 
     def add_to(self, y: Tensor, x: Tensor, slots: Tensor) -> None:
-        """y [rows, outputs] += B (A x) for x [rows, inputs], in place. slots [rows], int64: the adapter of each row;
-        below 0: none."""
+        """Add B (A x) to y [rows, outputs] in place, for x [rows, inputs]. slots [rows], int64: the adapter slot of
+        each row; negative: no adapter."""
         if x.dtype != self.dtype or y.dtype != self.dtype or x.stride(1) != 1 or y.stride(1) != 1:
             raise ValueError(f"x and y must be {self.dtype} with contiguous rows")
         if x.shape != (len(slots), self.inputs) or len(y) != len(slots) or y.shape[1] < self.outputs:
@@ -99,7 +99,7 @@ class LowRankSlots:
             )
 
     def _first_outputs(self) -> list[tuple[int, int, int]]:
-        """Of each span: its part, where its outputs begin among those of the part, and how many there are."""
+        """Return for each span its part, the offset of its outputs within the part, and its number of outputs."""
         seen, found = [0] * len(self._parts), []
         for part, _, count in self._spans.tolist():
             found.append((part, seen[part], count))
@@ -107,7 +107,8 @@ class LowRankSlots:
         return found
 
     def _pack(self, matrix: Tensor, first: int, inputs: int, panels: Tensor) -> None:
-        """Rows [outputs, fewer inputs] become the outputs from `first` on of panels [bytes] of so many inputs."""
+        """Pack a matrix [rows, columns] into `panels` [bytes] of `inputs` inputs; its rows become outputs `first` and
+        on, its columns are zero-padded to `inputs`."""
         held, lines = matrix.contiguous(), inputs // 2 if self._is_tiled else inputs
         open_library().quire_pack_low_rank(
             TYPES[held.dtype], self._is_tiled, held.data_ptr(), held.stride(0), *held.shape, first, lines,
@@ -115,11 +116,11 @@ class LowRankSlots:
         )  # fmt: skip
 
     def _held_dtype(self, matrices: Sequence[Tensor]) -> torch.dtype:
-        """The dtype in which a slot holds all A or all B of an adapter."""
+        """Return the dtype in which a slot stores all A or all B of an adapter."""
         return torch.bfloat16 if all(matrix.dtype == torch.bfloat16 for matrix in matrices) else self.dtype
 
     def _padded(self, rank: int) -> int:
-        """To pairs within one tile, to whole tiles beyond."""
+        """Round a rank up: to a multiple of 2 within one tile, to whole tiles beyond. Only for tiled slots."""
         if not self._is_tiled:
             return rank
         return _round_up(rank, 2 if rank <= _TILE_INPUTS else _TILE_INPUTS)
@@ -129,7 +130,7 @@ class LowRankSlots:
         return _round_up(self.inputs, _TILE_INPUTS) if self._is_tiled else self.inputs
 
     def _bytes_for(self, ranks: Sequence[int]) -> int:
-        """Of an adapter that changes parts with these ranks."""
+        """Return the bytes that an adapter with these ranks per part needs."""
         padded = [self._padded(rank) for rank in ranks]
         outer: int = sum(_round_up(count, _PANEL) * padded[part] for part, _, count in self._spans.tolist())
         return self.dtype.itemsize * (_round_up(sum(padded), _PANEL) * self._padded_inputs + outer)

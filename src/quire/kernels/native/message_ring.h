@@ -1,10 +1,11 @@
-// Messages between processes of one machine in shared memory: a ring of slots with one writer and some readers, each of
-// which gets every message. A message is copied into a slot once, for all readers, and one system call wakes all of them.
+// Broadcast messages between processes of one machine in shared memory: a ring of slots with one writer and several
+// readers, each of which gets every message. A message is copied into its slot once for all readers, and one system
+// call wakes them all.
 //
-// The memory of a ring is zero before its first message: 64 bytes with the number of messages so far, 64 bytes for each
-// reader with the number that it has read, then the slots. A slot is the length and the kind of its message, 4 bytes each,
-// and its bytes. Who waits sleeps at a doorbell of 64 bytes. The readers of one ring share a doorbell, and so do the rings
-// of several writers that have the same reader.
+// The memory of a ring must be zero before its first message. It is 64 bytes with the number of messages so far, 64
+// bytes for each reader with the number it has read, then the slots. A slot is the length and the kind of its message,
+// 4 bytes each, and its bytes. Waiting processes sleep on a doorbell of 64 bytes (a futex). The readers of one ring
+// share a doorbell, and so do the rings of several writers that have the same reader.
 #pragma once
 
 #include <time.h>
@@ -25,13 +26,13 @@
 
 namespace {
 
-// In shared memory, so it cannot be the Bell of parking.h, whose sleepers are threads of one process.
+// A futex in shared memory. Unlike Bell in parking.h, which is for the threads of one process.
 struct Doorbell {
-    std::atomic<uint32_t> number;    // of messages
-    std::atomic<uint32_t> wanted;    // no sleeper is woken before this number
-    std::atomic<uint32_t> sleepers;  // processes that wait, or are about to
+    std::atomic<uint32_t> number;    // counts messages
+    std::atomic<uint32_t> wanted;    // sleepers are not woken before this count
+    std::atomic<uint32_t> sleepers;  // processes that wait or are about to
 
-    // After a message was published.
+    // Call after a message was published: count it and wake the sleepers if they have waited long enough.
     void ring() {
         const uint32_t now = number.fetch_add(1, std::memory_order_seq_cst) + 1;
         if (!sleepers.load(std::memory_order_seq_cst)) return;
@@ -41,11 +42,11 @@ struct Doorbell {
 #endif
     }
 
-    // Waits until nothing is missing; `missing` returns how many messages must come for that at least. Returns whether
-    // they came in time. No wake-up is lost: the number is read before `missing` looks, and whoever sleeps does so only
-    // while it is the same. Who waits for one message stores the number that it saw, which wakes everybody at any later
-    // message: a reader that asks for more would put off the others, which may sleep since an earlier number. Only the
-    // lone reader of several rings misses more than one.
+    // Wait until nothing is missing; `missing` returns the minimum number of messages still to come. Returns false on
+    // timeout. No wake-up is lost: the count is read before `missing` looks, and the futex sleeps only while the count
+    // is unchanged. A process that waits for one message stores the count that it saw in `wanted`, which lets any later
+    // message wake everybody: a larger value would delay other readers that went to sleep at an earlier count. Only the
+    // single reader of several rings waits for more than one message.
     template <typename Missing> bool wait(Missing missing, int64_t microseconds) {
         const int64_t end = now() + microseconds * 1000;
         for (;;) {
@@ -68,7 +69,7 @@ struct Doorbell {
         return static_cast<int64_t>(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
     }
 
-    // Returns when it is woken, when the number is another one, when the time is over, or for no reason.
+    // Sleep until woken, until the count differs from `seen`, until the timeout, or spuriously.
     void sleep(uint32_t seen, int64_t nanoseconds) {
 #ifdef __linux__
         const timespec time{static_cast<time_t>(nanoseconds / 1'000'000'000), static_cast<long>(nanoseconds % 1'000'000'000)};
@@ -82,6 +83,7 @@ struct Doorbell {
 
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) && std::atomic<uint32_t>::is_always_lock_free);
 
+// One ring in shared memory; see the layout at the top.
 struct MessageRing {
     uint8_t* base;
     Doorbell* doorbell;
@@ -94,8 +96,8 @@ struct MessageRing {
     uint8_t* slot(uint32_t number) const { return base + 64 * (1 + readers) + number % slots * slot_bytes; }
 };
 
-// The writer's. `stored` is the bytes of `data`; `length` and `kind` are what readers find. Returns 0, and does nothing,
-// if a reader has not read the message that is still in the slot.
+// Post a message. `stored` is the size of `data`; `length` and `kind` go to the slot's header. Returns 0, and does
+// nothing, if some reader has not read the message that is still in the slot.
 inline int64_t post_message(const MessageRing& ring, int64_t length, int64_t kind, const void* data, int64_t stored) {
     const uint32_t number = ring.published().load(std::memory_order_relaxed);
     for (int64_t reader = 0; reader < ring.readers; ++reader) {
@@ -109,15 +111,15 @@ inline int64_t post_message(const MessageRing& ring, int64_t length, int64_t kin
     return 1;
 }
 
-// A reader's. Says that it has read `taken` messages, and waits for the next one. Returns whether that came in time.
+// Publish that this reader has read `taken` messages, and wait for the next one. Returns 0 on timeout.
 inline int64_t await_message(const MessageRing& ring, int64_t reader, uint32_t taken, int64_t microseconds) {
     ring.taken(reader).store(taken, std::memory_order_release);
     const auto missing = [&] { return ring.published().load(std::memory_order_acquire) == taken ? 1u : 0u; };
     return ring.doorbell->wait(missing, microseconds);
 }
 
-// Of the only reader of `count` rings with one doorbell, which has read `taken` messages of each: waits for the next
-// message of all of them. It is woken once, by the last of them.
+// For the single reader of `count` rings that share a doorbell, which has read `taken` messages of each: wait for the
+// next message of all of them. It is woken once, by the last one. Returns 0 on timeout.
 inline int64_t await_all(const MessageRing* rings, int64_t count, uint32_t taken, int64_t microseconds) {
     for (int64_t i = 0; i < count; ++i) rings[i].taken(0).store(taken, std::memory_order_release);
     const auto missing = [&] {

@@ -1,4 +1,4 @@
-// Which kernel multiplies rows by a packed weight: the one place that knows what this build and this CPU can do.
+// Dispatch: chooses the gemm kernel for a packed weight, by what this build and this CPU support.
 #pragma once
 
 #include "amx.h"
@@ -8,11 +8,11 @@
 
 namespace {
 
-// x [rows, inputs] times a packed weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].
+// out [rows, outputs] = x [rows, inputs] @ weight.T + bias [outputs] (or null) for a packed weight.
 template <typename T>
 using Multiply = void (*)(const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out);
 
-// The kernel for a weight in whole numbers; ROWS: BYTE_ROWS, or 0.
+// The integer gemm kernel for a format; ROWS: BYTE_ROWS, or 0.
 template <typename T, int64_t ROWS> inline Multiply<T> multiply_int8_of(int64_t format) {
     switch (format) {
         case 4: return multiply_int8<4 | ROWS>;
@@ -38,15 +38,16 @@ template <typename T, int64_t ROWS> inline Multiply<T> multiply_int8_of(int64_t 
     }
 }
 
+// The integer gemm kernel for a format, with or without BYTE_ROWS.
 template <typename T> inline Multiply<T> multiply_int8_for(int64_t format) {
     if (format & BYTE_ROWS) return multiply_int8_of<T, BYTE_ROWS>(format & ~BYTE_ROWS);
     return multiply_int8_of<T, 0>(format);
 }
 
-// The kernel for rows of T and a weight of `format` (any number: an unknown one has none), or null.
+// The kernel for activations of T and a weight of `format`, or null if there is none; any number is accepted.
 template <typename T> Multiply<T> multiply_for(int64_t format);
 
-template <> inline Multiply<float> multiply_for<float>(int64_t format) {  // in panels
+template <> inline Multiply<float> multiply_for<float>(int64_t format) {  // all in panels
     switch (format) {
         case PLAIN: return multiply_panels<PLAIN>;
         case NIBBLES: return multiply_panels<NIBBLES>;
@@ -57,7 +58,8 @@ template <> inline Multiply<float> multiply_for<float>(int64_t format) {  // in 
     return multiply_int8_for<float>(format);
 }
 
-// PLAIN: in tiles on tile units, elsewhere as dot products take them; all others but those of tiles in panels.
+// PLAIN: AMX tiles where available, else panels for bfloat16 dot products. NIBBLES and BYTES: tiles on AMX, else
+// panels.
 template <> inline Multiply<bf16> multiply_for<bf16>(int64_t format) {
 #ifdef __AMX_BF16__
     if (has_tiles) switch (format) {

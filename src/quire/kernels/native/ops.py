@@ -14,32 +14,35 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.clamp import Clamp
 from quire.kernels.native.loader import TYPES, open_library
 
-PLAIN, NIBBLES, BYTES, HALVES = 0, 1, 2, 3  # numbers, levels of four or eight bits, bfloat16 numbers
+# Weight formats: float values, 4-bit or 8-bit quantized values, bfloat16 values for any activations.
+PLAIN, NIBBLES, BYTES, HALVES = 0, 1, 2, 3
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-# How a cache holds numbers, see cache_quantize.h; 0: as the rows do. Bytes hold two numbers of int4.
+# How a cache stores values, see cache_quantize.h; 0: in the dtype of the activations. uint8 stands for int4, two values
+# per byte.
 STORED = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
-ROW_INPUTS = 16  # `multiply_rows` takes a multiple of them
+ROW_INPUTS = 16  # `multiply_rows` requires inputs to be a multiple of this
 INT8_GROUP = 32  # inputs of a row that share a scale, see int8_panels.h
 WIDE_GROUP = 128  # inputs that share a scale in wide formats
-SUPER_BLOCK = 256  # inputs whose factors share a float16 number in formats with super-blocks
+SUPER_BLOCK = 256  # inputs whose factors share a float16 value in formats with super-blocks
 INT8_OUTPUTS = 16  # of a panel
 _TABLE_BYTES = 64  # of a panel that has a table
-_WITH_OFFSETS, _BY_HALVES, BYTE_ROWS, _WIDE, _SUPER_BLOCKS = 16, 32, 64, 128, 256  # of a format, besides its bits
-TABLE = 7  # in place of its bits
+_WITH_OFFSETS, _BY_HALVES, BYTE_ROWS, _WIDE, _SUPER_BLOCKS = 16, 32, 64, 128, 256  # flags added to a format's bits
+TABLE = 7  # replaces the bits in the number of a format with a lookup table
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [outputs, inputs] for rows of `dtype`: in panels, or for bfloat16 on tile units in tiles."""
+    """A weight [outputs, inputs] packed for activations of `dtype`: in panels, or in tiles for bfloat16 on AMX."""
 
     dtype: torch.dtype
     format: int
     outputs: int
     inputs: int
-    data: Tensor  # [bytes], uint8, aligned as torch aligns
+    data: Tensor  # [bytes], uint8, aligned as torch allocates
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], [size] -> [rows, size]
+    """Return the RMS norm of each row of x, times weight."""
     _check(x.stride(1) == 1 and weight.dtype in (x.dtype, torch.float32) and weight.shape == x.shape[1:])
     out = torch.empty(x.shape, dtype=x.dtype)
     open_library().quire_rms_norm(
@@ -57,6 +60,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, size], 
 
 
 def layer_norm(x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:  # [rows, size], [2, size] -> [rows, size]
+    """Return the layer norm of each row of x, times weight, plus bias (weight_bias [2, size])."""
     _check(x.stride(1) == 1 and weight_bias.dtype == x.dtype and weight_bias.shape == (2, x.shape[1]))
     _check(weight_bias.is_contiguous())
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -67,9 +71,10 @@ def layer_norm(x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:  # [rows, 
 
 
 def log_sum_exp(x: Tensor, best: Tensor) -> Tensor:  # [rows, size], [rows, 1] -> [rows, 1], float32
-    """The logarithm of the sum of e^x over each row, to the bit the same whatever other rows and threads there are.
+    """Return log(sum(exp(x))) of each row. The result is bitwise independent of the other rows and of the number of
+    threads.
 
-    best: the largest number of each row.
+    best: the largest value of each row.
     """
     _check(x.dtype == best.dtype == torch.float32 and x.is_contiguous() and best.is_contiguous())
     _check(best.shape == (len(x), 1))
@@ -79,13 +84,14 @@ def log_sum_exp(x: Tensor, best: Tensor) -> Tensor:  # [rows, size], [rows, 1] -
 
 
 def activate(x: Tensor, activation: str) -> None:
-    """In place, by one of ACTIVATIONS."""
+    """Apply one of ACTIVATIONS in place."""
     _check(x.is_contiguous())
     open_library().quire_activate(TYPES[x.dtype], ACTIVATIONS[activation], x.data_ptr(), x.numel())
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn the first numbers of heads [rows, heads, dim] in place by cos and signed sin [rows, 1, those numbers]."""
+    """Rotate the first elements of heads [rows, heads, dim] in place by cos and signed sin [rows, 1, rotated
+    elements]."""
     rows, heads, dim = x.shape
     _check(x.stride(1) == dim and cos.dtype == sin.dtype == x.dtype and cos.stride(0) == sin.stride(0))
     _check(cos.shape[-1] == sin.shape[-1] <= dim)
@@ -96,12 +102,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def has_tile_units() -> bool:
-    """Whether bfloat16 rows can be multiplied by tiled weights on this CPU."""
+    """Whether this CPU has AMX tile units, which multiply bfloat16 rows by tiled weights."""
     return bool(open_library().quire_has_tile_units())
 
 
 def gate(gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:
-    """[rows, 2 * size], contiguous: gate, then up -> activation(gate) * up [rows, size]; one of ACTIVATIONS."""
+    """Return activation(gate) * up [rows, size] for contiguous gate_up [rows, 2 * size]; activation is one of
+    ACTIVATIONS."""
     rows, both = gate_up.shape
     _check(gate_up.is_contiguous())
     out = torch.empty(rows, both // 2, dtype=gate_up.dtype)
@@ -113,12 +120,12 @@ def gate(gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor
 
 
 def doubles(clamp: Clamp | None) -> ctypes.Array[c_double] | None:
-    """As the kernels read it."""
+    """Return a clamp as the array of doubles that the kernels read; None for None."""
     return None if clamp is None else (c_double * 3)(*clamp)
 
 
 def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """key, value [rows, heads, dim]; slots [rows * heads] into caches seen as [slots, dim]."""
+    """Write key, value [rows, heads, dim] to slots [rows * heads] of caches viewed as [slots, dim]."""
     rows, heads, dim = key.shape
     _check(key.dtype == value.dtype == key_cache.dtype == value_cache.dtype and slots.dtype == torch.int64)
     _check(key.stride(1) == value.stride(1) == dim and key_cache[0].is_contiguous() and value_cache[0].is_contiguous())
@@ -129,8 +136,8 @@ def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
 
 
 def write_quantized(key: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """key [rows, heads, dim] into slots [rows * heads] of a cache with scales [blocks, heads, block, dim or dim / 2], a
-    head of whose blocks is followed by its scales."""
+    """Quantize key [rows, heads, dim] and write it to slots [rows * heads] of a cache with scales [blocks, heads,
+    block, dim or dim / 2], where each head of a block is followed by its scales."""
     rows, heads, dim = key.shape
     _check(key.stride(1) == dim and slots.dtype == torch.int64 and slots.is_contiguous() and len(slots) == rows * heads)
     _check(cache.shape[3] == (dim // 2 if cache.dtype == torch.uint8 else dim) and cache[0, 0].is_contiguous())
@@ -141,7 +148,8 @@ def write_quantized(key: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def scaled_fields(cache: Tensor | None) -> dict[str, Any]:
-    """What operations of a program are told of a layer's keys in a cache with scales; None: it has none."""
+    """Return the operation fields that describe a quantized cache, from a layer's keys; empty for None (not
+    quantized)."""
     return (
         {}
         if cache is None
@@ -152,12 +160,13 @@ def scaled_fields(cache: Tensor | None) -> dict[str, Any]:
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, spans: Tensor, rule: AttentionRule
 ) -> Tensor:
-    """Causal attention of runs of tokens over their cached keys -> [tokens, query heads * dim of values].
+    """Return causal attention of spans of tokens over their cached keys, as [tokens, query heads * dim of values].
 
-    query [tokens, query heads, dim]; keys and values [blocks, kv heads, block, dim], each block without gaps; spans [n,
-    4] int64, together all tokens: first token, number of tokens, keys the first one sees, and where its block table
-    begins in `tables`, int64. Values of latents are the first numbers of the keys, in the same memory. A cache of
-    another dtype than the query is one with scales, which follow each head of a block.
+    query [tokens, query heads, dim]; keys and values [blocks, kv heads, block, dim], each block contiguous. spans [n,
+    4] int64 together cover all tokens: first token, number of tokens, number of keys that the first one sees, and the
+    start of its block table in `tables`, int64. With latent attention (MLA), the value is the first elements of the
+    key, in the same memory. A cache whose dtype differs from the query's is quantized, with scales behind each head of
+    a block.
     """
     tokens, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
@@ -183,15 +192,16 @@ def paged_attention(
 
 
 def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """x [rows, inputs] times the weight, transposed, plus a bias -> [rows, outputs], each row as if it were alone.
+    """Return x [rows, inputs] @ weight.T + bias as [rows, outputs]. The result of a row does not depend on the other
+    rows.
 
-    Raises ValueError where the CPU has no kernel for it: tiles need tile units.
+    Raises ValueError if the CPU has no kernel for the format: tiles need tile units.
     """
     rows, inputs = x.shape
     if x.dtype != weight.dtype or not x.is_contiguous() or inputs != weight.inputs:
         raise ValueError(f"x must be contiguous {weight.dtype} rows of {weight.inputs}, not {x.dtype} of {inputs}")
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.shape != (weight.outputs,)):
-        raise ValueError(f"bias must be {weight.outputs} contiguous {x.dtype} numbers")
+        raise ValueError(f"bias must be {weight.outputs} contiguous {x.dtype} elements")
     out = torch.empty(rows, weight.outputs, dtype=x.dtype)
     done = open_library().quire_multiply(
         TYPES[x.dtype], weight.format, x.data_ptr(), weight.data.data_ptr(), None if bias is None else bias.data_ptr(),
@@ -204,15 +214,16 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Ten
 
 @dataclass(frozen=True, slots=True)
 class Int8Format:
-    """How panels hold a weight, see int8_formats.h."""
+    """The format of a weight in int8 panels, see int8_formats.h."""
 
     bits: int
     has_offsets: bool
     by_halves: bool  # 16 inputs share a scale, not 32
-    byte_rows: bool = False  # rows are rounded to 8 bits, not to 16
+    byte_rows: bool = False  # activations are quantized to 8 bits, not to 16
     is_wide: bool = False  # 128 inputs share a scale and an offset
-    has_table: bool = False  # 4 bits are a level's place in a table
-    has_super_blocks: bool = False  # factors are codes, a byte for 16 inputs, times a number that 256 inputs share
+    has_table: bool = False  # 4 bits index a table of 16 values
+    # Scales and offsets are byte codes, for 16 inputs each, times a float16 that 256 inputs share.
+    has_super_blocks: bool = False
 
     @property
     def number(self) -> int:
@@ -226,7 +237,7 @@ class Int8Format:
 
 
 def panel_bytes(form: Int8Format, inputs: int) -> int:
-    """Bytes of 16 outputs."""
+    """Return the bytes of a panel of 16 outputs."""
     if form.has_super_blocks:
         shared = inputs // SUPER_BLOCK * 2 * (1 + form.has_offsets)
         return INT8_OUTPUTS * (shared + inputs // (INT8_GROUP // 2) + inputs * form.bits // 8)
@@ -236,7 +247,8 @@ def panel_bytes(form: Int8Format, inputs: int) -> int:
 
 
 def read_rows(weight: PackedWeight, rows: Tensor) -> Tensor:  # [n] -> [n, inputs], float32
-    """The numbers of some outputs of a packed weight, which is in panels of an Int8Format."""
+    """Dequantize some rows (outputs) of a packed weight, which must be in panels of an Int8Format. Raises
+    IndexError."""
     places = rows.to(torch.int64).contiguous()
     out = torch.empty(len(places), weight.inputs)
     has_all = open_library().quire_read_int8_rows(
@@ -244,12 +256,13 @@ def read_rows(weight: PackedWeight, rows: Tensor) -> Tensor:  # [n] -> [n, input
         weight.outputs,
     )  # fmt: skip
     if not has_all:
-        raise IndexError(f"rows of a weight with {weight.outputs} outputs must be below that and not negative")
+        raise IndexError(f"rows must be from 0 to {weight.outputs - 1}: the weight has {weight.outputs} outputs")
     return out
 
 
 def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, inputs] times a weight [outputs, inputs] as it lies: float32, each row as if it were alone."""
+    """Return x [rows, inputs] @ weight [outputs, inputs].T for a row-major, unpacked float32 weight. The result of a
+    row does not depend on the other rows."""
     rows, inputs = x.shape
     if x.dtype != torch.float32 or weight.dtype != torch.float32 or weight.shape[1] != inputs or inputs % ROW_INPUTS:
         raise ValueError(f"x and the weight must be float32 with as many inputs, a multiple of {ROW_INPUTS}")
@@ -263,6 +276,7 @@ def multiply_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _check(fits: bool) -> None:
-    """The kernels read raw memory: what is not laid out as they expect must never reach them."""
+    """Raise ValueError if `fits` is False. The kernels read raw memory, so tensors of another layout must never reach
+    them."""
     if not fits:
-        raise ValueError("tensors of a dtype or layout the native kernels do not take")
+        raise ValueError("tensors of a dtype or layout that the native kernels do not support")

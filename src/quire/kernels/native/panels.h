@@ -1,11 +1,13 @@
-// Products of float32 or bfloat16 rows with a weight [outputs, inputs] cut into panels of PANEL_OUTPUTS outputs, padded
-// with zeros. An output is summed over its inputs in order, in float32, however many rows there are. In memory a panel is
-//   PLAIN    for each input, PANEL_OUTPUTS float32 numbers;
-//   HALVES   likewise, bfloat16 numbers: a shift makes floats of them, so they cost half the bytes and nothing else;
+// Gemm of float32 or bfloat16 activations with a weight [outputs, inputs] packed into panels of PANEL_OUTPUTS outputs,
+// padded with zeros, in vector registers. An output is accumulated over its inputs in order, in float32, whatever the
+// number of rows. In memory a panel is
+//   PLAIN    for each input, PANEL_OUTPUTS float32 values;
+//   HALVES   likewise in bfloat16: a shift converts them to float32, so they take half the bytes at no other cost;
 //   NIBBLES  for each group of 32 inputs, PANEL_OUTPUTS scales, as many offsets (float16), then 16 lines of PANEL_OUTPUTS
-//            bytes: line i has the levels of input i in the low halves and of input i + 16 in the high ones;
+//            bytes: line i has the 4-bit values of input i in the low halves and of input i + 16 in the high ones;
 //   BYTES    the same with 32 lines of signed bytes, one per input.
-// Levels become numbers a piece of a panel at a time, for all rows. Behind the last panel 16 more bytes can be read.
+// Quantized values are dequantized one piece of a panel at a time, once for all rows. Kernels may read 16 bytes past
+// the last panel.
 #pragma once
 
 #include "product.h"
@@ -15,16 +17,16 @@ namespace {
 constexpr int64_t PANEL_PIECES = 3, PANEL_OUTPUTS = PANEL_PIECES * LANES;
 constexpr int64_t GROUP_INPUTS = 32, HALF_GROUP = GROUP_INPUTS / 2;
 constexpr int MOST_ROWS = LANES == 8 ? 4 : 8;              // rows whose sums fit in the registers
-// Inputs of a panel at a time: they stay in the first cache, of which rows need their share.
+// Inputs of a panel that are processed at a time: they stay in the L1 cache, next to the rows' inputs.
 constexpr int64_t MOST_INPUTS = (LANES == 16 ? 6144 : 7680) / PANEL_OUTPUTS;
-constexpr int INPUTS_IN_TURN = LANES == 16 ? 2 : 1;        // of a loop: fewer instructions for as many products
-constexpr int64_t ROWS_AT_ONCE = 256;                      // woven
-constexpr int64_t PANELS_TOGETHER = 4;                     // whose sums stay in the second cache, with the rows' inputs
-constexpr int64_t ROWS_TOGETHER = 4 * MOST_ROWS;           // from so many on, panels are multiplied by together
+constexpr int INPUTS_IN_TURN = LANES == 16 ? 2 : 1;        // loop unrolling: fewer instructions per FMA
+constexpr int64_t ROWS_AT_ONCE = 256;                      // interleaved at a time
+constexpr int64_t PANELS_TOGETHER = 4;                     // their sums stay in L2, with the rows' inputs
+constexpr int64_t ROWS_TOGETHER = 4 * MOST_ROWS;           // from here on, panels are processed together
 #ifdef __AVX2__
 constexpr bool LEVELS_PAY = true;
 #else
-constexpr bool LEVELS_PAY = false;  // with four lanes, unpacking takes longer than reading the numbers themselves
+constexpr bool LEVELS_PAY = false;  // with four lanes, dequantizing takes longer than reading float32 weights
 #endif
 static_assert(MOST_INPUTS % GROUP_INPUTS == 0);
 
@@ -36,7 +38,7 @@ constexpr int64_t panel_bytes(Format format, int64_t inputs) {
     return inputs / GROUP_INPUTS * group_bytes(format);
 }
 
-// The first PANEL_OUTPUTS bytes of a line as numbers. 16 bytes are read.
+// The first PANEL_OUTPUTS bytes of a line as floats. Reads 16 bytes.
 typedef Floats Pieces[PANEL_PIECES];
 #ifdef __aarch64__
 inline void widen(int8x16_t bytes, Pieces& levels) {
@@ -47,7 +49,8 @@ inline void widen(int8x16_t bytes, Pieces& levels) {
 }
 inline void load_bytes(const uint8_t* line, Pieces& levels) { widen(vreinterpretq_s8_u8(vld1q_u8(line)), levels); }
 
-// Bytes below 16: of such numbers a float has only its two upper bytes, which are looked up. Cheaper than conversions.
+// Convert bytes below 16 to floats: only the two upper bytes of such a float are nonzero, so they are table lookups
+// (tbl), which is cheaper than conversions.
 inline void look_up(uint8x16_t bytes, Pieces& levels) {
     alignas(16) static constexpr uint8_t FOURTH[] = {0x00, 0x3F, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40,
                                                      0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41};
@@ -65,7 +68,7 @@ inline void load_nibbles(const uint8_t* line, Pieces& low, Pieces& high) {
     look_up(vshrq_n_u8(bytes, 4), high);
 }
 #else
-// LANES bytes, with a sign or without. By name where it can be: compilers take them apart one by one.
+// Load LANES bytes, signed or unsigned, as int32. By intrinsics where possible: compilers convert them one by one.
 inline Ints widen_signed(const uint8_t* bytes) {
 #if defined(__AVX512F__)
     return (Ints)_mm512_maskz_cvtepi8_epi32(0xFFFF, _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
@@ -92,7 +95,7 @@ inline void load_nibbles(const uint8_t* line, Pieces& low, Pieces& high) {
 }
 #endif
 
-// A group of levels to numbers [GROUP_INPUTS][PANEL_OUTPUTS]: one rounding, as a level times a scale is exact.
+// Dequantize a group to floats [GROUP_INPUTS][PANEL_OUTPUTS] with one rounding, since value * scale is exact.
 template <Format FORMAT> inline void unpack_group(const uint8_t* group, float* to) {
     Pieces scales, offsets;
     for (int64_t p = 0; p < PANEL_PIECES; ++p) {
@@ -116,12 +119,14 @@ template <Format FORMAT> inline void unpack_group(const uint8_t* group, float* t
     }
 }
 
+// Dequantize the groups of `inputs` inputs to floats [inputs][PANEL_OUTPUTS].
 template <Format FORMAT> inline void unpack_groups(const uint8_t* groups, int64_t inputs, float* to) {
     for (int64_t i = 0; i < inputs; i += GROUP_INPUTS, groups += group_bytes(FORMAT))
         unpack_group<FORMAT>(groups, to + i * PANEL_OUTPUTS);
 }
 
-// Inputs [from, from + count) of a panel as numbers: where they lie, or unpacked into `room`. `from` begins a group.
+// Return inputs [from, from + count) of a panel as floats, in place or dequantized to `room`. `from` must begin a
+// group.
 inline const float* plain_inputs(Format format, const uint8_t* panel, int64_t from, int64_t count, float* room) {
     if (format == PLAIN) return reinterpret_cast<const float*>(panel) + from * PANEL_OUTPUTS;
     if (format == HALVES) {
@@ -137,9 +142,9 @@ inline const float* plain_inputs(Format format, const uint8_t* panel, int64_t fr
     return room;
 }
 
-// sum + x * *factor. With AVX-512 the instruction reads and spreads the factor itself: nothing else is to be issued.
+// sum += x * *factor. With AVX-512 the FMA broadcasts the factor from memory itself, which saves an instruction.
 #ifdef __AVX512F__
-constexpr int SPREAD_ROWS = 4;  // rows whose factors are read so: more of them, and loads take longer than products
+constexpr int SPREAD_ROWS = 4;  // rows whose factors are broadcast by the FMA: with more, loads become the bottleneck
 inline __attribute__((always_inline)) void add_spread(Floats& sum, Floats x, const float* factor) {
     asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(x), "m"(*factor));
 }
@@ -148,14 +153,14 @@ constexpr int SPREAD_ROWS = 0;
 inline void add_spread(Floats& sum, Floats x, const float* factor) { sum = add_product(sum, x, all(*factor)); }
 #endif
 
-// One input: `weights` of all outputs of the panel, `x` of ROWS rows. Always inline, as all below it: the sums of a
-// function that is called are in memory.
+// One input: FMA of `weights` of all outputs of the panel with `x` of ROWS rows. Always inline, like everything below
+// it, since a function call would spill the sums to memory.
 template <int ROWS, typename W>
 inline __attribute__((always_inline)) void add_input(const W* weights, const float* x,
                                                      Floats (&sums)[ROWS][PANEL_PIECES]) {
     Pieces entries;
     for (int64_t p = 0; p < PANEL_PIECES; ++p) entries[p] = load(weights + p * LANES);
-    if constexpr (ROWS >= 4 && LANES == 4) {  // four factors by one load
+    if constexpr (ROWS >= 4 && LANES == 4) {  // one load for four factors
         unroll<ROWS / 4>([&](auto quarter) __attribute__((always_inline)) {
             const Quad four = load(x + 4 * quarter);
             unroll<4 * PANEL_PIECES>([&](auto i) __attribute__((always_inline)) {
@@ -175,14 +180,14 @@ inline __attribute__((always_inline)) void add_input(const W* weights, const flo
     }
 }
 
-// Sums of rows and the outputs of a panel: [rows][PANEL_OUTPUTS], with `stride` numbers from one row to the next.
+// Sums of rows and the outputs of a panel: [rows][PANEL_OUTPUTS], with `stride` floats from one row to the next.
 struct Sums {
-    const float* before;  // of the inputs before, PANEL_OUTPUTS numbers a row; null: none
+    const float* before;  // sums over the previous inputs, PANEL_OUTPUTS floats per row; null: none
     float* to;
     int64_t stride;
 };
 
-// x [inputs][ROWS] times weights [inputs][PANEL_OUTPUTS], on top of the sums before.
+// The inner kernel: x [inputs][ROWS] times weights [inputs][PANEL_OUTPUTS], added to the sums so far.
 template <int ROWS, typename W> void add_inputs(const float* x, const W* weights, int64_t inputs, const Sums& sums) {
     Floats own[ROWS][PANEL_PIECES] = {};
     const auto each = [&](auto body) __attribute__((always_inline)) {
@@ -219,7 +224,7 @@ inline float as_float(bf16 x) {
     return value;
 }
 
-// `inputs` inputs of N rows of x, `stride` apart -> [inputs][N].
+// Interleave `inputs` inputs of N rows of x, `stride` apart, to [inputs][N]: with AVX-512 a transpose of 8 x 8.
 template <int N, typename T> inline void weave(const T* x, int64_t stride, int64_t inputs, float* to) {
     int64_t i = 0;
 #ifdef __AVX512F__
@@ -249,13 +254,13 @@ template <int N, typename T> inline void weave(const T* x, int64_t stride, int64
         for (int r = 0; r < N; ++r) *to++ = as_float(x[r * stride + i]);
 }
 
-// Where woven rows from `row` on have their inputs [from, from + inputs): those of all rows lie together, so that what a
-// piece of a panel is multiplied by is read from one end to the other.
+// Offset of the interleaved rows from `row` on for inputs [from, from + inputs): these inputs of all rows are adjacent,
+// so that the data for one piece of a panel is read sequentially.
 inline int64_t woven_place(const Product& product, int64_t from, int64_t inputs, int64_t row) {
     return from * product.rows + row * inputs;
 }
 
-// Rows [begin, end) of x [rows, inputs]: of every MOST_INPUTS inputs n rows together, [inputs][n].
+// Interleave rows [begin, end) of x [rows, inputs]: for each MOST_INPUTS inputs, n rows together, as [inputs][n].
 template <typename T>
 inline void weave_rows(const T* x, int64_t begin, int64_t end, const Product& product, float* woven) {
     by_rows<MOST_ROWS>(begin, end, [&](auto n, int64_t row) {
@@ -267,16 +272,16 @@ inline void weave_rows(const T* x, int64_t begin, int64_t end, const Product& pr
     });
 }
 
-// Some neighbouring panels and where their products go. `next`: the piece of a panel that is multiplied by next.
+// One piece (MOST_INPUTS inputs) of a panel, and where its results go. `next`: the piece that is processed next.
 struct Piece {
     const uint8_t *panel, *next;
-    int64_t from;  // the first of its inputs
+    int64_t from;  // first of its inputs
     float* sums;   // [rows, PANEL_OUTPUTS]
-    float* out;    // if not null, sums are put there, product.out_stride apart
+    float* out;    // if not null, final sums go here, product.out_stride apart
 };
 
-// All rows, woven, times MOST_INPUTS inputs of a panel. `room`: for those inputs as numbers. While rows are many, the
-// second cache is filled with the next piece, a part of it with every few rows.
+// Multiply all interleaved rows by MOST_INPUTS inputs of a panel. `room`: scratch for those inputs as floats. With many
+// rows, the next piece is prefetched to the L2 cache, a part of it with every few rows.
 inline void multiply_piece(Format format, const float* woven, const Piece& piece, const Product& product, float* room) {
     const int64_t from = piece.from, inputs = std::min(MOST_INPUTS, product.inputs - from);
     const bool is_ahead = product.rows >= ROWS_TOGETHER;
@@ -292,7 +297,7 @@ inline void multiply_piece(Format format, const float* woven, const Piece& piece
             add_inputs<n>(woven + woven_place(product, from, inputs, row), weights, inputs, sums);
         });
     };
-    if (format == HALVES && product.rows <= MOST_ROWS)  // each number is used once: it need not be stored as a float
+    if (format == HALVES && product.rows <= MOST_ROWS)  // each value is used once, so it is not stored as a float
         add(reinterpret_cast<const bf16*>(piece.panel) + from * PANEL_OUTPUTS);
     else
         add(plain_inputs(format, piece.panel, from, inputs, room));
@@ -301,13 +306,13 @@ inline void multiply_piece(Format format, const float* woven, const Piece& piece
 inline float* as_floats(float* x) { return x; }
 inline float* as_floats(bf16*) { return nullptr; }
 
-// All rows, woven, times panels [begin, end): by the same inputs of each, then by the next, so that rows are read from
-// the second cache for all panels but the first. `sums`: [panels, rows, PANEL_OUTPUTS].
+// Multiply all interleaved rows by panels [begin, end): by the same inputs of each panel, then by the next inputs, so
+// that rows come from the L2 cache for all panels but the first. `sums`: [panels, rows, PANEL_OUTPUTS].
 template <typename T>
 void multiply_some_panels(Format format, const float* woven, const uint8_t* weight, const T* bias, const Product& product,
                           int64_t begin, int64_t end, float* room, float* sums, T* out) {
     const int64_t bytes = panel_bytes(format, product.inputs);
-    const auto is_final = [&](int64_t panel) {  // a sum is the result, and the panel has no outputs too many
+    const auto is_final = [&](int64_t panel) {  // the sums are the result, and the panel has no padding
         return as_floats(out) != nullptr && bias == nullptr && (panel + 1) * PANEL_OUTPUTS <= product.outputs;
     };
     const auto sums_of = [&](int64_t panel) { return sums + (panel - begin) * product.rows * PANEL_OUTPUTS; };
@@ -332,11 +337,11 @@ void multiply_some_panels(Format format, const float* woven, const uint8_t* weig
     }
 }
 
-// Up to ROWS_AT_ONCE rows; `woven` is room for them.
+// Multiply up to ROWS_AT_ONCE rows; `woven` is scratch memory for the interleaved rows.
 template <typename T>
 void multiply_some(Format format, const T* x, const uint8_t* weight, const T* bias, const Product& product, float* woven,
                    T* out) {
-    struct alignas(64) Line {  // of a cache, which numbers must not lie across
+    struct alignas(64) Line {  // a cache line, for alignment
         float numbers[16];
     };
     const int64_t panels = (product.outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
@@ -357,7 +362,7 @@ void multiply_some(Format format, const T* x, const uint8_t* weight, const T* bi
     });
 }
 
-// x [rows, inputs] times the weight, transposed, plus a bias [outputs] or null -> out [rows, outputs].
+// out [rows, outputs] = x [rows, inputs] @ weight.T + bias [outputs] (or null).
 template <typename T>
 void multiply_panels_of(Format format, const T* x, const uint8_t* weight, const T* bias, const Product& product, T* out) {
     static thread_local std::vector<float> room;

@@ -1,4 +1,4 @@
-"""Weights in the layout of panels.h: some outputs of every input, one input behind the other."""
+"""Packs weights into the layout of panels.h: a panel holds a few outputs, and stores them input by input."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from quire.kernels.native.loader import open_library
 from quire.kernels.native.ops import BYTES, HALVES, NIBBLES, PLAIN, PackedWeight
 
 _GROUP = 32  # inputs that share a scale and an offset
-_READ_BEHIND = 16  # bytes that may be read behind the last panel
+_READ_BEHIND = 16  # bytes that kernels may read past the last panel
 
 
 def cut_panels(weight: Tensor, rows: torch.dtype = torch.float32) -> PackedWeight:
-    """A weight [outputs, inputs], float32 or bfloat16, that rows of another dtype may be multiplied by too."""
+    """Pack a weight [outputs, inputs], float32 or bfloat16, for activations of dtype `rows`, which may differ from the
+    weight's."""
     outputs, inputs = weight.shape
     panels = _panels(weight).transpose(1, 2)  # [panels, inputs, outputs of a panel]
     numbers = HALVES if weight.dtype == torch.bfloat16 else PLAIN
@@ -22,13 +23,14 @@ def cut_panels(weight: Tensor, rows: torch.dtype = torch.float32) -> PackedWeigh
 
 
 def dot_inputs() -> int:
-    """The inputs that one instruction for dot products of bfloat16 adds up; 0: this path has no such instruction."""
+    """Return how many inputs one bfloat16 dot-product instruction accumulates; 0: this path has no such instruction."""
     inputs: int = open_library().quire_dot_inputs()
     return inputs
 
 
 def cut_dots(weight: Tensor) -> PackedWeight:
-    """A bfloat16 weight [outputs, inputs] for bfloat16 rows and dot products, in the layout of bf16_dots.h."""
+    """Pack a bfloat16 weight [outputs, inputs] for bfloat16 activations and dot-product instructions, see
+    bf16_dots.h."""
     (outputs, inputs), together = weight.shape, dot_inputs()
     panels = _panels(pad(weight, (0, -inputs % together))).unflatten(2, (-1, together))
     data = panels.transpose(1, 2).reshape(-1).view(torch.uint8)  # [panels, inputs / together, outputs, together]
@@ -38,9 +40,10 @@ def cut_dots(weight: Tensor) -> PackedWeight:
 def cut_level_panels(
     levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool, rows: torch.dtype = torch.float32
 ) -> PackedWeight:
-    """A weight of levels * scale + offset, scale and offset shared by 32 inputs of an output.
+    """Pack a weight of value * scale + offset, where 32 inputs of an output share scale and offset.
 
-    levels [outputs, inputs], uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs, inputs / 32], float16.
+    levels [outputs, inputs]: the quantized values, uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs,
+    inputs / 32], float16.
     """
     outputs, inputs = levels.shape
     lines = _panels(levels).unflatten(2, (-1, _GROUP)).permute(0, 2, 3, 1)  # [panels, groups, 32, outputs of a panel]
@@ -53,7 +56,7 @@ def cut_level_panels(
 
 
 def level_panels_pay() -> bool:
-    """Whether this CPU multiplies by panels of levels no slower than by panels of their numbers."""
+    """Whether on this CPU a gemm with quantized panels is at least as fast as one with dequantized panels."""
     return bool(open_library().quire_level_panels_pay())
 
 

@@ -1,4 +1,4 @@
-// How a thread waits: it spins for microseconds, then it is parked until another one wakes it.
+// How a thread waits: it spins for microseconds, then it sleeps on a futex until another thread wakes it.
 #pragma once
 
 #include <atomic>
@@ -18,6 +18,7 @@
 
 namespace {
 
+// A pause instruction for spin loops.
 inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -26,9 +27,10 @@ inline void relax() {
 #endif
 }
 
-// Longer than what is serial between two loops of a step, shorter than what a scheduler would call a turn.
+// Longer than the serial parts between two loops of a step, shorter than a scheduler's time slice.
 constexpr std::chrono::microseconds SPIN{50};
 
+// Spin until ready() or for SPIN; returns the last ready().
 template <typename Ready> inline bool spin_until(Ready ready) {
     const auto end = std::chrono::steady_clock::now() + SPIN;
     do {
@@ -40,18 +42,18 @@ template <typename Ready> inline bool spin_until(Ready ready) {
     return ready();
 }
 
-// A number that grows, and threads that wait for it to.
+// A counter that threads can wait on (a futex; a condition variable outside Linux).
 class Bell {
    public:
     uint32_t heard() const { return number_.load(std::memory_order_seq_cst); }
 
-    // Whoever waits goes on. A system call only if threads are parked, and one for all of them.
+    // Increment the counter and wake all waiting threads; a system call only if any thread is parked.
     void ring() {
         number_.fetch_add(1, std::memory_order_seq_cst);
         if (parked_.load(std::memory_order_seq_cst) > 0) wake();
     }
 
-    // Returns when the number is no longer `last`, or for no reason.
+    // Sleep until the counter differs from `last`; may return spuriously.
     void park(uint32_t last) {
         parked_.fetch_add(1, std::memory_order_seq_cst);
         sleep(last);
@@ -75,7 +77,7 @@ class Bell {
     std::condition_variable woken_;
 #endif
     std::atomic<uint32_t> number_{0};
-    std::atomic<uint32_t> parked_{0};  // threads: a flag that one ring clears would hide who parks at that moment
+    std::atomic<uint32_t> parked_{0};  // threads; a flag cleared by `ring` would miss one that parks at that moment
     static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 };
 

@@ -1,5 +1,5 @@
-// Which core each thread of the kernels runs on, where they are pinned: the first one is of the thread that calls, while it
-// runs a program, the others of the workers. And which memory nodes pages come from. Linux alone; elsewhere nothing happens.
+// Pinning of the kernels' threads to cores: core 0 of the list is for the calling thread while it runs a program, the
+// others for the workers. Also NUMA interleaving of memory. Linux only; elsewhere nothing happens.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t MOST_PINS = 1024;
 inline std::atomic<int32_t> pinned_cores[MOST_PINS];
 inline std::atomic<int64_t> num_pins{0};
-inline std::atomic<uint32_t> pins_version{0};  // grows when the cores change
+inline std::atomic<uint32_t> pins_version{0};  // incremented when the cores change
 inline std::atomic<bool> caller_is_pinned{false};
 
 #ifdef __linux__
@@ -28,19 +28,19 @@ inline cpu_set_t only_core(int64_t core) {
     return set;
 }
 
-// Where threads run that are pinned no longer: the cores of the thread that pinned them. Written while nothing is pinned.
+// Affinity of threads that are no longer pinned: that of the thread that pinned them. Written while nothing is pinned.
 inline cpu_set_t free_cores;
 #endif
 
-// In a child of fork, whose threads are new and inherit where they may run.
+// For a child of fork, whose threads are new and inherit their affinity.
 inline void forget_pins() {
     num_pins.store(0);
     pins_version.store(0);
     caller_is_pinned.store(false);
 }
 
-// Pins thread i to cores[i]; 0 cores: none. Workers follow when they join their next loop. Where nothing was pinned before,
-// no thread is moved.
+// Pin thread i to cores[i]; count 0: unpin. Workers follow when they join their next loop. Unpinning does nothing if
+// nothing was pinned.
 inline void pin_threads([[maybe_unused]] const int64_t* cores, [[maybe_unused]] int64_t count) {
 #ifdef __linux__
     const bool had_pins = num_pins.load() > 0;
@@ -54,7 +54,7 @@ inline void pin_threads([[maybe_unused]] const int64_t* cores, [[maybe_unused]] 
 #endif
 }
 
-// Of worker `index`; `version` is what it has followed so far.
+// Apply the current pinning to worker `index`; `version` is the one it applied last.
 inline void follow_pins([[maybe_unused]] int64_t index, [[maybe_unused]] uint32_t& version) {
 #ifdef __linux__
     const uint32_t now = pins_version.load(std::memory_order_acquire);
@@ -65,11 +65,12 @@ inline void follow_pins([[maybe_unused]] int64_t index, [[maybe_unused]] uint32_
         const cpu_set_t set = only_core(pinned_cores[index + 1].load(std::memory_order_relaxed));
         if (sched_setaffinity(0, sizeof set, &set) == 0) return;
     }
-    sched_setaffinity(0, sizeof free_cores, &free_cores);  // where it may not, the thread runs where it can
+    sched_setaffinity(0, sizeof free_cores, &free_cores);  // if this fails, the thread keeps its affinity
 #endif
 }
 
-// While it lives, the thread that made it runs on the first core. One thread at a time: others run where they can.
+// Pins the constructing thread to the first core for the lifetime of the object. Only one thread at a time; others stay
+// unpinned.
 class PinnedCaller {
    public:
     PinnedCaller() {
@@ -96,8 +97,8 @@ class PinnedCaller {
 #endif
 };
 
-// New pages of this thread, and of threads and processes that it makes, come in turn from the memory nodes of a mask of 64
-// bits; 0: as usual. Returns whether the system does so.
+// Interleave new pages of this thread, and of threads and processes that it creates, over the NUMA nodes of a 64-bit
+// mask; 0: the default policy. Returns whether the system call succeeded.
 inline bool interleave_memory([[maybe_unused]] uint64_t nodes) {
 #ifdef __linux__
     constexpr int DEFAULT = 0, INTERLEAVE = 3;

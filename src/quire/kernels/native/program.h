@@ -1,5 +1,5 @@
-// A model's blocks as a list of operations, run in one call: what is small between the products must not go through an
-// interpreter of Python. The list is written once, when the blocks are traced; see program.py.
+// A model's layers as a list of operations that run in one call, so that the small operations between the gemms do not
+// go through the Python interpreter. The list is built once, when the layers are traced; see program.py.
 #pragma once
 
 #include <deque>
@@ -37,50 +37,52 @@ enum Kind : int64_t {
     ALL_REDUCE
 };
 
-// One operation on buffers [rows, width]. What a kind does not use is zero.
+// One operation on buffers [rows, width]. Fields that a kind does not use are zero.
 struct Operation {
     int64_t kind;
-    int64_t x, y, out;  // buffers: read; read too; written
-    int64_t column;     // of x, or of y in TIMES, where its part begins
-    int64_t groups, size;  // parts of a row, side by side, and the values of each
-    int64_t layer;         // whose cache, which angles, or which activation
+    int64_t x, y, out;  // buffers: input; second input; output
+    int64_t column;     // where the used part of x (of y in TIMES) begins
+    int64_t groups, size;  // parts per row, and the values of each
+    int64_t layer;         // index of the cache, of the angles, or the activation
     int64_t kv_heads, block_size;
     int64_t window;      // of attention, see Rule
-    // of a norm [groups, size] or [2, size] with its bias, PackedLinears, PackedExperts, PackedDelta, LowRankLayer, sinks,
-    // RankPages, or a Clamp or null
+    // weights of a norm [groups, size] or [2, size] with its bias; PackedLinears, PackedExperts, PackedDelta,
+    // LowRankLayer, sinks, RankPages, or a Clamp or null
     const void* weight;
-    double number;       // a norm's eps, the scale of attention, of what is added, or of x
-    double cap;          // of attention
-    int64_t wide;        // whether a norm's weights are float32 whatever the rows are
-    int64_t table;       // whose blocks the layer's cache is in, see ProgramRun
-    int64_t latent;      // of a key, how many numbers are its value; 0: values are kept apart
+    double number;       // eps of a norm, or the scale of attention, of what is added, or of x
+    double cap;          // softcap of attention
+    int64_t wide;        // whether a norm's weights are float32 though activations are not
+    int64_t table;       // index of the layer's block table, see ProgramRun
+    int64_t latent;      // how many elements of a key are its value (MLA); 0: values are stored separately
     int64_t block_heads;  // of attention, see Shape
     int64_t stored, head_bytes;  // of a cache, see Shape
 };
 
+// The cos and sin tables of rotary positions for the rows of a step.
 struct Angles {
     const void *cos, *sin;
     int64_t stride, dim;
 };
 
-// One step, and where its buffers lie. NARROW lets `rows` fall to num_wanted.
+// One step and the addresses of its buffers. NARROW reduces `rows` to num_wanted.
 struct ProgramRun {
     int64_t rows, num_wanted, num_spans;
-    const int64_t *const *slots, *const *tables;  // of each table of blocks; all are laid out as the spans say
+    const int64_t *const *slots, *const *tables;  // per block table; the layout of all tables is given by the spans
     const int64_t* spans;
-    const int64_t* wanted;  // [num_wanted], or null: all rows are
+    const int64_t* wanted;  // [num_wanted]: the rows to select; null: all rows
     void** buffers;
     const int64_t* widths;
     const Angles* angles;
     void** keys;
     void** values;
-    float** states;  // of each recurrent layer
+    float** states;  // per recurrent layer
     int64_t state_stride;
     const int64_t* segments;
     int64_t num_segments;
-    const int64_t *adapters, *wanted_adapters;  // the slot of each row, of each wanted one; null: no row has an adapter
+    const int64_t *adapters, *wanted_adapters;  // LoRA slot of each row, and of each selected one; null: no adapters
 };
 
+// x += rounded(more * scale), elementwise over `count` values.
 template <typename T> void add_rows_to(T* x, const T* more, float scale, int64_t count) {
     for_each((count + 4096 - 1) / 4096, count > 65536, [&](int64_t index) {
         const int64_t begin = index * 4096;
@@ -90,6 +92,7 @@ template <typename T> void add_rows_to(T* x, const T* more, float scale, int64_t
     });
 }
 
+// x *= scale, elementwise over `count` values.
 template <typename T> void scale_rows(T* x, float scale, int64_t count) {
     for_each((count + 4096 - 1) / 4096, count > 65536, [&](int64_t index) {
         const int64_t begin = index * 4096;
@@ -98,7 +101,7 @@ template <typename T> void scale_rows(T* x, float scale, int64_t count) {
     });
 }
 
-// x [rows, size] by rows of y that lie `stride` apart, in place
+// x [rows, size] *= rows of y that are `stride` apart, elementwise.
 template <typename T> void multiply_rows_by(T* x, const T* y, int64_t stride, int64_t rows, int64_t size) {
     for_each(rows, rows * size > 65536, [&](int64_t row) {
         in_pieces(size, [&](int64_t i, int64_t n) {
@@ -108,6 +111,7 @@ template <typename T> void multiply_rows_by(T* x, const T* y, int64_t stride, in
     });
 }
 
+// Runs the operations of a program, one after the other, on activations of T.
 template <typename T> struct Interpreter {
     const Operation* operations;
     int64_t count;
@@ -152,7 +156,7 @@ template <typename T> struct Interpreter {
                angles.stride, run.rows, op.groups, op.size, angles.dim);
     }
 
-    // Keys, then values if they are kept apart, of a row from `column` on.
+    // Write keys, and values if they are stored separately, from `column` of each row to the paged cache.
     void write(const Operation& op) const {
         const T *keys = at(op.x) + op.column, *values = op.latent > 0 ? nullptr : keys + op.groups * op.size;
         if (op.stored != AS_ROWS) {
@@ -181,16 +185,18 @@ template <typename T> struct Interpreter {
                 run.num_segments};
     }
 
+    // CONVOLVE: the causal convolution of a gated delta net.
     void mix_tokens(const Operation& op) const {
         convolve(at(op.x), width(op.x), *static_cast<const PackedDelta*>(op.weight), memory(op), at(op.out));
     }
 
+    // DELTA: the recurrence of a gated delta net.
     void follow(const Operation& op) const {
         const PackedDelta& delta = *static_cast<const PackedDelta*>(op.weight);
         gated_delta(at(op.x), at(op.y) + op.column, width(op.y), at(delta.gates), delta, memory(op), at(op.out));
     }
 
-    // Rows of x that are wanted; where all are, `out` becomes another name of x.
+    // Copy the selected rows of x to `out`; if all are selected, make `out` an alias of x.
     void select(const Operation& op) const {
         if (run.wanted == nullptr) {
             run.buffers[op.out] = run.buffers[op.x];
@@ -213,8 +219,9 @@ template <typename T> struct Interpreter {
                 op.block_heads, op.stored, op.head_bytes};
     }
 
-    // One cut serves the layers of all tables: rows with the same blocks in the first one share those of the others too.
-    // Layers with other heads need another.
+    // Return the attention partition for a shape, computed once per step. One partition serves the layers of all block
+    // tables, since rows with the same blocks in the first table share those of the others too. Layers with other heads
+    // need another one.
     const Cut& cut_of(const Shape& wanted, std::deque<std::pair<Shape, Cut>>& cuts) const {
         for (const auto& [planned, cut] : cuts)
             if (same(planned, wanted)) return cut;
@@ -222,9 +229,10 @@ template <typename T> struct Interpreter {
         return cuts.emplace_back(wanted, cut_for<T>(spans, run.num_spans, run.tables[0], wanted)).second;
     }
 
+    // Run all operations in order.
     void go() const {
-        std::deque<std::pair<Shape, Cut>> cuts;  // a group points into its cut, which must stay where it is
-        std::optional<RowUnits> units;           // of the rows as they are now
+        std::deque<std::pair<Shape, Cut>> cuts;  // groups point into their Cut, so its address must not change
+        std::optional<RowUnits> units;           // of the current rows
         for (int64_t i = 0; i < count; ++i) {
             const Operation& op = operations[i];
             switch (op.kind) {
@@ -274,12 +282,13 @@ template <typename T> struct Interpreter {
     }
 };
 
+// Whether every weight has a kernel for rows of T.
 template <typename T> bool has_kernels(const PackedLinear* linears, int64_t count) {
     return std::all_of(linears, linears + count,
                        [](const PackedLinear& linear) { return multiply_for<T>(linear.format) != nullptr; });
 }
 
-// Whether every product has a kernel for rows of T.
+// Whether every gemm of a program has a kernel for rows of T.
 template <typename T> bool can_multiply(const Operation* operations, int64_t count) {
     return std::all_of(operations, operations + count, [](const Operation& op) {
         if (op.kind == MIX) {

@@ -1,7 +1,7 @@
-"""A model's blocks as a list of operations that one compiled call runs.
+"""A model's layers compiled to a list of operations that one call of the compiled kernels runs.
 
-Blocks are traced once: their layers get symbols in place of tensors and write operations down. An operation without a
-compiled form is a Python function in the list, called between two compiled calls.
+The layers are traced once: they get symbols in place of tensors, and each call appends an operation. An operation
+without a compiled kernel is a Python function in the list, called between two compiled calls.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from quire.kernels.native.weights import ExpertWeights, LinearWeights, PackedExp
     RMS_NORM, MULTIPLY, ROTATE, WRITE, ATTEND, GATE, ADD, SELECT, NARROW, LAYER_NORM, ACTIVATE, MIX, SCALE, TIMES,
     CONVOLVE, DELTA, GATE_BY, MULTIPLY_HEADS, LOW_RANK_ADD, ALL_REDUCE,
 ) = range(20)  # fmt: skip
-_STREAM = 0  # the buffer that a run is given
+_STREAM = 0  # the buffer of the residual stream, which the caller of a run supplies
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A tensor [rows, width] that a program will have in one of its buffers."""
+    """Stands for a tensor [rows, width] that will be in one of the buffers of a program."""
 
     writer: ProgramWriter
     buffer: int
@@ -46,24 +46,24 @@ class Symbol:
 
 
 class ProgramWriter:
-    """Writes a program down. Its methods take and return symbols; those that return none change x."""
+    """Records the operations of a program. Methods take symbols, and return one or update x in place."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         self._dtype = dtype
         self._entries: list[COperation | Call] = []
-        self._uses: list[tuple[int, ...]] = []  # buffers of each entry
+        self._uses: list[tuple[int, ...]] = []  # the buffers that each entry uses
         self._widths: list[int] = []
-        self._kept: list[Any] = []  # memory that operations point into
+        self._kept: list[Any] = []  # objects whose memory the operations point into
         self._angles: list[Hashable] = []
-        self._fresh: list[int] = []  # buffers that outlive a run
-        self._names: dict[int, int] = {}  # buffers of selected rows: another name of all rows, where these are wanted
+        self._fresh: list[int] = []  # buffers that are allocated for each run and outlive it
+        self._names: dict[int, int] = {}  # buffer of selected rows -> the buffer it aliases if all rows are selected
         self._beside: Symbol | None = None
-        self._num_slots = 0  # of adapters
+        self._num_slots = 0  # LoRA adapter slots
         self._ranks: SharedRanks | None = None
-        self.stream = self._new(width)  # the rows that a run is given
+        self.stream = self._new(width)  # the hidden states that a run is given
 
     def norm(self, x: Symbol, weight: Tensor, eps: float) -> Symbol:
-        """Of as many values of each row as there are weights, the first ones."""
+        """RMS-normalize the first len(weight) values of each row."""
         out = self._new(len(weight))
         self._add(RMS_NORM, x.buffer, out=out.buffer, groups=1, size=out.width, weight=weight, number=eps)
         return out
@@ -74,31 +74,31 @@ class ProgramWriter:
         return out
 
     def norm_heads(self, x: Symbol, scales: Tensor, eps: float) -> None:
-        """The first heads of each row, by scales [heads, dim]."""
+        """RMS-normalize the first heads of each row in place, by scales [heads, dim]."""
         groups, size = scales.shape
         self._add(RMS_NORM, x.buffer, out=x.buffer, groups=groups, size=size, weight=scales, number=eps)
 
     def norm_part(self, x: Symbol, weight: Tensor, eps: float, column: int) -> None:
-        """As many values of each row as there are weights, from a column on."""
+        """RMS-normalize len(weight) values of each row in place, starting at `column`."""
         self._add(
             RMS_NORM, x.buffer, out=x.buffer, column=column, groups=1, size=len(weight), weight=weight, number=eps
         )
 
     def multiply(self, x: Symbol, *linears: LinearWeights) -> Symbol:
-        """By each of the weights, their outputs side by side."""
+        """Multiply x by each of the weights. Their outputs are concatenated."""
         assert all(linear.weight.inputs == x.width for linear in linears)
         out = self._new(sum(linear.weight.outputs for linear in linears))
         self._add(MULTIPLY, x.buffer, out=out.buffer, groups=len(linears), pointer=self._pack_all(linears))
         return out
 
     def low_rank_add(self, x: Symbol, y: Symbol, slots: LowRankSlots) -> None:
-        """y plus what the adapters of the rows make of x. In steps without adapters, nothing."""
+        """Add the LoRA update of each row's adapter, computed from x, to y. Does nothing in steps without adapters."""
         assert (x.width, y.width, self._dtype) == (slots.inputs, slots.outputs, slots.dtype)
         self._keep_slots([slots])
         self._add(LOW_RANK_ADD, x.buffer, out=y.buffer, pointer=ctypes.addressof(slots.layer))
 
     def multiply_heads(self, x: Symbol, linears: Sequence[LinearWeights], rest: int) -> Symbol:
-        """Each head that rows begin with by a weight of its own; `rest` numbers behind its inputs go on as they are."""
+        """Multiply each head of a row by its own weight, and copy the `rest` values behind its inputs to its output."""
         num, inputs, outputs = len(linears), linears[0].weight.inputs, linears[0].weight.outputs
         assert x.width >= num * (inputs + rest)
         out = self._new(num * (outputs + rest))
@@ -106,8 +106,8 @@ class ProgramWriter:
         return out
 
     def mix(self, x: Symbol, logits: Symbol, experts: ExpertWeights, shared: Sequence[Symbol] = ()) -> Symbol:
-        """The weighted sum of what the experts of each row make of it. shared: what is added, and the logits [rows, 1]
-        of the sigmoid that it is multiplied by; or less."""
+        """Return the weighted sum of the outputs of each row's experts. shared: optionally the output of the shared
+        expert, which is added, and the logits [rows, 1] of its sigmoid gate."""
         num, held, out = logits.width, len(experts.gate_up), self._new(x.width)
         assert 0 <= experts.first <= num - held
         gate_up = (PackedParts * held)(*(PackedParts(self._pack_all(each), len(each)) for each in experts.gate_up))
@@ -124,7 +124,7 @@ class ProgramWriter:
         return out
 
     def rotate(self, x: Symbol, angles: Hashable, heads: int, dim: int, *, column: int = 0) -> None:
-        """Heads of each row, from a column on, as many numbers of each as the angles have that a run has so named."""
+        """Rotate heads of each row in place, from `column` on. `angles` names the cos/sin pair that a run supplies."""
         if angles not in self._angles:
             self._angles.append(angles)
         self._add(ROTATE, x.buffer, groups=heads, size=dim, layer=self._angles.index(angles), column=column)
@@ -133,8 +133,8 @@ class ProgramWriter:
         self, x: Symbol, place: tuple[int, int], column: int, kv_heads: int, dim: int, *, latent: int = 0,
         cache: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Keys, then values, from a column of each row on, into the cache of a layer. place: the layer, its table.
-        latent: see `attend`. cache: its keys, if they have scales."""
+        """Write keys, then values, which start at `column` of each row, into the cache of a layer. place: the layer and
+        its block table. latent: see `attend`. cache: the layer's keys if the cache is quantized."""
         at: dict[str, Any] = {"column": column, "layer": place[0], "table": place[1]}
         self._add(WRITE, x.buffer, groups=kv_heads, size=dim, latent=latent, **at, **scaled_fields(cache))
 
@@ -142,8 +142,8 @@ class ProgramWriter:
         self, x: Symbol, place: tuple[int, int], heads: tuple[int, int, int], block: tuple[int, int],
         rule: AttentionRule, *, latent: int = 0, cache: Tensor | None = None,
     ) -> Symbol:  # fmt: skip
-        """The query heads that each row begins with. place: the layer, its table; heads: query, kv, dim; block: tokens,
-        and heads from one to the next. latent: how many numbers of a key are its value, 0: values are kept apart."""
+        """Return attention of the query heads at the start of each row. place: layer and block table; heads: query
+        heads, kv heads, dim; block: its tokens, its stride in heads. latent: elements of a key that are its value."""
         (query, kv, dim), (layer, table) = heads, place
         out = self._new(query * (latent or dim))
         self._add(
@@ -154,7 +154,7 @@ class ProgramWriter:
         return out
 
     def gate(self, x: Symbol, activation: str, clamp: Clamp | None = None) -> Symbol:
-        """activation(gate) * up of rows of gate, then up; one of ACTIVATIONS."""
+        """Return activation(gate) * up, where rows hold gate, then up; activation is one of ACTIVATIONS."""
         out, limits = self._new(x.width // 2), self._keep(doubles(clamp))
         self._add(GATE, x.buffer, out=out.buffer, size=out.width, layer=ACTIVATIONS[activation], pointer=limits)
         return out
@@ -163,12 +163,12 @@ class ProgramWriter:
         self._add(ACTIVATE, x.buffer, layer=ACTIVATIONS[activation])
 
     def gate_by(self, x: Symbol, wide: Symbol) -> None:
-        """x times the sigmoid of the last numbers of each row of `wide`."""
+        """Multiply x by the sigmoid of the last x.width values of each row of `wide`."""
         self._add(GATE_BY, x.buffer, y=wide.buffer, size=x.width, column=wide.width - x.width)
 
     def delta(self, x: Symbol, gates: Symbol, layer: int, sizes: DeltaSizes, weights: DeltaWeights) -> Symbol:
-        """A gated delta net: rows of queries, keys, values and what the result is gated by; gates: of strengths and
-        decays. `layer`: whose states."""
+        """Return the output of a gated delta net. Rows of x are queries, keys, values and output gate; rows of `gates`
+        are strengths and decays. `layer` selects the states."""
         mixed, out = self._new(sizes.channels), self._new(sizes.value_size)
         assert x.width == sizes.channels + sizes.value_size
         packed = CDelta(*sizes, gates.buffer, *(tensor.data_ptr() for tensor in weights[:4]), weights.eps)
@@ -180,7 +180,7 @@ class ProgramWriter:
         return out
 
     def add(self, x: Symbol, y: Symbol, scale: float = 1.0) -> None:
-        """x plus y times a factor."""
+        """Add y * scale to x."""
         assert x.width == y.width
         self._add(ADD, x.buffer, y=y.buffer, number=scale)
 
@@ -188,17 +188,17 @@ class ProgramWriter:
         self._add(SCALE, x.buffer, number=factor)
 
     def times(self, x: Symbol, y: Symbol, column: int) -> None:
-        """x by as many numbers of each row of y, from a column on."""
+        """Multiply x elementwise by y, starting at `column` of each row of y."""
         assert column + x.width <= y.width
         self._add(TIMES, x.buffer, y=y.buffer, column=column)
 
     def beside(self, width: int) -> Symbol:
-        """Rows that a run is given beside the stream."""
+        """Return a second input [rows, width] that a run is given beside the stream."""
         self._beside = self._new(width)
         return self._beside
 
     def select(self, x: Symbol, *, fresh: bool = False) -> Symbol:
-        """The rows of x that are wanted. Call `narrow` when all that goes on has been selected."""
+        """Return the rows of x in `ProgramStep.wanted`. Call `narrow` when all that is used later is selected."""
         out = self._new(x.width)
         self._fresh += [out.buffer] if fresh else []
         self._names[out.buffer] = x.buffer
@@ -209,13 +209,13 @@ class ProgramWriter:
         self._add(NARROW, _STREAM)
 
     def all_reduce(self, x: Symbol, ranks: SharedRanks) -> None:
-        """Overwrite x by its sum over all ranks."""
+        """Replace x by its sum over all ranks."""
         self._ranks = ranks
         self._entries.append(COperation(kind=ALL_REDUCE, x=x.buffer, weight=ctypes.addressof(ranks.structure)))
         self._uses.append((x.buffer,))
 
     def call(self, function: Callable[..., Tensor], inputs: Sequence[Symbol], width: int) -> Symbol:
-        """An operation in Python: of tensors [rows, width] and what the run was given."""
+        """Append a Python function, which takes tensors [rows, width] and `ProgramStep.given`."""
         out = self._new(width)
         entry = Call(function, tuple(each.buffer for each in inputs), out.buffer)
         self._entries.append(entry)
@@ -223,7 +223,7 @@ class ProgramWriter:
         return out
 
     def finish(self, result: Symbol) -> Program:
-        """Raises ValueError for a weight that this CPU has no kernel for."""
+        """Build the program. Raises ValueError if this CPU has no kernel for the format of a weight."""
         assert result.buffer == _STREAM or result.buffer in self._fresh
         given = {_STREAM, *self._fresh} | (set() if self._beside is None else {self._beside.buffer})
         offsets, room = lay_out_buffers(self._widths, self._uses, given, self._names)
@@ -238,12 +238,12 @@ class ProgramWriter:
         return Symbol(self, len(self._widths) - 1, width)
 
     def _keep(self, memory: Any) -> int | None:
-        """The address of what operations point to, or None."""
+        """Keep `memory` alive and return its address, or None."""
         self._kept.append(memory)
         return None if memory is None else ctypes.addressof(memory)
 
     def _keep_each(self, numbers: Tensor | None, num: int) -> int | None:
-        """The address of a number for each of `num`, or None."""
+        """Return the address of a float32 tensor with `num` elements, kept alive, or None."""
         if numbers is None:
             return None
         assert (numbers.dtype, numbers.shape, numbers.is_contiguous()) == (torch.float32, (num,), True)
@@ -251,7 +251,7 @@ class ProgramWriter:
         return numbers.data_ptr()
 
     def _keep_slots(self, each: Sequence[LowRankSlots]) -> int | None:
-        """The address of the adapters of each of several layers, or None."""
+        """Return the address of an array with the LoRA slots of each layer, or None."""
         if not each:
             return None
         self._num_slots = min(self._num_slots or each[0].num_slots, each[0].num_slots)
@@ -259,7 +259,7 @@ class ProgramWriter:
         return self._keep((ctypes.c_void_p * len(each))(*(ctypes.addressof(slots.layer) for slots in each)))
 
     def _pack_all(self, linears: Sequence[LinearWeights]) -> int | None:
-        """The address of the weights, as the kernels read them."""
+        """Return the address of an array with the packed weights."""
         return self._keep((PackedLinear * len(linears))(*map(self._pack, linears)))
 
     def _pack(self, linear: LinearWeights) -> PackedLinear:
@@ -284,13 +284,13 @@ class ProgramWriter:
 
 
 class Program:
-    """Runs operations. Keeps the memory of the last run's buffers for the next one."""
+    """Runs operations. Keeps the memory of its buffers from one run to the next."""
 
-    angles: tuple[Hashable, ...] = ()  # the names under which runs give angles
-    kept: Sequence[Any] = ()
-    beside: int | None = None  # the buffer of what runs are given beside the stream
-    num_slots = 0  # of adapters that rows may use
-    ranks: SharedRanks | None = None  # that sums are taken over
+    angles: tuple[Hashable, ...] = ()  # names of the cos/sin pairs that each run supplies, in order
+    kept: Sequence[Any] = ()  # memory that the operations point into
+    beside: int | None = None  # the buffer of the second input, if there is one
+    num_slots = 0  # LoRA adapter slots
+    ranks: SharedRanks | None = None  # the ranks that all-reduces sum over
 
     def __init__(
         self,
@@ -309,19 +309,19 @@ class Program:
         operations = [entry for entry in entries if isinstance(entry, COperation)]
         self._operations = (COperation * len(operations))(*operations)
         if not self._library.quire_can_run(TYPES[dtype], self._operations, len(operations)):
-            raise ValueError(f"weights of a format this CPU's native kernels do not multiply {dtype} rows by")
+            raise ValueError(f"this CPU has no kernel for {dtype} rows and the format of a weight")
         self._parts = cut_at_calls(entries)
-        self._caches: Sequence[tuple[Tensor, Tensor]] = ()  # whose memory the pointers are of
+        self._caches: Sequence[tuple[Tensor, Tensor]] = ()  # the caches that the pointers below belong to
         self._keys = self._values = self._states = _pointers(())
         self._memory = torch.empty(0, dtype=dtype)  # numpy asks for huge pages where torch does not
 
     @property
     def num_calls(self) -> int:
-        """Operations in Python."""
+        """Number of Python operations."""
         return sum(isinstance(part, Call) for part in self._parts)
 
     def run(self, x: Tensor, step: ProgramStep) -> Tensor:
-        """Rows [tokens, width] through all operations -> the rows that are wanted. May overwrite x."""
+        """Run all operations on x [tokens, width]. Returns the selected rows. May overwrite x."""
         assert x.is_contiguous()
         assert x.dtype == self._dtype
         for numbers in (*step.slots, *step.tables, step.spans):
@@ -347,7 +347,7 @@ class Program:
         slots, tables = _pointers(step.slots), _pointers(step.tables)
         run = CRun(
             rows, num_wanted, len(step.spans), slots.ctypes.data, tables.ctypes.data, step.spans.data_ptr(),
-            None if wanted is None else wanted.data_ptr() or buffers.ctypes.data,  # that of no rows is null
+            None if wanted is None else wanted.data_ptr() or buffers.ctypes.data,  # not null, which means all rows
             buffers.ctypes.data, self._widths.ctypes.data, ctypes.addressof(angles), self._keys.ctypes.data,
             self._values.ctypes.data, self._states.ctypes.data, step.states[0].stride(0) if step.states else 0,
             None if step.segments is None else step.segments.ctypes.data,
@@ -381,7 +381,7 @@ class Program:
         return self._offsets * (rows * self._dtype.itemsize) + self._memory.data_ptr()
 
     def _view(self, buffer: int, rows: int, buffers: npt.NDArray[np.int64], others: Sequence[Tensor]) -> Tensor:
-        """The tensor that is in a buffer now."""
+        """Return the tensor that is in a buffer now."""
         pointer, width = int(buffers[buffer]), int(self._widths[buffer])
         for tensor in others:
             if pointer == tensor.data_ptr():

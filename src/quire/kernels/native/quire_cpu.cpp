@@ -1,7 +1,7 @@
-// CPU kernels with a plain C interface: functions on raw memory, no torch headers, no engine types.
-// Compiled once for each instruction set of paths.py; the loader opens the best one that the CPU can run. Threads: team.h.
-// A result never depends on what else is in the batch: work is cut by position and sums run in a fixed order.
-// `type`: 0 float32, 1 bfloat16. All pointers are to memory of that type unless said otherwise.
+// C interface of the CPU kernels: functions on raw memory, no torch headers, no engine types. Compiled once for each
+// instruction set of paths.py; the loader opens the best one that the CPU can run. Threads: team.h. A row's result
+// never depends on the rest of the batch: work is partitioned by position and sums run in a fixed order. `type`: 0
+// float32, 1 bfloat16. All pointers are to memory of that type unless said otherwise.
 
 #include <cstdio>
 
@@ -18,10 +18,11 @@
 
 namespace {
 
-// Whether the last call of this thread failed, and why. No exception may leave a function of plain C.
+// Error state of the last call of this thread. No exception may leave an extern "C" function.
 thread_local bool has_failed = false;
 thread_local char failure[200];
 
+// Run `call` and record the message of an exception.
 template <typename Call> void guarded(Call call) {
     try {
         call();
@@ -50,10 +51,10 @@ template <typename Call> void guarded(Call call) {
 
 extern "C" {
 
-// A digest of these sources, given by the build: tells a library that was built from other sources.
+// The digest of the sources, set by the build; the loader compares it with the sources beside the library.
 const char* quire_source() { return QUIRE_SOURCE; }
 
-// Called before anything else, and when the number of threads changes. tiles: whether the tile units may be used.
+// Must be called before anything else, and when the number of threads changes. tiles: whether AMX may be used.
 void quire_prepare([[maybe_unused]] int64_t tiles, int64_t threads) {
 #ifdef __AMX_BF16__
     has_tiles = tiles != 0;
@@ -61,20 +62,20 @@ void quire_prepare([[maybe_unused]] int64_t tiles, int64_t threads) {
     set_num_threads(threads);
 }
 
-// From now on thread i of the kernels is pinned to cores[i]; see pinning.h.
+// Pin thread i of the kernels to cores[i]; see pinning.h.
 void quire_pin_threads(const int64_t* cores, int64_t count) { pin_threads(cores, count); }
 
-// nodes: a mask; 0: where the thread runs that touches a page first.
+// nodes: a mask of NUMA nodes to interleave pages over; 0: the default, first touch.
 int64_t quire_interleave_memory(int64_t nodes) { return interleave_memory(static_cast<uint64_t>(nodes)); }
 
-// Why a call of this thread has failed since this was asked last, or null.
+// Return the error of this thread's calls since this was last asked, and clear it; null: none.
 const char* quire_take_failure() {
     if (!has_failed) return nullptr;
     has_failed = false;
     return failure;
 }
 
-// weight_type: that of x, or float32.
+// weight_type: the type of x, or float32.
 void quire_rms_norm(int64_t type, int64_t weight_type, const void* x, int64_t x_stride, const void* weight, void* out,
                     int64_t rows, int64_t size, double eps) {
     const auto norm = [&](auto* from, auto* scales) {
@@ -87,13 +88,14 @@ void quire_rms_norm(int64_t type, int64_t weight_type, const void* x, int64_t x_
     })
 }
 
+// weight_bias [2, size]: see layer_norm.
 void quire_layer_norm(int64_t type, const void* x, int64_t x_stride, const void* weight_bias, void* out, int64_t rows,
                       int64_t size, double eps) {
     DISPATCH(type, layer_norm<T>(static_cast<const T*>(x), x_stride, static_cast<const T*>(weight_bias),
                                  static_cast<T*>(out), size, rows, size, static_cast<float>(eps)))
 }
 
-// x [rows, size] and best [rows], both float32: see log_sum_exp.
+// x [rows, size] and best [rows], the maximum of each row, both float32: see log_sum_exp.
 void quire_log_sum_exp(const float* x, const float* best, float* out, int64_t rows, int64_t size) {
     guarded([&] { log_sum_exp(x, best, out, rows, size); });
 }
@@ -103,26 +105,27 @@ void quire_activate(int64_t type, int64_t kind, void* x, int64_t count) {
     DISPATCH(type, activate<T>(kind, static_cast<T*>(x), count))
 }
 
+// Rotary positions in place: see rotate; angle_stride: elements between the rows of cos and sin.
 void quire_rotate(int64_t type, void* x, int64_t stride, const void* cos, const void* sin, int64_t angle_stride,
                   int64_t rows, int64_t heads, int64_t head_dim, int64_t dim) {
     DISPATCH(type, rotate<T>(static_cast<T*>(x), stride, static_cast<const T*>(cos), static_cast<const T*>(sin),
                              angle_stride, rows, heads, head_dim, dim))
 }
 
-// Whether there is a kernel for every weight.
+// Whether there is a kernel for every weight of the operations.
 int64_t quire_can_run(int64_t type, const Operation* operations, int64_t count) {
     int64_t can = 0;
     DISPATCH(type, can = can_multiply<T>(operations, count))
     return can;
 }
 
-// Operations in turn; all of them can run.
+// Run operations in order; quire_can_run must have returned true for them.
 void quire_run(int64_t type, const Operation* operations, int64_t count, ProgramRun* run) {
     const PinnedCaller pinned;
     DISPATCH(type, Interpreter<T>{operations, count, *run}.go())
 }
 
-// Whether bfloat16 rows can be multiplied by tiled weights here.
+// Whether bfloat16 rows can be multiplied by tiled weights (AMX).
 int64_t quire_has_tile_units() {
 #ifdef __AMX_BF16__
     return has_tiles;
@@ -131,8 +134,8 @@ int64_t quire_has_tile_units() {
 #endif
 }
 
-// x [rows, inputs] times a weight packed in `format` (see panels.h; PLAIN for bfloat16: tiles.h, bf16_dots.h), plus a bias
-// [outputs] or null. False, and nothing done, when there is no kernel for it here.
+// out [rows, outputs] = x [rows, inputs] @ weight.T + bias [outputs] (or null), for a weight packed in `format` (see
+// panels.h; PLAIN for bfloat16: tiles.h, bf16_dots.h). Returns false, and does nothing, if there is no kernel for it.
 int64_t quire_multiply(int64_t type, int64_t format, const void* x, const uint8_t* weight, const void* bias, void* out,
                        int64_t rows, int64_t inputs, int64_t outputs) {
     const Product product{rows, inputs, outputs, outputs};
@@ -149,20 +152,20 @@ int64_t quire_multiply(int64_t type, int64_t format, const void* x, const uint8_
 // Outputs of a panel, see panels.h.
 int64_t quire_panel_outputs() { return PANEL_OUTPUTS; }
 
-// Inputs that one instruction adds up, of bfloat16 weights cut as in bf16_dots.h; 0: there is none for dot products.
+// Inputs that one bfloat16 dot-product instruction accumulates, see bf16_dots.h; 0: this path has none.
 int64_t quire_dot_inputs() { return DOT_INPUTS; }
 
-// Whether float32 rows are better multiplied by panels of levels than of their numbers.
+// Whether gemm of float32 rows is at least as fast with quantized panels as with float panels.
 int64_t quire_level_panels_pay() { return LEVELS_PAY; }
 
-// x [rows, inputs] times a weight [outputs, inputs] as it lies -> out [rows, outputs], all float32; inputs: a multiple
-// of 16.
+// out [rows, outputs] = x [rows, inputs] @ weight [outputs, inputs].T for an unpacked row-major weight, all float32;
+// inputs: a multiple of 16.
 void quire_multiply_rows(const float* x, const float* weight, float* out, int64_t rows, int64_t inputs,
                          int64_t outputs) {
     guarded([&] { multiply_rows(x, weight, Product{rows, inputs, outputs, outputs}, out); });
 }
 
-// Blocks of a type of GGUF files -> levels [values], a byte each. Returns whether the type is known.
+// Unpack blocks of a GGUF type to one byte per value. Returns whether the type is known.
 int64_t quire_read_blocks(int64_t type, const uint8_t* blocks, int64_t count, uint8_t* levels) {
     bool is_known = false;
     guarded([&] { is_known = read_blocks(type, blocks, count, levels); });
@@ -182,7 +185,8 @@ int64_t quire_find_super_blocks(const uint16_t* factors, int64_t count, int64_t 
     return has_all;
 }
 
-// A weight -> panels of `format`, see Levels; inputs: a multiple of 32, and of a span's or a super-block's.
+// Pack a quantized weight into panels of `format`, see Levels; inputs: a multiple of 32, and of the span or
+// super-block.
 void quire_pack_int8(int64_t format, const uint8_t* levels, int64_t middle, const uint16_t* scales,
                      const uint16_t* offsets, const uint8_t* table, const uint8_t* codes, int64_t outputs, int64_t inputs,
                      uint8_t* panels) {
@@ -192,8 +196,8 @@ void quire_pack_int8(int64_t format, const uint8_t* levels, int64_t middle, cons
     });
 }
 
-// The numbers of outputs `places` [count] of a weight in panels of `format` -> out [count, inputs]. Returns whether the
-// weight has all of them.
+// Dequantize outputs `places` [count] of a weight in panels of `format` to out [count, inputs]. Returns false if an
+// index is out of range.
 int64_t quire_read_int8_rows(int64_t format, const uint8_t* panels, const int64_t* places, float* out, int64_t count,
                              int64_t inputs, int64_t outputs) {
     bool has_all = false;
@@ -201,7 +205,7 @@ int64_t quire_read_int8_rows(int64_t format, const uint8_t* panels, const int64_
     return has_all;
 }
 
-// See pack_panels; tiled: for tile units, two inputs to a line.
+// See pack_panels; tiled: for AMX tile units, two inputs per line.
 void quire_pack_low_rank(int64_t type, int64_t tiled, const void* matrix, int64_t stride, int64_t rows, int64_t inputs,
                          int64_t first, int64_t lines, void* panels) {
     DISPATCH(type, {
@@ -210,19 +214,20 @@ void quire_pack_low_rank(int64_t type, int64_t tiled, const void* matrix, int64_
     })
 }
 
-// y [rows, outputs] += B (A x) for x [rows, inputs]; slots [rows]: the adapter of each row, or below 0.
+// y [rows, outputs] += B (A x) for x [rows, inputs]; slots [rows]: the adapter of each row, negative: none.
 void quire_low_rank_add(int64_t type, const LowRankLayer* layer, const int64_t* slots, const void* x, int64_t x_stride,
                         void* y, int64_t y_stride, int64_t rows) {
     DISPATCH(type, low_rank_add<T>(*layer, RowUnits(slots, rows), static_cast<const T*>(x), x_stride,
                                    static_cast<T*>(y), y_stride))
 }
 
-// clamp: see Clamp, or null.
+// Gated activation; clamp: see Clamp, or null.
 void quire_gate(int64_t type, int64_t activation, const Clamp* clamp, const void* gate_up, void* out, int64_t rows,
                 int64_t size) {
     DISPATCH(type, gate<T>(activation, clamp, static_cast<const T*>(gate_up), static_cast<T*>(out), rows, size))
 }
 
+// Copy keys and values to cache slots: see write_cache.
 void quire_write_cache(int64_t type, const void* key, int64_t key_stride, const void* value, int64_t value_stride,
                        void* key_cache, void* value_cache, const int64_t* slots, int64_t rows, int64_t heads,
                        int64_t dim) {
@@ -230,7 +235,8 @@ void quire_write_cache(int64_t type, const void* key, int64_t key_stride, const 
                                   static_cast<T*>(key_cache), static_cast<T*>(value_cache), slots, rows, heads, dim))
 }
 
-// key [rows, heads, dim] into slots of a cache with scales: see Shape for what it is told of that.
+// Quantize key [rows, heads, dim] and write it to slots of a quantized cache; stored, block_size, head_bytes: see
+// Shape.
 void quire_write_quantized(int64_t type, int64_t stored, const void* key, int64_t stride, void* cache,
                            const int64_t* slots, int64_t rows, int64_t heads, int64_t dim, int64_t block_size,
                            int64_t head_bytes) {
@@ -239,7 +245,7 @@ void quire_write_quantized(int64_t type, int64_t stored, const void* key, int64_
                                       heads, format, block_size, head_bytes))
 }
 
-// spans: [num_spans, 4] of int64, see Span; tables: all block tables, one behind the other; out [tokens, heads * value_dim];
+// spans: [num_spans, 4] of int64, see Span; tables: all block tables, concatenated; out [tokens, heads * value_dim];
 // block_heads, stored, head_bytes: see Shape; cap, window, sinks: see Rule.
 void quire_paged_attention(int64_t type, const void* query, int64_t query_stride, const void* keys, const void* values,
                            const int64_t* tables, const int64_t* spans, int64_t num_spans, void* out,
@@ -255,14 +261,15 @@ void quire_paged_attention(int64_t type, const void* query, int64_t query_stride
     })
 }
 
-// logits [samples, size], overwritten -> tokens [samples], below zero where none can be chosen; see choose.h.
+// Sample tokens [samples] from logits [samples, size], which are overwritten; negative if there is none; see choose.h.
 void quire_choose(float* logits, int64_t samples, int64_t size, const ChoiceColumns* by, const int64_t* rows,
                   const int64_t* lengths, const int64_t* num_prompt, int64_t* tokens) {
     guarded([&] { choose_tokens(logits, samples, size, *by, {rows, lengths, num_prompt}, tokens); });
 }
 
-// The same from states [samples, inputs], float32, by a head whose weight is packed in `format`; bias [size] or null. Keeps
-// memory for the logits of the largest call. False, and nothing done, when there is no kernel for the weight here.
+// The same from hidden states [samples, inputs], float32, and an LM head packed in `format` with bias [size] or null.
+// Keeps scratch memory for the logits of the largest call. Returns false, and does nothing, if there is no kernel for
+// the weight.
 int64_t quire_choose_by_head(int64_t format, const float* states, int64_t inputs, const uint8_t* weight, const float* bias,
                              int64_t samples, int64_t size, const ChoiceColumns* by, const int64_t* rows,
                              const int64_t* lengths, const int64_t* num_prompt, int64_t* tokens) {
@@ -277,12 +284,13 @@ int64_t quire_choose_by_head(int64_t format, const float* states, int64_t inputs
     return true;
 }
 
+// Apply token bitmasks to logits in place: see mask_logits.
 void quire_mask_logits(float* logits, int64_t size, const int64_t* places, const uint32_t* bits, int64_t masked,
                        int64_t words) {
     guarded([&] { mask_logits(logits, size, places, bits, masked, words); });
 }
 
-// Ranks of one machine, see shared_ranks.h.
+// Collectives between the ranks of one machine, see shared_ranks.h.
 void quire_give_and_meet(RankPages* pages, const void* data, int64_t bytes) { give_and_meet(*pages, data, bytes); }
 
 void quire_all_reduce(int64_t type, RankPages* pages, void* x, int64_t count) {
@@ -302,7 +310,7 @@ int64_t quire_await_all(const MessageRing* rings, int64_t count, int64_t taken, 
     return await_all(rings, count, static_cast<uint32_t>(taken), microseconds);
 }
 
-// Signs of life, see heartbeat.h.
+// Heartbeat of this process, see heartbeat.h.
 int64_t quire_start_beating(uint64_t* beats, int64_t socket, double seconds) {
     return start_beating(beats, socket, seconds);
 }

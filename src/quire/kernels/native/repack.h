@@ -1,19 +1,19 @@
-// What loading does to quantized weights: the blocks of GGUF files become levels, one byte each, and levels become the
-// panels of int8_panels.h. Each is one pass over the weight, by all threads.
+// Repacking of quantized weights at load time: GGUF blocks are unpacked to one byte per value, and these are packed
+// into the panels of int8_panels.h. Each is one pass over the weight, by all threads.
 #pragma once
 
 #include "int8_panels.h"
 
 namespace {
 
-// --------------------------------------------------------------------------------------------- blocks to levels
-// A type of GGUF files: how many bytes hold how many values, and how they become levels. Scales are not read here.
+// --------------------------------------------------------------------------------------------- unpacking blocks
+// A GGUF block type: its bytes, its number of values, and the function that unpacks it. Scales are not read here.
 struct BlockType {
     int64_t bytes, values;
     void (*levels)(const uint8_t* block, uint8_t* out);
 };
 
-// The low halves of `width` bytes, then the high ones.
+// Unpack the low halves of `width` bytes, then the high halves.
 inline void split_nibbles(const uint8_t* from, int64_t width, uint8_t* out) {
     for (int64_t i = 0; i < width; i++) {
         out[i] = from[i] & 15;
@@ -21,11 +21,12 @@ inline void split_nibbles(const uint8_t* from, int64_t width, uint8_t* out) {
     }
 }
 
+// Q4_0, Q4_1: 16 bytes of nibbles from byte START on.
 template <int64_t START> inline void nibble_levels(const uint8_t* block, uint8_t* out) {
     split_nibbles(block + START, 16, out);
 }
 
-// 16 bytes of indices into a table, `GROUPS` times.
+// IQ4_NL, IQ4_XS, MXFP4: 16 bytes of 4-bit indices into a table, `GROUPS` times.
 template <int64_t START, int64_t GROUPS, const int8_t* TABLE> inline void table_levels(const uint8_t* block, uint8_t* out) {
     for (int64_t group = 0; group < GROUPS; group++) {
         split_nibbles(block + START + 16 * group, 16, out + 32 * group);
@@ -35,7 +36,8 @@ template <int64_t START, int64_t GROUPS, const int8_t* TABLE> inline void table_
 constexpr int8_t IQ4_LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr int8_t MXFP4_LEVELS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// Q5_0 and Q5_1: bit i of four bytes is the fifth bit of value i, the nibbles follow. LEAST: the level of 0 bits.
+// Q5_0 and Q5_1: bit i of four bytes is the fifth bit of value i, then come the nibbles. LEAST: the value of all bits
+// zero.
 template <int64_t START, int LEAST> inline void five_bit_levels(const uint8_t* block, uint8_t* out) {
     split_nibbles(block + START + 4, 16, out);
     for (int64_t i = 0; i < 32; i++) {
@@ -46,27 +48,30 @@ template <int64_t START, int LEAST> inline void five_bit_levels(const uint8_t* b
 
 inline void q8_0_levels(const uint8_t* block, uint8_t* out) { std::memcpy(out, block + 2, 32); }
 
-inline void q2_k_levels(const uint8_t* block, uint8_t* out) {  // of each 32 bytes: their lowest two bits, the next two ...
+inline void q2_k_levels(const uint8_t* block, uint8_t* out) {  // of each 32 bytes: lowest two bits, next two ...
     for (int64_t i = 0; i < 256; i++) out[i] = block[16 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
 }
 
-inline void q3_k_levels(const uint8_t* block, uint8_t* out) {  // two bits likewise, inverted third ones; 8 means 0
+inline void q3_k_levels(const uint8_t* block, uint8_t* out) {  // two bits likewise, inverted third bits; value + 8
     for (int64_t i = 0; i < 256; i++) {
         const int low = block[32 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3, third = block[i % 32] >> (i / 32) & 1;
         out[i] = static_cast<uint8_t>((low | third << 2) + 4);
     }
 }
 
+// Q4_K: groups of 32 bytes of nibbles.
 inline void q4_k_levels(const uint8_t* block, uint8_t* out) {
     for (int64_t group = 0; group < 4; group++) split_nibbles(block + 16 + 32 * group, 32, out + 64 * group);
 }
 
+// Q5_K: nibbles as in Q4_K; 32 bytes before them hold the fifth bits.
 inline void q5_k_levels(const uint8_t* block, uint8_t* out) {
     for (int64_t group = 0; group < 4; group++) split_nibbles(block + 48 + 32 * group, 32, out + 64 * group);
     for (int64_t group = 0; group < 8; group++)
         for (int64_t i = 0; i < 32; i++) out[32 * group + i] |= (block[16 + i] >> group & 1) << 4;
 }
 
+// Q6_K: low nibbles, then two high bits per value, minus 32.
 inline void q6_k_levels(const uint8_t* block, uint8_t* out) {
     for (int64_t half = 0; half < 2; half++) {
         split_nibbles(block + 64 * half, 64, out + 128 * half);
@@ -79,7 +84,7 @@ inline void q6_k_levels(const uint8_t* block, uint8_t* out) {
     }
 }
 
-// By the numbers that files have for types; null levels: a type that is not read here.
+// The block type of a GGUF type number; a null function means that it is not unpacked here.
 inline BlockType block_type(int64_t number) {
     switch (number) {
         case 2: return {18, 32, nibble_levels<2>};
@@ -99,8 +104,9 @@ inline BlockType block_type(int64_t number) {
     }
 }
 
-constexpr int64_t FEW_LEVELS = 1 << 16;  // up to here threads cost more than they win
+constexpr int64_t FEW_LEVELS = 1 << 16;  // up to here, threads cost more than they save
 
+// Unpack `count` blocks. Returns whether the type is known.
 inline bool read_blocks(int64_t number, const uint8_t* blocks, int64_t count, uint8_t* levels) {
     const BlockType type = block_type(number);
     if (type.levels == nullptr) return false;
@@ -110,7 +116,7 @@ inline bool read_blocks(int64_t number, const uint8_t* blocks, int64_t count, ui
     return true;
 }
 
-// Which of all bytes are among `levels` [count] -> seen [256], 1 or 0.
+// Set seen [256] to 1 for each byte that occurs in `levels` [count], else to 0.
 inline void find_levels(const uint8_t* levels, int64_t count, uint8_t* seen) {
     std::atomic<uint8_t> found[256] = {};
     const int64_t pieces = (count + FEW_LEVELS - 1) / FEW_LEVELS;
@@ -124,8 +130,8 @@ inline void find_levels(const uint8_t* levels, int64_t count, uint8_t* seen) {
     for (int64_t level = 0; level < 256; level++) seen[level] = found[level].load(std::memory_order_relaxed);
 }
 
-// Codes of factors [count][16] of 256 inputs each, float16 -> shared [count], codes [count][16], see find_codes; false: some
-// have none.
+// Find the codes of factors [count][16] of 256 inputs each, float16: shared [count], codes [count][16], see find_codes.
+// Returns false if some cannot be represented.
 inline bool find_super_blocks(const uint16_t* factors, int64_t count, int64_t least, int64_t most, uint16_t* shared,
                               int8_t* codes) {
     std::atomic<bool> has_all{true};
@@ -137,19 +143,19 @@ inline bool find_super_blocks(const uint16_t* factors, int64_t count, int64_t le
     return has_all;
 }
 
-// --------------------------------------------------------------------------------------------- levels to panels
-// A weight as levels and factors: levels [outputs, inputs]; scales and offsets [outputs, so many as the format has], float16;
-// table [16]. With super-blocks, scales and offsets are what 256 inputs share, codes [outputs, inputs / 16]. What the format
-// does not have is not read.
+// --------------------------------------------------------------------------------------------- packing panels
+// A quantized weight: levels (quantized values) [outputs, inputs]; scales and offsets [outputs, groups of the format],
+// float16; table [16]. With super-blocks, scales and offsets are those that 256 inputs share, codes [outputs, inputs / 16].
+// What the format does not have is not read.
 struct Levels {
     const uint8_t* levels;
     const uint16_t *scales, *offsets;
     const uint8_t *table, *codes;
     int64_t outputs, inputs;
-    uint8_t middle;  // added to each level
+    uint8_t middle;  // added to each value
 };
 
-// Factors of some inputs: `count` of each of `rows` outputs -> [count][16 outputs], zeros for outputs that there are not.
+// Pack factors: `count` per output of `rows` outputs, to [count][16 outputs], zeros for missing outputs.
 inline void pack_factors(const uint16_t* from, int64_t stride, int64_t rows, int64_t count, uint8_t* to) {
     for (int64_t i = 0; i < count; i++)
         for (int64_t o = 0; o < INT8_OUTPUTS; o++) {
@@ -158,7 +164,7 @@ inline void pack_factors(const uint16_t* from, int64_t stride, int64_t rows, int
         }
 }
 
-// A level of 2 or 3 bits of line k, into its bytes of the lines from `to` on.
+// Pack a value of 2 or 3 bits of line k into its bits of the byte lines from `to` on.
 inline void pack_few_bits(uint8_t level, int64_t bits, int64_t k, uint8_t* to) {
     const auto put = [&](int64_t line, int64_t some, int64_t at) {
         to[line * LINE_BYTES] = static_cast<uint8_t>(to[line * LINE_BYTES] | some << at);
@@ -169,7 +175,7 @@ inline void pack_few_bits(uint8_t level, int64_t bits, int64_t k, uint8_t* to) {
     put(2, level >> 2, k);
 }
 
-// Lines of a panel, from lines of whole levels.
+// Pack lines of one byte per value into the bits of the format.
 inline void pack_lines(const uint8_t (&lines)[INT8_LINES][LINE_BYTES], int64_t format, uint8_t* to) {
     const int64_t bits = bits_of(format);
     if (bits == 8) {
@@ -192,7 +198,7 @@ inline void pack_lines(const uint8_t (&lines)[INT8_LINES][LINE_BYTES], int64_t f
     for (int64_t k = 0; k < 4; k++)
         for (int64_t i = 0; i < LINE_BYTES; i++)
             to[k * LINE_BYTES + i] = static_cast<uint8_t>((lines[k][i] & 15) | lines[k + 4][i] << 4);
-    const int64_t high = bits - 4;  // bits of a level behind the first four: lines of them hold those of 8 or 4 lines
+    const int64_t high = bits - 4;  // bits above the first four
     if (high == 0) return;
     std::memset(to + 4 * LINE_BYTES, 0, high * LINE_BYTES);
     for (int64_t k = 0; k < INT8_LINES; k++) {
@@ -203,7 +209,7 @@ inline void pack_lines(const uint8_t (&lines)[INT8_LINES][LINE_BYTES], int64_t f
     }
 }
 
-// 32 inputs of `rows` outputs as lines of whole levels. places: those of levels in the table, if there is one.
+// Read 32 inputs of `rows` outputs as lines of one byte per value. places: index of each value in the table, or null.
 inline void read_lines(const Levels& weight, const uint8_t* levels, int64_t rows, const uint8_t* places,
                        uint8_t (&lines)[INT8_LINES][LINE_BYTES]) {
     std::memset(lines, 0, sizeof lines);
@@ -217,7 +223,7 @@ inline void read_lines(const Levels& weight, const uint8_t* levels, int64_t rows
         }
 }
 
-// What a panel has before lines, with super-blocks; first, rows: its outputs.
+// With super-blocks: pack what precedes the lines of a panel; first, rows: its outputs.
 inline void pack_super_blocks(const Levels& weight, int64_t format, int64_t first, int64_t rows, uint8_t* to) {
     const int64_t blocks = weight.inputs / (INT8_GROUP * SUPER_GROUPS), halves = weight.inputs / INT8_GROUP * 2;
     for (int64_t block = 0; block < blocks; block++, to += super_factor_bytes(format)) {
@@ -229,9 +235,10 @@ inline void pack_super_blocks(const Levels& weight, int64_t format, int64_t firs
         for (int64_t o = 0; o < INT8_OUTPUTS; o++) *to++ = o < rows ? weight.codes[(first + o) * halves + half] : 0;
 }
 
+// Pack a whole weight into panels.
 inline void pack_int8(const Levels& weight, int64_t format, uint8_t* data) {
     const int64_t groups = weight.inputs / INT8_GROUP, span = groups_of_span(format), scales = scales_of(format);
-    const int64_t factors = groups / span * scales;  // of an output
+    const int64_t factors = groups / span * scales;  // per output
     const int64_t panels = (weight.outputs + INT8_OUTPUTS - 1) / INT8_OUTPUTS;
     uint8_t in_table[256] = {};
     if (has_table(format))

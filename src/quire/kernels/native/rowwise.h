@@ -1,4 +1,4 @@
-// Kernels that take each row of a batch by itself: norm, rotation, activation, cache write.
+// Kernels on each row separately: norms, rotary positions, activations, cache writes.
 #pragma once
 
 #include "simd.h"
@@ -6,6 +6,7 @@
 
 namespace {
 
+// out = x / rms(x) * weight, per row of x [rows, size]; rounds to T before multiplying by the weight.
 template <typename T, typename W>
 void rms_norm(const T* x, int64_t stride, const W* weight, T* out, int64_t out_stride, int64_t rows, int64_t size,
               float eps) {
@@ -24,7 +25,7 @@ void rms_norm(const T* x, int64_t stride, const W* weight, T* out, int64_t out_s
     });
 }
 
-// (x - mean) / deviation * weight + bias; weight_bias [2, size].
+// (x - mean) / standard deviation * weight + bias; weight_bias [2, size].
 template <typename T>
 void layer_norm(const T* x, int64_t stride, const T* weight_bias, T* out, int64_t out_stride, int64_t rows,
                 int64_t size, float eps) {
@@ -37,7 +38,7 @@ void layer_norm(const T* x, int64_t stride, const T* weight_bias, T* out, int64_
         const float mean = sum(total) / static_cast<float>(size);
         Floats squares = {};
         in_pieces(size, [&](int64_t i, int64_t count) {
-            float line[LANES] = {};  // those behind the end stay zero
+            float line[LANES] = {};  // lanes past the end stay zero
             put(line, fetch(in + i, count) - mean, count);
             const Floats value = load(line);
             squares = add_product(squares, value, value);
@@ -50,8 +51,9 @@ void layer_norm(const T* x, int64_t stride, const T* weight_bias, T* out, int64_
     });
 }
 
-// The logarithm of the sum of e^x over each row of x [rows, size], whose largest numbers are best [rows] -> out [rows].
-// A row is summed in pieces of a fixed size, which are added up in order: whatever the other rows and the threads are.
+// log(sum(exp(x))) of each row of x [rows, size], given the row maxima best [rows], to out [rows]. A row is summed in
+// pieces of a fixed size, which are added in order, so the result does not depend on other rows or the number of
+// threads.
 inline void log_sum_exp(const float* x, const float* best, float* out, int64_t rows, int64_t size) {
     constexpr int64_t AT_ONCE = 4, PIECE_SIZE = 4096;
     const int64_t pieces = (size + PIECE_SIZE - 1) / PIECE_SIZE;
@@ -83,8 +85,8 @@ inline void log_sum_exp(const float* x, const float* best, float* out, int64_t r
     }
 }
 
-// The first `dim` numbers of heads [rows, heads, head_dim] turned in place; cos and sin [rows, dim], the first half of
-// sin carrying the minus sign.
+// Apply rotary positions to the first `dim` elements of heads [rows, heads, head_dim] in place; cos and sin [rows,
+// dim], the first half of sin negated.
 template <typename T>
 void rotate(T* x, int64_t stride, const T* cos, const T* sin, int64_t angle_stride, int64_t rows, int64_t heads,
             int64_t head_dim, int64_t dim) {
@@ -106,16 +108,16 @@ void rotate(T* x, int64_t stride, const T* cos, const T* sin, int64_t angle_stri
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU };
 
-// 1 / (1 + e^-x)
+// Sigmoid: 1 / (1 + e^-x).
 inline Floats logistic(Floats x) { return 1.0f / (1.0f + exponential(smaller(-x, all(LARGEST_EXPONENT)))); }
 
-// x times the normal distribution's share below x: Abramowitz and Stegun 7.1.26, off by less than 1e-7 |x|.
+// x times the normal CDF at x: Abramowitz and Stegun 7.1.26, error below 1e-7 |x|.
 inline Floats gelu(Floats x) {
     const Floats z = larger(x, -x) * 0.70710678118654752f, t = 1.0f / add_product(all(1.0f), z, all(0.3275911f));
     Floats p = all(1.061405429f);
     for (const float next : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f})
         p = add_product(all(next), p, t);
-    const Floats tail = 0.5f * p * t * exponential(-z * z);  // the share above |x|
+    const Floats tail = 0.5f * p * t * exponential(-z * z);  // 1 - CDF at |x|
     return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 
@@ -127,7 +129,7 @@ template <Activation KIND> inline Floats activated(Floats x) {
     return x < 0.0f ? all(0.0f) : x;
 }
 
-// x [count], in place
+// Apply an activation to x [count] in place.
 template <Activation KIND, typename T> void activate_all(T* x, int64_t count) {
     for_each((count + 4096 - 1) / 4096, count > 16384, [&](int64_t index) {
         const int64_t begin = index * 4096;
@@ -137,6 +139,7 @@ template <Activation KIND, typename T> void activate_all(T* x, int64_t count) {
     });
 }
 
+// Apply the activation `kind` to x [count] in place.
 template <typename T> void activate(int64_t kind, T* x, int64_t count) {
     switch (kind) {
         case SILU: activate_all<SILU>(x, count); break;
@@ -146,13 +149,13 @@ template <typename T> void activate(int64_t kind, T* x, int64_t count) {
     }
 }
 
-// A gate of silu within limits: with g = min(gate, limit) and u = up in [-limit, limit], it gives
-// g * sigmoid(alpha * g) * (u + shift).
+// A clamped silu gate: with g = min(gate, limit) and u = up clamped to [-limit, limit], the result is g * sigmoid(alpha
+// * g) * (u + shift).
 struct Clamp {
     double limit, alpha, shift;
 };
 
-// gate_up [rows, 2 * size] -> out [rows, size], each number by gated(gate, up).
+// out [rows, size] = gated(gate, up), elementwise, for gate_up [rows, 2 * size].
 template <typename T, typename Gated>
 void gate_by(const T* gate_up, T* out, int64_t rows, int64_t size, const Gated& gated) {
     for_each(rows, rows * size > 16384, [&](int64_t row) {
@@ -169,6 +172,7 @@ template <Activation KIND, typename T> void gate_all(const T* gate_up, T* out, i
     gate_by(gate_up, out, rows, size, [](Floats gate, Floats up) { return rounded<T>(activated<KIND>(gate)) * up; });
 }
 
+// The clamped silu gate for gate_up [rows, 2 * size], see Clamp.
 template <typename T> void gate_clamped(const Clamp& clamp, const T* gate_up, T* out, int64_t rows, int64_t size) {
     const Floats limit = all(static_cast<float>(clamp.limit));
     const float alpha = static_cast<float>(clamp.alpha), shift = static_cast<float>(clamp.shift);
@@ -178,7 +182,7 @@ template <typename T> void gate_clamped(const Clamp& clamp, const T* gate_up, T*
     });
 }
 
-// gate_up [rows, 2 * size] -> activation(gate) * up [rows, size]; with a clamp, within its limits
+// out [rows, size] = activation(gate) * up for gate_up [rows, 2 * size]; with a clamp, the clamped silu gate.
 template <typename T>
 void gate(int64_t kind, const Clamp* clamp, const T* gate_up, T* out, int64_t rows, int64_t size) {
     if (clamp != nullptr) return gate_clamped(*clamp, gate_up, out, rows, size);
@@ -190,7 +194,7 @@ void gate(int64_t kind, const Clamp* clamp, const T* gate_up, T* out, int64_t ro
     }
 }
 
-// Keys and values [rows, heads, dim] to slots [rows, heads] of a cache seen as [slots, dim]. No values: null.
+// Copy keys and values [rows, heads, dim] to slots [rows, heads] of caches viewed as [slots, dim]. value may be null.
 template <typename T>
 void write_cache(const T* key, int64_t key_stride, const T* value, int64_t value_stride, T* key_cache, T* value_cache,
                  const int64_t* slots, int64_t rows, int64_t heads, int64_t dim) {

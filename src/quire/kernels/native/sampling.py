@@ -1,4 +1,4 @@
-"""The last step of sampling by the compiled kernels: masks, and a token for each row of logits."""
+"""Sampling by the compiled kernels: masks, and one token for each row of logits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Longs = npt.NDArray[np.int64]
 
 
 class _Columns(Structure):
-    """ChoiceColumns of choose.h."""
+    """Mirrors ChoiceColumns of choose.h."""
 
     _fields_ = tuple((name, c_void_p) for name in ("temperature", "log_min_p", "top_k", "top_p", "start"))
 
 
 class RowChoices:
-    """How each row chooses its tokens. A row that was never set is greedy."""
+    """The sampling parameters of each row. A row that was never set is greedy."""
 
     def __init__(self, num_rows: int) -> None:
         self.temperature = np.zeros(num_rows, dtype=np.float32)  # 0: greedy
@@ -41,7 +41,7 @@ class RowChoices:
         self._library = open_library()
 
     def set(self, row: int, temperature: float, min_p: float, top_k: int, top_p: float, start: int) -> None:
-        """start: of the row's random stream."""
+        """Set the parameters of a row. start: initial state of its random stream."""
         self.temperature[row], self._start[row] = temperature, start
         self._log_min_p[row] = math.log(min_p) if min_p > 0.0 else -math.inf
         self._top_k[row], self._top_p[row] = top_k, top_p
@@ -50,10 +50,11 @@ class RowChoices:
         self.temperature[row] = 0.0
 
     def choose(self, logits: Tensor, rows: Longs, lengths: Tensor, num_prompt: Tensor) -> Tensor:
-        """Token ids [samples] from logits [samples, vocab], which are overwritten; below zero where none can be chosen.
+        """Sample token ids [samples] from logits [samples, vocab], which are overwritten. An id is negative if no token
+        can be chosen.
 
-        rows, lengths [samples]: the row of each sample, and how many of its tokens the sample knows, the first
-        num_prompt [rows] of which are prompt.
+        rows, lengths [samples]: the row of each sample, and the number of its tokens so far, of which the first
+        num_prompt [rows] are the prompt.
         """
         samples, size = logits.shape
         _check(logits)
@@ -65,8 +66,8 @@ class RowChoices:
     def choose_by_head(
         self, states: Tensor, head: LinearWeights, rows: Longs, lengths: Tensor, num_prompt: Tensor
     ) -> Tensor:
-        """The tokens that `choose` finds in the products of states [samples, inputs] with the weight of a head. The
-        logits stay in the kernels' own memory."""
+        """Multiply hidden states [samples, inputs] by the weight of an LM head and sample like `choose`. The logits
+        stay in the kernels' own memory."""
         samples, weight, bias = len(states), head.weight, head.bias
         _check(states)
         assert (weight.dtype, weight.inputs) == (torch.float32, states.shape[1])
@@ -88,7 +89,8 @@ class RowChoices:
 
 
 def mask_logits(logits: Tensor, places: Longs, bits: npt.NDArray[np.uint32]) -> None:
-    """Ban what bits [masked, words] do not allow in the lines `places` [masked] of logits, and tokens past the bits."""
+    """Set logits of disallowed tokens to minus infinity. Row i of bits [masked, words] applies to row places[i] of the
+    logits; tokens past the end of the bits are disallowed."""
     _check(logits)
     assert places.dtype == np.int64
     assert bits.dtype.itemsize == 4

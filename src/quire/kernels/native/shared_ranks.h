@@ -1,8 +1,8 @@
-// Ranks of one machine that meet in shared memory: a sum over all of them takes microseconds, not a trip through sockets.
+// Collectives between the ranks of one machine in shared memory: an all-reduce takes microseconds, without sockets.
 //
-// Every rank has a page: how often it has met the others, and two slots for what it gives. A meeting uses the slot of
-// its number's parity. A rank that begins meeting n + 2 has seen all others at meeting n + 1, so they have read what it
-// gave at meeting n: two slots are enough, and nobody waits twice.
+// Every rank has a page: a counter of barriers (meetings) and two slots for its data. A meeting uses the slot of its
+// number's parity. A rank that begins meeting n + 2 has seen all others at meeting n + 1, so they have read its data of
+// meeting n: two slots are enough, and one barrier per collective.
 #pragma once
 
 #include <sched.h>
@@ -13,13 +13,14 @@
 
 namespace {
 
+// The shared memory of the ranks, as seen by one of them.
 struct RankPages {
     uint8_t* base;
-    int64_t slot_bytes;  // of one of the two slots, a multiple of 64
-    int64_t size;        // ranks
+    int64_t slot_bytes;  // of each of the two slots, a multiple of 64
+    int64_t size;        // number of ranks
     int64_t index;       // of this rank
-    double seconds;      // the deadline of a meeting
-    int64_t missing;     // the rank that did not come to one, or -1: then nobody meets any more
+    double seconds;      // timeout of a meeting
+    int64_t missing;     // the rank that missed a meeting, or -1; after that no meeting succeeds
 
     int64_t stride() const { return 64 + 2 * slot_bytes; }
     std::atomic<uint64_t>& meetings(int64_t rank) const {
@@ -36,8 +37,8 @@ inline double now_seconds() {
     return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-// Waits until a rank has come to a meeting: spins for microseconds, then lets others run, as there may be more ranks
-// than cores; after milliseconds it sleeps in between. Returns whether it came before the deadline.
+// Wait until a rank has reached a meeting: spin for microseconds, then yield, as there may be more ranks than cores;
+// after 2 ms, sleep in between. Returns false on timeout.
 inline bool has_come(const std::atomic<uint64_t>& meetings, uint64_t meeting, double seconds) {
     for (int spin = 0; spin < 4000; ++spin) {
         if (meetings.load(std::memory_order_acquire) >= meeting) return true;
@@ -57,7 +58,8 @@ inline bool has_come(const std::atomic<uint64_t>& meetings, uint64_t meeting, do
     return true;
 }
 
-// Gives something, and waits for the others. Returns the number of the meeting; it failed if a rank is missing then.
+// Store data in this rank's slot and wait for the others (a barrier). Returns the number of the meeting. If a rank is
+// missing afterwards, the meeting failed.
 inline uint64_t give_and_meet(RankPages& pages, const void* data, int64_t bytes) {
     auto& own = pages.meetings(pages.index);
     const uint64_t meeting = own.load(std::memory_order_relaxed) + 1;
@@ -69,7 +71,7 @@ inline uint64_t give_and_meet(RankPages& pages, const void* data, int64_t bytes)
     return meeting;
 }
 
-// x [count] += what all others give, summed in the order of ranks in float32: the same bits on every rank.
+// x [count] = sum over all ranks, added in the order of ranks in float32: bitwise the same on every rank.
 template <typename T> void all_reduce(RankPages& pages, T* x, int64_t count) {
     const int64_t most = pages.slot_bytes / static_cast<int64_t>(sizeof(T)) / LANES * LANES;
     for (int64_t begin = 0; begin < count && pages.missing < 0; begin += most) {

@@ -1,5 +1,5 @@
-// One register at a time: GCC's vector extension at the width of the machine's registers; wider ones would go through
-// memory. float32 and bfloat16 in memory, float32 in registers.
+// Vector registers by the compiler's vector extension at the native register width (AVX-512: 16 lanes, AVX: 8, SSE and
+// NEON: 4); wider types would go through memory. float32 and bfloat16 in memory, float32 in registers.
 #pragma once
 
 #include <algorithm>
@@ -36,14 +36,15 @@ struct bf16 {
     uint16_t bits;
 };
 
+// Broadcast.
 inline Floats all(float x) { return x - Floats{}; }
 
-// The same at any address. Not by memcpy: compilers then keep whole arrays of registers in memory.
+// Unaligned access. Not by memcpy: compilers then keep whole arrays of registers in memory.
 typedef Floats LooseFloats __attribute__((aligned(4), may_alias));
 typedef Halves LooseHalves __attribute__((aligned(2), may_alias));
 
-// Halves as the upper halves of words, and back. GCC would convert them lane by lane on ARM; and shifts take one of the
-// two vector units there, interleaving with zeros any.
+// bfloat16 bits to the upper halves of 32-bit words, and back. On Arm, GCC would convert them lane by lane, and shifts
+// run on only one of the two vector units, while interleaving with zeros runs on both.
 #if defined(__aarch64__)
 inline Words raised(Halves bits) {
     return (Words)vzip1q_u16(vdupq_n_u16(0), vcombine_u16((uint16x4_t)bits, vdup_n_u16(0)));
@@ -62,11 +63,11 @@ inline Floats load(const bf16* from) {
 
 inline void store(float* to, Floats value) { *reinterpret_cast<LooseFloats*>(to) = value; }
 #if defined(__AVX512BF16__)
-inline void store(bf16* to, Floats value) {  // to nearest, ties to even
+inline void store(bf16* to, Floats value) {  // round to nearest even
     *reinterpret_cast<LooseHalves*>(to) = (Halves)_mm512_cvtneps_pbh((__m512)value);
 }
 #else
-inline void store(bf16* to, Floats value) {  // to nearest, ties to even; a NaN stays a NaN
+inline void store(bf16* to, Floats value) {  // round to nearest even; NaN stays NaN
     const Words bits = (Words)value;
     const Words rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
     const Words is_nan = (Words)((bits & 0x7FFFFFFFu) > 0x7F800000u);
@@ -74,6 +75,7 @@ inline void store(bf16* to, Floats value) {  // to nearest, ties to even; a NaN 
 }
 #endif
 
+// Round to the precision of T.
 template <typename T> inline Floats rounded(Floats value);
 template <> inline Floats rounded<float>(Floats value) { return value; }
 template <> inline Floats rounded<bf16>(Floats value) {
@@ -82,7 +84,7 @@ template <> inline Floats rounded<bf16>(Floats value) {
     return load(line);
 }
 
-// The first `count` lanes, zeros behind them; and back.
+// Load or store the first `count` lanes; the rest is zero.
 template <typename T> inline Floats load_some(const T* from, int64_t count) {
     T line[LANES] = {};
     std::memcpy(line, from, count * sizeof(T));
@@ -94,7 +96,7 @@ template <typename T> inline void store_some(T* to, Floats value, int64_t count)
     std::memcpy(to, line, count * sizeof(T));
 }
 
-// body(offset, count) for pieces of a register, the last one shorter if need be.
+// Call body(offset, count) for register-sized pieces; the last one may be shorter.
 template <typename Body> inline void in_pieces(int64_t size, Body body) {
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) body(i, LANES);
@@ -110,8 +112,8 @@ template <typename T> inline void put(T* to, Floats value, int64_t count) {
         store_some(to, value, count);
 }
 
-// body(0), ... body(N - 1), written out: as numbers known to the compiler, so that arrays they index stay in registers.
-// A body that takes an int, and need not know it in a template, is compiled once for all of them.
+// body(0), ..., body(N - 1), unrolled with compile-time indices, so that arrays indexed by them stay in registers. A
+// body that takes an int and does not use it as a template argument is compiled once.
 template <int... I, typename Body>
 inline __attribute__((always_inline)) void unroll(std::integer_sequence<int, I...>, Body body) {
     (body(std::integral_constant<int, I>{}), ...);
@@ -120,13 +122,14 @@ template <int N, typename Body> inline __attribute__((always_inline)) void unrol
     unroll(std::make_integer_sequence<int, N>{}, body);
 }
 
-// body(n, row) for rows [row, end), n of them together: MOST while there are so many, then fewer.
+// Call body(n, row) for rows [row, end), n rows together: MOST as long as possible, then fewer. n is a compile-time
+// constant.
 template <int MOST, typename Body> inline void by_rows(int64_t row, int64_t end, Body body) {
     for (; row + MOST <= end; row += MOST) body(std::integral_constant<int, MOST>{}, row);
     if constexpr (MOST > 1) by_rows<(MOST > 4 ? MOST / 2 : MOST - 1)>(row, end, body);
 }
 
-// N numbers, folded in the middle by `join` until four are left.
+// Reduce N lanes to four with `join`, halving each time.
 typedef float Quad __attribute__((vector_size(16)));
 template <int64_t N, typename V, typename Join> inline Quad fold_to_four(V x, Join join) {
     if constexpr (N == 4) {
@@ -146,7 +149,7 @@ inline float sum(Floats x) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// Four of the eight numbers of two registers, by their places.
+// Select four of the eight lanes of two registers.
 template <int A, int B, int C, int D> inline Quad pick(Quad x, Quad y) {
 #if defined(__clang__) || __GNUC__ >= 12
     return __builtin_shufflevector(x, y, A, B, C, D);
@@ -156,7 +159,7 @@ template <int A, int B, int C, int D> inline Quad pick(Quad x, Quad y) {
 #endif
 }
 
-// The sums of four registers, each added up as `sum` does it, in fewer steps.
+// Horizontal sums of four registers, each in the same order as `sum`, in fewer steps.
 inline Quad fold_pair(Floats x, Floats y) {  // (x0 + x2, x1 + x3, y0 + y2, y1 + y3)
     const Quad a = sum_to_four(x), b = sum_to_four(y);
     return pick<0, 1, 4, 5>(a, b) + pick<2, 3, 6, 7>(a, b);
@@ -179,8 +182,8 @@ inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 #endif
 
-// sum + x * y, rounded once where the machine can. Asked for by name: left to itself a compiler fuses in one loop and
-// not in another, and a row must have the same bits in both.
+// sum + x * y, an FMA where the CPU has one. By intrinsic: left alone, a compiler fuses in one loop and not in another,
+// and a row must have the same bits in both.
 inline Floats add_product(Floats sum, Floats x, Floats y) {
 #if defined(__aarch64__)
     return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
@@ -193,7 +196,7 @@ inline Floats add_product(Floats sum, Floats x, Floats y) {
 #endif
 }
 
-// sum + x * scales[LANE], likewise.
+// sum + x * scales[LANE], as add_product.
 template <int LANE> inline Floats add_scaled(Floats sum, Floats x, Quad scales) {
 #ifdef __aarch64__
     return (Floats)vfmaq_laneq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)scales, LANE);
@@ -202,6 +205,7 @@ template <int LANE> inline Floats add_scaled(Floats sum, Floats x, Quad scales) 
 #endif
 }
 
+// Horizontal maximum.
 inline float largest(Floats x) {
 #ifdef __aarch64__
     return vmaxnmvq_f32((float32x4_t)x);
@@ -212,11 +216,11 @@ inline float largest(Floats x) {
 #endif
 }
 
-// 1.5 * 2^23: added to a number of up to 22 bits, it rounds it to a whole number, which is in the sum's lowest bits.
+// 1.5 * 2^23: adding it rounds a value of up to 22 bits to an integer, which is then in the lowest bits of the sum.
 constexpr float ROUNDING = 12582912.0f;
 
-// e^x by 2^n * p(f), relative error below 2e-7, for x up to LARGEST_EXPONENT; those below -87 give 0. Several at once:
-// one step of all comes before the next, so that none waits for its own last one.
+// exp(x) by 2^n * p(f), relative error below 2e-7, for x up to LARGEST_EXPONENT; x below -87 gives 0. N registers at
+// once, interleaved to hide the FMA latency.
 constexpr float LARGEST_EXPONENT = 88.0f;
 template <int64_t N> inline void exponentials(Floats (&x)[N]) {
     constexpr float POLYNOMIAL[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
@@ -233,8 +237,8 @@ template <int64_t N> inline void exponentials(Floats (&x)[N]) {
     for (int64_t k = 1; k < 8; ++k)
         for (int64_t i = 0; i < N; ++i) p[i] = add_product(all(POLYNOMIAL[k]), p[i], f[i]);
     for (int64_t i = 0; i < N; ++i) {
-        const Words scaled = (Words)p[i] + shifted[i];  // n more in the exponent
-        const Words vanishes = (Words)(x[i] < all(-87.0f));  // whatever the steps above made of them
+        const Words scaled = (Words)p[i] + shifted[i];  // add n to the exponent
+        const Words vanishes = (Words)(x[i] < all(-87.0f));  // overrides the result for these lanes
         x[i] = (Floats)(scaled & ~vanishes);
     }
 }

@@ -1,4 +1,4 @@
-"""What a program is run with, and what it hands to the compiled kernels. The structures mirror program.h, delta.h,
+"""The inputs of a program run, and the C structures that the compiled kernels read. They mirror program.h, delta.h,
 low_rank.h, shared_ranks.h and message_ring.h."""
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ProgramStep:
-    """What a program is run with, besides its rows. int64 and contiguous, as the functions of `ops` take it."""
+    """The inputs of a program run besides its rows. Index tensors are int64 and contiguous, as for the functions of
+    `ops`."""
 
-    slots: Sequence[Tensor]  # of each table of blocks: most layers read the first one
-    tables: Sequence[Tensor]  # all laid out alike
-    spans: Tensor
-    wanted: Tensor | None  # [rows]: those that the program returns; None: all
+    slots: Sequence[Tensor]  # cache slots of new tokens, for each block table: most layers use the first one
+    tables: Sequence[Tensor]  # all of one layout
+    spans: Tensor  # [n, 4], see `ops.paged_attention`
+    wanted: Tensor | None  # indices of the rows that the program returns; None: all
     caches: Sequence[tuple[Tensor, Tensor]]  # keys and values [blocks, kv heads, block, dim] of each layer
-    angles: Sequence[tuple[Tensor, Tensor]]  # cos and sin [rows, ..., numbers turned], in the order of `Program.angles`
-    given: Any = None  # to operations in Python
-    beside: Tensor | None = None  # [rows, width]
-    states: Sequence[Tensor] = ()  # [slots, numbers] float32, of each recurrent layer
-    segments: npt.NDArray[np.int64] | None = None  # [segments, 4], of what recurrent layers compute
-    adapters: tuple[Tensor, Tensor] | None = None  # slots of all rows and of the wanted ones, below 0: none
+    angles: Sequence[tuple[Tensor, Tensor]]  # cos, sin [rows, ..., rotated elements], in the order of `Program.angles`
+    given: Any = None  # passed to Python operations
+    beside: Tensor | None = None  # [rows, width]: the second input, if the program has one
+    states: Sequence[Tensor] = ()  # [slots, elements] float32, of each recurrent layer
+    segments: npt.NDArray[np.int64] | None = None  # [segments, 4] for recurrent layers, see kernels/delta.py
+    adapters: tuple[Tensor, Tensor] | None = None  # LoRA slots of all rows and of the selected ones; negative: none
 
 
 class CDelta(Structure):

@@ -1,11 +1,11 @@
-// The threads of the kernels, made once for a process. The thread that calls a kernel walks its operations alone, and
-// shares loops that are worth it: it opens a loop, takes items like everybody else, and closes it. A worker joins a loop
-// that is open; the caller waits for those that have joined, never for one that the operating system does not run. So
-// more threads than cores, or a neighbour that takes a core away, cost what they take and not a barrier of all threads
-// for every operation. Between the loops of a step workers spin; when no loop comes, they are parked.
+// The thread pool of the kernels, created once per process. The thread that calls a kernel runs its operations, and
+// shares loops that are worth it: it opens a loop, takes items like every worker, and closes it. A worker joins an open
+// loop; the caller waits only for workers that have joined, never for one that the operating system has not scheduled.
+// So oversubscribed cores cost the time they lose, not a barrier of all threads for every operation. Between the loops
+// of a step workers spin; if no loop comes, they sleep.
 //
-// Who takes which item is left to chance, so no result may depend on it: an item is computed whole by one thread, and
-// what several items give is added up in the order of items.
+// Items are assigned dynamically, so no result may depend on the assignment: an item is computed entirely by one
+// thread, and results of several items are combined in the order of items.
 #pragma once
 
 #include <pthread.h>
@@ -22,14 +22,14 @@ namespace {
 
 constexpr int64_t MOST_THREADS = 1024;
 
-// The items of one loop, as they are handed out.
+// Hands out the items of one loop.
 class Turns {
    public:
     Turns(int64_t count, int64_t most, int64_t threads) : count_(count), most_(most), threads_(threads) {}
 
-    // Items [begin, end) for the thread that asks; false: all are taken. The first turns are long, three quarters of a fair
-    // share of what is left, as neighbours are read faster; the last items go one by one, so that threads end at about the
-    // same time. A thread alone gets all items at once.
+    // Take items [begin, end) for the calling thread; false: all are taken. Chunks start at three quarters of a fair
+    // share of what is left, since adjacent items are read faster, and shrink to single items, so that threads finish
+    // at about the same time. A single thread gets all items at once.
     bool take(int64_t& begin, int64_t& end) {
         begin = next_.load(std::memory_order_relaxed);
         do {
@@ -46,12 +46,14 @@ class Turns {
     const int64_t most_, threads_;
 };
 
+// The pool of worker threads.
 class Team {
    public:
     typedef void (*Call)(void* body, Turns& turns);
 
-    // call(body, turns) on this thread and on up to threads - 1 others; who comes twice finds no items. Returns false, with
-    // nothing done, if another thread has the team now, or this one is part of it.
+    // Run call(body, turns) on this thread and on up to threads - 1 workers; a worker that joins again finds no items.
+    // Returns false, and does nothing, if another thread is using the team or this thread is part of it. Rethrows an
+    // exception of any thread.
     bool share(Turns& turns, int64_t threads, Call call, void* body) {
         if (busy_.exchange(true, std::memory_order_acquire)) return false;
         make_workers(threads - 1);
@@ -73,22 +75,24 @@ class Team {
    private:
     static constexpr uint32_t OPEN = 1u << 31;
 
+    // Create workers until there are `wanted`.
     void make_workers(int64_t wanted) noexcept {
         wanted = std::min(wanted, most_workers_);
         if (num_workers_ >= wanted) return;
         sigset_t all, before;
         sigfillset(&all);
         for (const int fault : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGSYS}) sigdelset(&all, fault);
-        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals must be handled by Python's threads
         try {
             for (; num_workers_ < wanted; ++num_workers_)
                 std::thread([this, index = num_workers_] { work(index); }).detach();
-        } catch (...) {  // the system gives no more: those there are do it, and no more are asked for
+        } catch (...) {  // no more threads available: go on with those that exist
             most_workers_ = num_workers_;
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
+    // Take items until there are none; records the first exception and skips the rest.
     void take_part() noexcept {
         try {
             call_(body_, *turns_);
@@ -98,6 +102,7 @@ class Team {
         }
     }
 
+    // The loop of a worker thread.
     void work(int64_t index) {
         for (uint32_t pins = 0;;) {
             const uint32_t heard = opened_.heard();
@@ -110,6 +115,7 @@ class Team {
         }
     }
 
+    // Join the open loop, if there is one and this worker is wanted.
     bool join(int64_t index) {
         uint32_t now = state_.load(std::memory_order_acquire);
         while (now & OPEN)
@@ -122,10 +128,10 @@ class Team {
     }
 
     void leave() {
-        if (state_.fetch_sub(1, std::memory_order_seq_cst) == 1) left_.ring();  // the last one, of a closed loop
+        if (state_.fetch_sub(1, std::memory_order_seq_cst) == 1) left_.ring();  // the last worker of a closed loop
     }
 
-    // From now on nobody joins; waits for those that have.
+    // Close the loop: no worker can join any more; wait for those that have joined.
     void close() {
         state_.fetch_and(~OPEN, std::memory_order_acq_rel);
         const auto is_empty = [&] { return state_.load(std::memory_order_seq_cst) == 0; };
@@ -135,14 +141,14 @@ class Team {
     }
 
     std::atomic<bool> busy_{false};
-    // set by who has the team, read by who has joined
+    // written by the thread that uses the team, read by workers that have joined
     Call call_ = nullptr;
     void* body_ = nullptr;
     Turns* turns_ = nullptr;
     int64_t helpers_ = 0, num_workers_ = 0, most_workers_ = MOST_THREADS;
     std::atomic<bool> failed_{false};
     std::exception_ptr failure_;
-    alignas(64) std::atomic<uint32_t> state_{0};  // OPEN or not, and the number of workers that have joined
+    alignas(64) std::atomic<uint32_t> state_{0};  // OPEN flag, and the number of workers that have joined
     alignas(64) Bell opened_;
     alignas(64) Bell left_;
 };
@@ -150,14 +156,14 @@ class Team {
 inline std::atomic<Team*> the_team{nullptr};
 inline std::atomic<int64_t> team_threads{1};
 
-// Never deleted: its workers use it until the process ends. A child of fork has none of them, and makes a team of its
+// The process-wide team. Never deleted, since its workers use it until the process ends. A forked child creates its
 // own.
 inline Team& team() {
     Team* found = the_team.load(std::memory_order_acquire);
     if (found != nullptr) return *found;
     static const int handler = pthread_atfork(nullptr, nullptr, [] {
         the_team.store(nullptr);
-        forget_pins();  // they are its parent's
+        forget_pins();  // they belong to the parent
     });
     static_cast<void>(handler);
     Team* made = new Team;
@@ -169,6 +175,7 @@ inline Team& team() {
 inline int64_t num_threads() { return team_threads.load(std::memory_order_relaxed); }
 inline void set_num_threads(int64_t threads) { team_threads = std::clamp<int64_t>(threads, 1, MOST_THREADS); }
 
+// Run `call` on the team, or on this thread alone if the team is not available.
 inline void share_items(int64_t count, int64_t most, int64_t threads, Team::Call call, void* body) {
     if (threads > 1) {
         Turns turns(count, most, threads);
@@ -178,9 +185,9 @@ inline void share_items(int64_t count, int64_t most, int64_t threads, Team::Call
     call(body, turns);
 }
 
-// each = make() on every thread that takes part, then each(begin, end) for ranges of items [0, count), every item once, in
-// any order, up to `most` neighbours at a time by one thread. is_worth: whether sharing pays; a loop of less than some
-// microseconds is done by the caller alone, by the same function, as what it does to items may take long to compile.
+// Parallel loop: each = make() on every participating thread, then each(begin, end) for ranges of items [0, count),
+// every item once, in any order, at most `most` adjacent items at a time. is_worth: whether to use several threads; a
+// loop of less than a few microseconds runs on the caller alone, through the same code, to save compile time.
 template <typename Make> void share_ranges(int64_t count, int64_t most, bool is_worth, Make make) {
     const auto call = [](void* given, Turns& turns) {
         int64_t begin, end;
@@ -201,7 +208,7 @@ template <typename Make> void share_out(int64_t count, int64_t most, bool is_wor
     });
 }
 
-// The same with nothing that a thread keeps from item to item.
+// The same without per-thread state.
 template <typename Each> void for_each(int64_t count, bool is_worth, const Each& each) {
     share_out(count, 1024, is_worth, [&] { return [&](int64_t i) { each(i); }; });
 }

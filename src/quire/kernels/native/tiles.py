@@ -1,4 +1,5 @@
-"""bfloat16 weights in the layout of tiles.h: tiles of 16 outputs x 32 inputs, plain or as small levels with scales."""
+"""Packs bfloat16 weights into the layout of tiles.h for AMX: tiles of 16 outputs x 32 inputs, plain or quantized with
+scales."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ def tile_plain(weight: Tensor) -> PackedWeight:  # [outputs, inputs], bfloat16
 
 
 def tile_levels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: bool) -> PackedWeight:
-    """A weight of levels * scale + offset, scale and offset shared by 32 inputs of an output.
+    """Pack a weight of value * scale + offset, where 32 inputs of an output share scale and offset.
 
-    levels [outputs, inputs], uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs, inputs / 32], float16.
+    levels [outputs, inputs]: the quantized values, uint8 below 16 for `nibbles`, else int8; scales, offsets [outputs,
+    inputs / 32], float16.
     """
     outputs, inputs = levels.shape
     lanes = _lanes(levels)  # [panels, tiles, 16, 32]
@@ -31,7 +33,8 @@ def tile_levels(levels: Tensor, scales: Tensor, offsets: Tensor, *, nibbles: boo
 
 
 def _lanes(weight: Tensor) -> Tensor:
-    """[outputs, inputs] -> [panels, tiles, 16 lines, 32 lanes]: lane j of line r is output j / 2, input 2 r + j % 2."""
+    """Reorder [outputs, inputs] to [panels, tiles, 16 lines, 32 lanes]: lane j of line r is output j / 2, input 2 r + j
+    % 2."""
     padded = _padded(weight)
     split = padded.view(-1, TILE_OUTPUTS, weight.shape[1] // TILE_INPUTS, TILE_INPUTS // 2, 2)
     return split.permute(0, 2, 3, 1, 4).contiguous().flatten(3)

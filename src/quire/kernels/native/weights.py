@@ -1,4 +1,4 @@
-"""The weights that a program's operations multiply by. The structures mirror experts.h."""
+"""The weights that the operations of a program read. The structures mirror experts.h."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PackedExperts(Structure):
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """A weight as the kernels read it, and its bias."""
+    """A packed weight and its bias."""
 
     weight: PackedWeight
     bias: Tensor | None
@@ -43,17 +43,17 @@ class LinearWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The experts of a layer, or some of them: gate and up in one product, then down."""
+    """The experts of a layer, or those that this rank holds: gate and up in one gemm, then down."""
 
-    gate_up: Sequence[Sequence[LinearWeights]]  # of each expert: one weight, or gate and up where their formats differ
+    gate_up: Sequence[Sequence[LinearWeights]]  # per expert: one weight, or gate and up if their formats differ
     down: Sequence[LinearWeights]
-    num_used: int  # by each row: those that its logits rank first, weighted by the softmax over all
-    is_normalized: bool  # weights are divided by their sum
-    scale: float  # of the weights
-    clamp: Clamp | None = None  # of the gate
-    activation: str = "silu"  # likewise
-    factors: Tensor | None = None  # [experts] float32: of each expert's weight
-    groups: tuple[int, int] = (1, 1)  # and how many of them a row's experts are of
-    score_bias: Tensor | None = None  # [experts] float32: experts rank by sigmoids plus this, which are their weights
-    first: int = 0  # the number of the first of these experts; what a row's other experts make of it is not added
-    adapters: tuple[Sequence[LowRankSlots], ...] = ((), ())  # LoRA of each expert's gate and up, and of its down
+    num_used: int  # experts per row (top-k); their weights are a softmax over all experts' logits
+    is_normalized: bool  # the weights of a row's experts are divided by their sum
+    scale: float  # multiplied into the weights
+    clamp: Clamp | None = None  # of the gated activation
+    activation: str = "silu"  # of the gate
+    factors: Tensor | None = None  # [experts] float32: multiplied into each expert's weight
+    groups: tuple[int, int] = (1, 1)  # number of expert groups, and how many of them a row may use
+    score_bias: Tensor | None = None  # [experts] float32: experts rank by sigmoid + bias, weights are sigmoids
+    first: int = 0  # number of the first expert held here; experts that are not held add nothing
+    adapters: tuple[Sequence[LowRankSlots], ...] = ((), ())  # LoRA slots for gate and up of each expert, and its down

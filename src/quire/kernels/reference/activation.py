@@ -1,4 +1,4 @@
-"""Activations and the gate of a feed-forward network, in plain torch."""
+"""Activations and gated activations of a feed-forward network, in plain torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from quire.kernels.clamp import Clamp
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """By name: "silu", "relu", "gelu" (by the error function) or "gelu_tanh"."""
+    """Return the activation of x by its name: "silu", "relu", "gelu" (with erf) or "gelu_tanh"."""
     if activation in ("silu", "relu"):
         return F.silu(x) if activation == "silu" else F.relu(x)
     return F.gelu(x, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
 
 
 def gate(gate_up: Tensor, activation: str, clamp: Clamp | None = None) -> Tensor:  # [rows, 2 * size] -> [rows, size]
-    """activation(gate) * up, where gate_up holds gate, then up; with a clamp, within its limits."""
+    """Return activation(gate) * up, where gate_up holds gate, then up. With a clamp, return the clamped silu gate
+    instead."""
     gate, up = gate_up.chunk(2, dim=-1)
     if clamp is None:
         return activate(gate, activation) * up

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: one sequence at a time, in float32, with nothing clever."""
+"""Paged attention in plain torch, in float32, one sequence at a time. The reference for all attention kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from quire.kernels.reference.cache_quantize import dequantize_heads
 
 
 def read_cache(cache: Tensor, block_ids: Tensor, num_tokens: int, scales: Tensor | None = None) -> Tensor:
-    """The first `num_tokens` keys (or values) of a sequence, in order; those of a cache with scales in float32."""
+    """Return the first `num_tokens` keys (or values) of a sequence [tokens, kv heads, dim], in order. A cache with
+    scales is dequantized to float32."""
     raw = cache.view(torch.uint8)[block_ids.long()]  # as bytes: float8 cannot be indexed on every device
     blocks = raw.view(cache.dtype)  # [sequence blocks, kv heads, block, dim]
     if scales is not None:
@@ -18,7 +19,7 @@ def read_cache(cache: Tensor, block_ids: Tensor, num_tokens: int, scales: Tensor
 
 
 def write_cache(cache: Tensor, tokens: Tensor, block_ids: Tensor, start: int) -> None:
-    """Put `tokens` [tokens, kv heads, dim] at positions start.. of the sequence whose blocks are `block_ids`."""
+    """Write `tokens` [tokens, kv heads, dim] at positions start.. of the sequence whose blocks are `block_ids`."""
     block_size = cache.shape[2]
     for offset, token in enumerate(tokens):
         block, slot = divmod(start + offset, block_size)
@@ -38,13 +39,13 @@ def paged_attention(
     sinks: Tensor | None = None,  # [query heads]
     key_scale: float = 1.0,
     value_scale: float = 1.0,
-    key_scales: Tensor | None = None,  # of a quantized cache, see cache_quantize
+    key_scales: Tensor | None = None,  # of a quantized cache; see cache_quantize.py
     value_scales: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of one sequence's newest tokens over all its cached ones: as many rows as `query`.
+    """Return causal attention of the newest tokens of one sequence over all its cached tokens, shaped like `query`.
 
-    Position p sees the keys in (p - window, p]. A sink is a score with no value. `key_scale` and
-    `value_scale` belong to all numbers of a cache.
+    Position p sees the keys in (p - window, p]. A sink is a score without a value. `key_scale` and `value_scale` are
+    per-tensor scales of a cache.
     """
     num_tokens, num_heads, _ = query.shape
     group = num_heads // key_cache.shape[1]

@@ -1,4 +1,4 @@
-"""Blocks moved between places of the cache and a staging buffer, in plain torch."""
+"""Copies of blocks within the cache, and between the cache and a staging buffer, in plain torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from torch import Tensor
 
 
 def copy_blocks(memory: Tensor, pairs: Tensor) -> None:
-    """Copy source to target in every plane of memory [planes, blocks, ...] by pairs [n, 2]; negatives are padding."""
+    """Copy source to target in every plane of memory [planes, blocks, ...] for each pair (source, target) of pairs [n,
+    2]. Pairs with a negative id are padding."""
     before = memory.clone()
     for source, target in pairs.tolist():
         if source >= 0 and target >= 0:
@@ -14,14 +15,14 @@ def copy_blocks(memory: Tensor, pairs: Tensor) -> None:
 
 
 def gather_blocks(memory: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Blocks of memory [planes, blocks, ...] into staging [n, planes, ...]; a negative id moves nothing."""
+    """Copy blocks of memory [planes, blocks, ...] to staging [n, planes, ...]. Negative ids are skipped."""
     for place, block in enumerate(block_ids.tolist()):
         if block >= 0:
             staging[place] = memory[:, block]
 
 
 def scatter_blocks(staging: Tensor, block_ids: Tensor, memory: Tensor) -> None:
-    """The way back of `gather_blocks`."""
+    """Copy staging [n, planes, ...] back to blocks of memory [planes, blocks, ...]. Negative ids are skipped."""
     for place, block in enumerate(block_ids.tolist()):
         if block >= 0:
             memory[:, block] = staging[place]

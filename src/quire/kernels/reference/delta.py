@@ -1,4 +1,4 @@
-"""Gated delta nets by torch: rows of one token together, longer runs one by one."""
+"""Gated delta nets in plain torch: sequences with one token are batched, longer runs are computed one by one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from quire.kernels.delta import SAME_RUN, DeltaSizes, DeltaWeights
 
-Segment = Sequence[int]  # first token, tokens, slot read, slot written
+Segment = Sequence[int]  # first token, number of tokens, slot to read, slot to write
 CHUNK = 64  # tokens of a long run that are computed together
 LONG = 16  # runs of fewer tokens are computed token by token
 
 
 def convolve(x: Tensor, weight: Tensor, state: Tensor, segments: Sequence[Segment], sizes: DeltaSizes) -> Tensor:
-    """x [tokens, channels or more] -> silu of its convolution [tokens, channels]; the last inputs are kept in `state`
-    [slots, numbers]."""
+    """Return silu of the causal convolution of x [tokens, channels or more] as [tokens, channels]. Updates the last
+    inputs of the convolution in `state` [slots, elements]."""
     tails = _tails(state, sizes)
     x, out = x[:, : sizes.channels], torch.zeros(len(x), sizes.channels, dtype=x.dtype, device=x.device)
     kept = sizes.width - 1
@@ -37,13 +37,13 @@ def convolve(x: Tensor, weight: Tensor, state: Tensor, segments: Sequence[Segmen
 def gated_delta(
     mixed: Tensor,  # [tokens, channels]: queries, keys and values after the convolution
     z: Tensor,  # [tokens, value size]: the gate
-    ba: Tensor,  # [tokens, 2 * value heads]: logits of the strength, then what the decay is made of
+    ba: Tensor,  # logits of the strength, then the inputs of the decay
     weights: DeltaWeights,
-    state: Tensor,  # [slots, numbers] float32
+    state: Tensor,  # [slots, elements] float32
     segments: Sequence[Segment],
     sizes: DeltaSizes,
 ) -> Tensor:  # [tokens, value size]
-    """What each token reads, normed by head and times the silu of its gate; states are updated."""
+    """Return the output of each token, RMS-normed per head and multiplied by silu of its gate `z`. Updates `state`."""
     tokens, matrices = len(mixed), _matrices(state, sizes)
     query, key, value = torch.split(mixed.float(), [sizes.key_size, sizes.key_size, sizes.value_size], dim=1)
     shared = sizes.value_heads // sizes.key_heads
@@ -74,9 +74,9 @@ def gated_delta(
 def by_tokens(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, matrix: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token after the other. query, key [tokens, ..., heads, key dim], value [tokens, ..., heads, value dim], decay
-    (its logarithm) and strength [tokens, ..., heads], matrix [..., heads, key dim, value dim] -> what tokens read, the
-    matrix after them."""
+    """Compute the delta rule token by token. query, key [tokens, ..., heads, key dim], value [tokens, ..., heads, value
+    dim], decay (its logarithm) and strength [tokens, ..., heads], matrix [..., heads, key dim, value dim]. Returns the
+    outputs of the tokens and the matrix after the last one."""
     read, faded = torch.empty_like(value), decay.exp()
     for token in range(len(query)):
         matrix = matrix * faded[token, ..., None, None]
@@ -90,7 +90,7 @@ def by_tokens(
 def by_chunks(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, matrix: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same, CHUNK tokens at a time: what they write is found by solving a triangular system."""
+    """The same as `by_tokens`, CHUNK tokens at a time: the updates of a chunk solve a triangular system."""
     read = torch.empty_like(value)
     for begin in range(0, len(query), CHUNK):
         mine = slice(begin, begin + CHUNK)
@@ -105,8 +105,8 @@ def by_chunks(
 def _chunk(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, matrix: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """query, key, value [heads, tokens, dim]; decay, strength [heads, tokens]."""
-    total = decay.cumsum(dim=1)  # since the chunk began
+    """Compute one chunk. query, key, value [heads, tokens, dim]; decay, strength [heads, tokens]."""
+    total = decay.cumsum(dim=1)  # log decay since the start of the chunk
     between = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # [heads, to, from]
     strong = key * strength[..., None]
     system = (strong @ key.mT) * between
@@ -134,7 +134,7 @@ def _tails(state: Tensor, sizes: DeltaSizes) -> Tensor:  # [slots, width - 1, ch
 
 
 def _runs(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Segments that follow each other in one row together; none of padding."""
+    """Group consecutive segments of one sequence into runs. Padding is left out."""
     runs: list[list[Segment]] = []
     for segment in segments:
         if segment[3] < 0:

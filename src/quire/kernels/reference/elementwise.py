@@ -1,4 +1,4 @@
-"""The small functions between the products, as the papers write them."""
+"""Norms, rotary positions and gates in plain torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale `x` to unit root mean square over its last dimension, in float32, then by `weight`."""
+    """Scale `x` to unit root mean square over its last dimension in float32, then multiply by `weight`."""
     wide = x.float()
     normal = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
     return weight * normal.to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:
-    """Zero mean and unit variance over the last dimension, times weight, plus bias: [2, size]; all in float32."""
+    """Normalize to zero mean and unit variance over the last dimension, times weight, plus bias (weight_bias [2,
+    size]), all in float32."""
     wide = x.float()
     centred = wide - wide.mean(dim=-1, keepdim=True)
     normal = centred * torch.rsqrt(centred.pow(2).mean(dim=-1, keepdim=True) + eps)
@@ -23,7 +24,7 @@ def layer_norm(x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions, half-split layout. x: [tokens, heads, dim]; cos, sin: [tokens, turned numbers / 2]."""
+    """Apply rotary positions, half-split layout. x: [tokens, heads, dim]; cos, sin: [tokens, rotated elements / 2]."""
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -31,6 +32,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """[tokens, 2 * size] holding gate then up -> [tokens, size]."""
+    """Return silu(gate) * up: [tokens, 2 * size] holding gate then up -> [tokens, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.kernels.clamp import Clamp
 from quire.kernels.reference.products import product
 
-SMALLEST_SUM = 1e-20  # of weights: that of sigmoids may be 0
+SMALLEST_SUM = 1e-20  # added to the sum of the weights, since the sum of sigmoids may be 0
 
 
 def choose_experts(
@@ -18,12 +18,12 @@ def choose_experts(
     *,
     is_normalized: bool,  # weights are divided by their sum: a softmax over the chosen experts alone
     scale: float = 1.0,  # of the weights
-    factors: Tensor | None = None,  # [experts]: of each expert's weight
-    groups: tuple[int, int] = (1, 1),  # of experts, side by side, and those of them that a token goes to
-    score_bias: Tensor | None = None,  # [experts] float32: experts rank by sigmoids plus this, groups by the sum of two
+    factors: Tensor | None = None,  # [experts]: multiplied into each expert's weight
+    groups: tuple[int, int] = (1, 1),  # number of expert groups, and how many of them a token may use
+    score_bias: Tensor | None = None,  # [experts] float32: experts rank by sigmoid + bias, groups by their top two
 ) -> tuple[Tensor, Tensor]:
-    """The experts that each token ranks first [tokens, used], int64, and their weights [tokens, used], float32: the
-    softmax over all experts or, with a bias, the sigmoids without it."""
+    """Return the top experts of each token [tokens, used], int64, and their weights [tokens, used], float32. Weights
+    are the softmax over all experts or, with a score bias, the sigmoids without the bias."""
     shares = F.softmax(logits, dim=-1, dtype=torch.float32) if score_bias is None else torch.sigmoid(logits.float())
     ranked = shares if score_bias is None else shares + score_bias
     num, used = groups
@@ -52,7 +52,8 @@ def mix_experts(
     biases: tuple[Tensor, Tensor] | None = None,  # [experts, 2 * size] and [experts, hidden]
     clamp: Clamp | None = None,  # of the gate
 ) -> Tensor:  # [tokens, hidden] float32
-    """The weighted sum of what each token's experts make of it, rounded to x's dtype where kernels hand it on."""
+    """Return the weighted sum of the outputs of each token's experts. Intermediate results are rounded to x's dtype
+    where the kernels round them."""
     lines = []
     for row, numbers, factors in zip(x, chosen.tolist(), weights, strict=True):
         total = torch.zeros_like(row, dtype=torch.float32)

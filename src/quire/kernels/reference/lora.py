@@ -1,4 +1,4 @@
-"""LoRA: low-rank changes of a product, of several adapters in one batch."""
+"""LoRA in plain torch: low-rank updates of a linear layer's output, for several adapters in one batch."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-Runs = Sequence[tuple[int, int]]  # outputs from the first to before the second
+Runs = Sequence[tuple[int, int]]  # ranges of outputs [begin, end)
 
 
 def add_low_rank(
-    out: Tensor,  # [rows, outputs], changed
+    out: Tensor,  # [rows, outputs], updated in place
     x: Tensor,  # [rows, inputs]
     a: Tensor,  # [slots, parts * max rank, inputs]
     b: Tensor,  # [slots, outputs, max rank]
-    groups: Sequence[tuple[int, Tensor]],  # slots and the rows [n] that use them
-    ranks: Sequence[Sequence[int]],  # [slots, parts]; 0: the adapter does not change the part
-    parts: Sequence[Runs],  # the outputs of each part
+    groups: Sequence[tuple[int, Tensor]],  # pairs of a slot and the rows [n] that use it
+    ranks: Sequence[Sequence[int]],  # [slots, parts]; 0: the adapter does not change this part
+    parts: Sequence[Runs],  # the output ranges of each part
 ) -> None:
-    """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no group stay as they are."""
+    """Add (x A^T) B^T to `out`, with the A and B of each row's slot. Rows in no group are unchanged."""
     max_rank = b.shape[2]
     for slot, rows in groups:
         changed = [(part, rank) for part, rank in enumerate(ranks[slot]) if rank]

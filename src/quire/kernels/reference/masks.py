@@ -1,4 +1,4 @@
-"""Masks of allowed tokens, one token after the other."""
+"""Grammar masks applied token by token in plain torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from torch import Tensor
 
 
 def apply_masks(logits: Tensor, lines: Tensor, bits: Tensor) -> None:
-    """Minus infinity in the named lines of logits [entries, vocab] where a token's bit [masked, words] is not set."""
+    """Set logits [entries, vocab] to minus infinity where a token's bit is not set. Row i of bits [masked, words]
+    applies to row lines[i] of the logits."""
     words = [[word & 0xFFFFFFFF for word in line] for line in bits.tolist()]
     for line, mask in zip(lines.tolist(), words, strict=True):
         for token in range(logits.shape[1]):
@@ -16,7 +17,7 @@ def apply_masks(logits: Tensor, lines: Tensor, bits: Tensor) -> None:
 
 
 def apply_row_masks(logits: Tensor, rows: Tensor, flags: Tensor, bits: Tensor) -> None:
-    """The same for logits [entries, vocab] of `rows` [entries], where bits [all rows, words] and flags [all rows] are
-    by row; entries of padding (negative rows) and of rows whose flag is 0 are not touched."""
+    """Mask logits [entries, vocab], where entry i belongs to row rows[i], by bits [all rows, words] and flags [all
+    rows], which are indexed by row. Entries with a negative row (padding) or with flag 0 are unchanged."""
     masked = [entry for entry, row in enumerate(rows.tolist()) if row >= 0 and flags[row]]
     apply_masks(logits, logits.new_tensor(masked).long(), bits[rows[masked].long()])

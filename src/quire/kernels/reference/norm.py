@@ -1,4 +1,4 @@
-"""Norms with the residual stream, in plain torch."""
+"""Fused residual addition and RMS norm, in plain torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from quire.kernels.reference.elementwise import rms_norm
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x to `residual` in place; return the norm of the sum. All [rows, size] but weight [size]."""
+    """Add x to `residual` in place and return the RMS norm of the sum. All are [rows, size], weight is [size]."""
     residual.copy_((residual.float() + x.float()).to(x.dtype))
     return rms_norm(residual, weight, eps)

@@ -1,4 +1,4 @@
-"""Products with scales, norm and epilogue, in plain torch and float32."""
+"""Gemm with scales, fused norm and epilogue, in plain torch and float32."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def product(
     x_scale: Tensor | None = None,  # [M]
     weight_scale: Tensor | None = None,  # [weight rows]
     activation: str | None = None,
-    clamp: Clamp | None = None,  # of the gate
-    norm: tuple[Tensor, float] | None = None,  # weight [K] and eps of a root-mean-square norm of x
+    clamp: Clamp | None = None,  # of the gated activation
+    norm: tuple[Tensor, float] | None = None,  # weight [K] and eps of an RMS norm of x
 ) -> Tensor:  # [M, N] float32
+    """Return x @ weight.T with its epilogue, in float32."""
     wide = x.float() if x_scale is None else x.float() * x_scale[:, None]
     if norm is not None:
         wide = wide * (wide.pow(2).mean(dim=-1, keepdim=True) + norm[1]).rsqrt() * norm[0].float()

@@ -1,4 +1,4 @@
-"""Head norms, rotary positions and the paged write, one token after the other, in plain torch."""
+"""Per-head norms, rotary positions and the write into the paged cache, one token at a time, in plain torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from quire.kernels.reference.quantize import to_float8
 
 def rotate_and_store(
     qkv: Tensor,  # [tokens, query + 2 * kv heads, dim]
-    table: Tensor,  # [angles, turned numbers of a head]: cos, then sin
+    table: Tensor,  # [positions, rotated elements of a head]: cos, then sin
     positions: Tensor,  # [tokens]
     rows: Tensor,  # [tokens]; negative: padding
     blocks: Tensor,  # [rows, max blocks]
     caches: tuple[Tensor, Tensor],  # keys, values [blocks, kv heads, block, dim]
-    scales: tuple[float, float] = (1.0, 1.0),  # of float8 caches
+    scales: tuple[float, float] = (1.0, 1.0),  # per-tensor scales of float8 caches
     norms: tuple[Tensor, Tensor, float] | None = None,  # query and key weight [dim], eps
 ) -> tuple[Tensor, Tensor]:
-    """Fill the caches; return the turned queries and keys [tokens, heads, dim]. Padding tokens are left as they are."""
+    """Write keys and values into the caches, and return the rotated queries and keys [tokens, heads, dim]. Padding
+    tokens are returned unchanged and not stored."""
     kv_heads, block_size = caches[0].shape[1], caches[0].shape[2]
     query, key, value = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     turned_query, turned_key = query.clone(), key.clone()

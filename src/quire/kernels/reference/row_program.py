@@ -1,4 +1,4 @@
-"""Phases of a step of one row in plain torch: what the kernel of `kernels/cuda/row_program.py` must compute."""
+"""The phases of a one-row decode step in plain torch: the reference for the kernel in `kernels/cuda/row_program.py`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from quire.kernels.triton.nibble_products import PackedNibbles, unpack_nibbles
 
 
 class ReferenceRowProgram:
-    """Phases one after the other, on any device and in any dtype. Waits for the device.
+    """Runs the phases in order, on any device and in any dtype. Synchronizes with the device.
 
-    A product is summed in float32 from the norm on, through bias, activation, gate and addition, and rounded once, to
-    the dtype of its target. Of attention, heads are rounded to the dtype of the source after their norm, its weight
-    and the turn; keys and values go into the cache as these; scores and the sum over values are float32. A token whose
-    position lies past the end of its line of a table is not stored, and what it gets means nothing.
+    A product phase computes in float32 from the norm through bias, activation, gate and residual addition, and rounds
+    once, to the dtype of its target. In an attention phase, heads are rounded to the dtype of the source after the head
+    norm, after multiplying by its weight, and after the rotation; keys and values are stored in the cache so rounded.
+    Scores and the weighted sum of values are float32. A token whose position is past the end of its block table row is
+    not stored, and its output is undefined.
     """
 
-    longest = 1 << 30  # tokens of a context: no limit
+    longest = 1 << 30  # limit of the context length in tokens: none
 
     def __init__(self, phases: Sequence[Phase], device: torch.device) -> None:  # noqa: ARG002
         self.phases = tuple(phases)
 
     def run(self, stream: Tensor, positions: Tensor, rows: Tensor, tables: Sequence[Tensor]) -> None:
-        """See RowProgram. A row of padding leaves the stream as it is."""
+        """See RowProgram.run. A padding row (negative) leaves the stream unchanged."""
         row, position = int(rows[0]), int(positions[0])
         if row < 0:
             return
@@ -52,7 +53,7 @@ def _multiply(phase: ProductPhase, stream: Tensor) -> None:
 
 
 def numbers_of(weight: Weight) -> Tensor:
-    """The numbers of a weight [outputs, inputs], float32."""
+    """Return a weight [outputs, inputs] dequantized to float32."""
     if isinstance(weight, PackedNibbles):
         return unpack_nibbles(weight)
     if isinstance(weight, ScaledRowsWeight):
@@ -61,7 +62,7 @@ def numbers_of(weight: Weight) -> Tensor:
 
 
 def _attend(phase: AttentionPhase, position: int, blocks: Tensor) -> None:
-    """blocks: those of the row [max blocks]."""
+    """Run one attention phase. `blocks` [max blocks] is the row's block table."""
     heads = phase.source.view(1, -1, phase.dim)
     query, key, value = heads.split([phase.num_query, phase.num_kv, phase.num_kv], dim=1)
     if phase.norms is not None:
@@ -75,7 +76,7 @@ def _attend(phase: AttentionPhase, position: int, blocks: Tensor) -> None:
         _store(phase, key[0], value[0], int(blocks[position // size]), position % size)
     rule, last = phase.rule, min(position, len(blocks) * size - 1)
     seen = last + 1 if rule.window is None else min(rule.window, last + 1)
-    first = (last + 1 - seen) // size  # blocks before it may hold anything by now
+    first = (last + 1 - seen) // size  # earlier blocks have left the window and may hold other data
     key_scales, value_scales = phase.scales or (None, None)
     attended = paged_attention(
         query, phase.key_cache, phase.value_cache, blocks[first : last // size + 1], last - first * size, rule.scale,
@@ -86,7 +87,7 @@ def _attend(phase: AttentionPhase, position: int, blocks: Tensor) -> None:
 
 
 def _store(phase: AttentionPhase, key: Tensor, value: Tensor, block: int, slot: int) -> None:
-    """key, value: [kv heads, dim]."""
+    """Write the new key and value [kv heads, dim] into a slot of a block, quantized if the cache has scales."""
     for side, (cache, new) in enumerate(((phase.key_cache, key), (phase.value_cache, value))):
         if phase.scales is None:
             cache[block, :, slot] = new.to(cache.dtype)

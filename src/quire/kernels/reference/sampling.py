@@ -1,4 +1,4 @@
-"""One row's next token by sorting everything, in plain torch and whole numbers."""
+"""Sampling of one row by a full sort, in plain torch and integer arithmetic: the reference for the sampling kernels."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ _MASK = 2**64 - 1
 
 
 class Parameters(NamedTuple):
+    """The sampling parameters of a row."""
+
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    stream: int = 0  # start of the row's random stream
+    stream: int = 0  # initial state of the row's random stream
 
 
 def uniform(stream: int, num_outputs: int) -> float:
-    """SplitMix64's number for the token after `num_outputs` generated ones, in (0, 1)."""
+    """Return SplitMix64's value in (0, 1) for the token after `num_outputs` generated ones."""
     state = (stream + (num_outputs + 1) * 0x9E3779B97F4A7C15) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -30,9 +32,10 @@ def uniform(stream: int, num_outputs: int) -> float:
 
 
 def sample(logits: Tensor, how: Parameters, num_outputs: int) -> int:  # [vocab]
-    """The token of a row by temperature, min_p, top_k, top_p, in this order; negative if there is none to choose."""
+    """Sample a token from logits [vocab] by temperature, min_p, top_k and top_p, in this order. Returns a negative code
+    (NOT_FINITE or NOTHING_ALLOWED) if no token can be chosen."""
     x, vocab_size = logits.float(), len(logits)
-    best = x.max()  # NaN if there is one
+    best = x.max()  # NaN if any logit is NaN
     if not best.isfinite():
         return NOTHING_ALLOWED if best == float("-inf") else NOT_FINITE
     if how.temperature == 0.0:
@@ -59,7 +62,7 @@ def sample(logits: Tensor, how: Parameters, num_outputs: int) -> int:  # [vocab]
 
 
 def penalize(logits: Tensor, tokens: list[int], num_prompt: int, penalties: tuple[float, float, float]) -> Tensor:
-    """Logits [vocab] as float32 after repetition, presence and frequency penalties for a row's tokens."""
+    """Return logits [vocab] as float32 after repetition, presence and frequency penalties for a row's tokens."""
     repetition, presence, frequency = penalties
     out = logits.float().clone()
     for token in set(tokens):
@@ -72,7 +75,8 @@ def penalize(logits: Tensor, tokens: list[int], num_prompt: int, penalties: tupl
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, listed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of logits [entries, vocab]: logprob and rank of each id [entries], ids and logprobs of the `listed` highest."""
+    """For logits [entries, vocab], return the logprob and rank of each token id [entries], and the ids and logprobs of
+    the `listed` most likely tokens."""
     every = logits.float().log_softmax(dim=-1)
     own = logits.gather(1, token_ids[:, None])
     ranks = (logits > own).sum(dim=-1) + 1

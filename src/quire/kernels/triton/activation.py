@@ -1,4 +1,4 @@
-"""Activations of a feed-forward network, and its gate: activation(gate) * up, in one pass over both halves."""
+"""Activations of a feed-forward network, and gated activations: activation(gate) * up in one pass over both halves."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from quire.kernels.triton.launch import (
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _BLOCK = 1024
-_MOST_AT_ONCE = 16384  # numbers of a row held in registers; longer rows are computed twice when quantized
+_MOST_AT_ONCE = 16384  # elements of a row held in registers; longer rows are computed twice when quantized
 
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """float32 -> float32 by the activation numbered in `ACTIVATIONS`."""
+    """Apply the activation with this number in `ACTIVATIONS`, float32 -> float32."""
     if KIND == 0:
         y = x * tl.sigmoid(x)
     elif KIND == 1:
@@ -40,7 +40,7 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def clamped(gate, up, limit, alpha, shift):
-    """A gate within limits, see Clamp: float32 -> float32."""
+    """Apply a clamped silu gate, see Clamp, float32 -> float32."""
     kept = tl.where(gate > limit, limit, gate)
     bounded = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return kept * tl.sigmoid(kept * alpha) * (bounded + shift)
@@ -48,6 +48,7 @@ def clamped(gate, up, limit, alpha, shift):
 
 @triton.jit
 def _activate_kernel(x_ptr, x_stride, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Apply an activation in place. One program per (row, block of columns)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = x_ptr + row * x_stride + column
@@ -57,14 +58,14 @@ def _activate_kernel(x_ptr, x_stride, size, KIND: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _times(gate, up, KIND: tl.constexpr):
-    """activation(gate) * up, both factors rounded to their dtype."""
+    """Return activation(gate) * up, with the activation rounded to the dtype before the multiplication."""
     active = activate(gate.to(tl.float32), KIND).to(gate.dtype)
     return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
 def _sum_of(x_ptr, change_ptr, column, size):
-    """x + change at some columns, rounded to the dtype of x, zero past the end."""
+    """Return x + change at some columns, rounded to the dtype of x, zero past the end."""
     x = tl.load(x_ptr + column, mask=column < size, other=0.0)
     change = tl.load(change_ptr + column, mask=column < size, other=0.0)
     return (x.to(tl.float32) + change.to(tl.float32)).to(x.dtype)
@@ -72,7 +73,7 @@ def _sum_of(x_ptr, change_ptr, column, size):
 
 @triton.jit
 def _gated(gate_ptr, up_ptr, column, size, KIND: tl.constexpr):
-    """The products at some columns in the dtype of the input, zero past the end."""
+    """Return activation(gate) * up at some columns in the dtype of the input, zero past the end."""
     gate = tl.load(gate_ptr + column, mask=column < size, other=0.0)
     up = tl.load(up_ptr + column, mask=column < size, other=0.0)
     return _times(gate, up, KIND)
@@ -83,6 +84,7 @@ def _gate_kernel(
     x_ptr, change_ptr, out_ptr, x_stride, change_stride, out_stride, size,
     KIND: tl.constexpr, HAS_CHANGE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Gated activation, optionally of x + change. One program per (row, block of columns)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     await_inputs(DEPENDENT)
@@ -102,6 +104,8 @@ def _gate_quantized_kernel(
     x_ptr, out_ptr, scale_ptr, x_stride, out_stride, size,
     KIND: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Gated activation quantized with a scale per row. One program per row: all at once if it fits, else two passes,
+    the first of which finds the largest magnitude."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     await_inputs(DEPENDENT)
@@ -125,7 +129,7 @@ def _gate_quantized_kernel(
 
 
 def activate_rows(x: Tensor, activation: str) -> None:
-    """x [rows, size] by one of ACTIVATIONS, in place."""
+    """Apply one of ACTIVATIONS to x [rows, size] in place."""
     rows, size = x.shape
     check_rows(x, "x")
     kind = ACTIVATIONS[activation]
@@ -143,9 +147,10 @@ def gate(
     out: Tensor | None = None,  # [rows, size], of gate_up's dtype, float8 or int8
     scale: Tensor | None = None,  # [rows] float32, for a float8 or int8 `out`
     dependent: bool = False,
-    change: Tensor | None = None,  # [rows, 2 * size], of gate_up's dtype: added to it first; not with a scale
+    change: Tensor | None = None,  # [rows, 2 * size], of gate_up's dtype: added to it first; not if quantized
 ) -> Tensor:
-    """activation(gate) * up, both factors rounded to the dtype; then to float8 or int8 with a scale per row."""
+    """Return activation(gate) * up, with the activation rounded to the dtype; optionally quantized to float8 or int8
+    with a scale per row. dependent: programmatic dependent launch."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     check_rows(gate_up, "gate_up")

@@ -1,7 +1,8 @@
-"""Shared prefixes: rows that hold the same first blocks read them once, as one group, and meet again in the decode.
+"""Cascade attention for shared prefixes: rows whose tables begin with the same blocks read these once, as a group. The
+decode kernel merges the result as one more split.
 
-A group is cut into units of as many rows as a tile of packed queries holds. Groups change seldom: they are written from
-the host when they do, and the launches of a step stay the same.
+A group is cut into units of as many rows as a tile of packed queries holds. Groups change rarely: the host writes them
+when they do, while the launches of a step, and so captured graphs, stay the same.
 """
 
 from __future__ import annotations
@@ -19,29 +20,30 @@ from quire.kernels.triton.attention_config import SplitConfig, split_config
 from quire.kernels.triton.attention_decode import PrefixPart, paged_prefix
 from quire.kernels.triton.attention_schedule import SplitPlan, allocate_split_plan, fill_split_plan
 
-UNIT_ROWS = 64  # packed query rows: small groups leave some of them empty, large ones are cut, and both run well
-LARGE_UNIT_ROWS = 32  # of heads that are larger than 256 numbers: what a program holds of more would not fit
+UNIT_ROWS = 64  # packed query rows: small groups leave some unused, large groups are cut, and both run well
+LARGE_UNIT_ROWS = 32  # for heads larger than 256, since tiles of 64 rows would not fit a program
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Rows of a step whose tables begin with the same blocks, for `num_tokens` tokens, fewer than any row has."""
+    """Rows of a step whose tables begin with the same blocks. `num_tokens` is the length of the shared prefix, shorter
+    than any of the rows."""
 
     rows: tuple[int, ...]
     num_tokens: int
-    table_row: int  # a block table that begins with them
+    table_row: int  # a block table that begins with the shared blocks
 
 
 @dataclass(frozen=True, slots=True)
 class CascadePlan:
-    """The groups of a step, on the device. `begins` goes into the plan of the decode that follows."""
+    """The groups of a step, on the device. `begins` is also read by the split plan of the decode that follows."""
 
     split: SplitPlan
     rows_per_unit: int
-    numbers: Tensor  # [...], int32: the memory of the five below
-    begins: Tensor  # [rows]: tokens of the shared prefix, 0 for rows in no group
-    members: Tensor  # [rows]: rows of all groups, unit after unit
-    lengths: Tensor  # [units]: tokens of the prefix
+    numbers: Tensor  # [...], int32: the memory that the five tensors below are views of
+    begins: Tensor  # [rows]: length of the shared prefix, 0 for rows in no group
+    members: Tensor  # [rows]: the rows of all groups, unit by unit
+    lengths: Tensor  # [units]: length of the prefix
     table_rows: Tensor  # [units]
     spans: Tensor  # [units, 2]: first member, number of members
     part: PrefixPart
@@ -50,7 +52,7 @@ class CascadePlan:
 def allocate_cascade_plan(
     key_cache: Tensor, query_heads: int, max_rows: int, max_units: int, *, config: SplitConfig | None = None
 ) -> CascadePlan:
-    """Memory for the groups of up to `max_rows` rows, in up to `max_units` units; no groups yet."""
+    """Allocate a plan for groups of up to `max_rows` rows in up to `max_units` units. It holds no groups yet."""
     _, kv_heads, _, dim = key_cache.shape
     group, device = query_heads // kv_heads, key_cache.device
     unit_rows = UNIT_ROWS if dim <= 256 else LARGE_UNIT_ROWS
@@ -69,7 +71,8 @@ def allocate_cascade_plan(
 
 
 def lay_out_groups(plan: CascadePlan, groups: Sequence[SharedPrefix]) -> npt.NDArray[np.int32]:
-    """What `plan.numbers` must hold for these groups, on the host. A row may be in one at most."""
+    """Return the contents of `plan.numbers` for these groups, on the host. A row may be in at most one group. Raises
+    ValueError if there are too many units."""
     max_rows, max_units, most = len(plan.begins), len(plan.lengths), plan.rows_per_unit
     rows = [row for shared in groups for row in shared.rows]
     sizes = [len(shared.rows) for shared in groups]
@@ -91,7 +94,8 @@ def lay_out_groups(plan: CascadePlan, groups: Sequence[SharedPrefix]) -> npt.NDA
 
 
 def share_out_groups(plan: CascadePlan) -> None:
-    """Follow new numbers in the plan. One launch, not inside a graph: graphs go on with the new groups."""
+    """Rebuild the split plan after `plan.numbers` changed. One launch, outside of captured graphs, which then run with
+    the new groups."""
     fill_split_plan(plan.split, plan.lengths, table_rows=plan.table_rows)
 
 
@@ -106,7 +110,8 @@ def attend_prefixes(
     scales: CacheScales | None = None,
     dependent: bool = False,
 ) -> PrefixPart:
-    """What every row in a group sees of its prefix, for the `paged_decode` whose plan has these begins."""
+    """Compute the partial attention of every row in a group over its prefix, for the `paged_decode` whose plan has
+    these begins."""
     caches, units = (key_cache, value_cache, tables), (plan.split, plan.members, plan.spans)
     paged_prefix(query, *caches, *units, rule, plan.part, scales=scales, dependent=dependent)
     return plan.part

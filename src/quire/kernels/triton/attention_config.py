@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernels by shape. Fixed tables, so nothing is searched for while requests wait."""
+"""Tile sizes of the attention kernels by shape. Fixed tables, so no autotuning happens while requests wait."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 
 from quire.kernels.triton.launch import num_processors, power_of_two, shared_memory
 
-MOST_ROWS = 128  # packed query rows of a unit
-_REGISTERS = 65536  # of a processor
+MOST_ROWS = 128  # limit of packed query rows per unit
+_REGISTERS = 65536  # 32-bit registers of a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """How split attention runs: `programs` are launched, each takes at least `least_tiles` tiles of `block_n` keys.
+    """Launch parameters of split (flash-decoding) attention: `programs` are launched, and each takes at least
+    `least_tiles` tiles of `block_n` keys.
 
-    To merge the parts of what was cut takes about as long as `merge_tiles` tiles. `turned`: keys down and queries
-    across, of which `block_m` may then be 8.
+    Merging the parts of a cut (unit, head) pair costs about as much as `merge_tiles` tiles. `swap_ab`: operands are
+    swapped, with keys as rows and queries as columns, so that `block_m` may be 8.
     """
 
     block_m: int
@@ -28,17 +29,19 @@ class SplitConfig:
     programs: int
     least_tiles: int
     merge_tiles: int = 1
-    turned: bool = False
+    swap_ab: bool = False
 
     def most_registers(self, device: torch.device) -> int | None:
-        """Of a thread, so that all programs run at once: shares are equal, and one that waits would double the time."""
+        """Return the limit of registers per thread with which all programs fit on the device at once, or None for no
+        limit. Programs have equal shares, so a second wave would double the time."""
         threads = 32 * self.warps * -(-self.programs // num_processors(device))
         return None if threads * 256 <= _REGISTERS else _REGISTERS // threads // 8 * 8
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How a tile of `block_m` packed query rows runs over tiles of `block_n` keys, by at most `registers` a thread."""
+    """Launch parameters of prefill attention: tiles of `block_m` packed query rows loop over tiles of `block_n` keys,
+    with at most `registers` registers per thread."""
 
     block_m: int
     block_n: int
@@ -48,58 +51,59 @@ class PrefillConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """How decode rows run while there are at most `pairs` (row, key/value head) pairs for each processor."""
+class _DecodeConfig:
+    """Launch parameters of decode attention for steps with at most `pairs` (row, kv head) pairs per multiprocessor."""
 
     pairs: float
-    keys: int  # of a tile, where a key has 128 numbers
+    keys: int  # keys per tile at head size 128
     warps: int
     stages: int
-    per_processor: int  # programs
-    least_keys: int = 256  # of a program's share
-    turned: bool = True
+    per_processor: int  # programs per multiprocessor
+    least_keys: int = 256  # lower bound of keys per program
+    swap_ab: bool = True
 
 
 _ALL = math.inf
-# The fastest on an H200 for rows of different lengths, some hundred to two thousand tokens, at 8 key/value heads, like
-# the uneven shapes of `python -m benchmarks.gpu.kernels_attention --tune`.
-_Ways = dict[int, tuple[_Way, ...]]  # by the bytes of a cached number
-_DECODE_WAYS: _Ways = {  # at most 8 query heads share a key/value head
-    1: (_Way(0.25, 64, 1, 3, 5, 64), _Way(_ALL, 64, 1, 4, 4)),
-    2: (_Way(0.25, 64, 2, 3, 3, 64, turned=False), _Way(_ALL, 32, 1, 4, 4)),
-    4: (_Way(_ALL, 64, 4, 3, 2, turned=False),),
+# Tuned on an H200 for rows of different lengths, some hundred to two thousand tokens, with 8 kv heads, on the uneven
+# shapes of `python -m benchmarks.gpu.kernels_attention --tune`.
+_DecodeConfigs = dict[int, tuple[_DecodeConfig, ...]]  # by the bytes of a cached element
+_DECODE_CONFIGS: _DecodeConfigs = {  # at most 8 query heads per kv head
+    1: (_DecodeConfig(0.25, 64, 1, 3, 5, 64), _DecodeConfig(_ALL, 64, 1, 4, 4)),
+    2: (_DecodeConfig(0.25, 64, 2, 3, 3, 64, swap_ab=False), _DecodeConfig(_ALL, 32, 1, 4, 4)),
+    4: (_DecodeConfig(_ALL, 64, 4, 3, 2, swap_ab=False),),
 }
-_WIDE_WAYS: _Ways = {  # more than 8, up to 16
-    1: (_Way(_ALL, 64, 2, 3, 5),),
-    2: (_Way(0.25, 64, 2, 3, 3, 64, turned=False), _Way(_ALL, 32, 1, 3, 6)),
-    4: (_Way(_ALL, 64, 4, 3, 2, turned=False),),
+_LARGE_GROUP_CONFIGS: _DecodeConfigs = {  # 9 to 16 query heads per kv head
+    1: (_DecodeConfig(_ALL, 64, 2, 3, 5),),
+    2: (_DecodeConfig(0.25, 64, 2, 3, 3, 64, swap_ab=False), _DecodeConfig(_ALL, 32, 1, 3, 6)),
+    4: (_DecodeConfig(_ALL, 64, 4, 3, 2, swap_ab=False),),
 }
-_INTEGER_WAYS = (_Way(_ALL, 64, 4, 3, 2, turned=False),)  # int8 and int4 caches
-_LARGEST = 256  # numbers of a head, beyond which keys and values of a tile fill shared memory
-_ROOMY_BYTES = 200 << 10  # of shared memory: prompt chunks of larger heads take tiles of 32 keys
-_LEAST_TURNED = 32  # numbers of a head: fewer would not fill a product of a half of them
+_INTEGER_CONFIGS = (_DecodeConfig(_ALL, 64, 4, 3, 2, swap_ab=False),)  # int8 and int4 caches
+_LARGEST = 256  # head size beyond which keys and values of a tile fill shared memory
+_ROOMY_BYTES = 200 << 10  # bytes of shared memory with which prefill of larger heads uses tiles of 32 keys
+_LEAST_SWAP_AB = 32  # head size; the K dimension of a gemm over half of a smaller head would be too small
 
 
 def split_config(
     rows: int, dim: int, dtype: torch.dtype, device: torch.device, pairs: int | None = None
 ) -> SplitConfig:
-    """For units of up to `rows` packed query rows over a cache of `dtype`; beyond MOST_ROWS a unit must be cut.
+    """Return the config for units of up to `rows` packed query rows over a cache of `dtype`. Units of more than
+    MOST_ROWS rows must be cut.
 
-    `pairs` is how many (unit, key/value head) pairs a step has at most: very many by default.
+    `pairs` is the largest number of (unit, kv head) pairs in a step; by default unlimited.
     """
     block_m = min(MOST_ROWS, max(16, power_of_two(rows)))
     wide, processors = power_of_two(dim), num_processors(device)
     if wide > _LARGEST:
         return _large_config(block_m, dtype, processors)
-    if block_m == 16:  # decode rows, bound by memory: enough must be in flight, and little be cut
+    if block_m == 16:  # decode is bound by memory bandwidth: keep enough loads in flight and avoid cuts
         each = math.inf if pairs is None else pairs / processors
-        way = next(way for way in _ways(rows, dtype) if each <= way.pairs)
-        block_n = max(16, min(256, way.keys * 128 // wide))
-        turned = way.turned and wide >= _LEAST_TURNED
-        block_m = 8 if rows <= 8 and turned else 16
-        stages = way.stages if wide <= 128 else min(3, way.stages)
-        programs, least = way.per_processor * processors, max(1, way.least_keys // block_n)
-        return SplitConfig(block_m, block_n, way.warps, stages, programs, least, turned=turned)
+        config = next(config for config in _decode_configs(rows, dtype) if each <= config.pairs)
+        block_n = max(16, min(256, config.keys * 128 // wide))
+        swap_ab = config.swap_ab and wide >= _LEAST_SWAP_AB
+        block_m = 8 if rows <= 8 and swap_ab else 16
+        stages = config.stages if wide <= 128 else min(3, config.stages)
+        programs, least = config.per_processor * processors, max(1, config.least_keys // block_n)
+        return SplitConfig(block_m, block_n, config.warps, stages, programs, least, swap_ab=swap_ab)
     if block_m == 32:
         block_n = min(128, 8192 // wide)
         return SplitConfig(block_m, block_n, 4, 4 if dtype.itemsize == 1 else 3, 2 * processors, 256 // block_n)
@@ -108,7 +112,7 @@ def split_config(
 
 
 def _large_config(block_m: int, dtype: torch.dtype, processors: int) -> SplitConfig:
-    """For heads of more than 256 numbers: what fits into shared memory, by what the compiler says."""
+    """Return the config for heads larger than 256, limited by shared memory as the compiler reports it."""
     if block_m == 16:
         block_n = 16 if dtype.itemsize == 4 else 32
         return SplitConfig(block_m, block_n, 4, 2, 2 * processors, 256 // block_n)
@@ -118,24 +122,25 @@ def _large_config(block_m: int, dtype: torch.dtype, processors: int) -> SplitCon
 def decode_configs(
     heads: tuple[int, int], dim: int, dtype: torch.dtype, device: torch.device, max_rows: int
 ) -> tuple[tuple[int, SplitConfig], ...]:
-    """Every config that steps of up to `max_rows` decode rows run by, with the most rows each is for, ascending."""
+    """Return every config that steps of up to `max_rows` decode rows use, with the largest number of rows each is for,
+    in ascending order."""
     query, kv = heads
     limits = {max_rows}
-    for way in _ways(query // kv, dtype)[:-1]:
-        limits.add(min(max_rows, int(way.pairs * num_processors(device)) // kv))
+    for config in _decode_configs(query // kv, dtype)[:-1]:
+        limits.add(min(max_rows, int(config.pairs * num_processors(device)) // kv))
     found = [(limit, split_config(query // kv, dim, dtype, device, limit * kv)) for limit in sorted(limits) if limit]
     return tuple(found)
 
 
-def _ways(rows: int, dtype: torch.dtype) -> tuple[_Way, ...]:
+def _decode_configs(rows: int, dtype: torch.dtype) -> tuple[_DecodeConfig, ...]:
     if not dtype.is_floating_point:
-        return _INTEGER_WAYS
-    return (_DECODE_WAYS if rows <= 8 else _WIDE_WAYS)[dtype.itemsize]
+        return _INTEGER_CONFIGS
+    return (_DECODE_CONFIGS if rows <= 8 else _LARGE_GROUP_CONFIGS)[dtype.itemsize]
 
 
 def prefill_config(dim: int, dtype: torch.dtype, device: torch.device) -> PrefillConfig:
-    """For prompt chunks over a cache of `dtype`; small tiles of keys lose little to the diagonal where prompts are
-    short."""
+    """Return the config for prompt chunks over a cache of `dtype`. Small tiles of keys waste little work at the
+    diagonal of short prompts."""
     if power_of_two(dim) > _LARGEST:
         block_m = 32 if dtype.itemsize == 4 else 64
         return PrefillConfig(block_m, 32 if dtype.itemsize == 2 and shared_memory(device) >= _ROOMY_BYTES else 16, 8, 2)

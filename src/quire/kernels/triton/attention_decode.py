@@ -1,8 +1,8 @@
-"""Paged attention of one token per row, and of the prefix that a group of rows shares.
+"""Paged attention of one token per row (split-KV flash decoding), and of the prefix that a group of rows shares.
 
-Both run the same kernel. A decode row's unit holds the query heads of one key/value head; a shared prefix's unit holds
-those of several rows. The prefix pass leaves normal outputs and log sums, and the decode pass over what follows the
-prefix takes them in as one more part.
+Both run the same kernel. A decode row's unit holds the query heads of one kv head; a shared prefix's unit holds those
+of several rows. The prefix pass stores normalized outputs and log-sum-exps, which the decode pass over the remaining
+keys merges as one more split.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from quire.kernels.triton.attention_split import ask_for_tile, attend_tiles, bas
 from quire.kernels.triton.attention_turned import attend_turned
 from quire.kernels.triton.launch import await_inputs, power_of_two
 
-_MERGE_STAGES = 3  # parts are read ahead of their merge, where they are small
-_MERGED_AT_ONCE = 4096  # numbers of parts that a merging program holds, and twice as many where it may
-_MERGED_BY_WARP = 1024  # at most
+_MERGE_STAGES = 3  # pipeline stages: parts are loaded ahead of their merge if they are small
+_MERGED_AT_ONCE = 4096  # elements of parts that a merging program holds, twice as many without a register limit
+_MERGED_BY_WARP = 1024  # upper limit
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixPart:
-    """What the rows of a step saw of their shared prefixes; rows without one are not written and not read."""
+    """The partial attention of a step's rows over their shared prefixes. Rows without one are neither written nor
+    read."""
 
-    out: Tensor  # [rows, query heads, dim], float32
+    out: Tensor  # [rows, query heads, dim], float32, normalized
     log_sums: Tensor  # [rows, query heads], float32, base 2
 
 
@@ -44,13 +45,15 @@ def paged_decode(
     rule: AttentionRule,
     *,
     out: Tensor | None = None,  # [rows, query heads, dim]
-    prefix: PrefixPart | None = None,  # of the positions below the plan's begins
+    prefix: PrefixPart | None = None,  # partial result for the positions below the plan's begins
     scales: CacheScales | None = None,  # of a quantized cache
     dependent: bool = False,
 ) -> Tensor:
-    """Attention of every row over its cached keys, its own included; rows of length 0 are left as they were.
+    """Return attention of every row over its cached keys, including its own. Rows of length 0 keep their contents of
+    `out`.
 
-    A dependent launch may read plan and tables while the kernel before still runs: that one must not be writing them.
+    dependent: programmatic dependent launch. The kernel may then read plan and tables while the previous kernel still
+    runs, which must not write them.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     check_heads(out, "out")
@@ -63,16 +66,17 @@ def paged_prefix(
     key_cache: Tensor,
     value_cache: Tensor,
     tables: Tensor,
-    plan: SplitPlan,  # filled with the length of each unit's prefix and whose table holds it
-    members: Tensor,  # [rows in groups], int32: the rows of each unit, side by side
-    spans: Tensor,  # [units, 2], int32: where a unit's members begin, and how many they are
+    plan: SplitPlan,  # filled with the length of each unit's prefix and the row of its block table
+    members: Tensor,  # [rows in groups], int32: the rows of each unit, concatenated
+    spans: Tensor,  # [units, 2], int32: first member and number of members of each unit
     rule: AttentionRule,
     part: PrefixPart,
     *,
     scales: CacheScales | None = None,
     dependent: bool = False,
 ) -> None:
-    """Attention of all rows of each unit over the prefix they share, written to `part`. Takes no window."""
+    """Write the attention of all rows of each unit over their shared prefix to `part`. Raises ValueError for a
+    window."""
     if rule.window is not None:
         raise ValueError("a shared prefix is attended without a window")
     _launch(query, key_cache, value_cache, scales, tables, plan, rule, None, members, spans, part, dependent)
@@ -106,7 +110,7 @@ def _launch(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         MERGED=max(1, at_once // (rows_pad * dim_pad)),
         MERGE_STAGES=_MERGE_STAGES if rows_pad * dim_pad <= _MERGED_AT_ONCE else 1, COMPUTE=compute,
-        PRECISION="ieee" if compute == tl.float32 else "tf32", TURNED=config.turned, DEPENDENT=dependent,
+        PRECISION="ieee" if compute == tl.float32 else "tf32", TURNED=config.swap_ab, DEPENDENT=dependent,
         num_warps=config.warps, num_stages=config.stages, maxnreg=registers,
         launch_pdl=dependent,
     )  # fmt: skip
@@ -123,13 +127,14 @@ def _split_attention(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: its share of the line of tiles, pair after pair."""
+    """Run one program: its share of all tiles of the step, one (unit, head) pair after the other."""
     me = tl.program_id(0)
     record = programs + me * RECORD
     unit, offset, left = kept(record), kept(record + 1), kept(record + 2)
     low, high, row = kept(record + 3), kept(record + 4), kept(record + 5)
     line, active, number = kept(record + 6), kept(record + 7), kept(record + 8)
-    place = (me.to(tl.int64) * line // active).to(tl.int32)  # in the line
+    place = (me.to(tl.int64) * line // active).to(tl.int32)  # in the sequence of all tiles
+    # With a programmatic dependent launch, prefetch the first tile before the previous kernel is done.
     if DEPENDENT and left > 0:
         table = tables + row.to(tl.int64) * table_stride
         WIDTH: tl.constexpr = DIM // 2 if INT4_GROUP > 0 else DIM
@@ -159,7 +164,7 @@ def _split_attention(
             origin = place - first
             slot = part_slot(me, program_of(origin, line, active))
             leave_part(acc, top, total, parts, extremes, slot, ROWS, DIM)
-            tl.debug_barrier()  # every thread's numbers are out before the arrival is announced
+            tl.debug_barrier()  # all threads must have stored the part before its arrival is announced
             arrive(
                 out, unit, head, low, origin, tiles, line, active, arrivals, parts, extremes,
                 members, spans, prefix_out, prefix_log_sums, sinks, out_stride, value_scale,

@@ -1,14 +1,15 @@
-"""Paged attention of prompt chunks on Hopper GPUs: one warp loads keys and values, two warp groups multiply.
+"""Paged prefill attention on Hopper GPUs with warp specialization: one warp loads keys and values by TMA, two warp
+groups run wgmma.
 
-The same tiles as in `attention_prefill`. The loading warp copies each block of the cache by the tensor memory
-accelerator, a few tiles of keys ahead. Each warp group has half of a tile's rows: it asks for the scores of the next
-keys before it weighs the present ones, so that the tensor cores work while exponents are computed.
-Written in Gluon, because Triton's compiler does not give warps different work on these GPUs.
+Uses the same tiles as `attention_prefill`. The loading warp copies each block of the cache by TMA, a few tiles of keys
+ahead. Each warp group owns half of a tile's rows. It issues the score gemm (QK^T) of the next keys before it computes
+the softmax weights of the current ones, so the tensor cores are busy while exponentials are computed. Written in Gluon,
+since Triton's compiler does not specialize warps on these GPUs.
 
-Tensors are powers of two wide. Heads of 96 and of 80 numbers are cut into two slabs of columns, 64 + 32 and 64 + 16:
-scores are the sum of both slabs' products, and each slab of the output is an accumulator of its own. Zeros in place of
-the missing columns would take less code (the tensor memory accelerator fills them in), but the work and the shared
-memory of 128: 1.33 and 1.6 times as much. Heads of 64, 128 and 256 numbers are one slab.
+Tensor dimensions are powers of two. Heads of 96 and 80 elements are cut into two slabs of columns, 64 + 32 and 64 + 16:
+scores are the sum of both slabs' gemms, and each slab of the output has its own accumulator. Padding with zeros would
+take less code (TMA fills them in), but the work and shared memory of 128 columns: 1.33 and 1.6 times as much. Heads of
+64, 128 and 256 are one slab.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.triton.attention_hopper_load import BLOCK_M, allocate, item_of, key_range, load_cache, tile_of
 from quire.kernels.triton.launch import num_processors
 
-_LAYOUTS = {width: gl.NVMMASharedLayout(2 * width, 16, 2) for width in (16, 32, 64)}  # numbers of a row of a box
+_LAYOUTS = {width: gl.NVMMASharedLayout(2 * width, 16, 2) for width in (16, 32, 64)}  # by the width of a TMA box row
 LOG2_E = gl.constexpr(1.4426950408889634)
 EMPTY = gl.constexpr(-1.0e38)
 
@@ -45,7 +46,7 @@ def hopper_prefill(
     *,
     dependent: bool,
 ) -> None:
-    """What `paged_prefill` does; `fits_hopper` says for what."""
+    """Prefill attention as `paged_prefill`, for the inputs that `fits_hopper` accepts."""
     _, query_heads, dim = query.shape
     _, kv_heads, block_size, _ = key_cache.shape
     block_n = 64 if dim > 128 else 128
@@ -63,8 +64,8 @@ def hopper_prefill(
 
 
 def _rows_of(cache: Tensor, page: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """The cache as rows of one head and token each, which are copied `page` at a time: 64 numbers wide, and where those
-    do not fill a head, as wide as its second slab."""
+    """Return TMA descriptors of the cache as rows of one head and token, copied `page` rows at a time: one 64 elements
+    wide, and one as wide as the second slab, or None if there is none."""
     blocks, heads, block_size, dim = cache.shape
     rows = (blocks - 1) * (cache.stride(0) // dim) + heads * block_size
 
@@ -79,7 +80,8 @@ def _weigh(
     s, top, total, place, first, lowest, highest, factor, cap, window, BLOCK_N: gl.constexpr, SCORES: gl.constexpr,
     CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile's scores, how what came before fades, and the new maximum and sum."""
+    """Online softmax step: return the weights of a tile's scores, the rescale factor of earlier results, and the new
+    maximum and sum."""
     unit = factor
     if CAPPED:
         s = 1.0 - 2.0 / (gl.exp2(s * (factor * 2.0 / cap)) + 1.0)
@@ -104,7 +106,7 @@ def _rows(
     pointer, stride, begin, count, first, head, column, ROWS: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr,
     LAYOUT: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """The addresses of WIDTH columns of packed rows first .. first + ROWS, and which of these are real."""
+    """Return the addresses of WIDTH columns of packed rows first .. first + ROWS, and a mask of the rows that exist."""
     packed = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     places = (begin + packed // GROUP).to(gl.int64) * stride + (head * GROUP + packed % GROUP) * DIM
@@ -115,7 +117,7 @@ def _rows(
 def _take_queries(
     memory, query, stride, begin, count, first, head, COLUMN: gl.constexpr, DIM: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Copy a slab of packed rows from `first` on into `memory`; rows that are not real are zeros."""
+    """Copy a slab of packed query rows from `first` on to shared memory; rows that do not exist become zeros."""
     ROWS: gl.constexpr = memory.shape[0]
     WIDTH: gl.constexpr = memory.shape[1]
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
@@ -128,7 +130,7 @@ def _write(
     acc, top, total, out, stride, sinks, begin, count, first, head, value_scale, COLUMN: gl.constexpr,
     DIM: gl.constexpr, GROUP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Write a slab of the output of packed rows from `first` on, which `_attend` has left."""
+    """Normalize a slab of the output of packed rows from `first` on, add the sink if there is one, and store it."""
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
     LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
@@ -142,7 +144,7 @@ def _write(
         higher = gl.maximum(top, sink)
         acc *= gl.exp2(top - higher)[:, None]
         total = total * gl.exp2(top - higher) + gl.exp2(sink - higher)
-    total = gl.where(total == 0.0, 1.0, total)  # a row of padding may have seen nothing
+    total = gl.where(total == 0.0, 1.0, total)  # a padding row may have seen no keys
     answer = gl.convert_layout((acc / total[:, None]).to(out.dtype.element_ty), LOADS)
     places, real = _rows(out, stride, begin, count, first, head, COLUMN, ROWS, DIM, GROUP, LOADS, WIDTH)
     gl.store(places, answer, mask=real)
@@ -155,12 +157,12 @@ def _multiply(
     PAGE: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
     SINKS: gl.constexpr, CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """What a warp group does: one half of the rows of all this program's items."""
+    """The code of one compute warp group: half of the rows of each of this program's items."""
     ROWS: gl.constexpr = BLOCK_M // 2
     q_mine = ()
     for i in gl.static_range(len(q_memory)):
         q_mine += (q_memory[i].index(HALF),)  # type: ignore[assignment]
-    done = 0  # tiles of keys
+    done = 0  # tiles of keys consumed so far, which gives the pipeline stage and phase
     for turn in range((items + programs - 1) // programs):
         item = item_of(turn, programs)
         if item < items:
@@ -184,7 +186,7 @@ def _multiply(
 
 @gluon.jit
 def _ask_for_scores(query, keys, stage, none):
-    """Begin the products of queries and a tile of keys: the sum over the slabs."""
+    """Issue the async score gemm of queries and a tile of keys: the sum over the slabs."""
     s = warpgroup_mma(query[0], keys[0].index(stage).permute((1, 0)), none, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(query)):
         s = warpgroup_mma(query[i], keys[i].index(stage).permute((1, 0)), s, is_async=True)
@@ -193,21 +195,22 @@ def _ask_for_scores(query, keys, stage, none):
 
 @gluon.jit
 def _ask_for_output(acc, weights, values, stage):
-    """Begin to add the weighed values of a tile to each slab of the output, in one group of products for each."""
+    """Issue the async gemm weights x values for each slab of the output, one wgmma group each."""
     sums = ()
     for i in gl.static_range(len(acc)):
-        p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc[i].type.layout, 2))  # the same registers for all
+        p = gl.convert_layout(weights, gl.DotOperandLayout(0, acc[i].type.layout, 2))  # same registers for all slabs
         sums += (warpgroup_mma(p, values[i].index(stage), acc[i], is_async=True),)  # type: ignore[assignment]
     return sums
 
 
 @gluon.jit
 def _wait_for_output(acc, weights):
-    """Wait until all products are done. Returns the slabs of the output, and the weights, which were read till then."""
+    """Wait for all async gemms. Returns the slabs of the output, and the weights, whose registers were in use until
+    now."""
     if len(acc) == 1:
         one, weights = warpgroup_mma_wait(0, deps=[acc[0], weights])
         return (one,), weights
-    else:  # Triton compiles what follows a return as well
+    else:  # Triton compiles the code after a return too
         one, two, weights = warpgroup_mma_wait(0, deps=[acc[0], acc[1], weights])
         return (one, two), weights
 
@@ -218,9 +221,10 @@ def _attend(
     v_full, v_empty, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     CAPPED: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """The output, maximum exponent and sum of packed rows from `first_row` on, and `done` after their tiles of keys.
+    """Attend packed rows from `first_row` on to their tiles of keys, last tile first. Returns output, maximum exponent,
+    sum, and the updated `done`.
 
-    The scores of a tile and the output of the one before are multiplied at once, while that one's weights are made.
+    The score gemm of a tile overlaps the output gemm of the one before, and both overlap the softmax of the scores.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     place = start + (first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // GROUP
@@ -250,7 +254,7 @@ def _attend(
         s_next = _ask_for_scores(query, k_memory, stage, none)
         mbarrier.wait(v_full.index(before), phase)
         acc_next = _ask_for_output(acc, p, v_memory, before)
-        s = warpgroup_mma_wait(len(acc_next), deps=[s_next])  # all but the output
+        s = warpgroup_mma_wait(len(acc_next), deps=[s_next])  # all but the output gemms
         mbarrier.arrive(k_empty.index(stage), count=1)
         first = last - i * BLOCK_N
         weights, fade, top, total = _weigh(
@@ -275,7 +279,7 @@ def _zeros(ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _faded(acc, fade):
-    """Every slab of the output, multiplied by `fade`."""
+    """Multiply every slab of the output by `fade`."""
     slabs = ()
     for i in gl.static_range(len(acc)):
         slabs += (acc[i] * gl.convert_layout(fade, gl.SliceLayout(1, acc[i].type.layout))[:, None],)  # type: ignore[assignment]
@@ -289,7 +293,8 @@ def _hopper_prefill(
     DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr,
     CAPPED: gl.constexpr, WINDOWED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """Items are tiles of packed query rows, each under every key/value head; a program takes one after the other."""
+    """Prefill attention. An item is a tile of packed query rows with one kv head; programs are persistent and take
+    several items in turn."""
     PAGE: gl.constexpr = min(BLOCK_SIZE, BLOCK_N)
     dtype: gl.constexpr = keys.dtype
     programs = gl.num_programs(0)
@@ -326,5 +331,5 @@ def _hopper_prefill(
                           BLOCK_SIZE, STAGES, GROUP, KV_HEADS, WINDOWED)),
         ],
         [4, 1],
-        [240, 24] if DIM % 64 == 0 else [232, 40],  # two slabs take fewer to multiply and more to load
+        [240, 24] if DIM % 64 == 0 else [232, 40],  # registers per thread: two slabs need more to load
     )  # fmt: skip

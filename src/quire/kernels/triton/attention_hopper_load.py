@@ -1,4 +1,5 @@
-"""What the loading warp of `attention_hopper` does: keys and values from the cache into shared memory, slab by slab."""
+"""The loading warp of `attention_hopper`: copies keys and values from the cache to shared memory by TMA, slab by
+slab."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ BLOCK_M = gl.constexpr(128)  # packed query rows of a tile
 
 @gluon.jit
 def tile_of(tiles, item, KV_HEADS: gl.constexpr):
-    """The numbers of the item's tile, and its key/value head."""
+    """Return the fields of an item's tile record, and its kv head."""
     record = tiles + item // KV_HEADS * 8
     begin, start, count = gl.load(record), gl.load(record + 1), gl.load(record + 2)
     return begin, start, count, gl.load(record + 3), gl.load(record + 4), item % KV_HEADS
@@ -19,7 +20,7 @@ def tile_of(tiles, item, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def key_range(start, count, first_row, window, GROUP: gl.constexpr, PAGE: gl.constexpr, WINDOWED: gl.constexpr):
-    """The first and last position of the tile's rows, and where its keys begin."""
+    """Return the first and last position of the tile's rows, and the position where its keys begin."""
     lowest = start + first_row // GROUP
     highest = start + gl.minimum((first_row + BLOCK_M - 1) // GROUP, count - 1)
     begin_at = 0
@@ -30,7 +31,8 @@ def key_range(start, count, first_row, window, GROUP: gl.constexpr, PAGE: gl.con
 
 @gluon.jit
 def item_of(turn, programs):
-    """What this program takes in its turn: heavy items come first, so every second turn runs backwards."""
+    """Return the item of this program in its `turn`: heavy items come first, so every second turn runs in reverse order
+    to balance the load."""
     place = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
 
@@ -39,12 +41,12 @@ def item_of(turn, programs):
 def allocate(
     dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr
 ):  # fmt: skip
-    """Shared memory of STAGES matrices of ROWS rows of queries, keys or values, a buffer for each slab: as boxes of
-    PAGE rows, and as matrices."""
+    """Allocate shared memory for STAGES matrices of ROWS rows of queries, keys or values, one buffer per slab. Returns
+    it viewed as TMA boxes of PAGE rows, and as matrices."""
     pages, matrices = _allocate_slab(dtype, STAGES, ROWS, PAGE, DIM // 64 * 64)
     if DIM % 64 == 0:
         return (pages,), (matrices,)
-    else:  # Triton compiles what follows a return as well
+    else:  # Triton compiles the code after a return too
         more_pages, more_matrices = _allocate_slab(dtype, STAGES, ROWS, PAGE, DIM % 64)
         return (pages, more_pages), (matrices, more_matrices)
 
@@ -64,7 +66,7 @@ def _load_pages(
     caches, table, first, limit, head_row, page_rows, buffers, stage, full, BLOCK_N: gl.constexpr, PAGE: gl.constexpr,
     DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Copy the rows of the keys first .. first + BLOCK_N into a stage of each slab's buffers; signals `full`."""
+    """Copy keys first .. first + BLOCK_N to a stage of each slab's buffers by TMA; signals the barrier `full`."""
     PAGES: gl.constexpr = BLOCK_N // PAGE
     mbarrier.expect(full, BLOCK_N * DIM * 2)
     for p in gl.static_range(PAGES):
@@ -81,7 +83,7 @@ def _load_pages(
 
 @gluon.jit
 def _clear_pages(first, limit, buffers, stage, BLOCK_N: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr):
-    """Zeros in place of the rows from `limit` on: nobody has written them, they may be no numbers at all."""
+    """Zero the rows from `limit` on: they were never written and may contain NaN."""
     PAGES: gl.constexpr = BLOCK_N // PAGE
     for p in range((limit - first) // PAGE, PAGES):
         for c in gl.static_range(DIM // 64):
@@ -106,7 +108,7 @@ def load_cache(
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """What the loading warp does: keys and values of all this program's items, from the last keys to the first."""
+    """The code of the loading warp: keys and values of all this program's items, from the last keys to the first."""
     done = 0
     cleared = 0
     for turn in range((items + programs - 1) // programs):

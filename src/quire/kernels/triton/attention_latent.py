@@ -1,7 +1,8 @@
-"""Paged attention over latents: all query heads read the same key of a token, whose first numbers are its value.
+"""Decode attention over latents (MLA): all query heads read the same key of a token, and its first elements are the
+value.
 
-A tile of latents is loaded once, and serves as keys and as values. Work is shared out as in attention_decode.py; where
-there are very many query heads they are cut into groups, which stand where other models have key/value heads.
+A tile of latents is loaded once and used as keys and as values. Work is divided as in attention_decode.py. If there are
+very many query heads, they are cut into groups, which take the place of kv heads.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from quire.kernels.triton.attention_split import base_of, leave_part, part_slot,
 from quire.kernels.triton.attention_tile import EMPTY, block_ids, fold, slots
 from quire.kernels.triton.launch import await_inputs, num_processors, power_of_two, shared_memory
 
-MOST_HEADS = 64  # query heads of a group
-_LEAST_DIM = 16  # of a product
-_WIDE_BYTES = 216 << 10  # of shared memory, which tiles of 64 latents take
-_MERGE_STAGES = 3  # parts are read ahead of their merge, where they are small
+MOST_HEADS = 64  # query heads per group
+_LEAST_DIM = 16  # smallest K dimension of a gemm
+_WIDE_BYTES = 216 << 10  # bytes of shared memory that tiles of 64 latents need
+_MERGE_STAGES = 3  # pipeline stages: parts are loaded ahead of their merge if they are small
 
 
 def head_groups(query_heads: int) -> int:
-    """Into how many groups of equal size query heads are cut."""
+    """Return the smallest number of equal groups of at most MOST_HEADS heads that query heads can be cut into."""
     return next(
         count for count in range(1, query_heads + 1) if query_heads % count == 0 and query_heads // count <= MOST_HEADS
     )
 
 
 def latent_config(rows: int, dtype: torch.dtype, device: torch.device) -> SplitConfig:
-    """For units of up to `rows` packed query rows over a cache of `dtype`: the fastest on an H200 that fits."""
+    """Return the config for units of up to `rows` packed query rows over a cache of `dtype`, tuned on an H200 and
+    limited by its shared memory."""
     processors, block_m = num_processors(device), max(16, power_of_two(rows))
     if dtype.itemsize == 4:
         return SplitConfig(block_m, 16, 4 if block_m == 16 else 8, 2 if block_m == 16 else 1, processors, 4)
@@ -49,14 +51,15 @@ def latent_decode(
     query: Tensor,  # [rows, query heads, rank + turned]
     latents: Tensor,  # [blocks, 1, block, rank + turned]
     tables: Tensor,  # [table rows, max blocks], int32
-    plan: SplitPlan,  # filled with this step's lengths; of as many key/value heads as there are groups
+    plan: SplitPlan,  # filled with this step's lengths; its kv heads are the groups of query heads
     rule: AttentionRule,
     *,
     out: Tensor,  # [rows, query heads, rank]
-    prefix: PrefixPart | None = None,  # of the positions below the plan's begins
+    prefix: PrefixPart | None = None,  # partial result for the positions below the plan's begins
     dependent: bool = False,
 ) -> None:
-    """Attention of every row over its cached latents, its own included; rows of length 0 are left as they were."""
+    """Write attention of every row over its cached latents, including its own, to `out`. Rows of length 0 keep their
+    contents."""
     check_heads(out, "out")
     _launch(query, latents, tables, plan, rule, out, None, None, prefix, dependent)
 
@@ -65,20 +68,20 @@ def latent_prefix(
     query: Tensor,  # [rows, query heads, rank + turned]
     latents: Tensor,
     tables: Tensor,
-    plan: SplitPlan,  # filled with the length of each unit's prefix and whose table holds it
-    members: Tensor,  # [rows in groups], int32: the rows of each unit, side by side
-    spans: Tensor,  # [units, 2], int32: where a unit's members begin, and how many they are
+    plan: SplitPlan,  # filled with the length of each unit's prefix and the row of its block table
+    members: Tensor,  # [rows in groups], int32: the rows of each unit, concatenated
+    spans: Tensor,  # [units, 2], int32: first member and number of members of each unit
     rule: AttentionRule,
     part: PrefixPart,
     *,
     dependent: bool = False,
 ) -> None:
-    """Attention of all rows of each unit over the prefix they share, written to `part`."""
+    """Write the attention of all rows of each unit over their shared prefix to `part`."""
     _launch(query, latents, tables, plan, rule, None, members, spans, part, dependent)
 
 
 def check_latents(query: Tensor, latents: Tensor, rule: AttentionRule) -> None:
-    """The kernels read raw memory."""
+    """Raise ValueError unless the kernels can read the latents by raw pointers and the rule is plain."""
     check_heads(query, "query")
     if not latents.is_contiguous() or latents.shape[1] != 1 or latents.shape[3] != query.shape[2]:
         raise ValueError("latents must be contiguous, [blocks, 1, block, dim of queries]")
@@ -116,13 +119,13 @@ def _split_latents(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGE_STAGES: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: its share of the line of tiles, pair after pair."""
+    """Run one program: its share of all tiles of the step, one (unit, head group) pair after the other."""
     me = tl.program_id(0)
     record = programs + me * RECORD
     unit, offset, left = kept(record), kept(record + 1), kept(record + 2)
     low, high, row = kept(record + 3), kept(record + 4), kept(record + 5)
     line, active, number = kept(record + 6), kept(record + 7), kept(record + 8)
-    place = (me.to(tl.int64) * line // active).to(tl.int32)  # in the line
+    place = (me.to(tl.int64) * line // active).to(tl.int32)  # in the sequence of all tiles
     await_inputs(DEPENDENT)
     while left > 0:
         tiles = tl.cdiv(high - base_of(low, BLOCK_N, BLOCK_SIZE), BLOCK_N)
@@ -146,7 +149,7 @@ def _split_latents(
             origin = place - first
             slot = part_slot(me, program_of(origin, line, active))
             leave_part(acc, top, total, parts, extremes, slot, ROWS, RANK)
-            tl.debug_barrier()  # every thread's numbers are out before the arrival is announced
+            tl.debug_barrier()  # all threads must have stored the part before its arrival is announced
             arrive(
                 out, unit, group, low, origin, tiles, line, active, arrivals, parts, extremes,
                 members, spans, prefix_out, prefix_log_sums, None, out_stride, value_scale,
@@ -166,8 +169,8 @@ def _attend(
     query, query_rest, latents, table, low, high, first, count, factor,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries [M, RANK] and [M, rest] over `count` tiles from tile `first` of positions low .. high -> output, maximum,
-    sum (see fold). Positions past the end repeat the last one and are hidden."""
+    """Attend queries [M, RANK] and [M, rest] to `count` tiles from tile `first` of positions low .. high. Returns
+    output, maximum and sum (see fold). Positions past the end repeat the last one and are masked."""
     M: tl.constexpr = query.shape[0]
     RANK_PAD: tl.constexpr = query.shape[1]
     acc = tl.zeros([M, RANK_PAD], tl.float32)
@@ -178,7 +181,7 @@ def _attend(
     ids = block_ids(table, begin, high, BLOCK_N, BLOCK_SIZE, True)
     for tile in tl.range(begin, end, BLOCK_N):
         rows = slots(ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_SIZE * WIDTH, WIDTH)
-        ids = block_ids(table, tile + BLOCK_N, high, BLOCK_N, BLOCK_SIZE)  # used a turn later
+        ids = block_ids(table, tile + BLOCK_N, high, BLOCK_N, BLOCK_SIZE)  # for the next iteration
         k, scores = score_latents(query, query_rest, latents, rows, WIDTH, RANK, PRECISION)
         place = tile + tl.arange(0, BLOCK_N)
         scores = tl.where(((place >= low) & (place < high))[None, :], scores, float("-inf"))
@@ -188,7 +191,8 @@ def _attend(
 
 @triton.jit
 def score_latents(query, query_rest, latents, rows, WIDTH: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr):
-    """Of these rows of the cache [N]: what is key and value [N, RANK], and their products with queries [M, N]."""
+    """Load rows [N] of the cache. Returns the part that is key and value [N, RANK], and the scores with the queries [M,
+    N]."""
     RANK_PAD: tl.constexpr = query.shape[1]
     REST_PAD: tl.constexpr = query_rest.shape[1]
     places = latents + rows.to(tl.int64) * WIDTH
@@ -200,7 +204,7 @@ def score_latents(query, query_rest, latents, rows, WIDTH: tl.constexpr, RANK: t
 
 @triton.jit
 def load_columns(places, real, COUNT: tl.constexpr, PAD: tl.constexpr):
-    """COUNT numbers from each of `places` [N] -> [N, PAD], zero past them and where it is not `real`."""
+    """Load COUNT elements from each of `places` [N] -> [N, PAD], zero past COUNT and where `real` is false."""
     columns = tl.arange(0, PAD)
     where = places[:, None] + columns[None, :]
     if real is not None:

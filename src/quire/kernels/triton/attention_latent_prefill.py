@@ -1,6 +1,6 @@
-"""Paged attention of prompt chunks over latents: tiles of packed (token, query head) rows.
+"""Prefill attention over latents (MLA): tiles of packed (token, query head) rows.
 
-As in attention_prefill.py, but a tile of latents is loaded once, and serves as keys and as values.
+As attention_prefill.py, but a tile of latents is loaded once and used as keys and as values.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from quire.kernels.triton.attention_scaled import COMPUTE
 from quire.kernels.triton.attention_tile import EMPTY, block_ids, fold, slots
 from quire.kernels.triton.launch import await_inputs, power_of_two, shared_memory
 
-_LEAST_DIM = 16  # of a product
-_WIDE_BYTES, _NARROW_BYTES = 224 << 10, 148 << 10  # of shared memory, which tiles of 64 or 32 latents take
+_LEAST_DIM = 16  # smallest K dimension of a gemm
+_WIDE_BYTES, _NARROW_BYTES = 224 << 10, 148 << 10  # bytes of shared memory that tiles of 64 or 32 latents need
 
 
 def latent_prefill_config(itemsize: int, device: torch.device) -> PrefillConfig:
-    """For a cache whose numbers take so many bytes: the fastest on an H200 that fits."""
+    """Return the config for a cache with elements of `itemsize` bytes, tuned on an H200 and limited by its shared
+    memory."""
     room = shared_memory(device)
     if itemsize == 4 or room < _NARROW_BYTES:
         return PrefillConfig(32, 16, 8, 1)
@@ -40,8 +41,8 @@ def latent_prefill(
     out: Tensor,  # [tokens, query heads, rank]
     dependent: bool = False,
 ) -> None:
-    """Causal attention of the plan's chunks over all their cached latents, their own included. Other tokens of `out`
-    are left as they were."""
+    """Write causal attention of the plan's chunks over all their cached latents, including their own, to `out`. Other
+    tokens of `out` keep their contents."""
     check_latents(query, latents, rule)
     check_heads(out, "out")
     (_, query_heads, width), rank, config = query.shape, out.shape[2], plan.config
@@ -62,7 +63,7 @@ def _prefill(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of packed query rows."""
+    """Run one tile of packed query rows."""
     record = tiles + tl.program_id(0) * 8
     begin, start, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)
     row, first = tl.load(record + 3), tl.load(record + 4)
@@ -70,7 +71,7 @@ def _prefill(
     if count == 0:
         return
     lowest, highest = first // HEADS, tl.minimum((first + BLOCK_M - 1) // HEADS, count - 1)  # tokens of the tile
-    table, end = tables + row.to(tl.int64) * table_stride, start + highest + 1  # of the keys
+    table, end = tables + row.to(tl.int64) * table_stride, start + highest + 1  # end of the keys
     packed = first + tl.arange(0, BLOCK_M)
     token, head, real = packed // HEADS, packed % HEADS, packed < count * HEADS
     places = query + (begin + token).to(tl.int64) * query_stride + head * WIDTH
@@ -83,14 +84,14 @@ def _prefill(
     ids = block_ids(table, 0, end, BLOCK_N, BLOCK_SIZE)
     for at in tl.range(0, end, BLOCK_N):
         rows = slots(ids, at, end, BLOCK_N, BLOCK_SIZE, BLOCK_SIZE * WIDTH, WIDTH)
-        ids = block_ids(table, at + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)  # used a turn later
+        ids = block_ids(table, at + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)  # for the next iteration
         k, scores = score_latents(q, q_rest, latents, rows, WIDTH, RANK, PRECISION)
         if at + BLOCK_N > seen_by_all:
             seen = at + tl.arange(0, BLOCK_N)
             visible = (seen[None, :] <= position[:, None]) & (seen < end)[None, :]
             scores = tl.where(visible, scores, float("-inf"))
         acc, top, total = fold(acc, top, total, scores, factor, k, PRECISION)
-    total = tl.where(real, total, 1.0)  # a row of padding may have seen nothing
+    total = tl.where(real, total, 1.0)  # a padding row may have seen no keys
     columns = tl.arange(0, RANK_PAD)
     to = out + ((begin + token).to(tl.int64) * out_stride + head * RANK)[:, None] + columns[None, :]
     mask = real[:, None] & (columns < RANK)[None, :]

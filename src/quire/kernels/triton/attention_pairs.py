@@ -1,4 +1,4 @@
-"""What split attention does around its tiles: queries of a (unit, head) pair in, its output out, parts put together."""
+"""Split attention around its tiles: load the queries of a (unit, head) pair, store its output, and merge its parts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, take_in
 
 @triton.jit
 def kept(place):
-    """A number of the plan, which every layer reads again: it is worth its place in the cache more than keys are."""
+    """Load a value of the plan with priority in the L2 cache, since every layer reads it again."""
     return tl.load(place, eviction_policy="evict_last")
 
 
 @triton.jit
 def unit_at(units, place):
-    """Of the unit at `place` of those that are not empty: first position, end, table row, number."""
+    """Return the record of the unit at `place` in the list of non-empty units: first position, end, table row, unit
+    number."""
     where = units + place * 4
     return kept(where), kept(where + 1), kept(where + 2), kept(where + 3)
 
@@ -27,7 +28,7 @@ def load_queries(
     query, unit, head, members, spans, stride, GROUP: tl.constexpr, M: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The packed queries of a pair: [M, DIM_PAD], zero where there is none."""
+    """Load the packed queries of a pair: [M, DIM_PAD], zero where there is none."""
     token, lane, real = query_rows(unit, members, spans, GROUP, M)
     columns = tl.arange(0, DIM_PAD)
     places = query + (token.to(tl.int64) * stride + (head * GROUP + lane) * DIM)[:, None] + columns[None, :]
@@ -39,7 +40,8 @@ def write_pair(
     out, acc, top, total, unit, head, low, members, spans, prefix_out, prefix_log_sums, sinks,
     out_stride, value_scale, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Finish a pair: to the output, or to the prefix part that the decode pass takes in."""
+    """Normalize the result of a pair and store it: in the prefix pass to `prefix_out`, in the decode pass to the
+    output, after merging the prefix part and the sink."""
     columns = tl.arange(0, acc.shape[1])
     token, lane, real = query_rows(unit, members, spans, GROUP, acc.shape[0])
     head = head * GROUP + lane
@@ -72,9 +74,10 @@ def arrive(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, MERGED: tl.constexpr, MERGE_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Announce a part of the pair of `tiles` tiles from `origin` of the line; whoever is the last merges them.
+    """Announce that a part of a pair (`tiles` tiles from position `origin` of all tiles) is stored. The program that
+    arrives last merges all parts.
 
-    Every thread's numbers must be out: a barrier comes before.
+    All threads of the program must have stored the part: the caller puts a barrier before.
     """
     begun, ended = program_of(origin, line, active), program_of(origin + tiles - 1, line, active)
     arrival = arrivals + unit * KV_HEADS + head
@@ -89,7 +92,7 @@ def arrive(
 
 @triton.jit
 def query_rows(unit, members, spans, GROUP: tl.constexpr, M: tl.constexpr):
-    """For each packed row of a unit: its token, its query head within the group, and whether there is such a row."""
+    """Return for each packed row of a unit its token, its query head within the group, and whether it exists."""
     packed = tl.arange(0, M)
     lane = packed % GROUP
     if members is None:

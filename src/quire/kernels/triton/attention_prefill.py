@@ -1,7 +1,7 @@
-"""Paged attention of prompt chunks: tiles of packed (token, query head of the group) rows over their cached keys.
+"""Paged prefill attention: tiles of packed (token, query head of the group) rows over their cached keys.
 
-One loop runs over all tiles of keys; those at the diagonal and at a window's edge are masked, the others are not.
-A chunk's own keys come from the cache as well.
+One loop runs over all tiles of keys; tiles at the diagonal and at a window's edge are masked, the others are not. A
+chunk's own keys are read from the cache as well.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from quire.kernels.triton.attention_split import base_of
 from quire.kernels.triton.attention_tile import EMPTY, LOG2_E, block_ids, fold, slots, squash, take_in
 from quire.kernels.triton.launch import await_inputs, has_gluon, power_of_two
 
-HOPPER_DIMS = (64, 80, 96, 128, 256)  # numbers of the heads that the kernel for Hopper GPUs takes
+HOPPER_DIMS = (64, 80, 96, 128, 256)  # head sizes that the Hopper kernel supports
 TILE_NUMBERS = 8  # first token of the chunk in the batch, its position, its tokens, table row, first packed row, unused
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """The tiles of a step, heaviest first. Tiles of a chunk without tokens are padding."""
+    """The tiles of a step, heaviest first. A tile with zero tokens is padding."""
 
     config: PrefillConfig
     tiles: Tensor  # [tiles, TILE_NUMBERS], int32
@@ -49,7 +49,8 @@ def lay_out_tiles(
     block_m: int,
     capacity: int | None = None,  # tiles to pad to
 ) -> Tensor:
-    """The tile list of these chunks, on the host: [tiles, TILE_NUMBERS], int32."""
+    """Build the tile list of these chunks on the host: [tiles, TILE_NUMBERS], int32. Raises ValueError if it exceeds
+    `capacity`."""
     numbers = np.asarray(chunks, np.int32).reshape(-1, 4)
     counts = -(-numbers[:, 2] * group // block_m)  # tiles per chunk
     total = int(counts.sum())
@@ -76,9 +77,10 @@ def paged_prefill(
     scales: CacheScales | None = None,  # of a quantized cache
     dependent: bool = False,
 ) -> Tensor:
-    """Causal attention of the plan's chunks over all their cached keys, their own included, which are written already.
+    """Return causal attention of the plan's chunks over all their cached keys, including their own, which must be
+    written already.
 
-    Other tokens of `out` are left as they were.
+    Other tokens of `out` keep their contents. dependent: programmatic dependent launch.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     check_heads(query, "query")
@@ -89,7 +91,7 @@ def paged_prefill(
     _, kv_heads, block_size, _ = key_cache.shape
     config = plan.config
     if scales is None and fits_hopper(query, key_cache, value_cache, config.block_m):
-        from quire.kernels.triton.attention_hopper import hopper_prefill  # its language is not in every Triton
+        from quire.kernels.triton.attention_hopper import hopper_prefill  # Gluon is not in every Triton
 
         hopper_prefill(query, key_cache, value_cache, tables, plan.tiles, rule, out, dependent=dependent)
         return out
@@ -107,11 +109,11 @@ def paged_prefill(
 
 
 def fits_hopper(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_m: int) -> bool:
-    """Whether the kernel for Hopper GPUs can take these; the portable one takes everything."""
+    """Whether the Hopper kernel supports these tensors; the portable kernel supports all."""
     block_size, dim = key_cache.shape[2:]
     return (
         block_m == 128
-        and block_size >= 8  # shared memory is laid out in units of so many rows
+        and block_size >= 8  # the unit of the shared memory layout
         and block_size & (block_size - 1) == 0
         and query.dtype == key_cache.dtype
         and key_cache.data_ptr() % 16 == value_cache.data_ptr() % 16 == 0
@@ -120,7 +122,7 @@ def fits_hopper(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_m: 
 
 
 def takes_hopper(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel for Hopper GPUs can take heads of `dim` numbers in `dtype`."""
+    """Whether the Hopper kernel supports heads of size `dim` in `dtype` on this device."""
     return dim in HOPPER_DIMS and dtype in (torch.bfloat16, torch.float16) and has_gluon(device)
 
 
@@ -133,7 +135,7 @@ def _prefill(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of packed query rows under one key/value head."""
+    """Run one tile of packed query rows with one kv head."""
     record = tiles + tl.program_id(0) // KV_HEADS * 8
     head = tl.program_id(0) % KV_HEADS
     begin, start, count = tl.load(record), tl.load(record + 1), tl.load(record + 2)
@@ -143,9 +145,9 @@ def _prefill(
         return
     lowest, highest = first // GROUP, tl.minimum((first + BLOCK_M - 1) // GROUP, count - 1)  # tokens of the tile
     table = tables + row.to(tl.int64) * table_stride
-    end = start + highest + 1  # of the keys
+    end = start + highest + 1  # end of the keys
     begin_at = _first_key(start + lowest, window, BLOCK_N, BLOCK_SIZE)
-    ids = block_ids(table, begin_at, end, BLOCK_N, BLOCK_SIZE)  # asked for before the queries are
+    ids = block_ids(table, begin_at, end, BLOCK_N, BLOCK_SIZE)  # loaded early, before the queries
     packed = first + tl.arange(0, BLOCK_M)
     token, columns = packed // GROUP, tl.arange(0, DIM_PAD)
     query_head = head * GROUP + packed % GROUP
@@ -171,15 +173,15 @@ def _prefill(
     if sinks is not None:
         sink = tl.load(sinks + query_head).to(tl.float32) * LOG2_E
         acc, top, total = take_in(acc, top, total, sink)
-    total = tl.where(real, total, 1.0)  # a row of padding may have seen nothing
+    total = tl.where(real, total, 1.0)  # a padding row may have seen no keys
     places = ((begin + token).to(tl.int64) * out_stride + query_head * DIM)[:, None] + columns[None, :]
     tl.store(out + places, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _first_key(lowest, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where the tiles of keys begin for rows from position `lowest` on: in no block before the window, which may be
-    another sequence's by now."""
+    """Return the position where the tiles of keys begin for rows from position `lowest` on: in no block that has left
+    the window, since that may belong to another sequence by now."""
     begin = 0
     if window is not None:
         begin = base_of(tl.maximum(lowest + 1 - window, 0), BLOCK_N, BLOCK_SIZE)
@@ -192,19 +194,19 @@ def _attend(
     cap, window, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     DIM: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys before `end`, the first of them in blocks `ids`, into rows at positions `place` [M], which lie in
-    lowest .. highest. Tiles that all rows see whole take no mask."""
+    """Attend rows at positions `place` [M], which are within lowest .. highest, to the keys before `end`; `ids` are the
+    blocks of the first tile. Tiles that all rows see entirely are not masked."""
     DIM_PAD: tl.constexpr = query.shape[1]
     WIDTH: tl.constexpr = DIM // 2 if GROUP > 0 else DIM
     SCALED: tl.constexpr = key_scales is not None and GROUP == 0
     seen_by_all, clear, reach = tl.minimum(lowest + 1, end), 0, NO_REACH
     if window is not None:
-        clear = highest + 1 - window  # from here on no row's window begins
+        clear = highest + 1 - window  # no window begins at or after this position
     for first in tl.range(_first_key(lowest, window, BLOCK_N, BLOCK_SIZE), end, BLOCK_N):
         seen = first + tl.arange(0, BLOCK_N)
         rows = slots(ids, first, end, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, WIDTH, UNIT)
         here = ids
-        ids = block_ids(table, first + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)  # used a turn later
+        ids = block_ids(table, first + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)  # for the next iteration
         k = load_tile(
             keys, key_scales, rows, here, first, end, query.dtype, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE, DIM, DIM_PAD,
             UNIT, GROUP, False,

@@ -1,8 +1,9 @@
-"""Tiles of a quantized cache: their scales, and what attention does with them.
+"""Tiles of a quantized cache: loading them and applying their scales in attention.
 
-A float8 or int8 head has one scale: that of a key multiplies its scores, that of a value its weights, and the numbers
-go into products as they are. Weights times scales stay within the range of float16: a running output is kept over the
-largest scale that it has met. Numbers of int4 are dequantized in registers, as their groups have scales and offsets.
+A float8 or int8 head has one scale per token. A key's scale multiplies its scores and a value's scale multiplies its
+weights, so the gemms run on the unscaled values. Weights times scales must stay within the range of float16, so the
+running output is kept divided by the largest scale so far (`reach`). int4 elements are dequantized in registers, since
+their groups have scales and offsets.
 """
 
 from __future__ import annotations
@@ -18,28 +19,30 @@ from quire.kernels.triton.attention_tile import load_rows, weigh, widened
 from quire.kernels.triton.launch import FLOAT8
 
 COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, FLOAT8: tl.float16}
-_INT4_GROUP = 32  # see cache_quantize
-NO_REACH = tl.constexpr(1.0e-30)  # the largest scale of an output that has met none
+_INT4_GROUP = 32  # see reference/cache_quantize.py
+NO_REACH = tl.constexpr(1.0e-30)  # initial `reach`, the largest scale so far
 
 
 def compute_of(cache: torch.dtype, query: torch.dtype) -> tl.dtype:
-    """In what dtype queries and keys are multiplied: the cache's, float16 for float8, the queries' for integers."""
+    """Return the dtype of the attention gemms: the cache's, float16 for float8, the queries' for integer caches."""
     return COMPUTE.get(cache, COMPUTE[query])
 
 
 def int4_group(cache: torch.dtype, dim: int) -> int:
-    """Numbers of a head that share a scale and an offset in an int4 cache; 0 for other caches."""
+    """Return how many elements of a head share a scale and an offset in an int4 cache; 0 for other caches."""
     return math.gcd(dim, _INT4_GROUP) if cache == torch.uint8 else 0
 
 
 def head_stride(cache: Tensor) -> int:
-    """From a head of a block [blocks, kv heads, block, dim] to the next; torch may say anything for a single one."""
+    """Return the stride between heads of a block [blocks, kv heads, block, dim]; with a single head torch's stride may
+    be arbitrary."""
     return cache.stride(1) if cache.shape[1] > 1 else cache.stride(0)
 
 
 @triton.jit
 def scales_of_head(scales, head, HEAD_STRIDE: tl.constexpr, GROUP: tl.constexpr):
-    """Where the scales of a head are within block 0. HEAD_STRIDE is in bytes: scales have four, those of int4 two."""
+    """Return where the scales of a head are within block 0. HEAD_STRIDE is in bytes; scales have four bytes, those of
+    int4 two."""
     return scales + head * (HEAD_STRIDE // (2 if GROUP > 0 else 4))
 
 
@@ -47,7 +50,7 @@ def scales_of_head(scales, head, HEAD_STRIDE: tl.constexpr, GROUP: tl.constexpr)
 def load_scales(
     scales, ids, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr
 ):  # fmt: skip
-    """The float32 scale of each position of a tile, [N]; BLOCK_STRIDE in bytes."""
+    """Load the float32 scale of each position of a tile, [N]; BLOCK_STRIDE in bytes."""
     place = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
     return tl.load(scales + ids.to(tl.int64) * (BLOCK_STRIDE // 4) + place % BLOCK_SIZE)
 
@@ -57,8 +60,9 @@ def load_nibbles(
     memory, scales, rows, ids, begin, end, dtype: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Rows of int4 numbers [N], see `slots` -> [N, DIM_PAD] in `dtype`: level * scale + offset of the group. Both
-    numbers of a byte read it: no numbers change places, which the compiler cannot do before every product."""
+    """Load rows [N] of an int4 cache, see `slots`, as [N, DIM_PAD] in `dtype`: value * scale + offset of the group.
+    Each byte is loaded for both of its elements, since a shuffle of elements before every gemm is beyond the compiler.
+    """
     column = tl.arange(0, DIM_PAD)
     inside = (column < DIM)[None, :]
     pairs = tl.load(memory + (rows.to(tl.int64) * UNIT)[:, None] + (column // 2)[None, :], mask=inside, other=0)
@@ -77,7 +81,7 @@ def load_tile(
     BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of a tile [N, DIM_PAD] in `dtype`, of any cache, without the scales of heads. WIDEN: see
+    """Load keys or values of a tile [N, DIM_PAD] in `dtype` from any cache, without per-head scales applied. WIDEN: see
     `widened`."""
     if GROUP > 0:
         numbers = load_nibbles(
@@ -92,15 +96,14 @@ def load_tile(
 
 @triton.jit
 def reach_of(reach, scales):
-    """The largest scale so far, and by what an output over the one before is multiplied."""
+    """Return the largest scale so far, and the factor for an output that was divided by the previous one."""
     most = tl.maximum(reach, tl.max(scales, 0))
     return most, reach / most
 
 
 @triton.jit
 def fold_scaled(acc, top, total, reach, scores, unit, values, scales, PRECISION: tl.constexpr):
-    """What `fold` does, for values that are still to be multiplied by their scales [N]; `acc` is an output over
-    `reach`."""
+    """Like `fold`, for values that still lack their scales [N]; `acc` is the output divided by `reach`."""
     weights, fade, higher, total = weigh(top, total, scores, unit, 1)
     most, shrink = reach_of(reach, scales)
     weights = weights * (scales / most)[None, :]

@@ -1,4 +1,4 @@
-"""The work list of split attention: made on the device once a step, read by every layer."""
+"""The work list of split attention: built on the device once per step, read by every layer."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from quire.kernels.triton.attention_config import SplitConfig, split_config
 from quire.kernels.triton.attention_split import base_of
 from quire.kernels.triton.launch import num_processors
 
-PROGRAM_NUMBERS = 9  # unit, tile in the unit, tiles, low, high, table row, tiles of all, programs with work, place
-UNIT_NUMBERS = 4  # low, high, table row, unit
-_COMPARED_AT_ONCE = 2048  # borders of programs against ends of units
+PROGRAM_NUMBERS = 9  # fields: unit, tile in the unit, tiles, low, high, table row, tiles of all, active programs, place
+UNIT_NUMBERS = 4  # fields: low, high, table row, unit
+_COMPARED_AT_ONCE = 2048  # borders of programs compared with ends of units
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """Shares of work and the memory in which split attention leaves parts. Holds one step at a time.
+    """The work shares of all programs, and the scratch memory for parts. Holds one step at a time.
 
-    `arrivals` is zero between launches: the program that merges a pair clears its count.
+    `arrivals` is zero between launches: the program that merges a pair resets its counter.
     """
 
     config: SplitConfig
     kv_heads: int
     block_size: int
     programs: Tensor  # [programs, PROGRAM_NUMBERS], int32
-    units: Tensor  # [units, UNIT_NUMBERS], int32: those that are not empty, in order
+    units: Tensor  # [units, UNIT_NUMBERS], int32: the non-empty units, in order
     arrivals: Tensor  # [units * kv heads], int32
     parts: Tensor  # [2 * programs, rows, dim], float32
     extremes: Tensor  # [2 * programs, 2, rows], float32: maximum exponent, sum
@@ -38,9 +38,9 @@ class SplitPlan:
 def allocate_split_plan(
     key_cache: Tensor, query_heads: int, max_units: int, *, rows: int | None = None, config: SplitConfig | None = None
 ) -> SplitPlan:
-    """Memory for plans of up to `max_units` units over caches like `key_cache`.
+    """Allocate a plan for up to `max_units` units over caches like `key_cache`.
 
-    `rows` is how many packed query rows a unit has at most: those of one token by default.
+    `rows` is the largest number of packed query rows of a unit; by default the query heads per kv head.
     """
     _, kv_heads, block_size, dim = key_cache.shape
     rows = rows or query_heads // kv_heads
@@ -61,7 +61,8 @@ def allocate_split_plan(
 
 
 def with_config(plan: SplitPlan, config: SplitConfig) -> SplitPlan:
-    """The same memory, run another way; `plan` is of at least as many programs. Only one of them holds a step."""
+    """Return a plan on the same memory with another config, which must not need more programs. Only one of the two
+    plans can hold a step at a time."""
     count = config.programs
     if count > plan.config.programs or config.block_m < plan.parts.shape[1]:
         raise ValueError(f"a plan of {plan.config.programs} programs has no room for {config}")
@@ -70,19 +71,20 @@ def with_config(plan: SplitPlan, config: SplitConfig) -> SplitPlan:
 
 
 def with_own_lists(plan: SplitPlan) -> SplitPlan:
-    """A plan that holds a step beside this one; both leave parts in the same memory, one launch after the other."""
+    """Return a plan that can hold a step at the same time as this one. Both share the memory for parts, so their
+    launches must not overlap."""
     return replace(plan, programs=torch.zeros_like(plan.programs), units=torch.zeros_like(plan.units))
 
 
 def fill_split_plan(
     plan: SplitPlan,
-    lengths: Tensor,  # [units], int32 or int64: positions end before it; 0: the unit is padding
+    lengths: Tensor,  # [units], int32 or int64: end of each unit's positions; 0: padding
     *,
-    begins: Tensor | None = None,  # [units]: positions start there, below the length; 0 by default
-    table_rows: Tensor | None = None,  # [units]: whose block table; the unit's own number by default
+    begins: Tensor | None = None,  # [units]: first position, at most the length; 0 by default
+    table_rows: Tensor | None = None,  # [units]: row of the block table; the unit's own index by default
     window: int | None = None,  # only the last `window` positions
 ) -> None:
-    """Share the units' tiles out to the programs. One launch, nothing read by the host."""
+    """Distribute the units' tiles over the programs. One launch, without a host synchronization."""
     count = lengths.shape[0]
     room = plan.units.shape[0]
     if count > room:
@@ -104,7 +106,8 @@ def _share_out(
     RECORD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     UNITS_PAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Each launched block counts all tiles and writes AT_ONCE programs; the first one writes the units too."""
+    """Each program of this launch counts all tiles and writes AT_ONCE work shares; the first one also writes the list
+    of units."""
     unit = tl.arange(0, UNITS_PAD)
     low, high, row = _read_units(lengths, begins, table_rows, unit, num_units, window)
     tiles = tl.where(high > low, tl.cdiv(high - base_of(low, BLOCK_N, BLOCK_SIZE), BLOCK_N), 0)
@@ -143,11 +146,11 @@ def _share_out(
 
 @triton.jit
 def _active(total, pairs, num_programs, processors, least_tiles, merge_tiles):
-    """How many programs to share `total` tiles of `pairs` (unit, head) pairs out to.
+    """Return over how many programs to distribute `total` tiles of `pairs` (unit, head) pairs.
 
-    Either as many as are useful, shares below `least_tiles` being not; or the same whole number for every pair, so that
-    pairs of one length are never cut across, and with one program each not at all. Whichever ends first: programs of
-    one processor share what it can read, and a cut costs each of them as much as `merge_tiles` tiles.
+    Either as many as are useful (shares are at least `least_tiles`), or the same whole number for every pair, so that
+    pairs of equal length have no borders inside, and are not cut at all with one program each. Chooses the estimated
+    faster one: programs on one multiprocessor share its bandwidth, and a cut costs each of them `merge_tiles` tiles.
     """
     pairs = tl.maximum(pairs, 1)
     useful = tl.maximum(tl.minimum(num_programs, total // least_tiles), 1)
@@ -163,7 +166,7 @@ def _active(total, pairs, num_programs, processors, least_tiles, merge_tiles):
 
 @triton.jit
 def _read_units(lengths, begins, table_rows, unit, num_units, window):
-    """First position, end and table row of each of `unit`; nothing where there is no such unit."""
+    """Load first position, end and table row of each of `unit`; empty where the unit does not exist."""
     real = unit < num_units
     high = tl.load(lengths + unit, mask=real, other=0).to(tl.int32)
     low = tl.zeros_like(high)

@@ -1,9 +1,10 @@
-"""The body of split attention: fixed programs walk equal shares of all key tiles of a step.
+"""The main loop of split (flash-decoding) attention: a fixed number of programs take equal shares of all key tiles of a
+step.
 
-All tiles of a step stand in one line: unit after unit, in a unit key/value head after head, tile after tile. A unit is
-a run of keys with the queries that see all of it: a decode row, or part of a group of rows that share a prefix. Program
-i takes tiles i * total // active up to (i + 1) * total // active, so shares differ by one tile at most, whatever the
-lengths. A (unit, head) pair cut by a border leaves parts in float32; whoever brings the last part merges them.
+All tiles of a step form one sequence: unit by unit, within a unit kv head by kv head, then tile by tile. A unit is a
+run of keys with the queries that see all of it: a decode row, or part of a group of rows that share a prefix. Program i
+takes tiles i * total // active up to (i + 1) * total // active, so shares differ by at most one tile, whatever the
+lengths. A (unit, head) pair that is cut by a border leaves float32 parts; the program that finishes last merges them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ def attend_tiles(
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     DIM: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """query [M, D] over `count` tiles from tile `first` of positions low .. high -> output, maximum, sum (see fold).
+    """Attend query [M, D] to `count` tiles from tile `first` of positions low .. high. Returns output, maximum and sum
+    (see fold).
 
-    `keys` and `values` point at the head within block 0, so do their scales, `table` at the block ids of the sequence.
-    GROUP: numbers of an int4 head that share a scale, 0 for other caches. Positions past
-    the end repeat the last one and are hidden, so nothing outside the sequence is ever read.
+    `keys`, `values` and their scales point at the head within block 0, `table` at the block ids of the sequence. GROUP:
+    elements of an int4 head that share a scale, 0 for other caches. Positions past the end repeat the last one and are
+    masked, so nothing outside the sequence is ever read.
     """
     M: tl.constexpr = query.shape[0]
     DIM_PAD: tl.constexpr = query.shape[1]
@@ -51,7 +53,7 @@ def attend_tiles(
         if SCALED:
             of_keys = load_scales(key_scales, ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE)
             of_values = load_scales(value_scales, ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE)
-        ids = block_ids(table, tile + BLOCK_N, high, BLOCK_N, BLOCK_SIZE)  # used a turn later
+        ids = block_ids(table, tile + BLOCK_N, high, BLOCK_N, BLOCK_SIZE)  # for the next iteration
         product = tl.dot(query, tl.trans(k), input_precision=PRECISION)
         if SCALED:
             product *= of_keys[None, :]
@@ -71,11 +73,11 @@ def ask_for_tile(
     keys, values, table, low, high, offset, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, DIM: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Have the tile at `offset` of a unit's line brought into the L2 cache, and wait for nothing.
+    """Prefetch the tile at `offset` of a unit into the L2 cache, without waiting.
 
-    May run while the kernel before still writes new keys: writes go through the same cache.
+    Safe while the previous kernel still writes new keys, since writes go through L2 too.
     """
-    LINE: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # numbers of a line of the cache
+    LINE: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # elements of a cache line
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(DIM, LINE))
     base = base_of(low, BLOCK_N, BLOCK_SIZE)
     tiles = tl.cdiv(high - base, BLOCK_N)
@@ -89,14 +91,15 @@ def ask_for_tile(
 
 @triton.jit
 def base_of(low, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where the first tile begins: `low`, moved down so that no tile crosses a block at least as large."""
+    """Return where the first tile begins: `low`, rounded down so that no tile crosses a block if blocks are at least as
+    large as tiles."""
     ALIGN: tl.constexpr = BLOCK_N if BLOCK_SIZE >= BLOCK_N else 1
     return low // ALIGN * ALIGN
 
 
 @triton.jit
 def program_of(tile, total, active):
-    """The program whose share holds this tile of the line."""
+    """Return the program whose share contains this tile."""
     return (((tile + 1).to(tl.int64) * active - 1) // total).to(tl.int32)
 
 
@@ -116,7 +119,8 @@ def merge_parts(
     parts, extremes, first, last, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, AT_ONCE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold the parts of programs first .. last into one: output [ROWS_PAD, D], maximum and sum [ROWS_PAD]."""
+    """Merge the parts of programs first .. last (online softmax). Returns output [ROWS_PAD, D], maximum and sum
+    [ROWS_PAD]."""
     rows, columns = tl.arange(0, ROWS_PAD), tl.arange(0, DIM_PAD)
     acc = tl.zeros([ROWS_PAD, DIM_PAD], tl.float32)
     top = tl.full([ROWS_PAD], EMPTY, tl.float32)
@@ -141,5 +145,6 @@ def merge_parts(
 
 @triton.jit
 def part_slot(program, first):
-    """Where a program leaves its part of a pair begun by `first`: at most one of those it began, one of those not."""
+    """Return the slot for a program's part of a pair that program `first` began. A program has two slots: one for a
+    pair it began, one for a pair it continues."""
     return 2 * program + (program == first).to(tl.int32)

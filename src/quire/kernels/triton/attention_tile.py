@@ -1,7 +1,7 @@
-"""The inner step of every attention kernel: one tile of keys and values folded into a running softmax.
+"""The inner step of every attention kernel: fold one tile of keys and values into an online softmax.
 
-A score times its `unit` is an exponent of 2: scaling is then part of the subtraction of the running maximum and
-costs nothing. A row that has seen nothing yet has the finite maximum EMPTY, so a fully masked tile makes no NaN.
+A score times its `unit` is an exponent of 2, so that scaling is part of the subtraction of the running maximum and
+costs nothing. A row that has seen no keys has the finite maximum EMPTY, so a fully masked tile produces no NaN.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _PYTHON = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def score(query, keys, factor, cap, PRECISION: tl.constexpr):
-    """query [M, D] and keys [N, D] -> scores [M, N] and their unit.
+    """Return the scores [M, N] of query [M, D] and keys [N, D], and their unit.
 
-    `factor` is log2(e) times the scale. With a cap, scores are squashed to tanh(scale * product / cap).
+    `factor` is log2(e) times the scale. With a cap, scores become tanh(scale * product / cap).
     """
     return squash(tl.dot(query, tl.trans(keys), input_precision=PRECISION), factor, cap)
 
 
 @triton.jit
 def squash(product, factor, cap):
-    """Products as scores, and their unit."""
+    """Apply the softcap, if any. Returns the scores and their unit."""
     if cap is None:
         unit = factor
     else:
@@ -38,7 +38,8 @@ def squash(product, factor, cap):
 
 @triton.jit
 def fold(acc, top, total, scores, unit, values, PRECISION: tl.constexpr):
-    """Running output [M, D], maximum exponent [M] and sum [M] after another tile; hidden scores are minus infinity."""
+    """Update the running output [M, D], maximum exponent [M] and sum [M] with another tile. Masked scores are minus
+    infinity."""
     weights, fade, higher, total = weigh(top, total, scores, unit, 1)
     acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
     return acc, higher, total
@@ -46,7 +47,8 @@ def fold(acc, top, total, scores, unit, values, PRECISION: tl.constexpr):
 
 @triton.jit
 def weigh(top, total, scores, unit, KEYS: tl.constexpr):
-    """The weights of a tile's scores, how what came before fades, and the new maximum and sum. KEYS: their axis."""
+    """Online softmax step: return the weights of a tile's scores, the rescale factor of earlier results, and the new
+    maximum and sum. KEYS: the axis of keys."""
     higher = tl.maximum(top, tl.max(scores, KEYS) * unit)
     weights = tl.exp2(scores * unit - tl.expand_dims(higher, KEYS))
     fade = tl.exp2(top - higher)
@@ -55,10 +57,11 @@ def weigh(top, total, scores, unit, KEYS: tl.constexpr):
 
 @triton.jit
 def block_ids(table, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEEP: tl.constexpr = False):
-    """The block of each position of the tile that begins at `begin`, [N]; [] where one block holds the whole tile.
+    """Load the block id of each position of the tile that begins at `begin`: [N], or a scalar if one block holds the
+    whole tile.
 
-    Positions from `end` on repeat the last one before it, so that nothing outside the sequence is ever read. KEEP
-    them in the cache where a program can do nothing before it has them: other layers read them again.
+    Positions from `end` on repeat the last one before it, so nothing outside the sequence is ever read. KEEP: load with
+    priority in the L2 cache, for ids that a program waits for and that other layers read again.
     """
     place = begin
     if BLOCK_SIZE < BLOCK_N:
@@ -76,10 +79,10 @@ def slots(
     ids, begin, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, DIM: tl.constexpr,
     UNIT: tl.constexpr = 0,
 ):  # fmt: skip
-    """Where the rows of the cache, of DIM numbers each, are that belong to a tile, given the ids of their blocks: [N],
-    in UNITs of numbers, by default of DIM.
+    """Return the offsets of the cache rows (one head and token, DIM elements each) of a tile, given the ids of their
+    blocks: [N], in multiples of UNIT elements, by default DIM.
 
-    They are of one head. A row's number has 32 bits, its address is then a single instruction.
+    Offsets are 32-bit, so that an address is a single instruction.
     """
     EACH: tl.constexpr = UNIT if UNIT > 0 else DIM
     place = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
@@ -90,7 +93,7 @@ def slots(
 def load_rows(
     memory, rows, dtype: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, UNIT: tl.constexpr = 0
 ):  # fmt: skip
-    """These rows of `memory` [N], see `slots` -> [N, DIM_PAD] in `dtype`, zero past DIM."""
+    """Load these rows of `memory` [N], see `slots`, as [N, DIM_PAD] in `dtype`, zero past DIM."""
     EACH: tl.constexpr = UNIT if UNIT > 0 else DIM
     columns = tl.arange(0, DIM_PAD)
     places = (memory + columns)[None, :] + (rows.to(tl.int64) * EACH)[:, None]
@@ -103,10 +106,10 @@ def load_rows(
 
 @triton.jit
 def widened(rows, dtype: tl.constexpr):
-    """float8 rows in float16 (elsewhere: `dtype`), turned in the layout they were read in.
+    """Convert float8 rows to float16 (other rows: to `dtype`) in the layout in which they were loaded.
 
-    A product reads numbers down the columns, and bytes cannot be turned around as they pass: so the compiler must not
-    move the conversion behind the change of layout, which it does with one that it knows.
+    The gemm reads this operand by columns, and bytes cannot be transposed on the way to it. The conversion is inline
+    assembly, because the compiler would move a conversion that it knows past the change of layout.
     """
     if rows.dtype == dtype:
         wide = rows
@@ -127,7 +130,7 @@ def widened(rows, dtype: tl.constexpr):
 
 @triton.jit
 def prefetch(places):
-    """Ask for the cache lines of these addresses."""
+    """Prefetch the cache lines of these addresses to L2."""
     if not _PYTHON:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False,
@@ -137,7 +140,8 @@ def prefetch(places):
 
 @triton.jit
 def take_in(acc, top, total, exponent):
-    """Add a weight of 2 ** exponent to each row's sum; its value, if it has one, is up to the caller."""
+    """Add a weight of 2 ** exponent to each row's sum. The caller adds the corresponding value to the output, if there
+    is one."""
     higher = tl.maximum(top, exponent)
     fade = tl.exp2(top - higher)
     return acc * fade[:, None], higher, total * fade + tl.exp2(exponent - higher)

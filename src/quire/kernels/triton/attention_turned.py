@@ -1,8 +1,9 @@
-"""Decode attention turned around: keys and columns of values down, queries across, of which eight are enough.
+"""Decode attention with swapped operands (swap_ab): keys and columns of values are the rows of the gemms, queries the
+columns, of which eight are enough.
 
-So one warp can do a tile alone, and wait for no other. Of a float8 cache numbers are read two by two, as words of 16
-bits, which pass from the cache into products as they are: the even and the odd columns of keys and values are then
-multiplied apart.
+So a single warp can process a tile without synchronization. A float8 cache is read in pairs, as 16-bit words, which can
+be transposed on the way from the cache to the gemm; the even and the odd columns of keys and values are then multiplied
+separately.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def attend_turned(
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     DIM: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What attend_tiles gives."""
+    """Return the same as attend_tiles."""
     M: tl.constexpr = query.shape[0]
     DIM_PAD: tl.constexpr = query.shape[1]
     PAIRS: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
@@ -45,7 +46,7 @@ def attend_turned(
         if key_scales is not None:
             of_keys = load_scales(key_scales, ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE)
             of_values = load_scales(value_scales, ids, tile, high, BLOCK_N, BLOCK_SIZE, BLOCK_STRIDE)
-        ids = block_ids(table, tile + BLOCK_N, high, BLOCK_N, BLOCK_SIZE)  # used a turn later
+        ids = block_ids(table, tile + BLOCK_N, high, BLOCK_N, BLOCK_SIZE)  # for the next iteration
         if PAIRS:
             k, odd_keys = _widen(k)
             v, odd_values = _widen(v)
@@ -77,7 +78,7 @@ def attend_turned(
 def _load(
     keys, values, rows, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAIRS: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """Keys [N, D] and values with their columns down [D, N], of these rows; in pairs, half of D. Zero past DIM."""
+    """Load keys [N, D] and transposed values [D, N] of these rows; in pairs, D is half. Zero past DIM."""
     WIDE: tl.constexpr = DIM_PAD // 2 if PAIRS else DIM_PAD
     HELD: tl.constexpr = DIM // 2 if PAIRS else DIM
     columns = tl.arange(0, WIDE)
@@ -96,7 +97,7 @@ def _load(
 
 @triton.jit
 def _widen(pairs):
-    """Words of two float8 numbers -> the first ones and the second ones, in float16."""
+    """Split words of two float8 values into the first and the second values, in float16."""
     if _PYTHON:
         even = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         odd = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)

@@ -1,7 +1,7 @@
-"""Keys and values of whole sequences, out of a quantized cache into pages of the dtype that the model runs in.
+"""Dequantizes keys and values of whole sequences from a quantized cache to pages of the model's dtype.
 
-Prompt attention reads every key for many queries. Where a kernel takes plain numbers alone, and is faster by more than
-it costs to dequantize them once, a step dequantizes what its chunks see, layer by layer, and attends over the pages.
+Prompt attention reads every key for many queries. Where a kernel supports only unquantized keys, and gains more than
+dequantization costs, a step dequantizes what its chunks see, layer by layer, and attends over the pages.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from quire.kernels.triton.attention_scaled import head_stride, int4_group, load_
 from quire.kernels.triton.attention_tile import block_ids, slots
 from quire.kernels.triton.launch import await_inputs, check, num_processors, power_of_two
 
-PAGE_NUMBERS = 4  # table row, first position, end of the sequence, unused
-_PER_PROCESSOR = 8  # programs
+PAGE_NUMBERS = 4  # fields: table row, first position, end of the sequence, unused
+_PER_PROCESSOR = 8  # programs per multiprocessor
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 
 def lay_out_pages(rows: Longs, lengths: Longs, page: int, capacity: int) -> tuple[Ints, Longs]:
-    """The list of the pages that sequences of these table rows and lengths [sequences] take, one sequence behind the
-    other, on the host; and the first page of each sequence.
+    """Lay out on the host the pages of sequences with these table rows and lengths [sequences], one sequence after the
+    other. Returns the page list, and the first page of each sequence.
 
-    The list is [1 + capacity, PAGE_NUMBERS]: the number of pages, then a record for each.
+    The list is [1 + capacity, PAGE_NUMBERS]: the number of pages, then a record for each. Raises ValueError if it
+    exceeds `capacity`.
     """
     counts = -(-lengths // page)
     total, firsts = int(counts.sum()), np.cumsum(counts) - counts
@@ -45,7 +46,7 @@ def lay_out_pages(rows: Longs, lengths: Longs, page: int, capacity: int) -> tupl
 
 
 def dequantize_pages(
-    caches: tuple[Tensor, Tensor],  # keys and values [blocks, kv heads, block, dim]; of int4: dim / 2 bytes
+    caches: tuple[Tensor, Tensor],  # keys and values [blocks, kv heads, block, dim]; int4: dim / 2 bytes
     scales: CacheScales,
     tables: Tensor,  # [table rows, max blocks], int32
     pages: Tensor,  # of `lay_out_pages`, on the device
@@ -53,19 +54,19 @@ def dequantize_pages(
     *,
     dependent: bool = False,
 ) -> None:
-    """Fill the listed pages. The launch depends on the list's length and not on what it says.
+    """Dequantize the listed pages to `out`. The launch depends only on the length of the list, so it can be captured.
 
-    Behind the end of a sequence, the rest of its last page repeats its last token.
+    Past the end of a sequence, the rest of its last page repeats its last token.
     """
     key, value = caches
     check_cache(key, value, scales)
-    check(out[0].shape == out[1].shape and out[0].is_contiguous() and out[1].is_contiguous(), "pages have gaps")
-    check(pages.dtype == torch.int32 and pages.is_contiguous(), "the list of pages must be int32 without gaps")
+    check(out[0].shape == out[1].shape and out[0].is_contiguous() and out[1].is_contiguous(), "pages are contiguous")
+    check(pages.dtype == torch.int32 and pages.is_contiguous(), "the list of pages is contiguous int32")
     capacity, kv_heads, page, dim = out[0].shape
     group = int4_group(key.dtype, dim)
-    check(key.shape[1] == kv_heads and key.shape[3] == (dim // 2 if group else dim), "pages of other heads")
-    check(len(pages) <= 1 + capacity, "more pages are listed than there are")
-    check(out[0].numel() < 1 << 31, "their numbers are counted in 32 bits")
+    check(key.shape[1] == kv_heads and key.shape[3] == (dim // 2 if group else dim), "pages have the cache's heads")
+    check(len(pages) <= 1 + capacity, "at most as many pages are listed as there are")
+    check(out[0].numel() < 1 << 31, "pages have fewer than 2**31 elements")
     programs = min((len(pages) - 1) * kv_heads, _PER_PROCESSOR * num_processors(key.device))
     _dequantize[(programs,)](
         key, value, *scales, tables, pages, *out, tables.stride(0),
@@ -81,7 +82,7 @@ def _dequantize(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Every so-many-th (page, head) of the list."""
+    """Loop over every num_programs-th (page, head) of the list."""
     await_inputs(DEPENDENT)
     items = tl.load(pages) * KV_HEADS
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0)):
@@ -108,7 +109,7 @@ def _dequantize_side(
     memory, scales, out, ids, first, end, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STRIDE: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of one head at positions first .. first + PAGE, in blocks `ids`."""
+    """Dequantize keys or values of one head at positions first .. first + PAGE, in blocks `ids`."""
     WIDTH: tl.constexpr = DIM // 2 if GROUP > 0 else DIM
     rows = slots(ids, first, end, PAGE, BLOCK_SIZE, STRIDE, WIDTH, UNIT)
     numbers = load_tile(

@@ -1,7 +1,7 @@
 """Child processes that compile Triton kernels while this process serves requests.
 
-Half of a compilation is Python code, which would hold the interpreter lock against every request. A child compiles into
-Triton's cache on disk, where this process then finds the kernel. A child needs no GPU. It ends when its parent does.
+Half of a compilation is Python code, which would contend with the requests for the GIL. A child compiles into Triton's
+cache on disk, from which this process then loads the kernel. A child needs no GPU. It ends when its parent does.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _KERNELS = "quire.kernels."
 _START = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from quire.kernels.triton.compile_process import main
-main()"""  # what a child runs: it imports from where its parent does
-_NICE = 5  # children leave the processor to whoever serves requests
+main()"""  # the program of a child; it uses the sys.path of its parent
+_NICE = 5  # niceness of children, so that they yield to the serving process
 
 
 class CompileStopped(Exception):
-    """`close` was called during a compilation: nobody needs its kernel now."""
+    """`close` was called during a compilation, so its kernel is no longer needed."""
 
 
 class CompileProcess:
-    """One child. Not thread-safe; whoever uses it has it for itself."""
+    """One child process. Not thread-safe: one thread uses it at a time."""
 
     def __init__(self) -> None:
         self._child = subprocess.Popen(
@@ -45,7 +45,7 @@ class CompileProcess:
         assert self._child.stdout is not None
         try:
             return self._child.stdout.readline() == "ready\n"
-        except ValueError:  # it was closed meanwhile
+        except ValueError:  # closed by another thread
             return False
 
     def compile(self, task: str) -> bool:
@@ -75,7 +75,7 @@ class CompileProcesses:
 
     def __init__(self, count: int) -> None:
         self._all: list[CompileProcess] = []
-        self._idle: queue.SimpleQueue[CompileProcess | None] = queue.SimpleQueue()  # None: there will be no child
+        self._idle: queue.SimpleQueue[CompileProcess | None] = queue.SimpleQueue()  # None: a child that failed to start
         self._lock, self._count = threading.Lock(), count
 
     def start(self) -> None:
@@ -175,7 +175,7 @@ def _compile(task: dict[str, Any]) -> None:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON has lists where Triton has tuples."""
+    """Convert JSON lists back to tuples, recursively."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
@@ -184,17 +184,18 @@ def _serve(tasks: IO[str], answers: IO[str]) -> None:
         try:
             _compile(json.loads(line))
             answer = "compiled"
-        except Exception as error:  # noqa: BLE001  the parent compiles this one itself, and hears why there
+        except Exception as error:  # noqa: BLE001  the parent then compiles it itself and gets the error there
             answer = f"failed: {error!r}".replace("\n", " ")
         print(answer, file=answers, flush=True)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end is the end of our input
+    """Run a child process: compile tasks from stdin until it closes, and answer on stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; the child ends when its stdin closes
     with suppress(OSError):
         os.nice(_NICE)
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever prints, only answers reach the parent
-    import quire.kernels.triton.launch  # noqa: F401  what every kernel needs, while the parent has no task yet
+    answers, sys.stdout = sys.stdout, sys.stderr  # only answers go to the parent's pipe, whatever else prints
+    import quire.kernels.triton.launch  # noqa: F401  imported before the first task arrives
 
     print("ready", file=answers, flush=True)
     _serve(sys.stdin, answers)

@@ -1,9 +1,9 @@
-"""Kernels compiled before they are launched, many at once.
+"""Compiles kernels before they are launched, in parallel.
 
-Triton compiles a kernel when it is first launched, for the very types, alignments and constants of that launch. So a
-step is run once without launching anything: what it would have launched is what gets compiled, and nothing else.
-Threads share the work that somebody waits for. The rest is compiled by child processes, so that no Python code of a
-compilation runs beside the requests that are served.
+Triton compiles a kernel at its first launch, for the types, alignments and constants of that launch. So a step is run
+once without launching anything, and exactly the kernels that it would have launched are compiled. Threads share the
+compilations that a caller waits for. The others run in child processes, so that their Python code does not contend with
+the requests that are served.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from quire.kernels.triton.launch import INTERPRETED
 
 MOST_THREADS, MOST_PROCESSES = 16, 8
 _lock = threading.RLock()
-_begun: dict[str, Future[Any]] = {}  # by Triton's own key of a compilation
-_here_alone = threading.Lock()  # held by the one background thread that compiles in this process
+_begun: dict[str, Future[Any]] = {}  # by Triton's key of a compilation
+_background_compile_lock = threading.Lock()  # held by the one background thread that compiles in this process
 _here = threading.local()  # .inside: this thread is inside `compiling_only`
 
 
 def begin_early() -> None:
-    """Start what the first compilations wait for: Triton digests its own files once in a process, and child processes
-    import it. Returns soon."""
+    """Start what the first compilations depend on, in the background: Triton hashes its own files once per process, and
+    the child processes import Triton."""
     if not INTERPRETED:
         _pool().submit(triton_key)
         _processes().start()
@@ -41,33 +41,33 @@ def begin_early() -> None:
 
 @contextmanager
 def compiling_only(*, wait: bool = True) -> Iterator[None]:
-    """Inside, in this thread, a launched kernel does nothing but get compiled; its outputs stay as they were.
+    """Within this context, a kernel launch in this thread only compiles the kernel; its outputs are not written.
 
-    Leaving waits for the compilations; without `wait` child processes do them in the background. One that fails does
-    so again when its kernel is launched, and says why there. Changes nothing under the interpreter, which compiles
-    nothing, nor inside another one in the same thread, which waits or not for both.
+    On exit, waits for the compilations; with `wait=False`, child processes do them in the background. A compilation
+    that fails is repeated at the kernel's first launch, which raises its error. Does nothing under the interpreter,
+    which compiles nothing, nor when nested in the same thread, where the outer context decides whether to wait.
     """
     if INTERPRETED or is_compiling_only():
         yield
         return
-    with _launches_skipped(), _Mode(wait=wait):
+    with _compile_only_launches(), _Mode(wait=wait):
         yield
 
 
 def is_compiling_only() -> bool:
-    """Whether this thread is inside `compiling_only`: kernels write nothing, and numbers that they should have written
-    are whatever was in memory."""
+    """Whether this thread is inside `compiling_only`. Kernels then write nothing, so their outputs contain whatever was
+    in memory."""
     return getattr(_here, "inside", False)
 
 
 def is_compiling() -> bool:
-    """Whether kernels are compiled in the background, or are to be."""
+    """Whether kernels are being compiled in the background, or are queued."""
     return bool(_begun)
 
 
 def report_compilations(report: Callable[[], None]) -> None:
-    """Call `report` before and after every compilation from now on: a step that compiles kernels takes long and makes
-    progress."""
+    """Call `report` before and after every compilation from now on, so that a step that compiles kernels is seen to
+    make progress although it takes long."""
 
     def hook(**_: object) -> None:
         report()
@@ -76,14 +76,14 @@ def report_compilations(report: Callable[[], None]) -> None:
 
 
 def stop_background() -> None:
-    """Begin no more compilations: a process that ends would have to finish them all."""
+    """Cancel queued compilations and end the child processes, so that this process can exit without finishing them."""
     for future in list(_begun.values()):
         future.cancel()
     _processes().close()
 
 
 class _Mode(AsyncCompileMode):  # type: ignore[misc]
-    """A kernel that is being compiled already is not compiled twice, whoever asked first."""
+    """Compiles each kernel once, even if several contexts ask for it."""
 
     def __init__(self, *, wait: bool) -> None:
         self._pool = _pool() if wait else _background()
@@ -93,7 +93,7 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
         if key not in self.future_kernels:
             future = _begun.get(key)
-            if future is None or (self._wait and future.cancel()):  # one that has not begun need not be waited for
+            if future is None or (self._wait and future.cancel()):  # one that has not begun is moved to this pool
                 how = partial(_compile_outside, compile_fn, wait=not self._wait)
                 future = _begin(self._pool, key, how, finalize_fn)
             self.raw_futures.append(future)
@@ -109,7 +109,8 @@ class _Mode(AsyncCompileMode):  # type: ignore[misc]
 def _begin(
     pool: ThreadPoolExecutor, key: str, compile_fn: Callable[[], Any], finalize: Callable[[Any], None]
 ) -> Future[Any]:
-    """The kernel is put where launches find it by the thread that compiled it, so that nobody need wait."""
+    """Start a compilation. The thread that compiled the kernel also registers it for launches, so that no other thread
+    has to wait for it."""
 
     def keep(future: Future[Any]) -> None:
         if _begun.get(key) is future:
@@ -125,8 +126,8 @@ def _begin(
 
 
 @contextmanager
-def _launches_skipped() -> Iterator[None]:
-    """Other threads launch as ever."""
+def _compile_only_launches() -> Iterator[None]:
+    """Make launches of this thread compile only; other threads launch normally."""
     with _lock:
         launch = JITFunction.run
 
@@ -142,14 +143,14 @@ def _launches_skipped() -> Iterator[None]:
 
 
 def _compile_outside(compile_here: Callable[[], Any], *, wait: bool) -> Any:
-    """Have a child process compile a kernel, then read it from Triton's cache. Without `wait` for an idle child, or if
-    that fails, compile it here."""
+    """Have a child process compile a kernel, then load it from Triton's cache. Compile it in this process if that fails
+    or, without `wait`, if no child is idle."""
     task = describe(compile_here)
     if wait:
         _processes().start()
     if (task is not None and _processes().compile(task, wait=wait)) or not wait:
         return compile_here()
-    with _here_alone:
+    with _background_compile_lock:
         return compile_here()
 
 
@@ -173,5 +174,5 @@ def _processes() -> CompileProcesses:
 
 @cache
 def _background() -> ThreadPoolExecutor:
-    """One thread for each child process; the threads only wait."""
+    """One thread per child process, which only waits for the child."""
     return ThreadPoolExecutor(_num_processes(), thread_name_prefix="quire-compile-later")

@@ -1,5 +1,5 @@
-"""Whole blocks of the cache moved in all layers by one launch: from block to block, through a staging buffer, and from
-there to host memory that the device reaches."""
+"""Copies whole cache blocks of all layers in one launch: between blocks, to and from a staging buffer, and between that
+and host memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import check, power_of_two
 
-_WORDS = 4096  # eight-byte words a program moves
-_CROSSING_PROGRAMS = 32  # that share one crossing of the bus: enough to fill it, and few enough to leave others room
+_WORDS = 4096  # 8-byte words per program
+_CROSSING_PROGRAMS = 32  # per transfer over PCIe: enough to saturate it, and to leave room for other kernels
 
 
 @triton.jit
@@ -20,6 +20,7 @@ def _move_kernel(
     source_block_stride, source_plane_stride, target_block_stride, target_plane_stride, ids_stride, words,
     SOURCE_IN_ORDER: tl.constexpr, TARGET_IN_ORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Copy blocks. One program per (entry, plane, block of words)."""
     entry, plane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     word = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     source, target = entry, entry
@@ -35,8 +36,8 @@ def _move_kernel(
 def copy_blocks(memory: Tensor, pairs: Tensor) -> None:
     """Copy block pairs[i, 0] to block pairs[i, 1] in every plane of memory [planes, blocks, ...], contiguous.
 
-    A plane is the keys or the values of a layer. pairs is [n, 2], int, on the device; a pair with a negative number
-    is padding. No target may be another pair's source or target: they are copied in no order.
+    A plane is the keys or the values of a layer. pairs is [n, 2], int, on the device; a pair with a negative number is
+    padding. No target may be another pair's source or target, since the copies run in no order.
     """
     words = _words(memory, 2)  # [planes, blocks, words]
     check(pairs.dim() == 2 and pairs.shape[1] == 2 and pairs.is_contiguous(), "pairs is [n, 2], contiguous")
@@ -44,9 +45,9 @@ def copy_blocks(memory: Tensor, pairs: Tensor) -> None:
 
 
 def gather_blocks(memory: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Blocks [n] of memory [planes, blocks, ...] into staging [n or more, planes, ...]; a negative id moves nothing.
+    """Copy blocks [n] of memory [planes, blocks, ...] to staging [n or more, planes, ...]. Negative ids are skipped.
 
-    The staging buffer holds a block's planes side by side, on the device or in pinned host memory.
+    The staging buffer, on the device or in pinned host memory, stores a block's planes contiguously.
     """
     cache, buffer = _words(memory, 2), _words(staging, 2)
     _check_staging(cache, buffer, block_ids)
@@ -55,7 +56,7 @@ def gather_blocks(memory: Tensor, block_ids: Tensor, staging: Tensor) -> None:
 
 
 def scatter_blocks(staging: Tensor, block_ids: Tensor, memory: Tensor) -> None:
-    """The way back of `gather_blocks`: staging [n or more, planes, ...] into blocks [n] of memory."""
+    """Copy staging [n or more, planes, ...] back to blocks [n] of memory. Negative ids are skipped."""
     cache, buffer = _words(memory, 2), _words(staging, 2)
     _check_staging(cache, buffer, block_ids)
     strides = (buffer.stride(0), buffer.stride(1), cache.stride(1), cache.stride(0))
@@ -67,6 +68,7 @@ def _cross_kernel(
     staging_ptr, addresses_ptr, count, words,
     TO_HOST: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Copy between staging and host memory. Programs loop over tiles of BLOCK words."""
     tiles = tl.cdiv(words, BLOCK)
     for tile in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
         entry = (tile // tiles).to(tl.int64)
@@ -82,15 +84,16 @@ def _cross_kernel(
 
 
 def send_blocks(staging: Tensor, addresses: Tensor) -> None:
-    """Blocks of `staging` [n or more, planes, ...] to n host addresses [n], int64, on the device; 0 is padding.
+    """Copy blocks of `staging` [n or more, planes, ...] to n host addresses [n], int64, on the device; address 0 is
+    padding.
 
-    The memory there must be pinned, or otherwise within the device's reach, and hold a block's planes side by side.
+    The memory there must be pinned or otherwise device-accessible, and stores a block's planes contiguously.
     """
     _cross(staging, addresses, to_host=True)
 
 
 def fetch_blocks(addresses: Tensor, staging: Tensor) -> None:
-    """The way back of `send_blocks`."""
+    """Copy blocks from host addresses back to `staging`, as `send_blocks` in reverse."""
     _cross(staging, addresses, to_host=False)
 
 
@@ -131,7 +134,8 @@ def _move(
 
 
 def _words(x: Tensor, kept: int) -> Tensor:
-    """The bytes of x as eight-byte words, all dimensions after the first `kept` in one."""
+    """Return x as 8-byte words, with all dimensions after the first `kept` flattened. Raises ValueError if that is
+    impossible."""
     flat = x.flatten(kept)
     fits = x.is_contiguous() and flat.shape[-1] * x.element_size() % 8 == 0
     check(fits, "memory must be contiguous and a block's bytes a multiple of 8")

@@ -1,6 +1,7 @@
-"""Gated delta nets, see kernels/delta.py: one program for each run of tokens of a row, and a part of its state.
+"""Gated delta nets, see kernels/delta.py: recurrent kernels with one program per run of a row's tokens and part of its
+state.
 
-Steps that only decode are computed by two launches. In others, long runs are computed by those of delta_chunks.py.
+Decode-only steps take two launches. In other steps, long runs are computed by the chunked kernels of delta_chunks.py.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from quire.kernels.triton.delta_chunks import delta_chunks, norm_and_gate
 from quire.kernels.triton.delta_runs import is_long, log_decay, run_end
 from quire.kernels.triton.launch import check, check_rows, power_of_two
 
-_CHANNELS = 128  # of one program
-_TOKENS = 16  # convolved at once
+_CHANNELS = 128  # channels per program
+_TOKENS = 16  # tokens convolved at once
 
 
 @triton.jit
@@ -24,6 +25,7 @@ def _convolve_kernel(
     x_ptr, weight_ptr, state_ptr, spans_ptr, slots_ptr, out_ptr, x_stride, state_stride, num_segments, channels, tail,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Causal convolution and silu over one run, for a block of channels; updates the last inputs in the state."""
     start = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
@@ -33,7 +35,7 @@ def _convolve_kernel(
         first = tl.load(spans_ptr + 2 * segment).to(tl.int64)
         count = tl.load(spans_ptr + 2 * segment + 1)
         written = tl.load(slots_ptr + 2 * segment + 1).to(tl.int64)
-        before_ptr = state_ptr + source * state_stride + tail + channel  # the last inputs
+        before_ptr = state_ptr + source * state_stride + tail + channel  # the last inputs before the run
         for begin in range(0, count, TOKENS):
             token = begin + tl.arange(0, TOKENS)
             mixed = tl.zeros((TOKENS, BLOCK), tl.float32)
@@ -55,7 +57,7 @@ def _convolve_kernel(
             y = (mixed * tl.sigmoid(mixed)).to(out_ptr.dtype.element_ty)
             at = out_ptr + (first + token)[:, None] * channels + channel[None, :]
             tl.store(at, y, mask=(token < count)[:, None] & inside[None, :])
-        for line in tl.static_range(KEPT):  # upwards: a state that stays where it is moves down by as many tokens
+        for line in tl.static_range(KEPT):  # in ascending order: a state updated in place shifts down by `count` tokens
             place = count - KEPT + line
             is_old = inside & (place < 0) & (source >= 0)
             new = tl.load(x_ptr + (first + place) * x_stride + channel, mask=inside & (place >= 0), other=0.0)
@@ -73,6 +75,8 @@ def _delta_kernel(
     state_stride, num_segments, eps, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
+    """The delta rule over one run, token by token, for one value head; the state matrix stays in registers. SHORT: skip
+    long runs, and store unnormalized float32 outputs. Otherwise also applies the norm and gate."""
     start, head = tl.program_id(0), tl.program_id(1)
     k, v = tl.arange(0, KEYS), tl.arange(0, VALUES)
     has_key, has_value = k < KEY_DIM, v < VALUE_DIM
@@ -118,7 +122,10 @@ def _delta_kernel(
 
 def _check(state: Tensor, spans: Tensor, slots: Tensor, sizes: DeltaSizes) -> None:
     check_rows(state, "state")
-    check(state.dtype == torch.float32 and state.shape[1] >= sizes.state_numbers, "states are float32 and whole")
+    check(
+        state.dtype == torch.float32 and state.shape[1] >= sizes.state_numbers,
+        "states are float32 and complete",
+    )
     check(spans.shape == slots.shape and spans.shape[1:] == (2,), "spans and slots are two numbers per segment")
     check(spans.is_contiguous() and slots.is_contiguous(), "spans and slots must be contiguous")
 
@@ -126,14 +133,15 @@ def _check(state: Tensor, spans: Tensor, slots: Tensor, sizes: DeltaSizes) -> No
 def convolve_segments(
     x: Tensor,  # [tokens, channels or more]
     weight: Tensor,  # [width, channels] float32
-    state: Tensor,  # [slots, numbers] float32
+    state: Tensor,  # [slots, elements] float32
     spans: Tensor,  # [segments, 2] int: first token, tokens
-    slots: Tensor,  # [segments, 2] int: read, written
+    slots: Tensor,  # [segments, 2] int: slot read, slot written
     sizes: DeltaSizes,
     *,
     has_chunks: bool,  # segments may have more than one token
 ) -> Tensor:  # [tokens, channels]
-    """silu of the convolution over each run and the inputs before it, which states hold; they get the last ones."""
+    """Return silu of the convolution over each run, which continues from the last inputs in its state. Updates
+    these."""
     check_rows(x, "x")
     _check(state, spans, slots, sizes)
     check(weight.is_contiguous() and weight.shape == (sizes.width, sizes.channels), "weight is [width, channels]")
@@ -151,8 +159,8 @@ def convolve_segments(
 
 def delta_segments(
     mixed: Tensor,  # [tokens, channels], contiguous
-    qkvz: Tensor,  # [tokens, channels + value size]: the last numbers are gates
-    gates: Tensor,  # [tokens, 2 * value heads], contiguous: logits of the strength, then what the decay is made of
+    qkvz: Tensor,  # [tokens, channels + value size]: the last columns are output gates
+    gates: Tensor,  # [tokens, 2 * value heads], contiguous: logits of the strength, then inputs of the decay
     weights: DeltaWeights,
     state: Tensor,
     spans: Tensor,
@@ -161,7 +169,7 @@ def delta_segments(
     *,
     has_chunks: bool,
 ) -> Tensor:  # [tokens, value size]
-    """What each token reads, normed by head and times the silu of its gate; states are updated."""
+    """Return the output of each token, RMS-normed per head and multiplied by silu of its gate. Updates the states."""
     check_rows(qkvz, "qkvz")
     _check(state, spans, slots, sizes)
     check(mixed.is_contiguous() and gates.is_contiguous(), "mixed and gates must be contiguous")

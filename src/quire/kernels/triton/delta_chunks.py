@@ -1,5 +1,5 @@
-"""The delta rule for long runs of tokens: by chunks, whose changes to the state are found by solving a triangular
-system. One program for each run of a row and a part of a value head."""
+"""The chunked delta rule for long runs of tokens: the updates of a chunk are found by solving a triangular system. One
+program per run of a row and part of a value head."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from quire.kernels.delta import DeltaSizes, DeltaWeights
 from quire.kernels.triton.delta_runs import is_long, log_decay, run_end
 from quire.kernels.triton.launch import power_of_two, shared_memory
 
-_SMALL: tl.constexpr = tl.constexpr(16)  # rows of a system that are solved one after the other
-_VALUES = 32  # columns of a state in one program
+_SMALL: tl.constexpr = tl.constexpr(16)  # rows of a system that are solved sequentially
+_VALUES = 32  # columns of a state per program
 _CHUNKS = (64, 32, 16)  # tokens
-_BYTES = 20  # of a program's memory for each number of a chunk's keys
+_BYTES = 20  # bytes of shared memory per element of a chunk's keys
 
 
 @triton.jit
@@ -25,8 +25,8 @@ def _multiply(x, y, PRECISION: tl.constexpr):
 
 @triton.jit
 def _inverse(system, ROWS: tl.constexpr, PRECISION: tl.constexpr):
-    """(1 + system)^-1 of a strictly lower triangular system [ROWS, ROWS]: that of small blocks on the diagonal row by
-    row, all at once, then of blocks twice as large, and so on."""
+    """Invert 1 + system for a strictly lower triangular system [ROWS, ROWS]: first small blocks on the diagonal, row by
+    row in parallel, then blocks twice as large, and so on."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
     same = row // _SMALL == column // _SMALL
     x = tl.where(same, -system, 0.0)
@@ -51,8 +51,8 @@ def _unit_rows(x):
 
 @triton.jit
 def _chunk(query, key, value, decay, strength, matrix, ROWS: tl.constexpr, PRECISION: tl.constexpr):
-    """query, key [ROWS, keys], value [ROWS, values], logarithms of decays and strengths [ROWS], matrix [keys, values]
-    -> what tokens read, the matrix after them. Strengths and decays of tokens that are not there are 0."""
+    """Process one chunk: query, key [ROWS, keys], value [ROWS, values], logs of decays and strengths [ROWS], matrix
+    [keys, values]. Returns the outputs and the updated matrix. Strengths and log decays of padding tokens are 0."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
     total, all_decay = tl.cumsum(decay, 0), tl.sum(decay, 0)
     between = tl.exp(tl.where(row >= column, total[:, None] - total[None, :], -float("inf")))
@@ -72,6 +72,7 @@ def _chunks_kernel(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The chunked delta rule over one long run, for a block of value columns of one head."""
     start, head = tl.program_id(0), tl.program_id(1)
     k, v = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     has_key, has_value = k < KEY_DIM, v < VALUE_DIM
@@ -115,6 +116,7 @@ def _chunks_kernel(
 def _norm_kernel(
     read_ptr, z_ptr, norm_ptr, out_ptr, z_stride, eps, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """RMS norm and silu gate of the outputs. One program per (token, head)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = tl.arange(0, BLOCK)
     inside = v < VALUE_DIM
@@ -130,11 +132,11 @@ def delta_chunks(
     mixed: Tensor, gates: Tensor, weights: DeltaWeights, state: Tensor, spans: Tensor, slots: Tensor, sizes: DeltaSizes,
     read: Tensor,
 ) -> None:  # fmt: skip
-    """What the tokens of long runs read, into `read` [tokens, value size] float32. `delta_segments` checks what comes
-    here."""
+    """Write the outputs of the tokens of long runs to `read` [tokens, value size] float32. The caller,
+    `delta_segments`, checks the arguments."""
     keys, values = (max(16, power_of_two(size)) for size in (sizes.key_dim, sizes.value_dim))
     at_once, room = min(values, _VALUES), shared_memory(mixed.device)
-    precision = "tf32x3" if mixed.dtype == torch.float32 else "tf32"  # more digits than 16 bits have
+    precision = "tf32x3" if mixed.dtype == torch.float32 else "tf32"  # for 16-bit inputs, tf32 has enough precision
     rows = next((rows for rows in _CHUNKS if rows * keys * _BYTES <= room), _CHUNKS[-1])
     _chunks_kernel[(len(spans), sizes.value_heads, triton.cdiv(sizes.value_dim, at_once))](
         mixed, gates, weights.rate, weights.bias, state, spans, slots, read, state.stride(0), len(spans),
@@ -144,7 +146,7 @@ def delta_chunks(
 
 
 def norm_and_gate(read: Tensor, z: Tensor, weights: DeltaWeights, sizes: DeltaSizes, out: Tensor) -> None:
-    """read [tokens, value size] normed by head, times the silu of z -> out."""
+    """Write read [tokens, value size], RMS-normed per head and multiplied by silu of z, to `out`."""
     _norm_kernel[(len(read), sizes.value_heads)](
         read, z, weights.norm, out, z.stride(0), weights.eps, HEADS=sizes.value_heads, VALUE_DIM=sizes.value_dim,
         BLOCK=power_of_two(sizes.value_dim), num_warps=1, num_stages=1,

@@ -1,4 +1,4 @@
-"""What the kernels of delta nets have in common: which segments they walk over, and how fast a state fades."""
+"""Helpers of the gated delta net kernels: the segments of a run, and the decay of a state."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import triton.language as tl
 from quire.kernels.delta import SAME_RUN
 
 _SAME_RUN = tl.constexpr(SAME_RUN)
-_LONG = tl.constexpr(16)  # tokens
+_LONG = tl.constexpr(16)  # tokens from which a run is computed by chunks
 
 
 @triton.jit
 def _goes_on(segment, num_segments, slots_ptr):
-    """Whether a segment continues the run of the one before."""
+    """Whether a segment continues the run of the previous one."""
     inside = segment < num_segments
     return inside & (tl.load(slots_ptr + 2 * segment, mask=inside, other=-1) == _SAME_RUN)
 
 
 @triton.jit
 def run_end(segment, num_segments, slots_ptr):
-    """The end of the run that a segment begins; the segment itself if it is padding, or goes on with another's."""
+    """Return the end of the run that begins with `segment`; `segment` itself if it is padding or continues another
+    run."""
     begins = (tl.load(slots_ptr + 2 * segment + 1) >= 0) & (tl.load(slots_ptr + 2 * segment) != _SAME_RUN)
     end = segment + begins.to(tl.int32)
     going = begins & _goes_on(end, num_segments, slots_ptr)
@@ -32,7 +33,7 @@ def run_end(segment, num_segments, slots_ptr):
 
 @triton.jit
 def is_long(start, end, spans_ptr):
-    """Whether a run has so many tokens that it is computed by chunks."""
+    """Whether a run has enough tokens to be computed by chunks."""
     last = tl.load(spans_ptr + 2 * end - 2, mask=end > start, other=0)
     count = tl.load(spans_ptr + 2 * end - 1, mask=end > start, other=0)
     return (end > start) & (last + count - tl.load(spans_ptr + 2 * start) >= _LONG)
@@ -40,5 +41,6 @@ def is_long(start, end, spans_ptr):
 
 @triton.jit
 def log_decay(pace, rate, bias):
+    """Return the log decay: rate * softplus(pace + bias)."""
     pace += bias
     return rate * tl.where(pace > 20.0, pace, tl.log(1.0 + tl.exp(tl.minimum(pace, 20.0))))

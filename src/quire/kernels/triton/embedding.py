@@ -1,5 +1,5 @@
-"""The vectors of tokens: of a list of ids, or of the newest token of persistent rows, which another pipeline stage may
-have computed."""
+"""Embedding lookup of token ids, and of the newest token of persistent rows, optionally with vectors that another
+pipeline stage computed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _BLOCK = 2048
 def _embed_kernel(
     ids_ptr, table_ptr, out_ptr, table_stride, out_stride, vocab_size, size, BLOCK: tl.constexpr
 ):  # fmt: skip
+    """Embedding lookup. One program per (token, block of columns)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token_id = tl.load(ids_ptr + token).to(tl.int64)
@@ -27,7 +28,7 @@ def _embed_kernel(
 
 @triton.jit
 def _newest_position(row_ptr, lengths_ptr, position_ptr, entry):
-    """The row of an entry and its length, 0 for padding. Stores the place of the newest token."""
+    """Return the row of an entry and its length, 0 for padding. Stores the position of the newest token."""
     row = tl.load(row_ptr + entry).to(tl.int64)
     length = tl.load(lengths_ptr + row, mask=row >= 0, other=0).to(tl.int64)
     if tl.program_id(1) == 0:
@@ -40,6 +41,7 @@ def _embed_newest_kernel(
     row_ptr, tokens_ptr, lengths_ptr, table_ptr, out_ptr, position_ptr, tokens_stride, table_stride, out_stride,
     first, vocab_size, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Embedding lookup of each entry's newest token. One program per (entry, block of columns)."""
     entry = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, length = _newest_position(row_ptr, lengths_ptr, position_ptr, entry)
@@ -53,6 +55,7 @@ def _embed_newest_kernel(
 def _take_newest_kernel(
     row_ptr, lengths_ptr, vectors_ptr, out_ptr, position_ptr, vectors_stride, out_stride, size, BLOCK: tl.constexpr
 ):  # fmt: skip
+    """Copy the vector of each entry's newest token. One program per (entry, block of columns)."""
     entry = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     _, length = _newest_position(row_ptr, lengths_ptr, position_ptr, entry)
@@ -61,7 +64,7 @@ def _take_newest_kernel(
 
 
 def embed(token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
-    """Lines of table [vocab, size] for ids [tokens], which may be any integers: outside the vocabulary is zero."""
+    """Return rows of table [vocab, size] for ids [tokens]. Ids outside the vocabulary give zeros."""
     check_rows(table, "table")
     check(token_ids.dim() == 1 and token_ids.is_contiguous(), "token_ids is a contiguous vector")
     out = table.new_empty(len(token_ids), table.shape[1]) if out is None else out
@@ -78,16 +81,16 @@ def embed(token_ids: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def embed_newest(
-    rows: Tensor,  # [entries] int: rows to take, negative for padding
+    rows: Tensor,  # [entries] int: row of each entry, negative for padding
     tokens: Tensor,  # [all rows, capacity] int
-    lengths: Tensor,  # [all rows] int: tokens known of each row
+    lengths: Tensor,  # [all rows] int: number of tokens of each row
     table: Tensor,  # [vocab, size]
     out: Tensor,  # [entries, size]
-    positions: Tensor,  # [entries] int: becomes the place of the newest token in its sequence
-    first: int = 0,  # the token that the first line of table is of
+    positions: Tensor,  # [entries] int, written: position of the newest token in its sequence
+    first: int = 0,  # token id of the first row of `table`, for a sharded vocabulary
 ) -> None:
-    """The start of a decode step: each row's newest token, its vector and its position. Padding gives zeros, and so do
-    tokens that table has no line of."""
+    """Start a decode step: write the embedding and the position of each row's newest token. Padding, and tokens outside
+    the table, give zeros."""
     check_rows(table, "table")
     check_rows(tokens, "tokens")
     check_rows(out, "out")
@@ -102,13 +105,14 @@ def embed_newest(
 
 
 def take_newest(
-    rows: Tensor,  # [entries] int: rows to take, negative for padding
-    lengths: Tensor,  # [all rows] int: tokens known of each row
-    vectors: Tensor,  # [entries, size]: of their newest tokens; those of padding mean nothing
+    rows: Tensor,  # [entries] int: row of each entry, negative for padding
+    lengths: Tensor,  # [all rows] int: number of tokens of each row
+    vectors: Tensor,  # [entries, size]: vectors of the newest tokens; ignored for padding
     out: Tensor,  # [entries, size]
-    positions: Tensor,  # [entries] int: becomes the place of the newest token in its sequence
+    positions: Tensor,  # [entries] int, written: position of the newest token in its sequence
 ) -> None:
-    """`embed_newest` where the vectors are known already: copies them. Padding gives zeros."""
+    """Like `embed_newest`, for vectors that are known already: copy them and write the positions. Padding gives
+    zeros."""
     check_rows(vectors, "vectors")
     check_rows(out, "out")
     check(vectors.shape == out.shape and vectors.dtype == out.dtype, "out is like vectors")

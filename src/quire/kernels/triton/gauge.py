@@ -1,4 +1,5 @@
-"""How long kernels take on a GPU, inside CUDA graphs and over cold memory, and what the chip could do at most."""
+"""Measures kernels on a GPU, in CUDA graphs and with a cold L2 cache, and the device's bandwidth and compute
+ceilings."""
 
 from __future__ import annotations
 
@@ -14,47 +15,49 @@ from torch import Tensor
 from quire.kernels.triton.launch import num_processors
 
 Call = Callable[[], object]
-Timer = Callable[[Sequence[Call]], float]  # calls that do the same on different memory -> microseconds of one
+Timer = Callable[[Sequence[Call]], float]  # calls that do the same on different memory -> microseconds per call
 
 COLD_BYTES = 256 << 20  # several times the L2 cache
-_CALLS = 24  # in one graph
+_CALLS = 24  # per graph
 _REPLAYS = 9
 _STREAM_BYTES = 4 << 30
 _LINK_BYTES = 256 << 20
-_SQUARE = 8192  # rows and columns of the matrices multiplied
-_BLOCK = 8192  # numbers a program reads at a time
+_SQUARE = 8192  # size of the square matrices multiplied
+_BLOCK = 8192  # elements that a program reads at a time
 
 
 class Ceilings(NamedTuple):
-    """What was measured of a device: the most that any kernel can hope for."""
+    """Measured upper bounds of a device's bandwidth and compute."""
 
-    read: float  # bytes/s of a stream that is only read
-    copy: float  # bytes/s, read and written together
-    matmul: float  # operations/s of a large bfloat16 product
+    read: float  # bytes/s of a kernel that only reads
+    copy: float  # bytes/s, read and written bytes together
+    matmul: float  # FLOP/s of a large bfloat16 gemm
     to_device: float  # bytes/s from pinned host memory
     to_host: float
 
 
 class Case(NamedTuple):
-    """One kernel at one shape. `calls` do the same on different memory."""
+    """One kernel at one shape. `calls` do the same on different memory, so that the cache is cold."""
 
     name: str
     calls: Sequence[Call]
-    num_bytes: float  # the fewest that must move
-    flops: float = 0.0  # for kernels that compute more than they read
+    num_bytes: float  # the minimum of bytes that must be moved
+    flops: float = 0.0  # 0 for memory-bound kernels
 
 
 class Reading(NamedTuple):
-    """A case, measured. `percent` is of the read stream, or of the large product where the case counts operations."""
+    """The measurement of a case. `percent` is relative to the read bandwidth, or for cases with `flops` to the large
+    gemm."""
 
     name: str
     us: float
-    rate: float  # bytes/s or operations/s
+    rate: float  # bytes/s or FLOP/s
     counts_flops: bool
     percent: float
 
 
 def gauge(case: Case, ceilings: Ceilings, timer: Timer) -> Reading:
+    """Measure a case and relate it to the device's ceilings."""
     us = timer(case.calls)
     counts_flops = case.flops > 0
     rate = (case.flops if counts_flops else case.num_bytes) / us * 1e6
@@ -63,7 +66,7 @@ def gauge(case: Case, ceilings: Ceilings, timer: Timer) -> Reading:
 
 
 def graph_us(calls: Sequence[Call]) -> float:
-    """Microseconds per call: the median over replays of a graph that holds the calls in turn."""
+    """Return microseconds per call: the median over replays of a CUDA graph that runs the calls in turn."""
     count = -(-_CALLS // len(calls)) * len(calls)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -80,7 +83,7 @@ def graph_us(calls: Sequence[Call]) -> float:
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Takes a second and some gigabytes, which are given back."""
+    """Measure a device's ceilings. Takes a second and some gigabytes, which are freed again."""
     read, copy = _stream_rates(device)
     left = torch.randn(_SQUARE, _SQUARE, device=device).bfloat16()
     right, out = torch.randn(_SQUARE, _SQUARE, device=device).bfloat16(), torch.empty_like(left)
@@ -93,7 +96,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def _stream_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes per microsecond of reading, and of copying."""
+    """Return bytes per microsecond of reading and of copying."""
     numbers = torch.zeros(_STREAM_BYTES // 4, dtype=torch.float32, device=device)
     sums = torch.empty(16 * num_processors(device), dtype=torch.float32, device=device)
     first, second = numbers.chunk(2)
@@ -102,12 +105,12 @@ def _stream_rates(device: torch.device) -> tuple[float, float]:
 
 
 def read_stream(numbers: Tensor, sums: Tensor) -> None:
-    """Read `numbers` [n] float32 once and leave their sum, in parts, in `sums` [programs]."""
+    """Read `numbers` [n] float32 once and store partial sums in `sums` [programs]."""
     _read_kernel[(len(sums),)](numbers, sums, numbers.numel(), BLOCK=_BLOCK, num_warps=8)
 
 
 def num_copies(num_bytes: int, most: int = 32) -> int:
-    """How many buffers of this size it takes to be cold in the cache."""
+    """Return how many buffers of this size are needed so that none is in the L2 cache when it is used again."""
     return max(1, min(most, -(-COLD_BYTES // num_bytes)))
 
 
@@ -121,7 +124,7 @@ def _read_kernel(numbers, sums, count, BLOCK: tl.constexpr):
 
 
 def _median_us(call: Call) -> float:
-    """Of launches that are long enough to be timed one by one."""
+    """Return the median time of launches that are long enough to be timed one by one."""
     for _ in range(2):
         call()
     return statistics.median(_event_us(call) for _ in range(_REPLAYS))

@@ -1,4 +1,4 @@
-"""Every kernel of a decoder's step at the sizes of one model, ready to be timed."""
+"""Every kernel of a decoder's step at the sizes of one model, as benchmark cases."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOP_K, LISTED = 50, 20
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A model's and a step's. The usual ones are those of an 8B model."""
+    """The sizes of a model and of a step. The defaults are those of an 8B model."""
 
     hidden: int = 4096
     intermediate: int = 14336
@@ -42,14 +42,14 @@ class Sizes:
     dim: int = 128
     vocab: int = 128256
     block: int = 16
-    tokens: int = 8192  # of a large step
-    rows: int = 64  # that decode
-    context: int = 2048  # tokens each of them has
+    tokens: int = 8192  # of a large prefill step
+    rows: int = 64  # of a decode step
+    context: int = 2048  # tokens per decode row
     prompt: int = 2048  # tokens of a prompt
     dtype: torch.dtype = torch.bfloat16
 
     def layers(self) -> list[Layer]:
-        """The products of one decoder layer, and the head's."""
+        """Return the linear layers of one decoder layer, and the LM head."""
         query_size, kv_size = self.queries * self.dim, self.keys * self.dim
         return [
             Layer("qkv", query_size + 2 * kv_size, self.hidden, norm=True),
@@ -64,7 +64,7 @@ Maker = Callable[[], Case]
 
 
 def cases(sizes: Sizes, device: torch.device, *, float8: bool) -> Iterator[Maker]:
-    """Makers of cases: each takes its memory only when called. `float8`: the device multiplies such numbers."""
+    """Yield makers of cases; each allocates its memory only when called. `float8`: the device supports float8 gemm."""
     for make in (_norm, _gate, _rotary, _embed, _copy_blocks, _decode, _prefill, _sample, _sample_top_k, _logprobs):
         yield partial(make, sizes, device)
     if float8:
@@ -82,7 +82,7 @@ def _numbers(sizes: Sizes, device: torch.device, *shape: int) -> Tensor:
 
 
 def _sets(sizes: Sizes, device: torch.device, *shape: int) -> list[Tensor]:
-    """Tensors of one shape, so many that none is left in the cache."""
+    """Return tensors of one shape, enough of them that none stays in the L2 cache."""
     size = torch.Size(shape).numel() * sizes.dtype.itemsize
     return [_numbers(sizes, device, *shape) for _ in range(num_copies(size))]
 
@@ -134,14 +134,14 @@ def _quantize(sizes: Sizes, device: torch.device) -> Case:
 
 
 def _copy_blocks(sizes: Sizes, device: torch.device) -> Case:
-    """All planes of a cache of 32 layers."""
+    """Copy blocks in all planes of a cache of 32 layers."""
     memory = _numbers(sizes, device, 64, 2 * sizes.rows, sizes.keys * sizes.block * sizes.dim)
     pairs = torch.randperm(2 * sizes.rows, device=device).view(sizes.rows, 2).contiguous()
     return Case(f"copy {sizes.rows} blocks, 32 layers", [partial(copy_blocks, memory, pairs)], memory.nbytes)
 
 
 def _caches(sizes: Sizes, device: torch.device, tokens: int, rows: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Keys and values of several layers, and block tables in which every sequence's blocks lie scattered."""
+    """Return keys and values of several layers, and block tables with scattered blocks."""
     each = -(-tokens // sizes.block)
     shape = (each * rows, sizes.keys, sizes.block, sizes.dim)
     size = 2 * torch.Size(shape).numel() * sizes.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Names of Gluon that differ between versions of Triton."""
+"""Names in Gluon that differ between versions of Triton."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Mixtures of experts: every token's rows are multiplied by the weights of its own experts, in one launch for all.
+"""Mixture of experts (MoE): grouped gemm of every token's rows with the weights of its own experts, in one launch.
 
-A token and one of its experts make a pair, numbered token * used + rank. Pairs are put in the order of their experts,
-each expert's from a new tile on, by the device alone: shapes are those of the worst case, so that a step can be
-captured, and tiles that are left over end at once. Only experts that were chosen are read; pairs of experts whose
-weights are not here are not computed, and count as zeros. A pair's products lie at its own number, and a token's are
-added in the order of rank, so that the result never depends on timing.
+A token and one of its experts form a pair, numbered token * used + rank. The device sorts pairs by expert and starts
+each expert at a new tile. Shapes are those of the worst case, so that a step can be captured; unused tiles exit early.
+Only the weights of chosen experts are read; pairs of experts that this rank does not hold count as zeros. Each pair
+has its own row of results, and a token's pairs are summed in the order of rank: the result never depends on timing.
 """
 
 from __future__ import annotations
@@ -29,45 +28,45 @@ from quire.kernels.triton.launch import (
 )
 from quire.kernels.triton.products import sum_tiles
 
-_FEWEST_AT_ONCE, _MOST_AT_ONCE = 128, 4096  # pairs that a program looks at together: one for each thread, or more
+_FEWEST_AT_ONCE, _MOST_AT_ONCE = 128, 4096  # pairs that a program handles at a time: at least one per thread
 _FEWEST_BINS = 32
 _TILES_AT_ONCE = 128
 _COLUMNS = 1024
-SMALLEST_SUM = tl.constexpr(1e-20)  # of weights: that of sigmoids may be 0
+SMALLEST_SUM = tl.constexpr(1e-20)  # added to the sum of the weights, since the sum of sigmoids may be 0
 
 
 class GroupedTiling(NamedTuple):
-    """How the products of experts are cut into programs. block_m is a power of two from 16 on."""
+    """Tile sizes of a grouped gemm. block_m is a power of two from 16 on."""
 
     block_m: int  # pairs
     block_n: int  # outputs
     block_k: int
     warps: int
     stages: int
-    together: int = 8  # tiles whose programs run side by side, so that they find each other's numbers in the L2 cache
+    together: int = 8  # tiles grouped for L2 reuse: their programs run side by side
 
 
 class Stack(NamedTuple):
-    """One matrix of each expert."""
+    """One weight matrix per expert."""
 
-    numbers: Tensor  # [experts, outputs, inputs]: of the rows' dtype, or float8
-    scale: Tensor | None  # [experts, outputs] float32, of float8 numbers
+    numbers: Tensor  # [experts, outputs, inputs]: of the activations' dtype, or float8
+    scale: Tensor | None  # [experts, outputs] float32, for float8
     bias: Tensor | None = None  # [experts, outputs]
 
 
 class Routing(NamedTuple):
-    """Which experts a step's tokens go to."""
+    """The experts of a step's tokens, and the placement of pairs in tiles."""
 
-    chosen: Tensor  # [tokens, used] int32; -1 for a token of padding
-    own: range  # the experts whose weights are here
+    chosen: Tensor  # [tokens, used] int32; -1 for a padding token
+    own: range  # the experts that this rank holds
     weights: Tensor  # [tokens, used] float32
     places: Tensor  # [tiles * block_m] int32: the pairs of each tile, -1 where it has none
-    tile_experts: Tensor  # [tiles] int32: counted from the first of `own`; -1: the tile is left over
+    tile_experts: Tensor  # [tiles] int32: index within `own`; -1: unused tile
 
 
 @triton.jit
 def _keep_groups(ranked, expert, size, GROUPS: tl.constexpr, USED: tl.constexpr, BOTH: tl.constexpr):
-    """Minus infinity for experts that are not of the groups that rank first, by their best expert or best two."""
+    """Set the scores of experts outside the best groups to -inf. A group ranks by its best expert, or its best two."""
     PAD: tl.constexpr = triton.next_power_of_2(GROUPS)
     groups = tl.arange(0, PAD)
     scores = tl.full([PAD], float("-inf"), tl.float32)
@@ -112,7 +111,7 @@ def _choose_kernel(
         left = _keep_groups(left, expert, num // GROUPS, GROUPS, GROUPS_USED, HAS_BIAS)
     chosen, weights = tl.zeros((RANKS,), tl.int32), tl.zeros((RANKS,), tl.float32)
     for rank in tl.static_range(USED):
-        best = tl.minimum(tl.argmax(left, 0), num - 1)  # numbers that are none must not lead out of the table
+        best = tl.minimum(tl.argmax(left, 0), num - 1)  # with NaN, argmax must not return an index out of range
         chosen = tl.where(ranks == rank, best, chosen)
         weights = tl.where(ranks == rank, tl.sum(tl.where(expert == best, shares, 0.0), 0), weights)
         left = tl.where(expert == best, float("-inf"), left)
@@ -130,7 +129,7 @@ def _place_kernel(
     chosen_ptr, places_ptr, tile_experts_ptr, pairs, first, num, tiles,
     BLOCK: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program for each of `num` experts from the first on, and one for the tiles that are left over."""
+    """Place pairs in tiles: one program for each of `num` experts from `first` on, and one for the unused tiles."""
     mine = tl.program_id(0)
     bins, pair = tl.arange(0, BINS), tl.arange(0, BLOCK)
     await_inputs(DEPENDENT)
@@ -163,7 +162,8 @@ def store_pairs(
     acc, acc_up, bias_ptr, row, out_ptr, out_stride, pair, n, N, limit, alpha, shift,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of products [outputs, pairs], with bias and gate. row: of an output's bias; its gate's is N on."""
+    """Epilogue: store a tile [outputs, pairs] with bias and gate. row: each output's row in the bias; N + row is its
+    gate's."""
     if HAS_BIAS:
         acc += tl.load(bias_ptr + row).to(tl.float32)[:, None]
     if GATED:
@@ -187,7 +187,7 @@ def _grouped_kernel(
     PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     program, columns = tl.program_id(0), tl.cdiv(N, BLOCK_N)
-    begin = program // (TOGETHER * columns) * TOGETHER  # of the tiles side by side
+    begin = program // (TOGETHER * columns) * TOGETHER  # of the tiles in this group
     num_tiles = tl.minimum(tiles - begin, TOGETHER)
     number = program - begin * columns
     tile = begin + number % num_tiles
@@ -197,7 +197,7 @@ def _grouped_kernel(
     if (expert >= 0) & (expert < num_experts):
         place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         pair = tl.load(places_ptr + place)
-        # What fills the tile up is spread over the rows: one line read by all is slow.
+        # Unused rows of a tile load different rows of x: a single row loaded by all is slow.
         x_row = tl.where(pair >= 0, pair // USED, place % num_x).to(tl.int64)
         first = expert.to(tl.int64) * (2 * N if GATED else N)  # of the expert's weight rows
         w_row = first + tl.minimum(n, N - 1)
@@ -230,7 +230,7 @@ def _combine_kernel(
     for rank in tl.static_range(USED):
         pair = token * USED + rank
         chosen = tl.load(chosen_ptr + pair)
-        is_own = (chosen >= first) & (chosen < end)  # of all others, y is whatever was there before
+        is_own = (chosen >= first) & (chosen < end)  # rows of other experts in y are uninitialized
         y = tl.load(y_ptr + pair * size + column, mask=inside & is_own, other=0.0).to(tl.float32)
         total += y * tl.load(weights_ptr + pair)
     if HAS_SHARED:
@@ -242,17 +242,17 @@ def _combine_kernel(
 
 
 def most_tiles(pairs: int, num: int, block_m: int) -> int:
-    """Tiles that so many pairs can take: each expert may have one that is not full."""
+    """Return the largest number of tiles that `pairs` pairs can need: each expert may have one partly filled tile."""
     return min(pairs, pairs // block_m + min(pairs, num))
 
 
 def choose_grouped_tilings(
     pairs: int, num: int, x_bytes: int, device: torch.device
 ) -> tuple[GroupedTiling, GroupedTiling]:
-    """How gate and up, and how down is cut: tiles that hold half as much again as an expert's usual share, so that few
-    experts take two; the rest as measured on an H200.
+    """Choose the tilings of gate-up and of down: tiles hold 1.5 times an expert's average share, so that few experts
+    need two; the rest was tuned on an H200.
 
-    Both have the same block_m, as they share a routing.
+    Both have the same block_m, since they share a routing.
     """
     share, line = -(-pairs // num), 128 // x_bytes
     block_m = max(16, min(128, power_of_two(share + share // 2)))
@@ -265,11 +265,11 @@ def choose_grouped_tilings(
     else:
         tilings = (GroupedTiling(16, 64, 2 * line, 4, 5),) * 2
     first, second = tilings
-    return _fitting(first, 2, x_bytes, device), _fitting(second, 1, x_bytes, device)
+    return _limit_stages(first, 2, x_bytes, device), _limit_stages(second, 1, x_bytes, device)
 
 
-def _fitting(tiling: GroupedTiling, weights: int, x_bytes: int, device: torch.device) -> GroupedTiling:
-    """With as many stages as the device's shared memory holds, for so many weight tiles in each."""
+def _limit_stages(tiling: GroupedTiling, weights: int, x_bytes: int, device: torch.device) -> GroupedTiling:
+    """Limit the pipeline stages to the device's shared memory, with `weights` weight tiles per stage."""
     stage = (weights * tiling.block_n + tiling.block_m) * tiling.block_k * x_bytes
     return tiling._replace(stages=max(1, min(tiling.stages, shared_memory(device) // stage)))
 
@@ -279,17 +279,17 @@ def route(
     num_used: int,
     tiling: GroupedTiling,
     *,
-    is_normalized: bool,  # weights are divided by their sum
-    scale: float = 1.0,  # of the weights
-    factors: Tensor | None = None,  # [experts] float32: of each expert's weight
-    rows: Tensor | None = None,  # [tokens] int: below 0 for a token of padding, which goes nowhere
-    groups: tuple[int, int] = (1, 1),  # of experts, side by side, and those of them that a token's experts are of
-    score_bias: Tensor | None = None,  # [experts] float32: experts rank by sigmoids plus this, groups by their best two
-    own: range | None = None,  # the experts whose pairs are computed; None: all
+    is_normalized: bool,  # the weights of a token's experts are divided by their sum
+    scale: float = 1.0,  # multiplied into the weights
+    factors: Tensor | None = None,  # [experts] float32: multiplied into each expert's weight
+    rows: Tensor | None = None,  # [tokens] int: negative for a padding token, which is not routed
+    groups: tuple[int, int] = (1, 1),  # number of expert groups, and how many of them a token may use
+    score_bias: Tensor | None = None,  # [experts] float32: experts rank by sigmoid + bias, groups by their top two
+    own: range | None = None,  # the experts that this rank computes; None: all
     dependent: bool = False,
 ) -> Routing:
-    """The experts that each token ranks first, weighted by the softmax over all or, with a bias, by the sigmoids
-    without it, and where their pairs are computed."""
+    """Route tokens to their top experts, weighted by the softmax over all experts or, with a bias, by the sigmoids
+    without it, and place their pairs in tiles."""
     tokens, num = logits.shape
     device, pairs = logits.device, tokens * num_used
     check_rows(logits, "logits")
@@ -334,18 +334,18 @@ def grouped_product(
     routing: Routing,
     tiling: GroupedTiling,
     *,
-    num_used: int,  # pairs of each row of x
-    activation: str | None = None,  # of ACTIVATIONS: weights are gate, then up, and the result activation(gate) * up
-    clamp: Clamp | None = None,  # of the gate
-    first: int = 0,  # the number of the stack's first expert: pairs of experts that it does not hold are left alone
+    num_used: int,  # pairs per row of x
+    activation: str | None = None,  # of ACTIVATIONS: weights are gate, then up, and the result is activation(gate) * up
+    clamp: Clamp | None = None,  # of the gated activation
+    first: int = 0,  # index of the stack's first expert within `own`; other experts' pairs are skipped
     out: Tensor | None = None,  # [pairs, outputs]
     dependent: bool = False,
 ) -> Tensor:  # [pairs, outputs]
-    """Each pair's row by the weight of its expert, summed in float32. What pairs of padding and of experts that are not
-    `routing.own` get is not written."""
+    """Multiply each pair's row by the weight of its expert, accumulating in float32. Rows of padding pairs, and of
+    experts outside `routing.own`, are not written."""
     weight, scale, bias = stack
     num, rows, inputs = weight.shape
-    own = len(routing.own)  # without `out`, pairs of experts that are not in the stack would be left unwritten
+    own = len(routing.own)  # without `out`, pairs of experts outside the stack would be left unwritten
     check(num == own if out is None else first + num <= own, "a matrix of each of the routing's own experts")
     outputs, pairs = rows // (1 if activation is None else 2), routing.chosen.numel()
     check_rows(x, "x")
@@ -378,11 +378,11 @@ def combine(
     y: Tensor,  # [pairs, size]
     routing: Routing,
     *,
-    shared: Tensor | None = None,  # [tokens, size]: added
-    gate: Tensor | None = None,  # [tokens, 1]: `shared` is multiplied by its sigmoid
+    shared: Tensor | None = None,  # [tokens, size]: output of the shared expert, added
+    gate: Tensor | None = None,  # [tokens, 1]: logits of the sigmoid that `shared` is multiplied by
     dependent: bool = False,
 ) -> Tensor:  # [tokens, size], of y's dtype
-    """The weighted sum of each token's pairs with `routing.own` experts, in the order of rank, in float32."""
+    """Return the weighted sum of each token's pairs with `routing.own` experts, in the order of rank, in float32."""
     (tokens, num_used), size = routing.chosen.shape, y.shape[1]
     check(y.is_contiguous() and len(y) == tokens * num_used, "y is [pairs, size]")
     check(shared is None or (shared.shape == (tokens, size) and shared.stride(1) == 1), "shared is [tokens, size]")

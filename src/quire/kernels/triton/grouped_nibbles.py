@@ -1,8 +1,8 @@
-"""Products of experts by weights of 4 bits as they are stored: levels with a scale for each group, or codes (MXFP4).
+"""Grouped gemm of experts with 4-bit weights: integers with group scales, or e2m1 codes (MXFP4).
 
-Pairs are placed by `grouped.route`, and weights lie as in `nibble_products`, one expert behind the other: decode steps
-read a quarter of the bytes of 16-bit numbers. Steps with many pairs for each expert are multiplied by numbers that some
-experts at a time are expanded to.
+Pairs are placed by `grouped.route`, and weights are packed as in `nibble_products`, one expert after the other, so
+decode steps read a quarter of the bytes of 16-bit weights. For steps with many pairs per expert, the weights of some
+experts at a time are dequantized first.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from quire.kernels.triton.launch import INTERPRETED, await_inputs, check, check_
 from quire.kernels.triton.nibble_products import PANEL, STEP, PackedNibbles, expand_nibbles
 from quire.kernels.triton.nibble_steps import sum_steps
 
-_MOST_ROWS = 64  # of a tile; larger ones are multiplied by expanded weights
-_EXPANDED_PAIRS = 384  # for each expert, from which weights are expanded
+_MOST_ROWS = 64  # rows of a tile; larger tiles use dequantized weights
+_EXPANDED_PAIRS = 384  # pairs per expert above which weights are dequantized
 _FEWEST_ROWS = 16
-_FEWEST_PROGRAMS = 2  # for each multiprocessor, with which tiles of two panels pay
-_EXPANDED_BYTES = 256 << 20  # of numbers at a time
+_FEWEST_PROGRAMS = 2  # programs per multiprocessor from which tiles of two panels are faster
+_EXPANDED_BYTES = 256 << 20  # bytes of dequantized weights at a time
 
 
 class NibbleStack(NamedTuple):
-    """One matrix of each expert: what is multiplied by is (level - 8) * scale + offset, or the number of a code times
-    the scale."""
+    """One 4-bit weight matrix per expert: (value - 8) * scale + offset, or the e2m1 value of a code times the scale."""
 
     data: Tensor  # [experts, panels, steps, 64, 32] int16, see PackedNibbles
     scales: Tensor  # [experts, groups, outputs padded to whole panels]
     offsets: Tensor | None  # likewise
     outputs: int
     inputs: int
-    group: int  # inputs: 32, 64 or whole steps
-    has_codes: bool  # e2m1
+    group: int  # inputs per scale: 32, 64 or whole steps
+    has_codes: bool  # e2m1 codes, not integers
     bias: Tensor | None = None  # [experts, outputs]
 
     @classmethod
     def of(cls, experts: Sequence[PackedNibbles], bias: Tensor | None, *, has_codes: bool) -> NibbleStack:
+        """Stack the packed weights of all experts, which must be alike."""
         first = experts[0]
         offsets = None
         if first.offsets is not None:
@@ -67,19 +67,19 @@ class NibbleStack(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """What a program computes, and how."""
+    """Launch parameters of a tile."""
 
     outputs: int
     stages: int
-    folded: bool  # factors are folded into the numbers, which are rounded to the dtype of the rows
+    folded: bool  # scales and offsets are applied to the weights, which are then rounded to the activations' dtype
 
 
 def choose_nibble_tilings(
     pairs: int, num: int, x_bytes: int, device: torch.device
 ) -> tuple[GroupedTiling, GroupedTiling]:
-    """As for 16-bit weights if weights are expanded, which pays from many pairs on. Else tiles that hold a quarter more
-    than an expert's usual share: numbers are made of words for each tile again, but a tile's empty rows cost as much as
-    others."""
+    """Choose the tilings of gate-up and of down. With many pairs, the weights are dequantized and the tilings are those
+    of 16-bit weights. Else tiles hold 1.25 times an expert's average share: weights are dequantized for each tile
+    again, but the empty rows of a tile cost as much as others."""
     first, second = choose_grouped_tilings(pairs, num, x_bytes, device)
     if pairs > num * _EXPANDED_PAIRS:
         return first, second
@@ -89,11 +89,12 @@ def choose_nibble_tilings(
 
 
 def _choose_tile(stack: NibbleStack, block_m: int, dtype: torch.dtype, wide_programs: float) -> _Tile:
-    """As measured on an H200. Sums of groups are scaled one by one unless factors are folded: that is more work than to
-    scale the numbers as soon as a step has several groups, or sums of inputs are needed for offsets.
+    """Choose launch parameters, tuned on an H200. Without folding, the sums of each group are scaled separately, which
+    is more work than scaling the weights if a step has several groups, or if offsets need sums of inputs.
 
-    wide_programs: for each multiprocessor, with tiles of two panels."""
-    is_unscalable = stack.has_codes and dtype == torch.float16  # does not hold all powers of two
+    wide_programs: programs per multiprocessor with tiles of two panels.
+    """
+    is_unscalable = stack.has_codes and dtype == torch.float16  # float16 cannot represent all power-of-two scales
     if dtype.itemsize > 2 or is_unscalable or wide_programs < _FEWEST_PROGRAMS:
         return _Tile(PANEL, 3, folded=False)
     if stack.group < STEP or stack.offsets is not None:
@@ -111,9 +112,9 @@ def _grouped_nibble_kernel(
     DEPENDENT: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     PANEL_ROWS: tl.constexpr = 64
-    WORDS: tl.constexpr = 32  # of an output in a step
+    WORDS: tl.constexpr = 32  # 16-bit words of an output per step
     program, columns = tl.program_id(0), tl.cdiv(N, BLOCK_N)
-    begin = program // (TOGETHER * columns) * TOGETHER  # of the tiles side by side
+    begin = program // (TOGETHER * columns) * TOGETHER  # of the tiles in this group
     num_tiles = tl.minimum(tiles - begin, TOGETHER)
     number = program - begin * columns
     tile = begin + number % num_tiles
@@ -149,18 +150,20 @@ def grouped_nibble_product(
     x: Tensor,  # [tokens, inputs], or [pairs, inputs] with num_used = 1
     stack: NibbleStack,
     routing: Routing,
-    tiling: GroupedTiling,  # by which pairs were placed: only its block_m and `together` count for small tiles
+    tiling: GroupedTiling,  # the tiling that pairs were placed with; small tiles use only its block_m and `together`
     *,
-    num_used: int,  # pairs of each row of x
-    activation: str | None = None,  # of ACTIVATIONS: weights are gate, then up, and the result activation(gate) * up
-    clamp: Clamp | None = None,  # of the gate
+    num_used: int,  # pairs per row of x
+    activation: str | None = None,  # of ACTIVATIONS: weights are gate, then up, and the result is activation(gate) * up
+    clamp: Clamp | None = None,  # of the gated activation
     dependent: bool = False,
 ) -> Tensor:  # [pairs, outputs]
-    """Each pair's row by the weight of its expert, summed in float32. What pairs of padding get is not written.
+    """Multiply each pair's row by the weight of its expert, accumulating in float32. Rows of padding pairs are not
+    written.
 
-    A weight that has several groups in a step, or offsets, is rounded to the dtype of x where that is 16 bits wide; for
-    codes, whose scales are powers of two, that changes nothing in bfloat16. float16 does not hold all of these: there
-    codes are scaled after the products."""
+    A dequantized weight is rounded to a 16-bit x's dtype if a step has several groups or there are offsets. For e2m1
+    codes, whose scales are powers of two, this is exact in bfloat16. float16 cannot represent all scales, so codes are
+    scaled after the gemm there.
+    """
     if tiling.block_m > _MOST_ROWS:
         return _expanded_product(
             x, stack, routing, tiling, num_used=num_used, activation=activation, clamp=clamp, dependent=dependent
@@ -197,7 +200,7 @@ def _expanded_product(
     x: Tensor, stack: NibbleStack, routing: Routing, tiling: GroupedTiling, *, num_used: int,
     activation: str | None, clamp: Clamp | None, dependent: bool,
 ) -> Tensor:  # fmt: skip
-    """Some experts at a time are expanded to numbers of x's dtype."""
+    """Dequantize the weights of some experts at a time to x's dtype, and run the grouped gemm on them."""
     num, rows, inputs = len(stack.data), stack.outputs, stack.inputs
     at_once = max(1, min(num, _EXPANDED_BYTES // (rows * inputs * x.element_size())))
     numbers = torch.empty(at_once, rows, inputs, dtype=x.dtype, device=x.device)

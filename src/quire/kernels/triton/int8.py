@@ -1,4 +1,4 @@
-"""What int8 numbers become: float32 by few instructions, and sums of their products with their scales."""
+"""int8 helpers: a fast conversion to float32, and rescaling of int32 gemm results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import check, power_of_two
 
-# Four at a time: a byte below the upper bits of 2**23 is 2**23 + byte, and bytes are 128 more than the numbers.
+# Convert four bytes at a time: a byte in the low bits of the float 2**23 makes 2**23 + byte, and the bytes are the
+# values + 128.
 _TO_BITS = tl.constexpr("""{
     .reg .b32 bytes, base;
     xor.b32 bytes, $4, 0x80808080;
@@ -19,12 +20,12 @@ _TO_BITS = tl.constexpr("""{
     prmt.b32 $2, bytes, base, 0x7652;
     prmt.b32 $3, bytes, base, 0x7653;
 }""")
-_ROWS, _COLUMNS = 4, 1024  # of a program
+_ROWS, _COLUMNS = 4, 1024  # per program
 
 
 @triton.jit
 def as_float(numbers, COMPILED: tl.constexpr):
-    """Numbers of any small dtype as float32. int8 has no quick instruction of its own."""
+    """Convert values of any small dtype to float32. For int8, faster than the conversion instruction."""
     if COMPILED and numbers.dtype == tl.int8:
         bits = tl.inline_asm_elementwise(_TO_BITS, "=r,=r,=r,=r,r", (numbers,), dtype=tl.int32, is_pure=True, pack=4)
         return bits.to(tl.float32, bitcast=True) - 8388736.0
@@ -33,6 +34,7 @@ def as_float(numbers, COMPILED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _rescale_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, out_ptr, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Multiply int32 sums by row and output scales. One program per tile of ROWS x COLUMNS."""
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (m < M)[:, None] & (n < N)[None, :]
@@ -43,7 +45,7 @@ def _rescale_kernel(sums_ptr, x_scale_ptr, w_scale_ptr, out_ptr, M, N, ROWS: tl.
 
 
 def rescale(sums: Tensor, x_scale: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """sums [rows, outputs] int32 times the scales of its rows and of its outputs, in `dtype`."""
+    """Multiply int32 sums [rows, outputs] by the scales of their rows and outputs. Returns `dtype`."""
     rows, outputs = sums.shape
     check(sums.is_contiguous(), "sums are contiguous")
     out = torch.empty(rows, outputs, dtype=dtype, device=sums.device)

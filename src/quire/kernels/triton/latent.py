@@ -1,4 +1,4 @@
-"""What surrounds attention over latents: norm, positions and write of new ones, and products of heads."""
+"""Kernels around latent attention (MLA): norm, rotary positions and cache write of new latents, and per-head gemms."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from quire.kernels.norm import Norm
 from quire.kernels.triton.launch import FLOAT8, await_inputs, check, check_rows, power_of_two, strict_float8
 
 _HEADS_AT_ONCE = 16
-_FEWEST_ROWS, _MOST_ROWS = 16, 128  # of a tile of a product
-_LEAST_DIM = 16  # of a product
+_FEWEST_ROWS, _MOST_ROWS = 16, 128  # rows of a gemm tile
+_LEAST_DIM = 16  # smallest dimension of a gemm
 
 
 @triton.jit
@@ -32,14 +32,14 @@ def _angles(table, half, HALF: tl.constexpr):
 
 @triton.jit
 def _turn(first, second, cos, sin):
-    """Both halves of numbers, turned, in their dtype."""
+    """Rotate the two halves of elements; returns them in their dtype."""
     wide_1, wide_2 = first.to(tl.float32), second.to(tl.float32)
     return (wide_1 * cos - wide_2 * sin).to(first.dtype), (wide_2 * cos + wide_1 * sin).to(first.dtype)
 
 
 @triton.jit
 def _turn_queries(at, table, head, num_heads, stride, half, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """HEADS heads from number `head` on, in place; `at` points at the token's first."""
+    """Rotate HEADS heads from `head` on in place; `at` points at the token's first head."""
     number, place = head + tl.arange(0, HEADS), tl.arange(0, HALF)
     inside = (number < num_heads)[:, None] & (place < half)[None, :]
     places = at + number[:, None] * stride + place[None, :]
@@ -54,7 +54,7 @@ def _turn_queries(at, table, head, num_heads, stride, half, HEADS: tl.constexpr,
 def _store_latent(
     at, to, norm_ptr, table, eps, rank, half, kept, RANK: tl.constexpr, HALF: tl.constexpr, FLOAT8_CACHE: tl.constexpr
 ):
-    """A token's latent, normed and turned, to a place in the cache, if it is `kept`."""
+    """Norm a token's latent, rotate its last elements, and write it to the cache if `kept`."""
     column, place = tl.arange(0, RANK), tl.arange(0, HALF)
     dtype = to.dtype.element_ty
     x = tl.load(at + column, mask=column < rank, other=0.0)
@@ -79,7 +79,7 @@ def _store_kernel(
     BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     FLOAT8_CACHE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The first program of a token takes its latent, the others some of its query heads."""
+    """The first program of a token stores its latent, the others rotate its query heads."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     await_inputs(DEPENDENT)
     row = tl.load(row_ptr + token).to(tl.int64)
@@ -101,26 +101,26 @@ def _store_kernel(
 
 def store_latents(
     latents: Tensor,  # [tokens, rank + turned]
-    query: Tensor,  # [tokens, heads, turned]: what of each query tells its position; turned in place
-    norm: Norm,  # over the first `rank` numbers
-    table: Tensor,  # [angles, turned]: cos of turned / 2 frequencies, then sin, half-split layout; any float
-    positions: Tensor,  # [tokens] int: place of each token in its sequence
-    rows: Tensor,  # [tokens] int: line of `blocks` of each token; negative: a padding token, nothing is written
+    query: Tensor,  # [tokens, heads, turned]: the positional part of each query, rotated in place
+    norm: Norm,  # over the first `rank` elements
+    table: Tensor,  # [positions, turned]: cos of turned / 2 frequencies, then sin, half-split layout; any float
+    positions: Tensor,  # [tokens] int: position of each token in its sequence
+    rows: Tensor,  # [tokens] int: row of `blocks` of each token; negative: padding, nothing is written
     blocks: Tensor,  # [rows, max blocks] int32
     memory: Tensor,  # [blocks, 1, block, rank + turned]
     dependent: bool = False,
 ) -> None:
-    """Norm latents, turn their last numbers and those of the queries, and put latents in the paged cache.
+    """Norm latents, apply rotary positions to their last elements and to queries, and write latents to the paged cache.
 
-    A token whose position lies past the end of its line of `blocks` is turned but not stored.
+    The query of a token whose position is past the end of its row of `blocks` is rotated, but the latent is not stored.
     """
     (tokens, heads, turned), width = query.shape, memory.shape[3]
     rank, block_size = width - turned, memory.shape[2]
     check_rows(latents, "latents")
     check_rows(blocks, "blocks")
     check(latents.shape == (tokens, width) and query.stride(2) == 1, "latents and queries do not fit the cache")
-    check(norm.weight.shape == (rank,) and norm.weight.is_contiguous(), "a weight of the norm for each number")
-    check(table.is_contiguous() and table.shape[1] == turned and turned % 2 == 0, "an angle for each pair")
+    check(norm.weight.shape == (rank,) and norm.weight.is_contiguous(), "the norm's weight is [rank], contiguous")
+    check(table.is_contiguous() and table.shape[1] == turned and turned % 2 == 0, "table is [positions, rotated]")
     check(memory.is_contiguous() and memory.shape[1] == 1, "the cache must be contiguous, and of one head")
     check(positions.is_contiguous() and rows.is_contiguous(), "positions and rows must be contiguous")
     if tokens == 0:
@@ -141,6 +141,7 @@ def _heads_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, REST: tl.constexpr,
     PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Per-head gemm. One program per (tile of tokens, head, block of outputs)."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head, n = tl.program_id(1), tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     k, real = tl.arange(0, BLOCK_K), row < tokens
@@ -168,7 +169,8 @@ def multiply_heads(
     *,
     dependent: bool = False,
 ) -> Tensor:  # [tokens, heads * (outputs + rest)]
-    """Each head of a row by its own weight, summed in float32; `rest` numbers behind its inputs go on as they are."""
+    """Multiply each head of a row by its own weight, accumulating in float32. The `rest` values behind a head's inputs
+    are copied to its output."""
     tokens, (heads, outputs, inputs) = len(x), weight.shape
     check_rows(x, "x")
     check(x.shape[1] >= heads * (inputs + rest), "x has too few heads")

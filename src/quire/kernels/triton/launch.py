@@ -1,4 +1,5 @@
-"""What all Triton kernels here need to be launched: checks, sizes, and the way one kernel follows another."""
+"""Common parts of the Triton kernels: programmatic dependent launch, quantization helpers, device properties and
+checks."""
 
 from __future__ import annotations
 
@@ -10,21 +11,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run in Python on CPU tensors
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest finite e4m3 number
-ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 that large has no fraction
-SMALL = (torch.float8_e4m3fn, torch.int8)  # dtypes of rows that have a scale
-_GLUON_VERSIONS = ("3.6.", "3.7.")  # of Triton, that compile them
+ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds a float32 to an integer
+SMALL = (torch.float8_e4m3fn, torch.int8)  # dtypes of quantized rows, which have a scale
+_GLUON_VERSIONS = ("3.6.", "3.7.")  # versions of Triton that compile the Gluon kernels
 SMALLEST_AMAX = tl.constexpr(1e-12)  # keeps the scale of an all-zero row a normal number
 
 
 @triton.jit
 def await_inputs(DEPENDENT: tl.constexpr):
-    """Wait until the kernel before has finished, and let the one after start to.
+    """Wait for the previous kernel, and let the next one launch (griddepcontrol, programmatic dependent launch).
 
-    Must come before the first read of what another kernel writes and before the first write; reads of weights may
-    come earlier. Does nothing unless the kernel was launched as a dependent one.
+    Must come before the first read of what another kernel writes and before the first write; weights may be read
+    earlier. Does nothing unless DEPENDENT, which goes together with `launch_pdl`.
     """
     if DEPENDENT:
         gdc_wait()
@@ -33,38 +34,38 @@ def await_inputs(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def clamp_float8(x):
-    """float32 numbers as float8 can hold them: those out of range become the largest, NaN stays NaN."""
+    """Clamp float32 values to the range of float8 (saturation); NaN stays NaN."""
     return tl.where(x == x, tl.minimum(tl.maximum(x, -FLOAT8_MAX), FLOAT8_MAX), x)
 
 
 @triton.jit
 def strict_float8(x):
-    """float32 numbers as float8 can hold them; those out of range become NaN, they are not cut off."""
+    """Replace float32 values out of the range of float8 by NaN."""
     return tl.where(tl.abs(x) <= FLOAT8_MAX, x, float("nan"))
 
 
 @triton.jit
 def larger(most, x):
-    """The larger magnitudes of two blocks of float32 numbers; NaN where either is."""
+    """Return the larger magnitude elementwise; NaN where either is NaN."""
     return tl.where((most == most) & (x == x), tl.maximum(most, tl.abs(x)), most + x)
 
 
 @triton.jit
 def largest(x):
-    """The largest magnitude of a block of float32 numbers; NaN if one of them is."""
+    """Return the largest magnitude of a block of float32 values; NaN if any is NaN."""
     return tl.where(tl.max((x != x).to(tl.int32)) > 0, float("nan"), tl.max(tl.abs(tl.where(x == x, x, 0.0))))
 
 
 @triton.jit
 def to_small(x, amax, dtype: tl.constexpr):
-    """float32 numbers and the largest magnitude among them -> float8 (e4m3) or int8 numbers and their scale. A NaN
-    among them makes the scale NaN."""
+    """Quantize float32 values to float8 (e4m3) or int8, given their largest magnitude. Returns the values and the
+    scale. A NaN among them makes the scale NaN."""
     MOST: tl.constexpr = 127.0 if dtype == tl.int8 else FLOAT8_MAX
     amax = tl.where(amax == amax, tl.maximum(amax, SMALLEST_AMAX), amax)
     scaled = x * tl.div_rn(MOST, amax)
     if dtype == tl.int8:
-        bounded = tl.minimum(tl.maximum(scaled, -MOST), MOST)  # before the sum, or both would be rounded as one
-        whole = (bounded + ROUNDING) - ROUNDING  # to the nearest whole number, ties to even
+        bounded = tl.minimum(tl.maximum(scaled, -MOST), MOST)  # before the sum, so that both are not rounded as one
+        whole = (bounded + ROUNDING) - ROUNDING  # round to nearest even
         small = tl.where(scaled == scaled, whole, 0.0).to(tl.int8)
     else:
         small = clamp_float8(scaled).to(tl.float8e4nv)
@@ -73,21 +74,22 @@ def to_small(x, amax, dtype: tl.constexpr):
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; a small number in the interpreter, where programs run in turn."""
+    """Return the number of multiprocessors of a CUDA device; a small number in the interpreter, where programs run
+    sequentially."""
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
 def has_gluon(device: torch.device) -> bool:
-    """Whether kernels in Gluon can run: they name instructions of Hopper GPUs, and their language changes with each
-    version of Triton."""
+    """Whether Gluon kernels can run: on Hopper GPUs, whose instructions they use, with a tested version of Triton,
+    since Gluon changes between versions."""
     if INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device)[0] == 9 and triton.__version__.startswith(_GLUON_VERSIONS)
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have; as many as it likes in the interpreter."""
+    """Return the bytes of shared memory that a program may use; practically unlimited in the interpreter."""
     if device.type == "cpu":
         return 1 << 30
     properties = torch.cuda.get_device_properties(device)
@@ -95,20 +97,21 @@ def shared_memory(device: torch.device) -> int:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that holds `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def warps_for(block: int) -> int:
-    """Warps for a one-dimensional block: 16 numbers a thread, one to sixteen warps."""
+    """Return the number of warps for a one-dimensional block: 16 elements per thread, one to sixteen warps."""
     return min(16, max(1, power_of_two(block) // 512))
 
 
 def check(fits: bool, what: str) -> None:
-    """Kernels read raw memory: what is not laid out as they expect must never reach them."""
+    """Raise ValueError unless `fits`. Kernels read raw memory, so tensors of another layout must never reach them."""
     if not fits:
-        raise ValueError(f"the Triton kernel cannot take these tensors: {what}")
+        raise ValueError(f"these tensors do not meet a requirement of the Triton kernel: {what}")
 
 
 def check_rows(x: Tensor, name: str) -> None:
+    """Raise ValueError unless x is a matrix with contiguous rows."""
     check(x.dim() == 2 and x.stride(1) == 1, f"{name} must be a matrix with contiguous rows")

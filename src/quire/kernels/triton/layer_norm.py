@@ -13,6 +13,7 @@ from quire.kernels.triton.norm import MOST_COLUMNS
 
 @triton.jit
 def _layer_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, out_stride, size, eps, BLOCK: tl.constexpr):
+    """Layer norm. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -26,7 +27,8 @@ def _layer_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, out_stride, size, e
 
 
 def layer_norm(x: Tensor, weight_bias: Tensor, eps: float) -> Tensor:
-    """x [rows, size] with zero mean and unit variance, times weight, plus bias: [2, size]. Computed in float32."""
+    """Return x [rows, size] normalized to zero mean and unit variance, times weight, plus bias (weight_bias [2, size]).
+    Computed in float32."""
     rows, size = x.shape
     check_rows(x, "x")
     check(weight_bias.shape == (2, size) and weight_bias.is_contiguous(), "weight and bias are [2, size], contiguous")

@@ -1,8 +1,8 @@
-"""Products by weights of 8 bits with a scale for each group of inputs: W8A16 and block-scaled FP8.
+"""Gemm with 8-bit weights that have a scale per group of inputs: W8A16 and block-scaled FP8.
 
-Weights are shuffled once, at load: a panel of 64 outputs holds the inputs of one step after the other, so that a
-program reads memory in its order. Levels become numbers in registers, exactly; scales are applied to the sums of a
-step. K is split over programs where there are few tiles, as in `products`.
+Weights are packed once, at load: a panel of 64 outputs stores the inputs step by step, so that a program reads memory
+sequentially. Quantized values are converted to floats in registers, exactly; scales are applied to the sums of a step.
+With few tiles, K is split over programs (split-K), as in `products`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from quire.kernels.triton.products import Workspace, epilogue, join_splits
 from quire.kernels.triton.products_plan import PARTIAL_SUMS, TILE_COUNTERS, Tiling
 
 PANEL = 64  # outputs
-STEPS = (128, 64, 32)  # inputs of a step: the first that divides a group
+STEPS = (128, 64, 32)  # inputs per step: the first that divides a group
 _LEAST_GROUP = 16
 _MOST_TILE_ROWS = 128
 _MOST_SPLITS, _FEWEST_STEPS = 16, 4
 
 
 class PackedLevels(NamedTuple):
-    """A weight whose entries are number * scale + offset."""
+    """A weight packed for this kernel: value * scale + offset."""
 
     data: Tensor  # [panels, steps, 64, step] int8 or float8
     scales: Tensor  # [groups, outputs padded to whole panels]
@@ -51,17 +51,18 @@ class PackedLevels(NamedTuple):
 
 
 def step_of(group: int) -> int | None:
-    """Inputs of a step, for groups of this size; None: no kernel takes them."""
+    """Return the inputs per step for groups of this size; None: not supported."""
     return next((step for step in STEPS if group % step == 0), None)
 
 
 def level_step(group: int) -> int | None:
-    """The same for levels, which may be in groups as small as the tensor cores multiply at once."""
+    """Return the inputs per step of integer weights, which may be in groups as small as a tensor core step."""
     return _LEAST_GROUP if group == _LEAST_GROUP else step_of(group)
 
 
 def pack_levels(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> PackedLevels:
-    """levels [outputs, inputs]: int8 or float8; scales, offsets [outputs, groups]."""
+    """Pack quantized values [outputs, inputs], int8 or float8, with scales and offsets [outputs, groups]. Raises
+    ValueError for unsupported groups."""
     outputs, inputs = levels.shape
     step = level_step(inputs // scales.shape[1])
     if step is None:
@@ -77,7 +78,7 @@ def pack_levels(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> Packe
 
 @triton.jit
 def _step_sums(w_at, x_at, HAS_OFFSET: tl.constexpr, PRECISION: tl.constexpr, COMPILED: tl.constexpr):
-    """Of one step: products [BLOCK_N, BLOCK_M], and the sums of the rows' inputs [BLOCK_M]."""
+    """Return the unscaled sums of one step [BLOCK_N, BLOCK_M], and the sums of the rows' inputs [BLOCK_M]."""
     w = tl.load(w_at)
     x = tl.load(x_at)
     total = tl.sum(x.to(tl.float32), 0) if HAS_OFFSET else 0.0
@@ -94,6 +95,7 @@ def _level_kernel(
     HAS_X_SCALE: tl.constexpr, HAS_OFFSET: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
+    """One program per (tile, split of K): sums scaled per step, merged over splits, then the epilogue."""
     PANEL_ROWS: tl.constexpr = 64
     tile, split = tl.program_id(0), tl.program_id(1)
     row_tiles = tl.cdiv(M, BLOCK_M)
@@ -140,7 +142,7 @@ def _level_kernel(
 
 
 def level_product(
-    x: Tensor,  # [M, K]: a float dtype, or float8 with x_scale for a float8 weight
+    x: Tensor,  # [M, K]: a float dtype, or with a float8 weight float8 with x_scale
     weight: PackedLevels,  # [N, K]; [2 * N, K], gate then up, with an activation
     workspace: Workspace,
     *,
@@ -149,10 +151,11 @@ def level_product(
     x_scale: Tensor | None = None,  # [M, groups] float32
     activation: str | None = None,  # of activation.ACTIVATIONS: the result is activation(gate) * up
     out: Tensor | None = None,  # [M, N]; by default of x's dtype, of the residual's, or bfloat16
-    tiling: Tiling | None = None,  # by default chosen for the shape; its block_k does not count
+    tiling: Tiling | None = None,  # by default chosen for the shape; block_k is ignored
     dependent: bool = False,
 ) -> Tensor:
-    """x @ weight.T with its epilogue, for any number of rows; summed and finished in float32, rounded once."""
+    """Return x @ weight.T with its epilogue, for any number of rows; accumulated and finished in float32, rounded
+    once."""
     rows, inputs = x.shape
     check_rows(x, "x")
     check(inputs == weight.inputs, "x and weight differ in K")
@@ -187,14 +190,14 @@ def level_product(
 
 @lru_cache(maxsize=4096)
 def choose_level_tiling(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> Tiling:
-    """Two programs or more on each multiprocessor, by splits of K if tiles are few."""
+    """Choose a tiling with at least two programs per multiprocessor, by split-K if there are few tiles."""
     block_m = min(max(16, power_of_two(rows)), _MOST_TILE_ROWS)
     block_n = 128 if rows > 256 and not gated else 64
     tiles, steps = -(-outputs // block_n) * -(-rows // block_m), inputs // STEPS[0]
     wanted = min(round(2 * num_processors(device) / tiles), steps // _FEWEST_STEPS, _MOST_SPLITS)
     warps, stages = (8 if block_m * block_n > 8192 else 4), (4 if block_m <= 64 else 3)
     for splits in range(wanted, 1, -1):
-        even = -(-steps // -(-steps // splits))  # no split is left without a step
+        even = -(-steps // -(-steps // splits))  # no split is empty
         tiling = Tiling(block_m, block_n, STEPS[0], even, warps, stages)
         if _fits(tiles, tiling, gated):
             return tiling

@@ -1,4 +1,4 @@
-"""Log-probabilities of raw logits: of the chosen tokens with their ranks, and of the most likely ones."""
+"""Log-probabilities of raw logits: of the chosen tokens with their ranks, and of the most likely tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LogprobSpace(NamedTuple):
     best: Tensor  # [entries, tiles] float32: highest logit of each tile
     total: Tensor  # [entries, tiles] float32: sum of exp(logit - best) of each tile
     higher: Tensor  # [entries, tiles] int32: logits above the chosen token's
-    listed: Tensor  # [entries, tiles, MOST_LISTED] int64: the tile's highest, packed
+    listed: Tensor  # [entries, tiles, MOST_LISTED] int64: the tile's most likely tokens, packed
 
     @classmethod
     def make(cls, entries: int, vocab_size: int, device: torch.device) -> LogprobSpace:
@@ -38,7 +38,7 @@ class LogprobSpace(NamedTuple):
 
 @triton.jit
 def _packed(x, token):
-    """int64 that order tokens by logit, then lowest id first."""
+    """Pack logit and token into an int64 that sorts by logit, ties by lowest id."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (_LOW_WORD - token.to(tl.int64))
 
@@ -48,6 +48,8 @@ def _tile_kernel(
     logits_ptr, ids_ptr, best_ptr, total_ptr, higher_ptr, listed_ptr, logits_stride, listed_stride, vocab_size, listed,
     TILE: tl.constexpr,
 ):  # fmt: skip
+    """One program per (entry, tile of the vocabulary): maximum, sum of exponentials, rank count and top tokens of the
+    tile."""
     entry, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     token = tile * TILE + tl.arange(0, TILE)
     inside = token < vocab_size
@@ -72,6 +74,7 @@ def _row_kernel(
     logits_ptr, ids_ptr, best_ptr, total_ptr, higher_ptr, listed_ptr, logprob_ptr, rank_ptr, top_ids_ptr,
     top_logprobs_ptr, tiles, logits_stride, listed_stride, listed, TILES: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
+    """One program per entry: combine its tiles to logprobs, rank and top tokens."""
     entry, tile = tl.program_id(0).to(tl.int64), tl.arange(0, TILES)
     logits, at = logits_ptr + entry * logits_stride, entry * tiles + tile
     best, _ = row_best(best_ptr + entry * tiles, TILES, tiles)
@@ -94,11 +97,11 @@ def _row_kernel(
 
 
 class Logprobs(NamedTuple):
-    """What `logprobs` fills in."""
+    """The results of `logprobs`."""
 
     chosen: Tensor  # [entries] float32
     rank: Tensor  # [entries] int32: 1 + number of tokens with a higher logit
-    top_ids: Tensor  # [entries, listed] int32: falling by logit, rising by id among equal ones
+    top_ids: Tensor  # [entries, listed] int32: descending by logit, ties by lowest id
     top_logprobs: Tensor  # [entries, listed] float32
 
     @classmethod
@@ -112,10 +115,11 @@ class Logprobs(NamedTuple):
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, space: LogprobSpace, out: Logprobs) -> None:
-    """Log-softmax of logits [entries, vocab] at `token_ids` [entries] and at the `listed` highest (0 .. MOST_LISTED).
+    """Compute log-softmax of logits [entries, vocab] at `token_ids` [entries] and at the `listed` most likely tokens (0
+    .. MOST_LISTED).
 
-    Logits are raw: before penalties and temperature. A negative id, which marks a failed row, counts as 0. A row whose
-    logits are not finite gives numbers of no meaning.
+    Logits are raw: before penalties and temperature. A negative id, which marks a failed row, counts as 0. The results
+    of a row with non-finite logits are undefined.
     """
     entries, vocab_size = logits.shape
     tiles, listed = triton.cdiv(vocab_size, TILE), out.top_ids.shape[1]

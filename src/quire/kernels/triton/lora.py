@@ -1,10 +1,10 @@
-"""LoRA: low-rank changes of a product, of many adapters in one batch, in two launches. For few rows: `lora_few`.
+"""LoRA for many adapters in one batch (shrink and expand kernels), in two launches. For few rows: `lora_few`.
 
-Rows are sorted by the slot of their adapter and cut into tiles of one slot. The first kernel multiplies the rows of a
-tile by the slot's A, the second what came out by its B and adds it to the product. Both read a matrix once for the rows
-of a tile, and only as much of it as the slot's rank says. K is split over programs; the second kernel adds the partial
-sums in the order of K, so that no result depends on timing. Tiles without rows do nothing, so a captured graph has room
-for the most tiles.
+Rows are sorted by the slot of their adapter and cut into tiles of one slot each. The shrink kernel multiplies a tile's
+rows by the slot's A; the expand kernel multiplies the result by its B and adds it to the output. Both read a matrix
+once per tile, and only up to the slot's rank. K is split over programs; the expand kernel adds the partial sums in the
+order of K, so the result does not depend on timing. Tiles without rows do nothing, so a captured graph can have room
+for the largest number of tiles.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from quire.kernels.triton import lora_few
 from quire.kernels.triton.launch import await_inputs, check, check_rows, power_of_two
 from quire.kernels.triton.lora_few import add_few_tiles
 
-RANK_STEP = 16  # ranks are multiples of it
-_ROWS_IN_TURN = 16  # of a tile: so many or fewer are multiplied one after the other,
-_FEW_IN_STEP = 192  # unless a step has more than so many
-_SHARED_ROWS = 3  # and at least so many for each slot
-OUTPUT_BLOCK = 256  # outputs of a program, at most
+RANK_STEP = 16  # ranks are multiples of this
+# Tiles of at most _ROWS_IN_TURN rows are multiplied row by row, unless the step has more than _FEW_IN_STEP rows, and at
+# least _SHARED_ROWS rows per slot.
+_ROWS_IN_TURN = 16
+_FEW_IN_STEP = 192
+_SHARED_ROWS = 3
+OUTPUT_BLOCK = 256  # upper limit of outputs per program
 _MOST_SPLITS = 8
 _BLOCK_K = 64
-_PROGRAMS = 264  # that occupy a large GPU
+_PROGRAMS = 264  # enough to occupy a large GPU
 
 
 class OutputBlocks(NamedTuple):
-    """The outputs of a layer's parts, cut into blocks: part, begin, end of each."""
+    """The outputs of a layer's parts, cut into blocks of (part, begin, end)."""
 
     table: Tensor  # [blocks, 3] int32, of OUTPUT_BLOCK outputs
     wide: Tensor  # likewise, for tiles of few rows
-    are_aligned: bool  # all begin and end at multiples of 16
+    are_aligned: bool  # all begins and ends are multiples of 16
     num_outputs: int
 
     @classmethod
     def of(
         cls, parts: Sequence[Sequence[tuple[int, int]]], device: torch.device, wide: int | None = None
     ) -> OutputBlocks:
-        """parts: for each the runs of its outputs, from the first to before the second. `wide`: outputs of a block of
-        that table, by default those of `lora_few.CONFIG`."""
+        """Cut the outputs of each part into blocks. parts: for each part its ranges of outputs [begin, end). `wide`:
+        outputs per block of the table `wide`, by default those of `lora_few.CONFIG`."""
         tables = []
         for size in (OUTPUT_BLOCK, wide or lora_few.CONFIG.outputs):
             blocks = [
@@ -66,6 +68,7 @@ def _shrink_kernel(
     MAX_RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Shrink: partial sums of x A^T. One program per (tile, part, split of K)."""
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64)
     first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
@@ -97,7 +100,7 @@ def _shrink_kernel(
 
 @triton.jit
 def _summed(at, mask, split_stride, SPLITS: tl.constexpr):
-    """The partial sums of all splits, in the order of K."""
+    """Return the sum of all splits' partial sums, in the order of K."""
     low = tl.load(at, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
         low += tl.load(at + split * split_stride, mask=mask, other=0.0)
@@ -111,6 +114,7 @@ def _expand_kernel(
     MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Expand: add (x A^T) B^T to the output. One program per (tile, block of outputs)."""
     tile, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64)
     first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
@@ -123,7 +127,7 @@ def _expand_kernel(
     row = tl.load(order_ptr + first + m, mask=m < count, other=0).to(tl.int64)
     is_row, is_output = (m < count)[:, None], (n < end)[None, :]
     b_at = b_ptr + slot * b_stride + n[None, :].to(tl.int64) * MAX_RANK + r[:, None]
-    b = tl.load(b_at, mask=(r < rank)[:, None] & is_output & (count > 0), other=0.0)  # no kernel writes it: no waiting
+    b = tl.load(b_at, mask=(r < rank)[:, None] & is_output & (count > 0), other=0.0)  # never written: no need to wait
     await_inputs(DEPENDENT)
     if (count > 0) & (rank > 0):
         low_at = low_ptr + (first + m)[:, None].to(tl.int64) * low_stride + (part * MAX_RANK + r)[None, :]
@@ -141,27 +145,27 @@ def _expand_kernel(
 
 
 def takes_many(most: int, rows: int, slots: int) -> bool:
-    """Whether a tile's rows are multiplied together, by `add_many_tiles`, in a step of so many rows in tiles of at most
-    `most`. Else one after the other, by the kernels of `lora_few`, which read A and B for each of them."""
+    """Whether the rows of a tile are multiplied together, by `add_many_tiles`, for a step of `rows` rows in tiles of at
+    most `most`. Otherwise the kernels of `lora_few` multiply them one after the other and read A and B for each."""
     return most > _ROWS_IN_TURN or (rows > _FEW_IN_STEP and rows >= _SHARED_ROWS * slots)
 
 
 def add_tiles(
-    out: Tensor,  # [rows, outputs], changed
+    out: Tensor,  # [rows, outputs], updated in place
     x: Tensor,  # [rows, inputs]
     a: Tensor,  # [slots, parts * max rank, inputs]
     b: Tensor,  # [slots, outputs, max rank]
     ranks: Tensor,  # [slots, parts] int32, multiples of RANK_STEP; 0: the adapter does not change the part
     order: Tensor,  # [places] int32: rows, sorted by slot
-    tiles: Tensor,  # [tiles, 3] int32: a slot, where its rows begin in `order`, how many there are
-    most: int,  # rows of a tile
+    tiles: Tensor,  # [tiles, 3] int32: slot, first place in `order`, number of rows
+    most: int,  # rows per tile
     blocks: OutputBlocks,
     *,
     dependent: bool = False,
     is_seldom: bool = False,
 ) -> None:
-    """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no tile stay as they are. `is_seldom`: few slots
-    change the layer, so a slot's B is read only after its rank."""
+    """Add (x A^T) B^T to `out`, with the A and B of each row's slot. Rows in no tile are unchanged. `is_seldom`: few
+    slots change this layer, so B is loaded only after the slot's rank is known."""
     if not takes_many(most, len(x), len(b)):
         add_few_tiles(
             out, x, a, b, ranks, order, tiles, blocks.wide, are_aligned=blocks.are_aligned, dependent=dependent,
@@ -175,7 +179,7 @@ def add_many_tiles(
     out: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, order: Tensor, tiles: Tensor, most: int,
     blocks: OutputBlocks, *, dependent: bool = False,
 ) -> None:  # fmt: skip
-    """`add_tiles` by the kernels here, which multiply the rows of a tile together."""
+    """`add_tiles` by the kernels of this file, which multiply the rows of a tile together."""
     (slots, outputs, max_rank), inputs, num_tiles = b.shape, x.shape[1], len(tiles)
     parts = a.shape[1] // max_rank
     check_rows(out, "out")
@@ -204,7 +208,7 @@ def add_many_tiles(
 
 
 def _splits(programs: int, inputs: int) -> tuple[int, int]:
-    """Over how many programs the inputs are split, and how many of them are multiplied at a time."""
+    """Return over how many programs K is split, and the inputs per step."""
     block = min(max(16, power_of_two(inputs)), _BLOCK_K)
     steps = triton.cdiv(inputs, block)
     splits = max(1, min(_MOST_SPLITS, triton.cdiv(_PROGRAMS, programs), steps))

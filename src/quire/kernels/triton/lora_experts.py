@@ -1,9 +1,9 @@
-"""LoRA of routed experts: low-rank changes of the products of pairs of a token and an expert, in two launches.
+"""LoRA for routed experts: low-rank updates of (token, expert) pairs, in two launches.
 
 Pairs are in tiles of one expert each, as `grouped.route` placed them; the tokens of a tile may have different adapters.
-A program goes through the slots of its tile's tokens, lowest first, and multiplies the rows of each by the A or B that
-the slot has for the expert. Everything is found on the device, so a step can be captured. K is split over programs
-where there are few pairs; the second kernel adds the partial sums in the order of K.
+A program loops over the distinct slots of its tile's tokens, lowest first, and multiplies the rows of each slot by that
+slot's A or B for the expert. All of this is determined on the device, so a step can be captured. With few pairs, K is
+split over programs; the expand kernel adds the partial sums in the order of K.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from quire.kernels.triton.grouped import Routing
 from quire.kernels.triton.launch import await_inputs, check, check_rows, power_of_two
 
-RANK_STEP = 16  # ranks are multiples of it
+RANK_STEP = 16  # ranks are multiples of this
 MOST_PLACES = 8_192  # of partial sums, unless there are more pairs
 _MOST_SPLITS = 8
 _BLOCK_K, _BLOCK_N = 64, 128
-_NO_SLOT = tl.constexpr(1 << 30)  # above all slots
+_NO_SLOT = tl.constexpr(1 << 30)  # larger than all slots
 
 
 @triton.jit
 def _next_slot(slots, last):
-    """The lowest of `slots` above the last; _NO_SLOT: there is none."""
+    """Return the lowest of `slots` above `last`, or _NO_SLOT if there is none."""
     return tl.min(tl.where(slots > last, slots, _NO_SLOT), 0)
 
 
@@ -37,7 +37,7 @@ def _shrink_kernel(
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """low [splits, pairs, parts * MAX_RANK] = x A^T over the inputs of a split."""
+    """Shrink: low [splits, pairs, parts * MAX_RANK] = x A^T over the inputs of a split."""
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m, r = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     k = split * steps * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -79,7 +79,7 @@ def _expand_kernel(
     USED: tl.constexpr, MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out += low B^T, for a block of the outputs of a part."""
+    """Expand: out += low B^T for a block of the outputs of a part."""
     tile, part, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m, r, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R), block * BLOCK_N + tl.arange(0, BLOCK_N)
     await_inputs(DEPENDENT)
@@ -112,18 +112,18 @@ def _expand_kernel(
 
 
 def add_to_pairs(
-    out: Tensor,  # [pairs, outputs], changed
+    out: Tensor,  # [pairs, outputs], updated in place
     x: Tensor,  # [tokens, inputs], or [pairs, inputs]
-    a: Tensor,  # [slots, experts, parts * max rank, inputs], of the routing's own experts
-    b: Tensor,  # [slots, experts, outputs, max rank]: each part has as many of the outputs
+    a: Tensor,  # [slots, experts, parts * max rank, inputs], for the routing's own experts
+    b: Tensor,  # [slots, experts, outputs, max rank]: the parts have equal numbers of outputs
     ranks: Tensor,  # [slots, parts] int32, multiples of RANK_STEP; 0: the adapter does not change the part
-    slots: Tensor,  # [tokens] int32: of each token's adapter; below 0: it has none
+    slots: Tensor,  # [tokens] int32: slot of each token's adapter; negative: none
     routing: Routing,
     *,
     dependent: bool = False,
 ) -> None:
-    """out += (x A^T) B^T, by the A and B that the slot of a pair's token has for its expert. Pairs of tokens without an
-    adapter, and of experts that are not the routing's own, stay as they are."""
+    """Add (x A^T) B^T to `out`, with the A and B that the slot of a pair's token has for its expert. Pairs of tokens
+    without an adapter, and of experts outside the routing's own, are unchanged."""
     (num_slots, experts, outputs, max_rank), inputs = b.shape, x.shape[1]
     parts, (tokens, used), tiles = a.shape[2] // max_rank, routing.chosen.shape, len(routing.tile_experts)
     pairs = tokens * used

@@ -1,8 +1,8 @@
-"""LoRA where tiles have few rows, as in steps that decode: bound by reading A and B. See `lora` for the tiles.
+"""LoRA for tiles of few rows, as in decode steps, which are bound by reading A and B. See `lora` for the tiles.
 
-A and B are asked for before a kernel waits for the one before it, and held in registers for the first row of a tile.
-Its other rows are multiplied in turn and read them again, from the cache; no row takes the tensor cores. K is split
-over programs; the second kernel adds the partial sums, always in the same order.
+A and B are loaded before a kernel waits for the previous one (programmatic dependent launch), and stay in registers for
+the first row of a tile. The tile's other rows are multiplied one after the other and load them again, from the cache;
+no tensor cores are used. K is split over programs; the expand kernel adds the partial sums, always in the same order.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from quire.kernels.triton.launch import await_inputs, check, check_rows, power_of_two
 
 _MOST_SPLITS = 16
-RANKS = tl.constexpr(16)  # multiplied at a time
+RANKS = tl.constexpr(16)  # ranks that are multiplied at a time
 
 
 class FewConfig(NamedTuple):
-    """How the products are cut into programs."""
+    """Launch parameters of the two kernels."""
 
-    inputs: int  # of a program of the first kernel, a power of two
-    outputs: int  # of one of the second, at most
-    numbers: int  # of A or B that a thread holds
-    registers: int | None  # that a thread may have; None: as many as the compiler likes
+    inputs: int  # per program of the shrink kernel, a power of two
+    outputs: int  # upper limit per program of the expand kernel
+    numbers: int  # elements of A or B per thread
+    registers: int | None  # register limit per thread; None: chosen by the compiler
 
 
 CONFIG = FewConfig(inputs=1024, outputs=1024, numbers=64, registers=80)
@@ -40,7 +40,7 @@ def _load_a(a_at, is_used, k, K, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _shrink_row(a, x_at, low_at, k, K, EVEN_K: tl.constexpr):
-    """A [RANKS, inputs] by a row."""
+    """Multiply A [RANKS, inputs] by a row of x and store the sums."""
     x = tl.load(x_at) if EVEN_K else tl.load(x_at, mask=k < K, other=0.0)
     tl.store(low_at, tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], 1))
 
@@ -51,7 +51,7 @@ def _shrink_kernel(
     split_stride,
     MAX_RANK: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """low [splits, places, parts * MAX_RANK] = x A^T over the inputs of a split."""
+    """Shrink: low [splits, places, parts * MAX_RANK] = x A^T over the inputs of a split."""
     tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64)
     first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
@@ -60,7 +60,7 @@ def _shrink_kernel(
     row = tl.load(order_ptr + first, mask=count > 0, other=0).to(tl.int64)
     r, k = tl.arange(0, RANKS), split * BLOCK_K + tl.arange(0, BLOCK_K)
     a_at = a_ptr + slot * a_stride + (part * MAX_RANK + r)[:, None].to(tl.int64) * K + k[None, :]
-    a = _load_a(a_at, (r < RANKS)[:, None] & (count > 0), k, K, EVEN_K)  # does not wait for the rank
+    a = _load_a(a_at, (r < RANKS)[:, None] & (count > 0), k, K, EVEN_K)  # does not depend on the rank
     await_inputs(DEPENDENT)
     low_at = low_ptr + split * split_stride + part * MAX_RANK + r
     if rank > 0:
@@ -79,16 +79,17 @@ def _load_b(b_at, inside):
 
 @triton.jit
 def _begin_row(at, is_output, BLOCK_N: tl.constexpr, ADDS: tl.constexpr):
-    """What a row's outputs begin with."""
+    """Return the initial value of a row's outputs."""
     if ADDS:
         return tl.load(at, mask=is_output, other=0.0).to(tl.float32)
-    else:  # Triton compiles what follows a return as well
+    else:  # Triton compiles the code after a return too
         return tl.zeros((BLOCK_N,), tl.float32)
 
 
 @triton.jit
 def _add_row(acc, b, low_at, split_stride, SPLITS: tl.constexpr):
-    """acc [outputs] plus B [outputs, RANKS] by a row's partial sums [RANKS], those of all splits in the order of K."""
+    """Return acc [outputs] plus B [outputs, RANKS] times a row's sums [RANKS], added over all splits in the order
+    of K."""
     low = tl.load(low_at)
     for split in tl.static_range(1, SPLITS):
         low += tl.load(low_at + split * split_stride)
@@ -97,11 +98,11 @@ def _add_row(acc, b, low_at, split_stride, SPLITS: tl.constexpr):
 
 @triton.jit
 def _clear_others(out_ptr, slots_ptr, n, is_output, rows, out_stride):
-    """Zero the outputs of rows without an adapter. The programs of a block share the rows."""
+    """Zero the outputs of rows without an adapter. The programs of a block of outputs divide the rows among them."""
     nothing = tl.zeros(n.shape, out_ptr.dtype.element_ty)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         if tl.load(slots_ptr + row) < 0:
-            tl.store(out_ptr + row * out_stride + n, nothing, mask=is_output)  # few rows: no index is too large
+            tl.store(out_ptr + row * out_stride + n, nothing, mask=is_output)  # few rows, so the index cannot overflow
 
 
 @triton.jit
@@ -111,7 +112,8 @@ def _expand_kernel(
     MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr, SELDOM: tl.constexpr,
     ADDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out += low B^T, for the outputs of a block; unless it ADDS, out = low B^T, and zero without an adapter."""
+    """Expand: out += low B^T for the outputs of a block. Without ADDS, out = low B^T, and zero for rows without an
+    adapter."""
     tile, block = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64)
     first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
@@ -125,7 +127,7 @@ def _expand_kernel(
     n, r = begin_n + tl.arange(0, BLOCK_N), tl.arange(0, RANKS)
     b_at = b_ptr + slot * b_stride + n[:, None].to(tl.int64) * MAX_RANK + r[None, :]
     is_output = n < end_n
-    is_used = rank > 0 if SELDOM else count > 0  # unless few slots change the layer, B does not wait for the rank
+    is_used = rank > 0 if SELDOM else count > 0  # unless SELDOM, B is loaded before the rank is known
     b = _load_b(b_at, is_output[:, None] & (r < RANKS)[None, :] & is_used)
     await_inputs(DEPENDENT)
     if not ADDS:
@@ -162,13 +164,13 @@ def _add_kernel(out_ptr, change_ptr, out_stride, change_stride, size, BLOCK: tl.
 
 
 def add_few_tiles(
-    out: Tensor,  # [rows, outputs], changed
+    out: Tensor,  # [rows, outputs], updated in place
     x: Tensor,  # [rows, inputs]
     a: Tensor,  # [slots, parts * max rank, inputs]
     b: Tensor,  # [slots, outputs, max rank]
     ranks: Tensor,  # [slots, parts] int32, multiples of 16; 0: the adapter does not change the part
     order: Tensor,  # [places] int32: rows, sorted by slot
-    tiles: Tensor,  # [tiles, 3] int32: a slot, where its rows begin in `order`, how many there are
+    tiles: Tensor,  # [tiles, 3] int32: slot, first place in `order`, number of rows
     blocks: Tensor,  # [blocks, 3] int32: part, begin, end of at most `config.outputs` outputs
     *,
     are_aligned: bool,  # all blocks begin and end at multiples of 16
@@ -176,7 +178,7 @@ def add_few_tiles(
     dependent: bool = False,
     is_seldom: bool = False,
 ) -> None:
-    """out += (x A^T) B^T, by the A and B of each row's slot. Rows in no tile stay as they are. `is_seldom`: see
+    """Add (x A^T) B^T to `out`, with the A and B of each row's slot. Rows in no tile are unchanged. `is_seldom`: see
     `add_tiles`."""
     low = empty_low(x, a, order, config)
     shrink(low, x, a, b, ranks, order, tiles, config=config, dependent=dependent)
@@ -187,8 +189,8 @@ def add_few_tiles(
 
 
 def empty_low(x: Tensor, a: Tensor, order: Tensor, config: FewConfig | None = None) -> Tensor:
-    """Memory for x A^T, for `shrink` to fill: partial sums [splits, places, parts * max rank]. The number of splits is
-    a power of two: one without inputs has sums of zero."""
+    """Allocate the partial sums of x A^T for `shrink`: [splits, places, parts * max rank]. The number of splits is a
+    power of two; splits without inputs get zeros."""
     splits = power_of_two(triton.cdiv(x.shape[1], _split_inputs(x.shape[1], config)))
     return torch.empty(splits, len(order), a.shape[1], dtype=torch.float32, device=x.device)
 
@@ -197,7 +199,7 @@ def shrink(
     low: Tensor, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, order: Tensor, tiles: Tensor,
     *, config: FewConfig | None = None, dependent: bool = False,
 ) -> None:  # fmt: skip
-    """low = x A^T, see `add_few_tiles`. What a row's adapter does not change stays as it is."""
+    """Write x A^T to `low`, see `add_few_tiles`. Parts that a row's adapter does not change are not written."""
     (slots, _, max_rank), inputs, num_tiles = b.shape, x.shape[1], len(tiles)
     parts = a.shape[1] // max_rank
     check_rows(x, "x")
@@ -222,8 +224,9 @@ def expand(
     *, are_aligned: bool, slots: Tensor | None = None, config: FewConfig | None = None, dependent: bool = False,
     is_seldom: bool = False,
 ) -> None:  # fmt: skip
-    """out += low B^T, see `add_few_tiles`. With the `slots` of all rows [rows] int32, below 0 for one without an
-    adapter, out = low B^T instead: zero in such rows and in parts that a row's adapter does not change."""
+    """Add low B^T to `out`, see `add_few_tiles`. If `slots` [rows] int32 is given (each row's slot, negative: no
+    adapter), overwrite `out` with low B^T instead: zero in rows without an adapter and in parts that the adapter does
+    not change."""
     check_rows(out, "out")
     check(out.shape[1] == b.shape[1] and (slots is None or len(slots) == len(out)), "sizes of b, slots and out")
     if len(tiles) == 0:
@@ -241,7 +244,7 @@ def expand(
 
 
 def add_change(out: Tensor, change: Tensor, *, dependent: bool = False) -> None:
-    """out += change [rows, outputs]."""
+    """Add `change` [rows, outputs] to `out` in place."""
     check_rows(out, "out")
     check_rows(change, "change")
     check(out.shape == change.shape and len(out) > 0, "out and change have one size")
@@ -253,11 +256,11 @@ def add_change(out: Tensor, change: Tensor, *, dependent: bool = False) -> None:
 
 
 def _split_inputs(inputs: int, config: FewConfig | None) -> int:
-    """Inputs of a program, a power of two."""
+    """Return the inputs per program of the shrink kernel, a power of two."""
     config = config or CONFIG
     return max(16, min(config.inputs, power_of_two(inputs)), power_of_two(triton.cdiv(inputs, _MOST_SPLITS)))
 
 
 def _warps(block: int, config: FewConfig) -> int:
-    """For a program that holds A or B of so many inputs or outputs."""
+    """Return the warps for a program that holds A or B for `block` inputs or outputs."""
     return max(1, min(8, block * int(RANKS.value) // (32 * config.numbers)))

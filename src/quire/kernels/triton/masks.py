@@ -1,7 +1,7 @@
-"""Masks of allowed tokens, one bit each, applied to logits in place.
+"""Applies bitmasks of allowed tokens to logits in place.
 
-Masks come either as a list, a mask for each of some entries, or by row: every persistent row has a line of bits that
-stays on the device, and a flag that says whether the row has a mask in this step.
+Masks come either as a list, one for each of some entries, or by row: every persistent row has a bitmask in device
+memory, and a flag whether it has a mask in this step.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import check, check_rows
 
-TILE = 4096  # tokens of a line that one program looks at
+TILE = 4096  # tokens per program
 
 
 @triton.jit
 def _ban(bits_ptr, logits_ptr, words, vocab_size, TILE: tl.constexpr):
-    """Write minus infinity over the logits of a tile whose bit is not set, or that lie past the bits."""
+    """Store minus infinity to the logits of a tile whose bit is clear, or that lie past the bits."""
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     word = tl.load(bits_ptr + token // 32, mask=token // 32 < words, other=0)
     banned = ((word >> (token % 32)) & 1) == 0
@@ -27,6 +27,7 @@ def _ban(bits_ptr, logits_ptr, words, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def _mask_kernel(line_ptr, bits_ptr, logits_ptr, logits_stride, words, vocab_size, TILE: tl.constexpr):
+    """Apply listed masks. One program per (mask, tile of the vocabulary)."""
     masked = tl.program_id(0).to(tl.int64)
     line = tl.load(line_ptr + masked).to(tl.int64)
     _ban(bits_ptr + masked * words, logits_ptr + line * logits_stride, words, vocab_size, TILE)
@@ -36,6 +37,7 @@ def _mask_kernel(line_ptr, bits_ptr, logits_ptr, logits_stride, words, vocab_siz
 def _row_mask_kernel(
     row_ptr, flag_ptr, bits_ptr, logits_ptr, logits_stride, words, vocab_size, TILE: tl.constexpr
 ):  # fmt: skip
+    """Apply masks by row. One program per (entry, tile of the vocabulary)."""
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + entry).to(tl.int64)
     if tl.load(flag_ptr + row, mask=row >= 0, other=0) != 0:
@@ -44,10 +46,10 @@ def _row_mask_kernel(
 
 def apply_masks(
     logits: Tensor,  # [entries, vocab]: any float dtype
-    lines: Tensor,  # [masked] int: the entries that have a mask, all different
-    bits: Tensor,  # [masked, words] int32: bit t % 32 of word t // 32 is set where token t is allowed
+    lines: Tensor,  # [masked] int: the entries that have a mask, all distinct
+    bits: Tensor,  # [masked, words] int32: bit t % 32 of word t // 32 is set if token t is allowed
 ) -> None:
-    """Logits of masked entries become minus infinity where the token is not allowed, or past the bits."""
+    """Set logits of masked entries to minus infinity where the token is not allowed, or past the bits."""
     vocab_size = logits.shape[1]
     check_rows(logits, "logits")
     check(bits.is_contiguous() and bits.dtype == torch.int32, "bits are contiguous int32")
@@ -61,13 +63,13 @@ def apply_masks(
 
 def apply_row_masks(
     logits: Tensor,  # [entries, vocab]: any float dtype
-    rows: Tensor,  # [entries] int: persistent row of each entry; negative: padding, which is not touched
-    flags: Tensor,  # [all rows] int32: 0 for rows without a mask, which are not touched
+    rows: Tensor,  # [entries] int: persistent row of each entry; negative: padding, unchanged
+    flags: Tensor,  # [all rows] int32: 0 for rows without a mask, which are unchanged
     bits: Tensor,  # [all rows, words] int32, as in `apply_masks`
 ) -> None:
-    """Logits of entries whose row has a mask become minus infinity where its token is not allowed, or past the bits.
+    """Set logits of entries whose row has a mask to minus infinity where the token is not allowed, or past the bits.
 
-    Waits for nothing and reads flags and bits when it runs, so it can be captured.
+    Does not synchronize, and reads flags and bits when it runs, so it can be captured in a CUDA graph.
     """
     entries, vocab_size = logits.shape
     check_rows(logits, "logits")

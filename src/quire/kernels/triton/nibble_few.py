@@ -1,14 +1,15 @@
-"""The product of up to eight rows by a weight of 4 bits. See `nibble_products` for how weights lie.
+"""Gemv of up to eight rows with a 4-bit weight (W4A16, group scales), by mma.sync. See `nibble_products` for the
+packing.
 
-A panel's words are those of the tensor cores' left operand as they lie: of a step, lane 4g + t of a warp reads 16 bytes
-of output g and of output g + 8, whose four quarters are four times two operands of 16 x 16 numbers; the rows are the
-right operand, one in each of its eight columns. Levels become numbers by a shift and one more instruction for two of
-them: the half 128 + level of bfloat16. What is too much, 136 times the sums of the inputs, is taken from the sums of a
-group before they are scaled; the tensor cores make those sums too.
+The words of a panel are the left operand of the tensor cores as packed: per step, lane 4g + t of a warp loads 16 bytes
+of output g and of output g + 8, whose four quarters are four times two operands of 16 x 16 weights; the rows are the
+right operand, one in each of its eight columns. Two quantized values are converted by a shift and one more instruction,
+to the bfloat16 values 128 + value. The excess of 136 times the sum of the inputs is subtracted from the sums of a group
+before they are scaled; tensor cores compute these sums of inputs too.
 
-The instruction is written into the kernel, and finds its operands by the order in which threads hold a block: 4 words
-each, one thread after the other. Warps share the steps, so that few outputs make a program and all programs run at
-once. Weights are asked for before the kernel waits for the one before it.
+The mma instruction is inline assembly, and gets its operands by the order in which threads hold a block: 4 words each,
+one thread after the other. Warps divide the steps among them, so that a program has few outputs and all programs run in
+one wave. Weights are loaded before the kernel waits for the previous one (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from quire.kernels.triton.products import epilogue
 
 FEW_ROWS = 8
 TILE = 16  # outputs
-_ALIGNED = 16  # bytes that a thread reads at once
+_ALIGNED = 16  # bytes of a vectorized load
 _MANY_STEPS = 64
 
 
 class FewTiling(NamedTuple):
-    """How a product is cut into programs."""
+    """Launch parameters of this kernel."""
 
-    steps: int  # that a program reads at once: a power of two, a multiple of the warps
+    steps: int  # that a program loads at once: a power of two, a multiple of the warps
     warps: int
 
 
 @triton.jit
 def _words(at, inside, EVEN: tl.constexpr):
-    """Words of outputs g, and of outputs g + 8, of a tile's steps."""
+    """Load the words of outputs g and of outputs g + 8 for a tile's steps."""
     if EVEN:
         return tl.load(at, eviction_policy="evict_first"), tl.load(at + 128, eviction_policy="evict_first")
     low = tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
@@ -53,7 +54,7 @@ def _words(at, inside, EVEN: tl.constexpr):
 def _inputs(
     x_at, norm_at, inside, DTYPE: tl.constexpr, HAS_NORM: tl.constexpr, EVEN: tl.constexpr, COMPILED: tl.constexpr
 ):
-    """The inputs of a quarter, times the norm's weights."""
+    """Load the inputs of a quarter, multiplied by the norm's weights."""
     x = tl.load(x_at) if EVEN else tl.load(x_at, mask=inside, other=0)
     if HAS_NORM:
         x = times(x, tl.load(norm_at) if EVEN else tl.load(norm_at, mask=inside, other=0), DTYPE, COMPILED)
@@ -71,7 +72,7 @@ def _add_squares(squares, x_at, k, K, DTYPE: tl.constexpr, EVEN: tl.constexpr):
 def _scaled(
     sums, inputs, scale_at, offset_at, inside, EXCESS: tl.constexpr, HAS_OFFSET: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Sums over the inputs of a group [S * 32, 4] as those of its numbers. inputs [S * 32, 4]: their sums."""
+    """Apply scales and offsets to the sums of a group [S * 32, 4]. inputs [S * 32, 4]: sums of the inputs."""
     S32: tl.constexpr = sums.shape[0]
     scale = tl.load(scale_at) if EVEN else tl.load(scale_at, mask=inside, other=0.0)
     sums = tl.reshape(sums - EXCESS * inputs, (S32, 2, 2)) * scale.to(tl.float32)[:, :, None]
@@ -87,7 +88,7 @@ def _add_steps(
     S: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, GROUP_STEPS: tl.constexpr, PER_STEP: tl.constexpr,
     GATED: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_NORM: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of the steps from `start` on to `acc` and, of the up weights, to `acc_up`."""
+    """Add the steps from `start` on to `acc` and, for the up weights, to `acc_up`."""
     EXCESS: tl.constexpr = 0.0 if tl.float16 == DTYPE else 136.0
     sums, sums_up = tl.zeros((S * 32, 4), tl.float32), tl.zeros((S * 32, 4), tl.float32)
     inputs = tl.zeros((S * 32, 4), tl.float32)
@@ -119,7 +120,7 @@ def _add_steps(
 
 @triton.jit
 def _tile_sums(acc, S: tl.constexpr):
-    """Sums [S * 32, 2, 2] of the lanes over all steps as [16 outputs, 8 rows]."""
+    """Reduce the lanes' sums [S * 32, 2, 2] over all steps to [16 outputs, 8 rows]."""
     lanes = tl.reshape(tl.sum(tl.reshape(acc, (S, 128)), 0), (8, 4, 2, 2))
     return tl.reshape(tl.permute(lanes, (2, 0, 1, 3)), (16, 8))
 
@@ -182,7 +183,7 @@ def _few_kernel(
 
 
 def takes_few(x: Tensor, weight: PackedNibbles, activation: str | None) -> bool:
-    """Whether the kernel takes these rows: up to eight in half precision, where tiles of outputs are of one panel."""
+    """Whether this kernel supports x: up to eight aligned rows in half precision, and gate and up in whole tiles."""
     return (
         x.shape[0] <= FEW_ROWS
         and x.dtype in (torch.bfloat16, torch.float16)
@@ -199,12 +200,12 @@ def nibble_few(
     bias: Tensor | None = None,  # [weight rows]
     residual: Tensor | None = None,  # [M, N]: added to the result; may be `out`
     activation: str | None = None,  # of activation.ACTIVATIONS: the result is activation(gate) * up
-    norm: Norm | None = None,  # of one row, with a weight of its dtype
+    norm: Norm | None = None,  # fused RMS norm, for one row, with a weight of its dtype
     tiling: FewTiling | None = None,
     dependent: bool = False,
 ) -> Tensor:
-    """x @ weight.T with its epilogue; summed and finished in float32, rounded once. Inputs times the norm's weight are
-    rounded before that."""
+    """Return x @ weight.T with its epilogue, accumulated and finished in float32, rounded once. With a norm, inputs
+    times its weight are rounded to x's dtype first."""
     rows, inputs = x.shape
     check_rows(x, "x")
     check(takes_few(x, weight, activation) and inputs == weight.inputs, "x is a few aligned rows in half precision")
@@ -232,7 +233,7 @@ def nibble_few(
 
 
 def choose_few_tiling(steps: int, gated: bool) -> FewTiling:
-    """As measured on an H200: small programs where there are many of them, large ones where K is long."""
+    """Choose launch parameters, tuned on an H200: small programs if there are many of them, large ones if K is long."""
     warps, each = (2, 1) if gated else (8, 2) if steps > _MANY_STEPS else (4, 2)
     warps = min(warps, power_of_two(steps))
     return FewTiling(min(warps * each, power_of_two(steps)), warps)

@@ -1,5 +1,5 @@
-"""The tensor cores' instruction on words of 4-bit levels as threads hold them, for `nibble_few`; and the same in plain
-operations, for Triton's interpreter."""
+"""The mma.sync instruction on words of 4-bit weights as threads hold them, for `nibble_few`, and the same in plain
+operations for Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _DECODE = """
     lop3.b32 a7, a7, 0x000F000F, {magic}, 0xEA;
     {less_too}
 """
-_LESS = "sub.f16x2 a{0}, a{0}, less;"  # float16 has no room for 128 times as much: 1032 is taken from each number
+_LESS = "sub.f16x2 a{0}, a{0}, less;"  # float16 is too coarse for 128 + value: subtracts 1032 from each value
 _PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
 
 
 def _quarter_code(quarter: int, kind: str) -> str:
-    """Of $4 .. $7 and $8 .. $11, words of outputs g and g + 8, by the inputs $12 .. $15, added to $16 .. $19."""
+    """Return PTX that multiplies $4 .. $7 and $8 .. $11, words of outputs g and g + 8, by the inputs $12 .. $15, and
+    adds $16 .. $19."""
     less = [_LESS.format(number) if kind == "f16" else "" for number in range(8)]
     decode = _DECODE.format(
         shift=4 * quarter, magic="0x64006400" if kind == "f16" else "0x43004300",
@@ -49,7 +50,7 @@ def _quarter_code(quarter: int, kind: str) -> str:
 
 
 def _sum_code(kind: str) -> str:
-    """The inputs $4 .. $7, summed up and added to $8 .. $11."""
+    """Return PTX that sums the inputs $4 .. $7 and adds $8 .. $11."""
     product, ones = _PRODUCT.format(kind=kind), "{one, one, one, one}"
     return f"""{{
     .reg .b32 one;
@@ -69,21 +70,21 @@ _SUM_BF16, _SUM_F16 = (tl.constexpr(_sum_code(kind)) for kind in ("bf16", "f16")
 
 @triton.jit
 def _pair(words, dtype: tl.constexpr):
-    """Both halves of words as float32."""
+    """Return both halves of words as float32."""
     first = (words & 65535).to(tl.uint16).to(dtype, bitcast=True)
     return first.to(tl.float32), (words >> 16 & 65535).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _lanes_of(low, high, S: tl.constexpr):
-    """Sums of outputs g and g + 8 by rows [S, 8, 8] as the lanes of the instruction hold them [S * 32, 4]."""
+    """Arrange sums of outputs g and g + 8 by rows [S, 8, 8] as the lanes of the instruction hold them [S * 32, 4]."""
     both = tl.join(tl.reshape(low, (S, 8, 4, 2)), tl.reshape(high, (S, 8, 4, 2)))
     return tl.reshape(tl.permute(both, (0, 1, 2, 4, 3)), (S * 32, 4))
 
 
 @triton.jit
 def _by_columns(first, second, x_first, x_second, S: tl.constexpr):
-    """Sums [S, 8, 8] of pairs of numbers [S * 32, 4], by those of the inputs."""
+    """Return dot products [S, 8, 8] of pairs of weights [S * 32, 4] with pairs of inputs."""
     a, b = tl.reshape(first, (S, 8, 1, 16)), tl.reshape(second, (S, 8, 1, 16))
     c, d = tl.reshape(x_first, (S, 1, 8, 16)), tl.reshape(x_second, (S, 1, 8, 16))
     return tl.sum(a * c + b * d, 3)
@@ -100,7 +101,7 @@ def _add_by(CODE: tl.constexpr, low, high, x, sums):
 def add_quarter(
     low, high, x, sums, QUARTER: tl.constexpr, DTYPE: tl.constexpr, S: tl.constexpr, COMPILED: tl.constexpr
 ):
-    """sums [S * 32, 4] plus the products of a quarter of words [S * 32, 4] by inputs [S * 32, 4]."""
+    """Return sums [S * 32, 4] plus a quarter of words [S * 32, 4] times inputs [S * 32, 4]."""
     if COMPILED and tl.bfloat16 == DTYPE:
         return _add_by(
             _Q0_BF16 if QUARTER == 0 else _Q1_BF16 if QUARTER == 1 else _Q2_BF16 if QUARTER == 2 else _Q3_BF16,
@@ -126,7 +127,7 @@ def add_quarter(
 
 @triton.jit
 def add_inputs(x, sums, DTYPE: tl.constexpr, S: tl.constexpr, COMPILED: tl.constexpr):
-    """sums [S * 32, 4] plus those of the inputs [S * 32, 4] of each row."""
+    """Return sums [S * 32, 4] plus the sum of the inputs [S * 32, 4] of each row."""
     if COMPILED:
         code: tl.constexpr = _SUM_BF16 if tl.bfloat16 == DTYPE else _SUM_F16
         return tl.inline_asm_elementwise(code, _SUM_OPERANDS, (x, sums), dtype=tl.float32, is_pure=True, pack=4)
@@ -138,7 +139,7 @@ def add_inputs(x, sums, DTYPE: tl.constexpr, S: tl.constexpr, COMPILED: tl.const
 
 @triton.jit
 def times(x, factors, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
-    """Pairs of numbers, multiplied."""
+    """Multiply packed pairs of half-precision values."""
     if COMPILED:
         if tl.bfloat16 == DTYPE:
             return tl.inline_asm_elementwise(

@@ -1,12 +1,12 @@
-"""Products by weights of 4 bits with a scale for each group of inputs, rows in the run dtype (W4A16).
+"""Gemm with 4-bit weights that have a scale per group of inputs, activations in 16 or 32 bits (W4A16).
 
-Weights are shuffled once, at load, so that levels become numbers by few instructions and a program reads memory in its
-order: a panel of 64 outputs holds one step of 128 inputs after the other. A word of 16 bits has one level of each
-quarter of its step. To shift a word and to replace its upper bits makes numbers of the same quarter for both words of a
-register: the four quarters are four products, by rows as they lie.
+Weights are packed once, at load, so that dequantization takes few instructions and a program reads memory sequentially:
+a panel of 64 outputs stores steps of 128 inputs one after the other. A 16-bit word has one value of each quarter of its
+step. Shifting a word and replacing its upper bits converts the values of one quarter for both words of a register: the
+four quarters are four gemms, with rows as they are in memory.
 
-Scales are applied to the sums of a group, or folded into the numbers, which the run dtype then rounds. K is split over
-programs where there are few tiles, as in `products`.
+Scales are applied to the sums of a group, or folded into the weights, which are then rounded to the run dtype. With few
+tiles, K is split over programs (split-K), as in `products`.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ STEP = 128  # inputs
 QUARTER = 32
 _MOST_TILE_ROWS = 128
 _MOST_SPLITS, _FEWEST_STEPS = 16, 2
-_PROGRAMS = {16: 3.5, 32: 3.5, 64: 2.5}  # for each multiprocessor, by the rows of a tile; else 2
-_FOLDED_ROWS = 32  # with more, and with offsets, factors are folded into the numbers: sums of inputs would cost more
+_PROGRAMS = {16: 3.5, 32: 3.5, 64: 2.5}  # programs per multiprocessor, by the rows of a tile; else 2
+_FOLDED_ROWS = 32  # with more rows and with offsets, scales are folded into the weights
 
 
 class PackedNibbles(NamedTuple):
-    """A weight whose entries are (level - 8) * scale + offset."""
+    """A packed weight: (value - 8) * scale + offset."""
 
-    data: Tensor  # [panels, steps, 64, 32] int16: bits 4q .. 4q + 3 of word i are the level of input 32q + i of a step
+    data: Tensor  # [panels, steps, 64, 32] int16: bits 4q .. 4q + 3 of word i: input 32q + i of the step
     scales: Tensor  # [groups, outputs padded to whole panels]
     offsets: Tensor | None  # likewise
     outputs: int
     inputs: int
-    group: int  # inputs: 32, 64 or whole steps
+    group: int  # inputs per scale: 32, 64 or whole steps
 
 
 def pack_nibbles(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> PackedNibbles:
-    """levels [outputs, inputs]: uint8 below 16; scales, offsets [outputs, groups] of a multiple of 32 inputs."""
+    """Pack quantized values [outputs, inputs], uint8 below 16, with scales and offsets [outputs, groups] of a multiple
+    of 32 inputs each."""
     outputs, inputs = levels.shape
     group = inputs // scales.shape[1]
     check(group % QUARTER == 0, "groups must be multiples of 32 inputs")
@@ -74,7 +75,7 @@ def pack_nibbles(levels: Tensor, scales: Tensor, offsets: Tensor | None) -> Pack
 
 
 def unpack_nibbles(weight: PackedNibbles) -> Tensor:
-    """The numbers of a packed weight [outputs, inputs], float32."""
+    """Dequantize a packed weight to [outputs, inputs], float32."""
     quarters = torch.stack([weight.data >> 4 * quarter & 15 for quarter in range(4)], dim=3)
     rows = quarters.transpose(1, 2).flatten(0, 1).flatten(1).float() - 8.0
     factors = [weight.scales, torch.zeros_like(weight.scales) if weight.offsets is None else weight.offsets]
@@ -92,7 +93,7 @@ def _nibble_kernel(
     COMPILED: tl.constexpr,
 ):  # fmt: skip
     PANEL_ROWS: tl.constexpr = 64
-    WORDS: tl.constexpr = 32  # of an output in a step
+    WORDS: tl.constexpr = 32  # 16-bit words of an output per step
     tile, split = tl.program_id(0), tl.program_id(1)
     row_tiles = tl.cdiv(M, BLOCK_M)
     m = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -132,11 +133,12 @@ def nibble_product(
     residual: Tensor | None = None,  # [M, N]: added to the result; may be `out`
     activation: str | None = None,  # of activation.ACTIVATIONS: the result is activation(gate) * up
     out: Tensor | None = None,  # [M, N]; by default of x's dtype, or of the residual's
-    tiling: Tiling | None = None,  # by default chosen for the shape; its block_k does not count
+    tiling: Tiling | None = None,  # by default chosen for the shape; block_k is ignored
     dependent: bool = False,
-    folded: bool | None = None,  # whether factors are folded into the numbers; by default chosen
+    folded: bool | None = None,  # whether scales are folded into the weights; by default chosen
 ) -> Tensor:
-    """x @ weight.T with its epilogue, for any number of rows; summed and finished in float32, rounded once."""
+    """Return x @ weight.T with its epilogue, for any number of rows; accumulated and finished in float32, rounded
+    once."""
     rows, inputs = x.shape
     check_rows(x, "x")
     check(inputs == weight.inputs, "x and weight differ in K")
@@ -172,6 +174,7 @@ def _expand_kernel(
     PER_STEP: tl.constexpr, HAS_OFFSET: tl.constexpr, HAS_TAIL: tl.constexpr, CODES: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
+    """Dequantize a weight. One program per (step, panel)."""
     PANEL_ROWS: tl.constexpr = 64
     WORDS: tl.constexpr = 32
     panel, step = tl.program_id(1).to(tl.int64), tl.program_id(0)
@@ -203,10 +206,10 @@ def _expand_kernel(
 
 
 def expand_nibbles(weight: PackedNibbles, out: Tensor, first: int = 0, *, has_codes: bool = False) -> Tensor:
-    """Write the numbers of outputs from `first`, the first of a panel, to `out` [outputs, inputs], in its dtype.
-    `has_codes`: of e2m1, not levels."""
+    """Dequantize the outputs from `first` on, which must begin a panel, to `out` [outputs, inputs], in its dtype.
+    `has_codes`: the values are e2m1 codes, not integers."""
     panel, rows = first // PANEL, len(out)
-    check(first % PANEL == 0 and first + rows <= weight.outputs, "outputs begin with a panel's, and are the weight's")
+    check(first % PANEL == 0 and first + rows <= weight.outputs, "first begins a panel, and out is within the weight")
     check_rows(out, "out")
     steps, has_offset = weight.data.shape[1], weight.offsets is not None
     offsets = weight.offsets[:, first:] if weight.offsets is not None else None
@@ -221,12 +224,12 @@ def expand_nibbles(weight: PackedNibbles, out: Tensor, first: int = 0, *, has_co
 
 @lru_cache(maxsize=4096)
 def choose_nibble_tiling(rows: int, outputs: int, steps: int, gated: bool, device: torch.device) -> Tiling:
-    """A few programs on each multiprocessor, by splits of K if tiles are few."""
+    """Choose a tiling with a few programs per multiprocessor, by split-K if there are few tiles."""
     block_m, block_n = min(max(16, power_of_two(rows)), _MOST_TILE_ROWS), 64
     tiles = -(-outputs // block_n) * -(-rows // block_m)
     programs = int(_PROGRAMS.get(block_m, 2.0) * num_processors(device))
     for splits in range(min(programs // tiles, steps // _FEWEST_STEPS, _MOST_SPLITS), 1, -1):
-        even = -(-steps // -(-steps // splits))  # no split is left without a step
+        even = -(-steps // -(-steps // splits))  # no split is empty
         tiling = Tiling(block_m, block_n, STEP, even, 4, 3)
         if _fits(tiles, tiling, gated):
             return tiling

@@ -1,13 +1,13 @@
-"""Steps of a product by 4-bit weights in panels: words become numbers, and numbers are multiplied by inputs and scaled.
-See `nibble_products` for how weights lie."""
+"""The main loop of gemms with 4-bit weights in panels: dequantize words, multiply by inputs and apply scales. See
+`nibble_products` for the packing."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Of two words in a register: a half whose upper bits are those of 128 (of 1024 in float16) and whose lower bits are a
-# level is the number 128 + level. 136 is then taken from it.
+# For two words in a register: a half with the upper bits of 128 (of 1024 in float16) and a quantized value in its lower
+# bits is the float 128 + value. Then 136 is subtracted.
 _TO_HALVES = """{{
     .reg .b32 second, third, fourth, one, less;
     mov.b32 one, {one};
@@ -32,8 +32,8 @@ _TO_FLOAT16 = tl.constexpr(
 )
 
 
-# Codes of sign, two bits of exponent and one of mantissa (e2m1), moved to those places of a bfloat16, are their numbers
-# over 2**126: also those with the exponent 0, which are subnormal there too.
+# e2m1 codes (sign, two bits of exponent, one of mantissa), moved to these positions of a bfloat16, are their values
+# divided by 2**126. This holds for exponent 0 too, which is subnormal in both.
 _CODES_TO_BFLOAT16 = tl.constexpr("""{
     .reg .b32 sign<4>, rest<4>, whole;
     mov.b32 whole, 0x7E807E80;
@@ -62,6 +62,7 @@ _CODES_TO_BFLOAT16 = tl.constexpr("""{
 
 @triton.jit
 def _of_code(code, dtype: tl.constexpr):
+    """Convert e2m1 codes to their values."""
     exponent, half = code >> 1 & 3, (code & 1).to(tl.float32) * 0.5
     size = tl.where(exponent == 0, half, (1.0 + half) * (1 << exponent).to(tl.float32) * 0.5)
     return tl.where(code & 8 != 0, -size, size).to(dtype)
@@ -69,7 +70,7 @@ def _of_code(code, dtype: tl.constexpr):
 
 @triton.jit
 def numbers_of(words, dtype: tl.constexpr, CODES: tl.constexpr, COMPILED: tl.constexpr):
-    """The numbers of the four quarters: levels less 8, or those of e2m1 codes."""
+    """Convert words to the values of the four quarters: quantized values minus 8, or those of e2m1 codes."""
     if CODES:
         if COMPILED and dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(
@@ -101,7 +102,7 @@ def numbers_of(words, dtype: tl.constexpr, CODES: tl.constexpr, COMPILED: tl.con
 
 @triton.jit
 def factors_of(at, step, group_steps, stride, PER_STEP: tl.constexpr):
-    """The scales or offsets of the four quarters of a step [BLOCK_N] each."""
+    """Load the scales or offsets of the four quarters of a step, [BLOCK_N] each."""
     if PER_STEP == 1:
         first = tl.load(at + step // group_steps * stride)
         return first, first, first, first
@@ -125,7 +126,7 @@ def scaled_numbers(numbers, scale, offset, HAS_OFFSET: tl.constexpr):
 
 @triton.jit
 def input_sums(x0, x1, x2, x3, BLOCK_N: tl.constexpr, PER_STEP: tl.constexpr, PRECISION: tl.constexpr):
-    """The sums of the inputs of each quarter's group, in every line of [BLOCK_N, BLOCK_M]."""
+    """Return the sums of the inputs of each quarter's group, repeated in every row of [BLOCK_N, BLOCK_M]."""
     ones = tl.full((BLOCK_N, x0.shape[0]), 1.0, x0.dtype)
     first = tl.dot(ones, x0, input_precision=PRECISION)
     if PER_STEP == 4:
@@ -153,10 +154,10 @@ def add_step(
     PER_STEP: tl.constexpr, HAS_OFFSET: tl.constexpr, FOLDED: tl.constexpr, PRECISION: tl.constexpr,
     COMPILED: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of one step to `acc` [BLOCK_N, BLOCK_M]. s, o: the scales and offsets of the quarters; e: the
-    sums of their inputs, where factors are not folded into the numbers."""
+    """Add one step to `acc` [BLOCK_N, BLOCK_M]. s, o: the scales and offsets of the quarters; e: the sums of their
+    inputs, used if factors are not folded into the weights."""
     n0, n1, n2, n3 = numbers_of(words, x0.dtype, CODES, COMPILED)
-    if FOLDED:  # all numbers first, so that no product waits for those of the next
+    if FOLDED:  # convert all weights first, so that no gemm waits for the next one's
         n0, n1 = scaled_numbers(n0, s0, o0, HAS_OFFSET), scaled_numbers(n1, s1, o1, HAS_OFFSET)
         n2, n3 = scaled_numbers(n2, s2, o2, HAS_OFFSET), scaled_numbers(n3, s3, o3, HAS_OFFSET)
         acc = tl.dot(n0, x0, acc, input_precision=PRECISION)
@@ -184,7 +185,7 @@ def add_step(
 
 @triton.jit
 def quarter_inputs(x_at, place, K, HAS_TAIL: tl.constexpr):
-    """A quarter of a step of all rows, zeros behind the last input."""
+    """Load a quarter of a step of all rows, with zeros past the last input."""
     if HAS_TAIL:
         return tl.load(x_at, mask=place[:, None] < K, other=0.0)
     return tl.load(x_at)
@@ -206,10 +207,11 @@ def sum_steps(
     HAS_OFFSET: tl.constexpr, HAS_TAIL: tl.constexpr, FOLDED: tl.constexpr, CODES: tl.constexpr,
     PRECISION: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Sums [BLOCK_N, BLOCK_M] over the steps from `first` to before `last`; the second: of the up weights, or zero."""
-    WORDS: tl.constexpr = 32  # of an output in a step
+    """Return the sums [BLOCK_N, BLOCK_M] over steps `first` to `last` (exclusive), and those of the up weights or
+    zeros."""
+    WORDS: tl.constexpr = 32  # 16-bit words of an output per step
     PANEL_WORDS: tl.constexpr = 64 * 32
-    K = K // 32 * 32  # says that it is a multiple: numbers are loaded side by side
+    K = K // 32 * 32  # tells the compiler that K is a multiple of 32, for vectorized loads
     s0, s1, s2, s3, o0, o1, o2, o3 = _all_factors(scale_at, offset_at, first, group_steps, stride, PER_STEP, HAS_OFFSET)
     t0, t1, t2, t3, p0, p1, p2, p3 = s0, s1, s2, s3, o0, o1, o2, o3
     if GATED:
@@ -224,7 +226,7 @@ def sum_steps(
         x1 = quarter_inputs(x_at + k + WORDS, place + k + WORDS, K, HAS_TAIL)
         x2 = quarter_inputs(x_at + k + 2 * WORDS, place + k + 2 * WORDS, K, HAS_TAIL)
         x3 = quarter_inputs(x_at + k + 3 * WORDS, place + k + 3 * WORDS, K, HAS_TAIL)
-        # Factors are too narrow to be copied ahead by the loop's stages: those of the next step are asked for here.
+        # Scales are too narrow for the loop's async copies, so those of the next step are loaded here.
         later = tl.minimum(step + 1, last - 1)
         a0, a1, a2, a3, b0, b1, b2, b3 = _all_factors(
             scale_at, offset_at, later, group_steps, stride, PER_STEP, HAS_OFFSET

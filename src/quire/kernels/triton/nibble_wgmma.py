@@ -1,12 +1,12 @@
-"""The product of 9 to 256 rows by a weight of 4 bits, on Hopper GPUs: a warp-specialized wgmma kernel in Gluon.
+"""Gemm of 9 to 256 rows with a 4-bit weight (W4A16) on Hopper GPUs: a warp-specialized wgmma kernel in Gluon.
 
-See `nibble_products` for how weights lie. A warp copies words, factors and rows into a ring of stages in shared memory
-(TMA), the weight's before it waits for the kernel before. Two warpgroups turn words into bfloat16 numbers in registers,
-where wgmma takes its left operand from: the numbers of one half of a step while the products of the half before run.
-Scales and offsets are folded into the numbers.
+See `nibble_products` for the packing. A producer warp copies words, scales and rows to a ring of stages in shared
+memory by TMA; the weight's copies start before it waits for the previous kernel. Two consumer warpgroups dequantize
+words to bfloat16 in registers, which are the left operand of wgmma: one half of a step is dequantized while the gemm of
+the half before runs. Scales and offsets are folded into the weights.
 
-All steps of all tiles are dealt out evenly (stream-K): a program's steps may begin and end within tiles. Programs of
-one tile add their sums in pairs, by a fixed tree, so the result never depends on timing.
+The steps of all tiles are distributed evenly over the programs (stream-K), so a program's steps may begin and end
+within tiles. Programs that share a tile add their sums pairwise by a fixed tree, so the result never depends on timing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from quire.kernels.triton.nibble_wgmma_steps import TILE, consume, produce
 from quire.kernels.triton.products import Workspace
 from quire.kernels.triton.products_plan import PARTIAL_SUMS
 
-FEWEST_ROWS, MOST_ROWS = 9, 256  # for which it was measured to be the fastest
-_PANELS = 2  # of a tile: one for each of two warpgroups
-_STAGES = {16: 8, 32: 7, 64: 6, 128: 3}  # by the rows of a tile: as many as shared memory has room for
+FEWEST_ROWS, MOST_ROWS = 9, 256  # for which it was measured to be the fastest kernel
+_PANELS = 2  # panels of a tile: one per consumer warpgroup
+_STAGES = {16: 8, 32: 7, 64: 6, 128: 3}  # by the rows of a tile: as many as fit in shared memory
 _ALIGNED = 16  # bytes
-_MOST_FRAGMENTS = 4  # whole tiles of a program: the kernel repeats its code for each
+_MOST_FRAGMENTS = 4  # tiles per program, for which the kernel unrolls its code
 _WARPS = 8
 _X_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 _WORD_LAYOUT = gl.NVMMASharedLayout(64, 16, 4)
@@ -40,15 +40,15 @@ _FACTOR_LAYOUT = gl.NVMMASharedLayout(0, 16, 3)
 
 
 class WgmmaPlan(NamedTuple):
-    """How a product is cut into programs."""
+    """Launch parameters of this kernel."""
 
-    block_m: int  # rows of a tile
+    block_m: int  # rows per tile
     stages: int
     row_tiles: int
     tiles: int
     steps_per_program: int
-    fragments: int  # the most tiles that a program has steps of
-    levels: int  # of the tree by which programs of a tile add their sums
+    fragments: int  # the largest number of tiles that a program has steps of
+    levels: int  # of the tree by which the programs of a tile add their sums
 
     def programs(self, steps: int) -> int:
         return -(-self.tiles * steps // self.steps_per_program)
@@ -96,7 +96,8 @@ def _wgmma_kernel(
 
 
 def takes_wgmma(x: Tensor, weight: PackedNibbles, activation: str | None) -> bool:
-    """Whether the kernel takes these rows: of bfloat16, on a Hopper GPU, by factors in float16."""
+    """Whether this kernel supports x and the weight: 9 to 256 aligned bfloat16 rows and float16 scales on a Hopper
+    GPU."""
     return (
         FEWEST_ROWS <= x.shape[0] <= MOST_ROWS
         and x.dtype == torch.bfloat16
@@ -119,14 +120,14 @@ def nibble_wgmma(
     plan: WgmmaPlan | None = None,  # by default chosen for the shape
     dependent: bool = False,
 ) -> Tensor:
-    """x @ weight.T with its epilogue. Numbers are rounded to bfloat16 with their factors; sums and what is done to them
-    are in float32, rounded once."""
+    """Return x @ weight.T with its epilogue. Dequantized weights are rounded to bfloat16; sums and the epilogue are in
+    float32, rounded once."""
     rows, inputs = x.shape
     check_rows(x, "x")
     check_rows(out, "out")
     gated, steps = activation is not None, weight.data.shape[1]
     outputs = weight.outputs // (2 if gated else 1)
-    check(takes_wgmma(x, weight, activation) and inputs == weight.inputs, "x is rows that `takes_wgmma`")
+    check(takes_wgmma(x, weight, activation) and inputs == weight.inputs, "x and weight are as `takes_wgmma` requires")
     check(out.shape == (rows, outputs), "out is [M, N]")
     check(residual is None or (residual.shape == out.shape and residual.stride(1) == 1), "residual is [M, N]")
     plan = plan or choose_wgmma_plan(rows, outputs, steps, gated, num_processors(x.device))
@@ -145,10 +146,10 @@ def nibble_wgmma(
 
 
 def _descriptors(weight: PackedNibbles, gated: bool) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
-    """Of words, scales and offsets, whose blocks are those of one step of a tile. A gated tile is a panel of the gate
-    and one of the up weights."""
+    """Return TMA descriptors of words, scales and offsets, whose boxes hold one step of a tile. A gated tile is a panel
+    of the gate and one of the up weights."""
     (count, steps), halves = weight.data.shape[:2], 2 if gated else 1
-    words, parts, panels = steps * PANEL * 32, count // halves, _PANELS // halves  # words of 16 bits in a panel
+    words, parts, panels = steps * PANEL * 32, count // halves, _PANELS // halves  # words: 16-bit words of a panel
     w_desc = TensorDescriptor(
         weight.data, [halves, parts, steps * PANEL, 32], [parts * words, words, 32, 1], [halves, panels, PANEL, 32],
         _WORD_LAYOUT,
@@ -164,7 +165,8 @@ def _descriptors(weight: PackedNibbles, gated: bool) -> tuple[TensorDescriptor, 
 
 @lru_cache(maxsize=4096)
 def choose_wgmma_plan(rows: int, outputs: int, steps: int, gated: bool, processors: int) -> WgmmaPlan:
-    """One program on each multiprocessor, all with as many steps; fewer if the workspace has no room for their sums."""
+    """Choose a plan with one program per multiprocessor, all with equally many steps; fewer programs if the workspace
+    is too small for their partial sums."""
     block_m = min(max(16, power_of_two(rows)), max(_STAGES))
     row_tiles = -(-rows // block_m)
     tiles = -(-outputs // (_PANELS * PANEL // (2 if gated else 1))) * row_tiles

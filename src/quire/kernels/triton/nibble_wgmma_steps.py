@@ -1,4 +1,4 @@
-"""Parts of the kernel of `nibble_wgmma`: the warp that copies, the warpgroups that multiply, how sums are joined."""
+"""Device code of `nibble_wgmma`: the producer warp, the consumer warpgroups, and the reduction of partial sums."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.gluon_versions import barrier
 
-TILE = gl.constexpr(128)  # outputs: 64 for each of the two warpgroups
+TILE = gl.constexpr(128)  # outputs: 64 per consumer warpgroup
 
-# Two quarters of a word: a half whose upper bits are those of 128 and whose lower bits are a level is 128 + level.
+# Two quarters of a word: a half with the upper bits of 128 and a quantized value in its lower bits is the float 128 +
+# value.
 _DECODE = """{{
     .reg .b32 low, high, less;
     mov.b32 less, 0xC308C308;
@@ -30,8 +31,8 @@ _FIRST, _SECOND = (gl.constexpr(_DECODE.format(shift=shift, scale=_MUL)) for shi
 _FIRST_OFFSET, _SECOND_OFFSET = (gl.constexpr(_DECODE.format(shift=shift, scale=_FMA)) for shift in (0, 8))
 _OPERANDS, _OFFSET_OPERANDS = gl.constexpr("=&r,=&r,r,r,r"), gl.constexpr("=&r,=&r,r,r,r,r,r")
 
-# A store that never runs, after the wait for a product: ptxas would give the product's left operand to other numbers
-# as soon as the product is issued, while it still reads them.
+# A store that never executes, after the wait for a wgmma: without it, ptxas would reuse the registers of the left
+# operand as soon as the wgmma is issued, while it still reads them.
 _HOLD = gl.constexpr("""{
     .reg .pred never;
     .reg .b32 size;
@@ -49,7 +50,7 @@ _HELD = gl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r")
 
 @gluon.jit
 def _factors(ring, stage, PER_STEP: gl.constexpr, dot: gl.constexpr):
-    """Scales or offsets of the quarters of a step, each [TILE, 32]."""
+    """Load the scales or offsets of the quarters of a step, each [TILE, 32]."""
     column: gl.constexpr = gl.SliceLayout(1, dot)
     f0 = gl.expand_dims(ring.index(stage * PER_STEP).load(column).to(gl.bfloat16), 1).broadcast_to([TILE, 32])
     f1, f2, f3 = f0, f0, f0
@@ -66,7 +67,7 @@ def _factors(ring, stage, PER_STEP: gl.constexpr, dot: gl.constexpr):
 
 @gluon.jit
 def _numbers(words, s0, s1, o0, o1, HALF: gl.constexpr, HAS_OFFSET: gl.constexpr):
-    """The numbers of two quarters of a step."""
+    """Dequantize two quarters of a step."""
     if HAS_OFFSET:
         return gl.inline_asm_elementwise(
             _FIRST_OFFSET if HALF == 0 else _SECOND_OFFSET, _OFFSET_OPERANDS, (words, s0, s1, o0, o1),
@@ -81,13 +82,14 @@ def _numbers(words, s0, s1, o0, o1, HALF: gl.constexpr, HAS_OFFSET: gl.constexpr
 
 @gluon.jit
 def _hold(n0, n1):
+    """Keep the registers of two operands alive, see _HOLD."""
     gl.inline_asm_elementwise(_HOLD, _HELD, (n0,), dtype=gl.int8, is_pure=False, pack=16)
     gl.inline_asm_elementwise(_HOLD, _HELD, (n1,), dtype=gl.int8, is_pure=False, pack=16)
 
 
 @gluon.jit
 def _add_half(acc, n0, n1, x, HALF: gl.constexpr):
-    """Issue the products of half a step, and wait for those of the half before."""
+    """Issue the wgmmas of half a step, and wait for those of the half before."""
     acc = warpgroup_mma(n0, x.slice(64 * HALF, 32, dim=1).permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma(n1, x.slice(64 * HALF + 32, 32, dim=1).permute((1, 0)), acc, is_async=True)
     return warpgroup_mma_wait(2, [acc])
@@ -98,6 +100,7 @@ def _load_weight(
     stage, step, panel, pred, w_desc, s_desc, o_desc, w_ring, s_ring, o_ring, full,
     BYTES: gl.constexpr, PER_STEP: gl.constexpr, GROUP_STEPS: gl.constexpr, HAS_OFFSET: gl.constexpr,
 ):  # fmt: skip
+    """Start the TMA copies of one step's words, scales and offsets."""
     bar, group = full.index(stage), step * PER_STEP // GROUP_STEPS
     mbarrier.expect(bar, BYTES, pred=pred)
     tma.async_copy_global_to_shared(w_desc, [0, panel, step * 64, 0], bar, w_ring.index(stage), pred=pred)
@@ -108,8 +111,8 @@ def _load_weight(
 
 @gluon.jit
 def _advance(step, panel, row, total_steps, rows, PANELS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The next step: of the tile, of the next rows by the same weights, or of the next weights. Without divisions,
-    which would take longer than the products of a step."""
+    """Return the next step: of the tile, of the next rows with the same weights, or of the next weights. Without
+    divisions, which would take longer than the wgmmas of a step."""
     over = step + 1 == total_steps
     row = gl.where(over, row + BLOCK_M, row)
     whole = row >= rows
@@ -122,7 +125,7 @@ def produce(
     per_program, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PER_STEP: gl.constexpr, GROUP_STEPS: gl.constexpr,
     GATED: gl.constexpr, HAS_OFFSET: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """Copy the steps of a program into the ring."""
+    """Copy the steps of a program to the ring. The producer warp's code."""
     PANELS: gl.constexpr = 1 if GATED else 2
     BYTES: gl.constexpr = BLOCK_M * 256 + TILE * 64 + (2 if HAS_OFFSET else 1) * PER_STEP * TILE * 2
     begin = gl.program_id(0) * per_program
@@ -160,7 +163,7 @@ def produce(
 
 @gluon.jit
 def _slot(program, tile, total_steps, per_program):
-    """Where a program leaves its sums of a tile: the first or the last that it has a part of."""
+    """Return the slot for a program's partial sums of a tile: its first tile or its last."""
     return program * 2 + (tile != program * per_program // total_steps).to(gl.int32)
 
 
@@ -169,15 +172,15 @@ def _join(
     acc, tile, program, total_steps, per_program, partial_ptr, counter_ptr, BLOCK_M: gl.constexpr,
     LEVELS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """The sums of all programs of a tile, and whether this program has them (1). Neighbours meet, then pairs of them:
-    who comes first leaves its sums to the other."""
+    """Reduce the partial sums of all programs of a tile, pairwise along a fixed binary tree. Returns the sums, and 1 if
+    this program has the total. Of two programs that meet, the first to arrive stores its sums and stops."""
     SIZE: gl.constexpr = TILE * BLOCK_M
     first = tile * total_steps // per_program
     count = ((tile + 1) * total_steps - 1) // per_program - first + 1
     mine = program - first
     n = gl.arange(0, TILE, gl.SliceLayout(1, mma))
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
-    # Side by side what the lanes of a warp hold.
+    # The values of a warp's lanes are adjacent in memory.
     row = n // 8 % 2 * (4 * TILE) + n // 16 * 64 + n % 8 * 8
     place = row[:, None] + (m // 8 * (8 * TILE) + m % 8)[None, :]
     goes_on = 1
@@ -208,9 +211,9 @@ def _finish(
     acc, tile, row_tiles, M, N, out_ptr, bias_ptr, residual_ptr, out_stride, residual_stride, BLOCK_M: gl.constexpr,
     GATED: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
 ):  # fmt: skip
-    """Bias, gate and residual on sums [TILE, BLOCK_M], then the write to out [M, N]."""
+    """Epilogue: bias, gate and residual on sums [TILE, BLOCK_M], stored to out [M, N]."""
     OUT: gl.constexpr = TILE // 2 if GATED else TILE
-    WIDE: gl.constexpr = OUT // 8  # lanes, which hold eight neighbouring outputs each
+    WIDE: gl.constexpr = OUT // 8  # lanes, each with eight adjacent outputs
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [WIDE, 32 // WIDE], [1, gl.num_warps()], [0, 1])
     if GATED:
         pairs: gl.constexpr = gl.BlockedLayout([8, 1, 2], [WIDE, 32 // WIDE, 1], [1, gl.num_warps(), 1], [2, 0, 1])
@@ -245,7 +248,8 @@ def consume(
     LEVELS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, HAS_OFFSET: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the steps of a program as they come into the ring, and write the tiles that it has the sums of."""
+    """Multiply the steps of a program as they arrive in the ring, and store the tiles whose total this program has. The
+    code of the consumer warpgroups."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
     dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     program = gl.program_id(0)
@@ -255,7 +259,7 @@ def consume(
         gdc_wait()
         gdc_launch_dependents()
     i = begin
-    for _ in gl.static_range(FRAGMENTS):  # not a loop: ptxas would wait for each product within two of them
+    for _ in gl.static_range(FRAGMENTS):  # unrolled: with nested loops ptxas would wait for each wgmma
         tile = i // total_steps
         stop = gl.minimum(end, (tile + 1) * total_steps)
         acc = gl.zeros([TILE, BLOCK_M], gl.float32, mma)

@@ -1,4 +1,4 @@
-"""Root-mean-square norm of rows, with the residual stream added first and float8 numbers written on request."""
+"""RMS norm of rows, optionally with a fused residual addition and quantization."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def _rms_norm_kernel(
     x_stride, residual_stride, out_stride, size, eps,
     HAS_RESIDUAL: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """One program per row, which it holds in registers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -55,10 +56,10 @@ def rms_norm(
     scale: Tensor | None = None,  # [rows] float32, for a float8 or int8 `out`
     dependent: bool = False,
 ) -> Tensor:
-    """x over its root mean square, times weight; rounded to x's dtype, then to float8 or int8 with a scale per row if
-    so asked.
+    """Return x divided by its root mean square, times weight, rounded to x's dtype; if `out` is float8 or int8, then
+    quantized with a scale per row.
 
-    `dependent` launches the kernel while the one before still runs; see `launch.await_inputs`.
+    `dependent`: programmatic dependent launch; see `launch.await_inputs`.
     """
     return _launch(x, None, weight, eps, out, scale, dependent)
 
@@ -72,7 +73,7 @@ def add_rms_norm(
     scale: Tensor | None = None,  # [rows] float32, for a float8 or int8 `out`
     dependent: bool = False,
 ) -> Tensor:
-    """`rms_norm` of residual + x, which is left in `residual`. `out` may be `x`, not `residual`."""
+    """Add x to `residual` in place and return `rms_norm` of the sum. `out` may be `x`, but not `residual`."""
     check_rows(residual, "residual")
     check(residual.shape == x.shape and residual.dtype == x.dtype, "residual must be like x")
     return _launch(x, residual, weight, eps, out, scale, dependent)

@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties, applied to the tokens in each row's history and to no others."""
+"""Repetition, presence and frequency penalties, applied only to the tokens in each row's history."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from quire.kernels.triton.launch import check, check_rows
 from quire.kernels.triton.sampling_weights import RowTokens
 
-_CHUNK = 1024  # tokens of a history looked at together
+_CHUNK = 1024  # tokens of a history processed at a time
 
 
 class RowPenalties(NamedTuple):
-    """Of every persistent row, on the device; indexed by row."""
+    """The penalties of every persistent row, on the device; indexed by row."""
 
     repetition: Tensor  # [all rows] float32; 1: off
     presence: Tensor  # [all rows] float32; 0: off
@@ -24,14 +24,14 @@ class RowPenalties(NamedTuple):
 
     @classmethod
     def make(cls, num_rows: int, device: torch.device) -> RowPenalties:
-        """Rows without penalties."""
+        """Allocate for rows without penalties."""
         off = torch.zeros(num_rows, dtype=torch.float32, device=device)
         return cls(torch.ones_like(off), off, off.clone())
 
 
 @triton.jit
 def _repeated(logits_ptr, tokens, known, repetition):
-    """The model's logits of seen tokens after the repetition penalty."""
+    """Return the model's logits of tokens after the repetition penalty."""
     x = tl.load(logits_ptr + tokens, mask=known, other=0.0).to(tl.float32)
     return tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
 
@@ -41,6 +41,7 @@ def _penalize_kernel(
     row_ptr, repetition_ptr, presence_ptr, frequency_ptr, tokens_ptr, length_ptr, num_prompt_ptr, logits_ptr, out_ptr,
     tokens_stride, logits_stride, out_stride, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Penalize one entry's row; its programs touch only the logits of tokens in the row's history."""
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + entry).to(tl.int64)
     known = row >= 0
@@ -51,7 +52,8 @@ def _penalize_kernel(
         history, logits, out = tokens_ptr + row * tokens_stride, logits_ptr + entry * logits_stride, out_ptr
         out += entry * out_stride
         length, prompt = tl.load(length_ptr + row), tl.load(num_prompt_ptr + row)
-        # What a token becomes depends on the model's logit alone, so one seen twice is written twice, with one value.
+        # The new value depends only on the model's logit, so a token that occurs twice is written twice with the same
+        # value.
         for start in range(0, prompt, CHUNK):
             place = start + tl.arange(0, CHUNK)
             tokens = tl.load(history + place, mask=place < prompt, other=0)
@@ -78,11 +80,11 @@ def penalize(
     history: RowTokens,
     out: Tensor,  # [entries, vocab] float32, not the memory of `logits`
 ) -> None:
-    """`out` becomes the logits after each row's penalties.
+    """Write the logits after each row's penalties to `out`.
 
-    Repetition divides positive logits of tokens seen in prompt or output and multiplies the others, once. Presence is
-    subtracted once from tokens in the output, frequency once per occurrence there; the order of those equal
-    subtractions does not matter, so the result is always the same bits.
+    Repetition divides positive logits of tokens in the prompt or output and multiplies the others, once. Presence is
+    subtracted once from tokens in the output, frequency once per occurrence there. The subtractions per token are
+    equal, so their order does not matter and the result is deterministic.
     """
     check_rows(logits, "logits")
     check_rows(out, "out")

@@ -1,4 +1,4 @@
-"""A skinny product with everything it needs in memory, to be run with one tiling or another."""
+"""Skinny gemms with all their operands, for trials of different tilings."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ from quire.kernels.triton.products_plan import Shape, Tiling, choose_tiling, fit
 from quire.kernels.triton.quantize import quantize_rows
 
 Kind = Literal["bf16", "w8", "w8a8"]  # all two bytes; float8 weights; float8 activations too
-BYTES: dict[Kind, tuple[int, int]] = {"bf16": (2, 2), "w8": (2, 1), "w8a8": (1, 1)}  # of x and of the weight
+BYTES: dict[Kind, tuple[int, int]] = {
+    "bf16": (2, 2),
+    "w8": (2, 1),
+    "w8a8": (1, 1),
+}  # bytes: of x, of the weight
 _ONE_ROW = ((2, 2048, 1), (4, 1024, 1), (4, 2048, 1), (8, 1024, 1), (16, 1024, 1), (4, 1024, 4), (8, 1024, 3))
-_ROWS = ((64, 256, 4), (64, 128, 6), (128, 128, 4), (128, 256, 3))  # outputs, bytes of a line of K, stages
+_ROWS = ((64, 256, 4), (64, 128, 6), (128, 128, 4), (128, 256, 3))  # outputs, bytes of a row of K per step, stages
 _MOST_SPLITS = 16
-# Of more than 64 rows: rows, outputs, bytes of a line of K, warps, stages. Stages fill half a multiprocessor's memory
-# where registers let two programs share it, else all of it.
+# For more than 64 rows: rows, outputs, bytes of a row of K per step, warps, stages. The stages fill half a
+# multiprocessor's shared memory if registers allow two programs on it, else all of it.
 _SQUARE = ((128, 128, 128, 4, 3), (128, 128, 128, 8, 6))
 _WIDE = {
     128: (*_SQUARE, (128, 64, 128, 4, 4), (128, 64, 256, 4, 2), (64, 128, 128, 4, 4)),
@@ -43,14 +47,14 @@ _WIDE_SPLITS = (1, 2, 3, 4, 6, 8)
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A linear layer: what its product takes along as well."""
+    """The shape of a linear layer and what is fused into its gemm."""
 
     name: str
     outputs: int  # after the gate, if there is one
     inputs: int
     activation: str | None = None
     residual: bool = False
-    norm: bool = False  # fused when there is one row
+    norm: bool = False  # fused if there is one row
 
     @property
     def weight_rows(self) -> int:
@@ -62,7 +66,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Inputs of one layer's product, with as many weights as it takes to find none in the cache."""
+    """The operands of one layer's gemm, with enough copies of the weight that none stays in the L2 cache."""
 
     x: Tensor
     x_scale: Tensor | None
@@ -73,6 +77,7 @@ class Operands:
 
     @classmethod
     def make(cls, layer: Layer, rows: int, kind: Kind, device: torch.device) -> Operands:
+        """Allocate random operands for a layer with `rows` rows."""
         x = torch.randn(rows, layer.inputs, device=device).bfloat16()
         norm = Norm(torch.rand(layer.inputs, device=device).bfloat16(), 1e-5) if layer.norm and rows == 1 else None
         weights: list[tuple[Tensor, Tensor | None]] = []
@@ -98,17 +103,18 @@ class Operands:
         return [partial(self.call, layer, index, workspace, tiling) for index in range(len(self.weights))]
 
     def library_calls(self, layer: Layer) -> list[Callable[[], None]]:
-        """The same by what takes many rows: the library, the norm before it and the gate after it by kernels, or a
-        kernel that takes the gate along. None where it has no such
-        product: float8 weights alone, odd sizes of float8, float8 on a CPU."""
+        """Return calls that compute the same with what is used for many rows: cuBLAS with separate kernels for norm and
+        gate, or the gated gemm kernel. Empty if there is no such gemm: float8 weights with other activations, sizes
+        that float8 cuBLAS does not support, or float8 on a CPU."""
         if self.weights[0][1] is not None:
             even = layer.inputs % FLOAT8_MULTIPLE == layer.weight_rows % FLOAT8_MULTIPLE == 0
             if self.x_scale is None or not even or not self.x.is_cuda:
                 return []
-        return [partial(self._by_library, layer, index) for index in range(len(self.weights))]
+        return [partial(self._run_cublas, layer, index) for index in range(len(self.weights))]
 
     def error(self, layer: Layer, workspace: Workspace, tiling: Tiling | None = None) -> float:
-        """Norm of the difference from the truth over the norm of the truth; what is not a number counts as infinite."""
+        """Return the relative error (norm of the difference over the norm of the reference); infinite if a value is not
+        finite."""
         self.out.fill_(float("nan"))
         self.call(layer, 0, workspace, tiling)
         weight, weight_scale = self.weights[0]
@@ -119,10 +125,10 @@ class Operands:
         difference = (self.out.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
         return float(difference) if bool(difference.isfinite()) else float("inf")
 
-    def _by_library(self, layer: Layer, index: int) -> None:
+    def _run_cublas(self, layer: Layer, index: int) -> None:
         weight, weight_scale = self.weights[index]
         if self.x_scale is not None and weight_scale is not None:
-            self._by_float8_library(layer, multiply_float8(self.x, self.x_scale, weight, weight_scale))
+            self._finish_float8(layer, multiply_float8(self.x, self.x_scale, weight, weight_scale))
             return
         turned = weight.t()
         x = self.x if self.norm is None else rms_norm(self.x, *self.norm)
@@ -135,8 +141,8 @@ class Operands:
         else:
             torch.mm(x, turned, out=self.out)
 
-    def _by_float8_library(self, layer: Layer, made: Tensor) -> None:
-        """What the library's float8 product leaves to be done; `made` is all of it where there is nothing."""
+    def _finish_float8(self, layer: Layer, made: Tensor) -> None:
+        """Apply the gate or residual that follows cuBLAS's float8 gemm; `made` is its result."""
         if layer.activation is not None:
             gate(made, layer.activation, self.out)
         elif self.residual is not None:
@@ -144,7 +150,7 @@ class Operands:
 
 
 def candidates(layer: Layer, rows: int, kind: Kind, device: torch.device) -> list[Tiling]:
-    """Tilings worth a trial, the present choice first."""
+    """Return tilings worth a trial, the current choice first."""
     x_bytes, weight_bytes = BYTES[kind]
     gated = layer.activation is not None
     present = choose_tiling(rows, layer.outputs, layer.inputs, x_bytes, weight_bytes, gated, device)
@@ -166,7 +172,8 @@ def candidates(layer: Layer, rows: int, kind: Kind, device: torch.device) -> lis
 
 
 def _wide_candidates(layer: Layer, rows: int, kind: Kind, processors: int) -> Iterator[Tiling]:
-    """With a program for half the multiprocessors at least, and splits that make no more than three for each."""
+    """Yield tilings with programs for at least half of the multiprocessors; with split-K, at most three per
+    multiprocessor."""
     shape = layer.shape(rows, kind)
     for block_m, block_n, line, warps, stages in (_WIDE_GATED if shape.gated else _WIDE)[shape.rows]:
         block_k = line // shape.x_bytes

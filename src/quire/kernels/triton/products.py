@@ -1,10 +1,10 @@
-"""Products of few rows by a weight, bound by reading the weight once: decode steps of up to 256 rows.
+"""Skinny gemm: few rows (decode steps of up to 256) times a weight, bound by reading the weight once.
 
-One row is multiplied without tensor cores, a few weight rows per program. More rows take the tensor cores with the
-weight as the left operand (its rows fill the tile, not the few tokens), and K is split over programs where the weight
-has too few rows to occupy the chip. Splits are added in the order of K by whichever program of a tile comes last, so
-the result never depends on timing. Rows that do not fit in one tile are cut, and the programs that need the same
-weights launched side by side, so that all but one find them in the cache.
+One row is a gemv without tensor cores, a few weight rows per program. More rows use tensor cores with the weight as the
+left operand (swap_ab: weight rows fill the tile, not the few tokens), and with split-K if the weight has too few rows
+to occupy the GPU. The last program of a tile adds the splits in the order of K, so the result never depends on timing.
+Rows that do not fit in one tile are cut, and the programs that need the same weights are launched adjacent to each
+other, so that all but one find them in the L2 cache.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ FAST_ROWS = 64
 
 
 class Workspace(NamedTuple):
-    """Memory that split products meet in. Products that may run at the same time must not share one."""
+    """Scratch memory for split-K. Gemms that may run at the same time must not share one."""
 
     partials: Tensor  # float32
-    counters: Tensor  # [tiles] int32: zero between products
+    counters: Tensor  # [tiles] int32: zero between gemms
 
     @classmethod
     def make(cls, device: torch.device, numbers: int = PARTIAL_SUMS, tiles: int = TILE_COUNTERS) -> Workspace:
@@ -43,7 +43,7 @@ def epilogue(
     GATED: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_X_SCALE: tl.constexpr, HAS_W_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Scales, bias, gate and residual on float32 sums [n, m], then the write to out [M, N]."""
+    """Epilogue: apply scales, bias, gate and residual to float32 sums [n, m], and store to out [M, N]."""
     real = n < N
     if HAS_X_SCALE:
         x_scale = tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
@@ -69,7 +69,8 @@ def epilogue(
 
 @triton.jit
 def _prefetch(w_ptr, w_row, begin, K, w_stride, BYTES: tl.constexpr, LINES: tl.constexpr):
-    """Ask the L2 cache for the first lines of a tile's weight rows, which no earlier kernel writes, and none past K."""
+    """Prefetch the first cache lines of a tile's weight rows to L2, none past K. Weights are never written by an
+    earlier kernel."""
     line = tl.minimum(begin + tl.arange(0, LINES) * (128 // BYTES), K - 1)
     at = (w_ptr + w_row[:, None] * w_stride + line[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(
@@ -83,8 +84,8 @@ def sum_tiles(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, SUMS: tl.constexpr = tl.float32,
 ):  # fmt: skip
-    """Sums [BLOCK_N, BLOCK_M] over `count` steps of K; the second is of the up weights, or zero. SUMS: what they are
-    added in, int32 for int8 rows."""
+    """Return sums [BLOCK_N, BLOCK_M] over `count` steps of K, and those of the up weights or zeros. SUMS: dtype of the
+    accumulators, int32 for int8 rows."""
     acc = tl.zeros((BLOCK_N, BLOCK_M), SUMS)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), SUMS)
     for step in range(count):
@@ -112,7 +113,8 @@ def join_splits(
     acc, acc_up, tile, split, partial_ptr, counter_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The sums of all splits of a tile, in the order of K, and whether this program has them: the last that comes."""
+    """Split-K reduction: return the sums of all splits of a tile, added in the order of K, and whether this program has
+    them. The program that arrives last does."""
     last = True
     if SPLITS > 1:
         PARTS: tl.constexpr = 2 if GATED else 1
@@ -144,12 +146,13 @@ def _skinny_kernel(
     HAS_X_SCALE: tl.constexpr, HAS_W_SCALE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     EXACT: tl.constexpr, W_BYTES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Gemm with swapped operands: one program per (tile, split of K)."""
     tile, split = tl.program_id(0), tl.program_id(1)
     row_tiles = tl.cdiv(M, BLOCK_M)
     m = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     w_row = tl.minimum(n, N - 1).to(tl.int64)
-    x_row = (m % M).to(tl.int64)  # what fills the tile up is spread over the rows: one line read by all is slow
+    x_row = (m % M).to(tl.int64)  # unused rows of a tile load different rows of x: a single row loaded by all is slow
     begin = split * steps * BLOCK_K
     k = begin + tl.arange(0, BLOCK_K)
     w_at = w_ptr + w_row[:, None] * w_stride + k[None, :]
@@ -184,7 +187,7 @@ def _load_k(at, k, K, EVEN_K: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def _sum_runs(x, RUN: tl.constexpr):
-    """Sums of RUN neighbours in each row: what a thread holds of it, so no other thread is asked."""
+    """Sum RUN adjacent elements of each row: a thread holds them all, so no exchange is needed."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // RUN, RUN)), 2)
 
 
@@ -196,7 +199,7 @@ def _vector_kernel(
     HAS_NORM: tl.constexpr, EVEN_K: tl.constexpr, W_BYTES: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
     COMPILED: tl.constexpr,
 ):  # fmt: skip
-    RUN: tl.constexpr = 8  # neighbours in a row that a thread reads: 16 bytes of x
+    RUN: tl.constexpr = 8  # adjacent elements that a thread loads: 16 bytes of x
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     w_row = tl.minimum(n, N - 1).to(tl.int64)
     if DEPENDENT:
@@ -208,7 +211,7 @@ def _vector_kernel(
     acc_up = tl.zeros((BLOCK_N, BLOCK_K // RUN), tl.float32)
     square = tl.zeros((1, BLOCK_K // RUN), tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = tl.max_contiguous(start + tl.arange(0, BLOCK_K), RUN)[None, :]  # a float8 weight is laid out as x is
+        k = tl.max_contiguous(start + tl.arange(0, BLOCK_K), RUN)[None, :]  # a float8 weight gets the layout of x
         w = _load_k(w_ptr + w_row[:, None] * w_stride + k, k, K, EVEN_K, "evict_first")
         x = _load_k(x_ptr + k, k, K, EVEN_K, "evict_last").to(tl.float32)
         if HAS_NORM:
@@ -232,7 +235,7 @@ def _vector_kernel(
 
 def skinny_product(
     x: Tensor,  # [M, K], at most MOST_ROWS rows: a float dtype, or float8 or int8 with x_scale
-    weight: Tensor,  # [N, K] of x's dtype, or small with weight_scale; [2 * N, K], gate then up, with an activation
+    weight: Tensor,  # [N, K], x's dtype or quantized with weight_scale; [2 * N, K], gate then up, with an activation
     workspace: Workspace,
     *,
     bias: Tensor | None = None,  # [weight rows]
@@ -240,16 +243,16 @@ def skinny_product(
     x_scale: Tensor | None = None,  # [M] float32
     weight_scale: Tensor | None = None,  # [weight rows] float32
     activation: str | None = None,  # of activation.ACTIVATIONS: the result is activation(gate) * up
-    norm: Norm | None = None,  # only with M = 1
+    norm: Norm | None = None,  # fused RMS norm, only with M = 1
     out: Tensor | None = None,  # [M, N]; by default of x's dtype, of the residual's, or bfloat16
     tiling: Tiling | None = None,  # by default chosen for the shape
     dependent: bool = False,
 ) -> Tensor:
-    """x @ weight.T with its epilogue, summed and finished in float32, rounded once. Float8 rows in tiles of more than
-    FAST_ROWS are summed as the library does: the tensor cores' own sums, of fewer bits, are not taken out in between.
+    """Return x @ weight.T with its epilogue, accumulated and finished in float32, rounded once. Float8 rows in tiles of
+    more than FAST_ROWS accumulate in the tensor cores, which keep fewer bits than float32, as in cuBLAS.
 
-    The same inputs give the same bits every time. The weight must not be written by the kernel launched just before
-    a `dependent` product: it is read ahead of that kernel's end.
+    Deterministic: the same inputs always give the same bits. dependent: programmatic dependent launch; then the
+    previous kernel must not write the weight, which is prefetched before that kernel ends.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] // (1 if activation is None else 2)
@@ -310,7 +313,8 @@ def _launch_tiles(operands, workspace: Workspace, outputs: int, tiling: Tiling, 
 
 
 def _exact(x: Tensor, tiling: Tiling) -> int | None:
-    """Numbers of K after which the tensor cores' sums go into float32; None: at the end."""
+    """Return after how many elements of K the tensor cores' sums are added to float32 accumulators; None: at the
+    end."""
     if x.dtype != FLOAT8:
         return 0
     return tiling.block_k if tiling.block_m <= FAST_ROWS else None
@@ -323,7 +327,7 @@ def _check_product(
     check_rows(weight, "weight")
     check(x.shape[0] <= MOST_ROWS, f"at most {MOST_ROWS} rows")
     check(x.shape[1] == weight.shape[1], "x and weight differ in K")
-    check(weight.dtype in (x.dtype, *(SMALL if x_scale is None else ())), "the weight has x's dtype, or a small one")
+    check(weight.dtype in (x.dtype, *(SMALL if x_scale is None else ())), "the weight has x's dtype, or float8 or int8")
     check((x.dtype in SMALL) == (x_scale is not None), "a float8 or int8 x and x_scale come together")
     check((weight.dtype in SMALL) == (weight_scale is not None), "a float8 or int8 weight and its scale come together")
-    check(norm is None or norm.weight.shape == (x.shape[1],), "the norm's weight has a number per column of x")
+    check(norm is None or norm.weight.shape == (x.shape[1],), "the norm's weight has an element per column of x")

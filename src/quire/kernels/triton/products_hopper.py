@@ -1,9 +1,9 @@
-"""W8A8 products of 65 rows and more on Hopper GPUs: a warp-specialised GEMM in Gluon, for int8 and float8.
+"""W8A8 gemm of 65 and more rows on Hopper GPUs: a warp-specialized wgmma kernel in Gluon, for int8 and float8.
 
-The weight is the left operand (swap_ab), so a tile is 64 outputs by the rows of a step, with little padding. One warp
-loads both operands by TMA into a ring of stages; two warpgroups, the consumers, multiply some of the tile's rows each
-(wgmma). A program takes one tile after the other, or one of the splits of a tile (split_k), which are added in the
-order of K by whichever program comes last: the result never depends on timing.
+The weight is the left operand (swap_ab), so a tile is 64 outputs by the rows of a step, with little padding. A producer
+warp loads both operands by TMA to a ring of stages; two consumer warpgroups each multiply part of the tile's rows
+(wgmma). Programs are persistent over tiles, or compute one split of a tile (split-K). The last program of a tile adds
+the splits in the order of K, so the result never depends on timing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 
 @gluon.jit
 def _own_work(splits, ksteps):
-    """A program's first tile and the distance to its next one, and the steps of K that it takes of each."""
+    """Return a program's first tile, the stride to its next one, its first step of K and its number of steps per
+    tile."""
     program = gl.program_id(0)
     steps = (ksteps + splits - 1) // splits
     begin = program % splits * steps
@@ -50,6 +51,7 @@ def _own_work(splits, ksteps):
 
 @gluon.jit
 def _load_weight(w_desc, rings, bar, stage, tile, k, row_tiles, N, BYTES: gl.constexpr, GATED: gl.constexpr, pred):
+    """Start the TMA copies of one step's weight tiles."""
     n = tile // row_tiles * (64 if GATED else 64 * len(rings))
     mbarrier.expect(bar, BYTES, pred=pred)
     for i in gl.static_range(len(rings)):
@@ -59,6 +61,7 @@ def _load_weight(w_desc, rings, bar, stage, tile, k, row_tiles, N, BYTES: gl.con
 
 @gluon.jit
 def _load_rows(x_descs, rings, bar, stage, tile, k, row_tiles, pred):
+    """Start the TMA copies of one step's rows for both consumers."""
     FIRST: gl.constexpr = rings[0].shape[1]
     m = tile % row_tiles * (FIRST + rings[1].shape[1])
     tma.async_copy_global_to_shared(x_descs[0], [m, k * 128], bar, rings[0].index(stage), pred=pred)
@@ -70,11 +73,12 @@ def _producer(
     w_desc, x_descs, w_rings, x_rings, ready, empty, N, row_tiles, tiles, ksteps, splits,
     GATED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """The producer warp's code: copy all steps of this program to the ring."""
     STAGES: gl.constexpr = ready.shape[0]
     BYTES: gl.constexpr = 128 * (64 * len(w_rings) + x_rings[0].shape[1] + x_rings[1].shape[1])
     first, stride, begin, count = _own_work(splits, ksteps)
     total = (tiles - first + stride - 1) // stride * count
-    for i in gl.static_range(STAGES):  # no kernel writes weights: these are loaded before the one before has ended
+    for i in gl.static_range(STAGES):  # weights are never written: load before the wait
         tile, k = first + i // count * stride, begin + i % count
         _load_weight(w_desc, w_rings, ready.index(i), i, tile, k, row_tiles, N, BYTES, GATED, i < total)
     if PDL:
@@ -96,7 +100,7 @@ def _producer(
 
 @gluon.jit
 def _zeros(ROWS: gl.constexpr, PARTS: gl.constexpr, SUM: gl.constexpr):
-    """A consumer's sums [64, rows] for each of PARTS weights."""
+    """Return a consumer's zeroed sums [64, rows] for each of PARTS weight tiles."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     sums = ()
     for _ in gl.static_range(PARTS):
@@ -106,17 +110,17 @@ def _zeros(ROWS: gl.constexpr, PARTS: gl.constexpr, SUM: gl.constexpr):
 
 @gluon.jit
 def _wait(sums, pending: gl.constexpr):
-    """Wait until all but `pending` products are done. Returns the sums."""
+    """Wait until all but `pending` wgmmas are done. Returns the sums."""
     if len(sums) == 1:
         return (warpgroup_mma_wait(pending, deps=sums),)
-    else:  # Triton compiles what follows a return as well
+    else:  # Triton compiles the code after a return too
         gate, up = warpgroup_mma_wait(pending, deps=sums)
         return (gate, up)
 
 
 @gluon.jit
 def _sum_steps(sums, w_rings, x_ring, ready, empty, stage, phase, count):
-    """`count` steps added to the sums. Returns them with the next stage and its phase."""
+    """Add `count` steps to the sums. Returns them with the next stage and its phase."""
     STAGES: gl.constexpr = ready.shape[0]
     used = 0
     for i in range(count):
@@ -126,7 +130,7 @@ def _sum_steps(sums, w_rings, x_ring, ready, empty, stage, phase, count):
         for p in gl.static_range(len(w_rings)):
             more += (warpgroup_mma(w_rings[p].index(stage), x, sums[p], is_async=True),)  # type: ignore[assignment]
         sums = _wait(more, len(more))
-        mbarrier.arrive(empty.index(used), count=1, pred=i > 0)  # the products of the step before are done
+        mbarrier.arrive(empty.index(used), count=1, pred=i > 0)  # the wgmmas of the previous step are done
         used = stage
         stage += 1
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
@@ -138,7 +142,7 @@ def _sum_steps(sums, w_rings, x_ring, ready, empty, stage, phase, count):
 
 @gluon.jit
 def _place(sums):
-    """Where a warp writes sums [64, rows] as whole lines."""
+    """Return the offsets at which a warp stores sums [64, rows] as whole cache lines."""
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, sums.type.layout))[:, None]
     m = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))[None, :]
     return m // 8 * 512 + n * 8 + m % 8
@@ -146,8 +150,8 @@ def _place(sums):
 
 @gluon.jit
 def _join(sums, zeros, partial_ptr, counter, splits, SIZE: gl.constexpr):
-    """The sums of all splits of a tile, in the order of K, and whether this program has them: the last that comes.
-    SIZE: numbers from one split to the next."""
+    """Split-K reduction: return the sums of all splits of a tile, added in the order of K, and whether this program has
+    them. The program that arrives last does. SIZE: elements from one split to the next."""
     PART: gl.constexpr = 64 * sums[0].shape[1]
     program, place = gl.program_id(0), _place(sums[0])
     mine = partial_ptr + program.to(gl.int64) * SIZE + place
@@ -170,7 +174,8 @@ def _join(sums, zeros, partial_ptr, counter, splits, SIZE: gl.constexpr):
 
 @gluon.jit
 def _scaled(sums, n, m, M, N, start, bias_ptr, x_scale_ptr, w_scale_ptr, HAS_BIAS: gl.constexpr):
-    """Sums in float32, with scales and bias. `start`: the first of N weight rows that outputs are counted from."""
+    """Return the sums in float32 with scales and bias applied. `start`: the first weight row of these outputs (N for
+    up)."""
     rows = m + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, sums.type.layout))
     outputs = n + gl.arange(0, 64, layout=gl.SliceLayout(1, sums.type.layout))
     value = sums.to(gl.float32) * gl.load(x_scale_ptr + rows, mask=rows < M, other=0.0)[None, :]
@@ -182,7 +187,8 @@ def _scaled(sums, n, m, M, N, start, bias_ptr, x_scale_ptr, w_scale_ptr, HAS_BIA
 
 @gluon.jit
 def _store(value, n, m, M, N, out_ptr, residual_ptr, out_stride, residual_stride, HAS_RESIDUAL: gl.constexpr):
-    """Write value [64, rows] to out [M, N], 32 rows at a time: outputs lie side by side there, unlike in registers."""
+    """Store value [64, rows] to out [M, N], 32 rows at a time, after a change of layout that makes outputs
+    contiguous."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     if value.shape[1] > 32:
         left, right = value.reshape(64, 2, value.shape[1] // 2).permute(0, 2, 1).split()
@@ -206,7 +212,7 @@ def _consumer(
     TILE: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """TILE: rows of a tile. BEFORE: those of them that another consumer takes."""
+    """A consumer warpgroup's code. TILE: rows of a tile. BEFORE: rows of the tile that the other consumer computes."""
     PARTS: gl.constexpr = len(w_rings)
     SUM: gl.constexpr = gl.int32 if x_ring.dtype == gl.int8 else gl.float32
     if PDL:
@@ -237,6 +243,7 @@ def _scaled_kernel(
     STAGES: gl.constexpr, PARTS: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """Allocate shared memory and barriers, and start the specialized warps."""
     DTYPE: gl.constexpr = w_desc.dtype
     FIRST: gl.constexpr = first_desc.block_type.shape[0]
     SECOND: gl.constexpr = second_desc.block_type.shape[0]
@@ -278,11 +285,11 @@ def scaled_product(
     tiling: HopperTiling | None = None,  # by default chosen for the shape
     dependent: bool = False,
 ) -> Tensor:
-    """x @ weight.T with its epilogue. int8 is summed exactly, float8 as the library does: by the tensor cores' own
-    sums, of fewer bits than float32. The rest is float32, rounded once.
+    """Return x @ weight.T with its epilogue. int8 is accumulated exactly; float8 accumulates in the tensor cores, which
+    keep fewer bits than float32, as in cuBLAS. The epilogue is float32, rounded once.
 
-    The same inputs give the same bits every time. The weight must not be written by the kernel launched just before
-    a `dependent` product: it is read ahead of that kernel's end.
+    Deterministic: the same inputs always give the same bits. dependent: programmatic dependent launch; then the
+    previous kernel must not write the weight, which is loaded before that kernel ends.
     """
     (rows, inputs), gated = x.shape, activation is not None
     outputs = weight.shape[0] // (2 if gated else 1)

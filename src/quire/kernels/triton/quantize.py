@@ -1,5 +1,5 @@
-"""Float8 (e4m3) or int8 numbers with a scale per row: activations by token while the model runs, weights by output when
-they are loaded."""
+"""Quantization to float8 (e4m3) or int8 with a scale per row: activations per token at run time, weights per output at
+load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.kernels.triton.launch import (
     warps_for,
 )
 
-_MOST_AT_ONCE = 8192  # numbers of a row held in registers; longer rows are read twice
+_MOST_AT_ONCE = 8192  # elements of a row held in registers; longer rows are read twice
 
 
 @triton.jit
@@ -29,6 +29,7 @@ def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr, x_stride, out_stride, size,
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """One program per row: in one pass if the row fits in registers, else a pass for the largest magnitude first."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     await_inputs(DEPENDENT)
@@ -58,10 +59,10 @@ def quantize_rows(
     scale: Tensor | None = None,  # [rows] float32
     dependent: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Each row over a scale of its own, which takes its largest magnitude to the largest float8, or to 127: x = out *
+    """Quantize each row with the scale that maps its largest magnitude to the largest float8, or to 127, so x = out *
     scale. The scale of a row with a NaN is NaN.
 
-    Serves activations (a row is a token) and weights [outputs, inputs] (a row is an output).
+    For activations (a row is a token) and weights [outputs, inputs] (a row is an output).
     """
     rows, size = x.shape
     out = torch.empty(x.shape, dtype=FLOAT8, device=x.device) if out is None else out

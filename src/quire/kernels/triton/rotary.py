@@ -1,4 +1,4 @@
-"""From the output of the qkv product to the cache: head norms, rotary positions and the paged write in one pass."""
+"""From the qkv gemm's output to the cache in one pass: head norms, rotary positions and the paged write."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ _HEADS_AT_ONCE = 8
 
 
 class HeadNorms(NamedTuple):
-    """Root-mean-square norms over each query and each key head (Qwen3), and over value heads, which have no weights
-    (Gemma 4)."""
+    """RMS norms over each query and each key head (Qwen3), and over value heads, which have no weights (Gemma 4)."""
 
     query: Tensor  # [dim]
     key: Tensor  # [dim]
@@ -38,10 +37,10 @@ class HeadNorms(NamedTuple):
 
 
 class LayerMemory(NamedTuple):
-    """One layer's paged cache. Without scales for its heads, a float8 cache holds numbers over `key_scale` and
-    `value_scale`; others ignore these two."""
+    """One layer's paged cache. A float8 cache without per-head scales stores values divided by `key_scale` and
+    `value_scale`; other caches ignore these two."""
 
-    key: Tensor  # [blocks, kv heads, block, dim], each block without gaps but for scales; of int4: dim / 2 bytes
+    key: Tensor  # [blocks, kv heads, block, dim], contiguous blocks (with scales: heads); int4: dim / 2 bytes
     value: Tensor  # [blocks, kv heads, block, dim]
     key_scale: float = 1.0
     value_scale: float = 1.0
@@ -50,7 +49,7 @@ class LayerMemory(NamedTuple):
 
 @triton.jit
 def _to_cache(x, scale, memory, FLOAT8_CACHE: tl.constexpr):
-    """x as the cache at pointer `memory` holds it."""
+    """Convert x to the format of the cache at pointer `memory`."""
     if FLOAT8_CACHE:
         x = clamp_float8(x.to(tl.float32) / scale)
     return x.to(memory.dtype.element_ty)
@@ -58,11 +57,11 @@ def _to_cache(x, scale, memory, FLOAT8_CACHE: tl.constexpr):
 
 @triton.jit
 def _to_scaled(x1, x2, inside, dtype: tl.constexpr):
-    """Two halves of heads [H, HALF] -> the same as int8 or float8, and the scale of each head [H]."""
+    """Quantize two halves of heads [H, HALF] to int8 or float8. Returns both, and the scale of each head [H]."""
     MOST: tl.constexpr = 127.0 if dtype == tl.int8 else FLOAT8_MAX
     wide_1 = tl.where(inside, x1.to(tl.float32), 0.0)
     wide_2 = tl.where(inside, x2.to(tl.float32), 0.0)
-    fits = (tl.abs(wide_1) <= LARGEST_FLOAT) & (tl.abs(wide_2) <= LARGEST_FLOAT)  # not so for infinities and NaN
+    fits = (tl.abs(wide_1) <= LARGEST_FLOAT) & (tl.abs(wide_2) <= LARGEST_FLOAT)  # False for infinities and NaN
     amax = tl.maximum(tl.max(tl.abs(wide_1), 1), tl.max(tl.abs(wide_2), 1))
     amax = tl.where(tl.min(fits.to(tl.int32), 1) > 0, tl.maximum(amax, SMALLEST_AMAX), float("nan"))
     inverse = tl.div_rn(MOST, amax)[:, None]
@@ -72,7 +71,7 @@ def _to_scaled(x1, x2, inside, dtype: tl.constexpr):
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
     if dtype == tl.int8:
-        whole = (x + ROUNDING) - ROUNDING  # to the nearest whole number, ties to even
+        whole = (x + ROUNDING) - ROUNDING  # round to nearest even
         small = tl.where(whole == whole, tl.minimum(tl.maximum(whole, -127.0), 127.0), 0.0).to(tl.int8)
     else:
         small = clamp_float8(x).to(dtype)
@@ -84,7 +83,7 @@ def _store(
     key_ptr, value_ptr, key_scales, value_scales, first, second, slot, of_scales, column, partner, inside,
     of_keys, of_values, key_scale, value_scale, FLOAT8_CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Two halves of heads [H, HALF] into the cache, from places `slot` on; `of_scales`: where their scales go."""
+    """Store two halves of heads [H, HALF] to the cache at offsets `slot`; `of_scales`: offsets of their scales."""
     if key_scales is not None:
         first, second, scale = _to_scaled(first, second, inside, key_ptr.dtype.element_ty)
         tl.store(key_scales + of_scales, scale, mask=of_keys)
@@ -104,7 +103,7 @@ def _normed(
     first, second, head, query_norm_ptr, key_norm_ptr, eps, half, column, partner, inside,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Both halves [H, HALF] of heads over their root mean square, times the weight of their kind; values have none."""
+    """RMS-normalize both halves [H, HALF] of heads and multiply by the weight of their kind; values have no weight."""
     dtype = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
     square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
@@ -121,7 +120,7 @@ def _normed(
 
 @triton.jit
 def _columns(place, turned, half, PARTIAL: tl.constexpr):
-    """The two numbers of a head that are pair `place`: `turned` pairs that rotate, then those that stay."""
+    """Return the two elements of a head that form pair `place`: first `turned` pairs that rotate, then the others."""
     if PARTIAL:
         column = tl.where(place < turned, place, place + turned)
         partner = column + tl.where(place < turned, turned, half - turned)
@@ -133,13 +132,14 @@ def _columns(place, turned, half, PARTIAL: tl.constexpr):
 
 @triton.jit
 def _changed(at, change_ptr, place, inside):
-    """What is at `at`, plus the change at `place`, if there is one."""
+    """Load from `at`, plus the change at `place` if there is one."""
     x = tl.load(at, mask=inside, other=0.0)
     if change_ptr is not None:
         x = (x.to(tl.float32) + tl.load(change_ptr + place, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
     return x
 
 
+# One program per (token, group of HEADS heads). LATER: leave keys and values in qkv for store_int4.
 @triton.jit
 def _rotary_kernel(
     qkv_ptr, change_ptr, query_ptr, table_ptr, angle_ptr, position_ptr, row_ptr, blocks_ptr, key_ptr, value_ptr,
@@ -188,10 +188,10 @@ def _rotary_kernel(
         block = tl.load(blocks_ptr + row * blocks_stride + position // BLOCK_SIZE, mask=has_block, other=0).to(tl.int64)
         of_keys = (head >= QUERIES) & (head < QUERIES + KEYS) & has_block
         of_values = (head >= QUERIES + KEYS) & (head < QUERIES + 2 * KEYS) & has_block
-        own = head - QUERIES - tl.where(of_values, KEYS, 0)  # among key or value heads
+        own = head - QUERIES - tl.where(of_values, KEYS, 0)  # index among the key or value heads
         kept_1 = tl.where(of_keys[:, None], turned_1, raw_first)
         kept_2 = tl.where(of_keys[:, None], turned_2, raw_second)
-        if LATER:  # as they will be quantized
+        if LATER:  # they are quantized by store_int4
             tl.store(at + column, kept_1, mask=inside & (of_keys | of_values)[:, None])
             tl.store(at + partner, kept_2, mask=inside & (of_keys | of_values)[:, None])
         else:
@@ -205,24 +205,25 @@ def _rotary_kernel(
 
 def rotate_and_store(
     qkv: Tensor,  # [tokens, (query + 2 * kv heads) * dim]: query, key and value heads of each token
-    table: Tensor | None,  # [angles, turned]: cos of turned / 2 frequencies, then sin, half-split layout; any float
-    positions: Tensor,  # [tokens] int: place of each token in its sequence
-    rows: Tensor,  # [tokens] int: line of `blocks` of each token; negative: a padding token, nothing is written
+    table: Tensor | None,  # [positions, turned]: cos of turned / 2 frequencies, then sin, half-split layout; any float
+    positions: Tensor,  # [tokens] int: position of each token in its sequence
+    rows: Tensor,  # [tokens] int: row of `blocks` of each token; negative: padding, nothing is written
     blocks: Tensor,  # [rows, max blocks] int32
     memory: LayerMemory,
     norms: HeadNorms | None = None,
-    query: Tensor | None = None,  # [tokens, query heads * dim]: where queries go; None: they stay in qkv
-    angles: Tensor | None = None,  # [tokens] int: line of `table` of each token; None: its position
-    stores: bool = True,  # False: qkv holds queries alone, and nothing is put in the cache
+    query: Tensor | None = None,  # [tokens, query heads * dim]: output for queries; None: in place in qkv
+    angles: Tensor | None = None,  # [tokens] int: row of `table` of each token; None: its position
+    stores: bool = True,  # False: qkv holds only queries, and nothing is written to the cache
     dependent: bool = False,
-    change: Tensor | None = None,  # [tokens, as qkv], of qkv's dtype: added to it first
+    change: Tensor | None = None,  # [tokens, as qkv], of qkv's dtype: added to qkv first
 ) -> None:
-    """Norm (if given) and turn queries and keys, leave queries in `query`, put keys and values in the paged cache.
+    """Apply head norms (if given) and rotary positions to queries and keys, write queries to `query`, and keys and
+    values to the paged cache.
 
-    As many numbers of each head are turned as the table has, the first ones; without a table none.
-    Sums and products are float32, rounded to qkv's dtype after the norm, its weight and the turn. A token whose
-    position lies past the end of its line of `blocks` is turned but not stored: it would land in another's block.
-    Into an int4 cache, a second launch stores keys and values, which the first one leaves in qkv.
+    The first elements of each head are rotated, as many as the table has columns; without a table none. Arithmetic is
+    float32, rounded to qkv's dtype after the norm, after its weight and after the rotation. A token whose position is
+    past the end of its row of `blocks` is rotated but not stored, since it would land in another sequence's block. For
+    an int4 cache, a second launch stores keys and values, which the first one leaves in qkv.
     """
     tokens, width = qkv.shape
     _, kv_heads, block_size, dim = memory.key.shape

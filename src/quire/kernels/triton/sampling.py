@@ -1,9 +1,11 @@
-"""The next token of every row, inside a graph: greedy or drawn, appended to the row's tokens on the device.
+"""Samples the next token of every row, capturable in a CUDA graph: greedy or random, appended to the row's tokens on
+the device.
 
-A drawn token is found by inverting the cumulative distribution of whole-numbered weights with one counter-made random
-number per token: the rule of the runtime's sampler, so both give the same token wherever exp rounds alike. The token
-depends on the row's own logits, parameters, seed and position, never on the batch. Without filters the order of the
-cumulative distribution is that of token ids; rows with top_k or top_p go through `sampling_filters` in ranked order.
+A random token is found by inverting the cumulative distribution of integer weights with one counter-based random number
+per token. This is the rule of the runtime's torch sampler, so both return the same token wherever exp rounds alike. A
+token depends only on the row's own logits, parameters, seed and position, never on the batch. Without filters the
+cumulative distribution is in the order of token ids; rows with top_k or top_p go through `sampling_filters` in ranked
+order.
 """
 
 from __future__ import annotations
@@ -44,18 +46,18 @@ from quire.kernels.triton.sampling_weights import (
     weights_of,
 )
 
-_TILE_WARPS = 4  # of a program that reads one tile: the more tokens a thread has, the fewer times threads must meet
-_ROW_WARPS = 8  # of a program that ends a row
-_SEARCH_WARPS = 16  # of one that searches its candidates
-_PART = 512  # tokens of a tile that go to fine bins together
-_CHUNK = 4096  # tokens of a row with too many candidates that such a program reads together
+_TILE_WARPS = 4  # of a program that reads one tile: more tokens per thread need fewer reductions across threads
+_ROW_WARPS = 8  # of a program that finishes a row
+_SEARCH_WARPS = 16  # of a program that searches candidates
+_PART = 512  # tokens of a tile that go to fine bins at a time
+_CHUNK = 4096  # tokens of a row with too many candidates that are read at a time
 
 
 class SampleSpace(NamedTuple):
-    """Scratch memory of `sample`, for a batch of a fixed size."""
+    """Scratch memory of `sample` for a batch of a fixed size."""
 
     best: Tensor  # [entries, tiles] float32: highest logit of each tile
-    best_id: Tensor  # [entries, tiles] int32: its token, the lowest of several
+    best_id: Tensor  # [entries, tiles] int32: the token with that logit, the lowest of several
     mass: Tensor  # [entries, tiles] int64: sum of the tile's weights
     filters: FilterSpace | None  # None: no row of the batch has top_k or top_p
 
@@ -74,7 +76,7 @@ class SampleSpace(NamedTuple):
 def _best_kernel(
     row_ptr, logits_ptr, best_ptr, best_id_ptr, logits_stride, vocab_size, TILE: tl.constexpr, DEPENDENT: tl.constexpr
 ):  # fmt: skip
-    """The best logit of a tile; a NaN counts as infinite, for both end the row."""
+    """Find the highest logit of a tile. NaN counts as infinity, since both fail the row."""
     entry, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     await_inputs(DEPENDENT)
     if tl.load(row_ptr + entry) >= 0:
@@ -93,7 +95,7 @@ def _weigh_kernel(
     logits_stride, vocab_size, unit,
     TILE: tl.constexpr, TILES: tl.constexpr, COARSE: tl.constexpr, FILTERED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The weight of a tile, and the counts of its tokens in a row with filters."""
+    """Compute the total weight of a tile and, in a row with filters, count its tokens in coarse bins."""
     entry, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     await_inputs(DEPENDENT)
     row = tl.load(row_ptr + entry).to(tl.int64)
@@ -116,7 +118,7 @@ def _weigh_kernel(
             else:
                 weight = weights_of(x, best, unit)
                 tl.store(mass_ptr + entry * tiles + tile, tl.sum(weight.to(tl.int64)))
-                if FILTERED:  # noqa: SIM102  the inner question is the device's
+                if FILTERED:  # noqa: SIM102  the inner condition is evaluated on the device
                     if narrow:
                         count_tile(x, weight, best, unit, True, counts_ptr + entry * COARSE)
 
@@ -128,7 +130,7 @@ def _list_kernel(
     TILE: tl.constexpr, TILES: tl.constexpr, COARSE: tl.constexpr, BINS: tl.constexpr, MOST: tl.constexpr,
     PART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of a tile, in a row with filters."""
+    """List the candidates of a tile, in a row with filters."""
     entry, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     await_inputs(DEPENDENT)
     row = tl.load(row_ptr + entry).to(tl.int64)
@@ -150,7 +152,7 @@ def _list_kernel(
                 list_tile(token, (x >= lowest) & (token < vocab_size), listed_ptr + entry, ids_ptr + entry * MOST, MOST)
             else:
                 line = entry * BINS
-                for start in range(tile * TILE, (tile + 1) * TILE, PART):  # few at a time: the list above needs room
+                for start in range(tile * TILE, (tile + 1) * TILE, PART):  # few at a time, to limit registers
                     scaled = scaled_logits(logits, start + tl.arange(0, PART), vocab_size, temperature, best, log_min_p)
                     weight = weights_of(scaled, best, unit)
                     sum_tile(scaled, weight, best, unit, by_weight, numbers_ptr + line, masses_ptr + line)
@@ -161,7 +163,8 @@ def _draw(
     logits_ptr, mass_ptr, tiles, vocab_size, temperature, best, log_min_p, number, unit,
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The first token in the order of ids at which the cumulative weight passes the share `number` of all."""
+    """Return the first token, in the order of ids, at which the cumulative weight exceeds the fraction `number` of the
+    total."""
     tile = tl.arange(0, TILES)
     mass = tl.load(mass_ptr + tile, mask=tile < tiles, other=0)
     share = share_of(tl.sum(mass), number)
@@ -182,6 +185,7 @@ def _choose_kernel(
     TILE: tl.constexpr, TILES: tl.constexpr, COARSE: tl.constexpr, BINS: tl.constexpr, MOST: tl.constexpr,
     FEW: tl.constexpr, CHUNK: tl.constexpr, FILTERED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Choose the token of one entry: greedy, from all tokens, or among the filtered candidates."""
     entry = tl.program_id(0).to(tl.int64)
     await_inputs(DEPENDENT)
     row = tl.load(row_ptr + entry).to(tl.int64)
@@ -223,6 +227,7 @@ def _append_kernel(
     row_ptr, ids_ptr, tokens_ptr, lengths_ptr, tokens_stride, capacity, entries,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Append one token to each row of a block of entries."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     await_inputs(DEPENDENT)
     row = tl.load(row_ptr + entry, mask=entry < entries, other=-1).to(tl.int64)
@@ -237,19 +242,19 @@ def _append_kernel(
 def sample(
     logits: Tensor,  # [entries, vocab]: any float dtype; is not changed
     rows: Tensor,  # [entries] int: persistent row of each entry; negative: padding, its id is 0
-    lengths: Tensor,  # [entries] int64: tokens known of each entry's row; a row may come with several lengths
+    lengths: Tensor,  # [entries] int64: number of tokens of each entry's row; a row may occur with several lengths
     parameters: RowParameters,
-    num_prompt: Tensor,  # [all rows] int64: how many of those are prompt
+    num_prompt: Tensor,  # [all rows] int64: length of the prompt
     space: SampleSpace,
     out: Tensor,  # [entries] int64: token ids
     *,
-    dependent: bool = False,  # every kernel is launched while the one before still runs
+    dependent: bool = False,  # programmatic dependent launch of every kernel
 ) -> None:
-    """Choose a token per entry, as the runtime's sampler does after its other transforms.
+    """Sample a token per entry, as the runtime's sampler does after its other transforms.
 
-    Order: temperature, min_p, top_k, top_p. Equal logits rank by id, lowest first; greedy takes the lowest id. An entry
-    whose highest logit is NaN or infinite gets -1, one that has nothing but minus infinity gets -2. `space` made
-    without filters takes top_k and top_p of every row for off.
+    Order: temperature, min_p, top_k, top_p. Ties rank by id, lowest first; greedy takes the lowest id. An entry whose
+    highest logit is NaN or infinite gets -1, one with only minus infinity gets -2. If `space` was made without filters,
+    top_k and top_p of every row are taken to be off.
     """
     entries, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, TILE)
@@ -285,15 +290,16 @@ def sample(
 
 
 def append_tokens(rows: Tensor, token_ids: Tensor, history: RowTokens, *, dependent: bool = False) -> None:
-    """Each of `rows` [entries] (all different; negative: padding) grows by its id; a failure's mark is kept as 0.
+    """Append an id to each of `rows` [entries] (all distinct; negative: padding). Negative ids, which mark failures,
+    are stored as 0.
 
-    A row that is full keeps its tokens and counts on: the host ends it.
+    A full row keeps its tokens and only counts its length up; the host ends it.
     """
     entries, capacity = len(rows), history.tokens.shape[1]
     if entries == 0:
         return
     check(token_ids.shape == rows.shape, "a token id per row")
-    block = 256  # one kernel for every number of entries
+    block = 256  # fixed, so that one kernel serves every number of entries
     _append_kernel[(triton.cdiv(entries, block),)](
         rows, token_ids, history.tokens, history.lengths, history.tokens.stride(0), capacity, entries,
         BLOCK=block, DEPENDENT=dependent, num_warps=1, num_stages=1, launch_pdl=dependent,

@@ -1,12 +1,12 @@
-"""Rows with top_k or top_p: drawn in ranked order without sorting.
+"""top_k and top_p: draw a token in ranked order without sorting.
 
-The rule is that of the runtime's sampler. With top_k, tokens are ranked by logit, equal ones by id, and exactly k are
-kept; top_p alone ranks by weight, equal ones by id. top_p then keeps the fewest of them that hold at least its share of
-their weight, and the random number falls into the cumulative weights in that order.
+The rule is that of the runtime's sampler. With top_k, tokens are ranked by logit, ties by id, and exactly k are kept;
+top_p alone ranks by weight, ties by id. top_p then keeps the fewest of them that sum to at least its share of their
+weight, and the random number selects from the cumulative weights in that order.
 
-Tokens are counted in coarse bins by distance from the best one while they are weighed. The counts bound from where on
-no token can matter; those before are listed as candidates, by their raw logits, and one program per row searches them.
-A row with too many gets the number and weight of its tokens in fine bins instead.
+While tokens are weighed, they are counted in coarse bins by distance from the best one. The counts bound which tokens
+can matter; these are listed as candidates, by their raw logits, and one program per row searches them. For a row with
+too many candidates, the number and weight of its tokens are summed in fine bins instead.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from quire.kernels.triton.sampling_search import (
 from quire.kernels.triton.sampling_weights import weights_of
 
 MOST_CANDIDATES = 4096
-FEW_CANDIDATES = 1024  # a list this short is searched in fewer turns
+FEW_CANDIDATES = 1024  # a list this short is searched in fewer iterations
 COARSE = tl.constexpr(128)  # bins that tokens are counted in
 _FINE_PER_COARSE = tl.constexpr(16)
 
 
 class FilterSpace(NamedTuple):
-    """Scratch memory of rows with filters. All but the ids are zero between batches."""
+    """Scratch memory of rows with filters. All but `ids` are zero between batches."""
 
     counts: Tensor  # [entries, COARSE] int32: tokens by distance from the row's best
-    numbers: Tensor  # [entries, BINS] int32: the same in fine bins, in rows with too many candidates
-    masses: Tensor  # [entries, BINS] int64: their weight
-    listed: Tensor  # [entries] int32: candidates
+    numbers: Tensor  # [entries, BINS] int32: the same in fine bins, for rows with too many candidates
+    masses: Tensor  # [entries, BINS] int64: the weight of those tokens
+    listed: Tensor  # [entries] int32: number of candidates
     ids: Tensor  # [entries, MOST_CANDIDATES] int32, in any order
 
     @classmethod
@@ -58,27 +58,28 @@ class FilterSpace(NamedTuple):
 
 @triton.jit
 def is_narrow(row, top_k_ptr, top_p_ptr, vocab_size):
-    """Whether a row that is there has top_k or top_p."""
+    """Whether a row (not padding) has top_k or top_p."""
     top_k = tl.load(top_k_ptr + row)
     return ((top_k > 0) & (top_k < vocab_size)) | (tl.load(top_p_ptr + row) < 1.0)
 
 
 @triton.jit
 def ranked_by_weight(row, top_k_ptr, vocab_size):
-    """Whether top_k is off."""
+    """Whether tokens of the row rank by weight: top_k is off."""
     top_k = tl.load(top_k_ptr + row)
     return (top_k <= 0) | (top_k >= vocab_size)
 
 
 @triton.jit
 def _farthest(unit):
-    """No token farther below the best one, by logit, has any weight."""
+    """Return the distance below the best logit beyond which no token has any weight."""
     return tl.log(tl.full((), unit, tl.float32)) + 0.01
 
 
 @triton.jit
 def count_tile(x, weight, best, unit, by_weight: tl.constexpr, counts_ptr):
-    """Add a tile's tokens to the counts of their row; those ranked by logit need no weight to be counted."""
+    """Add a tile's tokens to the coarse counts of their row. Tokens ranked by logit are counted without their
+    weight."""
     bins = bins_of(x, weight, best, unit, by_weight) // _FINE_PER_COARSE
     real = weight > 0.0 if by_weight else best - x <= _farthest(unit)
     counts = tl.histogram(bins, COARSE, mask=real)
@@ -87,22 +88,23 @@ def count_tile(x, weight, best, unit, by_weight: tl.constexpr, counts_ptr):
 
 @triton.jit
 def _level(counts, total, top_k, top_p, by_weight, unit):
-    """The last coarse bin whose tokens are candidates."""
+    """Return the last coarse bin whose tokens are candidates."""
     bin_id = tl.arange(0, COARSE)
     by_number = tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32))
     total = total.to(tl.float64)
     slack = total - tl.ceil(total * top_p)
     ceiling = (highest_bin(unit) - bin_id * _FINE_PER_COARSE + 1) << WEIGHT_SHIFT
-    most = ceiling.to(tl.float32, bitcast=True)  # no weight in the bin is as high
+    most = ceiling.to(tl.float32, bitcast=True)  # upper bound of the weights in each bin
     beyond = tl.cumsum(counts.to(tl.float64) * most.to(tl.float64), 0, reverse=True)
     return tl.where(by_weight, tl.sum(((beyond > slack) & (bin_id > 0)).to(tl.int32)), by_number)
 
 
 @triton.jit
 def lowest_candidate(counts, total, top_k, top_p, by_weight, best, log_min_p, temperature, unit, MOST: tl.constexpr):
-    """The logit from which on all tokens are candidates, in the middle of the bin after the last that holds one.
+    """Return whether there are few enough candidates, by the counts, and the logit from which on all tokens are
+    candidates: the middle of the bin after the last one that holds candidates.
 
-    Whether it leaves few enough, by the counts, comes first. `best` is over the temperature, the found logit is not.
+    `best` is divided by the temperature, the returned logit is not.
     """
     bin_id = tl.arange(0, COARSE)
     after = _level(counts, total, top_k, top_p, by_weight, unit) + 1
@@ -117,7 +119,7 @@ def lowest_candidate(counts, total, top_k, top_p, by_weight, best, log_min_p, te
 
 @triton.jit
 def list_tile(token, is_candidate, listed_ptr, ids_ptr, MOST: tl.constexpr):
-    """List candidates in any order; those beyond MOST are only counted."""
+    """Append candidates to the list in any order; those beyond MOST are only counted."""
     place = tl.atomic_add(listed_ptr + tl.zeros_like(token), 1, mask=is_candidate, sem="relaxed")
     tl.store(ids_ptr + place, token, mask=is_candidate & (place < MOST))
 
@@ -136,7 +138,7 @@ def draw_filtered(
     counts_ptr, numbers_ptr, masses_ptr, listed_ptr, ids_ptr,
     MOST: tl.constexpr, FEW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row with filters, drawn by the random `number`; clears the row's scratch memory."""
+    """Return the token of a row with filters, drawn with the random `number`; clears the row's scratch memory."""
     by_weight = (top_k <= 0) | (top_k >= vocab_size)
     row = (logits_ptr, vocab_size, temperature, best, log_min_p, unit, by_weight)
     highest = keys_of(best, weights_of(best, best, unit), by_weight).to(tl.int64)

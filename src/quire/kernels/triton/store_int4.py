@@ -1,4 +1,5 @@
-"""Keys and values into an int4 cache: groups of a head's numbers have a scale and an offset, two share a byte."""
+"""Writes keys and values to an int4 cache: groups of a head's elements have a scale and an offset, two elements share a
+byte."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from quire.kernels.triton.attention_scaled import head_stride, int4_group
 from quire.kernels.triton.launch import ROUNDING, await_inputs, check, power_of_two
 
 LARGEST_HALF = tl.constexpr(65504.0)
-LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)  # no infinity and no NaN is at most as large
+LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)  # infinity and NaN are not at most this
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def _store_int4(
     STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One key or value head of one token."""
+    """Store one key or value head of one token."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     await_inputs(DEPENDENT)
     row = tl.load(row_ptr + token).to(tl.int64)
@@ -42,7 +43,7 @@ def _store_int4(
         step = scale.to(tl.float32)
         step = tl.where(step == 0.0, 1.0, step)
         above = tl.div_rn(x - offset.to(tl.float32)[:, None], tl.broadcast_to(step[:, None], x.shape))
-        whole = (above + ROUNDING) - ROUNDING  # to the nearest whole number, ties to even
+        whole = (above + ROUNDING) - ROUNDING  # round to nearest even
         levels = tl.where(whole == whole, tl.minimum(tl.maximum(whole, 0.0), 15.0), 0.0).to(tl.uint8)
         first, second = tl.split(tl.reshape(levels, [GROUPS_PAD, GROUP // 2, 2]))
         own = head % KEYS
@@ -70,7 +71,7 @@ def store_int4(
     query_heads: int,
     dependent: bool = False,
 ) -> None:
-    """Put the keys and values of each token into the paged cache. A token past the end of its line of `blocks` is not
+    """Write the keys and values of each token to the paged cache. A token past the end of its row of `blocks` is not
     stored."""
     check(scales is not None, "an int4 cache has scales")
     assert scales is not None

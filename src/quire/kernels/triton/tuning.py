@@ -1,4 +1,4 @@
-"""The fastest tilings of products on one device: found by trials, kept as JSON, read back with every number checked."""
+"""Tuning of gemm tilings on one device: trials, and a JSON table that is validated when it is read back."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ from quire.kernels.triton.products_plan import MOST_ROWS, Found, Shape, Tiling, 
 
 logger = logging.getLogger("quire.kernels")
 
-ROWS = (1, 16, 32, 64)  # one for each number that tilings are made for
-FLOAT8_ROWS = (*ROWS, 128, 256)  # the library is further behind with these
+ROWS = (1, 16, 32, 64)  # one for each number of rows that tilings are made for
+FLOAT8_ROWS = (*ROWS, 128, 256)  # cuBLAS is slower by a larger margin for float8
 LARGEST_ERROR = 0.05
 FORMAT = 2
-_LIMITS = Tiling(MOST_ROWS, 512, 16384, 64, 32, 16)  # no tiling goes beyond
+_LIMITS = Tiling(MOST_ROWS, 512, 16384, 64, 32, 16)  # upper limits of every field
 
 
 class Trial(NamedTuple):
-    """What came of one layer with so many rows. Microseconds; infinite: none could be run."""
+    """The result of one layer with a number of rows. Times are in microseconds; infinite: no tiling could run."""
 
     layer: Layer
     rows: int
     kind: Kind
-    present: Tiling  # what was chosen before
+    present: Tiling  # the choice before tuning
     present_us: float
     best: Tiling
     best_us: float
-    library_us: float | None  # None: the library has no such product
+    library_us: float | None  # None: cuBLAS has no such gemm
 
 
 Run = Callable[[Layer, int, Kind], Trial]
 
 
 def run_trial(device: torch.device, workspace: Workspace, timer: Timer) -> Run:
-    """Trials on a device. The workspace must be like the engine's: what does not fit in it is no choice."""
+    """Return a function that runs trials on a device. The workspace must be as large as the engine's: tilings that do
+    not fit in it fail."""
 
     def run(layer: Layer, rows: int, kind: Kind) -> Trial:
         operands, tilings = Operands.make(layer, rows, kind, device), candidates(layer, rows, kind, device)
         with compiling_only():
             for tiling in tilings:
-                _attempt(lambda tiling=tiling: operands.call(layer, 0, workspace, tiling))  # type: ignore[misc]
+                _can_run(lambda tiling=tiling: operands.call(layer, 0, workspace, tiling))  # type: ignore[misc]
         times = {tiling: _time(operands, layer, workspace, tiling, timer) for tiling in tilings}
         best = min(times, key=times.__getitem__)
         library = operands.library_calls(layer)
@@ -60,8 +61,9 @@ def run_trial(device: torch.device, workspace: Workspace, timer: Timer) -> Run:
 
 
 def tune(layers: Sequence[Layer], run: Run, *, float8: bool, hopper: bool = False) -> Iterator[Trial]:
-    """A trial of every layer with every number of rows. `float8`: of all weights but the head's, and of activations
-    where there are several rows. `hopper`: the device has products_hopper.py, which no tiling changes."""
+    """Yield a trial of every layer with every number of rows. `float8`: with float8 weights except for the head, and
+    float8 activations if there are several rows. `hopper`: the device has products_hopper.py; gemms that it takes are
+    skipped."""
     for layer in layers:
         is_small = float8 and layer.name != "head"
         has_product = hopper and layer.inputs % MULTIPLE == layer.weight_rows % MULTIPLE == 0
@@ -73,7 +75,8 @@ def tune(layers: Sequence[Layer], run: Run, *, float8: bool, hopper: bool = Fals
 
 
 def found_by(trials: Sequence[Trial]) -> Found:
-    """The best tilings, and for every weight up to how many rows they beat the library, where it has the product."""
+    """Return the best tilings, and for every weight the number of rows up to which they beat cuBLAS, where cuBLAS has
+    the gemm."""
     tilings = {
         trial.layer.shape(trial.rows, trial.kind): trial.best for trial in trials if trial.best_us < float("inf")
     }
@@ -92,6 +95,7 @@ def found_by(trials: Sequence[Trial]) -> Found:
 
 
 def to_json(found: Found, gpu: str, version: str) -> str:
+    """Write a table of tilings for this device and version of Triton."""
     tilings = [[list(shape), list(tiling)] for shape, tiling in found.tilings.items()]
     own_rows = [[*weight, rows] for weight, rows in found.own_rows.items()]
     table = {"format": FORMAT, "gpu": gpu, "triton": version, "tilings": tilings, "own_rows": own_rows}
@@ -99,10 +103,10 @@ def to_json(found: Found, gpu: str, version: str) -> str:
 
 
 def from_json(text: str, gpu: str, version: str) -> Found:
-    """Raises ValueError for anything but a table of this device and version that `to_json` could have written."""
+    """Parse a table that `to_json` wrote for this device and version. Raises ValueError for anything else."""
     table = json.loads(text)
     if not isinstance(table, dict) or table.get("format") != FORMAT:
-        raise ValueError(f"it is no tuning table of format {FORMAT}")
+        raise ValueError(f"it is not a tuning table of format {FORMAT}")
     if (table.get("gpu"), table.get("triton")) != (gpu, version):
         raise ValueError(f"it was made for {table.get('gpu')} with triton {table.get('triton')}")
     tilings = {}
@@ -119,21 +123,21 @@ def from_json(text: str, gpu: str, version: str) -> Found:
     return Found(tilings, own_rows)
 
 
-def _attempt(call: Callable[[], None]) -> bool:
-    """Whether a tiling can be run at all: some take more shared memory, registers or workspace than there is."""
+def _can_run(call: Callable[[], None]) -> bool:
+    """Whether a tiling can run at all: some need more shared memory, registers or workspace than there is."""
     try:
         call()
-    except Exception as error:  # noqa: BLE001  (the compiler and the driver raise what they like)
+    except Exception as error:  # noqa: BLE001  (the compiler and the driver raise arbitrary exceptions)
         logger.debug("a tiling cannot be run: %s", error)
         return False
     return True
 
 
 def _time(operands: Operands, layer: Layer, workspace: Workspace, tiling: Tiling, timer: Timer) -> float:
-    if not _attempt(lambda: operands.call(layer, 0, workspace, tiling)):
+    if not _can_run(lambda: operands.call(layer, 0, workspace, tiling)):
         return float("inf")
-    right = operands.error(layer, workspace, tiling) <= LARGEST_ERROR
-    return timer(operands.calls(layer, workspace, tiling)) if right else float("inf")
+    is_accurate = operands.error(layer, workspace, tiling) <= LARGEST_ERROR
+    return timer(operands.calls(layer, workspace, tiling)) if is_accurate else float("inf")
 
 
 def _lines(table: dict[str, Any], name: str, width: int) -> list[list[Any]]:
@@ -152,13 +156,14 @@ def _whole(values: Any, count: int) -> list[int]:
 
 def _shape(values: Any) -> Shape:
     if not isinstance(values, list) or not values or type(values[-1]) is not bool:
-        raise ValueError(f"{values!r:.80} is no shape")
+        raise ValueError(f"{values!r:.80} is not a shape")
     rows, outputs, inputs, x_bytes, weight_bytes = _whole(values[:-1], 5)
     return Shape(rows, outputs, inputs, x_bytes, weight_bytes, values[-1])
 
 
 def _check(shape: Shape, tiling: Tiling) -> None:
-    """That launching it is safe: its blocks hold the rows, and no number is beyond what kernels are made for."""
+    """Raise ValueError unless launching the tiling is safe: its blocks hold the rows, and no field is beyond the
+    kernels' limits."""
     blocks = (tiling.block_m, tiling.block_n, tiling.block_k, tiling.warps)
     if any(size < 1 or size & (size - 1) for size in blocks) or tiling.splits < 1 or tiling.stages < 1:
         raise ValueError(f"{tiling} has a block that is no power of two")

@@ -27,14 +27,14 @@ from quire.types.request import Abort
 
 logger = logging.getLogger("quire.edge")
 
-POLL_SECONDS = 0.01  # between two looks at the engine's backlog and at other edges, while requests are queued
-LONGEST_RETRY = 60  # seconds
-DRAIN_GRACE = 0.5  # seconds to write the errors that end a drain
+POLL_SECONDS = 0.01  # while requests are queued: how often to check the engine's backlog and the load of other edges
+LONGEST_RETRY = 60  # seconds: the largest Retry-After of QueueFull
+DRAIN_GRACE = 0.5  # seconds for handlers to write error responses after a drain has timed out
 AbortKind = Literal["admin", "drain", "timeout", "queue_timeout"]
 
 
 class QueueFull(QuireError):
-    """The queue is full. `retry_after` is an estimate in whole seconds."""
+    """The queue is full. `retry_after` is the estimated wait in whole seconds."""
 
     def __init__(self, retry_after: int) -> None:
         super().__init__("the server is full: too many requests wait for the engine")
@@ -42,18 +42,18 @@ class QueueFull(QuireError):
 
 
 class Draining(QuireError):
-    """The server is shutting down and takes no new work."""
+    """The server is shutting down and accepts no new requests."""
 
 
 def _do_nothing() -> None:
-    """The default of `on_engine_up`."""
+    """Default of `Dispatcher.on_engine_up`."""
 
 
 class Dispatcher:
     """Holds requests in a queue, submits as many as the engine can use, and ends each of them exactly once: when the
-    engine finishes it, when it fails, or when its client cancels it.
+    engine finishes it, when it fails, or when it is cancelled.
 
-    The event loop calls everything but the `post_` methods. The link's thread calls those.
+    The event loop calls all methods except `post_*`, which the link's thread calls.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Dispatcher:
         self._quarantine = quarantine or Quarantine(limits["quarantine_seconds"])
         self._retries = RetryQueue(self.edge_loads)
         self._poll: asyncio.TimerHandle | None = None
-        self._max_waiting = limits["queue_requests"]  # at all edges together, as is queue_tokens
+        self._max_waiting = limits["queue_requests"]  # bounds the sum over all edges, as queue_tokens does
         self._queue = RequestQueue(self._max_waiting, limits["queue_tokens"])
         self._throttle = StreamThrottle(self._loop, limits["coalesce_streams"], limits["coalesce_ms"] / 1_000)
         self._router = TokenRouter(link, tokenizer, self, observer, limits["stream_bytes"])
-        self._in_engine: dict[str, InFlightRequest] = {}  # in the engine, by the engine's request id
+        self._in_engine: dict[str, InFlightRequest] = {}  # by the engine's request id
         self._num_accepted = self._num_preparing = self._num_streams = 0
-        self._ends: deque[float] = deque(maxlen=64)
+        self._ends: deque[float] = deque(maxlen=64)  # when the last requests ended, by the monotonic clock
         self._empty = asyncio.Event()
         self._empty.set()
         self.is_draining = False
@@ -93,7 +93,7 @@ class Dispatcher:
     # -------------------------------------------------------------------------------------- called by handlers
     @contextmanager
     def accept(self) -> Iterator[None]:
-        """Count one HTTP request as handled while the block runs: `drain` waits for it. Raises QueueFull or
+        """Count one HTTP request as being handled while the block runs; `drain` waits for it. Raises QueueFull or
         Draining."""
         if self.is_draining:
             raise Draining("the server is shutting down")
@@ -110,8 +110,8 @@ class Dispatcher:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Count a request as waiting while the block checks and tokenizes it. Reading its body does not count: a client
-        may take as long as it likes for that."""
+        """Count one request as waiting while the block validates and tokenizes it. Do not read the body inside the
+        block: a slow client would occupy a place in the queue."""
         self._num_preparing += 1
         self._publish()
         try:
@@ -121,8 +121,8 @@ class Dispatcher:
             self._publish()
 
     def enqueue(self, requests: Sequence[InFlightRequest]) -> None:
-        """Queue the requests of one client and submit what the engine has capacity for. Raises QueueFull or Quarantined
-        and queues none of them."""
+        """Queue the requests of one HTTP request, and submit as many queued requests as the engine has capacity for.
+        Raises QueueFull or Quarantined, and then queues none of them."""
         for request in requests:
             self._quarantine.check(request.submit)
         waiting = self.has_queue or not self._has_capacity(sum(request.num_sequences for request in requests))
@@ -138,7 +138,7 @@ class Dispatcher:
         self._submit_next()
 
     def cancel(self, requests: Iterable[InFlightRequest], reason: str = "client") -> None:
-        """End these requests wherever they are: queued or in the engine. Idempotent."""
+        """End these requests, whether queued or in the engine. Requests that have ended already are skipped."""
         for request in requests:
             self._throttle.forget(request.mailbox)
             if request.state == "queued":
@@ -154,7 +154,8 @@ class Dispatcher:
         self._submit_next()
 
     def abort(self, request_ids: Iterable[str] | None, kind: AbortKind = "admin") -> int:
-        """End requests with an error: those with these engine ids, or all. Returns how many it ended."""
+        """End requests with an error of this kind: those with these engine request ids, or all if None. Returns how
+        many were ended."""
         wanted = None if request_ids is None else set(request_ids)
         found = [one for one in self.requests() if wanted is None or one.submit.request_id in wanted]
         for request in found:
@@ -163,12 +164,12 @@ class Dispatcher:
         return len(found)
 
     def requests(self) -> list[InFlightRequest]:
-        """All requests that are queued or in the engine."""
+        """Return all requests that are queued or in the engine and have not ended."""
         inside = [one for one in self._in_engine.values() if one.state == "submitted"]
         return [*inside, *self._retries, *self._queue]
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests and wait for the others. Requests that take longer than `seconds` end with an error."""
+        """Refuse new requests and wait for the accepted ones. After `seconds`, end the rest with an error."""
         self.is_draining = True
         self._publish()
         try:
@@ -180,12 +181,12 @@ class Dispatcher:
 
     @property
     def has_queue(self) -> bool:
-        """Whether a request waits for room in the engine."""
+        """Whether any request is queued here, to be submitted for the first time or again."""
         return len(self._queue) > 0 or len(self._retries) > 0
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are queued or prepared."""
+        """Requests that are queued here or are being prepared (see `preparing`)."""
         return len(self._queue) + len(self._retries) + self._num_preparing
 
     @property
@@ -252,15 +253,15 @@ class Dispatcher:
         try:
             self.on_engine_up()
         except Exception:
-            logger.exception("what the edge does with a new engine failed; requests go on")
+            logger.exception("on_engine_up failed for a new engine; requests are still served")
         self._loop.call_soon(self._submit_next)  # after the callback has queued its own requests
 
     def _on_engine_down(self, lost: list[InFlightRequest], reason: str) -> None:
-        lost = [request for request in lost if request.state != "queued"]  # else it could not be submitted
+        lost = [request for request in lost if request.state != "queued"]  # queued: `submit` failed, it stays queued
         logger.error("the engine is down: %s; %d requests were in it, %d wait", reason, len(lost), len(self._queue))
         crashed, self.engine = self.engine, None
         self._observer.engine_down()
-        if crashed is not None:  # else these requests came too late to be in an engine
+        if crashed is not None:  # else the engine was down already, and these requests never reached it
             suspects = self._retries.suspects(lost)
             self._quarantine.add_crash((request.submit for request in suspects), crashed.generation)
             for request in suspects:
@@ -277,14 +278,14 @@ class Dispatcher:
         self._publish()
 
     def _restart(self, request: InFlightRequest, reason: str) -> None:
-        """Queue a request for the next engine: nothing of its answer was delivered."""
+        """Queue a request again for the next engine. Nothing of its response has been delivered."""
         logger.warning("request %s is submitted again: %s", request.submit.request_id, reason)
         self._retries.add(request)
         request.restart(time.monotonic())
         self._observer.resubmitted(request.record)
 
     def _give_up(self, request: InFlightRequest) -> None:
-        """End a request that was in the engine when it died and is not submitted again."""
+        """End a request with an error because it cannot be submitted again or is quarantined."""
         seconds = self._quarantine.seconds_left(request.submit)
         kind: Literal["engine_down", "quarantined"] = "engine_down" if seconds is None else "quarantined"
         self._mark_over(request)
@@ -294,7 +295,7 @@ class Dispatcher:
             logger.error("request %s is quarantined: the engine died with it twice", request.submit.request_id)
 
     def _submit_next(self) -> None:
-        """Submit requests while the engine has room: those that were in an engine before, then those in the queue."""
+        """Submit requests while the engine has capacity: first those of the retry queue, then those of the queue."""
         while self.engine is not None and (request := self._next_request()) is not None:
             if self._is_quarantined(request):
                 continue
@@ -304,7 +305,7 @@ class Dispatcher:
             self._router.expect(request)
             try:
                 self._link.submit(request.submit)
-            except EngineDead:  # it stays queued, and is tried again
+            except EngineDead:  # the request stays queued and is submitted to the next engine
                 self._router.forget(request)
                 request.record.submitted_at = None
                 break
@@ -317,19 +318,20 @@ class Dispatcher:
             self._observer.submitted(request.record)
         self._publish()
         if self.engine is not None and self.has_queue and self._poll is None:
-            self._poll = self._loop.call_later(POLL_SECONDS, self._look_again)
+            self._poll = self._loop.call_later(POLL_SECONDS, self._check_capacity)
 
     def _next_request(self) -> InFlightRequest | None:
-        """The request to submit next; None while a request is tried, which would be blamed for a crash by another."""
+        """Return the request to submit next. Returns None while a retried request runs alone: if the engine crashed
+        with two requests, either could be to blame."""
         return None if self._retries.is_trying else self._retries.first() or self._queue.first()
 
-    def _look_again(self) -> None:
-        """The engine, or another edge, may have made room without telling this one."""
+    def _check_capacity(self) -> None:
+        """Check capacity again: the engine or another edge frees capacity without notifying this edge."""
         self._poll = None
         self._submit_next()
 
     def _is_quarantined(self, request: InFlightRequest) -> bool:
-        """Whether the same request crashed the engine while this one was queued; it ends then."""
+        """Whether the content of this request was quarantined while it was queued. If so, also end it with an error."""
         if self._quarantine.seconds_left(request.submit) is None:
             return False
         self._queue.remove(request)
@@ -352,13 +354,12 @@ class Dispatcher:
         return self.engine is not None and self._capacity.has_room(self.engine, num_sequences)
 
     def _remove_from_engine(self, request: InFlightRequest) -> None:
-        """The engine no longer holds the request."""
         self._retries.remove(request)
         if self._in_engine.pop(request.submit.request_id, None) is not None:
             self._capacity.remove(request)
 
     def _mark_over(self, request: InFlightRequest) -> None:
-        """The request is over for its client. The engine may still hold it until it confirms the abort."""
+        """Mark a request as ended for its client. The engine may hold it until the abort is confirmed."""
         request.state = "over"
         request.mailbox.num_open -= 1
         self._num_streams -= request.streams
@@ -366,8 +367,8 @@ class Dispatcher:
         self._ends.append(request.record.finished_at)
 
     def _close_record(self, request: InFlightRequest) -> None:
-        """Report the finished request to the observer. An exception here must not stop the other requests of the
-        batch."""
+        """Complete the record of a finished request and report it to the observer. Exceptions are logged: they must not
+        affect the other requests of the batch."""
         try:
             self._fill_record(request)
             self._observer.finished(request.record)
@@ -391,7 +392,8 @@ class Dispatcher:
         logger.info("request %s: %d tokens in, %d out, %.3f s", record.request_id, *counts, seconds)
 
     def _retry_after(self) -> int:
-        """Estimate from the last requests how many seconds it takes until as many have ended as are queued now."""
+        """Estimate, from the rate at which the last requests ended, in how many seconds as many requests will have
+        ended as are queued now."""
         if len(self._ends) < 2 or (span := self._ends[-1] - self._ends[0]) <= 0:
             return 1
         return max(1, min(LONGEST_RETRY, round((len(self._queue) + 1) * span / (len(self._ends) - 1))))

@@ -1,4 +1,5 @@
-"""Decides how many requests go to the engine. All others wait in the queues of the edges and survive its death."""
+"""Decides how many requests are submitted to the engine. All others wait in the queues of the edges, so they survive
+the death of an engine."""
 
 from __future__ import annotations
 
@@ -6,28 +7,29 @@ from quire.serving.dispatch.in_flight_request import InFlightRequest
 from quire.serving.process.edge_loads import EdgeLoadTable
 from quire.serving.process.link import EngineLink, EngineReady
 
-EDGE_ORDERED = frozenset({"fcfs", "priority", "fair"})  # policies whose order the queues of the edges keep
-CHOOSING_WINDOW = 2  # for other policies, which choose among waiting requests: as many times the engine's sequences
-_LEAST_AHEAD = 8
+EDGE_ORDERED = frozenset({"fcfs", "priority", "fair"})  # scheduling policies whose order the edge queues implement
+# Other policies choose among the waiting requests in the engine, so it gets this multiple of max_num_seqs.
+CHOOSING_WINDOW = 2
+_LEAST_AHEAD = 8  # the engine may hold up to this many requests that it does not run yet, however small it is
 
 
 class EngineCapacity:
-    """Counts the sequences that this edge has in the engine, and says whether the engine can use another request.
+    """Counts the sequences that this edge has in the engine, and decides whether the engine can use another request.
 
-    All edges together submit as many sequences as the engine runs at once. While several edges have queues, each of
-    them may use its share. The engine may lack KV blocks before it lacks rows, which only the engine knows: it reports
-    how many requests it could not run in a step, and edges submit little more than it runs.
+    All edges together submit at most as many sequences as the engine runs at once. While several edges have queues,
+    each of them is limited to its share. The KV cache may be full before all rows are taken, and only the engine knows
+    that: it reports how many requests are waiting in it, and the edges keep that number small.
     """
 
     def __init__(self, link: EngineLink, edge_loads: EdgeLoadTable, num_workers: int) -> None:
         self._link, self._edge_loads, self._num_workers = link, edge_loads, num_workers
         self._num_requests = 0
         self.num_sequences = 0
-        self._steps = 0  # of the engine, when it last reported its backlog
+        self._steps = 0  # the engine's step count at its last report of the backlog
         self._num_sent = 0  # requests submitted since then
 
     def reset(self) -> None:
-        """Another engine is up. It has made no step yet."""
+        """Reset the backlog for a new engine, which has not made a step yet."""
         self._steps = self._num_sent = 0
 
     def add(self, request: InFlightRequest) -> None:
@@ -40,7 +42,7 @@ class EngineCapacity:
         self.num_sequences -= request.num_sequences
 
     def has_room(self, engine: EngineReady, num_sequences: int) -> bool:
-        """Whether the engine can use another request with so many sequences."""
+        """Whether the engine can use another request with this many sequences."""
         if not self._num_requests:
             return True
         if engine.policy not in EDGE_ORDERED:
@@ -54,7 +56,8 @@ class EngineCapacity:
         return self._num_unplanned() < max(_LEAST_AHEAD, engine.max_num_seqs // 2)
 
     def _num_unplanned(self) -> int:
-        """Requests that the engine holds and does not run yet, as far as this edge knows."""
+        """Return how many requests the engine holds but does not run yet: its reported backlog, plus what this edge has
+        submitted since that report."""
         backlog = self._link.backlog()
         if backlog is None:
             return self._num_sent

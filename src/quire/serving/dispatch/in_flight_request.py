@@ -17,28 +17,28 @@ from quire.types.output import Finished, SampleEnd
 from quire.types.request import Submit
 from quire.types.step import TokenLogprobs
 
-# Renders the logprobs of one token, whose text begins at a character offset, as JSON: one piece per column
+# Renders the logprobs of one token as JSON, one piece per column. Takes the character offset of its text in the answer.
 RenderLogprobs = Callable[[TokenLogprobs, int], tuple[bytes, ...]]
-MAX_RESTARTS = 3  # of one request; after the first one only because other requests crashed the engine
+MAX_RESTARTS = 3  # of one request. A request that is suspected of MAX_CRASHES crashes is not restarted.
 RequestState = Literal["new", "queued", "submitted", "over"]
 
 
 @dataclass(slots=True)
 class Follower:
-    """Turns one sample's tokens into text as they come. Lives on the link's thread."""
+    """Turns the tokens of one sample into text as they arrive. Used by the link's thread only."""
 
     request: InFlightRequest
     index: int
     text: SampleText
     last_at: float | None = None
-    held: list[Delta] = field(default_factory=list)  # not sent yet: see `interval`
+    held: list[Delta] = field(default_factory=list)  # deltas not yet in the mailbox: see `InFlightRequest.interval`
     token_ids: list[int] = field(default_factory=list)
     is_over: bool = False
-    released: int = 0  # bytes that the mailbox had got after the last release
+    released: int = 0  # `Mailbox.put_bytes` after the last release
 
     def push(self, token_id: int, entry: TokenLogprobs | None) -> Delta:
-        """Take one token and return its delta. The delta carries the finish reason if the token completed a stop string
-        or a loop."""
+        """Take one token and return its delta. If the token completes a stop string or a repetition loop, the delta has
+        a finish reason and `is_over` is set."""
         text, request = self.text, self.request
         self.token_ids.append(token_id)
         offset = text.num_characters
@@ -52,7 +52,8 @@ class Follower:
         return Delta(choice, new, (token_id,), columns, reason, text.stopped_by)
 
     def hold(self, delta: Delta) -> bool:
-        """Hold a delta back. Returns whether enough are held for an event of the stream."""
+        """Add a delta to the held ones. Returns whether they should be released: `interval` of them are held, this is
+        the first token, or the sample is over."""
         self.held.append(delta)
         return len(self.held) >= self.request.interval or self.text.num_tokens == 1 or self.is_over
 
@@ -65,17 +66,18 @@ class Follower:
 
     @property
     def is_unread(self) -> bool:
-        """Whether the client has not read what was released last, though it had the time of a whole interval."""
+        """Whether the handler has not taken all deltas of the last release, although a whole interval has passed
+        since."""
         return self.request.mailbox.taken_bytes < self.released
 
 
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """An engine request, the mailbox of its client, and in the end its result.
+    """An engine request, the mailbox of its client, and once it has finished, its result.
 
-    With `streams` every token becomes a delta in the mailbox; otherwise the mailbox only learns of the end. Samples are
-    followed token by token if they stream or may end by their text. Ranked samples are followed at the end, when the
-    engine has chosen them.
+    If `streams`, every token becomes a delta in the mailbox; otherwise the mailbox is only woken at the end. Samples
+    are followed token by token if they stream or if their text may end them. Ranked samples are followed at the end,
+    after the engine has chosen them.
     """
 
     submit: Submit
@@ -83,16 +85,16 @@ class InFlightRequest:
     mailbox: Mailbox
     first_choice: int = 0  # the index of sample 0 among the choices of the response
     streams: bool = False
-    interval: int = 1
+    interval: int = 1  # tokens per event of a stream
     render: RenderLogprobs | None = None
-    make_watch: WatchMaker | None = None  # what may end a sample by its text, besides its sampling parameters
+    make_watch: WatchMaker | None = None  # makes a watch that may end a sample by its text, besides stop strings
     state: RequestState = "new"
-    handle: int | None = None
+    handle: int | None = None  # of its first sample; set when the engine has accepted the request
     followers: list[Follower] = field(default_factory=list)
     finished: Finished | None = None
-    has_started: bool = False  # it has produced a token; the link's thread sets it
-    num_crashes: int = 0  # of engines for which it may be to blame
-    restarts: list[LedgerEntry] = field(default_factory=list)  # for its ledger
+    has_started: bool = False  # whether it has produced a token; set by the link's thread
+    num_crashes: int = 0  # engine crashes that this request may have caused
+    restarts: list[LedgerEntry] = field(default_factory=list)  # entries to put before the engine's ledger
     _follower: RequestFollower | None = None  # set when the engine has accepted it
 
     @property
@@ -101,25 +103,25 @@ class InFlightRequest:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences it has in the engine."""
+        """How many sequences the request has in the engine."""
         return num_sequences(self.submit)
 
     @property
     def weight(self) -> int:
-        """Its number of prompt tokens, which the queue is bounded in."""
+        """Number of prompt tokens, in which the queue is bounded."""
         return len(self.submit.prompt_token_ids)
 
     @property
     def can_restart(self) -> bool:
-        """Whether the next engine may compute it from the start: if nothing of the answer was delivered, and if it is
-        not to blame for two crashes."""
+        """Whether the next engine may compute this request from the start: nothing of its response was delivered, it
+        has not failed, and it was restarted and suspected of crashes too few times to be given up."""
         if len(self.restarts) >= MAX_RESTARTS or self.num_crashes >= MAX_CRASHES:
             return False
         return not self.mailbox.has_delivered and self.mailbox.failure is None
 
     def restart(self, now: float) -> None:
-        """Make it as it was before it was submitted, with another id in the engine, so that a late message about the
-        first attempt is not taken for one about the second."""
+        """Reset the request to its state before submission. It gets another engine request id, so that a late message
+        about the first attempt is not taken for one about the second."""
         self.submit = replace(self.submit, request_id=f"{self.submit.request_id}-again")
         self.state, self.handle, self.followers, self.finished = "queued", None, [], None
         self.has_started, self._follower = False, None
@@ -128,21 +130,22 @@ class InFlightRequest:
         self.mailbox.discard(range(self.first_choice, self.first_choice + self.n))
 
     def follow(self, tokenizer: Tokenizer, handle: int) -> list[Follower]:
-        """Make its followers. Called when the engine has accepted the request."""
+        """Create its followers and return them. Called when the engine has accepted the request."""
         self.handle, self._follower = handle, self._make_follower(tokenizer)
         self.followers = [Follower(self, index, text) for index, text in self._follower.texts.items()]
         return self.followers
 
     def tokens_so_far(self, index: int) -> tuple[int, ...] | None:
-        """The tokens of sample `index` so far; None if it is not followed."""
+        """Return the tokens of sample `index` so far, or None if that sample is not followed."""
         return tuple(self.followers[index].token_ids) if index < len(self.followers) else None
 
     def finish(self, finished: Finished, tokenizer: Tokenizer) -> None:
-        """Keep the engine's result, and put the last deltas of streamed samples into the mailbox."""
+        """Store the engine's result. If the request streams, also put the last deltas of its samples into the
+        mailbox."""
         if self.restarts:
             finished = finished._replace(ledger=(*self.restarts, *finished.ledger))
         self.finished = finished
-        if self._follower is None:  # it ended before it was accepted
+        if self._follower is None:  # the request ended before the engine accepted it
             self._follower = self._make_follower(tokenizer)
         if self._follower.is_ranked:
             self._follow_ranked(self._follower, finished)
@@ -162,7 +165,7 @@ class InFlightRequest:
         return RequestFollower(self.submit, tokenizer, wants_all=self.streams, make_watch=self.make_watch)
 
     def _follow_ranked(self, request: RequestFollower, finished: Finished) -> None:
-        """Follow ranked samples as if their tokens came now."""
+        """Follow the ranked samples of a finished request, as if their tokens arrived now."""
         request.rank(finished)
         for end in finished.samples if request.texts else ():
             follower = Follower(self, end.index, request.texts[end.index])
@@ -173,7 +176,7 @@ class InFlightRequest:
                 follower.release()
 
     def ends(self) -> list[tuple[SampleEnd, SampleText | None]]:
-        """Every sample as its user sees it, in order, with its text if it was followed."""
+        """Return the end of every sample that the client gets, in order, with its text if the sample was followed."""
         assert self.finished is not None
         assert self._follower is not None
         return self._follower.ends(self.finished)

@@ -1,5 +1,5 @@
-"""Mailboxes carry deltas from the link's thread to the handler of a request on the event loop. The throttle decides
-when handlers wake."""
+"""Mailboxes carry deltas from the link's thread to the handler of a request on the event loop. StreamThrottle decides
+when handlers are woken."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ FailureKind = Literal[
     "queue_timeout",
     "cancelled",
 ]
-_DELTA_BYTES = 64  # memory of a delta besides its text
+_DELTA_BYTES = 64  # estimated memory of a delta without its text and logprobs
 
 
 class Delta(NamedTuple):
-    """New tokens of one sample. `logprobs` holds rendered JSON, one piece per column of the response format.
+    """New tokens of one choice. `logprobs` holds rendered JSON, one piece per column of the response format.
 
-    `best` is the best answer so far of a beam search that streams it; the rest is then empty.
+    A beam search that streams its best answer so far sends deltas with only `choice` and `best`, the text of that
+    answer.
     """
 
     choice: int
@@ -42,12 +43,13 @@ class Delta(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Estimated memory in bytes."""
         return _DELTA_BYTES + len(self.text) + sum(map(len, self.logprobs)) + len(self.best or "")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request failed. `error` is set when the engine refused the request, `retry_after` (in seconds) when it is
+    """Why a request failed. `error` is set if the engine refused the request; `retry_after` (seconds) if the request is
     quarantined."""
 
     kind: FailureKind
@@ -56,19 +58,20 @@ class Failure:
 
 
 class Mailbox:
-    """The deltas of one HTTP request. The link's thread calls `put`; the event loop calls everything else."""
+    """The deltas of one HTTP request. The link's thread calls `put` and `pending_bytes`; the event loop calls
+    everything else."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, num_requests: int) -> None:
         self._loop = loop
         self._deltas: deque[Delta] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._is_signalled = False
-        self.put_bytes = self.taken_bytes = 0  # each has one writer, so they need no lock
+        self.put_bytes = self.taken_bytes = 0  # each is written by one thread only, so neither needs a lock
         self.num_open = num_requests  # engine requests that have not ended
         self.failure: Failure | None = None
-        self.is_gone = False  # the client hung up
+        self.is_gone = False  # the client has disconnected
         self.has_delivered = False  # the handler took a delta, which the client may have seen
-        self.woken_at: float | None = None  # by the throttle, on the clock of the event loop
+        self.woken_at: float | None = None  # when the throttle last woke the handler, by the event loop's clock
 
     # ------------------------------------------------------------------------------- called by the link's thread
     def put(self, delta: Delta) -> None:
@@ -82,11 +85,11 @@ class Mailbox:
     # ---------------------------------------------------------------------------------- called by the event loop
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come, so that the handler must wake at once."""
+        """Whether no more deltas will come, so that the handler must be woken at once."""
         return self.num_open == 0 or self.failure is not None or self.is_gone
 
     def take(self) -> list[Delta]:
-        """Take all deltas so far, in order."""
+        """Remove all deltas so far and return them in order."""
         taken = []
         while self._deltas:
             taken.append(self._deltas.popleft())
@@ -95,7 +98,7 @@ class Mailbox:
         return taken
 
     def discard(self, choices: range) -> None:
-        """Drop the deltas of some choices: they will come again."""
+        """Drop the deltas of these choices, because the request is restarted and will produce them again."""
         for _ in range(len(self._deltas)):
             delta = self._deltas.popleft()
             if delta.choice in choices:
@@ -104,12 +107,13 @@ class Mailbox:
                 self._deltas.append(delta)
 
     def fail(self, failure: Failure) -> None:
-        """Keep the first failure and wake the handler."""
+        """Record the failure, unless one is recorded already, and wake the handler."""
         if self.failure is None:
             self.failure = failure
         self.wake()
 
     def hang_up(self) -> None:
+        """Note that the client has disconnected, and wake the handler."""
         self.is_gone = True
         self.wake()
 
@@ -120,7 +124,7 @@ class Mailbox:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Wait for `wake`; returns at once if it was called since the last wait."""
+        """Wait for `wake`. Returns at once if it was called since the last `wait`."""
         if not self._is_signalled:
             self._waiter = self._loop.create_future()
             try:
@@ -140,6 +144,7 @@ class StreamThrottle:
         self._timer: asyncio.TimerHandle | None = None
 
     def deliver(self, mailboxes: Iterable[Mailbox], num_streams: int) -> None:
+        """Wake the handlers of these mailboxes, now or when `gap` seconds have passed since they were last woken."""
         now = self._loop.time()
         gap = self._gap if num_streams > self._max_streams else 0.0
         for mailbox in mailboxes:
@@ -153,7 +158,7 @@ class StreamThrottle:
             self._arm()
 
     def forget(self, mailbox: Mailbox) -> None:
-        """The handler of this mailbox ends."""
+        """Drop a mailbox whose request has ended."""
         self._held.discard(mailbox)
 
     def _arm(self) -> None:

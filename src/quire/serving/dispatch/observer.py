@@ -1,4 +1,4 @@
-"""What the dispatcher reports about requests. Metrics and traces implement `Observer`."""
+"""The events that the dispatcher reports about requests. Metrics and traces implement `Observer`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from quire.types.sampling import SamplingParams
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times and counts of one engine request, for metrics and logs. Times are in seconds of the monotonic clock; None:
-    it has not happened."""
+    """Times and counts of one engine request, for metrics and logs. Times are seconds of the monotonic clock; None: the
+    event has not happened."""
 
     request_id: str
-    endpoint: str  # "chat" or "completions"
+    endpoint: str  # name of the endpoint, such as "chat"
     num_prompt_tokens: int
     sampling: SamplingParams
     streamed: bool
     received_at: float
-    queued_at: float | None = None  # it was put into the queue
-    submitted_at: float | None = None  # it was sent to the engine
+    queued_at: float | None = None  # when it was put into the queue
+    submitted_at: float | None = None  # when it was submitted to the engine
     first_token_at: float | None = None
     last_token_at: float | None = None
     finished_at: float | None = None
@@ -31,42 +31,45 @@ class RequestRecord:
     num_preemptions: int = 0
     finish_reasons: tuple[str, ...] = ()  # one per sample: "stop", "length", "abort", "error"
     ledger: tuple[LedgerEntry, ...] = ()
-    name: str = ""  # the id that its client knows
-    traceparent: str = ""  # the header of that name: the trace that this request continues
+    name: str = ""  # the id by which its client knows it
+    traceparent: str = ""  # the traceparent header: the trace that this request continues
 
 
 class Observer(Protocol):
-    """No method may block or raise. The link's thread calls `tokens` and `first_token`; the event loop calls the
-    rest."""
+    """Receives the events of requests. No method may block or raise. The link's thread calls `tokens` and
+    `first_token`; the event loop calls the others."""
 
     def received(self, endpoint: str) -> None:
-        """The head of a request was read."""
+        """Note that the headers of a request were read."""
 
     def refused(self, endpoint: str, status: int, code: str) -> None:
-        """A request was answered with an error before it was submitted."""
+        """Note that a request was refused before it was submitted to the engine."""
 
     def http_error(self, status: int, field: str) -> None:
-        """Any HTTP request was answered with an error. `field` is a known field of requests, "other" or ""."""
+        """Note that an HTTP request got an error response. `field` is the field at fault if it is a known request
+        field, else "other" or ""."""
 
     def queued(self, record: RequestRecord) -> None: ...
 
     def submitted(self, record: RequestRecord) -> None: ...
 
     def resubmitted(self, record: RequestRecord) -> None:
-        """The engine died with the request, which waits for the next engine now."""
+        """Note that the engine died with the request, which now waits for the next engine."""
 
     def first_token(self, record: RequestRecord) -> None:
-        """A streamed request got its first token. For others, the ledger of the finished record has the time."""
+        """Note that a streamed request produced its first token. For other requests, the ledger of the finished record
+        has the time."""
 
     def tokens(self, num_tokens: int, intervals: Sequence[float]) -> None:
-        """One batch came: its number of tokens, and for each streamed sample the seconds since its last token."""
+        """Note that a batch of `num_tokens` tokens arrived. `intervals`: for each followed sample in it, the seconds
+        since its previous token."""
 
     def finished(self, record: RequestRecord) -> None:
-        """The engine finished the request, well or not."""
+        """Note that the engine finished the request, with or without an error."""
 
     def aborted(self, record: RequestRecord, reason: str) -> None:
-        """The request ended otherwise: "client", "admin", "slow_reader", "drain", "refused", "error",
-        "engine_down" or "quarantined"."""
+        """Note that the request ended otherwise. `reason` is "client", "admin", "slow_reader", "drain", "timeout",
+        "queue_timeout", "refused", "error", "engine_down" or "quarantined"."""
 
     def engine_up(self, generation: int) -> None: ...
 
@@ -74,7 +77,7 @@ class Observer(Protocol):
 
 
 class NullObserver:
-    """Ignores all reports."""
+    """An Observer that ignores all events."""
 
     def received(self, endpoint: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Keeps requests that crash the engine away from it: a request that was in the engine at two crashes is refused."""
+"""Refuses requests that crash the engine: a request that was in the engine at two crashes is not submitted again."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from quire.engine.messages import encode
 from quire.types.errors import QuireError
 from quire.types.request import Submit
 
-MAX_CRASHES = 2  # in which a request may have been before it is refused
-MAX_ENTRIES = 4_096  # requests that are remembered; beyond that the oldest are forgotten
-_VERSION = struct.Struct("<Q")
+MAX_CRASHES = 2  # a request that was in the engine at this many crashes is refused
+MAX_ENTRIES = 4_096  # requests remembered; beyond that the oldest are forgotten
+_VERSION = struct.Struct("<Q")  # the head of the file: a counter of its changes. JSON follows.
 
 
 class Quarantined(QuireError):
-    """The request was in the engine at its last crashes. `retry_after` is in whole seconds."""
+    """The same request was in the engine at its last crashes. `retry_after` is in whole seconds."""
 
     def __init__(self, retry_after: int) -> None:
         super().__init__(
@@ -37,15 +37,15 @@ class Quarantined(QuireError):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One request: the generations of the engines that crashed with it, and when the last one did."""
+    """The generations of the engines that crashed while they held one request, and the time of the last crash."""
 
     generations: tuple[int, ...]
     crashed_at: float
 
 
 def content_digest(submit: Submit) -> str:
-    """Return a digest of what a request makes the engine compute: equal for the same body, whoever sends it and
-    whatever its seed is."""
+    """Return a digest of what a request makes the engine compute. Requests with the same prompt and parameters have the
+    same digest, whatever their sender, id, priority and seed."""
     content = replace(
         submit,
         request_id="",
@@ -62,14 +62,14 @@ def content_digest(submit: Submit) -> str:
 class Quarantine:
     """The requests that were in the engine when it crashed, by content digest, for `seconds` after the crash.
 
-    All edges of a server share it through a file, so it outlives them. Without a path it is this edge's own. As long as
-    no engine has crashed, a check costs one read of shared memory.
+    All edges of a server share the entries through a file, which also outlives the edges. Without a path the entries
+    belong to this edge alone. As long as no engine has crashed, a check costs one read of shared memory.
     """
 
     def __init__(self, seconds: float, path: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock
         self._entries: dict[str, _Entry] = {}
-        self._seen = 0  # the version of the file that `_entries` is
+        self._seen = 0  # the version of the file that `_entries` was read from
         self._fd: int | None = None
         self._version: mmap.mmap | None = None
         if path is not None:
@@ -79,13 +79,13 @@ class Quarantine:
             self._version = mmap.mmap(self._fd, _VERSION.size)
 
     def check(self, submit: Submit) -> None:
-        """Raise Quarantined if the request must not run."""
+        """Raise Quarantined if the request is to be refused."""
         left = self.seconds_left(submit)
         if left is not None:
             raise Quarantined(left)
 
     def seconds_left(self, submit: Submit) -> int | None:
-        """Return for how many seconds the request is still refused; None if it may run."""
+        """Return for how many more seconds the request is refused, or None if it may run."""
         self._refresh()
         entry = self._entries.get(content_digest(submit)) if self._entries else None
         if entry is None or len(entry.generations) < MAX_CRASHES:
@@ -94,8 +94,8 @@ class Quarantine:
         return math.ceil(left) if left > 0 else None
 
     def add_crash(self, submits: Iterable[Submit], generation: int) -> None:
-        """Count a crash of the engine of this generation for the requests that were in it. Counting it twice changes
-        nothing."""
+        """Record that the engine of this generation crashed while it held these requests. Recording the same crash
+        again has no effect except that its time is renewed."""
         digests, now = {content_digest(submit) for submit in submits}, self._clock()
 
         def add(entries: dict[str, _Entry]) -> None:
@@ -108,17 +108,18 @@ class Quarantine:
             self._change(add)
 
     def clear(self, submit: Submit) -> None:
-        """Forget the crashes of a request: it has finished well since."""
+        """Forget the crashes of a request, because it has finished since."""
         self._refresh()
         if self._entries and (digest := content_digest(submit)) in self._entries:
             self._change(lambda entries: entries.pop(digest, None))
 
     def _refresh(self) -> None:
-        """Take over what other edges have written."""
+        """Read the entries again if another edge has changed the file."""
         if self._version is not None and _VERSION.unpack_from(self._version)[0] != self._seen:
             self._change(lambda _: None)
 
     def _change(self, change: Callable[[dict[str, _Entry]], object]) -> None:
+        """Apply `change` to the current entries, under the lock of the file, and write them if they changed."""
         if self._fd is None or self._version is None:
             self._apply(change)
             return
@@ -137,18 +138,18 @@ class Quarantine:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _apply(self, change: Callable[[dict[str, _Entry]], object]) -> None:
-        """Change the entries that are not too old, and forget the oldest of too many."""
+        """Remove expired entries, apply `change`, and forget the oldest entries above the limit."""
         oldest = self._clock() - self._seconds
         for digest in [digest for digest, entry in self._entries.items() if entry.crashed_at < oldest]:
             del self._entries[digest]
         change(self._entries)
-        while len(self._entries) > MAX_ENTRIES:  # in order of their last crash
+        while len(self._entries) > MAX_ENTRIES:  # entries are in the order of their last crash
             del self._entries[next(iter(self._entries))]
 
     def _read(self) -> dict[str, _Entry]:
         assert self._fd is not None
         size = os.fstat(self._fd).st_size - _VERSION.size
-        with suppress(ValueError, KeyError, TypeError):  # an edge that was killed while it wrote left half of it
+        with suppress(ValueError, KeyError, TypeError):  # an edge that was killed while it wrote leaves invalid JSON
             rows = json.loads(os.pread(self._fd, size, _VERSION.size) or b"[]")
             return {digest: _Entry(tuple(generations), at) for digest, generations, at in rows}
         return {}

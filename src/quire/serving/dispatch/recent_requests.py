@@ -1,4 +1,4 @@
-"""The requests that clients may fork: those that run, and for a while the last that ended."""
+"""The requests that clients may fork: running ones, and recently ended ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.types.request import Submit
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One choice of a response. `index` is its sample index; `token_ids` is None while only the engine knows the
-    tokens."""
+    """One choice of a response. `index` is its sample index in `submit`. `token_ids` is None while only the engine
+    knows the tokens."""
 
     submit: Submit
     index: int
@@ -23,20 +23,20 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class RecentRequest:
-    """One HTTP request, with its engine requests while it runs and its choices when it has ended."""
+    """One HTTP request: its engine requests while it runs, and its choices once it has ended."""
 
-    keys: tuple[tuple[str, str], ...]
+    keys: tuple[tuple[str, str], ...]  # (API key digest, id)
     requests: tuple[InFlightRequest, ...]  # empty once it has ended
     ended: tuple[Choice, ...] = ()  # empty while it runs
     ended_at: float | None = None
-    num_tokens: int = field(default=0)
+    num_tokens: int = field(default=0)  # of prompts and answers, once it has ended
 
     @property
     def num_choices(self) -> int:
         return len(self.ended) if self.ended_at is not None else sum(request.n for request in self.requests)
 
     def choice(self, place: int) -> Choice | None:
-        """The choice at `place` in the response; None if there is none."""
+        """Return the choice at index `place` of the response, or None if it has no such choice."""
         if self.ended_at is not None:
             return self.ended[place] if place < len(self.ended) else None
         for request in self.requests:
@@ -55,10 +55,10 @@ class RecentRequest:
 
 
 class RecentRequests:
-    """Finds requests by API key and by any id that their client knows. Beyond the limits it forgets those that ended
-    first.
+    """Finds requests by API key digest and by any id that their client knows. Above the limits it forgets the requests
+    that ended first.
 
-    The event loop calls everything. Other threads may call `find`.
+    The event loop calls all methods. Other threads may call `find`.
     """
 
     def __init__(self, limits: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,14 +69,14 @@ class RecentRequests:
         self._num_tokens = 0
 
     def begin(self, principal: str, names: Sequence[str], requests: Sequence[InFlightRequest]) -> RecentRequest:
-        """Remember a request that runs now. A name that was used before now means this request."""
+        """Remember a running request under these ids. An id that was used before now refers to this request."""
         keys = tuple((principal, name) for name in dict.fromkeys(names))
         recent = RecentRequest(keys, tuple(requests))
         self._known.update(dict.fromkeys(keys, recent))
         return recent
 
     def end(self, recent: RecentRequest) -> None:
-        """The request has ended, well or not."""
+        """Note that the request has ended, successfully or not, and forget the oldest requests above the limits."""
         recent.end(self._clock())
         self._ended[recent] = None
         self._num_tokens += recent.num_tokens
@@ -84,6 +84,7 @@ class RecentRequests:
             self._forget(next(iter(self._ended)))
 
     def find(self, principal: str, name: str) -> RecentRequest | None:
+        """Return the request with this id that this API key sent, or None."""
         found = self._known.get((principal, name))
         return None if found is None or self._is_old(found) else found
 
@@ -107,12 +108,13 @@ class RecentRequests:
 
 
 def _choices(request: InFlightRequest) -> list[Choice]:
-    """The choices of a request that has ended, as its client saw them."""
+    """Return the choices of an ended request, as its client got them."""
     if request.finished is not None:
         return [Choice(request.submit, end.index, end.token_ids) for end, _ in request.ends()]
     return [Choice(request.submit, index, request.tokens_so_far(index) or ()) for index in range(request.n)]
 
 
 def _without_images(choice: Choice) -> Choice:
-    """A choice without the pixels of its prompt: a fork of an ended request with images is refused."""
+    """Return the choice without the pixels of its prompt, to save memory. Forking an ended request with images is
+    refused."""
     return replace(choice, submit=replace(choice.submit, images=())) if choice.submit.images else choice

@@ -1,4 +1,4 @@
-"""The queue of requests that wait at the edge. It is bounded and ordered, and survives the death of an engine."""
+"""The queue of requests that wait at the edge. It is bounded and ordered, and is kept when the engine dies."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from quire.serving.dispatch.in_flight_request import InFlightRequest
 
 
 class QueueOrder:
-    """Computes the sort key of a request, smaller first: its priority, minus one per `ageing` seconds of waiting.
-    Requests that pin a prefix come first: operators send them, and other requests then find the prefix.
+    """Computes the sort key of a request; smaller keys go first. The key is the priority of the request plus its
+    arrival time divided by `ageing`, so `ageing` seconds of waiting count as much as one step of priority. Requests
+    that pin a prefix go first: operators send them, and later requests can then reuse the prefix.
 
-    With `by_tenant` it shares the engine fairly between tenants, by prompt tokens (start-time fair queueing): a
-    tenant's requests queue behind its own earlier ones, not before requests that another tenant sends later.
+    With `by_tenant` the engine is shared fairly between tenants by prompt tokens (start-time fair queueing): a tenant's
+    request queues behind that tenant's earlier requests, but not behind the backlog of other tenants.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.ageing, self.by_tenant = DEFAULT_AGEING, False
         self._clock = clock
-        self._reached = 0.0  # the key of the last request that was taken in order
-        self._ends: dict[str, float] = {}  # by tenant: the key of its next request, unless `_reached` has passed it
+        self._reached = 0.0  # the largest key of a request that was taken from the head of the queue
+        self._ends: dict[str, float] = {}  # by tenant: the key of its next request, if above `_reached`
 
     def key(self, request: InFlightRequest) -> float:
+        """Return the sort key of a request that is queued now. With `by_tenant`, also advance the tenant's next key."""
         if request.submit.pin:
             return -math.inf
         if not self.by_tenant:
@@ -37,17 +39,18 @@ class QueueOrder:
         return start
 
     def reach(self, key: float) -> None:
-        """The request with this key, the smallest, was taken."""
+        """Note that the request at the head of the queue, which has this key, was taken."""
         self._reached = max(self._reached, key)
 
     def forget(self) -> None:
-        """The queue is empty: forget the keys of all tenants."""
+        """Forget the keys of all tenants, because the queue is empty."""
         self._reached = 0.0
         self._ends.clear()
 
 
 class RequestQueue:
-    """Requests sorted by `order`, bounded in number and in prompt tokens. The caller checks `has_room` before `add`."""
+    """Requests sorted by `order`, bounded in number and in prompt tokens. Callers must check `has_room` before
+    `add`."""
 
     def __init__(self, max_requests: int, max_tokens: int, order: QueueOrder | None = None) -> None:
         self._max_requests, self._max_tokens = max_requests, max_tokens
@@ -64,9 +67,10 @@ class RequestQueue:
         return iter(list(self._queued))
 
     def has_room(self, num_requests: int, num_tokens: int, elsewhere: tuple[int, int] = (0, 0)) -> bool:
-        """Whether so many more fit, given the requests and tokens queued `elsewhere`, which share the bounds.
+        """Whether this many more requests and prompt tokens fit. `elsewhere`: the requests and tokens queued at other
+        edges, which count towards the same bounds.
 
-        An empty queue takes the requests of one client whatever their number and their tokens: other limits bound them.
+        An empty queue accepts the requests of one client whatever their number and tokens; other limits bound those.
         """
         waiting, tokens = len(self) + elsewhere[0], self.num_tokens + elsewhere[1]
         if not waiting:
@@ -79,13 +83,13 @@ class RequestQueue:
         self.num_tokens += request.weight
 
     def first(self) -> InFlightRequest | None:
-        """The next request. It stays in the queue."""
+        """Return the next request, which stays in the queue, or None."""
         while self._heap and self._heap[0][2] not in self._queued:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
     def remove(self, request: InFlightRequest) -> None:
-        """Remove a request from any place in the queue. Does nothing if it is not queued."""
+        """Remove a request from anywhere in the queue. Does nothing if it is not queued."""
         if request not in self._queued:
             return
         if self._heap[0][2] is request:

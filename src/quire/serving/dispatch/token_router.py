@@ -1,4 +1,4 @@
-"""Turns the engine's tokens into text on the link's thread and puts them into mailboxes. It tells the event loop once
+"""Turns the engine's tokens into text on the link's thread and puts them into mailboxes. Notifies the event loop once
 per batch."""
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ logger = logging.getLogger("quire.edge")
 
 @dataclass(slots=True)
 class BatchUpdate:
-    """What the event loop has to do after one batch."""
+    """The work that one batch of tokens leaves for the event loop."""
 
-    mailboxes: set[Mailbox] = field(default_factory=set)  # whose handlers to wake
-    started: list[InFlightRequest] = field(default_factory=list)  # submitted again, and have a token now
+    mailboxes: set[Mailbox] = field(default_factory=set)  # their handlers are to be woken
+    started: list[InFlightRequest] = field(default_factory=list)  # restarted, and have a first token now
     finished: list[InFlightRequest] = field(default_factory=list)
-    overflowed: list[InFlightRequest] = field(default_factory=list)  # their clients read too slowly
-    broken: list[InFlightRequest] = field(default_factory=list)  # detokenizing them raised an exception
+    overflowed: list[InFlightRequest] = field(default_factory=list)  # their mailboxes are above stream_bytes
+    broken: list[InFlightRequest] = field(default_factory=list)  # detokenizing their tokens raised an exception
 
     def __bool__(self) -> bool:
         return bool(self.mailboxes or self.started or self.finished or self.overflowed or self.broken)
 
 
 class LoopPort(Protocol):
-    """Posts from the link's thread to the event loop. Never blocks."""
+    """Posts events from the link's thread to the event loop. No method blocks."""
 
     def post_batch(self, update: BatchUpdate) -> None: ...
 
@@ -50,8 +50,8 @@ class LoopPort(Protocol):
 
 
 class TokenRouter:
-    """An EngineListener: routes tokens to the requests that the dispatcher registered with `expect`, and drops
-    others."""
+    """An EngineListener that routes tokens to the requests registered with `expect`. Tokens of other requests are
+    dropped."""
 
     def __init__(
         self, link: EngineLink, tokenizer: Tokenizer, loop: LoopPort, observer: Observer, stream_bytes: int
@@ -63,8 +63,8 @@ class TokenRouter:
         self._searches: dict[
             int, InFlightRequest
         ] = {}  # beam searches that stream their best answer so far, by first handle
-        self._unstarted: dict[int, InFlightRequest] = {}  # without a token so far, by first handle
-        self._lock = threading.Lock()  # two threads change _expected
+        self._unstarted: dict[int, InFlightRequest] = {}  # requests that have not produced a token, by first handle
+        self._lock = threading.Lock()  # both threads change _expected
 
     def expect(self, request: InFlightRequest) -> None:
         """Register a request. The event loop calls it before it submits the request."""
@@ -72,7 +72,7 @@ class TokenRouter:
             self._expected[request.submit.request_id] = request
 
     def forget(self, request: InFlightRequest) -> None:
-        """Undo `expect`: the request could not be submitted."""
+        """Undo `expect` for a request that could not be submitted."""
         with self._lock:
             self._expected.pop(request.submit.request_id, None)
 
@@ -126,11 +126,11 @@ class TokenRouter:
         try:
             request.finish(finished, self._tokenizer)
         except Exception:
-            logger.exception("request %s: its last text could not be made", finished.request_id)
+            logger.exception("request %s: the end of its text could not be made", finished.request_id)
             update.broken.append(request)
 
     def _note_started(self, batch: TokensOut, update: BatchUpdate) -> None:
-        """Note which requests produced their first token."""
+        """Mark the requests of this batch that produced their first token."""
         for handle in self._unstarted.keys() & batch.samples.tolist():
             request = self._unstarted.pop(handle)
             request.has_started = True
@@ -138,6 +138,7 @@ class TokenRouter:
                 update.started.append(request)
 
     def _show_best(self, handle: int, token_ids: list[int], update: BatchUpdate) -> None:
+        """Put the best answer so far of a beam search into its mailbox."""
         request = self._searches.get(handle)
         if request is None or request.state == "over":
             return
@@ -148,6 +149,7 @@ class TokenRouter:
         update.mailboxes.add(request.mailbox)
 
     def _follow(self, batch: TokensOut, update: BatchUpdate, now: float) -> None:
+        """Pass the tokens of a batch to their followers, and report the batch to the observer."""
         entries = logprobs_by_handle(batch.logprobs) if batch.logprobs else {}
         followers, intervals = self._followers, []
         for handle, token_id in zip(batch.samples.tolist(), batch.token_ids.tolist(), strict=True):
@@ -173,6 +175,8 @@ class TokenRouter:
         self._observer.tokens(len(batch.samples), intervals)
 
     def _push(self, follower: Follower, token_id: int, entry: TokenLogprobs | None, update: BatchUpdate) -> None:
+        """Pass one token to its follower, release deltas that are due, and abort the sample in the engine if its text
+        ended it."""
         request = follower.request
         delta = follower.push(token_id, entry)
         if request.streams and follower.hold(delta):

@@ -1,4 +1,5 @@
-"""The LoRA adapters of the engine as one edge knows them: requests name them as their model."""
+"""The LoRA adapters of the engine, as one edge knows them. Requests select an adapter by sending its name as their
+model."""
 
 from __future__ import annotations
 
@@ -16,15 +17,16 @@ from quire.types.errors import EngineDead, InvalidRequest
 
 
 class Adapters:
-    """Knows the adapters that the engine had when it was last asked. Another edge may load or unload some at any time:
-    a name that is not known is asked for, and the engine refuses one that it has no more."""
+    """Caches the list of adapters that the engine had when it was last asked. Another edge may load or unload adapters
+    at any time: for an unknown name the engine is asked again, and the engine refuses an adapter that it no longer
+    has."""
 
     def __init__(self, dispatcher: Dispatcher, link: EngineLink, arguments: EngineArguments) -> None:
         self._dispatcher, self._link, self._is_enabled = dispatcher, link, arguments.enable_lora
         self._folder = read_lora_dir(arguments.lora_dir, enable=arguments.enable_lora)
         self._known: Mapping[str, AdapterInfo] = {}
         self._asking = asyncio.Lock()
-        self._next: asyncio.Task[None] | None = None  # the refresh that has not asked the engine yet
+        self._next: asyncio.Task[None] | None = None  # a refresh that has not yet sent its question
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __contains__(self, name: object) -> bool:
@@ -32,16 +34,17 @@ class Adapters:
 
     @property
     def known(self) -> Mapping[str, AdapterInfo]:
-        """The adapters by name. It is another object whenever they are others than before."""
+        """The adapters by name. When they change, this becomes a new object."""
         return self._known
 
     async def refresh(self) -> None:
-        """Ask the engine which adapters it has. Calls that come while it is being asked share one later question."""
+        """Ask the engine which adapters it has. Calls made while it is being asked share one further question."""
         if self._is_enabled:
             await asyncio.shield(self.begin_refresh())
 
     def begin_refresh(self) -> asyncio.Task[None]:
-        """Begin to ask the engine which adapters it has. The event loop calls it."""
+        """Start a task that asks the engine which adapters it has, or return the one that has not asked yet. Must be
+        called on the event loop."""
         if self._next is None:
             self._next = asyncio.create_task(self._ask())
             self._tasks.add(self._next)
@@ -61,13 +64,13 @@ class Adapters:
                 self._known = known
 
     async def listing(self) -> tuple[AdapterInfo, ...]:
-        """The adapters that the engine has; while it is down, those that it had."""
+        """Return the adapters of the engine; while it is down, the last ones known."""
         await self.refresh()
         return tuple(self._known.values())
 
     async def load(self, name: str, path: str, *, in_place: bool, served: tuple[str, ...]) -> AdapterInfo:
-        """Load an adapter from a folder below the operator's. `served` are the names of the model itself. Raises
-        InvalidRequest or ApiError."""
+        """Load an adapter from a folder below --lora-dir. `served` are the names of the model itself, which an adapter
+        cannot have. Raises InvalidRequest or ApiError."""
         if self._folder is None:
             reason = "adapters cannot be loaded while this server runs"
             raise InvalidRequest("lora_path", reason, "start it with --enable-lora and --lora-dir FOLDER")
@@ -82,7 +85,7 @@ class Adapters:
         return info
 
     async def unload(self, name: str) -> AdapterInfo:
-        """Unload an adapter. Raises ApiError."""
+        """Unload an adapter. Raises ApiError if it is not loaded or the engine is down."""
         try:
             info = await self._link.unload_adapter(name)
         except EngineDead:

@@ -1,4 +1,4 @@
-"""Time limits of a request: for all of it, and for its wait for the engine."""
+"""The time limits of a request: one for the whole request, one for its wait in the queue."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ _FIELD = "X-Request-Timeout"
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """When a request must have ended, and when the engine must have it: on the monotonic clock, inf without a limit."""
+    """When a request must have ended, and when it must have been submitted to the engine. Times of the monotonic clock;
+    inf: no limit."""
 
     request: float
     queue: float
 
     @classmethod
     def of(cls, exchange: Exchange, timeouts: TimeoutConfig, received_at: float) -> Deadlines:
-        """Read what the client asks for, which the server's settings bound. Raises InvalidRequest."""
+        """Return the deadlines of a request that was received at `received_at`: the server's timeouts, and the client's
+        X-Request-Timeout if that is shorter. Raises InvalidRequest."""
         asked = _asked_seconds(exchange.headers.get(HEADER))
         request = min(asked, math.inf if timeouts.request is None else timeouts.request)
         return cls(received_at + request, received_at + (math.inf if timeouts.queue is None else timeouts.queue))
 
     @contextmanager
     def while_preparing(self) -> Iterator[asyncio.Timeout]:
-        """Enter with `async with` what this yields; a time-out inside becomes ApiError (504)."""
+        """Yield an asyncio timeout for the whole request, to enter with `async with`. When it expires inside, this
+        raises ApiError (504)."""
         try:
             yield asyncio.timeout(None if self.request == math.inf else max(0.0, self.request - time.monotonic()))
         except TimeoutError:
@@ -45,7 +48,7 @@ class Deadlines:
 
     @contextmanager
     def enforced(self, dispatcher: Dispatcher, requests: Sequence[InFlightRequest]) -> Iterator[None]:
-        """While entered, requests that are past a deadline end with an error."""
+        """End the requests with an error when a deadline passes while the block runs."""
 
         def end_all() -> None:
             dispatcher.abort([one.submit.request_id for one in requests], "timeout")
@@ -66,6 +69,7 @@ class Deadlines:
 
 
 def took_too_long() -> ApiError:
+    """Return the error of a request that exceeded its time limit."""
     return as_failure(Failure("timeout"))
 
 

@@ -1,4 +1,5 @@
-"""What all requests that go to the engine share: their head, the watch over their client, and the wait for the end."""
+"""Helpers of all handlers that send requests to the engine: the request head, the watch for disconnects, and the wait
+for the end."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from quire.serving.http.service import Service
 
 
 def read_head(service: Service, exchange: Exchange, query: Sequence[str], received_at: float) -> RequestHead:
-    """The head of a request. `query`: parameters of its endpoint that have no effect. Raises InvalidRequest."""
+    """Return the head of a request. `query`: query parameters that clients of this endpoint send and that have no
+    effect. Raises InvalidRequest."""
     strict = exchange.is_asked("strict") or service.config.strict
     return RequestHead(
         request_id=exchange.request_id,
@@ -29,13 +31,13 @@ def read_head(service: Service, exchange: Exchange, query: Sequence[str], receiv
 
 
 def trace_of(exchange: Exchange) -> str:
-    """The trace that a request continues."""
+    """Return the traceparent header, which names the trace that a request continues."""
     return exchange.headers.get(b"traceparent", b"")[:64].decode("latin-1")
 
 
 @asynccontextmanager
 async def watched(exchange: Exchange, mailbox: Mailbox) -> AsyncIterator[None]:
-    """While entered, the mailbox wakes its handler when the client hangs up."""
+    """Wake the mailbox's handler when the client disconnects while the block runs."""
     watch = asyncio.create_task(exchange.until_gone())
     watch.add_done_callback(lambda _: mailbox.hang_up())
     try:
@@ -47,7 +49,7 @@ async def watched(exchange: Exchange, mailbox: Mailbox) -> AsyncIterator[None]:
 
 
 async def until_over(mailbox: Mailbox) -> None:
-    """Return when all engine requests have ended, or one has failed. Raises ClientGone."""
+    """Wait until all engine requests have ended or one has failed. Raises ClientGone if the client disconnects."""
     while not mailbox.is_over:
         await mailbox.wait()
     if mailbox.is_gone:

@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients read them. What a client is told never holds an exception, a path or an address."""
+"""Error responses in OpenAI's format. Messages to clients never contain the text of an unexpected exception, a path or
+an address."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class ApiError(QuireError):
-    """An answer that is an error. Its text is written for the client."""
+    """An error response. Its message is shown to the client."""
 
     def __init__(
         self, status: int, message: str, *, code: str, param: str | None = None, headers: Headers = ()
@@ -58,7 +59,8 @@ class ApiError(QuireError):
 
 
 def as_api_error(error: QuireError) -> ApiError:
-    """Any error raised on purpose, as a client may see it."""
+    """Return the error response for an error. Only messages of ApiError and InvalidRequest are shown to the client; any
+    other error is logged and becomes a 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
@@ -89,7 +91,7 @@ _TASKS = {
 
 
 def wrong_task(name: str, task: str) -> ApiError:
-    """The model cannot do what the endpoint is for. `task`: what it does."""
+    """Return the error for a request that the model cannot serve. `task`: what the model is served for."""
     return ApiError(400, f"model: {name[:80]} {_TASKS[task]}", code="unsupported_model", param="model")
 
 
@@ -109,15 +111,19 @@ _FAILURES = {
     "admin": (503, "the request was ended by an administrator", "aborted"),
     "slow_reader": (503, "the stream was read too slowly", "slow_reader"),
     "cancelled": (409, "the response was cancelled", "cancelled"),
-    "drain": (503, "the server shut down before the request was done", "shutting_down"),
-    "timeout": (504, "the request was not done within its time limit; ask for less or allow more", "request_timeout"),
+    "drain": (503, "the server shut down before the request finished", "shutting_down"),
+    "timeout": (
+        504,
+        "the request did not finish within its time limit; ask for less, or allow more time",
+        "request_timeout",
+    ),
     "queue_timeout": (503, "the request waited too long for the engine; try again later", "queue_timeout"),
 }
-_WORTH_A_RETRY = ("engine_down", "drain", "queue_timeout")
+_RETRYABLE = ("engine_down", "drain", "queue_timeout")
 
 
 def as_refusal(error: QuireError) -> ApiError:
-    """A request that the dispatcher did not take in."""
+    """Return the error response for a request that the dispatcher did not accept."""
     if isinstance(error, QueueFull):
         return too_busy(str(error), error.retry_after)
     if isinstance(error, ChecksBusy):
@@ -134,15 +140,15 @@ def _quarantined(error: Quarantined) -> ApiError:
 
 
 def as_failure(failure: Failure) -> ApiError:
-    """A request that was taken in and came to nothing."""
+    """Return the error response for a request that was accepted and failed."""
     if failure.error is not None:
-        if failure.kind == "refused" and failure.error.field == "model":  # its LoRA adapter was unloaded meanwhile
+        if failure.kind == "refused" and failure.error.field == "model":  # its LoRA adapter has been unloaded
             return ApiError(404, str(failure.error), code=MODEL_NOT_FOUND, param="model")
-        if failure.kind == "refused" and failure.error.field == "source.adapter":  # of a fork
+        if failure.kind == "refused" and failure.error.field == "source.adapter":  # a fork's adapter was replaced
             message = f"request_id: {failure.error.reason}; {failure.error.fix}"
             return ApiError(409, message, code="adapter_replaced", param="request_id")
         return as_api_error(failure.error)
     if failure.retry_after is not None:
         return _quarantined(Quarantined(failure.retry_after))
     status, message, code = _FAILURES[failure.kind]
-    return ApiError(status, message, code=code, headers=_RETRY if failure.kind in _WORTH_A_RETRY else ())
+    return ApiError(status, message, code=code, headers=_RETRY if failure.kind in _RETRYABLE else ())

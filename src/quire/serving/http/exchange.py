@@ -1,4 +1,4 @@
-"""One HTTP request and its answer, without a framework's detours: the raw ASGI channel and a few ways to use it."""
+"""One HTTP request and its response, on the raw ASGI channel instead of a framework's request and response classes."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _JSON: Headers = ((b"content-type", b"application/json"),)
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 MAX_QUERY_FIELDS = 32
-FORM_BYTES = 2**16  # of an upload besides its file
+FORM_BYTES = 2**16  # bytes of an upload besides its file
 FLAG_WORDS = {"1": True, "true": True, "0": False, "false": False}
-ERROR = "quire.error"  # scope key: the ApiError that answered the request
-FROM_ADMIN = "quire.from_admin"  # scope key: whether the connection came by the socket for admin
+ERROR = "quire.error"  # scope key: the ApiError with which the request was answered
+FROM_ADMIN = "quire.from_admin"  # scope key: whether the connection came in through the admin socket
 AZURE_VERSION = "api-version"  # the query parameter that Azure's clients send with every request
 MAX_WARNING_HEADER = 1_024  # bytes
-ABORT = "quire.abort"  # scope key: closes the connection at once, whatever is still unsent
+ABORT = "quire.abort"  # scope key: a function that closes the connection at once and drops unsent data
 
 
 class ClientGone(Exception):
-    """The client hung up; there is nobody to answer."""
+    """The client has disconnected."""
 
 
 class Exchange:
-    """Reads one request within its limits and writes one answer."""
+    """Reads one request within the limits and writes its response."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope, self._receive, self._send = scope, receive, send
         self.has_started = False
-        self.warnings: Sequence[str] = ()  # about the request, each beginning with a field; its response names them
+        self.warnings: Sequence[str] = ()  # about the request, each beginning with a field; sent in X-Quire-Warnings
         self._stall: asyncio.TimerHandle | None = None
 
     @cached_property
     def headers(self) -> dict[bytes, bytes]:
-        """The last value of each header."""
+        """The headers by lower-case name. Of repeated headers, the last value."""
         return dict(self.scope["headers"])
 
     @cached_property
@@ -60,7 +60,8 @@ class Exchange:
             raise InvalidRequest("query", f"has more than {MAX_QUERY_FIELDS} parameters", "send fewer") from None
 
     def is_asked(self, parameter: str) -> bool:
-        """Whether `?parameter=1` or the header `X-Quire-Parameter: 1` says so. Raises InvalidRequest on other words."""
+        """Whether `?parameter=1` or the header `X-Quire-Parameter: 1` is set. Raises InvalidRequest for a value that is
+        not a flag."""
         header = self.headers.get(b"x-quire-" + parameter.encode(), b"0").decode("latin-1")
         for value in (*self.query.get(parameter, ()), header):
             if value not in FLAG_WORDS:
@@ -68,7 +69,8 @@ class Exchange:
         return any(FLAG_WORDS[value] for value in (*self.query.get(parameter, ()), header))
 
     def check_query(self, *known: str, strict: bool) -> tuple[str, ...]:
-        """Warnings about query parameters that are none of these. Raises UnknownParameter if strict."""
+        """Return warnings about query parameters that are not in `known`. If `strict`, raise UnknownParameter
+        instead."""
         reason, fix = "is not a query parameter of this path", "leave it out"
         unknown = [
             UnknownParameter(name[:80], reason, fix) for name in self.query if name not in (*known, AZURE_VERSION)
@@ -83,24 +85,25 @@ class Exchange:
 
     @property
     def principal(self) -> str:
-        """Whose key it was, as a digest; empty where no key is asked for."""
+        """The digest of the request's API key; empty if the server needs no key."""
         return str(self.scope.get("quire.principal", ""))
 
     # --------------------------------------------------------------------------------------------------- reading
     async def read_body(self, limits: Limits, count: Callable[[int], None]) -> bytes:
-        """The whole body of a JSON request; `count` is told of every part. Raises ApiError (4xx) or ClientGone."""
+        """Read the whole body of a JSON request. Calls `count` with the size of every received part. Raises ApiError
+        (4xx) or ClientGone."""
         kind = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
             message = "content-type: must be application/json; set the header Content-Type: application/json"
             raise ApiError(415, message, code="unsupported_media_type")
         if b"content-encoding" in self.headers:
             raise ApiError(
-                415, "content-encoding: is not supported; send the body as it is", code="unsupported_encoding"
+                415, "content-encoding: is not supported; send the body uncompressed", code="unsupported_encoding"
             )
         return await self._read_in_time(limits["body_bytes"], limits["body_seconds"], count)
 
     async def read_form(self, limits: Limits, count: Callable[[int], None]) -> bytes:
-        """The whole body of an upload, multipart/form-data. Raises ApiError (4xx) or ClientGone."""
+        """Read the whole body of an upload (multipart/form-data). Raises ApiError (4xx) or ClientGone."""
         if not self.headers.get(b"content-type", b"").lower().startswith(b"multipart/form-data"):
             message = "content-type: must be multipart/form-data; send the file as a form"
             raise ApiError(415, message, code="unsupported_media_type")
@@ -133,13 +136,13 @@ class Exchange:
                 return b"".join(parts)
 
     async def until_gone(self) -> None:
-        """Returns when the client hangs up. Only after the body was read."""
+        """Wait until the client disconnects. Call it only after the body has been read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
     # --------------------------------------------------------------------------------------------------- writing
     async def reply(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = _JSON) -> None:
-        """The whole answer at once."""
+        """Send the whole response at once."""
         length = (b"content-length", str(len(body)).encode())
         self.has_started = True
         sent = [*headers, length, *self._warning_header()]
@@ -149,10 +152,10 @@ class Exchange:
     async def reply_in_pieces(
         self, pieces: Iterator[bytes], num_bytes: int, headers: Headers, stall_seconds: float
     ) -> None:
-        """An answer of a known length. Each piece is made in a thread when the client has read most of those before
-        it."""
+        """Send a response of known length. The next piece is made, in a thread, when the client has read most of the
+        previous ones."""
         length = (b"content-length", str(num_bytes).encode())
-        piece = await asyncio.to_thread(next, pieces, b"")  # before the head: it may be an error
+        piece = await asyncio.to_thread(next, pieces, b"")  # before the headers are sent, because it may raise
         self.has_started = True
         await self._send({"type": "http.response.start", "status": 200, "headers": [*headers, length]})
         gone = asyncio.create_task(self.until_gone())
@@ -169,12 +172,12 @@ class Exchange:
         await self.reply(status, msgspec.json.encode(value))
 
     async def reply_error(self, error: ApiError, body: bytes | None = None) -> None:
-        """Reply with an error. `body`: how the endpoint writes it, where that is not OpenAI's way."""
+        """Reply with an error. `body`: the encoded body, if the endpoint does not use OpenAI's format."""
         self.scope[ERROR] = error
         await self.reply(error.status, error.body() if body is None else body, (*_JSON, *error.headers))
 
     async def start_stream(self, content_type: bytes = EVENT_STREAM) -> None:
-        """Send the head of a streamed response."""
+        """Send status and headers of a streamed response."""
         headers = [
             (b"content-type", content_type),
             (b"cache-control", b"no-cache"),
@@ -185,7 +188,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(self, data: bytes, *, is_last: bool = False, stall_seconds: float = 30.0) -> None:
-        """Send part of a stream. A client that reads nothing for `stall_seconds` is cut off."""
+        """Send part of a stream. If the client reads nothing for `stall_seconds`, the connection is closed."""
         timer = asyncio.get_running_loop().call_later(stall_seconds, self.cut)
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
@@ -193,13 +196,13 @@ class Exchange:
             timer.cancel()
 
     def _warning_header(self) -> Headers:
-        """The fields that there are warnings about, without what they are."""
+        """Return a header with the names of the fields that there are warnings about."""
         names = ", ".join(dict.fromkeys(warning.partition(":")[0] for warning in self.warnings))
         shown = "".join(letter if " " <= letter <= "~" else "?" for letter in names[:MAX_WARNING_HEADER])
         return ((b"x-quire-warnings", shown.encode()),) if shown else ()
 
     def cut(self) -> None:
-        """Close the connection now, unsent data and all."""
+        """Close the connection at once and drop unsent data."""
         self.scope.get(ABORT, lambda: None)()
 
 
@@ -207,7 +210,8 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class AsgiHandler:
-    """A handler as an ASGI application. A QuireError that it raises becomes an error response."""
+    """Makes a handler an ASGI application. If the handler raises a QuireError before it has replied, replies with the
+    error."""
 
     def __init__(self, handler: Handler, write_error: Callable[[ApiError], bytes] = ApiError.body) -> None:
         self._handler, self._write_error = handler, write_error

@@ -1,5 +1,5 @@
-"""Parameters of requests. An endpoint lists its parameters in its descriptor; the groups that several endpoints share
-are here. The lists drive validation, the OpenAPI document, the reference page and the fuzz tests."""
+"""The parameters of requests. An endpoint lists its parameters in its descriptor; groups that several endpoints share
+are defined here. Validation, the OpenAPI document, the reference page and the fuzz tests are driven by these lists."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ MAX_WARNINGS = 64
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One parameter. `no effect`: it could not change the answer, and causes a warning; `no`: it would change the
-    answer, and is refused. Values that ask for nothing are accepted for both."""
+    """One parameter. Support `no effect`: it cannot change the answer and causes a warning; `no`: it would change the
+    answer and is refused. Both accept values that are equivalent to leaving it out."""
 
     name: str
     validator: Validator
@@ -53,22 +53,23 @@ class Field:
 
 
 def not_supported(name: str, doc: str, *harmless: Any, why: str = "is not supported yet") -> Field:
-    """A parameter that the server refuses, except for the `harmless` values, which ask for nothing."""
+    """Return a parameter that is refused, except for the `harmless` values, which are equivalent to leaving it out."""
     return Field(name, Only(harmless, why), doc, support="no")
 
 
 def no_effect(name: str, doc: str, *harmless: Any, why: str = "has no effect here") -> Field:
-    """A parameter that the server accepts with a warning, except for the `harmless` values, which ask for nothing."""
+    """Return a parameter that is accepted with a warning. The `harmless` values, equivalent to leaving it out, cause
+    none."""
     return Field(name, Only(harmless, why), doc, support="no effect")
 
 
-MODEL = Field("model", Text("label"), "A name the server serves; `default` or nothing: the first one.")
+MODEL = Field("model", Text("label"), "The name of a served model; `default`, or no name: the first one.")
 
 ADD_SPECIAL_TOKENS = Field("add_special_tokens", Flag(),
-          "Put the model's begin and end tokens around the prompt; default true for prompts, false for "
-          "messages, whose template writes them.")  # fmt: skip
+          "Add the tokenizer's special tokens, such as BOS, to the prompt. Default: true for prompts, false for "
+          "messages, whose chat template adds them.")  # fmt: skip
 
-TOOLS = Field("tools", Tools(), "Functions the model may call: names, JSON schemas of arguments.")
+TOOLS = Field("tools", Tools(), "Functions that the model may call: names and JSON schemas of their arguments.")
 
 TEMPLATE = (
     Field("add_generation_prompt", Flag(),
@@ -82,15 +83,17 @@ TEMPLATE = (
 TRUNCATION = (
     Field("truncate_prompt_tokens", Whole(-1, "prompt_tokens"),
           "Keep only this many prompt tokens; -1: as many as leave room for the answer."),
-    Field("truncation_side", OneOf(("left", "right")), "Which end of the prompt is cut off.", "left"),
+    Field("truncation_side", OneOf(("left", "right")), "The end of the prompt that is cut off.", "left"),
 )  # fmt: skip
 
 LENGTH = (
-    Field("max_completion_tokens", AnswerLength(1), "The newer name of max_tokens; it wins."),
-    Field("min_tokens", Whole(0, "max_tokens"), "No end of text or stop before this many tokens.", 0),
-    Field("ignore_eos", Flag(), "Go on after the end of text.", False),
+    Field("max_completion_tokens", AnswerLength(1), "The newer name of `max_tokens`; if both are given, this one "
+          "counts."),
+    Field("min_tokens", Whole(0, "max_tokens"), "The answer ends at a stop or at the end of text only after this many "
+          "tokens.", 0),
+    Field("ignore_eos", Flag(), "Continue after the model's end-of-text token.", False),
     Field("stop", Texts("stop_strings", "stop_characters", or_one=True),
-          "The answer ends before the first of these. Empty ones are ignored."),
+          "The answer ends before the first of these texts. Empty texts are ignored."),
     Field("stop_token_ids", TokenIds("stop_tokens"), "The answer ends at any of these tokens."),
     Field("include_stop_str_in_output", Flag(), "Keep the stop string or stop token in the text.", False),
 )  # fmt: skip
@@ -105,38 +108,40 @@ SAMPLING = (
     Field("n", Whole(1, "n"), "How many answers to each prompt.", 1),
     Field("temperature", Number(0.0, 100.0), "0 is greedy; higher is more random.", 1.0),
     Field("top_p", Number(0.0, 1.0, is_open=True),
-          "Sample among the likeliest tokens that hold this much probability.", 1.0),
-    Field("top_k", Whole(-1, 2**31 - 1), "Sample among this many likeliest tokens; 0 or -1: all.", 0),
-    Field("min_p", Number(0.0, 1.0), "Drop tokens below this share of the likeliest one's probability.", 0.0),
+          "Sample only among the most probable tokens that together have this probability.", 1.0),
+    Field("top_k", Whole(-1, 2**31 - 1), "Sample only among this many most probable tokens; 0 or -1: among all.", 0),
+    Field("min_p", Number(0.0, 1.0), "Drop tokens whose probability is below this fraction of the most probable "
+          "token's.", 0.0),
     Field("presence_penalty", Number(-2.0, 2.0),
-          "Subtracted from the logit of every token the answer has.", 0.0),
-    Field("frequency_penalty", Number(-2.0, 2.0), "The same, times how often the token was used.", 0.0),
+          "Subtracted from the logits of tokens that the answer contains.", 0.0),
+    Field("frequency_penalty", Number(-2.0, 2.0), "Subtracted from the logits of tokens that the answer contains, "
+          "once per occurrence.", 0.0),
     Field("repetition_penalty", Number(0.01, 100.0),
-          "Divides the logits of tokens in prompt and answer; 1 is off.", 1.0),
-    Field("seed", Seed(MAX_SEED), "Same seed, same request: same answer. -1: any."),
-    Field("logit_bias", Bias(), "Added to the logits of these tokens."),
+          "Positive logits of tokens in prompt and answer are divided by it, negative ones multiplied; 1 is off.", 1.0),
+    Field("seed", Seed(MAX_SEED), "The same request with the same seed has the same answer. -1: a random seed."),
+    Field("logit_bias", Bias(), "An object from token ids to numbers, which are added to the logits of these tokens."),
     Field("allowed_token_ids", TokenIds("token_ids", 1), "Only these tokens may be chosen."),
     Field("bad_words", Texts("bad_words", "stop_characters"), "Texts that must not be generated."),
     Field("repetition_detection", Options(_LOOPS),
-          "End an answer whose last tokens are one pattern of `min_pattern_size` (1) to `max_pattern_size` tokens, "
-          "`min_count` (2) times over. Its `finish_reason` is \"repetition\"."),
+          "End an answer when its last tokens repeat a pattern of `min_pattern_size` (default 1) to "
+          "`max_pattern_size` tokens `min_count` (default 2) times. Its `finish_reason` is then \"repetition\"."),
 )  # fmt: skip
 
 CANDIDATES = (
     Field("best_of", Whole(1, "n"),
-          "Generate so many answers and return the `n` best, best first; a stream begins when all are known. With "
-          "`use_beam_search`: the width of the search. Default: n."),
+          "Generate this many answers and return the `n` best, best first; a stream begins when all are complete. "
+          "With `use_beam_search`: the beam width. Default: `n`."),
     Field("rank_by", OneOf(("mean", "sum")),
-          "What `best_of` compares: the mean or the sum of an answer's logprobs.", "mean"),
+          "Whether `best_of` compares answers by the mean or the sum of their logprobs.", "mean"),
     Field("use_beam_search", Flag(),
-          "Search for the `n` likeliest answers instead of sampling; needs temperature 0, which it implies.", False),
+          "Find the `n` most probable answers by beam search instead of sampling; implies temperature 0.", False),
     Field("length_penalty", Number(-100.0, 100.0),
-          "A search ranks answers by summed logprob / (tokens ** length_penalty).", 1.0),
+          "Beam search ranks answers by summed logprob / (tokens ** length_penalty).", 1.0),
     Field("early_stopping", EarlyStop(),
-          "When a search ends: `true`: with as many finished answers as it is wide; `false`: when better ones are "
-          "unlikely; `\"never\"`: when they are impossible.", False),
+          "When a beam search ends. `true`: when it has as many finished answers as its width; `false`: when better "
+          "ones are unlikely; `\"never\"`: when they are impossible.", False),
     Field("stream_best", Flag(),
-          "A streamed search also sends chunks with `best`: the text of its best answer so far, which may change.",
+          "A streamed beam search also sends chunks with `best`: the text of its best answer so far, which may change.",
           False),
 )  # fmt: skip
 
@@ -148,8 +153,8 @@ STRUCTURE = (
           "[structural tags](../guides/structured_output.md#structural-tags)."),
     Field("structured_outputs", StructuredOutputs(),
           "The answer matches one of: `json` (a schema), `regex`, `choice` (a list of texts), `grammar` (Lark or "
-          "EBNF), `json_object` (true), `structural_tag` (an object or its JSON text). Members by "
-          "which vLLM sets up its backends are taken where they change nothing."),
+          "EBNF), `json_object` (true), `structural_tag` (an object or its JSON text). vLLM's settings of "
+          "its backends are accepted if they change nothing."),
     *(Field(name, Guided(name), f"The old name of `structured_outputs.{member}`.")
       for name, member in GUIDED.items()),
     Field("grammar", Guided("grammar", or_empty=True), "llama.cpp's name of `structured_outputs.grammar`."),
@@ -168,10 +173,10 @@ _STREAM_OPTIONS: dict[str, Validator] = {
 
 OUTPUT = (
     Field("logprob_token_ids", TokenIds("logprob_token_ids", 1),
-          "Return the log-probabilities of these tokens at every position, in place of the likeliest ones."),
+          "Return the log-probabilities of these tokens at every position, instead of the most probable ones."),
     Field("skip_special_tokens", Flag(), "Leave special tokens out of the text.", True),
     Field("spaces_between_special_tokens", Flag(),
-          "Join special tokens with spaces, where the tokenizer joins words so.", True),
+          "Put spaces between special tokens, if the tokenizer puts spaces between words.", True),
     Field("return_tokens_as_token_ids", Flag(), "Write tokens in logprobs as `token_id:N`.", False),
     Field("return_token_ids", Flag(), "Also return `prompt_token_ids` and each choice's `token_ids`.", False),
     Field("stream", Flag(), "Answer as server-sent events.", False),
@@ -182,9 +187,11 @@ OUTPUT = (
 )  # fmt: skip
 
 PROMPT_LOGPROBS = (
-    Field("prompt_logprobs", LogprobCount(), "The same for every prompt token; not with `stream`."),
+    Field("prompt_logprobs", LogprobCount(), "Return the log-probability of each prompt token and of this many most "
+          "probable ones at its position; -1: of "
+          "the whole vocabulary. Not with `stream`."),
     Field("prompt_logprobs_start", Whole(0, "prompt_tokens"),
-          "Only the prompt tokens from this one on have logprobs: those before it may come from the prefix cache. "
+          "Index of the first prompt token to return logprobs for; earlier tokens may come from the prefix cache. "
           "Needs `prompt_logprobs`, or `echo` with `logprobs`."),
     Field("logprob_start_len", Whole(-1, "prompt_tokens"), "SGLang's name of `prompt_logprobs_start`; -1: absent.", -1),
 )  # fmt: skip
@@ -192,28 +199,29 @@ PROMPT_LOGPROBS = (
 NAMES = (
     Field("request_id", Identifier(), "Names the request in answers and logs; also the X-Request-Id header."),
     Field("cache_salt", Text("label", 1),
-          "Requests share cached prompts only with requests of the same salt and key."),
+          "Cached prompts are shared only between requests with the same salt and API key."),
 )  # fmt: skip
 
 _LABEL = "is a label that nothing reads"
 _CACHES = "has no effect: cached prompts are kept while there is room"
 
 LABELS = (
-    Field("priority", Whole(-(2**31), 2**31 - 1), "Lower goes first; needs --policy priority.", 0),
-    no_effect("user", "Who asked.", why=_LABEL),
-    no_effect("session_id", "Which session asked.", why=_LABEL),
-    no_effect("safety_identifier", "Who asked.", why=_LABEL),
+    Field("priority", Whole(-(2**31), 2**31 - 1), "Requests with lower numbers go first; needs `--policy priority`.",
+          0),
+    no_effect("user", "The user who sent the request.", why=_LABEL),
+    no_effect("session_id", "The session of the request.", why=_LABEL),
+    no_effect("safety_identifier", "The user who sent the request.", why=_LABEL),
     no_effect("metadata", "The client's own labels.", {}, why=_LABEL),
     no_effect("prompt_cache_key", "A hint for caching.", why=_CACHES),
     no_effect("prompt_cache_retention", "How long to cache the prompt.", "in_memory", "in-memory", why=_CACHES),
-    no_effect("service_tier", "There is one tier.", "auto", "default", why="has no effect: there is one tier"),
+    no_effect("service_tier", "There is only one tier.", "auto", "default", why="has no effect: there is one tier"),
     no_effect("store", "Keeping the answer.", False, why="has no effect: nothing is stored"),
     no_effect("guided_decoding_backend", "Which library enforces structure.", "auto",
               why="has no effect: there is one backend"),
     no_effect("cache_prompt", "Prompts are always cached.", True, why=_CACHES),
 )  # fmt: skip
 
-_FOREIGN = "is a sampling method that this server does not have"
+_FOREIGN = "is a sampling method that this server does not support"
 FOREIGN_SAMPLING = (
     not_supported("typical_p", "Locally typical sampling.", 1, why=_FOREIGN),
     not_supported("tfs_z", "Tail-free sampling.", 1, why=_FOREIGN),
@@ -234,36 +242,37 @@ GENERATION = (
     *OUTPUT,
     *LABELS,
     *FOREIGN_SAMPLING,
-)  # of every endpoint that generates
+)  # the parameters that all generating endpoints share
 
 
 THINKING_BUDGET = Field("thinking_token_budget", Whole(0, "max_tokens"),
-          "At most this many tokens of reasoning: then its end is written for the model, which goes on with the "
-          "answer. Needs a model that marks the end of its reasoning with one token.")  # fmt: skip
+          "At most this many tokens of reasoning. Then its end is forced, and the model continues with the answer. "
+          "Needs a model that marks the end of its reasoning with one token.")  # fmt: skip
 NO_REASONING = not_supported("thinking_token_budget", "A bound on reasoning.",
-          why="needs a chat: no other answer is read for reasoning")  # fmt: skip
+          why="needs a chat: other answers are not searched for reasoning")  # fmt: skip
 
 OF_RENDERING = "belongs to the render endpoints"
 
 NOT_SUPPORTED = (
-    no_effect("media_io_kwargs", "Pictures and sound.", why="has no effect: images are read in one way"),
-    no_effect("mm_processor_kwargs", "Pictures and sound.", why="has no effect: the operator sets it for all requests"),
-    not_supported("return_token_offsets", "Where prompt tokens stand in the text.", False, why=OF_RENDERING),
-    not_supported("kv_transfer_params", "Moving caches between servers."),
-    not_supported("ec_transfer_params", "Moving caches between servers."),
+    no_effect("media_io_kwargs", "Images and audio.", why="has no effect: images are read in one way"),
+    no_effect("mm_processor_kwargs", "Images and audio.", why="has no effect: the operator sets it for all requests"),
+    not_supported("return_token_offsets", "The position of prompt tokens in the text.", False, why=OF_RENDERING),
+    not_supported("kv_transfer_params", "Transfer of KV caches between servers."),
+    not_supported("ec_transfer_params", "Transfer of KV caches between servers."),
     not_supported("routed_experts_prompt_start", "Which experts were used."),
-    not_supported("vllm_xargs", "Arguments of plug-ins."),
-    not_supported("logits_processors", "Arguments of plug-ins.", []),
+    not_supported("vllm_xargs", "Arguments for plug-ins."),
+    not_supported("logits_processors", "Arguments for plug-ins.", []),
 )  # fmt: skip
 
 
 def check_body(
     fields: Mapping[str, Field], body: Any, limits: Bounds, *, strict: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Check the members of a body against the parameters of its endpoint. Returns the values of those that were given,
-    and warnings about those that have no effect: unknown ones too.
+    """Validate the members of a body as parameters of its endpoint. Returns the values of the given parameters, and
+    warnings about parameters that are unknown or have no effect.
 
-    Raises InvalidRequest naming the parameter; if `strict`, also in place of a warning. A null counts as absent.
+    A parameter that is null counts as absent. Raises InvalidRequest, which names the parameter; if `strict`, also for
+    anything that would cause a warning.
     """
     if not isinstance(body, dict):
         raise InvalidRequest("body", "must be a JSON object", 'send {"model": ..., ...}')
@@ -274,7 +283,7 @@ def check_body(
             continue
         field = fields.get(name)
         if field is None and not strict and len(warnings) >= MAX_WARNINGS:
-            continue  # nobody would read the warning, and looking for the name that was meant is slow
+            continue  # there are enough warnings, and finding similar names is slow
         try:
             if field is None:
                 raise _unknown(name, fields)

@@ -1,5 +1,4 @@
-"""What every request passes before a route sees it: its id, the host it was meant for, the site it came from, and its
-key."""
+"""The middleware that every request passes first: it assigns the request id, and checks Host, origin and key."""
 
 from __future__ import annotations
 
@@ -21,15 +20,16 @@ logger = logging.getLogger("quire.edge")
 
 _LIVENESS = frozenset({b"/health", b"/ping", b"/ready"})
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
-_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # have no side effects
 App = Any  # an ASGI application
 
 
 class Guard:
-    """Default deny on the raw path: all but liveness and the playground's files needs a key, where there are keys.
+    """Denies by default, on the raw path: if the server has keys, every path needs one, except liveness and the
+    playground's files, and /metrics unless it is configured to need one.
 
-    Gives every request an id, taken from X-Request-Id where there is one, and returns it with the answer. An
-    exception that nobody foresaw ends here: it is logged, and the client learns nothing of it.
+    Gives every request an id, taken from X-Request-Id if it has one, and returns it in the response headers. Unexpected
+    exceptions end here: they are logged, and the client gets a 500 without details.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Guard:
         error_writers: Mapping[str, Callable[[ApiError], bytes]],
     ) -> None:
         self._app, self._keys, self._limits, self._watch = app, keys, limits, watch
-        self._error_writers = error_writers  # by path: not every API writes errors as OpenAI's does
+        self._error_writers = error_writers  # by path, for APIs whose error format is not OpenAI's
         listen, host = config.listen, config.host
         self._root, self._is_admin_elsewhere = listen.root_path, listen.has_admin_listener
         open_pages = frozenset() if config.access.metrics_need_key else {b"/metrics"}
@@ -65,13 +65,13 @@ class Guard:
         write_error = self._error_writers.get(scope["path"], ApiError.body)
         status, num_bytes = CLIENT_GONE, 0
 
-        async def named_send(message: Any) -> None:
+        async def send_with_id(message: Any) -> None:
             nonlocal status, num_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
                 named = [(b"x-request-id", exchange.request_id.encode())]
                 if self._keys.is_router(exchange.headers):
-                    named.append((CLIENT_HEADER, b"known"))  # tells the router that its clients are kept apart
+                    named.append((CLIENT_HEADER, b"known"))  # tells the router that this server keeps its clients apart
                 message["headers"] = [*message["headers"], *named]
             else:
                 num_bytes += len(message.get("body", b""))
@@ -79,32 +79,34 @@ class Guard:
 
         try:
             error = self._check(exchange)
-            if scope["path"] == "":  # the prefix itself: the page's relative addresses need the slash
+            if scope["path"] == "":  # the root path itself: relative URLs of the page need the slash
                 location = (b"location", f"{self._root}/".encode())
-                await Exchange(scope, receive, named_send).reply(308, b"", [location])
+                await Exchange(scope, receive, send_with_id).reply(308, b"", [location])
             elif error is not None:
-                await Exchange(scope, receive, named_send).reply_error(error, write_error(error))
+                await Exchange(scope, receive, send_with_id).reply_error(error, write_error(error))
             else:
-                await self._app(scope, receive, named_send)
+                await self._app(scope, receive, send_with_id)
         except Exception:
             logger.exception("request %s failed", exchange.request_id)
             if status != CLIENT_GONE:
                 exchange.cut()
             else:
                 failure = internal_error()
-                await Exchange(scope, receive, named_send).reply_error(failure, write_error(failure))
+                await Exchange(scope, receive, send_with_id).reply_error(failure, write_error(failure))
         finally:
             end = Answered(status, time.monotonic() - started_at, num_bytes, scope.get(ERROR))
             self._watch.answered(exchange, end)
 
     def _strip_root(self, scope: Scope) -> None:
-        """Remove the prefix that a proxy did not. A path without it is the same, for proxies that did."""
+        """Remove the root path if the proxy in front has not removed it."""
         path, raw_path, root = scope["path"], scope.get("raw_path") or scope["path"].encode(), self._root
         if root and f"{path}/".startswith(f"{root}/") and f"{raw_path.decode('latin-1')}/".startswith(f"{root}/"):
             path, raw_path = path[len(root) :], raw_path[len(root) :]
         scope["path"], scope["raw_path"] = path, raw_path
 
     def _check(self, exchange: Exchange) -> ApiError | None:
+        """Return an error if the request must be refused, else None. Stores the request id and the principal in the
+        scope."""
         scope, headers = exchange.scope, exchange.headers
         raw_path = scope["raw_path"]
         self._take_id(exchange)
@@ -131,7 +133,8 @@ class Guard:
         return None
 
     def _take_id(self, exchange: Exchange) -> None:
-        """Take the id that the client chose, as far as it can stand in a header, a log line and a response."""
+        """Use the client's X-Request-Id, with characters replaced that are not safe in a header, a log line or a
+        response."""
         given = exchange.headers.get(b"x-request-id", b"").decode("latin-1").strip()
         if given:
             name = as_identifier(given, self._limits)
@@ -139,19 +142,19 @@ class Guard:
 
 
 def is_for_admins(path: str) -> bool:
-    """Whether only admins may call a path. Those of LoRA adapters are recognised in every spelling that PathAliases
-    understands."""
+    """Whether a path needs an admin key. The paths of LoRA adapters are recognized in all spellings that PathAliases
+    resolves."""
     return path.startswith("/admin") or path.rstrip("/").endswith(("/load_lora_adapter", "/unload_lora_adapter"))
 
 
 def loopback_hosts(host: str) -> frozenset[str] | None:
-    """The names under which a listener on the loopback is asked for; None: it listens elsewhere too."""
+    """Return the host names that clients of a loopback listener use; None if the listener is not on the loopback."""
     return _LOOPBACK_NAMES | {host} if host in _LOOPBACK_NAMES or host.startswith("127.") else None
 
 
 def is_one_of(hosts: frozenset[str], header: bytes) -> bool:
-    """Whether a Host header names one of `hosts`. A page of another site, whose name was made to point at this machine,
-    sends its own name."""
+    """Whether a Host header names one of `hosts`. Prevents DNS rebinding: a page of another site, whose name was made
+    to resolve to this machine, sends its own name."""
     name = header.decode("latin-1").lower()
     if not name.endswith("]"):
         head, colon, port = name.rpartition(":")
@@ -169,8 +172,8 @@ def not_found() -> ApiError:
 
 
 def is_foreign(headers: Mapping[bytes, bytes], origins: Collection[str]) -> bool:
-    """Return whether a page of another site sent a request in somebody's browser. A form needs nobody's leave for that.
-    `origins`: sites that may."""
+    """Whether a browser sent the request for a page of another site, which is not in `origins`. A page can submit a
+    form to any site without permission."""
     site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site in (b"same-origin", b"none") or (site is None and origin is None):
         return False

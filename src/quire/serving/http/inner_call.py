@@ -1,4 +1,5 @@
-"""Calls an endpoint of this server from inside the edge: the same handler, a body in memory, the response as bytes."""
+"""Calls an endpoint of this server from within the edge, with the same handler: the body comes from memory and the
+response is returned as bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ logger = logging.getLogger("quire.edge")
 
 @dataclass(frozen=True, slots=True)
 class InnerResponse:
-    """What an endpoint replied."""
+    """The response of an endpoint."""
 
     request_id: str
     status: int
@@ -26,7 +27,7 @@ class InnerResponse:
 
     @property
     def retry_after(self) -> float:
-        """Seconds that the response asks its client to wait before the next try."""
+        """Seconds after which the response allows a retry; 1 if it does not say."""
         given = self.headers.get(b"retry-after", b"1")
         return float(given) if given.isdigit() else 1.0
 
@@ -41,11 +42,12 @@ async def call_endpoint(
     query: bytes = b"",
     num_calls: int = 1,
 ) -> InnerResponse:
-    """Send a JSON body to the handler of a POST endpoint, as the client whose key has the digest `principal`. `headers`
-    come besides that of the body's type. `num_calls` that are made at once share what one request may ask for.
+    """Send a JSON body to the handler of a POST endpoint, on behalf of the client whose key has the digest `principal`.
+    `headers` are added to the content type. `num_calls`: the number of calls made at once for one HTTP request, which
+    share its limits.
 
-    Cancelling the call ends its engine requests, as hanging up does. An exception that the handler does not turn into
-    an error response is logged and becomes one here.
+    Cancelling the call ends its engine requests, as a disconnect does. Exceptions that the handler does not turn into
+    an error response are logged and returned as a 500.
     """
     request_id = secrets.token_hex(16)
     scope: Scope = {
@@ -65,7 +67,7 @@ async def call_endpoint(
     async def receive() -> MutableMapping[str, Any]:
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        await asyncio.get_running_loop().create_future()  # this client never hangs up; it cancels
+        await asyncio.get_running_loop().create_future()  # never disconnects: the caller cancels instead
         raise AssertionError
 
     async def send(message: MutableMapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""JSON as the standard has it, and nothing more: no NaN, no half characters, no endless nesting, no endless numbers."""
+"""Decodes JSON strictly: no NaN, no lone surrogates, bounded nesting, bounded whole numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _DECODER = msgspec.json.Decoder()
 
 
 def decode_json(body: bytes, max_depth: int) -> Any:
-    """The value a body holds. Raises InvalidRequest. Of a name that stands twice in an object, the last counts. A byte
-    order mark, which editors and shells on Windows write, is skipped."""
+    """Return the value of a JSON body. Of repeated names in an object, the last counts. A byte order mark, which
+    editors and shells on Windows write, is skipped. Raises InvalidRequest."""
     body = body.removeprefix(BOM_UTF8)
     if not body.strip():
         raise InvalidRequest("body", "is empty", "send a JSON object")
@@ -33,7 +33,7 @@ def decode_json(body: bytes, max_depth: int) -> Any:
 
 
 def check_numbers(where: str, value: Any) -> None:
-    """Raise InvalidRequest for a whole number in free-form data that does not fit 64 bits."""
+    """Raise InvalidRequest if free-form data contains a whole number outside 64 bits."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -42,11 +42,11 @@ def check_numbers(where: str, value: Any) -> None:
         elif isinstance(item, list):
             waiting.extend(item)
         elif isinstance(item, int) and not _LOWEST <= item <= _HIGHEST:
-            raise InvalidRequest(where, "holds a whole number outside 64 bits", "send a smaller one")
+            raise InvalidRequest(where, "contains a whole number that does not fit in 64 bits", "send a smaller one")
 
 
 def _check_depth(value: Any, max_depth: int) -> None:
-    """Level by level, so that depth costs no stack."""
+    """Raise InvalidRequest if lists and objects are nested too deeply. Iterates level by level, without recursion."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(max_depth):
         below: list[Any] = []
@@ -66,6 +66,6 @@ def _too_deep(max_depth: int) -> InvalidRequest:
 
 
 def _place(error: Exception) -> str:
-    """What the parser says, as far as it is about the text and not about the program."""
+    """Return the parser's message, without details about the program."""
     text = str(error)
     return text.removeprefix("JSON is malformed: ").partition(" - at ")[0][:120]

@@ -1,4 +1,4 @@
-"""The keys that open the server, which can be replaced while it runs."""
+"""The API keys and admin keys of the server, which can be replaced while it runs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import hmac
 
 from quire.config.server import AccessConfig
 
-KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")  # the last two: of Anthropic's and Azure's clients
-CLIENT_HEADER = b"x-quire-client"  # for whom a router asks
-_PERSON = b"quire client"
+KEY_HEADERS = (b"authorization", b"x-api-key", b"api-key")  # the last two are sent by Anthropic's and Azure's clients
+CLIENT_HEADER = b"x-quire-client"  # the client for whom a router sends a request
+_PERSON = b"quire client"  # BLAKE2 personalization
 
 
 class KeyRing:
-    """Holds digests of the API keys and the admin keys, and finds out whether a request brings one of them."""
+    """Holds the digests of API keys and admin keys, and checks the key that a request brings."""
 
     def __init__(self, access: AccessConfig) -> None:
         self.replace(access)
 
     def replace(self, access: AccessConfig) -> None:
-        """Requests from now on need one of these keys."""
+        """Replace all keys. Requests from now on need one of these."""
         self._api = [bytes.fromhex(digest) for digest in access.key_digests]
         self._routers = [bytes.fromhex(digest) for digest in access.router_digests]
         self._admin = [bytes.fromhex(digest) for digest in access.admin_digests]
@@ -35,10 +35,11 @@ class KeyRing:
         return bool(self._admin)
 
     def owner(self, headers: dict[bytes, bytes], *, is_admin: bool) -> str | None:
-        """Return the digest of the key that a request brings, "" where none is asked for, None if it must be refused.
+        """Return the digest of the request's key, "" if the server needs no key, or None if the request must be
+        refused.
 
-        A router's key stands for the client that it names: each client has a digest of its own. Compares with every
-        key, in time that tells nothing about any.
+        A request with a router's key belongs to the client that the router names, and each client has its own digest.
+        The key is compared with all keys in constant time.
         """
         keys = self._admin if is_admin else self._api
         if not keys:
@@ -47,26 +48,28 @@ class KeyRing:
         if not _is_among(digest, keys):
             return None
         if not is_admin and (client := headers.get(CLIENT_HEADER)) and _is_among(digest, self._routers):
-            return _behind_router(digest, client)
+            return _client_owner(digest, client)
         return digest.hex()
 
     def owners_of(self, key: str) -> tuple[str, ...]:
-        """Return what `owner` returns for requests of a client with this key: its digest if it is an API key of this
-        server, else one digest for each router, which may have such a client. () if nobody can come with it."""
+        """Return the owners that requests of a client with this key can have: the key's digest if it is an API key of
+        this server, else one digest per router, because any router may have such a client. Empty if no such request is
+        possible."""
         digest = hashlib.sha256(key.encode()).digest()
         if _is_among(digest, self._api):
             return (digest.hex(),)
-        return tuple(_behind_router(router, digest.hex().encode()) for router in self._routers)
+        return tuple(_client_owner(router, digest.hex().encode()) for router in self._routers)
 
     def is_router(self, headers: dict[bytes, bytes]) -> bool:
-        """Whether a request names its client and brings the key of a router, so that the name counts."""
+        """Whether a request names its client and has a router's key, so that the name counts."""
         if not self._routers or CLIENT_HEADER not in headers:
             return False
         return _is_among(hashlib.sha256(_key(headers)).digest(), self._routers)
 
 
-def _behind_router(router: bytes, client: bytes) -> str:
-    """The owner of what a client stores through a router: of the digest of the router's key, and its name for it."""
+def _client_owner(router: bytes, client: bytes) -> str:
+    """Return the owner of requests that a router sends for a client: a digest of the router's key and the client's
+    name."""
     return hashlib.blake2b(router + client, digest_size=32, person=_PERSON).hexdigest()
 
 

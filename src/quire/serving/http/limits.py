@@ -1,4 +1,5 @@
-"""Every bound of the server, in one table. It drives validation, the OpenAPI document, the docs and the fuzz tests."""
+"""All limits of the server, in one table. Validation, the OpenAPI document, the docs and the fuzz tests are driven by
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One bound: what it is for, how a client over it is answered, and how high an operator may set it."""
+    """One limit: what it bounds, what happens to a client that exceeds it, and the range in which an operator may set
+    it."""
 
     name: str
     value: int
@@ -38,17 +40,17 @@ LIMITS: tuple[Limit, ...] = (
     Limit("nesting", 32, "levels", "lists and objects inside each other in a body", _BAD, highest=200),
     Limit("prompts", 256, "prompts", "a list in `prompt`", _BAD, highest=65_536),
     Limit("inputs", 2_048, "texts", "texts of one request to embed, score, rank or classify", _BAD, highest=65_536),
-    Limit("prompt_tokens", 2**20, "tokens", "all prompts of a request, besides max_model_len for each", _BAD),
+    Limit("prompt_tokens", 2**20, "tokens", "all prompts of a request together; max_model_len bounds each", _BAD),
     Limit("prompt_characters", 4 * MIB, "characters", "all text of a request that is to be tokenized", _BAD),
     Limit("messages", 2_048, "messages", "`messages`", _BAD, highest=8_192),
     Limit("content_parts", 1_024, "parts", "the `content` of one message", _BAD, highest=65_536),
-    Limit("image_bytes", 20 * MIB, "bytes", "one image as it is sent, besides body_bytes", _BAD, highest=2**30),
-    Limit("image_pixels", 64_000_000, "pixels", "one image as it is sent", _BAD, highest=170_000_000),
-    Limit("images_pixels", 200_000_000, "pixels", "all images of a request as they are sent", _BAD, highest=2**40),
+    Limit("image_bytes", 20 * MIB, "bytes", "one encoded image; body_bytes bounds it too", _BAD, highest=2**30),
+    Limit("image_pixels", 64_000_000, "pixels", "one image before resizing", _BAD, highest=170_000_000),
+    Limit("images_pixels", 200_000_000, "pixels", "all images of a request, before resizing", _BAD, highest=2**40),
     Limit("tools", 128, "tools", "`tools`", _BAD, highest=4_096),
-    Limit("n", 128, "samples", "`n`, besides max_num_seqs", _BAD, highest=sampling.MAX_N),
+    Limit("n", 128, "samples", "`n`; max_num_seqs bounds it too", _BAD, highest=sampling.MAX_N),
     Limit("choices", 1_024, "samples", "`n` times the number of prompts", _BAD, highest=2**20),
-    Limit("max_tokens", 2**20, "tokens", "`max_tokens`, besides max_model_len", _BAD),
+    Limit("max_tokens", 2**20, "tokens", "`max_tokens`; max_model_len bounds it too", _BAD),
     Limit(
         "logprobs",
         20,
@@ -78,13 +80,20 @@ LIMITS: tuple[Limit, ...] = (
     Limit("label", 512, "characters", "`user`, `cache_salt`, `model` and other names", _BAD, highest=4_096),
     # what all requests together may hold
     Limit("queue_requests", 1_024, "requests", "requests that wait for the engine, at all edges together", _BUSY),
-    Limit("queue_tokens", 2**20, "tokens", "their prompt tokens; alone, a request of any size fits", _BUSY),
+    Limit(
+        "queue_tokens",
+        2**20,
+        "tokens",
+        "prompt tokens of requests that wait for the engine, at all edges together; an empty queue takes a request of "
+        "any size",
+        _BUSY,
+    ),
     Limit(
         "bodies_bytes",
         256 * MIB,
         "bytes",
-        "bodies that one edge is reading or parsing; uploads count apart, up to as much; a body of up to 64 KiB always "
-        "fits",
+        "bodies that one edge is reading or parsing; uploads count separately, with the same limit; a body of up to "
+        "64 KiB always fits",
         _BUSY,
         highest=2**40,
     ),
@@ -101,7 +110,13 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("connections", 16_384, "connections", "open connections of one edge", "503 server_error, then closed"),
     Limit("fork_requests", 256, "requests", "ended requests of one edge that can be forked", "the oldest is forgotten"),
-    Limit("fork_tokens", 2**20, "tokens", "their prompts and answers together", "the oldest is forgotten"),
+    Limit(
+        "fork_tokens",
+        2**20,
+        "tokens",
+        "prompts and answers of ended requests that can be forked",
+        "the oldest is forgotten",
+    ),
     Limit(
         "quarantine_seconds",
         600,
@@ -123,14 +138,14 @@ LIMITS: tuple[Limit, ...] = (
         "stored_response_bytes",
         64 * MIB,
         "bytes",
-        "their JSON and that of the turns before them",
+        "JSON of stored responses and of the earlier turns of their conversations",
         "the least recently used is forgotten",
         highest=2**40,
     ),
     # files and batches
     Limit("file_bytes", 64 * MIB, "bytes", "one uploaded file", "413 invalid_request_error", highest=2**30),
     Limit("files", 1_024, "files", "uploaded files of one API key and the results of its batches", _BAD),
-    Limit("files_bytes", 1_024 * MIB, "bytes", "all of them together", _BAD, highest=2**50),
+    Limit("files_bytes", 1_024 * MIB, "bytes", "all files of one API key together", _BAD, highest=2**50),
     Limit("batches", 64, "batches", "batches of one API key that have not ended", _BUSY, highest=65_536),
     Limit("batch_lines", 50_000, "requests", "the lines of one batch", "the batch fails"),
     Limit(
@@ -150,7 +165,7 @@ LIMITS: tuple[Limit, ...] = (
         "ping_seconds",
         10,
         "seconds",
-        "a stream in which nothing is sent, also while it waits in line",
+        "a stream in which nothing is sent, also while its request is queued",
         "a comment (`: queued`, `: working`) is sent",
         highest=3_600,
     ),
@@ -159,14 +174,14 @@ LIMITS: tuple[Limit, ...] = (
         "coalesce_streams",
         32,
         "streams",
-        "live streams of one edge above which tokens share events",
+        "live streams of one edge; with more, tokens share events",
         "fewer, larger events",
     ),
     Limit(
         "coalesce_ms",
         50,
         "milliseconds",
-        "how long a token may then wait for its event",
+        "how long a token waits for its event when streams are above `coalesce_streams`",
         "fewer, larger events",
         highest=1_000,
     ),
@@ -176,7 +191,8 @@ _BY_NAME = {limit.name: limit for limit in LIMITS}
 
 
 class Limits(Mapping[str, int]):
-    """The values in force: the table's, with an operator's changes. Raises ConfigError for a change that makes none."""
+    """The limits in force, by name: those of the table, with the operator's changes. Raises ConfigError for an unknown
+    name or a value outside the range."""
 
     def __init__(self, changes: Mapping[str, int] | None = None) -> None:
         self._values = {limit.name: limit.value for limit in LIMITS}

@@ -1,4 +1,4 @@
-"""Forms as browsers and OpenAI's clients send them: the parts of a multipart/form-data body."""
+"""Parses multipart/form-data bodies, as browsers and OpenAI's clients send them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from email.message import Message
 from quire.types.errors import InvalidRequest
 
 MAX_PARTS = 16
-MAX_HEAD_BYTES = 8 * 2**10  # of one part, and of the Content-Type header: reading parameters takes quadratic time
+MAX_HEAD_BYTES = 8 * 2**10  # of one part, and of the Content-Type header: parsing parameters takes quadratic time
 MAX_BOUNDARY = 200
 
 
 def read_form(content_type: str, body: bytes) -> dict[str, tuple[str, bytes]]:
-    """The parts of a body by name: the file name, if any, and the data. Raises InvalidRequest.
+    """Return the parts of a body by name, each as its file name (empty if none) and its data. Raises InvalidRequest.
 
     Copies the data, so call it in a thread.
     """
@@ -32,7 +32,7 @@ def read_form(content_type: str, body: bytes) -> dict[str, tuple[str, bytes]]:
         end = body.find(b"\r\n" + mark, head_end + 2) if head_end >= 0 else -1
         if end < 0 or num_parts > MAX_PARTS:
             bounds = f"up to {MAX_PARTS} parts, each with a head of up to {MAX_HEAD_BYTES} bytes"
-            raise InvalidRequest("body", f"is no multipart/form-data of {bounds}", "send the file as a form")
+            raise InvalidRequest("body", f"is not multipart/form-data with {bounds}", "send the file as a form")
         disposition = _disposition(body[place + 2 : head_end])
         name = _parameter("body", disposition, "name")
         found[name] = (_parameter("body", disposition, "filename"), body[head_end + 4 : max(end, head_end + 4)])
@@ -43,6 +43,7 @@ def read_form(content_type: str, body: bytes) -> dict[str, tuple[str, bytes]]:
 
 
 def _disposition(head: bytes) -> str:
+    """Return the value of the Content-Disposition header; empty if there is none."""
     for line in head.split(b"\r\n"):
         name, _, value = line.partition(b":")
         if name.strip().lower() == b"content-disposition":
@@ -51,7 +52,7 @@ def _disposition(head: bytes) -> str:
 
 
 def _parameter(where: str, header: str, name: str) -> str:
-    """A parameter of a header that stands in `where`. Raises InvalidRequest."""
+    """Return a parameter of a header; empty if it is missing. Raises InvalidRequest, which names `where`."""
     message = Message()
     message["content-type"] = header.replace("\r", " ").replace("\n", " ")
     try:

@@ -15,19 +15,19 @@ from quire.serving.http.schemas import ERROR, Schema, record, ref
 from quire.serving.http.validators.values import Prunable, nullable
 
 _ERRORS = {
-    "400": "A parameter is wrong or not supported; the message names it.",
-    "401": "A key is needed.",
-    "403": "A web page of another site sent it, and the server has no keys.",
-    "404": "There is no such model, path or request.",
-    "405": "The path does not take this method.",
-    "408": "The body came too slowly.",
+    "400": "A parameter is invalid or not supported; the message names it.",
+    "401": "A valid API key is needed.",
+    "403": "The request came from a web page of another site, and the server has no keys.",
+    "404": "The model, path or request does not exist.",
+    "405": "The path does not support this method.",
+    "408": "The body was sent too slowly.",
     "413": "The body is too large.",
     "415": "The body is not application/json.",
     "421": "The Host header names another host.",
     "429": "The queue is full; Retry-After says when to try again.",
-    "500": "The server failed.",
-    "503": "The engine is loading, restarted or shutting down.",
-    "504": "The request was not done within its time limit.",
+    "500": "Internal error of the server.",
+    "503": "The engine is loading or restarting, or the server is shutting down.",
+    "504": "The request did not finish within its time limit.",
 }
 _GET_ERRORS = ("400", "401", "404", "405", "421", "500", "503")
 _ERRORS_BY_METHOD: dict[str, Iterable[str]] = {"GET": _GET_ERRORS, "DELETE": (*_GET_ERRORS, "403"), "POST": _ERRORS}
@@ -36,8 +36,8 @@ _ERRORS_BY_METHOD: dict[str, Iterable[str]] = {"GET": _GET_ERRORS, "DELETE": (*_
 def build_openapi(
     endpoints: Sequence[Endpoint], limits: Limits, version: str, root_path: str = "", *, strict: bool = False
 ) -> bytes:
-    """An OpenAPI 3.1 document of these endpoints with these limits, as JSON. Its paths begin with `root_path`. That of
-    a strict server allows no parameters without effect."""
+    """Return the OpenAPI 3.1 document of these endpoints with these limits, as JSON. `root_path` becomes the server
+    URL. With `strict`, the schemas allow no parameters without effect."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Schema] = {"Error": ERROR}
     for endpoint in endpoints:
@@ -61,14 +61,14 @@ def build_openapi(
 
 
 def request_schema(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schema:
-    """What a body may hold, as it is checked. A parameter that is null counts as absent."""
+    """Return the schema of a request body. Null is allowed for optional parameters and means absent."""
     members = {}
     for field in endpoint.fields:
         schema = field.validator.schema(limits)
         if not strict and field.support == "no effect":
             schema = {}
         elif not strict and isinstance(field.validator, Prunable):
-            schema = _opened(schema)
+            schema = _allow_unknown(schema)
         members[field.name] = {**(schema if field.is_required else nullable(schema)), "description": field.doc}
         if field.default is not None:
             members[field.name]["default"] = field.default
@@ -77,14 +77,16 @@ def request_schema(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schem
     return {"type": "object", "properties": members, "required": required, "additionalProperties": others}
 
 
-def _opened(schema: Any) -> Any:
-    """The same schema, where objects may have members that it does not name."""
+def _allow_unknown(schema: Any) -> Any:
+    """Return the schema with unknown members allowed in all objects."""
     if isinstance(schema, list):
-        return [_opened(one) for one in schema]
+        return [_allow_unknown(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
     closed = (False, {"type": "null"})
-    return {name: _opened(one) for name, one in schema.items() if name != "additionalProperties" or one not in closed}
+    return {
+        name: _allow_unknown(one) for name, one in schema.items() if name != "additionalProperties" or one not in closed
+    }
 
 
 def _operation(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schema:
@@ -101,7 +103,7 @@ def _operation(endpoint: Endpoint, limits: Limits, *, strict: bool) -> Schema:
 
 
 def _parameters(endpoint: Endpoint) -> list[Schema]:
-    """The parameters of the path, and for endpoints that stream those of the query and their headers."""
+    """Return the path parameters, and for endpoints that stream, their query parameters and headers."""
     names = re.findall(r"\{(\w+)\}", endpoint.documented_path)
     found: list[Schema] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
@@ -117,14 +119,15 @@ def _parameters(endpoint: Endpoint) -> list[Schema]:
 
 
 def _event(endpoint: Endpoint, chunk: str) -> Schema:
-    """One event of a stream, as a client's reader hands it over: comments are no events. Or one line of JSON."""
+    """Return the schema of one event of a stream as a client's SSE reader returns it, which skips comments; or of one
+    line of JSON."""
     inside: Schema = {"anyOf": [ref(chunk), ref(endpoint.error)]}
-    ending = f"in a broken stream a {endpoint.error} comes last"
+    ending = f"a stream that fails ends with a {endpoint.error}"
     if endpoint.stream_type != "text/event-stream":
         return {**inside, "description": f"One line, a {chunk}; {ending}."}
     data: Schema = {"contentMediaType": "application/json", "contentSchema": inside}
     if endpoint.ends_with_done:
-        data, ending = {"anyOf": [{"const": "[DONE]"}, data]}, f"{ending}; `[DONE]` ends either"
+        data, ending = {"anyOf": [{"const": "[DONE]"}, data]}, f"{ending}; `[DONE]` follows in both cases"
     text = f"One event. Its data is a {chunk}; {ending}."
     return {**record({"data": {"type": "string", **data}}, is_open=True), "description": text}
 
@@ -134,7 +137,8 @@ def _flag(place: str, name: str, doc: str) -> Schema:
 
 
 def _errors(endpoint: Endpoint, codes: Iterable[str]) -> dict[str, Any]:
-    """Error responses. What is no HTTP request is always answered with an Error."""
+    """Return the error responses. Errors found before the request reaches its endpoint have the schema Error at every
+    endpoint."""
     schema = ref("Error") if endpoint.error == "Error" else {"anyOf": [ref(endpoint.error), ref("Error")]}
     content = {"application/json": {"schema": schema}}
     return {code: {"description": _ERRORS[code], "content": content} for code in codes}

@@ -1,4 +1,4 @@
-"""Other spellings of the server's paths, and what to say about a path that is not there."""
+"""Resolves alternative spellings of paths, and writes the error for paths that do not exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.serving.http.exchange import Receive, Scope, Send
 
 _AZURE = re.compile(r"^/openai(/deployments/[^/]+|/v1)(?=/)")
 _DOUBLED = re.compile(r"^(/v1)+/")
-_KNOWN_APIS = {  # of other servers, by the beginning of their path after /v1
+_KNOWN_APIS = {  # APIs that clients may expect, by the beginning of the path after /v1
     "/responses": "the responses API",
     "/messages": "Anthropic's messages API",
     "/images": "images",
@@ -29,11 +29,11 @@ _KNOWN_APIS = {  # of other servers, by the beginning of their path after /v1
 
 
 class PathAliases:
-    """An ASGI middleware that brings a path into the spelling of the routes.
+    """An ASGI middleware that rewrites a path to the spelling of a route.
 
-    A trailing slash is dropped, a missing `/v1` is added, a doubled one is dropped, and Azure's
-    `/openai/deployments/NAME` counts as `/v1`. A path that is a route already is left alone. Keys are checked before
-    this, so it must never turn another path into one below `/admin`.
+    It drops a trailing slash, adds a missing `/v1`, drops repeated ones, and treats Azure's `/openai/deployments/NAME`
+    as `/v1`. A path that is a route is left unchanged. Keys are checked before this middleware, so it must never turn
+    another path into one below `/admin`.
     """
 
     def __init__(self, app: Any, paths: Iterable[str]) -> None:
@@ -50,7 +50,7 @@ class PathAliases:
         await self._app(scope, receive, send)
 
     def resolve(self, path: str) -> str:
-        """The route that `path` means; `path` itself where it means none."""
+        """Return the route that `path` is a spelling of, or `path` itself if there is none."""
         bare = path.rstrip("/") or "/"
         short = _DOUBLED.sub("/v1/", bare)
         candidates = (path, bare, short, _AZURE.sub("/v1", bare), f"/v1{bare}")
@@ -61,7 +61,8 @@ class PathAliases:
 
 
 def path_not_found(path: str, served: Iterable[str]) -> ApiError:
-    """The answer to a path that is no route: says which API it would be, and what this server has."""
+    """Return the error for a path that is not a route. Its message names the API that the path belongs to, if known,
+    and lists the paths of this server."""
     shown = ascii(path[:80])[1:-1]
     bare, served = path.removeprefix("/v1"), tuple(served)
     missing = {begin: name for begin, name in _KNOWN_APIS.items() if not _is_served(begin, served)}
@@ -73,10 +74,10 @@ def path_not_found(path: str, served: Iterable[str]) -> ApiError:
 
 
 def is_ollama(path: str) -> bool:
-    """Whether a path belongs to Ollama's API, whose errors have a form of their own."""
+    """Whether a path belongs to Ollama's API, which has its own error format."""
     return path.startswith("/api/")
 
 
 def _is_served(begin: str, served: Iterable[str]) -> bool:
-    """Whether a path of an API that begins so is a route."""
+    """Whether any route begins with `begin` after /v1."""
     return any(path.removeprefix("/v1").startswith(begin) for path in served)

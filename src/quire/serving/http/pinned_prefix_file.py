@@ -15,8 +15,8 @@ logger = logging.getLogger("quire.edge")
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefixEntry:
-    """A prompt to pin for the clients of one key. `owner` is the digest of the key; empty if the server has no keys, or
-    if all keys share the cache."""
+    """A prompt to pin for clients with one API key. `owner` is the digest of that key; empty if the server has no keys
+    or all keys share the cache."""
 
     name: str
     owner: str
@@ -27,8 +27,8 @@ Entries = tuple[PinnedPrefixEntry, ...]
 
 
 class PinnedPrefixFile:
-    """Entries in a file of the server's own folder, or in memory without a path. They outlive engines and edges, not
-    the server."""
+    """The entries, in a file in the server's own folder, or in memory if `path` is None. They are kept when engines and
+    edges restart, but not when the server does."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -38,7 +38,7 @@ class PinnedPrefixFile:
         return self._change(lambda entries: entries)
 
     def add(self, added: Sequence[PinnedPrefixEntry]) -> None:
-        """Add entries. They replace entries with the same name and owner."""
+        """Add entries, replacing entries with the same name and owner."""
         places = {(one.name, one.owner) for one in added}
         self._change(lambda old: (*(one for one in old if (one.name, one.owner) not in places), *added))
 
@@ -49,6 +49,7 @@ class PinnedPrefixFile:
         self._change(lambda _: ())
 
     def _change(self, change: Callable[[Entries], Entries]) -> Entries:
+        """Replace the entries by `change(entries)` under the lock of the file, and return them."""
         if self._path is None:
             self._entries = change(self._entries)
             return self._entries
@@ -64,7 +65,7 @@ class PinnedPrefixFile:
 
 
 def _read(data: bytes) -> Entries:
-    """The entries of a file; none if an edge that was killed while it wrote left half of it."""
+    """Return the entries in a file; none if the file is incomplete because an edge was killed while writing it."""
     try:
         rows = json.loads(data or b"[]")
         return tuple(PinnedPrefixEntry(row["name"], row["owner"], tuple(row["token_ids"])) for row in rows)

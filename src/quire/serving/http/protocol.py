@@ -1,4 +1,5 @@
-"""The HTTP connection: uvicorn's, with time-outs on requests that dawdle and a cap on their number and size."""
+"""The HTTP connection: uvicorn's protocol, with timeouts for slow requests and limits on the number of connections and
+the size of request heads."""
 
 from __future__ import annotations
 
@@ -18,33 +19,34 @@ from quire.serving.http.reading_timer import ReadingTimer
 logger = logging.getLogger("quire.edge")
 
 _REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
-_SEPARATORS = 4  # bytes around a header's name and value
-_GRACE = 5.0  # seconds the application has to answer 408 by itself
+_SEPARATORS = 4  # bytes of ": " and CRLF in a header line
+_GRACE = 5.0  # seconds for the application to answer with 408 first
 
 
 def _count_nothing(status: int, code: str) -> None:
-    """Nobody wants to know what was refused."""
+    """Default of `on_refuse`."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Closed when a request's head or body takes too long, when idle for too long, or when its client
-    reads nothing of what waits to be sent.
+    """One connection. It is closed when the head or body of a request takes too long, when it is idle for too long, or
+    when its client does not read unsent data.
 
-    A request that comes before the one before it is answered is not read: the connection closes with that answer, and
-    until then its end is noticed, which it would not be while a second request waits unread.
+    Pipelined requests are not supported: if a request arrives before the previous one has been answered, it is not
+    parsed, and the connection closes after that answer. Reading goes on meanwhile, so that a disconnect is noticed.
     """
 
-    limits = Limits()  # of the server; see `bounded_by`
-    is_admin = False  # whether connections come from the socket for admin
-    on_refuse: Callable[[int, str], None] = staticmethod(_count_nothing)  # told status and code
+    limits = Limits()  # replaced by `bounded_by`
+    is_admin = False  # whether connections come in through the admin socket
+    on_refuse: Callable[[int, str], None] = staticmethod(_count_nothing)  # called with status and code
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._deadline: asyncio.TimerHandle | None = None
         self._reading = ReadingTimer(self.loop, transport, self.limits["stall_seconds"])
         self._in_head = self._is_full = self._asks_upgrade = False
-        self._raw_bytes = self._head_bytes = 0  # of the head: received after its first piece; in its headers
-        self._idle_bytes = 0  # received since the last of the body: trailers, and what stands between chunks
+        # of the request head: bytes received after its first piece, and bytes of its URL and parsed headers
+        self._raw_bytes = self._head_bytes = 0
+        self._idle_bytes = 0  # received since the last body data: chunk heads and trailers
         if len(self.connections) > self.limits["connections"]:
             self._refuse(503, "the server has too many connections; try again later", "too_many_connections")
             return
@@ -92,7 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.logger.warning("Invalid HTTP request received.")
             self.send_400_response("")
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - says nothing a client could use
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - `msg` does not help a client
         self._refuse(400, "this is not an HTTP/1.1 request", "bad_http")
 
     # ------------------------------------------------------------------------------------------- parser callbacks
@@ -104,7 +106,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_by(self.limits["header_seconds"])
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_head:  # a trailer; nobody reads it
+        if not self._in_head:  # trailers are ignored
             return
         self._head_bytes += len(name) + len(value) + _SEPARATORS
         super().on_header(name, value)
@@ -125,7 +127,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._expect_by(None)
             return
         self._asks_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
-        if not self._asks_upgrade:  # else it is read again without
+        if not self._asks_upgrade:  # else the request is parsed again without Upgrade
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -141,19 +143,19 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing() and not self._is_full:
             super().on_message_complete()
 
-    # -------------------------------------------------------------------------------------------------- the works
+    # -------------------------------------------------------------------------------------------------- internals
     def _read_without_upgrade(self, rest: bytes) -> None:
-        """Read the request again without the header Upgrade, which a server may ignore. With it the parser takes the
-        body for bytes of the other protocol; Java's HTTP client asks for HTTP/2 so with its first request."""
+        """Parse the request again without its Upgrade header, which a server may ignore. With that header, the parser
+        takes the body for data of the other protocol. Java's HTTP client sends Upgrade: h2c with its first request."""
         lines = [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] != b"upgrade"]
         head = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         self._asks_upgrade = False
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._parse(b"".join((head, *lines, b"\r\n", rest)))
 
     def _expect_by(self, seconds: float | None) -> None:
-        """Cut the connection off unless called again within `seconds`."""
+        """Close the connection after `seconds`, unless this is called again before. None: no timeout."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
@@ -162,6 +164,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(431, f"the head is larger than {self.limits['header_bytes']} bytes", "head_too_large")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
+        """Reply with an error from within the protocol, and close the connection."""
         if self.transport.is_closing():
             return
         self.on_refuse(status, code)
@@ -173,12 +176,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded_by(limits: Limits, on_refuse: Callable[[int, str], None] = _count_nothing) -> type[BoundedProtocol]:
-    """The protocol of a server with these limits. `on_refuse` is told of connections that it refuses itself."""
+    """Return the protocol class of a server with these limits. `on_refuse` is called with status and code of requests
+    that the protocol refuses."""
     members: dict[str, Any] = {"limits": limits, "on_refuse": staticmethod(on_refuse)}
     return type("ServerProtocol", (BoundedProtocol,), members)
 
 
 def for_admin(protocol: type[BoundedProtocol]) -> type[BoundedProtocol]:
-    """The same protocol on the socket for admin."""
+    """Return the protocol class for the admin socket."""
     members: dict[str, Any] = {"is_admin": True}
     return type("AdminProtocol", (protocol,), members)

@@ -1,4 +1,4 @@
-"""Ends connections whose clients read nothing of what waits to be sent."""
+"""Closes connections whose clients do not read the data that waits to be sent."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 
 
 class ReadingTimer:
-    """Cuts a connection off when of so many unsent bytes none are read for `seconds`."""
+    """Closes a connection if none of the unsent bytes are read for `seconds`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, seconds: float) -> None:
         self._loop, self._transport, self._seconds = loop, transport, seconds
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Expect that the client reads what waits now, if anything does."""
+        """Start the timer, if any data is unsent."""
         self.stop()
         if unsent := self._transport.get_write_buffer_size():
             self._timer = self._loop.call_later(self._seconds, self._check, unsent)
@@ -24,6 +24,7 @@ class ReadingTimer:
             self._timer = None
 
     def _check(self, unsent: int) -> None:
+        """Close the connection if the client has read nothing since the timer was started, else start it again."""
         if self._transport.get_write_buffer_size() >= unsent:
             self._transport.abort()
         else:

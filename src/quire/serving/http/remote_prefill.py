@@ -1,7 +1,7 @@
-"""Prefill / decode disaggregation at the edge of a decode server: it asks a prefill server to compute a prompt first.
+"""Disaggregated prefill: the edge of a decode server asks a prefill server to compute a prompt first.
 
-The prefill server puts the blocks of the prompt into the KV transport before it replies. The decode engine then loads
-them. Whatever goes wrong, the decode engine computes the prompt itself.
+The prefill server stores the blocks of the prompt in the KV transport before it replies, and the decode engine loads
+them. If anything fails, the decode engine computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger = logging.getLogger("quire.edge")
 
 PATH = "/v1/completions"
 MAX_REPLY = 1 << 20
-PAUSE_SECONDS = 2.0  # for which a prefill server that failed is not asked
-# who asks, for which session, within which time, and the trace that the request continues
+PAUSE_SECONDS = 2.0  # how long a prefill server is not asked after a failure
+# headers to pass on: the key and the client, the session, the time limit, and the trace
 _PASSED_ON = (*KEY_HEADERS, CLIENT_HEADER, b"x-session-id", TIMEOUT_HEADER, b"traceparent")
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class PrefillFailed(Exception):
-    """A prefill server did not compute a prompt. `is_down`: it would compute no other either."""
+    """A prefill server did not compute a prompt. `is_down`: it is unlikely to compute others."""
 
     def __init__(self, text: str, *, is_down: bool = True) -> None:
         super().__init__(text)
@@ -40,23 +40,24 @@ class PrefillFailed(Exception):
 
 
 def headers_of(exchange: Exchange) -> Headers:
-    """The headers of a request that a prefill server needs too, and the id by which both servers log it."""
+    """Return the request headers that a prefill server needs too, and the request id, so that both servers log the same
+    id."""
     passed = [(name, exchange.headers[name]) for name in _PASSED_ON if name in exchange.headers]
     return [*passed, (b"x-request-id", exchange.request_id.encode())]
 
 
 class RemotePrefill:
-    """Asks prefill servers in turn. One that failed is left out for a while."""
+    """Asks prefill servers round robin. A server that failed is skipped for PAUSE_SECONDS."""
 
     def __init__(self, config: PrefillConfig) -> None:
         self._config = config
         self._servers = [urlsplit(url) for url in config.urls]
-        self._paused = [0.0] * len(self._servers)  # until when each is not asked
+        self._paused = [0.0] * len(self._servers)  # by server: the monotonic time until which it is skipped
         self._next = 0
 
     async def compute(self, submits: Sequence[Submit], headers: Headers, salt: str) -> tuple[Submit, ...]:
-        """Have the prompts computed that are long enough, and return all requests; those that were computed are marked.
-        `headers` are those of the client, `salt` is the cache_salt that it sent. Never raises."""
+        """Have prompts that are long enough computed, and return all requests, with `prefilled` set in those that were.
+        `headers` are the client's, `salt` is the cache_salt that it sent. Never raises."""
         return tuple(await asyncio.gather(*(self._compute(submit, headers, salt) for submit in submits)))
 
     async def _compute(self, submit: Submit, headers: Headers, salt: str) -> Submit:
@@ -81,7 +82,7 @@ class RemotePrefill:
         return not submit.images and submit.source is None and submit.sampling.prompt_logprobs is None
 
     def _choose(self) -> int | None:
-        """Return the next server that has not failed just now."""
+        """Return the index of the next server that is not paused, or None."""
         now, count = time.monotonic(), len(self._servers)
         for place in range(self._next, self._next + count):
             if self._paused[place % count] <= now:
@@ -97,7 +98,7 @@ def _body(submit: Submit, salt: str) -> bytes:
 
 
 async def _post(url: SplitResult, headers: Headers, body: bytes) -> None:
-    """Send one request and wait for its reply. Raises PrefillFailed or OSError."""
+    """Send one request and wait for its response. Raises PrefillFailed or OSError."""
     is_tls = url.scheme == "https"
     reader, writer = await asyncio.open_connection(
         url.hostname, url.port or (443 if is_tls else 80), ssl=ssl.create_default_context() if is_tls else None
@@ -112,10 +113,10 @@ async def _post(url: SplitResult, headers: Headers, body: bytes) -> None:
         while not reader.at_eof() and len(reply) < MAX_REPLY:
             reply += await reader.read(MAX_REPLY - len(reply))
     finally:
-        writer.transport.abort()  # closing would wait for a server that reads no more
+        writer.transport.abort()  # close() would wait for a server that no longer reads
     parts = reply.split(None, 2)
     status = int(parts[1]) if len(parts) > 1 and parts[0].startswith(b"HTTP/1.") and parts[1].isdigit() else 0
     if status != 200:
-        is_down = not 400 <= status < 500 and status != 504  # else this request was refused, or its own time was up
+        is_down = not 400 <= status < 500 and status != 504  # else this request was refused or timed out
         text = reply[:200].decode("latin-1").splitlines()[0] if reply else "it closed the connection"
         raise PrefillFailed(text, is_down=is_down)

@@ -1,4 +1,4 @@
-"""What operators see of each request: errors are counted and logged, and an access log is written where asked."""
+"""Counts and logs the error responses of an edge, and writes its access log."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from quire.serving.http.exchange import Exchange
 refusals_logger = logging.getLogger("quire.refusals")  # its lines are rate-limited: clients cause them
 access_logger = logging.getLogger("quire.access")
 
-CLIENT_GONE = 499  # in logs: the client hung up before it was answered
+CLIENT_GONE = 499  # status in logs: the client disconnected before it got a response
 _MAX_PATH = 200  # characters of a path in a log line
-_ALARMING = (401, 403, 421, 429)
+_WARNED = (401, 403, 421, 429)  # logged as warnings, as 5xx are
 _HEADER_FIELDS = frozenset({"X-Request-Id", "X-Request-Timeout", "query", "body"})
 _TOP_LEVEL = re.compile(r"[.\[]")
 
 
 class ErrorCounter(Protocol):
-    """Counts responses with an error. `field` is one of a fixed set."""
+    """Counts error responses. `field` is one of a fixed set."""
 
     def http_error(self, status: int, field: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The end of one HTTP request. `status` is 499 if its client hung up before it was answered."""
+    """The end of one HTTP request. `status` is 499 if its client disconnected before it got a response."""
 
     status: int
     seconds: float
@@ -37,26 +37,28 @@ class Answered:
 
 
 class RequestWatch:
-    """Counts every error response by status and field, and logs it; logs all requests if `logs_all`.
+    """Counts and logs every error response, by status and field. With `logs_all`, logs every request.
 
-    A field is counted by name only if it is one of `fields`, so that clients cannot make up labels.
+    A field is counted by name only if it is one of `fields`, so that clients cannot create metric labels.
     """
 
     def __init__(self, counter: ErrorCounter, fields: frozenset[str] = frozenset(), *, logs_all: bool) -> None:
         self._counter, self.fields, self._logs_all = counter, fields, logs_all
 
     def answered(self, exchange: Exchange, end: Answered) -> None:
+        """Note that a request has ended."""
         if self._logs_all:
             self._log_access(exchange, end)
         if end.status >= 400 and end.status != CLIENT_GONE:
             self._log_error(end.status, end.error, _facts(exchange))
 
     def refused(self, status: int, code: str) -> None:
-        """A connection was refused before its request was read."""
+        """Note that a connection was refused before its request was read."""
         self._log_error(status, ApiError(status, "", code=code), {})
 
     def field_of(self, error: ApiError | None) -> str:
-        """Return the top-level field that an error names, as metrics count it; "" without one."""
+        """Return the top-level field that an error names, as metrics count it: a known field, "other", or "" if it
+        names none."""
         if error is None or error.param is None:
             return ""
         field = _TOP_LEVEL.split(error.param, maxsplit=1)[0]
@@ -67,7 +69,7 @@ class RequestWatch:
         self._counter.http_error(status, field)
         cause = "" if error is None else f" {error.code}"
         message = f"answered {status}{cause}" + (f", field {field}" if field else "")
-        level = logging.WARNING if status in _ALARMING or status >= 500 else logging.INFO
+        level = logging.WARNING if status in _WARNED or status >= 500 else logging.INFO
         named = {} if error is None or error.param is None else {"field": error.param[:80]}
         refusals_logger.log(level, message, extra={**named, **facts})
 
@@ -83,6 +85,7 @@ class RequestWatch:
 
 
 def _facts(exchange: Exchange) -> dict[str, Any]:
+    """Return the fields of every log line: path, client address and request id."""
     client = exchange.scope.get("client")
     path = exchange.scope.get("raw_path") or b""
     return {

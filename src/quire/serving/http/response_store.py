@@ -1,4 +1,4 @@
-"""Keeps the responses of `/v1/responses` that clients may read again, continue or cancel."""
+"""Stores the responses of `/v1/responses`, which clients may read again, continue or cancel."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_ENTRY_BYTES = 256  # memory of a response or an item besides its JSON
+_ENTRY_BYTES = 256  # estimated memory of a response or an item besides its JSON
 
 
 class Owner(NamedTuple):
-    """Whose response it is: the digest of an API key, and the `cache_salt` that the request had."""
+    """The owner of a response: the digest of an API key, and the `cache_salt` of the request."""
 
     principal: str
     salt: str
@@ -29,7 +29,7 @@ class StoredItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response that has ended. `context` holds the items of all turns before it."""
+    """A response that has ended. `context` holds the items of all earlier turns."""
 
     owner: Owner
     body: bytes  # the response as JSON
@@ -39,7 +39,7 @@ class StoredResponse:
 
     @property
     def conversation(self) -> tuple[StoredItem, ...]:
-        """The items that a response that continues this one begins with."""
+        """The items with which the next response of this conversation begins."""
         return (*self.context, *self.input_items, *self.output_items)
 
     @property
@@ -50,30 +50,30 @@ class StoredResponse:
 
 @dataclass(slots=True, eq=False)
 class RunningResponse:
-    """A response that is being generated. The event loop owns it."""
+    """A response that is being generated. Used on the event loop only."""
 
     owner: Owner
-    body: Callable[[], bytes]  # the response as JSON, as far as it is known
+    body: Callable[[], bytes]  # returns the unfinished response as JSON
     cancel: Callable[[], None]
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ResponseStore:
-    """Finds responses by owner and id. Beyond its limits it forgets those that were not used for the longest time.
+    """Finds responses by owner and id. Above its limits it forgets the least recently used ones.
 
-    Threads share it. Only the event loop changes running responses, except that `put` ends them.
+    Shared by threads. Only the event loop changes running responses, except that `put` ends them.
     """
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self._most, self._most_bytes = limits["stored_responses"], limits["stored_response_bytes"]
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()  # the least recently used first
-        self._items: dict[tuple[Owner, str], tuple[str, bytes]] = {}  # the response that has an item, and the item
+        self._items: dict[tuple[Owner, str], tuple[str, bytes]] = {}  # by owner and item id: response id and item
         self._running: dict[str, RunningResponse] = {}
         self._num_bytes = 0
         self._lock = threading.Lock()
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Keep a response, which has ended, unless it is larger than all that may be kept."""
+        """Store a response that has ended. If it alone exceeds the limits, it is not kept."""
         self._running.pop(response_id, None)
         with self._lock:
             self._forget(response_id)
@@ -85,6 +85,7 @@ class ResponseStore:
                 self._forget(next(iter(self._stored)))
 
     def find(self, owner: Owner, response_id: str) -> StoredResponse | None:
+        """Return the stored response of this owner, or None."""
         with self._lock:
             found = self._stored.get(response_id)
             if found is None or found.owner != owner:
@@ -93,6 +94,7 @@ class ResponseStore:
             return found
 
     def find_item(self, owner: Owner, item_id: str) -> bytes | None:
+        """Return the JSON of a stored item of this owner, or None."""
         with self._lock:
             found = self._items.get((owner, item_id))
             if found is None:
@@ -101,7 +103,7 @@ class ResponseStore:
             return found[1]
 
     def remove(self, owner: Owner, response_id: str) -> bool:
-        """Forget a response. Returns whether there was one."""
+        """Forget a response. Returns whether this owner had it."""
         with self._lock:
             found = self._stored.get(response_id)
             if found is None or found.owner != owner:
@@ -110,12 +112,13 @@ class ResponseStore:
             return True
 
     def find_running(self, owner: Owner, response_id: str) -> RunningResponse | None:
+        """Return the running response of this owner, or None."""
         found = self._running.get(response_id)
         return found if found is not None and found.owner == owner else None
 
     @contextmanager
     def running(self, response_id: str, response: RunningResponse) -> Iterator[None]:
-        """While a response is being generated: until `put`, or until its handler ends."""
+        """Make a response readable and cancellable while the block runs, or until `put` stores it."""
         self._running[response_id] = response
         try:
             yield

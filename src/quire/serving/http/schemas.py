@@ -1,4 +1,5 @@
-"""Pieces of JSON schemas of responses, and the schema of errors. Other schemas stand beside their endpoints."""
+"""Building blocks for JSON schemas of responses, and the schema of errors. Other schemas are defined with their
+endpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ IDS: Schema = {"type": "array", "items": WHOLE}
 
 
 def record(required: dict[str, Schema], optional: dict[str, Schema] | None = None, *, is_open: bool = False) -> Schema:
-    """An object with these members."""
+    """Return the schema of an object with these members. With `is_open`, others are allowed."""
     members = {**required, **(optional or {})}
     return {
         "type": "object",

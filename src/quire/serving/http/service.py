@@ -1,4 +1,4 @@
-"""Everything the routes of one edge share, and the threads in which text is worked on."""
+"""The state that all handlers of one edge share, and the threads that do text work."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire.edge")
 
-SMALL_BODY = 2**16  # bytes
-LARGE_BODY = 2**18  # bytes: working on one leaves memory behind that is worth giving back
-_MAY_SHOW_IMAGES = re.compile(  # by themselves, by reference to a stored response, or spelled with escapes
+SMALL_BODY = 2**16  # bytes: up to this size a body is never refused
+LARGE_BODY = 2**18  # bytes: above this size, freed memory is returned to the system after the request
+_MAY_SHOW_IMAGES = re.compile(  # directly, by reference to a stored response, or with escaped letters
     rb"image|previous_response_id|item_reference|\\u00[2-7]"
 )
 
@@ -70,22 +70,22 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class BodyPool:
-    """The bytes of bodies that are being read or worked on."""
+    """The bytes of bodies that are being read or processed, of all requests."""
 
     max_bytes: int
     num_bytes: int = 0
 
 
 class BodyMeter:
-    """Counts the bytes of one body as they come. A small body is never refused, so that large ones that come slowly
-    keep nobody else out."""
+    """Counts the bytes of one body as they arrive. A small body is never refused, so that large and slow ones cannot
+    block others."""
 
     def __init__(self, pool: BodyPool) -> None:
         self._pool = pool
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Raises ApiError when this body is large and all together become too much."""
+        """Count received bytes. Raises ApiError if this body is large and all bodies together exceed the pool."""
         pool = self._pool
         if self.num_bytes + num_bytes > SMALL_BODY and pool.num_bytes + num_bytes > pool.max_bytes:
             raise too_busy("the server is reading too many large requests; try again later", 1)
@@ -93,15 +93,15 @@ class BodyMeter:
         self.num_bytes += num_bytes
 
 
-def give_back_memory() -> None:
-    """Return free memory to the system, where the C library can."""
+def trim_heap() -> None:
+    """Return free heap memory to the system, if the C library has malloc_trim."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class ModelText:
-    """The model's tokenizer and template, and how its answers are read. Made once; used in threads."""
+    """The model's tokenizer and chat template, and the formats of its answers. Made once and shared by threads."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class ModelText:
         self._check_template_kwargs()
 
     def _check_template_kwargs(self) -> None:
-        """Raise ConfigError for values that the chat template does not read."""
+        """Raise ConfigError for default template variables that the chat template does not read."""
         for name in self.template_kwargs:
             field = f"default_chat_template_kwargs.{name}"
             try:
@@ -135,7 +135,7 @@ class ModelText:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """Raises InvalidRequest where the model has none that works."""
+        """The chat template. Raises InvalidRequest if the model has none or it does not compile."""
         fix = "use /v1/completions, or have the operator set --chat-template"
         if self._source is None:
             raise InvalidRequest("messages", "the model has no chat template", fix)
@@ -150,7 +150,8 @@ class ModelText:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls; None: not known. Raises InvalidRequest where it has no chat template."""
+        """The format in which the model writes tool calls, or None if unknown. Raises InvalidRequest if it has no chat
+        template."""
         template = self.template
         render = partial(template.render, tools=PROBE_TOOLS, add_generation_prompt=False)
         return tool_format(
@@ -166,48 +167,50 @@ class ModelText:
 
     @property
     def template_source(self) -> str | None:
-        """The text of the chat template."""
+        """The source of the chat template."""
         return self._source
 
     @cached_property
     def infill(self) -> InfillFormat | None:
-        """How the model is asked to fill in the middle; None: it was not trained to."""
+        """The format of infill prompts, or None if the model was not trained to fill in the middle."""
         return infill_format(self.tokenizer)
 
     def infill_prompt(self, field: str, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = ()) -> Prompt:
-        """The prompt for what is between two texts. Raises InvalidRequest for a model that cannot fill in."""
+        """Return the prompt for the text between `prefix` and `suffix`. Raises InvalidRequest if the model cannot fill
+        in the middle."""
         if self.infill is None:
             reason = "needs a model that fills in the middle, and this one has no tokens for it"
             raise InvalidRequest(field, reason, "leave it out, or serve a model such as qwen2.5-coder")
         return Prompt(token_ids=self.infill.prompt(prefix, suffix, files))
 
-    def hides(self, reading: MessageReading) -> bool:
-        """Whether a mark that is to be read is a special token, so that texts must show those."""
+    def has_special_marks(self, reading: MessageReading) -> bool:
+        """Whether a mark of reasoning or calls is a special token, so that special tokens must be kept in the text."""
         marks = [] if reading.tools is None else list(reading.tools.marks)
         if reading.reasoning is not None:
             marks += reading.reasoning.marks
         return any(mark in self.tokenizer.special_tokens for mark in marks)
 
     def special_marks(self, reading: MessageReading) -> tuple[tuple[str, int], ...]:
-        """The special tokens in the marks of what is read, with their ids."""
+        """Return the special tokens that occur in the marks of reasoning and calls, with their ids."""
         marks = () if reading.tools is None else reading.tools.marks
         texts = "\n".join((*marks, *(() if reading.reasoning is None else reading.reasoning.marks)))
         return tuple((text, token) for text, token in self.tokenizer.special_tokens.items() if text and text in texts)
 
     def mark_token(self, mark: str) -> int | None:
-        """The token that is this mark, special or not; None: there is none."""
+        """Return the id of the token whose text is this mark, special or not, or None."""
         token = self.tokenizer.token_id(mark)
         return token if token is not None and self.tokenizer.token_text(token) == mark else None
 
     def token_marks(self, reading: MessageReading) -> tuple[tuple[str, int], ...]:
-        """The special tokens in the marks of what is read, and the tokens that open and end reasoning."""
+        """Return the special tokens in the marks of reasoning and calls, and the tokens that open and end reasoning,
+        with their ids."""
         form = reading.reasoning
         marks = () if form is None else (form.start, form.end)
         found = {mark: token for mark in marks if (token := self.mark_token(mark)) is not None}
         return tuple({**dict(self.special_marks(reading)), **found}.items())
 
     def maker(self, eos_ids: tuple[int, ...]) -> RequestMaker:
-        """For a model that ends its texts with `eos_ids`."""
+        """Return the request maker for a model that ends its texts with `eos_ids`."""
         if eos_ids not in self._makers:
             self._makers = {eos_ids: RequestMaker(self.tokenizer, eos_ids)}
         return self._makers[eos_ids]
@@ -215,7 +218,7 @@ class ModelText:
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """One edge's parts. `render_metrics` gives the page /metrics shows and its content type."""
+    """The parts of one edge. `render_metrics` returns the body and the content type of /metrics."""
 
     config: ServerConfig
     limits: Limits
@@ -225,16 +228,16 @@ class Service:
     observer: Observer
     version: str
     render_metrics: Callable[[], Awaitable[tuple[bytes, str]]]
-    ask_drain: Callable[[], None]  # an admin wants the whole server to shut down
+    ask_drain: Callable[[], None]  # asks the supervisor to shut down the whole server
     peers: Peers  # the other edges
     created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
-    prefix_file: Path | None = None  # where resident prompts are written down; None: in memory
-    recalls_prefixes: bool = True  # it is this edge that registers them with a new engine
+    prefix_file: Path | None = None  # file of pinned prompts; None: in memory
+    recalls_prefixes: bool = True  # whether this edge pins them again when a new engine is up
     files_directory: Path | None = None  # of uploaded files and batches; None: a temporary one
     bodies: BodyPool = field(init=False)
-    pixels: BodyPool = field(init=False)  # of images in requests that run
-    media_folder: str | None = field(init=False)  # whose files image URLs may name
-    uploads: BodyPool = field(init=False)  # apart: the largest bodies keep only each other out
+    pixels: BodyPool = field(init=False)  # bytes of pixels in running requests
+    media_folder: str | None = field(init=False)  # folder whose files image URLs may refer to
+    uploads: BodyPool = field(init=False)  # separate, so that large uploads cannot block other requests
     batches: BatchRunner = field(init=False)
     threads: TextThreads = field(init=False)
     keys: KeyRing = field(init=False)
@@ -270,35 +273,35 @@ class Service:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with what may change answers: the version, the model and how it is run."""
+        """An id of what may change answers: the version of Quire, the model name, dtype and device."""
         engine = self.dispatcher.known_engine
         facts = (self.version, self.names[0], *((engine.dtype, engine.device) if engine else ()))
         return "quire-" + hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
 
     def engine(self) -> EngineReady:
-        """What is known of the engine, also while it is restarted. Raises ApiError before it was ever up."""
+        """Return the sizes of the engine, also while it restarts. Raises ApiError if no engine was up yet."""
         engine = self.dispatcher.known_engine
         if engine is None:
             raise engine_unavailable("the model is still loading; try again soon")
         return engine
 
     def generating_engine(self) -> EngineReady:
-        """The engine, where its model generates text. Raises ApiError where it does not."""
+        """Return the engine. Raises ApiError if its model does not generate text."""
         engine = self.engine()
         if engine.pooling is not None:
             raise wrong_task(self.names[0], engine.pooling.task)
         return engine
 
     def pooling_model(self) -> PoolingModel:
-        """What the model makes of texts. Raises ApiError where it generates text instead."""
+        """Return what the model computes of texts. Raises ApiError if it generates text instead."""
         engine = self.engine()
         if engine.pooling is None:
             raise wrong_task(self.names[0], "generate")
         return engine.pooling
 
     def served_name(self, asked: str | None) -> str:
-        """The name that responses carry; nothing and `default` stand for the first. Raises ApiError for a model that is
-        not served here, and is no LoRA adapter that is known: see `knowing_adapters`."""
+        """Return the model name for the response; no name and `default` mean the first. Raises ApiError for a name that
+        is neither served nor a LoRA adapter known to this edge: see `knowing_adapters`."""
         if asked in self.names:
             return asked
         if not asked or asked == "default":
@@ -306,12 +309,12 @@ class Service:
         return asked if asked in self.adapters else self._untagged_name(asked)
 
     def adapter_of(self, model: str) -> str:
-        """The LoRA adapter of a served name; "": the model itself."""
+        """Return the LoRA adapter of a served name; "" for the model itself."""
         return "" if model in self.names else model
 
     async def knowing_adapters(self, work: Callable[[], Awaitable[R]]) -> R:
-        """Do work that names a model. If this edge does not know the model, it may be a LoRA adapter that was loaded
-        since: ask the engine, and do the work once more."""
+        """Run work that looks up a model name. If it fails because the name is unknown, ask the engine for its LoRA
+        adapters and, if they have changed, run the work again."""
         before = self.adapters.known
         try:
             return await work()
@@ -324,8 +327,8 @@ class Service:
         return await work()
 
     def _untagged_name(self, asked: str) -> str:
-        """The served name that is the same but for the tag `:latest`, which Ollama's clients add to names without
-        one."""
+        """Return the served name that equals `asked` except for the tag `:latest`, which Ollama's clients add. Raises
+        ApiError if there is none."""
         for name in self.names:
             if name.removesuffix(":latest") == asked.removesuffix(":latest"):
                 return name
@@ -334,12 +337,12 @@ class Service:
         raise model_not_found(asked, (*self.names, *self.adapters.known))
 
     def image_taker(self) -> ImageTaker | None:
-        """What reads the images of messages; None: the model takes none. Raises ApiError before the engine was ever
-        up."""
+        """Return the reader of images in messages, or None if the model takes no images. Raises ApiError if no engine
+        was up yet."""
         limits = self.engine().images
         if limits is None:
             return None
-        from quire.serving.vision.image_reader import ImageReader  # needless where there are no images
+        from quire.serving.vision.image_reader import ImageReader  # not imported unless there are images
         from quire.serving.vision.messages import ImageTaker
         from quire.serving.vision.sources import MediaSources
 
@@ -349,7 +352,8 @@ class Service:
 
     @contextmanager
     def holding_pixels(self, num_bytes: int) -> Iterator[None]:
-        """While a request with so many bytes of pixels runs. Raises ApiError when all together become too much."""
+        """Count this many bytes of pixels while the block runs. Raises ApiError if all running requests together exceed
+        the limit."""
         pool = self.pixels
         if num_bytes and pool.num_bytes and pool.num_bytes + num_bytes > pool.max_bytes:
             raise too_busy("the server holds too many images; try again later", 1)
@@ -360,24 +364,25 @@ class Service:
             pool.num_bytes -= num_bytes
 
     async def in_thread(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run work on text off the event loop."""
+        """Run work on a short text in a text thread."""
         return await asyncio.wrap_future(self.threads.submit(0, work, *args, **kwargs))
 
     async def in_thread_of(self, body: bytes, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run work on the body of a request off the event loop. Long bodies and those with images, of which a few bytes
-        may take long to decode, never hold up short ones."""
+        """Run work on the body of a request in a text thread. Long bodies, and bodies with images, whose few bytes may
+        take long to decode, run in other threads than short ones."""
         engine, size = self.dispatcher.known_engine, len(body)
         if size <= LONG_TEXT and engine is not None and engine.images is not None and _MAY_SHOW_IMAGES.search(body):
             size = LONG_TEXT + 1
         return await self.in_thread_for(size, work, *args, **kwargs)
 
     async def in_thread_for(self, num_bytes: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run work on a text of so many bytes off the event loop. Long texts never hold up short ones."""
+        """Run work on a text of this many bytes in a text thread. Long texts run in other threads than short ones."""
         return await asyncio.wrap_future(self.threads.submit(num_bytes, work, *args, **kwargs))
 
     @contextmanager
     def metered(self, *, is_upload: bool = False) -> Iterator[BodyMeter]:
-        """While a body is read and worked on; what has come of it counts against all bodies, or uploads, together."""
+        """Yield the meter of a body that is read and processed while the block runs. Its bytes count towards the limit
+        on all bodies, or on all uploads."""
         pool = self.uploads if is_upload else self.bodies
         meter = BodyMeter(pool)
         try:
@@ -385,7 +390,7 @@ class Service:
         finally:
             pool.num_bytes -= meter.num_bytes
             if meter.num_bytes > LARGE_BODY:
-                self.threads.submit(0, give_back_memory)
+                self.threads.submit(0, trim_heap)
 
     def close(self) -> None:
         self.batches.close()

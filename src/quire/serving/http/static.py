@@ -17,7 +17,7 @@ _POLICY: Headers = (
 
 
 class StaticFile:
-    """One file. Answers 304 to a client that has it already."""
+    """One file. Replies with 304 if the client has the current version."""
 
     def __init__(self, content: bytes, content_type: str) -> None:
         self._content = content
@@ -32,7 +32,7 @@ class StaticFile:
 
 
 def playground_routes(files: Mapping[str, tuple[bytes, str]]) -> dict[str, StaticFile]:
-    """By URL path: every file under /playground/, and the page itself at /."""
+    """Return the files by URL path: each under /playground/, and the page itself also at /."""
     routes = {f"/playground/{name}": StaticFile(*file) for name, file in files.items()}
     if "index.html" in files:
         routes["/"] = routes["/playground/"] = routes["/playground/index.html"]

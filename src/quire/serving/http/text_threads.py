@@ -1,4 +1,4 @@
-"""The threads in which an edge works on text: parsing, rendering, tokenizing, writing responses."""
+"""The threads in which an edge does text work: parsing, rendering, tokenizing and writing responses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-LONG_TEXT = 2**16  # bytes of a body above which it counts as long
+LONG_TEXT = 2**16  # bytes above which a body counts as long
 _FEWEST, _MOST = 2, 16
 
 P = ParamSpec("P")
@@ -21,14 +21,14 @@ def num_text_threads(num_workers: int, num_cores: int | None = None) -> int:
 
 
 class TextThreads:
-    """Two pools: work on long texts has its own threads, so work on short ones never waits for it."""
+    """Two thread pools. Long texts have their own, so that short ones never wait for them."""
 
     def __init__(self, num_threads: int) -> None:
         self._short = ThreadPoolExecutor(num_threads, "quire-text")
         self._long = ThreadPoolExecutor(max(_FEWEST, num_threads // 2), "quire-long-text")
 
     def submit(self, num_bytes: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Run `work`, which is about so many bytes of text."""
+        """Run `work`, which processes a text of `num_bytes` bytes."""
         pool = self._long if num_bytes > LONG_TEXT else self._short
         return pool.submit(work, *args, **kwargs)
 

@@ -115,7 +115,7 @@ def test_a_path_that_the_cpu_lacks_is_refused_with_what_is_missing(monkeypatch: 
         with pytest.raises(LacksPath, match=f"needs a CPU with .*{min(PATHS[0].needs)}.*run here: portable"):
             choose_path.__wrapped__()
     monkeypatch.setattr(loader._Choice, "asked", "pentium")
-    with pytest.raises(LacksPath, match="'pentium' is no path .* which are: .*portable"):
+    with pytest.raises(LacksPath, match="unknown path 'pentium' .*: .*portable"):
         choose_path.__wrapped__()
 
 

@@ -79,7 +79,7 @@ def test_a_rank_that_misses_an_operation_is_named() -> None:
     descriptor = make_shared_memory(3)
     late = SharedGroup(descriptor, 0, 3, seconds=0.05)
     SharedGroup(descriptor, 1, 3, seconds=0.0).shared._meetings[1] = 1  # rank 1 is there, rank 2 is not
-    with pytest.raises(Missing, match="rank 2 of the 3 of its stage did not come to a sum within 0.05 s"):
+    with pytest.raises(Missing, match="rank 2 of the 3 of its stage did not reach a barrier within 0.05 s"):
         late.all_reduce(torch.ones(4))
     os.close(descriptor)
 

@@ -1,4 +1,4 @@
-"""Requests of batches wait in line for spare capacity, and lose no place."""
+"""Requests of batches queue for spare capacity, and lose no permit."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def test_half_of_the_engine_is_let_in_and_the_others_in_order() -> None:
         await turn()
         assert [task.done() for task in tasks] == [True, True, False, False]
         for number in (0, 1):
-            place = tasks[number].result()
-            assert place is not None
-            place.leave()
-            place.leave()  # once is enough
+            permit = tasks[number].result()
+            assert permit is not None
+            permit.release()
+            permit.release()  # once is enough
             await turn()
             assert [task.done() for task in tasks].count(True) == 3 + number
 
     asyncio.run(run())
 
 
-def test_one_that_gives_up_takes_no_place_along() -> None:
+def test_one_that_gives_up_takes_no_permit_along() -> None:
     async def run() -> None:
         gate = BackgroundGate(dispatcher(), 1, 1)
         first = await gate.enter()
         assert first is not None
         second, third = (asyncio.create_task(gate.enter()) for _ in range(2))
         await turn()
-        first.leave()  # the second has a place now, but has not heard of it
+        first.release()  # the second has a permit now, but has not heard of it
         second.cancel()
         with suppress(asyncio.CancelledError):
             await second
@@ -58,16 +58,16 @@ def test_a_retry_goes_before_those_without_a_line() -> None:
     async def run() -> None:
         shared = dispatcher()
         gate = BackgroundGate(shared, 1, 1)
-        place = await gate.enter()
-        assert place is not None
+        permit = await gate.enter()
+        assert permit is not None
         later = asyncio.create_task(gate.enter())
         shared.num_waiting = 1
-        retry = asyncio.create_task(place.wait_for_retry(0))
+        retry = asyncio.create_task(permit.wait_for_retry(0))
         await turn()
         shared.num_waiting = 0
         assert await asyncio.wait_for(retry, 60)
         assert not later.done()
-        place.leave()
+        permit.release()
         assert await asyncio.wait_for(later, 60) is not None
 
     asyncio.run(run())

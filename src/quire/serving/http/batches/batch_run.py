@@ -1,4 +1,4 @@
-"""Runs the lines of one batch and writes their results as they come."""
+"""Runs the lines of one batch and writes their results as they are produced."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from quire.serving.batch_lines import (
 )
 from quire.serving.http.batches.batch_store import Batch, BatchStore
 from quire.serving.http.batches.file_store import FileStore, StoredFile, epoch_seconds
-from quire.serving.http.batches.gate import BackgroundGate, Place
+from quire.serving.http.batches.gate import BackgroundGate, Permit
 from quire.serving.http.errors import ApiError
 from quire.serving.http.exchange import AsgiHandler
 from quire.serving.http.inner_call import InnerResponse, call_endpoint
 from quire.types.errors import InvalidRequest, QuireError
 
-WATCH_SECONDS = 0.25  # between two looks whether the batch was cancelled
-SAVE_SECONDS = 0.5  # between two writes of a batch's counts, at least
-ROOM_SECONDS = 2.0  # between two looks how much room its owner has, at most
-MAX_TRIES = 5  # of a line during which the engine went down
-BACKGROUND_PRIORITY = 1_000_000  # where the engine knows priorities: behind everybody
+WATCH_SECONDS = 0.25  # how often to check whether the batch was cancelled or has expired
+SAVE_SECONDS = 0.5  # minimum time between two writes of a batch's counts
+ROOM_SECONDS = 2.0  # how often to look up how many bytes the owner may still store
+MAX_TRIES = 5  # attempts of one line that are answered with 503
+BACKGROUND_PRIORITY = 1_000_000  # with policy "priority": after all other requests
 
 
 class BatchFailed(QuireError):
-    """The batch cannot be run. The text is written for its owner."""
+    """The batch cannot be run. The message is shown to its owner."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a line asks for: the body, written as JSON, for an endpoint."""
+    """The request of one line: an endpoint and the JSON body to send it."""
 
     custom_id: str
     url: str
@@ -49,9 +49,10 @@ class Call:
 
 
 class BatchRun:
-    """One run of one batch, from where the last one stopped. Every finished line is in a file before the next begins.
+    """One run of one batch, which continues where the last run stopped. The result of a line is written to a file as
+    soon as the line has finished.
 
-    A line that is wrong or fails gets a line of its own in the error file; the others go on.
+    A line that is invalid or fails gets an entry in the error file; the other lines are still run.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class BatchRun:
         self._handler, self._gate, self._limits = handler, gate, limits
         self._seen: set[str] = set()  # custom_ids of this run
         self._saved_at = 0.0
-        self._room, self._looked_at = 0, 0.0  # bytes that the owner may still write, and when that was looked up
+        self._room, self._room_checked_at = 0, 0.0  # bytes that the owner may still store, and when that was looked up
         self._reading = asyncio.Lock()
-        self._stopped_by: str | None = None  # the state that ended the run early
+        self._stopped_by: str | None = None  # "cancelled" or "expired" if the run ended early
 
     async def run(self) -> None:
-        """Run the batch until it ends, or until the server shuts down. Raises BatchFailed."""
+        """Run the batch until it ends or the server shuts down. Raises BatchFailed."""
         source = await self._input()
         output, errors = await asyncio.to_thread(self._outputs)
         try:
@@ -83,7 +84,8 @@ class BatchRun:
             raise
 
     async def _run_lines(self, source: StoredFile, output: StoredFile, errors: StoredFile) -> bool:
-        """Returns False if the server shuts down first; the next start goes on from there."""
+        """Run all lines that have no result yet. Returns False if the server shuts down first; the next start of the
+        server continues the batch."""
         batch, path_of = self._batch, self._files.data_path
         answered = await asyncio.to_thread(answered_keys, path_of(output), keeps_failures=True)
         refused = await asyncio.to_thread(answered_keys, path_of(errors), keeps_failures=True)
@@ -103,11 +105,12 @@ class BatchRun:
         return True
 
     async def _input(self) -> StoredFile:
+        """Return the input file, after counting its lines. Raises BatchFailed if it is gone or has too many lines."""
         batch = self._batch
         try:
             source = await asyncio.to_thread(self._files.get, batch.owner, batch.input_file_id)
         except ApiError:
-            raise BatchFailed("the input file is gone") from None
+            raise BatchFailed("the input file was deleted") from None
         batch.total = await asyncio.to_thread(self._count, source)
         if not 0 < batch.total <= self._limits["batch_lines"]:
             raise BatchFailed(
@@ -120,7 +123,8 @@ class BatchRun:
             return sum(1 for _ in read_lines(file, self._limits["body_bytes"] + 4_096))
 
     def _outputs(self) -> tuple[StoredFile, StoredFile]:
-        """The two files that the batch writes; those of its last run, if it had one."""
+        """Return the output file and the error file of the batch. They are created by its first run and reused by later
+        ones."""
         batch, purpose = self._batch, "batch_output"
         names = (f"{batch.id}_output.jsonl", f"{batch.id}_error.jsonl")
         if not batch.reserved:
@@ -161,30 +165,32 @@ class BatchRun:
             worker.cancel()
 
     async def _worker(self) -> None:
-        """Run line after line. Reads none before it may run, so that batches that wait hold none."""
-        while (place := await self._gate.enter()) is not None:
+        """Run one line after the other. A line is read only after the gate has admitted the worker, so that waiting
+        batches hold no lines in memory."""
+        while (permit := await self._gate.enter()) is not None:
             try:
                 async with self._reading:
                     number, text = await asyncio.to_thread(self._next_line)
-                if number is None or not await self._answer(number, text, place):
+                if number is None or not await self._answer(number, text, permit):
                     return
             finally:
-                place.leave()
+                permit.release()
 
     def _next_line(self) -> tuple[int | None, bytes | None]:
-        """The number and the text of the next line without an error of its own; no number: it was the last."""
+        """Return the number and the text of the next line that has no entry in the error file, or (None, None) after
+        the last line."""
         return next(
             ((number, text) for number, text in self._lines if error_key(number) not in self._done), (None, None)
         )
 
-    async def _answer(self, number: int, text: bytes | None, place: Place) -> bool:
-        """Run one line and write its result. Returns False if the server shuts down before it has one."""
+    async def _answer(self, number: int, text: bytes | None, permit: Permit) -> bool:
+        """Run one line and write its result. Returns False if the server shuts down before there is one."""
         try:
             if text is None:
                 raise InvalidRequest(f"line {number}", f"is above {self._limits['body_bytes']} bytes", "split it")
             call = await asyncio.to_thread(self._read_call, number, text)
             if call.custom_id in self._seen:
-                raise InvalidRequest(f"line {number}: custom_id", "is that of another line", "choose another")
+                raise InvalidRequest(f"line {number}: custom_id", "is used by another line", "choose another")
         except InvalidRequest as error:
             name = None if text is None else custom_id_of(text)
             await self._write(self._errors, error_line(name, "invalid_line", str(error), number), is_failure=True)
@@ -192,7 +198,7 @@ class BatchRun:
         self._seen.add(call.custom_id)
         if call.custom_id in self._done:
             return True
-        response = await self._send(call, place)
+        response = await self._send(call, permit)
         if response is None:
             return False
         failed = response.status != 200
@@ -201,34 +207,36 @@ class BatchRun:
         return True
 
     def _read_call(self, number: int, text: bytes) -> Call:
-        """Raises InvalidRequest."""
+        """Parse one line. Raises InvalidRequest."""
         line = read_line(number, text, (self._batch.endpoint,))
         body = {"priority": BACKGROUND_PRIORITY, **line.body} if self._gate.knows_priorities else line.body
         try:
             return Call(line.custom_id, line.url, msgspec.json.encode(body))
-        except (ValueError, OverflowError, RecursionError):  # half a character, an endless number, a deep list
-            reason = "holds text or numbers that JSON cannot have"
+        except (ValueError, OverflowError, RecursionError):  # lone surrogate, number out of range, nesting
+            reason = "contains text or numbers that JSON cannot represent"
             raise InvalidRequest(f"line {number}: body", reason, "write UTF-8 and numbers of 64 bits") from None
 
-    async def _send(self, call: Call, place: Place) -> InnerResponse | None:
-        """Send a line to its endpoint, again where the server was full or its engine went down. None: it shuts
-        down."""
+    async def _send(self, call: Call, permit: Permit) -> InnerResponse | None:
+        """Send a line to its endpoint, and retry it while the server is full (429) or unavailable (503, at most
+        MAX_TRIES times). Returns None if the server shuts down."""
         num_tries = 0
         while True:
             response = await call_endpoint(self._handler, call.url, call.body, self._batch.owner)
             num_tries += response.status == 503
             if response.status not in (429, 503) or num_tries >= MAX_TRIES:
                 return response
-            if not await place.wait_for_retry(response.retry_after):
+            if not await permit.wait_for_retry(response.retry_after):
                 return None
 
     async def _write(self, file: BinaryIO, line: bytes, *, is_failure: bool) -> None:
-        if len(line) > self._room or time.monotonic() - self._looked_at >= ROOM_SECONDS:
-            self._looked_at = time.monotonic()
+        """Append a result to one of the files, and update the counts of the batch. Raises BatchFailed if the owner's
+        files are full."""
+        if len(line) > self._room or time.monotonic() - self._room_checked_at >= ROOM_SECONDS:
+            self._room_checked_at = time.monotonic()
             self._room = await asyncio.to_thread(self._files.room, self._batch.owner)
         self._room -= len(line)
         if self._room < 0:
-            raise BatchFailed(f"its results do not fit; {self._files.bounds}; delete some (DELETE /v1/files/ID)")
+            raise BatchFailed(f"its results cannot be stored; {self._files.bounds}; delete some (DELETE /v1/files/ID)")
         file.write(line)
         file.flush()
         self._batch.failed += is_failure
@@ -241,7 +249,7 @@ class BatchRun:
         await asyncio.to_thread(self._batches.save, self._batch)
 
     async def _finalize(self, output: StoredFile, errors: StoredFile) -> None:
-        """Make the results known, and the batch's end."""
+        """Publish the result files and the final state of the batch."""
         batch = self._batch
         if self._stopped_by == "cancelled":
             batch.enter("cancelling")
@@ -255,6 +263,7 @@ class BatchRun:
         self._batch.error_file_id = await asyncio.to_thread(self._publish, errors)
 
     def _publish(self, file: StoredFile) -> str | None:
+        """Publish a result file and return its id. An empty file is deleted instead."""
         path = self._files.data_path(file)
         if path.exists() and path.stat().st_size:
             return self._files.finish(file).id

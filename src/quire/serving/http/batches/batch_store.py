@@ -1,4 +1,4 @@
-"""What is known of batches, in a folder that all edges of the server share."""
+"""The descriptions of batches, in a folder that all edges of the server share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancel
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """One batch. `owner` is the digest of the API key that it belongs to; nobody else finds it."""
+    """One batch. `owner` is the digest of the API key that created it; requests with other keys do not find it."""
 
     id: str
     owner: str
@@ -32,25 +32,26 @@ class Batch:
     created_at: int
     metadata: dict[str, str] | None = None
     status: str = "validating"
-    times: dict[str, int] = field(default_factory=dict)  # when it came into each state
+    times: dict[str, int] = field(default_factory=dict)  # when it entered each state, in seconds since the epoch
     output_file_id: str | None = None
     error_file_id: str | None = None
-    reserved: list[str] = field(default_factory=list)  # the ids of its two files while they are written
+    reserved: list[str] = field(default_factory=list)  # ids of the output and error files, once created
     total: int = 0
     completed: int = 0
     failed: int = 0
-    problem: str | None = None  # why it failed
+    problem: str | None = None  # why it failed; None unless it has
 
     @property
     def expires_at(self) -> int:
         return self.created_at + WINDOW_SECONDS
 
     def enter(self, status: str) -> None:
+        """Set the status, and record the time of its first use."""
         self.status = status
         self.times.setdefault(status, epoch_seconds())
 
     def as_json(self) -> dict[str, Any]:
-        """The batch as OpenAI's API shows it."""
+        """Return the batch in the shape of OpenAI's API."""
         errors = None
         if self.problem is not None:
             entry = {"code": "batch_failed", "line": None, "message": self.problem, "param": None}
@@ -75,7 +76,7 @@ class Batch:
 
 class BatchStore:
     """Keeps batches in a folder: `ID.json` describes a batch; the edge that runs it locks `ID.lock`; `ID.cancel` asks
-    that edge to stop. Each owner's are bounded in number: the oldest that ended is forgotten.
+    that edge to stop. The number of batches per owner is bounded: the oldest ended ones are forgotten.
 
     Methods read and write the disk, so call them in a thread.
     """
@@ -84,7 +85,7 @@ class BatchStore:
         self._directory, self._limits = directory, limits
 
     def create(self, owner: str, endpoint: str, input_file_id: str, metadata: dict[str, str] | None) -> Batch:
-        """Raises ApiError (429) when too many batches of this owner have not ended."""
+        """Store a new batch and return it. Raises ApiError (429) if too many batches of this owner have not ended."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         known = self.owned_by(owner)
         open_ones = sum(batch.status not in ENDED for batch in known)
@@ -110,14 +111,14 @@ class BatchStore:
         write_json(self._directory / f"{batch.id}.json", asdict(batch))
 
     def get(self, owner: str, batch_id: str) -> Batch:
-        """Raises ApiError (404) for a batch that is not there or not the owner's."""
+        """Return a batch. Raises ApiError (404) if it does not exist or belongs to another owner."""
         found = self._read(self._directory / f"{batch_id}.json") if _BATCH_ID.fullmatch(batch_id) else None
         if found is None or found.owner != owner:
-            raise ApiError(404, f"batch_id: no batch of yours is called {batch_id[:80]!a}", code="batch_not_found")
+            raise ApiError(404, f"batch_id: no batch of yours has the id {batch_id[:80]!a}", code="batch_not_found")
         return found
 
     def owned_by(self, owner: str) -> list[Batch]:
-        """All batches of an owner, the newest first."""
+        """Return all batches of an owner, the newest first."""
         own = [batch for batch in self._all() if batch.owner == owner]
         return sorted(own, key=lambda batch: (-batch.created_at, batch.id))
 
@@ -131,7 +132,8 @@ class BatchStore:
         return (self._directory / f"{batch.id}.cancel").exists()
 
     def lock(self, batch: Batch) -> int | None:
-        """Take the batch for this process. Returns a descriptor to close in the end; None: another process runs it."""
+        """Lock the batch for this process. Returns a file descriptor to close after the run, or None if another process
+        runs the batch."""
         lock = os.open(self._directory / f"{batch.id}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Files that clients uploaded and that batches wrote, in a folder that all edges of the server share."""
+"""Files that clients uploaded or batches wrote, in a folder that all edges of the server share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file. `owner` is the digest of the API key that it belongs to; nobody else finds it."""
+    """One file. `owner` is the digest of the API key that it belongs to; requests with other keys do not find it."""
 
     id: str
     owner: str
@@ -31,7 +31,7 @@ class StoredFile:
     num_bytes: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """The file as OpenAI's API shows it."""
+        """Return the file in the shape of OpenAI's API."""
         return {
             "id": self.id,
             "object": "file",
@@ -46,23 +46,24 @@ class StoredFile:
 
 
 class FileStore:
-    """Keeps files in a folder: `ID.json` describes a file, `ID.data` holds it. While a batch writes a file, `ID.part`
-    describes it, and nobody finds it. Each owner's files are bounded in number and bytes.
+    """Keeps files in a folder: `ID.json` describes a file and `ID.data` holds its bytes. While a batch writes a file,
+    `ID.part` describes it instead, so clients do not find it. The number and total bytes of files per owner are
+    bounded.
 
     Methods read and write the disk, so call them in a thread.
     """
 
     def __init__(self, directory: Path, limits: Mapping[str, int]) -> None:
         self._directory, self._limits = directory, limits
-        self._owners: dict[str, str] = {}  # of files, by id: what was read once need not be read again
+        self._owners: dict[str, str] = {}  # by file id, so that a description is read only once
 
     @property
     def bounds(self) -> str:
-        """What the files of one owner are bounded by, in words."""
-        return f"an API key has room for {self._limits['files']} files of {self._limits['files_bytes']} bytes together"
+        """The limits on the files of one owner, as text for error messages."""
+        return f"an API key may store {self._limits['files']} files with {self._limits['files_bytes']} bytes in total"
 
     def add(self, owner: str, filename: str, purpose: str, data: bytes) -> StoredFile:
-        """Keep an uploaded file. Raises ApiError (400, 413) over a limit."""
+        """Store an uploaded file. Raises ApiError (400, 413) above a limit."""
         if len(data) > self._limits["file_bytes"]:
             message = f"file: has {len(data)} bytes, limit {self._limits['file_bytes']}; split it"
             raise ApiError(413, message, code="file_too_large", param="file")
@@ -73,8 +74,8 @@ class FileStore:
             return self.finish(file)
 
     def begin(self, owner: str, filenames: Iterable[str], purpose: str) -> list[StoredFile]:
-        """Make room for files that a batch will write to their `data_path`. Nobody finds them before `finish`. Raises
-        ApiError (400) over a limit."""
+        """Create files that a batch will write to their `data_path`. Clients do not find them before `finish`. Raises
+        ApiError (400) above a limit."""
         files = [self._describe(owner, name, purpose) for name in filenames]
         with self._locked():
             self.check_room(owner, len(files))
@@ -83,7 +84,7 @@ class FileStore:
         return files
 
     def finish(self, file: StoredFile) -> StoredFile:
-        """Make a file that was written known."""
+        """Make a completely written file visible to its owner. Returns it with its size."""
         size = self.data_path(file).stat().st_size
         known = StoredFile(file.id, file.owner, file.filename, file.purpose, file.created_at, size)
         write_json(self._directory / f"{file.id}.json", asdict(known))
@@ -91,20 +92,21 @@ class FileStore:
         return known
 
     def get(self, owner: str, file_id: str) -> StoredFile:
-        """Raises ApiError (404) for a file that is not there or not the owner's."""
+        """Return a file. Raises ApiError (404) if it does not exist or belongs to another owner."""
         found = self._read(self._directory / f"{file_id}.json") if _FILE_ID.fullmatch(file_id) else None
         if found is None or found.owner != owner:
             raise _not_found(file_id)
         return found
 
     def owned_by(self, owner: str) -> list[StoredFile]:
-        """All files of an owner, the newest first."""
+        """Return all finished files of an owner, the newest first."""
         found = [self._read(path) for path in self._directory.glob("file-*.json")]
         own = [file for file in found if file is not None and file.owner == owner]
         return sorted(own, key=lambda file: (-file.created_at, file.id))
 
     def pieces(self, file: StoredFile, num_bytes: int) -> Iterator[bytes]:
-        """What is in a file, in pieces of up to so many bytes. Raises ApiError (404) if it was deleted meanwhile."""
+        """Yield the content of a file in pieces of at most `num_bytes`. Raises ApiError (404) if it was deleted
+        meanwhile."""
         try:
             data = self.data_path(file).open("rb")
         except FileNotFoundError:
@@ -121,18 +123,18 @@ class FileStore:
         return self._directory / f"{file.id}.data"
 
     def check_room(self, owner: str, num_files: int, num_bytes: int = 0, param: str | None = None) -> None:
-        """Raises ApiError (400) if the owner has no room for so many more files and bytes."""
+        """Raise ApiError (400) if the owner may not store this many more files and bytes."""
         sizes = self._sizes(owner)
         if len(sizes) + num_files > self._limits["files"] or sum(sizes) + num_bytes > self._limits["files_bytes"]:
             message = f"file: {self.bounds}; delete some first (DELETE /v1/files/ID)"
             raise ApiError(400, message, code="too_many_files", param=param)
 
     def room(self, owner: str) -> int:
-        """How many bytes more the owner's files may have; negative if they have too many."""
+        """Return how many more bytes the owner may store; negative above the limit."""
         return self._limits["files_bytes"] - sum(self._sizes(owner))
 
     def _sizes(self, owner: str) -> list[int]:
-        """The sizes of an owner's files, those that are still written too."""
+        """Return the sizes in bytes of an owner's files, including those that are still being written."""
         paths = {path.stem: path for ending in ("part", "json") for path in self._directory.glob(f"file-*.{ending}")}
         before = self._owners
         new = {file_id: self._read(path) for file_id, path in paths.items() if file_id not in before}
@@ -152,7 +154,8 @@ class FileStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """While room is looked for and taken, no other edge or thread does."""
+        """Hold a lock while the block runs, so that no other edge or thread checks for room and adds files
+        meanwhile."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -170,7 +173,7 @@ class FileStore:
 
 
 def _not_found(file_id: str) -> ApiError:
-    return ApiError(404, f"file_id: no file of yours is called {file_id[:80]!a}", code="file_not_found")
+    return ApiError(404, f"file_id: no file of yours has the id {file_id[:80]!a}", code="file_not_found")
 
 
 def epoch_seconds() -> int:
@@ -178,7 +181,7 @@ def epoch_seconds() -> int:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a file so that readers find the old or the new one, never half of it."""
+    """Replace a file atomically, so that readers see either the old or the new content."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     new.write_text(json.dumps(value), encoding="utf-8")
     new.replace(path)

@@ -1,4 +1,4 @@
-"""Where the requests of batches wait until the server has capacity to spare."""
+"""Delays the requests of batches until the server has spare capacity."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections import deque
 
 from quire.serving.dispatch.dispatcher import Dispatcher
 
-POLL_SECONDS = 0.05  # between two looks for spare capacity
+POLL_SECONDS = 0.05  # how often to check for spare capacity
 
 
-class Place:
-    """The right to run one request. `leave` gives it back."""
+class Permit:
+    """The permit to run one request of a batch. `release` returns it."""
 
     def __init__(self, gate: BackgroundGate) -> None:
         self._gate = gate
         self._is_held = True
 
-    def leave(self) -> None:
+    def release(self) -> None:
         if self._is_held:
             self._is_held = False
-            self._gate.free_place()
+            self._gate.return_permit()
 
     async def wait_for_retry(self, seconds: float) -> bool:
-        """Wait so long and then for capacity, before all that have no place. Returns False if the server shuts down
-        first."""
+        """Give up the permit, wait this many seconds, and then wait for capacity ahead of all others. Returns False if
+        the server shuts down first."""
         await asyncio.sleep(seconds)
         self._is_held = False
         self._is_held = await self._gate.wait_again()
@@ -32,8 +32,8 @@ class Place:
 
 
 class BackgroundGate:
-    """Lets requests of batches through while the server has capacity to spare: no other request waits, and batches
-    use at most half of the sequences that the engine can run. All that wait share one timer."""
+    """Admits requests of batches while the server has spare capacity: no other request waits, and batches use at most
+    half of the sequences that the engine can run. All waiting requests share one timer."""
 
     def __init__(self, dispatcher: Dispatcher, max_requests: int, num_edges: int) -> None:
         self._dispatcher, self._max_requests, self._num_edges = dispatcher, max_requests, num_edges
@@ -41,26 +41,29 @@ class BackgroundGate:
         self._waiting: deque[asyncio.Future[bool]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def enter(self) -> Place | None:
-        """Wait for capacity. Returns None if the server shuts down first."""
-        return Place(self) if await self._wait(goes_first=False) else None
+    async def enter(self) -> Permit | None:
+        """Wait for capacity and return a permit, or None if the server shuts down first."""
+        return Permit(self) if await self._wait(goes_first=False) else None
 
     async def wait_again(self) -> bool:
-        """For one that has a place: give it back, and be the next to get one."""
+        """Return a permit and wait for another one at the head of the queue. Returns False if the server shuts down
+        first."""
         self._num_running -= 1
         return await self._wait(goes_first=True)
 
-    def free_place(self) -> None:
+    def return_permit(self) -> None:
         self._num_running -= 1
-        self._look()
+        self._admit()
 
     @property
     def knows_priorities(self) -> bool:
+        """Whether the engine schedules by priority."""
         engine = self._dispatcher.known_engine
         return engine is not None and engine.policy == "priority"
 
     @property
     def is_closed(self) -> bool:
+        """Whether the server is shutting down."""
         return self._dispatcher.is_draining
 
     async def _wait(self, *, goes_first: bool) -> bool:
@@ -69,27 +72,28 @@ class BackgroundGate:
             self._waiting.appendleft(future)
         else:
             self._waiting.append(future)
-        self._look()
+        self._admit()
         try:
             return await future
         except asyncio.CancelledError:
             if not future.cancelled() and future.result():
-                self.free_place()
+                self.return_permit()
             raise
 
-    def _look(self) -> None:
-        """Let in as many as there is room for; look again later while others wait."""
+    def _admit(self) -> None:
+        """Admit as many waiting requests as there is capacity for. While others wait, check again after
+        POLL_SECONDS."""
         while self._waiting and (self.is_closed or self._has_room()):
             future = self._waiting.popleft()
             if not future.done():  # else it was cancelled
                 self._num_running += not self.is_closed
                 future.set_result(not self.is_closed)
         if self._waiting and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(POLL_SECONDS, self._look_again)
+            self._timer = asyncio.get_running_loop().call_later(POLL_SECONDS, self._on_timer)
 
-    def _look_again(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        self._look()
+        self._admit()
 
     def _has_room(self) -> bool:
         engine, dispatcher = self._dispatcher.engine, self._dispatcher

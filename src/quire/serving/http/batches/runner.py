@@ -1,4 +1,4 @@
-"""Starts batches in the background, and continues those that a stopped server or edge left unfinished."""
+"""Runs batches in the background, and continues those that a stopped server or edge left unfinished."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ logger = logging.getLogger("quire.edge")
 
 
 class BatchRunner:
-    """The files and batches of one edge. Without a `directory` they are in a temporary one, gone with the edge.
+    """The files and batches of one edge. Without a `directory` they are kept in a temporary one, which is deleted with
+    the edge.
 
     `targets` are the handlers of the endpoints that batches may call, by path.
     """
@@ -38,7 +39,7 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def resume(self) -> None:
-        """Continue all batches that no process runs."""
+        """Continue all unfinished batches that no other process runs."""
         for batch in self.batches.unfinished():
             self.launch(batch)
 

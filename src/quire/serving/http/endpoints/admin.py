@@ -1,4 +1,4 @@
-"""Routes for operators. They exist only where an admin key is set, and no other key opens them."""
+"""Routes for operators. They exist only if an admin key is set, and accept no other key."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ _ABORT = Options({"request_id": Text("label", 1), "all": Flag()})
 
 
 class Admin:
-    """Drain, abort, reset, and looking inside."""
+    """The handlers of /admin routes: drain, abort, reset the cache, and inspect the engine."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._num_watchers = 0
 
     async def drain(self, exchange: Exchange) -> None:
-        """Shut the whole server down as SIGTERM would: readiness off, running requests finish."""
+        """Shut down the whole server as SIGTERM does: readiness turns off, and running requests finish."""
         self._service.ask_drain()
         await exchange.reply_json({"draining": True}, status=202)
 
     async def abort(self, exchange: Exchange) -> None:
-        """End one client's request by any of its ids or the beginning of one, or all, at every edge."""
+        """End requests at all edges: the one with this id (any of its ids, or an unambiguous prefix of one), or all."""
         service = self._service
         with service.metered() as meter:
             body = decode_json(await exchange.read_body(service.limits, meter.add), service.limits["nesting"])
         given = _ABORT.check("body", body, service.limits)
         if ("request_id" in given) == bool(given.get("all")):
-            raise InvalidRequest("request_id", 'must be there, or "all": true, and not both', "send one of them")
+            raise InvalidRequest(
+                "request_id", 'exactly one of request_id and "all": true is needed', "send one of them"
+            )
         rows, missing = await self._all_requests()
         wanted = None if "request_id" not in given else _named(rows, given["request_id"])
         service.dispatcher.abort(wanted)
@@ -54,12 +56,12 @@ class Admin:
         await exchange.reply_json({"aborted": ended, "unheard_edges": missing})
 
     async def _all_requests(self) -> tuple[list[RequestRow], int]:
-        """What all edges look after, and how many of them did not say."""
+        """Return the live requests of all edges, and how many edges did not reply."""
         others, missing = await self._service.peers.requests()
         return [*live_requests(self._service.dispatcher, self._service.peers.edge), *others], missing
 
     async def reset_cache(self, exchange: Exchange) -> None:
-        """Forget all cached prompts, resident ones too."""
+        """Evict all cached prompts, including pinned ones."""
         try:
             await exchange.reply_json({"freed_blocks": await self._service.pinned_prefixes.reset_cache()})
         except EngineDead:
@@ -71,7 +73,7 @@ class Admin:
         await exchange.reply_json({**asdict(stats), **rates, **self._edges()})
 
     async def requests(self, exchange: Exchange) -> None:
-        """What all edges look after, with the engine's view of it where there is one."""
+        """List the live requests of all edges, with their state in the engine where it is known."""
         try:
             states = {request.request_id: request.state for request in (await self._service.link.block_map()).requests}
         except EngineDead:
@@ -81,9 +83,9 @@ class Admin:
         await exchange.reply_json({"requests": shown, "unheard_edges": missing})
 
     async def blocks(self, exchange: Exchange) -> None:
-        """A stream of block maps, while somebody watches."""
+        """Stream block maps of the KV cache until the client disconnects."""
         if self._num_watchers >= MAX_WATCHERS:
-            raise engine_unavailable(f"{MAX_WATCHERS} others watch already; close one")
+            raise engine_unavailable(f"{MAX_WATCHERS} clients watch the blocks already; close one")
         self._num_watchers += 1
         gone = asyncio.create_task(exchange.until_gone())
         try:
@@ -110,7 +112,7 @@ class Admin:
             raise engine_unavailable("the engine is down or does not answer") from None
 
     def _edges(self) -> dict[str, Any]:
-        """Every edge's counts, and their sums."""
+        """Return the load of every edge, and the sums."""
         loads = self._service.dispatcher.edge_loads.loads()
         total = {
             "waiting": sum(load.waiting for load in loads),
@@ -135,7 +137,7 @@ def _as_map(block_map: BlockMap, stats: EngineStats, edges: dict[str, Any]) -> d
 
 
 def live_requests(dispatcher: Dispatcher, edge: int) -> list[RequestRow]:
-    """All that waits or runs at one edge."""
+    """Return all requests that wait or run at one edge."""
     now = time.monotonic()
     return [_row(request, edge, now) for request in dispatcher.requests()]
 
@@ -143,7 +145,7 @@ def live_requests(dispatcher: Dispatcher, edge: int) -> list[RequestRow]:
 def _row(request: InFlightRequest, edge: int, now: float) -> RequestRow:
     record, prefix = request.record, request.record.request_id.partition("-")[0]
     return RequestRow(
-        request_id=request.submit.request_id,  # another one than the record's if it was submitted again
+        request_id=request.submit.request_id,  # differs from the record's id if it was submitted again
         name=record.name,
         answer_id=f"{prefix}-{record.name}",
         edge=edge,
@@ -157,17 +159,20 @@ def _row(request: InFlightRequest, edge: int, now: float) -> RequestRow:
 
 
 def _named(rows: list[RequestRow], name: str) -> tuple[str, ...]:
-    """The engine's ids of the request that is called `name` or alone begins with it. Raises ApiError (404, 409)."""
+    """Return the engine request ids of the request that has the id `name`, or of the only request with an id that
+    starts with it. Raises ApiError (404, 409)."""
     exact = tuple(row.request_id for row in rows if name in _ids(row))
     if exact:
         return exact
     begun = [row for row in rows if any(one.startswith(name) for one in _ids(row))]
     answers = sorted({row.answer_id for row in begun})
     if not answers:
-        raise ApiError(404, "request_id: no live request is called so", code="request_not_found", param="request_id")
+        raise ApiError(404, "request_id: no live request has this id", code="request_not_found", param="request_id")
     if len(answers) > 1:
         shown = ", ".join(answers[:_MOST_SHOWN]) + (", ..." if len(answers) > _MOST_SHOWN else "")
-        message = f"request_id: {len(answers)} live requests begin so: {shown}; send more of the id"
+        message = (
+            f"request_id: {len(answers)} live requests have ids that begin with this: {shown}; send more of the id"
+        )
         raise ApiError(409, message, code="request_ambiguous", param="request_id")
     return tuple(row.request_id for row in begun)
 

@@ -1,4 +1,4 @@
-"""Routes by which operators load and unload LoRA adapters, with the paths and fields of vLLM."""
+"""Routes for operators to load and unload LoRA adapters, with vLLM's paths and fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TEXT = ((b"content-type", b"text/plain; charset=utf-8"),)
 
 
 class AdminLora:
-    """Load and unload LoRA adapters."""
+    """The handlers that load and unload LoRA adapters."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

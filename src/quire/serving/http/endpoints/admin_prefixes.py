@@ -1,4 +1,4 @@
-"""Routes by which operators keep prompts resident."""
+"""Routes for operators to pin prompts, so that they stay in the prefix cache."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _BODY = Options(
 
 
 class AdminPrefixes:
-    """Register, list and remove prompts that stay in the cache."""
+    """The handlers that register, list and remove pinned prompts."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def register(self, exchange: Exchange) -> None:
-        """Compute a prompt for one key or for all, and keep it."""
+        """Compute a prompt for one API key or for all, and pin its blocks."""
         service = self._service
         service.engine()
         with service.metered() as meter:
@@ -54,20 +54,21 @@ class AdminPrefixes:
         name = str(exchange.scope["path_params"]["name"])
         removed = await self._service.pinned_prefixes.remove(name)
         if not removed:
-            raise ApiError(404, "name: no prefix is registered under it", code="prefix_not_found", param="name")
+            raise ApiError(404, "name: no prefix is registered under this name", code="prefix_not_found", param="name")
         await exchange.reply_json({"removed": removed})
 
 
 def _tokens(service: Service, given: dict[str, Any]) -> tuple[int, ...]:
+    """Return the token ids of the prompt or messages of a request. Raises InvalidRequest."""
     if ("prompt" in given) == ("messages" in given):
-        raise InvalidRequest("prompt", "must be there, or messages, and not both", "send one of them")
+        raise InvalidRequest("prompt", "exactly one of prompt and messages is needed", "send one of them")
     if unread := unread_values(service, given):
         raise unread[0]
     if "messages" in given:
         text = render_messages(service, {"add_generation_prompt": False, **given}, given.get("tools", ()))
         return tuple(service.texts.tokenizer.encode(text, given.get("add_special_tokens", False)))
     if unsuited := [name for name in ("tools", "chat_template_kwargs") if name in given]:
-        raise InvalidRequest(unsuited[0], "means nothing to a prompt", "send messages, or leave it out")
+        raise InvalidRequest(unsuited[0], "has no effect on a prompt", "send messages, or leave it out")
     prompt, *others = given["prompt"]
     if others:
         raise InvalidRequest("body.prompt", f"has {1 + len(others)} prompts, limit 1", "give each a name")

@@ -1,4 +1,4 @@
-"""Anthropic's messages: an answer to a conversation in content blocks, and how many tokens a conversation has."""
+"""Anthropic's Messages API: answer a conversation of content blocks, and count the tokens of a conversation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _THINKING: dict[str, Validator] = {
 }
 _OUTPUT: dict[str, Validator] = {"effort": OneOf(("low", "medium", "high", "xhigh", "max")), "format": JsonFormat()}
 _CACHE: dict[str, Validator] = {"type": OneOf(("ephemeral",)), "ttl": OneOf(("5m", "1h"))}
-_SWITCHES = ("enable_thinking", "thinking")  # the variables by which chat templates turn reasoning on and off
+_SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates that turn reasoning on or off
 
 _CONVERSATION = (
     MODEL,
@@ -38,16 +38,16 @@ _CONVERSATION = (
           "The conversation. `content` is text or a list of blocks: text, tool_use, tool_result, thinking. An "
           "assistant message at the end is continued.", is_required=True),
     Field("system", SystemPrompt(), "The system prompt: text, or a list of text blocks."),
-    Field("tools", AnthropicTools(), "Tools that the model may call: names, JSON schemas of their input."),
+    Field("tools", AnthropicTools(), "Tools that the model may call: names and JSON schemas of their input."),
     Field("tool_choice", AnthropicToolChoice(),
-          "Of type `auto`: the model decides; `any`: it must call one; `tool`: the one with this `name`; `none`. "
-          "`disable_parallel_tool_use`: one call at most."),
+          "Type `auto`: the model decides; `any`: it must call a tool; `tool`: it must call the one with this `name`; "
+          "`none`: no call. `disable_parallel_tool_use`: at most one call."),
     Field("thinking", Options(_THINKING),
-          "Of type `enabled` or `adaptive`: the model may reason, and its reasoning comes in `thinking` blocks; "
-          "default `disabled`. `budget_tokens`: at most so many tokens of reasoning, where the model marks its end "
-          "with one token; no effect elsewhere."),
+          "Type `enabled` or `adaptive`: the model may reason, and its reasoning is returned in `thinking` blocks; "
+          "default `disabled`. `budget_tokens`: at most this many tokens of reasoning; has no effect on models that "
+          "do not mark its end with one token."),
     Field("output_config", Options(_OUTPUT),
-          "`format`: the JSON schema that the answer follows; `effort`: passed to chat templates that read "
+          "`format`: the JSON schema that the answer must follow; `effort`: passed to chat templates that read "
           "`reasoning_effort`."),
     Field("output_format", JsonFormat(), "The older name of `output_config.format`."),
     Field("cache_control", Options(_CACHE), "Every prompt is cached.", support="no effect"),
@@ -59,17 +59,18 @@ _FIELDS = (
     *_CONVERSATION,
     Field("max_tokens", Whole(1, "max_tokens"),
           "At most this many new tokens; default: what is left of max_model_len."),
-    Field("stop_sequences", Texts("stop_strings", "stop_characters"), "The answer ends before the first of these."),
+    Field("stop_sequences", Texts("stop_strings", "stop_characters"), "The answer ends before the first of these "
+          "texts."),
     Field("temperature", Number(0.0, 100.0), "0 is greedy; higher is more random.", 1.0),
     Field("top_p", Number(0.0, 1.0, is_open=True),
-          "Sample among the likeliest tokens that hold this much probability.", 1.0),
-    Field("top_k", Whole(-1, 2**31 - 1), "Sample among this many likeliest tokens; 0 or -1: all.", 0),
+          "Sample only among the most probable tokens that together have this probability.", 1.0),
+    Field("top_k", Whole(-1, 2**31 - 1), "Sample only among this many most probable tokens; 0 or -1: among all.", 0),
     Field("stream", Flag(), "Answer as server-sent events.", False),
     *NAMES,
-    Field("metadata", Options({"user_id": Text("label")}), "Who asked.", support="no effect"),
-    Field("service_tier", OneOf(("auto", "standard_only")), "There is one tier.", support="no effect"),
-    Field("inference_geo", Text("label"), "There is one place.", support="no effect"),
-    no_effect("speed", "There is one speed.", "standard"),
+    Field("metadata", Options({"user_id": Text("label")}), "The user who sent the request.", support="no effect"),
+    Field("service_tier", OneOf(("auto", "standard_only")), "There is only one tier.", support="no effect"),
+    Field("inference_geo", Text("label"), "There is only one location.", support="no effect"),
+    no_effect("speed", "There is only one speed.", "standard"),
 )  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
 
 
 def chat_parameters(service: Service, given: Parameters) -> Parameters:
-    """The parameters of `/v1/chat/completions` that ask for the same."""
+    """Translate the fields of a request to those of `/v1/chat/completions`."""
     made = {name: value for name, value in given.items() if name not in _OWN}
     system = [{"role": "system", "content": given["system"]}] if given.get("system") else []
     made["messages"] = [*system, *given["messages"]]
@@ -101,13 +102,14 @@ def _tool_use(given: Parameters) -> Parameters:
         names = [tool["function"]["name"] for tool in given.get("tools", ())]
         if named["function"]["name"] not in names:
             known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-            reason = f"{named['function']['name']} is none of tools"
+            reason = f"{named['function']['name']} is not one of tools"
             raise InvalidRequest("tool_choice.name", reason, f"choose one of {known}" if names else "send tools")
     return dict(choice)
 
 
 def _reasoning(service: Service, given: Parameters) -> Parameters:
-    """Whether the model reasons and shows it, as far as its chat template can be told."""
+    """Return the parameters that turn reasoning on or off, as far as the chat template has variables for it, and that
+    show or hide it."""
     thinking = given.get("thinking", {"type": "disabled"})
     if "type" not in thinking:
         raise InvalidRequest("thinking.type", "is missing", "send enabled, adaptive or disabled")
@@ -126,6 +128,7 @@ _OWN = ("system", "stop_sequences", "tool_choice", "thinking", "output_config", 
 
 
 def count_tokens(service: Service, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of prompt tokens of a conversation."""
     made = chat_parameters(service, given)
     tools = () if made.get("tool_choice") == "none" else made.get("tools", ())
     prompt = render_prompt(service, made, tools)
@@ -158,7 +161,7 @@ MESSAGES = GenerationEndpoint(
 COUNT_TOKENS = TextEndpoint(
     name="count_tokens",
     paths=("/v1/messages/count_tokens",),
-    summary="How many tokens a conversation has, by Anthropic's API",
+    summary="Count the tokens of a conversation, by Anthropic's API",
     fields=_CONVERSATION,
     response="MessageTokens",
     error="MessageError",

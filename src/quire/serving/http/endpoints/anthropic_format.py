@@ -1,4 +1,4 @@
-"""Responses of Anthropic's messages: whole, as events of a stream, and errors."""
+"""Responses of Anthropic's Messages API: whole messages, streams of events, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ERROR_TYPES = {
     504: "timeout_error",
 }
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-INVALID_JSON = "INVALID_JSON"  # the member that holds arguments that are no JSON object, as Anthropic's guide has it
+INVALID_JSON = "INVALID_JSON"  # the member for arguments that are not a JSON object; the name is from Anthropic's guide
 
 BlockKind = Literal["text", "thinking", "tool_use"]
 
@@ -43,12 +43,13 @@ def error_json(error: ApiError) -> dict[str, Any]:
 
 
 def write_error(error: ApiError) -> bytes:
-    """The body of an error response."""
+    """Return the body of an error response."""
     return msgspec.json.encode(error_json(error))
 
 
 def read_arguments(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object, also where the model wrote none or was cut off."""
+    """Parse the arguments of a call. Returns an empty object for empty text, and an object with the text as
+    INVALID_JSON if it is not a JSON object, for example because the model was cut off."""
     try:
         value = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
@@ -57,7 +58,7 @@ def read_arguments(arguments: str) -> dict[str, Any]:
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Token counts in Anthropic's names, which count cached prompt tokens apart."""
+    """Return token counts by Anthropic's names. `input_tokens` excludes cached prompt tokens."""
     return {
         "input_tokens": usage.num_prompt - usage.num_cached,
         "cache_creation_input_tokens": 0,
@@ -67,14 +68,14 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 def stop_members(finish_reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
-    """Why an answer ended, and the stop sequence if it was one."""
+    """Return why an answer ended, and the stop sequence if that ended it."""
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     return {"stop_reason": _STOP_REASONS.get(finish_reason or "", "end_turn"), "stop_sequence": None}
 
 
 def signature_of(thinking: str) -> str:
-    """A digest that clients send back with the thinking. The server does not check it: it trusts its clients."""
+    """Return a digest that clients send back with the thinking block. The server does not verify it."""
     return hashlib.sha256(thinking.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -120,8 +121,8 @@ class MessageStream:
         self._options, self._requests, self._names = options, requests, names
         self._reader = None if options.reading is None else StreamReader(options.reading)
         self._num_tokens, self._num_blocks = 0, 0
-        self._block: BlockKind | None = None  # the one that is open
-        self._thinking: list[str] = []  # of that block
+        self._block: BlockKind | None = None  # the kind of the open content block
+        self._thinking: list[str] = []  # the text of the open thinking block, for its signature
         self._has_opened = False
         self._end: dict[str, Any] = stop_members(None, None)
 
@@ -156,7 +157,8 @@ class MessageStream:
         return b"event: error\ndata: " + write_error(error) + b"\n\n"
 
     def ping(self, *, is_queued: bool) -> bytes:
-        """A comment before the first event: some clients refuse an event that comes before `message_start`."""
+        """Return a ping event; before the first event a comment, because some clients reject any event before
+        `message_start`."""
         if self._has_opened:
             return _event("ping")
         return b": queued\n\n" if is_queued else b": working\n\n"
@@ -191,7 +193,7 @@ class MessageStream:
         return _event("content_block_delta", index=self._num_blocks, delta=delta)
 
     def _close(self) -> bytes:
-        """The events that end the open block; empty if none is open."""
+        """Return the events that end the open block; empty if none is open."""
         if self._block is None:
             return b""
         signed = b""

@@ -1,4 +1,4 @@
-"""Validators of the fields of Anthropic's messages. Each returns what `/v1/chat/completions` calls the same thing."""
+"""Validators of the fields of Anthropic's Messages API. They return values in the form of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_TOOL_NAME = 128
 _TOOL_NAME = r"^[A-Za-z0-9_.\-]{1,128}$"
 _LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 _ANYWHERE = frozenset({"type", "cache_control"})
-_BLOCKS = {  # the members of content blocks, by their type
+_BLOCKS = {  # by type of content block: its known members
     "text": _ANYWHERE | {"text", "citations"},
     "image": _ANYWHERE | {"source"},
     "tool_use": _ANYWHERE | {"id", "name", "input", "caller"},
@@ -35,7 +35,7 @@ _BLOCKS = {  # the members of content blocks, by their type
     "thinking": _ANYWHERE | {"thinking", "signature"},
     "redacted_thinking": _ANYWHERE | {"data"},
 }
-_OF_ROLE = {
+_OF_ROLE = {  # by role: the types of content blocks that its messages may have
     "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
@@ -53,7 +53,7 @@ _TEXT_BLOCK: Schema = {
 
 @dataclass(frozen=True, slots=True)
 class AnthropicMessages:
-    """A conversation in content blocks. It comes back as messages: results of tools become messages of their own."""
+    """A conversation of messages with content blocks. Returns chat messages; each tool result becomes a message."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
         check_outline(where, value, limits["messages"])
@@ -78,7 +78,7 @@ class AnthropicMessages:
 
 @dataclass(frozen=True, slots=True)
 class SystemPrompt:
-    """Text, or a list of text blocks, which comes back as one text."""
+    """Text, or a list of text blocks. Returns one text."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> str:
         if isinstance(value, str):
@@ -98,7 +98,7 @@ class SystemPrompt:
 
 @dataclass(frozen=True, slots=True)
 class AnthropicTools:
-    """Tools with the JSON schemas of their input. They come back as functions."""
+    """Tools with the JSON schemas of their input. Returns them as functions of OpenAI's API."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
         if not isinstance(value, list):
@@ -109,7 +109,7 @@ class AnthropicTools:
         names: set[str] = set()
         for place, tool in enumerate(tools):
             if tool["name"] in names:
-                raise InvalidRequest(f"{where}[{place}].name", f"{shown(tool['name'])} stands twice", "rename one")
+                raise InvalidRequest(f"{where}[{place}].name", f"{shown(tool['name'])} is used twice", "rename one")
             names.add(tool["name"])
         check_numbers(where, value)
         return [{"type": "function", "function": tool} for tool in tools]
@@ -161,8 +161,8 @@ class AnthropicTools:
 
 @dataclass(frozen=True, slots=True)
 class AnthropicToolChoice:
-    """Whether a tool is called, or which. It comes back as `tool_choice` and, where it says so,
-    `parallel_tool_calls`."""
+    """Whether the model must call a tool, and which one. Returns `tool_choice`, and `parallel_tool_calls` if it is
+    given."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> dict[str, Any]:
         form = 'send {"type": "auto"}, {"type": "any"}, {"type": "none"} or {"type": "tool", "name": ...}'
@@ -200,7 +200,7 @@ class AnthropicToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class JsonFormat:
-    """The JSON schema that the answer follows."""
+    """The JSON schema that the answer must follow."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> StructuredOutputsParams | None:  # noqa: ARG002
         form = 'send {"type": "json_schema", "schema": {...}}'
@@ -223,7 +223,7 @@ class JsonFormat:
 
 # --------------------------------------------------------------------------------------------------- content blocks
 def _messages(where: str, message: Any, limits: Bounds) -> Iterator[dict[str, Any]]:
-    """The chat messages that one message stands for."""
+    """Yield the chat messages that one Anthropic message is translated to."""
     if not isinstance(message, dict):
         raise InvalidRequest(where, f"must be an object, got {shown(message)}", 'send {"role": ..., "content": ...}')
     role, content = message.get("role"), message.get("content")
@@ -242,7 +242,8 @@ def _messages(where: str, message: Any, limits: Bounds) -> Iterator[dict[str, An
 
 
 def _assistant(where: str, blocks: list[Any], limits: Bounds) -> dict[str, Any]:
-    """Text, reasoning and calls of one answer. Reasoning that was redacted cannot be read and is left out."""
+    """Return one assistant message with the text, reasoning and calls of these blocks. Redacted reasoning is dropped,
+    because it cannot be read."""
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(blocks):
         path = f"{where}[{place}]"
@@ -259,7 +260,7 @@ def _assistant(where: str, blocks: list[Any], limits: Bounds) -> dict[str, Any]:
 
 
 def _user(where: str, role: str, blocks: list[Any], limits: Bounds) -> Iterator[dict[str, Any]]:
-    """Results of tools in messages of their own, and text between them, in order."""
+    """Yield a message for each tool result, and one for the text and images between two results, in order."""
     parts: list[dict[str, Any]] = []
     for place, block in enumerate(blocks):
         path = f"{where}[{place}]"
@@ -277,12 +278,12 @@ def _user(where: str, role: str, blocks: list[Any], limits: Bounds) -> Iterator[
 
 
 def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """One text, unless some parts are images."""
+    """Join the parts into one text, unless some of them are images."""
     return "\n".join(part["text"] for part in parts) if all(part["type"] == "text" for part in parts) else parts
 
 
 def _image(where: str, block: dict[str, Any]) -> dict[str, Any]:
-    """An image as OpenAI's API has it."""
+    """Return an image block in the form of OpenAI's API."""
     source, form = block.get("source"), 'send {"type": "base64", "media_type": "image/png", "data": ...}'
     if not isinstance(source, dict) or source.get("type") not in ("base64", "url"):
         raise InvalidRequest(f"{where}.source", "must be an object of type base64 or url", form)
@@ -310,7 +311,8 @@ def _call(where: str, block: dict[str, Any], limits: Bounds) -> dict[str, Any]:
 
 
 def _result(where: str, block: dict[str, Any], limits: Bounds) -> dict[str, Any]:
-    """What a tool returned. A failure says so in its text, as templates know of none."""
+    """Return the message of a tool result. An error is marked by a prefix of its text, because chat templates have no
+    other way to show it."""
     content = block.get("content")
     if content is None or isinstance(content, str):
         text = Text("prompt_characters").check(f"{where}.content", content or "", limits)
@@ -331,7 +333,7 @@ def _blocks(where: str, value: Any, limits: Bounds) -> list[Any]:
 
 
 def _texts(where: str, blocks: list[Any], limits: Bounds) -> str:
-    """Blocks that must all be text, as one text."""
+    """Join text blocks into one text. Raises InvalidRequest if one has another type."""
     texts = []
     for place, block in enumerate(blocks):
         _check_kind(f"{where}[{place}]", block, ("text",))
@@ -348,7 +350,7 @@ def _check_kind(where: str, block: Any, allowed: tuple[str, ...]) -> None:
         raise InvalidRequest(where, f"must be an object, got {shown(block)}", _TEXT_FORM)
     kind = block.get("type")
     if not isinstance(kind, str) or kind not in allowed:
-        reason = f"{shown(kind)} is not taken here; this server takes {', '.join(allowed)}"
+        reason = f"{shown(kind)} is not supported here; supported: {', '.join(allowed)}"
         raise UnsupportedParameter(f"{where}.type", reason, _TEXT_FORM)
 
 
@@ -361,7 +363,7 @@ def _tool_name(where: str, name: Any) -> str:
 
 # -------------------------------------------------------------------------------------------------- unknown members
 def _unknown_fields(where: str, messages: list[Any]) -> Iterator[UnknownField]:
-    """Members of messages and of their blocks that nothing reads."""
+    """Yield the unknown members of messages and of their blocks."""
     for place, message in enumerate(messages):
         if isinstance(message, dict):
             yield from _unknown(f"{where}[{place}]", message, _MESSAGE)

@@ -1,4 +1,4 @@
-"""The ASGI application of an edge: all routes and what every request passes."""
+"""The ASGI application of an edge: all routes, and the middleware that every request passes through."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Routes = dict[tuple[str, str], AsgiHandler]  # by method and path
 
 
 def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> FastAPI:
-    """The ASGI application of one edge."""
+    """Return the ASGI application of one edge. `playground` holds the bytes and content types of static files."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     access = service.config.access
     files = playground_routes(playground) if access.playground else {}
@@ -57,14 +57,14 @@ def build_app(service: Service, playground: Mapping[str, tuple[bytes, str]]) -> 
             CORSMiddleware,
             allow_origins=list(access.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # official clients send headers of their own (x-stainless-*)
+            allow_headers=["*"],  # OpenAI's clients send x-stainless-* headers
             expose_headers=["x-request-id", "retry-after", "x-quire-warnings"],
         )
     return app
 
 
 def api_routes(service: Service) -> Routes:
-    """Everything but admin and the playground."""
+    """Return the handlers of all API endpoints, without admin routes and the playground."""
     service.watch.fields = frozenset(field.name for endpoint in ENDPOINTS for field in endpoint.fields)
     routes: Routes = {}
     for endpoint in ENDPOINTS:
@@ -93,7 +93,7 @@ def _http_errors(
     routes: Sequence[tuple[str, str]], writers: Mapping[str, Callable[[ApiError], bytes]]
 ) -> Callable[[Request, Any], Awaitable[Response]]:
     async def answer(request: Request, error: Any) -> Response:
-        """What the router refuses, in the shape of the path's API, else in OpenAI's."""
+        """Answer a request that the router refused, with an error in the shape of the path's API, else in OpenAI's."""
         path = request.scope["path"]
         write_error = writers.get(path, write_ollama_error if is_ollama(path) else ApiError.body)
         headers = dict(error.headers or {})

@@ -1,4 +1,4 @@
-"""OpenAI's batches: run the requests of a file in the background, and write the results to another."""
+"""OpenAI's batches: run the requests of a file in the background, and write the results to another file."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MAX_LABELS = 16
 DESCRIPTION = """\
 Runs the requests of a file that was uploaded to `/v1/files` with `purpose=batch`: JSON lines with `custom_id`,
 `method`, `url` and `body`. Other requests go first: a line starts only while no other request waits, and batches use at
-most half of the sequences that the engine can run. A line that is wrong or fails has a line of its own in the error
-file; the others go on. Files and batches belong to the API key that made them, and end with the server unless it has
-`--files-dir`; then a batch that was stopped goes on with the next start."""
+most half of the sequences that the engine can run. A line that is invalid or fails gets a line in the error file; the
+others are still run. Files and batches belong to the API key that created them. They are deleted when the server stops
+unless it has `--files-dir`; then an interrupted batch continues at the next start."""
 
 
 class Batches:
-    """The handlers of batches over the endpoints `targets`."""
+    """The handlers of batches. Lines of a batch may call the endpoints `targets`."""
 
     def __init__(self, service: Service, targets: Sequence[Endpoint]) -> None:
         self._service, self._runner = service, service.batches
@@ -50,7 +50,7 @@ class Batches:
             if source.purpose != "batch":
                 reason = f"has the purpose {source.purpose}"
                 raise InvalidRequest("input_file_id", reason, "upload it with purpose=batch")
-            await asyncio.to_thread(self._runner.files.check_room, owner, 2)  # for its results
+            await asyncio.to_thread(self._runner.files.check_room, owner, 2)  # for its output and error files
             create = self._runner.batches.create
             batch = await asyncio.to_thread(create, owner, given["endpoint"], source.id, given.get("metadata"))
             self._runner.launch(batch)
@@ -66,7 +66,7 @@ class Batches:
         await exchange.reply_json((await self._batch(exchange)).as_json())
 
     async def cancel(self, exchange: Exchange) -> None:
-        """Ask whichever edge runs the batch to stop. What has finished is kept."""
+        """Ask the edge that runs the batch to stop. Finished results are kept."""
         batch = await self._batch(exchange)
         if batch.status in ENDED:
             raise InvalidRequest("batch_id", f"this batch is {batch.status} already", "nothing is left to cancel")
@@ -81,7 +81,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """An object of a few short texts."""
+    """An object of at most MAX_LABELS short texts."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> dict[str, str]:
         if not isinstance(value, dict) or len(value) > MAX_LABELS:
@@ -98,12 +98,14 @@ class Metadata:
 
 
 def batch_endpoints(targets: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
-    """The endpoints of batches whose lines may call `targets`."""
+    """Return the endpoints for batches whose lines may call `targets`."""
     paths = tuple(path for target in targets for path in target.paths)
     fields = (
         Field("input_file_id", Text("label", 1), "The uploaded file with the requests.", is_required=True),
         Field("endpoint", OneOf(paths), "The endpoint that all lines call.", is_required=True),
-        Field("completion_window", OneOf(("24h",)), "After it the batch expires; what has finished is kept.", "24h"),
+        Field(
+            "completion_window", OneOf(("24h",)), "After this time the batch expires; finished results are kept.", "24h"
+        ),
         Field("metadata", Metadata(), "The client's own labels, returned with the batch."),
     )
     by_name = {field.name: field for field in fields}

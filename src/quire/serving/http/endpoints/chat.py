@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: an answer to a conversation, with reasoning and tool calls."""
+"""OpenAI's chat completions: answer a conversation, with reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -47,12 +47,14 @@ from quire.serving.text.parts import CallArguments, CallBegun, Part, Said, Thoug
 from quire.types.errors import InvalidRequest
 
 _encode = msgspec.json.encode
-_ASKED_FUNCTIONS = "asked_functions"  # parameter: the client sent `functions`, and reads `function_call`
+# internal parameter: the client sent `functions`, so calls are returned as `function_call`
+_ASKED_FUNCTIONS = "asked_functions"
 
 _FIELDS = (
     MODEL,
     Field("messages", Messages(),
-          "The conversation; `content` is text or a list of text parts.", is_required=True),
+          "The conversation; `content` is text or a list of parts: text, and images if the model takes them.",
+          is_required=True),
     Field("documents", Documents(), "Passed to chat templates that read `documents`."),
     Field("reasoning_effort", Text("label", 1), "Passed to chat templates that read `reasoning_effort`."),
     ADD_SPECIAL_TOKENS,
@@ -62,22 +64,23 @@ _FIELDS = (
           "At most this many new tokens; default and -1: what is left of max_model_len."),
     TOOLS,
     Field("tool_choice", ToolChoice(),
-          "`none`: no call; `auto`: the model decides; `required`: it must call one; or the one it must call. A call "
-          "that must be made follows the schema. `allowed_tools` with a mode and tools leaves the model only those. "
-          "Default: auto with `tools`, none without."),
+          "`none`: no call; `auto`: the model decides; `required`: it must call a tool; an object that names a tool: "
+          "it must call that one. Required calls follow the tool's schema. `allowed_tools`, with a mode and tools, "
+          "restricts the model to these tools. Default: `auto` with `tools`, else `none`."),
     Field("functions", Functions(), "The old form of `tools`; calls come back as `function_call`."),
     Field("function_call", FunctionCall(), "The old form of `tool_choice`."),
     Field("parallel_tool_calls", Flag(), "Whether an answer may hold several calls.", True),
     Field("include_reasoning", Flag(),
-          "Return what a model marks as its reasoning, as `reasoning_content` and `reasoning`.", True),
+          "Return the model's reasoning, as `reasoning_content` and `reasoning`.", True),
     THINKING_BUDGET,
     Field("logprobs", Flag(), "Return the log-probability of each token.", False),
     Field("top_logprobs", LogprobCount(),
-          "And of this many likeliest ones; -1: of the whole vocabulary. Needs logprobs=true.", 0),
+          "Also return the log-probabilities of this many most probable tokens at each position; -1: of the whole "
+          "vocabulary. Needs `logprobs`.", 0),
     *PROMPT_LOGPROBS,
-    Field("echo", Flag(), "Put the last message before the answer if it is the assistant's.", False),
+    Field("echo", Flag(), "Begin the answer with the text of the last message, if that is the assistant's.", False),
     Field("return_prompt_text", Flag(),
-          "Also return `prompt_text`, the conversation as the chat template wrote it; in a stream with the first "
+          "Also return `prompt_text`, the conversation as rendered by the chat template; in a stream with the first "
           "chunk.", False),
     *GENERATION,
     *NAMES,
@@ -86,15 +89,15 @@ _FIELDS = (
     not_supported("modalities", "Kinds of output.", ["text"]),
     not_supported("audio", "Spoken output."),
     no_effect("prediction", "A predicted answer.", why="has no effect: it could only save time"),
-    no_effect("verbosity", "How long answers are.", "medium", why="has no effect: this model does not know it"),
+    no_effect("verbosity", "The length of answers.", "medium", why="has no effect: this model does not know it"),
     not_supported("web_search_options", "Searching the web."),
-    not_supported("return_assistant_tokens_mask", "Which prompt tokens an assistant wrote.", False),
+    not_supported("return_assistant_tokens_mask", "A mask of the prompt tokens that an assistant wrote.", False),
 )  # fmt: skip
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """Write `logprobs` and `top_logprobs` as the number that `/v1/completions` takes, and the other forms of tools as
-    `tools` and `tool_choice`."""
+    """Merge `logprobs` and `top_logprobs` into the count that `/v1/completions` takes, and translate `functions` and
+    `allowed_tools` to `tools` and `tool_choice`."""
     _read_functions(given)
     _read_allowed_tools(given)
     wanted, top = given.pop("logprobs", False), given.pop("top_logprobs", 0)
@@ -111,7 +114,7 @@ def _read_functions(given: Parameters) -> None:
         given |= {"tools": functions, "parallel_tool_calls": False, _ASKED_FUNCTIONS: True}
         names = [function["function"]["name"] for function in functions]
         if isinstance(call, dict) and call["function"]["name"] not in names:
-            reason = f"{call['function']['name']} is none of functions"
+            reason = f"{call['function']['name']} is not one of functions"
             raise InvalidRequest("function_call.name", reason, f"choose one of {', '.join(names[:8])}")
         given |= {} if call is None else {"tool_choice": call}
     elif isinstance(call, dict):
@@ -125,14 +128,14 @@ def _read_allowed_tools(given: Parameters) -> None:
     tools = {tool["function"]["name"]: tool for tool in given.get("tools", ())}
     for name in choice.names:
         if name not in tools:
-            reason = f"{name} is none of tools"
-            raise InvalidRequest("tool_choice.allowed_tools.tools", reason, f"choose of {', '.join([*tools][:8])}")
+            reason = f"{name} is not one of tools"
+            raise InvalidRequest("tool_choice.allowed_tools.tools", reason, f"choose from {', '.join([*tools][:8])}")
     given["tools"] = [tool for name, tool in tools.items() if name in choice.names]
     given["tool_choice"] = choice.mode
 
 
 class ChatFormat:
-    """A ResponseFormat: messages."""
+    """A ResponseFormat: chat messages."""
 
     def __init__(self, service: Service) -> None:
         tokenizer = service.texts.tokenizer
@@ -158,7 +161,7 @@ class ChatFormat:
 
 
 class ChatStream(OpenAIStream):
-    """Chunks whose choices have a `delta` of the message."""
+    """A StreamFormat: chunks whose choices have a `delta` of the message."""
 
     def _opens(self, preface: str) -> bool:  # noqa: ARG002
         return True
@@ -192,11 +195,11 @@ def _choice(options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
     is_plain = options.reading is None or not (result.reasoning or result.calls)
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": content if content or is_plain else None,  # null: the model only reasoned or called
+        "content": content if content or is_plain else None,  # null: the answer has only reasoning or calls
         "refusal": None,
     }
     if options.has_reasoning and options.parameters.get("include_reasoning", True):
-        # null where there is none: clients read the members of every answer of such a model
+        # null if there is none: clients read them in every answer of a reasoning model
         message |= dict.fromkeys(("reasoning_content", "reasoning"), result.reasoning or None)
     if result.calls and _ASKED_FUNCTIONS in options.parameters:
         message["function_call"] = {"name": result.calls[0].name, "arguments": result.calls[0].arguments}
@@ -215,7 +218,7 @@ def _finish_reason(options: ResponseOptions, reason: str | None) -> str | None:
 
 
 def _message_delta(parts: Sequence[Part]) -> dict[str, Any]:
-    """What new parts add to the message; empty if there are none."""
+    """Return the members that new parts add to the message; empty if there are none."""
     made: dict[str, Any] = {}
     if said := "".join(part.text for part in parts if isinstance(part, Said)):
         made["content"] = said
@@ -227,7 +230,7 @@ def _message_delta(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _call_deltas(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """One entry per call that begins or goes on. The first entry of a call carries its id and name."""
+    """Return one entry per call that begins or continues. The first entry of a call has its id and name."""
     entries: dict[int, dict[str, Any]] = {}
     for part in parts:
         if isinstance(part, CallBegun):

@@ -1,4 +1,4 @@
-"""Several conversations in one request: one answer to each, as if each had been sent to `/v1/chat/completions`."""
+"""Several conversations in one request, answered as if each had been sent to `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _DETAILS = (("prompt_tokens_details", "cached_tokens"), ("completion_tokens_deta
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _NULL = msgspec.Raw(b"null")
-MAX_COPIES = 4  # bodies of the largest size that the parameters which conversations share may fill together
+MAX_COPIES = 4  # the shared parameters, once per conversation, may take this many times body_bytes
 _STREAM = Only((False,), "is not supported for several conversations")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """A list of conversations."""
+    """A list of conversations, each a list of messages."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[Any]:
         if not isinstance(value, list) or not all(isinstance(one, list) for one in value):
@@ -52,38 +52,38 @@ class Conversations:
 
 
 def handle_chat_batch(service: Service) -> Handler:
-    """The handler: calls the chat endpoint once per conversation, all at once, and joins the responses."""
+    """Return the handler. It calls the chat endpoint for all conversations at once and joins the responses."""
     chat, path = AsgiHandler(CHAT.make_handler(service)), CHAT.paths[0]
 
     async def handle(exchange: Exchange) -> None:
         strict = exchange.is_asked("strict") or service.config.strict
-        Deadlines.of(exchange, service.config.timeouts, time.monotonic())  # the calls obey it; here it is only checked
+        Deadlines.of(exchange, service.config.timeouts, time.monotonic())  # only validates: each call enforces them
         about_query = exchange.check_query("explain", "strict", strict=strict)
         with service.metered() as meter:
             body = await exchange.read_body(service.limits, meter.add)
             num_bytes = len(body)
-            talks = await service.in_thread_for(num_bytes, Talks.read, body, service.limits, strict=strict)
+            batch = await service.in_thread_for(num_bytes, ConversationBatch.read, body, service.limits, strict=strict)
             del body
         headers = tuple((name, exchange.headers[name]) for name in _PASSED_ON if name in exchange.headers)
 
         async def call(place: int) -> InnerResponse:
-            one = await service.in_thread_for(num_bytes, talks.body, place)
+            one = await service.in_thread_for(num_bytes, batch.body, place)
             query = exchange.scope.get("query_string", b"")
-            num_calls = len(talks.conversations)
+            num_calls = len(batch.conversations)
             return await call_endpoint(
                 chat, path, one, exchange.principal, headers=headers, query=query, num_calls=num_calls
             )
 
         gone = asyncio.create_task(exchange.until_gone())
-        calls = [asyncio.create_task(call(place)) for place in range(len(talks.conversations))]
+        calls = [asyncio.create_task(call(place)) for place in range(len(batch.conversations))]
         try:
-            responses = await _all(calls, gone)
+            responses = await _gather_responses(calls, gone)
         finally:
             for task in (gone, *calls):
                 task.cancel()
             await asyncio.gather(gone, *calls, return_exceptions=True)
         if responses is not None:
-            exchange.warnings = (*about_query, *talks.warnings)
+            exchange.warnings = (*about_query, *batch.warnings)
             joined = await service.in_thread(_join, f"chatcmpl-{exchange.request_id}", responses, exchange.warnings)
             await exchange.reply(200, joined)
 
@@ -91,17 +91,16 @@ def handle_chat_batch(service: Service) -> Handler:
 
 
 @dataclass(frozen=True, slots=True)
-class Talks:
-    """The conversations of a request, and what they share."""
+class ConversationBatch:
+    """The conversations of a request, and the parameters that they share."""
 
     conversations: list[Any]
     shared: bytes  # the other parameters, as a JSON object
     warnings: tuple[str, ...]
 
     @classmethod
-    def read(cls, body: bytes, limits: Bounds, *, strict: bool) -> Talks:
-        """Check the parameters once for all conversations, and leave out those without effect. Raises
-        InvalidRequest."""
+    def read(cls, body: bytes, limits: Bounds, *, strict: bool) -> ConversationBatch:
+        """Validate the parameters once for all conversations, and drop those without effect. Raises InvalidRequest."""
         decoded = decode_json(body, limits["nesting"])
         given, warnings = check_body(CHAT_BATCH.fields_by_name, decoded, limits, strict=strict)
         conversations = given["messages"]
@@ -114,13 +113,16 @@ class Talks:
         return cls(conversations, shared, tuple(warnings))
 
     def body(self, place: int) -> bytes:
-        """The request for one conversation."""
+        """Return the request body for one conversation."""
         messages = b'{"messages":' + msgspec.json.encode(self.conversations[place])
         return messages + (b"}" if self.shared == b"{}" else b"," + self.shared[1:])
 
 
-async def _all(calls: list[asyncio.Task[InnerResponse]], gone: asyncio.Task[None]) -> list[InnerResponse] | None:
-    """All responses, in order; None if the client hangs up first. Raises ApiError for the first that is an error."""
+async def _gather_responses(
+    calls: list[asyncio.Task[InnerResponse]], gone: asyncio.Task[None]
+) -> list[InnerResponse] | None:
+    """Return all responses in order, or None if the client disconnects first. Raises ApiError for the first error
+    response."""
     waiting: set[asyncio.Task[Any]] = set(calls)
     while waiting:
         done, _ = await asyncio.wait({*waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -135,7 +137,7 @@ async def _all(calls: list[asyncio.Task[InnerResponse]], gone: asyncio.Task[None
 
 
 def _failure(place: int, response: InnerResponse) -> ApiError:
-    """The error of one conversation, named by its place."""
+    """Return the error of one conversation, with its index in the message and in `param`."""
     error = msgspec.json.decode(response.body)["error"]
     where = f"messages[{place}]"
     param = error["param"]
@@ -147,7 +149,8 @@ def _failure(place: int, response: InnerResponse) -> ApiError:
 
 
 def _join(response_id: str, responses: list[InnerResponse], about_all: Sequence[str]) -> bytes:
-    bodies = [_MEMBERS.decode(response.body) for response in responses]  # each member stays as it was written
+    """Return the body of one response with the choices of all of these, and the sums of their usage."""
+    bodies = [_MEMBERS.decode(response.body) for response in responses]  # members stay raw JSON
     choices: list[dict[str, Any]] = []
     for body in bodies:
         own = {name: body[name] for name in _OF_CONVERSATION if body.get(name, _NULL) != _NULL}
@@ -158,8 +161,8 @@ def _join(response_id: str, responses: list[InnerResponse], about_all: Sequence[
     for name, count in _DETAILS:
         found = [one[name][count] for one in usages if name in one]
         usage |= {name: {count: sum(found)}} if found else {}
-    told = [text for body in bodies for text in msgspec.json.decode(body.get("warnings", b"[]"))]
-    warnings = list(dict.fromkeys([*about_all, *told]))
+    texts = [text for body in bodies for text in msgspec.json.decode(body.get("warnings", b"[]"))]
+    warnings = list(dict.fromkeys([*about_all, *texts]))
     first = {name: bodies[0][name] for name in ("object", "created", "model", "system_fingerprint")}
     more = {"warnings": warnings} if warnings else {}
     return msgspec.json.encode({"id": response_id, **first, "choices": choices, "usage": usage, **more})

@@ -1,4 +1,4 @@
-"""OpenAI's completions: texts that continue prompts."""
+"""OpenAI's completions: continue prompts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ TEXT_FIELDS = (
     Field("max_tokens", AnswerLength(0),
           "At most this many new tokens; 0 only with `echo`; -1: as many as fit.", DEFAULT_MAX_TOKENS),
     Field("logprobs", LogprobCount(),
-          "Return the log-probability of each token and of this many likeliest ones; -1: of the whole vocabulary."),
+          "Return the log-probability of each token and of this many most probable ones at its position; -1: of the "
+          "whole vocabulary."),
 )  # fmt: skip
 _FIELDS = (
     MODEL,
@@ -62,7 +63,7 @@ _FIELDS = (
     Field("suffix", Text("prompt_characters"),
           "Text after the answer: the model fills in what is between `prompt` and this. Needs a model that was trained "
           "to fill in the middle, such as qwen2.5-coder."),
-    Field("echo", Flag(), "Put the prompt before the answer, with its logprobs where asked.", False),
+    Field("echo", Flag(), "Put the prompt before the answer, with its logprobs if `logprobs` is given.", False),
     *GENERATION,
     *NAMES,
     NO_REASONING,
@@ -72,20 +73,20 @@ _FIELDS = (
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """Make an infill prompt of each prompt that has a suffix."""
+    """If there is a suffix, turn each prompt into an infill prompt."""
     suffix = given.pop("suffix", "")
     if not suffix:
         return given
     if given.get("echo"):
         raise InvalidRequest("echo", "cannot be used together with suffix", "leave one out")
     if any(prompt.text is None for prompt in given["prompt"]):
-        raise InvalidRequest("prompt", "must be text where there is a suffix", "send text")
+        raise InvalidRequest("prompt", "must be text if there is a suffix", "send text")
     prompts = [service.texts.infill_prompt("suffix", prompt.text, suffix) for prompt in given["prompt"]]
     return with_infill_stops(service, {**given, "prompt": prompts})
 
 
 def with_infill_stops(service: Service, given: Parameters) -> Parameters:
-    """The parameters of an infill request: it ends where the model goes on with something else."""
+    """Add the token ids at which an infill answer ends, because the model continues with something else."""
     assert service.texts.infill is not None
     stops = [*given.get("stop_token_ids", ()), *service.texts.infill.stop_ids]
     return {**given, "stop_token_ids": list(dict.fromkeys(stops))}
@@ -126,10 +127,10 @@ class CompletionFormat:
 
 
 class _Prompt(NamedTuple):
-    """What all choices of one prompt show of it: rendered once, as it may be large."""
+    """The members that all choices of one prompt share. They are rendered once, because they may be large."""
 
     members: dict[str, Any]
-    columns: list[LogprobColumns]  # the logprobs of an echoed prompt; empty without
+    columns: list[LogprobColumns]  # the logprobs of an echoed prompt; empty if not asked for
 
 
 def _choice(options: ResponseOptions, result: ChoiceResult, prompt: _Prompt) -> dict[str, Any]:
@@ -139,8 +140,8 @@ def _choice(options: ResponseOptions, result: ChoiceResult, prompt: _Prompt) -> 
 
 
 def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> list[int]:
-    """Where in `text` each token begins. A token that the text does not show, such as a begin token that the tokenizer
-    added, takes no room in it."""
+    """Return the character offset in `text` at which each token begins. Tokens that `text` does not show, such as a BOS
+    token that the tokenizer added, have zero width."""
     detokenizer, offset = Detokenizer(tokenizer, False), 0
     num_added = _num_added(tokenizer, token_ids, text)
     offsets = [0] * num_added
@@ -149,7 +150,7 @@ def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> l
         piece = detokenizer.push((token,))
         if text.startswith(piece, offset):
             offset += len(piece)
-        elif text.startswith(piece.removeprefix(" "), offset):  # the space that a tokenizer puts before a text
+        elif text.startswith(piece.removeprefix(" "), offset):  # some tokenizers put a space before a text
             offset += len(piece) - 1
         elif token not in tokenizer.special_ids:
             offset = min(offset + len(piece), len(text))
@@ -157,7 +158,8 @@ def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> l
 
 
 def _num_added(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> int:
-    """How many begin tokens the tokenizer put before those that the text shows."""
+    """Return how many BOS tokens at the start of the prompt do not appear in its text, because the tokenizer added
+    them."""
     if tokenizer.bos_id is None:
         return 0
     begin = tokenizer.token_text(tokenizer.bos_id)
@@ -167,7 +169,7 @@ def _num_added(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> int
 
 
 class CompletionStream(OpenAIStream):
-    """Chunks whose choices have a `text`."""
+    """A StreamFormat: chunks whose choices have a `text`."""
 
     def _opens(self, preface: str) -> bool:
         return bool(preface) or self._options.return_token_ids

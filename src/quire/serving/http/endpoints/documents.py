@@ -1,4 +1,4 @@
-"""Pages that are made from the descriptors of all endpoints: the OpenAPI document and the list of capabilities."""
+"""Endpoints that describe the API: the OpenAPI document and the list of capabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.serving.http.static import StaticFile
 
 
 def document_pages(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
-    """The pages about `endpoints`; they describe each other too."""
+    """Return the endpoints that describe `endpoints`. The OpenAPI document also describes the list of capabilities."""
 
     def capabilities_of(service: Service) -> Handler:
         return Capabilities(service, endpoints)
@@ -32,7 +32,7 @@ def document_pages(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
     capabilities = PlainEndpoint(
         name="v1_capabilities",
         paths=("/v1/capabilities",),
-        summary="What this server takes, and how far",
+        summary="Parameters, limits and sizes of this server",
         method="GET",
         response="Capabilities",
         schemas={"Capabilities": _CAPABILITIES},
@@ -85,7 +85,7 @@ class Capabilities:
 
 
 def _images(limits: ImageLimits | None) -> dict[str, int] | None:
-    """What is taken of images; None: none are."""
+    """Return the limits on images, or None if the model takes none."""
     if limits is None:
         return None
     grid = limits.grid

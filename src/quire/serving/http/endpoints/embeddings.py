@@ -1,4 +1,4 @@
-"""/v1/embeddings, as OpenAI has it, and /pooling: one row of numbers for each text."""
+"""/v1/embeddings, as in OpenAI's API, and /pooling: one vector for each text."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ MOST_DIMENSIONS = 2**16
 
 REQUEST_ID = Field("request_id", Identifier(), "Names the request in responses and logs.")
 TRUNCATION = Field("truncate_prompt_tokens", Whole(-1, "prompt_tokens"),
-          "Keep only this many tokens of a longer text; -1: as many as the model takes. Without it, a longer text is "
-          "refused.")  # fmt: skip
+          "Cut longer texts to this many tokens; -1: to as many as the model takes. Without it, a text that is too "
+          "long is refused.")  # fmt: skip
 LABELS = (
-    no_effect("user", "Who asked.", why="is a label that nothing reads"),
+    no_effect("user", "The user who sent the request.", why="is a label that nothing reads"),
     *(field for field in (*GENERATING_LABELS, *NAMES) if field.name in ("priority", "cache_salt")),
 )
 COMMON = (MODEL, TRUNCATION, REQUEST_ID, *LABELS)
 DIMENSIONS = Field("dimensions", Whole(1, MOST_DIMENSIONS),
-          "Keep so many numbers of each embedding; needs a model that was trained for it (matryoshka).")  # fmt: skip
+          "Cut each embedding to this many dimensions; needs a model that was trained for it "
+          "(Matryoshka).")  # fmt: skip
 INPUT = (
     Field("input", Prompts(count="inputs"), "A text, token ids, or a list of either.", is_required=True),
     Field("encoding_format", OneOf(("float", "base64")),
-          "`base64`: the bytes of float32 numbers, in place of a list.", "float"),
+          "`base64`: the float32 values of an embedding as base64, instead of a list.", "float"),
     DIMENSIONS,
-    Field("normalize", Flag(), "Bring embeddings to length 1. Default: as the model's files say."),
-    Field("add_special_tokens", Flag(), "Put the model's own tokens around each text.", True),
+    Field("normalize", Flag(), "Scale embeddings to length 1. Default: as the model's files say."),
+    Field("add_special_tokens", Flag(), "Add the model's special tokens to each text.", True),
     not_supported("messages", "A conversation to embed.", why="is not supported: send text as input"),
 )  # fmt: skip
 USAGE: Schema = record({"prompt_tokens": WHOLE, "total_tokens": WHOLE})
@@ -43,7 +44,7 @@ VECTOR: Schema = {"anyOf": [many(NUMBER), TEXT]}
 
 
 def listing(call: PoolingCall, data: Sequence[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
-    """The body of responses that are lists."""
+    """Return a response body with a list of results."""
     return {
         "id": call.response_id,
         "object": "list",
@@ -60,7 +61,7 @@ def list_schema(item: str) -> Schema:
 
 
 def encoded(rows: Rows, form: str) -> list[Any]:
-    """Each row as a list of numbers or as base64."""
+    """Return each row as a list of floats, or as base64 of its float32 values."""
     if form == "float":
         found: list[Any] = rows.tolist()
         return found
@@ -132,7 +133,7 @@ EMBEDDINGS: tuple[Endpoint, ...] = (
         "pooling",
         "pool",
         ("/pooling", "/v1/pooling"),
-        "What the model makes of texts: embeddings, or the probabilities of labels",
+        "Embed or classify texts, whichever the model does",
         pool,
         {
             "PoolingAnswer": list_schema("PooledText"),

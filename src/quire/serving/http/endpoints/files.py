@@ -1,4 +1,4 @@
-"""OpenAI's files: upload, list, read and delete. They hold the requests and the results of batches."""
+"""OpenAI's files: upload, list, read and delete. Batches read their requests from files and write results to files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from quire.types.errors import InvalidRequest
 
 MAX_PAGE = 10_000
 MAX_NAME_CHARACTERS = 255
-PIECE_BYTES = 2**18  # of a download
+PIECE_BYTES = 2**18  # bytes of a download that are read and sent at once
 PURPOSES = ("batch", "user_data", "evals", "fine-tune", "assistants", "vision")
 
 
 class Files:
-    """The handlers. A file belongs to the API key that uploaded it; other keys do not find it."""
+    """The handlers of /v1/files. A file belongs to the API key that uploaded it; requests with other keys do not find
+    it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -55,7 +56,7 @@ class Files:
         await exchange.reply_json((await self._file(exchange)).as_json())
 
     async def content(self, exchange: Exchange) -> None:
-        """Send the file piece by piece, as fast as the client reads."""
+        """Send the file in pieces, as fast as the client reads."""
         file = await self._file(exchange)
         pieces = self._service.batches.files.pieces(file, PIECE_BYTES)
         headers = ((b"content-type", b"application/octet-stream"), (b"x-content-type-options", b"nosniff"))
@@ -72,7 +73,8 @@ class Files:
 
 
 def page(exchange: Exchange, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A page of a list, by the query parameters `after`, `limit` and `order` (desc: the newest first)."""
+    """Return a page of a list, by the query parameters `after`, `limit` and `order` (desc: newest first, the
+    default)."""
     given = exchange.query
     limit, after, order = (given.get(name, [""])[-1] for name in ("limit", "after", "order"))
     if limit and (not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_PAGE):
@@ -134,5 +136,5 @@ FILES: tuple[Endpoint, ...] = (
     _route("files_list", "/v1/files", "The files of this key", lambda files: files.listing, "FileList"),
     _route("files_get", "/v1/files/{file_id}", "One file", lambda files: files.get, "File"),
     _route("files_delete", "/v1/files/{file_id}", "Delete a file", lambda files: files.delete, "DeletedFile", "DELETE"),
-    _route("files_content", "/v1/files/{file_id}/content", "What is in a file", lambda files: files.content, None),
+    _route("files_content", "/v1/files/{file_id}/content", "The content of a file", lambda files: files.content, None),
 )

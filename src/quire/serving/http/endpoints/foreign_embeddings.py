@@ -1,4 +1,4 @@
-"""Embeddings by the APIs of Ollama and llama.cpp."""
+"""Embeddings with the paths and fields of Ollama and llama.cpp."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.serving.requests import Prompt
 from quire.types.errors import InvalidRequest
 from quire.types.pooling import PoolingParams
 
-_EUCLIDEAN, _NONE = 2, -1  # llama.cpp's numbers of norms
+_EUCLIDEAN, _NONE = 2, -1  # values of llama.cpp's embd_normalize
 _KEPT = (
     MODEL,
     Field("keep_alive", KeepAlive(), "The model stays loaded.", support="no effect"),
@@ -61,11 +61,11 @@ def llama_embedding(call: PoolingCall) -> PoolingJob:
     given = call.given
     check_task(call.reader.model, classifies=False)
     if ("content" in given) == ("input" in given):
-        raise InvalidRequest("content", "must be there, or input, and only one", "send one of them")
+        raise InvalidRequest("content", "exactly one of content and input is needed", "send one of them")
     name = "content" if "content" in given else "input"
     norm = given.get("embd_normalize", _EUCLIDEAN)
     if norm not in (_EUCLIDEAN, _NONE):
-        reason = f"is {norm}, and the norms here are 2 (length 1) and -1 (none)"
+        reason = f"is {norm}, but only 2 (length 1) and -1 (none) are supported"
         raise InvalidRequest("embd_normalize", reason, "send 2 or -1")
     texts = call.reader.read(given[name], name)
 
@@ -84,7 +84,7 @@ FOREIGN_EMBEDDINGS: tuple[Endpoint, ...] = (
         fields=(
             *_KEPT,
             Field("input", TextList(or_one=True), "A text or a list of them.", is_required=True),
-            Field("truncate", Flag(), "Cut texts that are too long; else they are refused.", True),
+            Field("truncate", Flag(), "Cut texts that are too long; otherwise they are refused.", True),
             DIMENSIONS,
         ),
         response="OllamaEmbeddings",
@@ -123,8 +123,8 @@ FOREIGN_EMBEDDINGS: tuple[Endpoint, ...] = (
         fields=(
             MODEL,
             Field("content", Prompts(count="inputs"), "A text, token ids, or a list of either."),
-            Field("input", Prompts(count="inputs"), "The same."),
-            Field("embd_normalize", Whole(-1, 2), "2: bring embeddings to length 1; -1: leave them.", 2),
+            Field("input", Prompts(count="inputs"), "The same as `content`; send one of them."),
+            Field("embd_normalize", Whole(-1, 2), "2: scale embeddings to length 1; -1: do not scale them.", 2),
         ),
         response="LlamaEmbeddings",
         schemas={"LlamaEmbeddings": many(record({"index": WHOLE, "embedding": many(_VECTOR)}))},

@@ -1,4 +1,4 @@
-"""Forks: a new answer that begins in the middle of another one."""
+"""Forks: generate a new answer from the middle of an earlier one."""
 
 from __future__ import annotations
 
@@ -17,40 +17,42 @@ _FIELDS = (
     MODEL,
     Field("request_id", Text("label", 1),
           "The request to fork: the `id` of its answer, or its X-Request-Id.", is_required=True),
-    Field("index", Whole(0, "choices"), "Which of its choices.", 0),
+    Field("index", Whole(0, "choices"), "The index of the choice to fork.", 0),
     Field("at_token", Whole(0, "max_tokens"),
-          "Keep so many tokens of its answer; default: all that are known."),
+          "Keep this many tokens of its answer; default: all that are known."),
     *TEXT_FIELDS,
-    Field("echo", Flag(), "Put what was kept of the forked answer before the new one.", False),
+    Field("echo", Flag(), "Put the kept part of the forked answer before the new one.", False),
     *GENERATION,
 )  # fmt: skip
 _DESCRIPTION = """\
-Goes on from the middle of an answer with parameters of its own: another temperature, more samples, a beam search.
-Nothing that was computed is computed again while the engine still has it. The answer looks like that of
-`/v1/completions` and holds what follows the fork; with `echo` also what was kept of the answer before it. A request can
-be forked by whoever sent it (the same key), while it is streamed, and after its end for as long as `fork_seconds`,
-`fork_requests` and `fork_tokens` allow. Only the HTTP process that answers it knows it: with `--api-workers` above 1 a
-fork that comes to another is answered with 404. Parameters that are left out have their defaults, not those of the
-forked request; the LoRA adapter is that of the forked request, and a fork is answered with 409 if its name has other
-content by now. A branch ends early when its client hangs up."""
+Continues an answer from any of its tokens, with other parameters: another temperature, more samples, a beam search.
+Tokens whose KV blocks the engine still has are not computed again. The response looks like that of `/v1/completions`
+and holds what follows the fork; with `echo`, also the kept part of the forked answer. A request can be forked with the
+API key that sent it, while it is streamed and after its end, within the limits `fork_seconds`, `fork_requests` and
+`fork_tokens`. Only the HTTP process that handled a request knows it: with `--api-workers` above 1, a fork that reaches
+another process is answered with 404. Parameters that are left out have their defaults, not the values of the forked
+request. The LoRA adapter is that of the forked request; if its name refers to other content by now, the fork is
+answered with 409. A fork ends early when its client disconnects."""
 
 
 def find_origin(service: Service, given: Parameters, head: RequestHead) -> Origin:
-    """Find the place that a request names, and take its name out of `given`. Raises ApiError (404) for a request that
-    is not known, or that another key sent."""
+    """Return the point at which the request wants to fork an answer, and remove `request_id` from `given`. Raises
+    ApiError (404) if the forked request is unknown or was sent with another API key."""
     found = service.recent_requests.find(head.principal, given.pop("request_id"))
     if found is None:
         message = (
-            "request_id: no request of yours is called so, or it is forgotten; finished ones are kept for "
+            "request_id: no request of yours has this id, or it is forgotten; finished requests are kept for "
             f"{service.limits['fork_seconds']} s"
         )
         raise ApiError(404, message, code="request_not_found", param="request_id")
     choice = found.choice(given.get("index", 0))
     if choice is None:
-        raise InvalidRequest("index", "is none of the request's choices", f"choose one in [0, {found.num_choices - 1}]")
+        raise InvalidRequest(
+            "index", "is not one of the request's choices", f"choose one in [0, {found.num_choices - 1}]"
+        )
     answer = choice.token_ids
     if answer is None:
-        reason = "its tokens are not known before it ends"
+        reason = "its tokens are not known before its end"
         raise InvalidRequest("request_id", reason, "wait for its end, or stream it")
     spoken = answer[:-1] if answer and answer[-1] in choice.submit.rules.end_ids else answer
     at_token = given.get("at_token", len(spoken))
@@ -66,7 +68,7 @@ def find_origin(service: Service, given: Parameters, head: RequestHead) -> Origi
 FORK = GenerationEndpoint(
     name="fork",
     paths=("/v1/fork",),
-    summary="Go on from the middle of an answer",
+    summary="Continue an answer from any of its tokens",
     fields=_FIELDS,
     response="CompletionAnswer",
     event="CompletionChunk",

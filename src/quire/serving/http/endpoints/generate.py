@@ -1,5 +1,5 @@
-"""Token ids in, token ids out, for routers and reinforcement learning. Clients neither send nor get text, and logprobs
-are exactly those of the model."""
+"""Generation from token ids to token ids, for routers and reinforcement learning. No text is sent or returned, and
+logprobs are those of the unmodified model output."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ from quire.types.step import TokenLogprobs
 
 _encode = msgspec.json.encode
 _KINDS = {"cumulative": "cumulative", "delta": "delta", "final_only": "delta", 0: "cumulative", 1: "delta", 2: "delta"}
-GROWTH = 16  # a cumulative event has at least this part more tokens than the one before
-_AROUND = ("stream", "stream_options", "stream_interval", "return_tokens_as_token_ids", "return_token_ids")
+GROWTH = 16  # a cumulative event has at least 1/GROWTH more tokens than the previous one
+# fields of the request itself or implied, so not members of sampling_params
+_TOP_LEVEL = ("stream", "stream_options", "stream_interval", "return_tokens_as_token_ids", "return_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputKind:
-    """How events relate to each other, by name or by vLLM's number."""
+    """Whether events of a stream are cumulative or deltas, by name or by vLLM's number."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> str:  # noqa: ARG002
         if isinstance(value, bool) or not isinstance(value, str | int) or value not in _KINDS:
@@ -69,7 +70,7 @@ class OutputKind:
 
 @dataclass(frozen=True, slots=True)
 class Anything:
-    """A list or an object that is not read."""
+    """A list or an object whose content is ignored."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> Any:  # noqa: ARG002
         return value
@@ -80,7 +81,7 @@ class Anything:
 
 SAMPLING_MEMBERS: dict[str, Validator] = {
     **{field.name: field.validator for field in (*LENGTH, *SAMPLING, *CANDIDATE_FIELDS, *STRUCTURE_FIELDS)},
-    **{field.name: field.validator for field in OUTPUT if field.name not in _AROUND},
+    **{field.name: field.validator for field in OUTPUT if field.name not in _TOP_LEVEL},
     "max_tokens": CHAT.fields_by_name["max_tokens"].validator,
     "logprobs": COMPLETIONS.fields_by_name["logprobs"].validator,
     **{field.name: field.validator for field in PROMPT_LOGPROBS},
@@ -93,29 +94,29 @@ _FIELDS = (
     MODEL,
     Field("token_ids", TokenIds("prompt_tokens", 1), "The prompt.", is_required=True),
     Field("sampling_params", Options(SAMPLING_MEMBERS),
-          "The sampling parameters of `/v1/completions` by the same names. `max_tokens`: as many as fit, unless it is "
-          "given. `output_kind`: events of a stream carry the new tokens (`delta`, the default) or all so far "
-          "(`cumulative`); those come when the answer has grown by a sixteenth, and at its end."),
+          "The sampling parameters of `/v1/completions` by the same names. Default of `max_tokens`: as many as "
+          "fit. `output_kind`: events of a stream hold the new tokens (`delta`, the default) or all tokens so far "
+          "(`cumulative`); cumulative events are sent when the answer has grown by 1/16, and at its end."),
     *_STREAM,
     *NAMES,
     *(field for field in LABELS if field.name == "priority"),
-    Field("token_offsets", Anything(), "What a render endpoint returned.", support="no effect"),
-    not_supported("assistant_tokens_mask", "Which prompt tokens an assistant wrote."),
-    not_supported("features", "Pictures and sound."),
-    not_supported("content_parts", "Pictures and sound."),
-    not_supported("kv_transfer_params", "Moving caches between servers."),
-    not_supported("ec_transfer_params", "Moving caches between servers."),
+    Field("token_offsets", Anything(), "A member of what render endpoints return.", support="no effect"),
+    not_supported("assistant_tokens_mask", "A mask of the prompt tokens that an assistant wrote."),
+    not_supported("features", "Images and audio."),
+    not_supported("content_parts", "Images and audio."),
+    not_supported("kv_transfer_params", "Transfer of KV caches between servers."),
+    not_supported("ec_transfer_params", "Transfer of KV caches between servers."),
 )  # fmt: skip
 _DESCRIPTION = """\
 Takes the token ids of a prompt and returns token ids, without text on either side. `logprobs` has the shape of
 `/v1/chat/completions`, with tokens written as `token_id:N`: the log-softmax of the model's logits before temperature,
-penalties and filters. The `token_ids` of a choice hold every sampled token, the end token too, so prompt and answer
-together are what the model computed. vLLM's path `/inference/v1/generate` works too. The render endpoints make such
-requests from messages and texts."""
+penalties and filters. The `token_ids` of a choice hold every sampled token, including the end token, so prompt and
+answer together are what the model computed. vLLM's path `/inference/v1/generate` works too. The render endpoints make
+such requests from messages and texts."""
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """Put the sampling parameters beside the others."""
+    """Move the members of `sampling_params` to the top level, and set the options that this endpoint implies."""
     sampling = given.pop("sampling_params", {})
     sampling.pop("detokenize", None)
     prompt = [Prompt(token_ids=tuple(given.pop("token_ids")))]
@@ -123,7 +124,8 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
 
 
 def render_ids(names: TokenNames) -> RenderLogprobs:
-    """One column, as chat has it. Without likeliest tokens the chosen one stands for them, as vLLM does."""
+    """Return a renderer of one column, in the format of chat logprobs. If no top tokens are asked for, the chosen token
+    is listed as the only one, as vLLM does."""
 
     def render(entry: TokenLogprobs, offset: int) -> tuple[bytes, ...]:  # noqa: ARG001 - there is no text
         ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
@@ -173,28 +175,29 @@ def _choice(options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class SoFar:
-    """All tokens of one choice whose events repeat those before. Such an event is due when the answer has grown by a
-    share, so that all events together stay in proportion to the answer."""
+    """All tokens of one choice of a cumulative stream. The next event is due when the answer has grown by 1/GROWTH, so
+    that the size of all events together stays proportional to the answer."""
 
     ids: list[int] = field(default_factory=list)
     columns: list[LogprobColumns] = field(default_factory=list)
-    num_told: int = 0
+    num_sent: int = 0
 
     def extend(self, ids: list[int], columns: list[LogprobColumns]) -> tuple[list[int], list[LogprobColumns]]:
+        """Append tokens, and return all tokens and columns so far."""
         self.ids += ids
         self.columns += columns
         return self.ids, self.columns
 
     def is_due(self) -> bool:
-        """Whether to tell them now."""
-        if len(self.ids) - self.num_told < max(1, self.num_told // GROWTH):
+        """Whether the next event is due. If so, also record that it is sent."""
+        if len(self.ids) - self.num_sent < max(1, self.num_sent // GROWTH):
             return False
-        self.num_told = len(self.ids)
+        self.num_sent = len(self.ids)
         return True
 
 
 class TokenStream(ServerSentEvents):
-    """A StreamFormat: one event for new tokens of a choice."""
+    """A StreamFormat: events with the token ids of one choice."""
 
     def __init__(self, options: ResponseOptions, requests: Sequence[InFlightRequest], names: Names) -> None:
         self._options, self._requests, self._names = options, requests, names
@@ -227,14 +230,14 @@ class TokenStream(ServerSentEvents):
             ids, columns = so_far.extend(ids, columns)
             if last.finish_reason is None and not so_far.is_due():
                 return b""
-        told = {
+        members = {
             "index": choice,
             "token_ids": ids,
             "logprobs": msgspec.Raw(chat_logprobs(columns)) if self._options.wants_logprobs else None,
             "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason,
         }
-        return self._event([told], {"usage": self._usage()} if self._options.continuous_usage else {})
+        return self._event([members], {"usage": self._usage()} if self._options.continuous_usage else {})
 
     def _event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
         return b"data: " + _encode({"request_id": self._options.response_id, "choices": choices, **more}) + b"\n\n"

@@ -1,4 +1,4 @@
-"""Counting without generating: how many tokens the prompt of a request has."""
+"""Endpoints that count the prompt tokens of a request without generating."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.serving.http.service import Service
 
 @dataclass(frozen=True, kw_only=True)
 class CountEndpoint(Endpoint):
-    """The counting endpoint of an endpoint that generates."""
+    """The endpoint that counts the prompt tokens of requests to the endpoint `of`."""
 
     of: GenerationEndpoint
 
@@ -26,7 +26,7 @@ class CountEndpoint(Endpoint):
 
 
 class CountHandler(GenerationHandler):
-    """Prepares requests and replies with the length of their prompts. Nothing is submitted."""
+    """Prepares requests and replies with the length of their prompts, without submitting them."""
 
     def __init__(self, service: Service, endpoint: CountEndpoint) -> None:
         super().__init__(service, replace(endpoint.of, name=endpoint.name))
@@ -51,7 +51,7 @@ def _make(of: GenerationEndpoint, schemas: dict[str, Schema]) -> CountEndpoint:
     return CountEndpoint(
         name=f"{of.name}_input_tokens",
         paths=(f"{path}/input_tokens",),
-        summary=f"How many tokens {path} would read",
+        summary=f"Count the prompt tokens of a request to {path}",
         fields=of.fields,
         response="InputTokens",
         schemas=schemas,

@@ -1,5 +1,5 @@
-"""How likely given tokens come after a query and each of several items, by a model that generates text. In SGLang's and
-vLLM's words: generative scoring."""
+"""Scoring with a model that generates text: the probability of given tokens after a query and each of several items.
+SGLang and vLLM call it generative scoring."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Query:
 
 
 class LabelFormat:
-    """A ResponseFormat: a number per label token for each item, in SGLang's `scores`, and the first of them in vLLM's
-    `data`."""
+    """A ResponseFormat: for each item, SGLang's `scores` with one value per label token, and vLLM's `data` with the
+    first of them."""
 
     def __init__(self, service: Service) -> None:
         self._names = Names(service.texts.tokenizer)
@@ -71,7 +71,8 @@ class LabelFormat:
 
 
 def _scores(request: InFlightRequest, labels: Sequence[int], *, softmax: bool) -> list[float]:
-    """The probability of each label token after the prompt; with `softmax`, among the labels alone."""
+    """Return the probability of each label token after the prompt. With `softmax` they are normalized over the label
+    tokens."""
     ((end, _),) = request.ends()
     entry = end.logprobs[0]
     logprobs = dict(zip(entry.token_ids.tolist(), entry.logprobs.tolist(), strict=True))
@@ -85,8 +86,8 @@ def _scores(request: InFlightRequest, labels: Sequence[int], *, softmax: bool) -
 
 
 def translator(*, softmax: bool, name: str) -> Callable[[Service, Parameters, RequestHead], Parameters]:
-    """Return the translation of a request. `softmax`: the default of `apply_softmax`; `name`: what the response calls
-    itself."""
+    """Return the translate function of an endpoint. `softmax`: the default of `apply_softmax`; `name`: the `object`
+    member of its responses."""
 
     def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
         query, items, labels = given.pop("query"), given.pop("items"), given.pop("label_token_ids")
@@ -100,13 +101,15 @@ def translator(*, softmax: bool, name: str) -> Callable[[Service, Parameters, Re
             "object": name,
             "temperature": 0.0,
             "max_tokens": 0,
-            "echo": True,  # nothing is generated: the request is for its prompts
+            "echo": True,  # the prompt is scored; nothing is generated
         }
 
     return translate
 
 
 def _prompts(query: Prompt, items: Sequence[Prompt], limits: Bounds, *, item_first: bool) -> list[Prompt]:
+    """Join the query with each item. Raises InvalidRequest if only one of them is text, or if the prompts are too long
+    together."""
     for place, item in enumerate(items):
         if (item.text is None) != (query.text is None):
             kind = "token ids" if query.text is None else "text"
@@ -131,9 +134,9 @@ _PAIRS = "needs a model that embeds or scores, and this one generates text, whic
 _FIELDS = (
     MODEL,
     Field("query", Query(), "The text that all prompts share, or its token ids.", is_required=True),
-    Field("items", Prompts(), "A text, a list of texts, or a list of lists of token ids: one prompt is made of the "
-          "query and each of them, with nothing between.", is_required=True),
-    Field("label_token_ids", TokenIds("logprob_token_ids", 1), "The tokens whose probability is wanted.",
+    Field("items", Prompts(), "A text, a list of texts, or a list of lists of token ids. The query is joined "
+          "with each of them to one prompt, with nothing between.", is_required=True),
+    Field("label_token_ids", TokenIds("logprob_token_ids", 1), "The tokens whose probabilities to return.",
           is_required=True),
     Field("apply_softmax", Flag(),
           "Divide the probabilities by their sum over these tokens. Default true; false at `/v1/score`."),
@@ -142,11 +145,11 @@ _FIELDS = (
     *TRUNCATION,
     *NAMES,
     *(field for field in LABELS if field.name in ("priority", "user")),
-    *(not_supported(name, "Of pairs of texts.", why=_PAIRS) for name in ("text_1", "text_2")),
+    *(not_supported(name, "For pairs of texts.", why=_PAIRS) for name in ("text_1", "text_2")),
     not_supported("return_pooled_hidden_states", "Hidden states.", False),
-    not_supported("embed_override_token_id", "Embeddings in place of tokens."),
-    not_supported("query_embed_overrides", "Embeddings in place of tokens."),
-    not_supported("item_embed_overrides", "Embeddings in place of tokens."),
+    not_supported("embed_override_token_id", "Embeddings instead of tokens."),
+    not_supported("query_embed_overrides", "Embeddings instead of tokens."),
+    not_supported("item_embed_overrides", "Embeddings instead of tokens."),
 )  # fmt: skip
 _DESCRIPTION = """\
 The probability of each label token right after the query and an item, by a model that generates text. `scores` has a
@@ -192,7 +195,7 @@ _SGLANG = replace(
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreEndpoint(PoolingEndpoint):
-    """Scores pairs of texts by a model that does that, and label tokens by one that generates text."""
+    """Scores pairs of texts with a pooling model, and label tokens with a model that generates text."""
 
     def make_handler(self, service: Service) -> Handler:
         of_pairs, of_labels = super().make_handler(service), GenerationHandler(service, _SGLANG)

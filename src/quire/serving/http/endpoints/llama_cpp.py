@@ -1,4 +1,4 @@
-"""The endpoints of llama.cpp's server that its clients call: completion, infill, templates, properties and slots."""
+"""The endpoints of llama.cpp's server that clients use: completion, infill, templates, properties and slots."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAX_FILES = 256
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema:
-    """A JSON schema that the answer follows. It is read and checked with the grammar."""
+    """A JSON schema that the answer must follow. Its content is validated later, with the grammar."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> dict[str, Any]:  # noqa: ARG002
         if not isinstance(value, dict):
@@ -50,7 +50,7 @@ class JsonSchema:
 
 @dataclass(frozen=True, slots=True)
 class ExtraFiles:
-    """Other files for an infill request: objects with `filename` and `text`."""
+    """The other files of an infill request: objects with `filename` and `text`."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[tuple[str, str]]:
         if not isinstance(value, list) or len(value) > MAX_FILES:
@@ -76,8 +76,8 @@ class ExtraFiles:
 
 @dataclass(frozen=True, slots=True)
 class LlamaBias:
-    """Pairs of a token and a number, or an object of them. A token is its id or a text, all of whose tokens are meant;
-    false in place of the number bans it."""
+    """A list of [token, bias] pairs, or an object of them. A token is its id, or a text whose tokens all get the bias.
+    A bias of false bans the token."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[tuple[int | str, float]]:
         pairs = list(value.items()) if isinstance(value, dict) else value
@@ -115,16 +115,18 @@ _SHARED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "freque
 _COMMON = (
     MODEL,
     Field("n_predict", Whole(-1, "max_tokens"),
-          "At most this many new tokens; -1: as many as fit; 0: the prompt is only computed, and cached.", -1),
+          "At most this many new tokens; -1: as many as fit; 0: only compute and cache the prompt.", -1),
     *(field for field in SAMPLING if field.name in _SHARED),
-    Field("repeat_penalty", Number(0.01, 100.0), "Divides the logits of tokens in prompt and answer; 1 is off.", 1.0),
-    Field("stop", Texts("stop_strings", "stop_characters"), "The answer ends before the first of these."),
-    Field("ignore_eos", Flag(), "Go on after the end of text.", False),
+    Field("repeat_penalty", Number(0.01, 100.0), "Positive logits of tokens in prompt and answer are divided by it, "
+          "negative ones multiplied; 1 is off.", 1.0),
+    Field("stop", Texts("stop_strings", "stop_characters"), "The answer ends before the first of these texts."),
+    Field("ignore_eos", Flag(), "Continue after the model's end-of-text token.", False),
     Field("stream", Flag(), "Answer as server-sent events.", False),
     Field("return_tokens", Flag(), "Return the token ids of the answer.", False),
-    Field("grammar", Text("prompt_characters", 1), "A grammar (GBNF or Lark) that the answer follows."),
-    Field("json_schema", JsonSchema(), "A JSON schema that the answer follows."),
-    Field("n_probs", Whole(0, "logprobs"), "Return the log-probabilities of this many likeliest tokens.", 0),
+    Field("grammar", Text("prompt_characters", 1), "A grammar (GBNF or Lark) that the answer must follow."),
+    Field("json_schema", JsonSchema(), "A JSON schema that the answer must follow."),
+    Field("n_probs", Whole(0, "logprobs"), "Return the log-probabilities of this many most probable tokens at each "
+          "position.", 0),
     Field("logit_bias", LlamaBias(),
           "Added to the logits of these tokens: `[[id or text, number], ...]`, or an object of these; false is -100."),
     Field("response_fields", Texts("prompts", "label"), "Return only these members; `a/b` is member `b` of `a`."),
@@ -134,21 +136,28 @@ _COMMON = (
     no_effect("timings_per_token", "Timings.", False),
 )  # fmt: skip
 _COMPLETION_FIELDS = (
-    Field("prompt", Prompts(), "Text, token ids, or a list of either, which has a list of answers.", is_required=True),
+    Field(
+        "prompt",
+        Prompts(),
+        "Text, token ids, or a list of either; several prompts have a list of answers.",
+        is_required=True,
+    ),
     *_COMMON,
 )
 _INFILL_FIELDS = (
     Field("input_prefix", Text("prompt_characters"), "The text before the gap.", is_required=True),
     Field("input_suffix", Text("prompt_characters"), "The text after the gap.", is_required=True),
-    Field("input_extra", ExtraFiles(), "Other files that the model may learn from."),
-    Field("prompt", Text("prompt_characters"), "What is known of the gap's beginning; goes after `input_prefix`."),
+    Field("input_extra", ExtraFiles(), "Other files, which are put before the text as context."),
+    Field(
+        "prompt", Text("prompt_characters"), "The beginning of the text in the gap; it is appended to `input_prefix`."
+    ),
     *_COMMON,
 )
 _RENAMED = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "n_probs": "logprobs"}
 
 
 def translate_common(service: Service, given: Parameters) -> Parameters:
-    """Rename llama.cpp's parameters."""
+    """Translate llama.cpp's parameters to ours."""
     if "grammar" in given and "json_schema" in given:
         raise InvalidRequest("json_schema", "cannot be used together with grammar", "send one of them")
     if not given.get("n_probs"):
@@ -159,7 +168,7 @@ def translate_common(service: Service, given: Parameters) -> Parameters:
     if found.get("max_tokens", -1) < 0:
         found.pop("max_tokens", None)
     if found.get("max_tokens") == 0:
-        found["echo"] = True  # the request is for its prompt, which is computed and cached
+        found["echo"] = True  # only compute and cache the prompt
     for name in ("grammar", "json_schema"):
         if name in found:
             found[name] = structure_of_guided({name: found[name]})
@@ -167,25 +176,25 @@ def translate_common(service: Service, given: Parameters) -> Parameters:
 
 
 def _token_biases(service: Service, pairs: list[tuple[int | str, float]]) -> dict[int, float]:
-    """The biases of the tokens that are meant."""
+    """Return the bias of each token id, after tokenizing texts. Raises InvalidRequest if there are too many tokens."""
     found: dict[int, float] = {}
     for token, bias in pairs:
         ids = service.texts.tokenizer.encode(token, False) if isinstance(token, str) else [token]
         found |= dict.fromkeys(ids, bias)
     if len(found) > service.limits["logit_bias"]:
-        reason = f"means {len(found)} tokens, limit {service.limits['logit_bias']}"
+        reason = f"names {len(found)} tokens, limit {service.limits['logit_bias']}"
         raise InvalidRequest("logit_bias", reason, "send fewer or shorter texts")
     return found
 
 
 def translate_completion(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
     if given.get("stream") and len(given["prompt"]) > 1:
-        raise InvalidRequest("prompt", "must be one prompt where the answer is streamed", "set stream=false")
+        raise InvalidRequest("prompt", "must be one prompt if the answer is streamed", "set stream=false")
     return translate_common(service, given)
 
 
 def translate_infill(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """Make the prompt of the two sides of the gap."""
+    """Build the infill prompt from the prefix and the suffix."""
     prefix = given.pop("input_prefix") + given.pop("prompt", "")
     suffix, files = given.pop("input_suffix"), given.pop("input_extra", [])
     prompt = service.texts.infill_prompt("input_suffix", prefix, suffix, files)
@@ -209,7 +218,7 @@ def props(service: Service) -> Handler:
                 },
                 "total_slots": engine.max_num_seqs,
                 "model_alias": service.names[0],
-                "model_path": service.names[0],  # clients show it; where the file lies is nobody's business
+                "model_path": service.names[0],  # clients show it; the path itself is not disclosed
                 "chat_template": texts.template_source or "",
                 "bos_token": "" if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
                 "eos_token": eos,
@@ -222,7 +231,8 @@ def props(service: Service) -> Handler:
 
 
 def slots(service: Service) -> Handler:
-    """A slot is one of the sequences that the engine can run. What others generate in theirs is not shown."""
+    """Return the handler of /slots. A slot stands for one of the sequences that the engine can run; its content is not
+    shown."""
 
     async def handle(exchange: Exchange) -> None:
         engine = service.engine()
@@ -294,7 +304,7 @@ LLAMA_CPP: tuple[Endpoint, ...] = (
     TextEndpoint(
         name="llama_apply_template",
         paths=("/apply-template",),
-        summary="The text that the chat template makes of a conversation",
+        summary="Render a conversation with the chat template",
         fields=(MODEL, Field("messages", Messages(), "The conversation.", is_required=True), *TEMPLATE, TOOLS),
         response="LlamaPrompt",
         schemas={},

@@ -1,4 +1,4 @@
-"""Responses in the shape of llama.cpp's server: texts with counts, times, settings and probabilities."""
+"""Responses in the format of llama.cpp's server: texts with counts, timings, settings and probabilities."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SETTINGS = {  # llama.cpp's names of sampling parameters
 
 
 class LlamaFormat:
-    """A ResponseFormat: one text with counts; a list of them where the prompts were a list."""
+    """A ResponseFormat: one object per prompt, in a list if there are several prompts."""
 
     def __init__(self, service: Service) -> None:
         self._tokenizer = service.texts.tokenizer
@@ -48,27 +48,27 @@ class LlamaFormat:
 
     def _answer(self, options: ResponseOptions, result: ChoiceResult) -> dict[str, Any]:
         ids = result.token_ids if options.parameters.get("return_tokens") else ()
-        told: dict[str, Any] = {"content": result.content, "tokens": ids}
+        members: dict[str, Any] = {"content": result.content, "tokens": ids}
         if options.wants_logprobs:
-            told["completion_probabilities"] = [msgspec.Raw(column[0]) for column in result.logprobs]
+            members["completion_probabilities"] = [msgspec.Raw(column[0]) for column in result.logprobs]
         request, ended = result.request, (result.finish_reason, result.stop_reason)
-        told |= _end(options, request, ended, len(result.token_ids), has_new_line="\n" in result.content)
-        told["prompt"] = self._tokenizer.decode(request.submit.prompt_token_ids.tolist(), skip_special_tokens=False)
-        return _chosen(options, told) | extras(options, [request], self._names)
+        members |= _end(options, request, ended, len(result.token_ids), has_new_line="\n" in result.content)
+        members["prompt"] = self._tokenizer.decode(request.submit.prompt_token_ids.tolist(), skip_special_tokens=False)
+        return _chosen(options, members) | extras(options, [request], self._names)
 
     def stream(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> LlamaStream:
         return LlamaStream(options, requests[0], self._names)
 
 
 class LlamaStream(ServerSentEvents):
-    """A StreamFormat: events with new text; the last says why it ended, and no `[DONE]` follows."""
+    """A StreamFormat: events with new text. The last event has the reason for the end; no `[DONE]` follows."""
 
     def __init__(self, options: ResponseOptions, request: InFlightRequest, names: Names) -> None:
         self._options, self._request, self._names = options, request, names
         self._num_tokens = 0
         self._ended: tuple[str | None, int | str | None] = (None, None)
         self._has_new_line = False
-        self._columns: list[msgspec.Raw] = []  # of tokens whose text was not sent yet
+        self._columns: list[msgspec.Raw] = []  # logprobs of tokens whose text has not been sent yet
 
     def opening(self) -> bytes:
         return b""
@@ -86,14 +86,14 @@ class LlamaStream(ServerSentEvents):
             self._ended = deltas[-1].finish_reason, deltas[-1].stop_reason
         if not text:
             return b""
-        told = {"content": text, "tokens": ids, **_begin(self._request, self._num_tokens), **self._probabilities()}
-        return _event(told)
+        members = {"content": text, "tokens": ids, **_begin(self._request, self._num_tokens), **self._probabilities()}
+        return _event(members)
 
     def closing(self) -> bytes:
-        told = {"content": "", "tokens": [], **self._probabilities()}
+        members = {"content": "", "tokens": [], **self._probabilities()}
         ended, num_tokens = self._ended, self._num_tokens
-        told |= _end(self._options, self._request, ended, num_tokens, has_new_line=self._has_new_line)
-        return _event(_chosen(self._options, told) | extras(self._options, [self._request], self._names))
+        members |= _end(self._options, self._request, ended, num_tokens, has_new_line=self._has_new_line)
+        return _event(_chosen(self._options, members) | extras(self._options, [self._request], self._names))
 
     def _probabilities(self) -> dict[str, Any]:
         columns, self._columns = self._columns, []
@@ -105,7 +105,7 @@ class LlamaStream(ServerSentEvents):
 
 
 def render_probabilities(names: TokenNames) -> RenderLogprobs:
-    """One column: {"id", "token", "logprob", "bytes", "top_logprobs"}."""
+    """Return a renderer of one column: {"id", "token", "logprob", "bytes", "top_logprobs"}."""
 
     def entry(token: int, name: TokenName, value: float) -> bytes:
         return b'{"id":' + str(token).encode() + b"," + name.head[1:] + number(value) + name.tail
@@ -135,7 +135,7 @@ def _end(
     *,
     has_new_line: bool,
 ) -> dict[str, Any]:
-    """The members of a whole answer and of the last event."""
+    """Return the members that a whole answer and the last event of a stream have in common."""
     finish_reason, stop_reason = ended
     word = stop_reason if isinstance(stop_reason, str) else ""
     return {
@@ -167,37 +167,38 @@ def _settings(options: ResponseOptions, request: InFlightRequest) -> dict[str, A
 
 
 def _timings(request: InFlightRequest, num_tokens: int) -> dict[str, Any]:
-    """Counts and times of the prompt's tokens that were not cached, and of the answer's."""
+    """Return counts and times of the prompt tokens that were not cached, and of the answer's tokens."""
     record, finished = request.record, request.finished
     end = max(at for at in (record.received_at, record.last_token_at, record.finished_at) if at is not None)
     submitted = record.received_at if record.submitted_at is None else record.submitted_at
     first = end if record.first_token_at is None else record.first_token_at
     cached = 0 if finished is None else finished.num_cached_tokens
     computed = len(request.submit.prompt_token_ids) - cached
-    spent = {  # the first token of the answer comes with the prompt: its time and rate are those of the others
+    spent = {  # the answer's first token is computed with the prompt, so the answer's rate is that of the others
         "prompt": (computed, computed, first - submitted),
         "predicted": (num_tokens, max(0, num_tokens - 1), end - first),
     }
-    told: dict[str, Any] = {"cache_n": cached}
+    members: dict[str, Any] = {"cache_n": cached}
     for name, (count, num_timed, seconds) in spent.items():
         ms = max(0.0, seconds * 1000)
-        told |= {
+        members |= {
             f"{name}_n": count,
             f"{name}_ms": ms,
             f"{name}_per_token_ms": ms / num_timed if num_timed else 0.0,
             f"{name}_per_second": num_timed / ms * 1000 if ms else 0.0,
         }
-    return told
+    return members
 
 
-def _chosen(options: ResponseOptions, told: dict[str, Any]) -> dict[str, Any]:
-    """Only the members that `response_fields` asks for; one inside another is named with slashes, here and there."""
+def _chosen(options: ResponseOptions, members: dict[str, Any]) -> dict[str, Any]:
+    """Return only the members that `response_fields` lists. A path with slashes selects a nested member and is its key
+    in the result."""
     paths = options.parameters.get("response_fields")
     if not paths:
-        return told
+        return members
     found = {}
     for path in paths:
-        value: Any = told
+        value: Any = members
         for name in path.split("/"):
             value = value.get(name) if isinstance(value, dict) else None
         if value is not None:

@@ -1,4 +1,4 @@
-"""Ollama's API: chats and prompts, streamed as lines of JSON, and pages about the model that is served."""
+"""Ollama's API: chats and prompts, streamed as lines of JSON, and information about the served model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quire.serving.http.generation.settings import GenerationSettings
 from quire.serving.http.service import Service
 from quire.serving.http.validators.values import Flag, Text
 
-API_VERSION = "0.12.11"  # the version of Ollama whose API this is; clients ask for it before they use newer parts
+API_VERSION = "0.12.11"  # the version of Ollama that this API follows; clients check it before they use newer features
 _DESCRIPTION = (
     'Ollama\'s API: see [the guide](../guides/other_apis.md). Errors are `{"error": "text"}`; a stream that breaks '
     "ends with one."
@@ -36,7 +36,7 @@ _DESCRIPTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class OllamaEndpoint(GenerationEndpoint):
-    """An endpoint that generates, and replies to requests without a prompt that the model is loaded."""
+    """An endpoint that generates. It answers a request without a prompt with a message that the model is loaded."""
 
     is_chat: bool
     description: str = _DESCRIPTION
@@ -49,6 +49,8 @@ class OllamaEndpoint(GenerationEndpoint):
 
 
 class OllamaHandler(GenerationHandler):
+    """Handles requests, including those without a prompt."""
+
     def __init__(self, service: Service, endpoint: GenerationEndpoint, *, is_chat: bool) -> None:
         super().__init__(service, endpoint)
         self._is_chat = is_chat
@@ -100,7 +102,7 @@ def show(service: Service, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def pull(service: Service, given: dict[str, Any]) -> dict[str, Any]:
-    """The model that is served is here already; any other is not found."""
+    """Report success for the served model. Raises an error for any other."""
     service.served_name(given.get("model", given.get("name")))
     return {"status": "success"}
 
@@ -109,11 +111,11 @@ _NAME = Field("name", Text("label", 1), "The older name of `model`.")
 SHOW = TextEndpoint(
     name="ollama_show",
     paths=("/api/show",),
-    summary="What is known of a model, by Ollama's API",
+    summary="Describe a model, by Ollama's API",
     fields=(
         MODEL,
         _NAME,
-        Field("verbose", Flag(), "All there is to show is shown.", support="no effect"),
+        Field("verbose", Flag(), "All known facts are always shown.", support="no effect"),
     ),
     response="OllamaShow",
     error="OllamaError",
@@ -124,12 +126,12 @@ SHOW = TextEndpoint(
 PULL = TextEndpoint(
     name="ollama_pull",
     paths=("/api/pull",),
-    summary="Whether a model is here, by Ollama's API: the server serves one and fetches no others",
+    summary="Check that a model is served, by Ollama's API; nothing is downloaded",
     fields=(
         MODEL,
         _NAME,
-        Field("stream", Flag(), "There is one line.", support="no effect"),
-        Field("insecure", Flag(), "Nothing is fetched.", support="no effect"),
+        Field("stream", Flag(), "The answer is always one line.", support="no effect"),
+        Field("insecure", Flag(), "Nothing is downloaded.", support="no effect"),
     ),
     response="OllamaPull",
     error="OllamaError",
@@ -155,7 +157,7 @@ async def _version(service: Service, exchange: Exchange) -> None:
 
 
 async def _root(service: Service, exchange: Exchange) -> None:  # noqa: ARG001
-    """What is at / where there is no playground. Ollama's clients ask for it to see whether the server is up."""
+    """Answer requests to / if there is no playground. Ollama's clients use it to check that the server is up."""
     await exchange.reply(200, b"Quire is running", ((b"content-type", b"text/plain; charset=utf-8"),))
 
 
@@ -182,4 +184,4 @@ OLLAMA: tuple[Endpoint, ...] = (
     _page("/api/ps", "The models loaded, by Ollama's API", _running, "OllamaRunning"),
     _page("/api/version", "The version of Ollama's API", _version, "OllamaVersion"),
 )
-ROOT = _page("/", "A line of text where there is no playground", _root, None)
+ROOT = _page("/", "A line of text, if there is no playground", _root, None)

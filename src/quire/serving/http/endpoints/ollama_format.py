@@ -1,4 +1,4 @@
-"""Responses of Ollama's endpoints: whole, as lines of JSON, and errors."""
+"""Responses of Ollama's endpoints: whole objects, lines of JSON, and errors."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ NANOSECONDS = 1_000_000_000
 
 
 def write_error(error: ApiError) -> bytes:
-    """The body of an error response."""
+    """Return the body of an error response."""
     return _encode({"error": str(error)})
 
 
 def timestamp(seconds: float | None = None) -> str:
-    """A moment as Ollama writes it; None: now."""
+    """Format a time, given in seconds since the epoch, as Ollama does. None: now."""
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return moment.isoformat().replace("+00:00", "Z")
 
 
 def loaded(model: str, *, is_chat: bool) -> bytes:
-    """The answer to a request without a prompt."""
+    """Return the answer to a request without a prompt."""
     said = _said("", is_chat=is_chat)
     return _encode({**_head(model), **said, "done": True, "done_reason": "load"}) + b"\n"
 
 
 class OllamaFormat:
-    """A ResponseFormat: one object, or lines of them. Chats have a `message`, other answers a `response`."""
+    """A ResponseFormat: one object, or a stream of lines. Chats have a `message`, other answers a `response`."""
 
     def __init__(self, service: Service, *, is_chat: bool) -> None:
         tokenizer = service.texts.tokenizer
@@ -79,7 +79,7 @@ class OllamaFormat:
     def ending(
         self, options: ResponseOptions, requests: Sequence[InFlightRequest], usage: Usage, finish_reason: str | None
     ) -> dict[str, Any]:
-        """The members of the last object: why the answer ended, its counts and its times."""
+        """Return the members of the last object: why the answer ended, its counts and its times."""
         found: dict[str, Any] = {
             "done": True,
             "done_reason": "length" if finish_reason == "length" else "stop",
@@ -91,7 +91,8 @@ class OllamaFormat:
 
 
 class OllamaStream:
-    """A StreamFormat: a line for each piece of the answer. A call comes in one piece, when it is complete."""
+    """A StreamFormat: one line for each piece of the answer. A tool call is one line, sent when the call is
+    complete."""
 
     content_type = b"application/x-ndjson"
 
@@ -99,9 +100,9 @@ class OllamaStream:
         self._form, self._options, self._requests = form, options, requests
         self._reader = None if options.reading is None else StreamReader(options.reading)
         self._num_tokens = 0
-        self._call: tuple[str, list[str]] | None = None  # the name of the call that is being written, and its arguments
+        self._call: tuple[str, list[str]] | None = None  # name and arguments of the unfinished call
         self._finish_reason: str | None = None
-        self._columns: list[LogprobColumns] = []  # logprobs of tokens that no line has shown yet
+        self._columns: list[LogprobColumns] = []  # logprobs of tokens that have not been sent yet
 
     def opening(self) -> bytes:
         return b""
@@ -132,7 +133,7 @@ class OllamaStream:
         return write_error(error) + b"\n"
 
     def ping(self, *, is_queued: bool) -> bytes:  # noqa: ARG002
-        """A line that adds nothing: clients parse every line."""
+        """Return a line without new text, because clients parse every line and know no comments."""
         return self._line("")
 
     # --------------------------------------------------------------------------------------------------- internals
@@ -154,7 +155,7 @@ class OllamaStream:
         return [self._line(said, thinking=thought), *lines] if said or thought else lines
 
     def _finished_call(self) -> list[bytes]:
-        """The line of the call that was being written, if there was one."""
+        """Return the line of the unfinished call, which is complete now; empty if there is none."""
         if self._call is None:
             return []
         (name, pieces), self._call = self._call, None
@@ -191,7 +192,7 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
 
 
 def _statistics(request: InFlightRequest, usage: Usage) -> dict[str, int]:
-    """Counts, and times in nanoseconds. The time before the engine had the request counts as loading."""
+    """Return counts, and times in nanoseconds. The time before submission to the engine counts as loading."""
     record = request.record
     end = time.monotonic() if record.finished_at is None else record.finished_at
     submitted = end if record.submitted_at is None else record.submitted_at
@@ -207,7 +208,7 @@ def _statistics(request: InFlightRequest, usage: Usage) -> dict[str, int]:
 
 
 def _context(request: InFlightRequest) -> list[int]:
-    """The tokens of prompt and answer, which a client may send back."""
+    """Return the token ids of prompt and answer, which a client may send back as `context`."""
     samples = request.finished.samples if request.finished is not None else ()
     return [*request.submit.prompt_token_ids.tolist(), *(token for sample in samples for token in sample.token_ids)]
 

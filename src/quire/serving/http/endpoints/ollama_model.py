@@ -1,4 +1,4 @@
-"""What Ollama's API says about the model that is served."""
+"""The served model in the format of Ollama's API."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from quire.types.errors import InvalidRequest, QuireError
 logger = logging.getLogger("quire.edge")
 
 LATEST = ":latest"
-NEVER = "2318-01-01T00:00:00Z"  # when the model will be unloaded, as Ollama writes "never"
-_PARAMETERS = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}  # sampling, in Ollama's names
+NEVER = "2318-01-01T00:00:00Z"  # the `expires_at` by which Ollama means "never"
+_PARAMETERS = {"repetition_penalty": "repeat_penalty", "max_tokens": "num_predict"}  # Ollama's names
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The model's files: their kind, their bytes, when they were written, and the type of a GGUF file's weights."""
+    """Facts about the model's files: format, size, modification time in seconds since the epoch, and type of a GGUF
+    file's weights."""
 
     kind: str
     num_bytes: int
@@ -40,7 +41,8 @@ class Facts:
 
 @lru_cache(maxsize=4)
 def read_facts(model: str) -> Facts | None:
-    """None where the files cannot be read. Their contents never change while a server runs."""
+    """Return the facts about a model's files, or None if they cannot be read. Cached: the files do not change while a
+    server runs."""
     try:
         files = resolve_model(model, offline=True)
         statuses = [path.stat() for path in _weight_files(files)]
@@ -54,7 +56,7 @@ def read_facts(model: str) -> Facts | None:
 
 
 def _weight_type(files: ModelFiles) -> str:
-    """The type that most numbers of a GGUF file's first part are stored in."""
+    """Return the type in which most weights of a GGUF file are stored. Only its first part is read."""
     file = GgufFile(files.path)
     try:
         sizes: Counter[str] = Counter()
@@ -66,19 +68,19 @@ def _weight_type(files: ModelFiles) -> str:
 
 
 class ModelCard:
-    """Describes the model under each of its names. Reads files, so it belongs in a text thread."""
+    """Describes the model under each of its names. Reads files, so use it in a text thread."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._facts = read_facts(service.config.source.model)
 
     def listed(self, adapters: Sequence[AdapterInfo] = ()) -> list[dict[str, Any]]:
-        """The entries of /api/tags. LoRA adapters have the model as their parent."""
+        """Return the entries of /api/tags. LoRA adapters have the model as their parent."""
         names = self._service.names
         return [*map(self._entry, names), *(self._adapter(info) for info in adapters if info.name not in names)]
 
     def running(self, adapters: Sequence[AdapterInfo] = ()) -> list[dict[str, Any]]:
-        """The entries of /api/ps: the model and its adapters are always loaded."""
+        """Return the entries of /api/ps. The model and its adapters are always loaded."""
         engine = self._service.engine()
         more = {"expires_at": NEVER, "context_length": engine.max_model_len}
         entries = [
@@ -88,7 +90,7 @@ class ModelCard:
         return [{key: value for key, value in entry.items() if key != "modified_at"} for entry in entries]
 
     def shown(self, name: str) -> dict[str, Any]:
-        """The body of /api/show."""
+        """Return the body of /api/show."""
         service = self._service
         given = service.texts.sampling_defaults.given()
         lines = [f"{_PARAMETERS.get(key, key):<30} {value}" for key, value in sorted(given.items())]
@@ -124,7 +126,7 @@ class ModelCard:
             "model": tagged,
             "modified_at": self._modified_at,
             "size": self._num_bytes,
-            "digest": hashlib.sha256(facts.encode()).hexdigest(),  # identifies the files, without reading them whole
+            "digest": hashlib.sha256(facts.encode()).hexdigest(),  # identifies the files without reading them whole
             "details": self._details(),
         }
 
@@ -141,7 +143,8 @@ class ModelCard:
         }
 
     def _sizes(self) -> dict[str, Any]:
-        """The model's sizes in the names of GGUF, which clients look up. The context is the server's."""
+        """Return the sizes of the model by their names in GGUF files, which clients look up. The context length is the
+        server's max_model_len."""
         engine = self._service.engine()
         model, family = engine.model, engine.model.architecture or "unknown"
         return {
@@ -162,7 +165,7 @@ class ModelCard:
             return ["embedding"]
         try:
             calls = texts.tool_format is not None
-        except InvalidRequest:  # there is no chat template
+        except InvalidRequest:  # the model has no chat template
             return ["completion"]
         more = {"tools": calls, "thinking": texts.reasoning_format is not None}
         return ["completion", *(name for name, has in more.items() if has)]

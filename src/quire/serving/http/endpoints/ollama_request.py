@@ -1,4 +1,4 @@
-"""The fields of Ollama's endpoints, and the parameters that ask for the same."""
+"""The fields of Ollama's endpoints, and their translation to the parameters of OpenAI's."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from quire.types.errors import InvalidRequest, UnknownParameter
 from quire.types.sampling import MAX_SEED
 
 EFFORTS = ("low", "medium", "high", "max")
-_SWITCHES = ("enable_thinking", "thinking")  # the variables by which chat templates turn reasoning on and off
+_SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates that turn reasoning on or off
 _MESSAGE = frozenset({"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id", "name"})
 _FORM = 'send {"role": ..., "content": ...}'
 
 
 class NothingToGenerate(Exception):
-    """A request without a prompt: Ollama's clients send it to have the model loaded."""
+    """The request has no prompt. Ollama's clients send such requests to load the model."""
 
     def __init__(self, model: str) -> None:
         super().__init__(model)
@@ -63,7 +63,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Neutral:
-    """An option that would change the answer and is not supported: only the value that turns it off is taken."""
+    """An unsupported option that would change the answer. Only the value that turns it off is accepted."""
 
     value: float
     what: str
@@ -78,7 +78,7 @@ class Neutral:
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """Seconds, or a duration in Go's words such as "5m"."""
+    """Seconds, or a duration in Go's notation such as "5m"."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> Any:
         if isinstance(value, str):
@@ -93,7 +93,7 @@ class KeepAlive:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The structure of the answer: "json", or a JSON schema. None: any text."""
+    """The structure of the answer: "json" or a JSON schema. Returns None for any text."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> StructuredOutputsParams | None:  # noqa: ARG002
         if value == "":
@@ -110,7 +110,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """Whether the model reasons, or how hard."""
+    """Whether the model reasons, or with which effort."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> bool | str:  # noqa: ARG002
         if not isinstance(value, bool) and value not in EFFORTS:
@@ -123,7 +123,7 @@ class Think:
 
 @dataclass(frozen=True, slots=True)
 class OllamaMessages:
-    """A conversation, which may be empty. Pictures are refused. It comes back as the messages of chat templates."""
+    """A conversation, possibly empty. Images are refused. Returns the messages for chat templates."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
         if not isinstance(value, list):
@@ -201,7 +201,7 @@ def _unknown_fields(where: str, messages: list[Any]) -> Iterator[UnknownField]:
 
 
 # ------------------------------------------------------------------------------------------------------------- fields
-_RENAMED = {"repeat_penalty": "repetition_penalty"}  # options that are parameters of another name
+_RENAMED = {"repeat_penalty": "repetition_penalty"}  # options whose parameter has another name
 _SAMPLING: dict[str, Validator] = {
     "temperature": Number(0.0, 100.0),
     "top_k": Whole(-1, 2**31 - 1),
@@ -228,17 +228,18 @@ _OPTIONS: dict[str, Validator] = {
 }
 _COMMON = (
     Field("stream", Flag(), "Answer as lines of JSON.", True),
-    Field("format", Format(), '`"json"`: the answer is a JSON object; a JSON schema: it follows that.'),
+    Field("format", Format(), '`"json"`: the answer is a JSON object; a JSON schema: it follows that schema.'),
     Field("options", Options(_OPTIONS),
           f"{', '.join(f'`{name}`' for name in _SAMPLING)}; `num_predict`: at most this many new tokens, 0 or less: as "
           "many as fit. Accepted without effect: `num_ctx` (the context has max_model_len tokens), `num_gpu`, "
           "`num_thread` and others about Ollama's own runner."),
-    Field("think", Think(), "Whether a model that reasons does so, or how hard; default: as its chat template has it."),
+    Field("think", Think(), "Whether the model reasons, or with which effort; default: that of its chat template."),
     Field("keep_alive", KeepAlive(), "The model stays loaded.", support="no effect"),
-    Field("truncate", Flag(), "Prompts are never cut.", support="no effect"),
-    Field("shift", Flag(), "Answers end where the context does.", support="no effect"),
+    Field("truncate", Flag(), "Prompts that are too long are always refused.", support="no effect"),
+    Field("shift", Flag(), "Answers always end when the context is full.", support="no effect"),
     Field("logprobs", Flag(), "Return the log-probability of each token of the answer.", False),
-    Field("top_logprobs", Whole(0, 20), "And of this many likeliest tokens; needs `logprobs`.", 0),
+    Field("top_logprobs", Whole(0, 20), "Also return those of this many most probable tokens at each position; needs "
+          "`logprobs`.", 0),
 )  # fmt: skip
 CHAT_FIELDS = (
     MODEL,
@@ -252,12 +253,12 @@ GENERATE_FIELDS = (
     Field("prompt", Text("prompt_characters"), "The question. Without one the answer only says that the model is "
           "loaded."),
     Field("system", Text("prompt_characters"), "The system prompt."),
-    Field("raw", Flag(), "Continue the prompt as it is, without a chat template.", False),
+    Field("raw", Flag(), "Continue the prompt itself, without a chat template.", False),
     Field("context", TokenIds("prompt_tokens"), "The `context` of an earlier answer, which this one continues."),
     *_COMMON,
-    not_supported("images", "Pictures.", [], why="is not supported: this API takes text only"),
+    not_supported("images", "Images.", [], why="is not supported: this API takes text only"),
     Field("suffix", Text("prompt_characters"), "The text after the gap that the answer fills; needs a model that was "
-          "trained to."),
+          "trained to fill in the middle."),
     not_supported("template", "A template with the request.", "", why="is set by the operator only"),
 )  # fmt: skip
 OWN_NAMES = {
@@ -269,7 +270,8 @@ OWN_NAMES = {
 
 # -------------------------------------------------------------------------------------------------------- translation
 def chat_parameters(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """The parameters of `/v1/chat/completions` that ask for the same. Raises NothingToGenerate."""
+    """Translate a request to the parameters of `/v1/chat/completions`. Raises NothingToGenerate if it has no
+    messages."""
     if not given.get("messages"):
         raise NothingToGenerate(service.served_name(given.get("model")))
     made = {**_shared(given), "messages": given["messages"], **_reasoning(service, given)}
@@ -277,7 +279,8 @@ def chat_parameters(service: Service, given: Parameters, head: RequestHead) -> P
 
 
 def generate_parameters(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """The same for a prompt: a conversation of one question, or text to continue. Raises NothingToGenerate."""
+    """Translate a request to a chat with one question, or to a text to continue. Raises NothingToGenerate if it has no
+    prompt."""
     if not given.get("prompt"):
         raise NothingToGenerate(service.served_name(given.get("model")))
     made, prompt, context = _shared(given), given["prompt"], given.get("context")
@@ -299,7 +302,7 @@ def generate_parameters(service: Service, given: Parameters, head: RequestHead) 
 
 
 def _infill(service: Service, given: Parameters, made: Parameters) -> Parameters:
-    """The parameters of a request for the text between prompt and suffix."""
+    """Return the parameters of a request for the text between prompt and suffix."""
     for name in [name for name in ("system", "context", "think") if given.get(name)]:
         raise InvalidRequest(name, "cannot be used together with suffix", "leave it out")
     prompt = service.texts.infill_prompt("suffix", given["prompt"], given["suffix"])
@@ -326,7 +329,8 @@ def _shared(given: Parameters) -> Parameters:
 
 
 def _reasoning(service: Service, given: Parameters) -> Parameters:
-    """Whether the model reasons and shows it, as far as its chat template can be told."""
+    """Return the parameters that turn reasoning on or off, as far as the chat template has variables for it, and that
+    show or hide it."""
     think = given.get("think")
     if think is None:
         return {}

@@ -1,4 +1,5 @@
-"""What the responses of OpenAI's endpoints have in common: heads, usage, the ledger, and the frame of a stream."""
+"""Members that the responses of all OpenAI endpoints share: head, usage and ledger; and the base class of their
+streams."""
 
 from __future__ import annotations
 
@@ -37,11 +38,12 @@ class Names:
         self._names = {as_ids: TokenNames(tokenizer, as_ids) for as_ids in (False, True)}
 
     def of(self, options: ResponseOptions) -> TokenNames:
+        """Return the names in the form that the request asked for."""
         return self._names[options.tokens_as_ids]
 
 
 def head(options: ResponseOptions, object_name: str) -> dict[str, Any]:
-    """The members with which every response and every chunk begins."""
+    """Return the first members of every response and every chunk."""
     return {
         "id": options.response_id,
         "object": object_name,
@@ -52,7 +54,7 @@ def head(options: ResponseOptions, object_name: str) -> dict[str, Any]:
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """Token counts in OpenAI's names."""
+    """Return token counts by OpenAI's names."""
     reasoning = usage.num_reasoning
     details = {} if reasoning is None else {"completion_tokens_details": {"reasoning_tokens": reasoning}}
     return {
@@ -65,7 +67,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 def choice_end(options: ResponseOptions, result: ChoiceResult, logprobs: bytes | None) -> dict[str, Any]:
-    """The members with which every choice of a whole response ends."""
+    """Return the last members of every choice of a whole response."""
     found: dict[str, Any] = {
         "logprobs": None if logprobs is None else msgspec.Raw(logprobs),
         "finish_reason": result.finish_reason,
@@ -78,7 +80,7 @@ def choice_end(options: ResponseOptions, result: ChoiceResult, logprobs: bytes |
 
 
 def prompt_members(options: ResponseOptions, request: InFlightRequest, names: Names) -> dict[str, Any]:
-    """The logprobs and the ids of a prompt; null where the client did not ask for them."""
+    """Return the logprobs and token ids of a prompt; null if the client did not ask for them."""
     found: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None}
     finished = request.finished
     if options.prompt_logprobs is not None and finished is not None:
@@ -90,7 +92,8 @@ def prompt_members(options: ResponseOptions, request: InFlightRequest, names: Na
 
 
 def extras(options: ResponseOptions, requests: Sequence[InFlightRequest], names: Names) -> dict[str, Any]:
-    """The members that OpenAI's responses do not have: warnings if there are any, the ledger if the client asked."""
+    """Return members that OpenAI's responses do not have: warnings if there are any, and the ledger if it was asked
+    for."""
     found: dict[str, Any] = {}
     if options.warnings:
         found["warnings"] = options.warnings
@@ -100,7 +103,7 @@ def extras(options: ResponseOptions, requests: Sequence[InFlightRequest], names:
 
 
 class ServerSentEvents:
-    """What streams share whose events are JSON after `data: ` and whose last one is `[DONE]`."""
+    """The base of streams whose events are `data: ` and JSON, and which end with `[DONE]` on failure."""
 
     content_type = b"text/event-stream; charset=utf-8"
 
@@ -114,8 +117,8 @@ class ServerSentEvents:
 
 
 class OpenAIStream(ServerSentEvents, ABC):
-    """Writes deltas as chunks. Deltas of one choice that come together share a chunk. What never changes is encoded
-    once."""
+    """A StreamFormat that writes deltas as chunks. Deltas of one choice that arrive together share a chunk. Constant
+    members are encoded once."""
 
     def __init__(
         self, options: ResponseOptions, requests: Sequence[InFlightRequest], names: Names, object_name: str
@@ -124,28 +127,29 @@ class OpenAIStream(ServerSentEvents, ABC):
         self._head = b"data: " + _encode(head(options, object_name))[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
         self._num_tokens = 0
-        self._num_open = sum(request.n for request in requests)  # choices that have not ended
+        self._num_open = sum(request.n for request in requests)  # choices that are not finished
         self._reader = None if options.reading is None else StreamReader(options.reading)
 
-    # ------------------------------------------------------------------------------------------- of each endpoint
+    # ------------------------------------------------------------------------------- implemented by each endpoint
     @abstractmethod
     def _first_delta(self, preface: str) -> dict[str, Any]:
-        """The members of a choice before its first token."""
+        """Return the members of a choice in a chunk before its first token."""
 
     @abstractmethod
     def _delta(self, choice: int, text: str, deltas: list[Delta]) -> bytes | None:
-        """The member of a chunk that carries new text, encoded; None: there is nothing to show yet."""
+        """Return the encoded member of a choice with its new text, or None if there is nothing to send yet."""
 
     @abstractmethod
-    def _logprobs(self, columns: list[tuple[bytes, ...]]) -> bytes: ...
+    def _logprobs(self, columns: list[tuple[bytes, ...]]) -> bytes:
+        """Return the encoded logprobs of the tokens in a chunk."""
 
     @abstractmethod
     def _opens(self, preface: str) -> bool:
-        """Whether a choice has a chunk before its first token."""
+        """Whether a choice gets a chunk before its first token."""
 
     @abstractmethod
     def _opening_members(self, request: InFlightRequest, choice: dict[str, Any], more: dict[str, Any]) -> None:
-        """Add members to the first chunk of a choice: to the choice, or beside the choices."""
+        """Add the prompt's token ids to the first chunk of a choice, in `choice` or beside the choices in `more`."""
 
     # ----------------------------------------------------------------------------------------------- StreamFormat
     def opening(self) -> bytes:
@@ -171,12 +175,13 @@ class OpenAIStream(ServerSentEvents, ABC):
 
     @property
     def _has_closing(self) -> bool:
-        """Whether a chunk without choices ends the stream. Clients that did not ask for it may not expect one."""
+        """Whether a chunk without choices ends the stream. It is sent only to clients that asked for its content,
+        because others may not expect it."""
         return self._options.include_usage or self._options.explain
 
     # --------------------------------------------------------------------------------------------------- internals
     def _choice(self, choice: int, deltas: list[Delta]) -> bytes:
-        """The chunks of one choice. Of several best answers so far, only the last is sent."""
+        """Return the chunks of one choice. Of several best answers so far, only the last is sent."""
         if deltas[0].best is None:
             return self._chunk(choice, deltas)
         others = [delta for delta in deltas if delta.best is None]
@@ -212,7 +217,7 @@ class OpenAIStream(ServerSentEvents, ABC):
 
     @abstractmethod
     def _empty_delta(self) -> bytes:
-        """The member of a chunk that carries no text."""
+        """Return the encoded member of a choice without new text."""
 
     def _open(self, request: InFlightRequest, index: int, preface: str, *, is_first: bool) -> bytes:
         options = self._options
@@ -249,7 +254,7 @@ def _ending(finish_reason: str | None, stop_reason: int | str | None) -> bytes:
 
 
 def ledger_entries(requests: Sequence[InFlightRequest], names: TokenNames) -> list[dict[str, Any]]:
-    """The ledgers of all prompts, with times in milliseconds since the head of the request was read."""
+    """Return the ledger entries of all prompts, with times in milliseconds since the request was received."""
     entries: list[dict[str, Any]] = []
     for place, request in enumerate(requests):
         record = request.record
@@ -258,8 +263,8 @@ def ledger_entries(requests: Sequence[InFlightRequest], names: TokenNames) -> li
         for entry in request.finished.ledger if request.finished is not None else ():
             at = round((entry.at - record.received_at) * 1_000, 3)
             more = {} if entry.miss is None else {"miss": _miss(entry.miss, request.submit.prompt_token_ids, names)}
-            told = {"kind": entry.kind, "at_ms": at, "amount": entry.amount, "note": entry.note}
-            entries.append({**told, **more, **which})
+            members = {"kind": entry.kind, "at_ms": at, "amount": entry.amount, "note": entry.note}
+            entries.append({**members, **more, **which})
     return entries
 
 
@@ -271,15 +276,15 @@ def _wait_note(record: RequestRecord) -> str:
 
 
 def _miss(miss: PrefixMiss, prompt: TokenIds, names: TokenNames) -> dict[str, Any]:
-    """Why the prefix cache ended where it did, and the first prompt token that it lacked. A preempted request may also
-    miss tokens of its answer, which are not named."""
-    told: dict[str, Any] = {"reason": miss.reason, "token_index": miss.num_found}
+    """Return why the cached prefix ended where it did, and the first prompt token that was not found. A preempted
+    request may also miss tokens of its answer; those are not named."""
+    members: dict[str, Any] = {"reason": miss.reason, "token_index": miss.num_found}
     if miss.num_found < len(prompt):
         token = prompt[miss.num_found]
-        told |= {"token_id": token, "token": names[token].key}
+        members |= {"token_id": token, "token": names[token].key}
     if miss.reason == "differs":
-        told["request_id"] = miss.request_id or None
+        members["request_id"] = miss.request_id or None
     elif miss.reason == "evicted":
         seconds = round(miss.seconds_ago, 3)
-        told |= {"num_tokens": miss.num_tokens, "seconds_ago": seconds, "policy": miss.policy}
-    return told
+        members |= {"num_tokens": miss.num_tokens, "seconds_ago": seconds, "policy": miss.policy}
+    return members

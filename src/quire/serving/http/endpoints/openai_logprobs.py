@@ -1,4 +1,4 @@
-"""Renders log-probabilities in the two formats of OpenAI, token by token."""
+"""Renders logprobs in the formats of OpenAI's chat completions and completions, token by token."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from quire.serving.dispatch.in_flight_request import RenderLogprobs
 from quire.serving.text.tokenizer import Tokenizer
 from quire.types.step import LogprobTable, TokenLogprobs
 
-LOWEST = -9999.0  # JSON has no minus infinity
+LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 _encode = msgspec.json.encode
-_Line = tuple[list[int], list[float], int]  # of one prompt token: ids, logprobs and its rank
+_Line = tuple[list[int], list[float], int]  # of one prompt token: token ids, their logprobs, and the rank of the first
 
 
 @dataclass(frozen=True, slots=True)
 class TokenName:
-    """One token in JSON."""
+    """The JSON names of one token."""
 
-    text: bytes  # as chat writes it: U+FFFD for bytes that are no character alone
-    key: str  # as completions write it: `bytes:\\xE2\\x80` for those
+    text: bytes  # encoded, as in chat completions: U+FFFD for bytes that are not a character
+    key: str  # as in completions: `bytes:\xe2\x80` for such bytes
     head: bytes  # {"token":...,"logprob":
     tail: bytes  # ,"bytes":[...]
 
 
 class TokenNames:
-    """The names of tokens in JSON. Keeps every name that it made: at most one per token of the vocabulary."""
+    """The JSON names of tokens. Each is made once and kept, so there is at most one per token of the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
         self._tokenizer, self._as_ids = tokenizer, as_ids
@@ -54,14 +54,15 @@ class TokenNames:
 
 
 def number(value: float) -> bytes:
+    """Return a logprob as JSON."""
     return repr(max(value, LOWEST)).encode()
 
 
 def render_chat(names: TokenNames, *, lists_chosen: bool = False) -> RenderLogprobs:
-    """One column: {"token", "logprob", "bytes", "top_logprobs"}. With `lists_chosen`, the chosen token is among the top
-    ones, wherever it ranks."""
+    """Return a renderer of one column: {"token", "logprob", "bytes", "top_logprobs"}. With `lists_chosen`, the chosen
+    token is always among the top ones."""
 
-    def render(entry: TokenLogprobs, offset: int) -> tuple[bytes, ...]:  # noqa: ARG001 - chat has no offsets
+    def render(entry: TokenLogprobs, offset: int) -> tuple[bytes, ...]:  # noqa: ARG001 - the format has no offsets
         ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
         chosen = names[ids[0]]
         top = []
@@ -76,7 +77,8 @@ def render_chat(names: TokenNames, *, lists_chosen: bool = False) -> RenderLogpr
 
 
 def render_completion(names: TokenNames) -> RenderLogprobs:
-    """Four columns: the token, its logprob, an object of the top ones, and where it begins in the text."""
+    """Return a renderer of four columns: the token, its logprob, an object of the top tokens, and the character
+    offset."""
 
     def render(entry: TokenLogprobs, offset: int) -> tuple[bytes, ...]:
         return _completion_columns(names, entry.token_ids.tolist(), entry.logprobs.tolist(), offset)
@@ -96,8 +98,8 @@ def _completion_columns(
 def echoed_columns(
     table: LogprobTable | None, token_ids: Sequence[int], offsets: Sequence[int], names: TokenNames, num_top: int
 ) -> tuple[bytes, ...]:
-    """The columns of an echoed prompt, each joined, with the `num_top` likeliest tokens, -1 for all. A token without
-    logprobs has null in their place."""
+    """Return the four columns of an echoed prompt, each joined by commas, with the `num_top` most probable tokens (-1:
+    all). A token without logprobs has null."""
     lines: Iterable[_Line | None] = repeat(None) if table is None else _lines(table, num_top)
     columns = [
         (_encode(names[token].key), b"null", b"null", str(offset).encode())
@@ -109,12 +111,12 @@ def echoed_columns(
 
 
 def chat_logprobs(columns: Sequence[tuple[bytes, ...]]) -> bytes:
-    """The `logprobs` of a chat choice, from what was rendered for its tokens."""
+    """Return the `logprobs` of a chat choice, from the rendered columns of its tokens."""
     return b'{"content":[' + b",".join([column[0] for column in columns]) + b'],"refusal":null}'
 
 
 def completion_logprobs(columns: Sequence[tuple[bytes, ...]]) -> bytes:
-    """The `logprobs` of a completions choice."""
+    """Return the `logprobs` of a completions choice, from the rendered columns of its tokens."""
     tokens, values, tops, offsets = zip(*columns, strict=True) if columns else ((), (), (), ())
     return (
         b'{"tokens":[' + b",".join(tokens)
@@ -125,15 +127,15 @@ def completion_logprobs(columns: Sequence[tuple[bytes, ...]]) -> bytes:
 
 
 def _lines(table: LogprobTable, num_top: int) -> Iterator[_Line | None]:
-    """The lines of a table with the `num_top` likeliest tokens alone, -1 for all: an echo and `prompt_logprobs` share
-    the table, and may ask for different numbers."""
+    """Yield the lines of a table, each cut to the `num_top` most probable tokens (-1: all). An echo and
+    `prompt_logprobs` share the table and may ask for different numbers."""
     end = None if num_top == -1 else 1 + num_top
     return (line and (line[0][:end], line[1][:end], line[2]) for line in table.lines())
 
 
 def prompt_logprobs(table: LogprobTable | None, names: TokenNames, num_top: int) -> bytes:
-    """A list with an object by token id for every prompt token: the token and the `num_top` likeliest ones, -1 for all.
-    The first prompt token has null."""
+    """Return a JSON list with one object per prompt token, whose keys are token ids: the token itself and the `num_top`
+    most probable ones (-1: all). The first prompt token has null."""
     lines: Iterable[_Line | None] = () if table is None else _lines(table, num_top)
     return b"[" + b",".join([b"null" if line is None else _prompt_entry(*line, names) for line in lines]) + b"]"
 
@@ -141,7 +143,7 @@ def prompt_logprobs(table: LogprobTable | None, names: TokenNames, num_top: int)
 def _prompt_entry(ids: Sequence[int], values: Sequence[float], rank: int, names: TokenNames) -> bytes:
     found: dict[int, bytes] = {}
     for token, value, place in zip(ids, values, (rank, *range(1, len(ids))), strict=True):
-        if token not in found:  # the prompt's token may also be among the likeliest
+        if token not in found:  # the prompt's token may also be among the most probable
             parts = (token, _encode(max(value, LOWEST)), place, names[token].text)
             found[token] = b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}' % parts
     return b"{" + b",".join(found.values()) + b"}"

@@ -1,4 +1,4 @@
-"""JSON schemas of the responses of OpenAI's endpoints: what a client may rely on."""
+"""JSON schemas of the responses of OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _DELTA = record(
         "function_call": record({"arguments": TEXT}, {"name": TEXT}),
     },
 )
-_RANK = {"score": NUMBER, "cumulative_logprob": or_null(NUMBER)}  # of answers that were compared
-_BEST = {"best": record({"index": WHOLE, "text": TEXT})}  # so far, of a search that is watched
+_RANK = {"score": NUMBER, "cumulative_logprob": or_null(NUMBER)}  # of ranked answers (best_of and beam search)
+_BEST = {"best": record({"index": WHOLE, "text": TEXT})}  # the best answer so far of a beam search that streams it
 _STOP_REASON = {"type": ["string", "integer", "null"]}
 _TOP = {"token": TEXT, "logprob": NUMBER, "bytes": or_null(many(WHOLE))}
 _CHAT_LOGPROBS = record(
@@ -60,7 +60,7 @@ _USAGE = record(
     },
     {"completion_tokens_details": record({"reasoning_tokens": WHOLE})},
 )
-_MISSED_TOKEN = {"token_id": WHOLE, "token": TEXT}  # the first that was not found, where it is one of the prompt
+_MISSED_TOKEN = {"token_id": WHOLE, "token": TEXT}  # the first token that was not found, if it is in the prompt
 _EVICTED = {"num_tokens": WHOLE, "seconds_ago": NUMBER, "policy": {"enum": list(EVICTION_NAMES)}}
 _MISS = {
     "anyOf": [

@@ -1,4 +1,4 @@
-"""Pages about the server: whether it is up, what it serves, its version and its metrics."""
+"""Pages about the server: health, models, version, load, tokenizer and metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_CACHE = (b"cache-control", b"no-store")
 
 
 class Pages:
-    """Handlers that reply at once from what the edge knows."""
+    """Handlers that reply from the state of the edge, without submitting a request."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -62,7 +62,7 @@ class Pages:
         await exchange.reply_json(self._adapter(adapters[name]) if service.adapter_of(name) else self._model(name))
 
     def _adapter(self, info: AdapterInfo) -> dict[str, Any]:
-        """A LoRA adapter. Of its folder, only the name is shown: where it lies is nobody's business."""
+        """Return the entry of a LoRA adapter. Only the name of its folder is shown: the path is not disclosed."""
         name = self._service.names[0]
         return {**self._model(info.name), "root": Path(info.folder).name, "parent": name}
 
@@ -80,13 +80,13 @@ class Pages:
         }
 
     async def load(self, exchange: Exchange) -> None:
-        """Reply with the number of requests that all edges are working on, queued ones too."""
+        """Reply with the number of requests that all edges are preparing, have queued or have in the engine."""
         loads = self._service.dispatcher.edge_loads.loads()
         total = sum(load.preparing + load.waiting + load.in_engine for load in loads)
         await exchange.reply_json({"server_load": total})
 
     async def tokenizer_info(self, exchange: Exchange) -> None:
-        """Reply with what the files of Hugging Face say about a tokenizer, as far as it is known here."""
+        """Reply with the members of Hugging Face's tokenizer_config.json that are known here."""
         service, engine, tokenizer = self._service, self._service.engine(), self._service.texts.tokenizer
         special = service.texts.tokenizer.special_tokens
         added = {str(token): {"content": text, "special": True} for text, token in special.items()}
@@ -146,7 +146,7 @@ PAGES: tuple[Endpoint, ...] = (
     _page("/v1/models", "The models served", lambda pages: pages.models, "Models", _SCHEMAS),
     _page("/v1/models/{model:path}", "One model", lambda pages: pages.model, "Model", {}),
     _page("/health", "Whether the server and its engine are alive", lambda pages: pages.health, "Health", {}),
-    _page("/ready", "Whether it takes new requests", lambda pages: pages.ready, "Health", {}),
+    _page("/ready", "Whether the server accepts new requests", lambda pages: pages.ready, "Health", {}),
     _page("/ping", "The same as /health", lambda pages: pages.health, "Health", {}),
     _page("/load", "How many requests are waiting or running", lambda pages: pages.load, "Load", {}),
     _page("/tokenizer_info", "The tokenizer", lambda pages: pages.tokenizer_info, "TokenizerInfo", {}),

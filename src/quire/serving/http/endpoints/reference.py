@@ -1,4 +1,5 @@
-"""Writes docs/reference/http_api.md from the tables: `python -m quire.serving.http.endpoints.reference > FILE`."""
+"""Generates docs/reference/http_api.md from the descriptors: `python -m quire.serving.http.endpoints.reference >
+FILE`."""
 
 from __future__ import annotations
 
@@ -15,31 +16,30 @@ from quire.serving.http.validators.values import Only
 _INTRODUCTION = """\
 # HTTP API
 
-This page is made from the tables that check requests (`python -m quire.serving.http.endpoints.reference`).
-`/openapi.json` of a running server holds the same with its own limits.
+This page is generated from the tables that validate requests (`python -m quire.serving.http.endpoints.reference`).
+`/openapi.json` of a running server describes the same API with the limits of that server.
 
-A parameter that is null counts as absent. A parameter that has no effect (it is unknown, or it could not change the
-answer) is accepted and named in `"warnings"` of the response, with its path where it is a member (`messages[2].foo`);
-in a stream the last chunk has them. The header `X-Quire-Warnings` lists the names. With `--strict`, or the header
-`X-Quire-Strict: 1`, such a parameter is answered with 400. A parameter that would change the answer and is not
-supported is always answered with 400.
+A parameter that is null counts as absent. A parameter without effect (it is unknown, or it cannot change the answer)
+is accepted, and `"warnings"` of the response names it, with its path if it is a member of another one
+(`messages[2].foo`); in a stream, the last chunk has the warnings. The header `X-Quire-Warnings` lists the names. With
+`--strict`, or the header `X-Quire-Strict: 1`, such a parameter is answered with 400. A parameter that would change the
+answer and is not supported is always answered with 400.
 A sampling parameter that is left out has the value that the model's makers recommend (`default_sampling_params` of
 `GET /v1/models`; `--generation-config none` turns that off), else the default below.
-Bodies are JSON (`Content-Type: application/json`), except uploads to `/v1/files`, which are forms; of a name that
-stands twice in an object, the last counts.
+Bodies are JSON (`Content-Type: application/json`), except uploads to `/v1/files`, which are forms. If a name occurs
+twice in an object, the last value counts.
 
 `?explain=1` or the header `X-Quire-Explain: 1` adds `"quire": {"ledger": [...]}` to the answer (in a stream: to a last
 chunk): what happened to the request, in milliseconds since it was received; see [the ledger](#the-ledger) below.
-`X-Request-Id` names a request; every answer carries it. Characters that cannot stand in a log become `_`.
+`X-Request-Id` sets the id of a request; every response returns it. Characters that are not safe in a log become `_`.
 
 Errors look like OpenAI's: `{"error": {"message", "type", "param", "code"}}`. A stream that breaks after its first byte
 ends with `data: {"error": {...}}` and `data: [DONE]`. A stream that waits sends comments (`: queued`, `: working`).
 """
 _ABORT = (
-    "end one client's request by any of its ids, or by the beginning of one (404: none begins so, 409: several do), or "
-    "all of them"
+    "end the request with this id or a unique prefix of it (404: no request matches, 409: several do), or all of them"
 )
-_KEEP = "keep a prompt in the cache, for every key or for `api_key` alone"
+_KEEP = "pin a prompt in the prefix cache, for all API keys or only for `api_key`"
 _LOAD = (
     'load a LoRA adapter from a folder below `--lora-dir`; with `"load_inplace": true` it may replace another one of '
     "that name"
@@ -59,11 +59,11 @@ _ROUTES = f"""\
 | `GET /v1/batches` | the batches of this key |
 | `GET /v1/batches/{{id}}`, `POST /v1/batches/{{id}}/cancel` | describe or stop a batch |
 | `GET /v1/responses/{{id}}`, `GET /v1/responses/{{id}}/input_items` | a stored response; its input |
-| `DELETE /v1/responses/{{id}}`, `POST /v1/responses/{{id}}/cancel` | forget a stored response; end one that runs |
+| `DELETE /v1/responses/{{id}}`, `POST /v1/responses/{{id}}/cancel` | delete a stored response; cancel a running one |
 | `GET /api/tags`, `GET /api/ps`, `GET /api/version` | of Ollama: models and LoRA adapters; those loaded; its version |
 | `GET /v1/capabilities` | version, engine, limits in force, parameters with their support |
 | `GET /health` | 200 while the server and its engine are alive, else 503; needs no key |
-| `GET /ready` | 200 while new requests are welcome; 503 while loading, restarting or draining; needs no key |
+| `GET /ready` | 200 while the server accepts new requests; 503 while loading, restarting or draining; needs no key |
 | `GET /ping` | the same as `/health` |
 | `GET /load` | `server_load`: how many requests wait or run |
 | `GET /tokenizer_info` | special tokens, length and chat template of the tokenizer |
@@ -74,24 +74,24 @@ _ROUTES = f"""\
 | `GET /openapi.json` | this API as OpenAPI 3.1 |
 | `GET /` | the playground |
 
-Admin routes exist only where an admin key is set, and only that key opens them:
+Admin routes exist only if an admin key is set, and accept only that key:
 
 | Route | Effect |
 |-|-|
-| `POST /admin/drain` | shut down as SIGTERM would |
+| `POST /admin/drain` | shut down as SIGTERM does |
 | `POST /admin/abort` `{{"request_id": ...}}` or `{{"all": true}}` | {_ABORT} |
-| `POST /admin/reset_cache` | forget cached prompts, registered ones too |
+| `POST /admin/reset_cache` | evict all cached prompts, including pinned ones |
 | `POST /admin/prefixes` `{{"name": ..., "prompt": ...}}` or `"messages"` | {_KEEP} |
-| `GET /admin/prefixes`, `DELETE /admin/prefixes/{{name}}` | list registered prompts; remove one |
-| `GET /admin/stats` | the engine's counters, and what waits at each edge |
+| `GET /admin/prefixes`, `DELETE /admin/prefixes/{{name}}` | list pinned prompts; remove one |
+| `GET /admin/stats` | the engine's counters, and the load of each edge |
 | `GET /admin/requests` | live requests of all edges with their state |
 | `GET /admin/blocks` | server-sent events: the block map, about four times a second |
 | `POST {LOAD_PATH}` `{{"lora_name": ..., "lora_path": ...}}` | {_LOAD} |
-| `POST {UNLOAD_PATH}` `{{"lora_name": ...}}` | unload a LoRA adapter; requests that run with it go on |
+| `POST {UNLOAD_PATH}` `{{"lora_name": ...}}` | unload a LoRA adapter; running requests keep it |
 """
 _MISS = {
     "`reason`": '`"differs"`: another request has other tokens from here on. `"evicted"`: the tokens from here on were '
-    'cached, and their blocks were evicted. `"not_cached"`: no more is cached',
+    'cached, and their blocks were evicted. `"not_cached"`: no more tokens are cached',
     "`token_index`": "how many tokens were found: the index in `prompt_token_ids` of the first that was not",
     "`token_id`, `token`": "that token of your prompt; absent where the request was preempted and the token is "
     "one of its answer",
@@ -103,7 +103,7 @@ _LEDGER = f"""\
 ## The ledger
 
 Each entry has `kind`, `at_ms`, `amount` (a number of tokens, or 0) and `note` (the reason in words, or empty), and
-where several prompts were sent, `prompt`: which of them. [Observability](../guides/observability.md) lists the kinds.
+if several prompts were sent, `prompt`, the index of one. [Observability](../guides/observability.md) lists the kinds.
 An entry of kind `missed` says where the prefix cache ended and has a member `miss` that says why:
 
 | Member | Value |
@@ -117,7 +117,7 @@ even where all keys share the cache (`--shared-prefix-cache`).
 
 
 def write_reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     limits = Limits()
     parts = [_INTRODUCTION]
     parts += [_endpoint(endpoint, limits) for endpoint in ENDPOINTS if endpoint.fields]
@@ -137,10 +137,13 @@ def _endpoint(endpoint: Endpoint, limits: Limits) -> str:
     lines += [_row(field, limits) for field in fields if field.support == "yes"]
     quiet = [_missing(field) for field in fields if field.support == "no effect"]
     if quiet:
-        lines += ["", f"Accepted with a warning, but for the values in brackets, which need none: {'; '.join(quiet)}."]
+        lines += [
+            "",
+            f"Accepted with a warning, except for the values in brackets: {'; '.join(quiet)}.",
+        ]
     missing = [_missing(field) for field in fields if field.support == "no"]
     if missing:
-        lines += ["", f"Not supported, but for the values in brackets, which ask for nothing: {'; '.join(missing)}."]
+        lines += ["", f"Not supported, except for the values in brackets: {'; '.join(missing)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -157,7 +160,7 @@ def _missing(field: Field) -> str:
 
 
 def _value(schema: dict[str, object]) -> str:
-    """A schema in a few words."""
+    """Describe a schema in a few words."""
     if "anyOf" in schema:
         options = schema["anyOf"]
         assert isinstance(options, list)

@@ -1,4 +1,4 @@
-"""All endpoints of the public API. A new endpoint is one file and one line here."""
+"""All endpoints of the public API. To add an endpoint, write its file and add it here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendering without generating: the request to `/v1/generate` that a chat or completion request comes down to."""
+"""Rendering without generating: translates a chat or completion request to the equivalent request to `/v1/generate`."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ and `sampling_params`, with the model's recommended values filled in. Nothing is
 
 @dataclass(frozen=True, kw_only=True)
 class RenderEndpoint(Endpoint):
-    """The render endpoint of an endpoint that generates."""
+    """The endpoint that renders requests to the endpoint `of`."""
 
     of: GenerationEndpoint
-    is_list: bool  # one request per prompt
+    is_list: bool  # whether it returns a list, with one request per prompt
 
     def make_handler(self, service: Service) -> Handler:
         return RenderHandler(service, self)
 
 
 class RenderHandler(GenerationHandler):
-    """Prepares requests and replies with them. Nothing is submitted."""
+    """Prepares requests and replies with them, without submitting them."""
 
     def __init__(self, service: Service, endpoint: RenderEndpoint) -> None:
         settings = replace(endpoint.of.generation, translate=self._translate)
@@ -61,7 +61,7 @@ class RenderHandler(GenerationHandler):
         await exchange.reply_json(rendered if self._is_list else rendered[0])
 
     def _translate(self, service: Service, given: Parameters, head: RequestHead) -> Parameters:
-        """Translate as the endpoint does, and ask for the rendered text."""
+        """Translate the request as its own endpoint does, and ask for the rendered text."""
         return self._own_translate(service, given, head) | {"return_prompt_text": True}
 
     def _render(self, job: Job) -> list[dict[str, Any]]:
@@ -87,7 +87,8 @@ class RenderHandler(GenerationHandler):
         ]
 
     def _offsets(self, given: dict[str, Any], text: str | None, submit: Submit) -> list[tuple[int, int]] | None:
-        """Where tokens stand in the text that was tokenized; None where there is no text, or it was cut."""
+        """Return the start and end of each token in the text that was tokenized. Returns None if they were not asked
+        for, there is no text, or the prompt was truncated."""
         if not given.get("return_token_offsets") or text is None:
             return None
         add_special = given.get("add_special_tokens", self._endpoint.generation.adds_special_tokens)
@@ -118,7 +119,7 @@ def _make(of: GenerationEndpoint, response: str, *, is_list: bool) -> RenderEndp
     return RenderEndpoint(
         name=f"{of.name}_render",
         paths=(f"{path}/render",),
-        summary=f"What {path} would compute, without computing it",
+        summary=f"Render and tokenize a request to {path}",
         fields=(*_without_offsets(of), _OFFSETS),
         response=response,
         schemas=_SCHEMAS,

@@ -1,4 +1,4 @@
-"""/score, /rerank and /classify: how well texts fit together, and which labels they have."""
+"""/score, /rerank and /classify: similarity of texts, ranking of documents, and labels of texts."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from quire.types.errors import InvalidRequest
 from quire.types.pooling import PoolingParams
 
 _ACTIVATE = Field("use_activation", Flag(),
-          "Turn a classifier's logits into scores or probabilities, as its files say.", True)  # fmt: skip
+          "Apply the classifier's activation function, so that it returns scores or probabilities instead of logits.",
+          True)  # fmt: skip
 _GUIDE = "See [the guide](../guides/embeddings.md). "
 
 
 def _params(call: PoolingCall) -> PoolingParams:
-    """Raises InvalidRequest for what says nothing to the model."""
+    """Return the pooling parameters. Raises InvalidRequest for parameters that the model does not take."""
     params = PoolingParams(activate=call.given.get("use_activation", True))
     call.reader.check_params(params, "use_activation")
     return params
 
 
 def _pairs(call: PoolingCall, first: list[str], second: list[str], names: tuple[str, str]) -> list[PooledText]:
-    """The texts to compute for a score of each pair."""
+    """Return the texts to compute to score each pair: the joined pairs for a cross-encoder, both sides otherwise."""
     reader, cut = call.reader, call.given.get("truncate_prompt_tokens")
     check_scores(reader.model)
     _check_characters(call, first, second, names)
@@ -45,8 +46,8 @@ def _pairs(call: PoolingCall, first: list[str], second: list[str], names: tuple[
 
 
 def _check_characters(call: PoolingCall, first: list[str], second: list[str], names: tuple[str, str]) -> None:
-    """Raise InvalidRequest where both sides together have too much text. Each was checked by itself. A decoder that
-    answers yes or no has the first text in every prompt."""
+    """Raise InvalidRequest if both sides together have too many characters; each was checked alone before. For a
+    decoder that answers yes or no, the first text counts once per pair, because every prompt contains it."""
     is_asked = call.reader.model.settings.answers is not None
     tokenized = pair_up(first, second) if is_asked else first
     total, limit = sum(map(len, (*tokenized, *second))), call.limits["prompt_characters"]
@@ -57,6 +58,7 @@ def _check_characters(call: PoolingCall, first: list[str], second: list[str], na
 
 
 def _scores(call: PoolingCall, rows: Rows, num_pairs: int) -> list[float]:
+    """Return the score of each pair: a classifier's first logit or score, or the cosine of two embeddings."""
     if call.reader.model.task == "classify":
         found: list[float] = rows[:, 0].tolist()
         return found
@@ -142,12 +144,13 @@ SCORING: tuple[Endpoint, ...] = (
         fields=(
             *COMMON,
             Field("text_1", TextList(or_one=True), "One text, or as many as in `text_2`.", is_required=True),
-            Field("text_2", TextList(or_one=True), "The texts that it is compared with.", is_required=True),
+            Field("text_2", TextList(or_one=True), "The texts to compare with `text_1`.", is_required=True),
             _ACTIVATE,
         ),
         response="Scores",
         schemas=_SCORE_SCHEMAS,
-        description=_GUIDE + "A cross-encoder reads both texts at once; of an encoder it is the cosine of embeddings. "
+        description=_GUIDE + "A cross-encoder reads both texts at once; with an encoder, it is the cosine of "
+        "embeddings. "
         "A model that generates text scores label tokens instead, with the fields of `/generative_scoring`.",
         id_prefix="score",
         read=score,
@@ -159,9 +162,9 @@ SCORING: tuple[Endpoint, ...] = (
         summary="Sort documents by how well they answer a query",
         fields=(
             *COMMON,
-            Field("query", Text("prompt_characters", 1), "What is looked for.", is_required=True),
+            Field("query", Text("prompt_characters", 1), "The query.", is_required=True),
             Field("documents", TextList(or_objects=True), "Texts, or objects with `text`.", is_required=True),
-            Field("top_n", Whole(0, "inputs"), "Return only the best so many; 0: all.", 0),
+            Field("top_n", Whole(0, "inputs"), "Return only this many of the best documents; 0: all.", 0),
             Field("return_documents", Flag(), "Return the texts too.", True),
             not_supported(
                 "max_tokens_per_doc", "Cutting documents.", why="is not supported: use truncate_prompt_tokens"
@@ -171,7 +174,7 @@ SCORING: tuple[Endpoint, ...] = (
         ),
         response="Ranking",
         schemas=_RERANK_SCHEMAS,
-        description=_GUIDE + "The forms of Jina and Cohere.",
+        description=_GUIDE + "Takes the requests of Jina's and Cohere's APIs.",
         id_prefix="rerank",
         read=rerank,
     ),

@@ -1,4 +1,5 @@
-"""SGLang's own endpoint for text and token ids, and the pages by which its clients learn what is served."""
+"""SGLang's native endpoint for text and token ids, and the pages that describe the model and the server to its
+clients."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A member that would change the answer, and that this server does not have. Empty, it changes nothing."""
+    """A member that would change the answer and is not supported. Empty values are accepted."""
 
     why: str
 
@@ -50,7 +51,7 @@ class Refused:
 
 
 class Batch(NamedTuple):
-    """The prompts of a request, and whether they came as a list, which has a list of answers."""
+    """The prompts of a request. `is_list`: they were sent as a list, so the response is a list."""
 
     prompts: list[Prompt]
     is_list: bool
@@ -72,7 +73,7 @@ class PromptTexts:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Token ids, or a list of lists of them."""
+    """A list of token ids, or a list of such lists."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> Batch:
         if not isinstance(value, list) or any(isinstance(item, str) for item in value):
@@ -88,7 +89,7 @@ def _list_of(items: Schema, limits: Bounds) -> Schema:
     return {"type": "array", "items": items, "minItems": 1, "maxItems": limits["prompts"]}
 
 
-_RENAMED = {  # members of sampling_params, and what other endpoints call them
+_RENAMED = {  # members of sampling_params, and their names at other endpoints
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "no_stop_trim": "include_stop_str_in_output",
@@ -108,13 +109,13 @@ _MEMBERS: dict[str, Validator] = {
     "sampling_seed": _KNOWN["seed"],
     **{name: Guided(name, or_empty=True) for name in ("json_schema", "regex", "ebnf", "structural_tag")},
     "stop_regex": Refused("is not supported yet"),
-    "custom_params": Refused("belongs to plug-ins, which this server does not have"),
+    "custom_params": Refused("is for plug-ins, which this server does not support"),
 }
 _LABEL = "is a label that nothing reads"
 _FIELDS = (
     MODEL,
-    Field("text", PromptTexts(), "The prompt, or a list of prompts, which has a list of answers."),
-    Field("input_ids", PromptTokens(), "The same as token ids."),
+    Field("text", PromptTexts(), "The prompt, or a list of prompts, for which the response is a list."),
+    Field("input_ids", PromptTokens(), "The prompt or prompts as token ids."),
     Field("sampling_params", Options(_MEMBERS),
           "One object for all prompts. `max_new_tokens` (128; 0: only the prompt's logprobs), `min_new_tokens`, "
           "`stop`, `stop_token_ids`, `no_stop_trim`, `ignore_eos`, `n`, `temperature`, `top_p`, `top_k`, `min_p`, "
@@ -122,36 +123,40 @@ _FIELDS = (
           "`structural_tag`, `skip_special_tokens`, `spaces_between_special_tokens`, `stream_interval`."),
     Field("return_logprob", Flag(), "Return logprobs in `meta_info`, as `[logprob, token id, text]`.", False),
     Field("logprob_start_len", Whole(-1, "prompt_tokens"),
-          "Also of the prompt's tokens from this one on, which has null itself; -1: of none. Not with `stream`.", -1),
-    Field("top_logprobs_num", Whole(0, "logprobs"), "And of this many likeliest tokens.", 0),
+          "Also return the logprobs of the prompt tokens from this index on, null for the first of them; -1: of none. "
+          "Not with `stream`.", -1),
+    Field("top_logprobs_num", Whole(0, "logprobs"), "Also return the logprobs of this many most probable tokens at "
+          "each position.", 0),
     Field("token_ids_logprob", TokenIds("logprob_token_ids", 1),
-          "And of these tokens, at every place of the answer; without `top_logprobs_num` and `logprob_start_len`."),
-    Field("return_text_in_logprobs", Flag(), "Write the text of tokens there, and not null.", False),
+          "Also return the logprobs of these tokens at each position of the answer; not with `top_logprobs_num` or "
+          "`logprob_start_len`."),
+    Field("return_text_in_logprobs", Flag(), "Include the text of tokens in logprobs; otherwise it is null.", False),
     Field("stream", Flag(),
-          "Answer as server-sent events: each holds all of an answer so far, and comes when it grew by a sixteenth.",
+          "Answer as server-sent events. Each holds the whole answer so far, and is sent when it has grown by 1/16.",
           False),
     Field("rid", Identifier(), "Names the request in answers and logs."),
     Field("lora_path", Text("label"), "The name of a LoRA adapter; the same as `model`."),
-    Field("cache_salt", Text("label", 1), "Requests share cached prompts only with requests of the same salt and key."),
+    Field("cache_salt", Text("label", 1), "Cached prompts are shared only between requests with the same salt and API "
+          "key."),
     *(field for field in LABELS if field.name in ("priority", "session_id")),
-    no_effect("conversation_id", "Which conversation asked.", why=_LABEL),
+    no_effect("conversation_id", "The conversation of the request.", why=_LABEL),
     no_effect("log_metrics", "All requests are counted.", True),
     no_effect("no_logs", "Texts are never logged."),
     not_supported("token_ids", "vLLM's name of `input_ids`.", why="belongs to /v1/generate; here it is input_ids"),
-    not_supported("input_embeds", "Embeddings in place of tokens."),
-    *(not_supported(name, "Pictures and sound.") for name in ("image_data", "video_data", "audio_data")),
+    not_supported("input_embeds", "Embeddings instead of tokens."),
+    *(not_supported(name, "Images and audio.") for name in ("image_data", "video_data", "audio_data")),
     not_supported("return_hidden_states", "Hidden states.", False),
-    not_supported("custom_logit_processor", "Code of plug-ins.", why="would run code of the client"),
+    not_supported("custom_logit_processor", "Code for plug-ins.", why="would run code of the client"),
     not_supported("session_params", "Prompts that sessions continue.", why="is not supported: send the whole prompt"),
-    not_supported("bootstrap_room", "Prefill and decode in different servers."),
+    not_supported("bootstrap_room", "Disaggregated prefill."),
 )  # fmt: skip
 _DESCRIPTION = """\
-SGLang's own endpoint. The answer is an object with `text`, `output_ids` and `meta_info`; a list of them where the
-prompts are a list or `n` is above 1."""
+SGLang's own endpoint. The answer is an object with `text`, `output_ids` and `meta_info`; a list of them if the prompts
+are a list or `n` is above 1."""
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """Put the sampling parameters beside the others, in the names of the other endpoints."""
+    """Move the members of `sampling_params` to the top level, and translate names to those of other endpoints."""
     texts, ids = given.pop("text", None), given.pop("input_ids", None)
     if (texts is None) == (ids is None):
         reason = "is missing" if texts is None else "cannot be used together with input_ids"
@@ -163,16 +168,16 @@ def translate(service: Service, given: Parameters, head: RequestHead) -> Paramet
     found["prompt_field"] = prompt_field
     adapter = found.pop("lora_path", None)
     if adapter and found.setdefault("model", adapter) != adapter:
-        raise InvalidRequest("lora_path", "names another model than model does", "send one of them")
+        raise InvalidRequest("lora_path", "names another model than the field model", "send one of them")
     if "rid" in found:
         found["request_id"] = found["response_id"] = found.pop("rid")
     if found.get("max_tokens") == 0:
-        found["echo"] = True  # the request is for its prompt
+        found["echo"] = True  # only the prompt is computed
     return found
 
 
 def _logprobs(given: Parameters) -> Parameters:
-    """The parameters with those about logprobs in other endpoints' names."""
+    """Translate the parameters of logprobs to those of other endpoints."""
     wanted, start = given.pop("return_logprob", False), given.pop("logprob_start_len", -1)
     num_top, others = given.pop("top_logprobs_num", 0), given.pop("token_ids_logprob", None)
     if not wanted:
@@ -186,9 +191,9 @@ def _logprobs(given: Parameters) -> Parameters:
 
 def model_info(service: Service) -> Handler:
     async def handle(exchange: Exchange) -> None:
-        name = service.names[0]  # where the files lie is nobody's business
-        told = {"model_path": name, "tokenizer_path": name, "is_generation": service.engine().pooling is None}
-        await exchange.reply_json({**told, "preferred_sampling_params": service.texts.sampling_defaults.given()})
+        name = service.names[0]  # the path of the files is not disclosed
+        members = {"model_path": name, "tokenizer_path": name, "is_generation": service.engine().pooling is None}
+        await exchange.reply_json({**members, "preferred_sampling_params": service.texts.sampling_defaults.given()})
 
     return handle
 

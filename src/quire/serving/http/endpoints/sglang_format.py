@@ -1,4 +1,4 @@
-"""Responses in the shape of SGLang's server: texts, token ids, and `meta_info` with counts and logprobs."""
+"""Responses in the format of SGLang's server: texts, token ids, and `meta_info` with counts and logprobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _encode = msgspec.json.encode
 
 
 class Entries:
-    """Writes one token's logprob as SGLang does: `[logprob, token id, text or null]`."""
+    """Writes a token's logprob in SGLang's format: `[logprob, token id, text or null]`."""
 
     def __init__(self, names: TokenNames, *, with_text: bool) -> None:
         self._names, self._with_text = names, with_text
@@ -36,15 +36,15 @@ class Entries:
     def many(self, ids: Iterable[int], values: Iterable[float]) -> bytes:
         return b"[" + b",".join(map(self.one, ids, values)) + b"]"
 
-    def columns(self, entry: TokenLogprobs, offset: int) -> LogprobColumns:  # noqa: ARG002 - there are no offsets
-        """A RenderLogprobs: the chosen token, and the others that were asked for."""
+    def columns(self, entry: TokenLogprobs, offset: int) -> LogprobColumns:  # noqa: ARG002 - the format has no offsets
+        """Render two columns: the chosen token, and the other tokens that were asked for. This is a RenderLogprobs."""
         ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
         return self.one(ids[0], values[0]), self.many(ids[1:], values[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What is known of one answer: all of it, or its beginning."""
+    """One answer, complete or so far."""
 
     request: InFlightRequest
     token_ids: Sequence[int]
@@ -54,7 +54,8 @@ class Sample:
 
 
 class SglangFormat:
-    """A ResponseFormat: one text with `meta_info`; a list of them for a list of prompts and for several answers."""
+    """A ResponseFormat: one object with `meta_info`; a list of them if the prompts were a list or there are several
+    answers."""
 
     def __init__(self, service: Service) -> None:
         self._reader, self._names = ResultReader(service.texts.tokenizer), Names(service.texts.tokenizer)
@@ -81,20 +82,20 @@ class SglangFormat:
 
 
 @dataclass(slots=True)
-class _Told(SoFar):
+class _AnswerSoFar(SoFar):
     """An answer so far, with its text."""
 
     texts: list[str] = field(default_factory=list)
 
 
 class SglangStream(ServerSentEvents):
-    """A StreamFormat: each event holds all of an answer so far, and comes when it has grown by a share. The last one
-    also has the warnings and the ledger: clients read an answer in each event."""
+    """A StreamFormat: each event holds the whole answer so far and is sent when it has grown by 1/16. The last event
+    also has warnings and ledger, because clients expect an answer in each event."""
 
     def __init__(self, options: ResponseOptions, requests: Sequence[InFlightRequest], names: Names) -> None:
         self._options, self._requests, self._names = options, requests, names
-        self._told: dict[int, _Told] = {}  # by choice
-        self._num_open = sum(request.n for request in requests)  # choices that have not ended
+        self._so_far: dict[int, _AnswerSoFar] = {}  # by choice
+        self._num_open = sum(request.n for request in requests)  # choices that are not finished
         self._has_many = options.parameters["is_list"] or self._num_open > 1
         self._last: tuple[int, Sample, str] | None = None  # choice, answer and text of the last event
 
@@ -111,26 +112,26 @@ class SglangStream(ServerSentEvents):
         return (b"" if self._last is None else self._event(*self._last, more)) + DONE
 
     def _choice(self, choice: int, deltas: list[Delta]) -> bytes:
-        told, last = self._told.setdefault(choice, _Told()), deltas[-1]
+        answer, last = self._so_far.setdefault(choice, _AnswerSoFar()), deltas[-1]
         new = [token for delta in deltas for token in delta.token_ids]
         if self._options.drops_answer:
             new = []
         else:
-            told.texts += [delta.text for delta in deltas]
-        ids, columns = told.extend(new, [delta.logprobs for delta in deltas if delta.logprobs])
-        if last.finish_reason is None and not told.is_due():
+            answer.texts += [delta.text for delta in deltas]
+        ids, columns = answer.extend(new, [delta.logprobs for delta in deltas if delta.logprobs])
+        if last.finish_reason is None and not answer.is_due():
             return b""
-        told.texts = ["".join(told.texts)]
+        answer.texts = ["".join(answer.texts)]
         request = next(one for one in self._requests if choice < one.first_choice + one.n)
         ended = last.finish_reason, last.stop_reason
         if self._options.drops_answer and last.finish_reason is not None:
             ended = "length", None
         sample = Sample(request, ids, columns, *ended)
         self._num_open -= last.finish_reason is not None
-        if not self._num_open:  # the request may not have finished yet, if its text ended the answer
-            self._last = choice, sample, told.texts[0]
+        if not self._num_open:  # sent by `closing`: the engine may not have finished the request yet
+            self._last = choice, sample, answer.texts[0]
             return b""
-        return self._event(choice, sample, told.texts[0], {})
+        return self._event(choice, sample, answer.texts[0], {})
 
     def _event(self, choice: int, sample: Sample, text: str, more: dict[str, Any]) -> bytes:
         answer = {"text": text, "output_ids": sample.token_ids, "meta_info": _meta_info(self._options, sample)}
@@ -163,7 +164,7 @@ def _meta_info(options: ResponseOptions, sample: Sample) -> dict[str, Any]:
 
 
 def _finish_reason(sample: Sample) -> dict[str, Any] | None:
-    """Why an answer ended; `matched` is the string or the token at which it stopped."""
+    """Return why an answer ended. `matched` is the stop string, or the token at which it stopped."""
     reason = sample.finish_reason
     if reason is None:
         return None
@@ -176,8 +177,8 @@ def _finish_reason(sample: Sample) -> dict[str, Any] | None:
 
 
 def _input_logprobs(options: ResponseOptions, sample: Sample, entries: Entries) -> dict[str, Any]:
-    """The logprobs of the prompt's tokens from `logprob_start_len` on, if it asks for them. The first of them has
-    none, as in SGLang."""
+    """Return the logprobs of the prompt tokens from `logprob_start_len` on, if asked for. The first of them has null,
+    as in SGLang."""
     finished, num_top = sample.request.finished, options.prompt_logprobs
     start: int = options.parameters.get("prompt_logprobs_start", 0)
     if num_top is None or finished is None or finished.prompt_logprobs is None:
@@ -190,5 +191,5 @@ def _input_logprobs(options: ResponseOptions, sample: Sample, entries: Entries) 
     tops = [b"null"] * len(first) + [
         b"null" if line is None else entries.many(line[0][1:], line[1][1:]) for line in lines
     ]
-    told: dict[str, Any] = {"input_token_logprobs": [msgspec.Raw(one) for one in found]}
-    return told | ({"input_top_logprobs": [msgspec.Raw(one) for one in tops]} if num_top else {})
+    members: dict[str, Any] = {"input_token_logprobs": [msgspec.Raw(one) for one in found]}
+    return members | ({"input_top_logprobs": [msgspec.Raw(one) for one in tops]} if num_top else {})

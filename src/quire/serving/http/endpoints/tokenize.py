@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what the tokenizer does with a text, and back."""
+"""/tokenize and /detokenize: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.types.sampling import check_vocabulary
 
 @dataclass(frozen=True, slots=True)
 class TextOrTexts:
-    """A text, which may be empty, or a list of such texts."""
+    """A text, possibly empty, or a list of such texts."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> str | list[str]:
         text = Text("prompt_characters")
@@ -44,7 +44,7 @@ class TextOrTexts:
 
 @dataclass(frozen=True, kw_only=True)
 class TextEndpoint(Endpoint):
-    """An endpoint whose response is computed from the checked fields of a body, in a text thread."""
+    """An endpoint whose response is computed from the validated fields of the body by `work`, in a text thread."""
 
     work: Callable[[Service, dict[str, Any]], dict[str, Any]]
 
@@ -53,7 +53,7 @@ class TextEndpoint(Endpoint):
 
 
 class TextHandler:
-    """Reads a JSON body, works on it in a text thread and replies with the result."""
+    """Reads a JSON body, runs `work` on it in a text thread and replies with the result."""
 
     def __init__(self, service: Service, endpoint: TextEndpoint) -> None:
         self._service, self._endpoint = service, endpoint
@@ -85,7 +85,7 @@ class TextHandler:
 
 def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
     if sum(name in given for name in ("prompt", "messages", "content")) != 1:
-        raise InvalidRequest("prompt", "must be there, or messages or content, and only one", "send one of them")
+        raise InvalidRequest("prompt", "exactly one of prompt, messages and content is needed", "send one of them")
     tokenizer, images = service.texts.tokenizer, tuple[PromptImage, ...]()
     if "content" in given:
         text, add_special = given["content"], given.get("add_special", given.get("add_special_tokens", False))
@@ -107,14 +107,14 @@ def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(tokenizer: Tokenizer, given: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
-    """The tokens of one text, as the request asks for them."""
+    """Return the tokens of one text in the form that the request asks for."""
     names = [tokenizer.raw_token(token) for token in tokens] if given.get("return_token_strs") else None
     shown = [_piece(tokenizer, token) for token in tokens] if given.get("with_pieces") else tokens
     return {"count": len(tokens), "tokens": shown, "token_strs": names}
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
-    """A token as llama.cpp shows it: its text, or its bytes where they are no text alone."""
+    """Return a token in llama.cpp's format: its text, or its bytes if they are not valid UTF-8."""
     raw = tokenizer.token_bytes(token)
     try:
         return {"id": token, "piece": raw.decode()}
@@ -126,7 +126,7 @@ def detokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
     tokens = given["tokens"]
     check_vocabulary("tokens", tokens, service.engine().vocab_size)
     text = service.texts.tokenizer.decode(tokens, skip_special_tokens=given.get("skip_special_tokens", False))
-    return {"prompt": text, "content": text, "text": text}  # as vLLM, llama.cpp and SGLang name it
+    return {"prompt": text, "content": text, "text": text}  # the names of vLLM, llama.cpp and SGLang
 
 
 _TOKENS = {"anyOf": [IDS, many(record({"id": WHOLE, "piece": {"anyOf": [TEXT, IDS]}}))]}
@@ -140,14 +140,14 @@ TOKENIZE = TextEndpoint(
         Field(
             "prompt",
             TextOrTexts(),
-            "The text to tokenize, or a list of texts, which has lists in the answer; this or `messages`.",
+            "The text to tokenize, or a list of texts, for which the response has lists; this or `messages`.",
         ),
         Field("messages", Messages(), "A conversation to render and tokenize; this or `prompt`."),
         ADD_SPECIAL_TOKENS,
         *TEMPLATE,
         TOOLS,
-        Field("return_token_strs", Flag(), "Also return each token as the vocabulary spells it.", False),
-        Field("content", Text("prompt_characters"), "llama.cpp's name of `prompt`: without special tokens by default."),
+        Field("return_token_strs", Flag(), "Also return each token as it is spelled in the vocabulary.", False),
+        Field("content", Text("prompt_characters"), "llama.cpp's name of `prompt`; by default without special tokens."),
         Field("add_special", Flag(), "llama.cpp's name of `add_special_tokens`; needs `content`.", False),
         Field("with_pieces", Flag(), "Return each token as an object with `id` and `piece`, its text or bytes.", False),
         not_supported("parse_special", "Special tokens in the text.", True, why="cannot be turned off here"),

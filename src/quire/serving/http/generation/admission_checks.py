@@ -1,4 +1,5 @@
-"""Refuses at the edge what the engine would refuse: prompts and answers that do not fit, and wrong requests."""
+"""Refuses, at the edge, requests that the engine would refuse: prompts and answers that are too long, and invalid
+requests."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from quire.types.sampling import SamplingParams
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt leaves no room for an answer."""
+    """The prompt leaves no room for the answer in max_model_len."""
 
 
 def cut(
     token_ids: tuple[int, ...], given: dict[str, Any], sampling: SamplingParams, engine: EngineReady
 ) -> tuple[int, ...]:
-    """The prompt after `truncate_prompt_tokens`."""
+    """Return the prompt after applying `truncate_prompt_tokens`."""
     keep = given.get("truncate_prompt_tokens")
     if keep is None:
         return token_ids
@@ -36,7 +37,8 @@ def cut(
 
 
 def check_texts(service: Service, field: str, prompts: Sequence[Prompt], max_model_len: int) -> None:
-    """Refuse prompts that are certainly too long, before they cost the time and memory of tokenizing."""
+    """Refuse prompts that are certainly too long, by a lower bound of their tokens, before tokenizing them costs time
+    and memory."""
     for prompt in prompts:
         fewest = service.texts.tokenizer.fewest_tokens(prompt.text or "")
         if fewest >= max_model_len:
@@ -52,8 +54,8 @@ def check_length(field: str, num_tokens: int, max_model_len: int) -> None:
         raise PromptTooLong(field, reason, f"shorten it to {max_model_len - 1} tokens or set truncate_prompt_tokens")
 
 
-def room_excess(given: dict[str, Any], num_tokens: int, max_model_len: int) -> PromptTooLong | None:
-    """What is wrong with the length that was asked for, if such an answer does not fit behind the prompt."""
+def length_excess(given: dict[str, Any], num_tokens: int, max_model_len: int) -> PromptTooLong | None:
+    """Return an error if the requested answer length does not fit after the prompt, else None."""
     field = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     room = max_model_len - num_tokens
     if given.get(field, 0) <= room:
@@ -65,7 +67,8 @@ def room_excess(given: dict[str, Any], num_tokens: int, max_model_len: int) -> P
 
 
 def check_logprobs(service: Service, given: dict[str, Any]) -> None:
-    """Raise InvalidRequest if a request asks for the logprobs of a vocabulary that is larger than the limit."""
+    """Raise InvalidRequest if a request asks for the logprobs of the whole vocabulary and that is larger than the
+    limit."""
     limit, size = service.limits["logprobs"], service.engine().vocab_size
     for name in ("logprobs", "prompt_logprobs"):
         if given.get(name) == -1 and size > limit:
@@ -75,9 +78,9 @@ def check_logprobs(service: Service, given: dict[str, Any]) -> None:
 
 
 def check_admission(engine: EngineReady, submits: Sequence[Submit], num_calls: int = 1) -> None:
-    """Raise InvalidRequest for requests that the engine would refuse, so that they do not queue first. An engine that
-    restarts with other sizes may decide otherwise. Their prompts share the limit of logprobs, also with the other calls
-    of `num_calls` that one HTTP request makes."""
+    """Raise InvalidRequest for requests that the engine would refuse, so that they are not queued first. An engine that
+    restarts with other sizes may decide otherwise. All prompts of a request share the limit on the size of prompt
+    logprobs; if the HTTP request makes `num_calls` calls, each gets an equal part of it."""
     cache_config, scheduler = _sections(engine)
     for submit in submits:
         check_request(submit, cache_config, scheduler, engine.vocab_size, has_text=True)

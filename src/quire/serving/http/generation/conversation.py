@@ -1,4 +1,4 @@
-"""Renders conversations with the chat template, and finds values that the template does not read."""
+"""Renders conversations with the chat template, and finds parameters that the template does not read."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _FOR_TEMPLATES = ("documents", "reasoning_effort")
 
 
 def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedParameter]:
-    """Remove values from `given` that are meant for the chat template and that it does not read. Returns errors about
-    them."""
+    """Remove from `given` the values for the chat template that it does not read. Returns an error for each."""
     unread: list[UnsupportedParameter] = []
     for name in [name for name in _FOR_TEMPLATES if name in given]:
         if name not in service.texts.template.variables:
@@ -25,7 +24,7 @@ def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedPa
             unread.append(UnsupportedParameter(name, "is not read by this model's chat template", "leave it out"))
     values = given.get("chat_template_kwargs", {})
     for name in list(values):
-        error = _complaint(service, name)
+        error = _unread_error(service, name)
         if error is not None:
             del values[name]
             unread.append(error)
@@ -33,8 +32,8 @@ def unread_values(service: Service, given: dict[str, Any]) -> list[UnsupportedPa
 
 
 def render_prompt(service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> Prompt:
-    """The prompt of a conversation, with its images if the model takes some. `taken_images` are those whose
-    placeholders the messages hold already."""
+    """Return the prompt of a conversation, with its images if the model takes images. If `given` has `taken_images`,
+    these are the images, and the messages contain their placeholders already."""
     taker = service.image_taker()
     if taker is None:
         return Prompt(text=render_messages(service, given, tools))
@@ -47,8 +46,8 @@ def render_prompt(service: Service, given: dict[str, Any], tools: Sequence[dict[
 
 
 def with_placeholders(service: Service, tokens: Sequence[int], images: Sequence[PromptImage]) -> tuple[int, ...]:
-    """Token ids with a placeholder for each token of a prompt's images."""
-    from quire.serving.vision.image_reader import place_images  # needless where there are no images
+    """Return the token ids with a placeholder for each token of the prompt's images."""
+    from quire.serving.vision.image_reader import place_images  # not imported unless there are images
 
     limits = service.engine().images
     assert limits is not None, "images are taken only where the engine has limits for them"
@@ -58,7 +57,7 @@ def with_placeholders(service: Service, tokens: Sequence[int], images: Sequence[
 def render_messages(
     service: Service, given: dict[str, Any], tools: Sequence[dict[str, Any]] = (), *, takes_images: bool = False
 ) -> str:
-    """The prompt of a conversation, with a description of the tools. With `takes_images`, parts of messages may be
+    """Return the text of a conversation, with a description of the tools. With `takes_images`, messages may contain
     placeholders of images."""
     if not takes_images and service.engine().images is not None:
         _refuse_images(given["messages"])
@@ -75,7 +74,7 @@ def render_messages(
 
 
 def _refuse_images(messages: Sequence[Any]) -> None:
-    """Refuse images for the endpoints that take none, though the model does."""
+    """Raise UnsupportedParameter if a message has an image, for endpoints that take no images though the model does."""
     for place, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
         for number, part in enumerate(content if isinstance(content, list) else ()):
@@ -84,10 +83,11 @@ def _refuse_images(messages: Sequence[Any]) -> None:
                 raise UnsupportedParameter(f"messages[{place}].content[{number}]", reason, fix)
 
 
-def _complaint(service: Service, name: str) -> UnsupportedParameter | None:
+def _unread_error(service: Service, name: str) -> UnsupportedParameter | None:
+    """Return an error if the chat template does not read a variable of this name, else None."""
     field = f"chat_template_kwargs.{name}"
     if name in _OWN_PARAMETERS:
-        return UnsupportedParameter(field, "is no variable of templates", "send it by itself")
+        return UnsupportedParameter(field, "cannot be a template variable", "send it as a parameter of the request")
     read = service.texts.template.variables
     if name in read:
         return None

@@ -1,4 +1,4 @@
-"""Writes one streamed response from the first byte to the last."""
+"""Writes one streamed response, from its headers to its last event."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quire.serving.http.generation.settings import StreamFormat
 
 
 class EventStream:
-    """Writes deltas as they come, and a ping whenever nothing was written for `ping_seconds`.
+    """Writes deltas as they arrive, and a ping whenever nothing was written for `ping_seconds`.
 
-    A queued request gets its headers and a ping at once. Otherwise nothing is sent before the first delta or ping, so
-    that a request that fails early gets a status of its own.
+    A queued request gets headers and a ping at once. Otherwise nothing is sent before the first delta or ping, so that
+    a request that fails early is answered with the status of its error.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._is_silent = self._has_opened = False
-        self._timer = self._loop.call_later(self._gap, self._look)
+        self._timer = self._loop.call_later(self._gap, self._on_timer)
 
     async def run(self) -> None:
         """Write until the response ends. Raises ClientGone, and ApiError if the request fails before anything was
@@ -53,7 +53,7 @@ class EventStream:
         return any(request.state == "queued" for request in self._requests)
 
     async def _send_deltas(self) -> bool:
-        """Wait for deltas and write them. Returns whether they were the last."""
+        """Wait for deltas and write them. Returns whether the response is complete."""
         mailbox, writer = self._mailbox, self._writer
         await mailbox.wait()
         if mailbox.is_gone:
@@ -61,22 +61,23 @@ class EventStream:
         is_over = mailbox.is_over
         data = writer.events(mailbox.take())
         if mailbox.failure is not None:
-            await self._break_off(data, as_failure(self._job.named(mailbox.failure)))
+            await self._end_with_error(data, as_failure(self._job.named(mailbox.failure)))
             return True
         if data or is_over:
             ending = writer.closing() if is_over else b""
-            await self._send(self._opened(data) + ending, is_last=is_over)
+            await self._send(self._with_opening(data) + ending, is_last=is_over)
         elif self._is_silent:
             await self._send(writer.ping(is_queued=self._is_queued))
         return is_over
 
-    async def _break_off(self, data: bytes, error: ApiError) -> None:
+    async def _end_with_error(self, data: bytes, error: ApiError) -> None:
+        """End the stream with an error. Raises the error instead if nothing has been sent."""
         if not self._exchange.has_started:
             raise error
-        await self._send((self._opened(data) if data else b"") + self._writer.failure(error), is_last=True)
+        await self._send((self._with_opening(data) if data else b"") + self._writer.failure(error), is_last=True)
 
-    def _opened(self, data: bytes) -> bytes:
-        """`data`, after the opening if this is the first data."""
+    def _with_opening(self, data: bytes) -> bytes:
+        """Return `data`, preceded by the opening events if this is the first data."""
         if self._has_opened:
             return data
         self._has_opened = True
@@ -88,10 +89,10 @@ class EventStream:
         await self._exchange.write(data, is_last=is_last, stall_seconds=self._stall)
         self._sent_at, self._is_silent = self._loop.time(), False
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         """Wake the stream if nothing was sent for `ping_seconds`, and set the next timer."""
         now, due = self._loop.time(), self._sent_at + self._gap
         if now >= due:
             self._is_silent, due = True, now + self._gap
             self._mailbox.wake()
-        self._timer = self._loop.call_at(due, self._look)
+        self._timer = self._loop.call_at(due, self._on_timer)

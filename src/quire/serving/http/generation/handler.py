@@ -1,4 +1,5 @@
-"""Handles requests to generate: reads and prepares them, queues them, and replies whole or as a stream."""
+"""Handles requests to generate: reads and prepares a request, queues it, and replies with a whole response or a
+stream."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from quire.types.errors import InvalidRequest, QuireError
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationEndpoint(Endpoint):
-    """An endpoint that generates. All of them share one request path: see `GenerationHandler`."""
+    """An endpoint that generates. All such endpoints share one request path: see `GenerationHandler`."""
 
     generation: GenerationSettings
 
@@ -36,7 +37,7 @@ class GenerationEndpoint(Endpoint):
 
 
 class GenerationHandler:
-    """Handles the requests of one endpoint. When a call ends, whatever the reason, its engine requests end too."""
+    """Handles the requests of one endpoint. When a call ends for any reason, its engine requests are ended too."""
 
     def __init__(self, service: Service, endpoint: GenerationEndpoint) -> None:
         self._service, self._endpoint = service, endpoint
@@ -69,7 +70,7 @@ class GenerationHandler:
 
     @contextmanager
     def _counted_refusals(self) -> Iterator[None]:
-        """Count errors that are raised before anything was submitted, and raise them as ApiError."""
+        """Report errors raised before submission to the observer, and raise them as ApiError."""
         try:
             yield
         except QuireError as error:
@@ -87,6 +88,7 @@ class GenerationHandler:
                 await self._reply_whole(exchange, job, requests, mailbox)
 
     async def _prepare(self, exchange: Exchange, received_at: float) -> Job:
+        """Read the body and return its job. Raises QuireError or ClientGone."""
         service = self._service
         service.generating_engine()
         head = read_head(service, exchange, self._endpoint.query, received_at)
@@ -100,13 +102,14 @@ class GenerationHandler:
                 return job if job.plan is None else await self._constrained(job, job.plan)
 
     async def _prefilled(self, exchange: Exchange, job: Job, prefill: RemotePrefill) -> Job:
-        """Have prefill servers compute the job's prompts, as far as that is worth it and works."""
+        """Have prefill servers compute the prompts of the job that are long enough. If that fails, the engine computes
+        them."""
         salt = job.options.parameters.get("cache_salt", "")
         return replace(job, submits=await prefill.compute(job.submits, headers_of(exchange), salt))
 
     async def _constrained(self, job: Job, plan: AnswerPlan) -> Job:
-        """Have the checker's process build and check the grammar, which keeps the text threads free, and put it into
-        the job."""
+        """Return the job with its grammar, which a checker process builds and validates so that text threads stay
+        free."""
         try:
             begun = await self._service.in_thread(self._service.texts.checker.begin, plan)
             return job.with_grammar(await asyncio.wrap_future(begun))
@@ -114,6 +117,7 @@ class GenerationHandler:
             raise job.refusal(error) from None
 
     def _requests(self, job: Job, received_at: float, traceparent: str) -> list[InFlightRequest]:
+        """Return the engine requests of a job, which share one mailbox."""
         options = job.options
         mailbox = Mailbox(asyncio.get_running_loop(), len(job.submits))
         render = self._format.logprobs_renderer(options) if options.wants_logprobs else None
@@ -147,5 +151,6 @@ class GenerationHandler:
 
 
 def _names(job: Job, requests: Sequence[InFlightRequest]) -> list[str]:
-    """The ids that a client may name its request by: its own, that of the response, and those of the engine."""
+    """Return the ids by which a client may fork its request: its own id, that of the response, and those in the
+    engine."""
     return [job.request_id, job.options.response_id, *(request.submit.request_id for request in requests)]

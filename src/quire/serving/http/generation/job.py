@@ -1,5 +1,4 @@
-"""Turns the body of a request into engine requests and the options of its response. Runs in a text thread and never
-waits."""
+"""Turns the body of a request into engine requests and response options. Runs in a text thread and never waits."""
 
 from __future__ import annotations
 
@@ -14,7 +13,13 @@ from quire.serving.http.generation.conversation import render_prompt, unread_val
 from quire.serving.http.generation.sampling_fields import drop_beam_fields, read_beam, read_sampling, take_structure
 from quire.serving.http.generation.settings import GenerationSettings, Origin, Parameters, ResponseOptions
 from quire.serving.http.generation.submits import Work, make_submits
-from quire.serving.http.generation.tool_use import ToolUse, answer_plan, message_reading, read_tool_use, shows_marks
+from quire.serving.http.generation.tool_use import (
+    ToolUse,
+    answer_plan,
+    keep_special_tokens,
+    message_reading,
+    read_tool_use,
+)
 from quire.serving.http.json_body import decode_json
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
@@ -26,27 +31,27 @@ from quire.types.errors import InvalidRequest
 from quire.types.grammar import CheckedGrammar
 from quire.types.request import Submit
 
-_OF_PROMPTS = ("messages", "taken_images")  # may be large, and nothing reads them once the prompts are made
+_OF_PROMPTS = ("messages", "taken_images")  # may be large, and are not read after the prompts are made
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to generate: an engine request per prompt, and the options of the response."""
+    """One request to generate: an engine request per prompt, and the options of its response."""
 
     request_id: str  # the id that the client knows
     options: ResponseOptions
     submits: tuple[Submit, ...]
     interval: int  # tokens per event of a stream
-    plan: AnswerPlan | None = None  # of the grammar that the answers must match; not in force before `with_grammar`
-    structure_field: str = "structured_outputs"  # what asked for it
+    plan: AnswerPlan | None = None  # for the grammar of the answers, which is built later: see `with_grammar`
+    structure_field: str = "structured_outputs"  # the field that the grammar comes from
 
     @property
     def num_pixel_bytes(self) -> int:
-        """Of the images of its prompts."""
+        """Bytes of pixels of the images in its prompts."""
         return sum(len(image.pixels) for submit in self.submits for image in submit.images)
 
     def with_grammar(self, grammar: CheckedGrammar) -> Job:
-        """Return the job with the grammar that was built and checked from its plan."""
+        """Return the job with the grammar that was built and validated from its plan."""
         rules = replace(self.submits[0].rules, grammar=grammar.text, grammar_digest=grammar.digest)
         submits = [
             replace(one, sampling=replace(one.sampling, structured_outputs=None), rules=rules) for one in self.submits
@@ -54,11 +59,12 @@ class Job:
         return replace(self, submits=tuple(submits))
 
     def named(self, failure: Failure) -> Failure:
-        """A failure that names fields as the client did."""
+        """Return the failure with field names as the client sent them."""
         return failure if failure.error is None else replace(failure, error=self.refusal(failure.error))
 
     def refusal(self, error: InvalidRequest) -> InvalidRequest:
-        """An error about the structured outputs that names the field the client used."""
+        """Return an error about structured outputs under the name of the field that the client used; other errors
+        unchanged."""
         is_own = self.structure_field == "structured_outputs" or not error.field.startswith("structured_outputs")
         return error if is_own else InvalidRequest(self.structure_field, error.reason, error.fix)
 
@@ -66,7 +72,8 @@ class Job:
 def prepare_job(
     service: Service, settings: GenerationSettings, fields: Mapping[str, Field], body: bytes, head: RequestHead
 ) -> Job:
-    """Check the body, render the prompt and tokenize it. Raises InvalidRequest or ApiError; changes nothing shared."""
+    """Validate the body, render the prompt and tokenize it. Raises InvalidRequest or ApiError. Changes no shared
+    state."""
     limits, created = service.limits, int(datetime.now(UTC).timestamp())
     given, warnings = check_body(fields, decode_json(body, limits["nesting"]), limits, strict=head.strict)
     given = settings.translate(service, given, head)
@@ -80,10 +87,10 @@ def prepare_job(
     origin = None if settings.find_origin is None else settings.find_origin(service, given, head)
     prompts, prefaces = _prompts(service, given, use, origin)
     reading = message_reading(service, given, use, prompts[0].text or "") if "messages" in given else None
-    sampling = shows_marks(service, sampling, reading)
+    sampling = keep_special_tokens(service, sampling, reading)
     plan = answer_plan(service, sampling.structure, use, reading, given.get("thinking_token_budget"))
     adapter = service.adapter_of(model)
-    if origin is not None:  # a fork goes on with the adapter that it forks
+    if origin is not None:  # a fork keeps the adapter of the forked request
         adapter, model = origin.adapter, origin.adapter or model
     work = Work(settings, given, sampling, read_beam(given), origin, adapter)
     submits, cuts = make_submits(service, work, prompts, head)
@@ -121,12 +128,12 @@ def prepare_job(
 
 
 def _drop_useless(service: Service, settings: GenerationSettings, given: Parameters, *, strict: bool) -> list[str]:
-    """Remove parameters that have no effect with this request, model or server. Returns warnings about them; raises the
-    first one if `strict`."""
+    """Remove parameters that have no effect with this request, model or server. Returns warnings about them; if
+    `strict`, raises the first one as an error."""
     useless: list[InvalidRequest] = []
     engine = service.engine()
     if given.get("priority") and engine.policy != "priority":
-        reason = f"means nothing to the {engine.policy!r} policy of this server"
+        reason = f"has no effect with the {engine.policy!r} policy of this server"
         useless.append(UnsupportedParameter("priority", reason, "leave it out"))
         del given["priority"]
     useless += drop_beam_fields(given) if not given.get("use_beam_search") else []
@@ -137,7 +144,7 @@ def _drop_useless(service: Service, settings: GenerationSettings, given: Paramet
 
 
 def _check_together(settings: GenerationSettings, given: Parameters) -> None:
-    """Check parameters that depend on each other."""
+    """Raise InvalidRequest for combinations of parameters that are not allowed."""
     streams = given.get("stream", False)
     if "prompt_logprobs" in given and streams:
         raise InvalidRequest("prompt_logprobs", "cannot be streamed", "set stream=false")
@@ -145,7 +152,7 @@ def _check_together(settings: GenerationSettings, given: Parameters) -> None:
     if settings.echoes_prompt and given.get("echo") and streams and wants_logprobs:
         raise InvalidRequest("echo", "with logprobs cannot be streamed", "set stream=false")
     if given.get("max_tokens") == 0 and "max_completion_tokens" not in given and not given.get("echo"):
-        raise InvalidRequest("max_tokens", "is 0, which leaves nothing to answer", "set echo=true or raise it")
+        raise InvalidRequest("max_tokens", "is 0, so there is no answer", "set echo=true or raise it")
     if "stream_options" in given and not streams:
         raise InvalidRequest("stream_options", "needs stream=true", "set stream or leave it out")
     if given.get("stream_best") and not streams:
@@ -155,7 +162,7 @@ def _check_together(settings: GenerationSettings, given: Parameters) -> None:
 def _prompts(
     service: Service, given: Parameters, use: ToolUse, origin: Origin | None
 ) -> tuple[list[Prompt], list[str]]:
-    """The prompts, and the text to write before each answer (see `echo`)."""
+    """Return the prompts, and the text to write before the answers to each (see `echo`)."""
     if origin is not None:
         kept = origin.token_ids[len(origin.token_ids) - origin.num_kept :] if given.get("echo") else ()
         return [Prompt(token_ids=origin.token_ids, images=origin.images)], [service.texts.tokenizer.decode(kept)]
@@ -169,8 +176,8 @@ def _prompts(
 
 
 def _text_of(service: Service, prompt: Prompt, submit: Submit, *, is_cut: bool) -> str:
-    """The echoed text of a prompt: as it was sent, or decoded from the tokens that were sent or are left. Special
-    tokens that the client sent are part of it; a begin token that the tokenizer added is not."""
+    """Return the echoed text of a prompt: as it was sent, or decoded from the token ids that were sent or were left by
+    truncation. Special tokens that the client sent are included; a BOS token that the tokenizer added is not."""
     tokenizer, token_ids = service.texts.tokenizer, submit.prompt_token_ids
     if prompt.text is None:
         return tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The answers of a request in no endpoint's own words: content, reasoning and calls, whole or part by part."""
+"""The answers of a request, independent of any response format: content, reasoning and calls, whole or in parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LogprobColumns = tuple[bytes, ...]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool. `arguments` is JSON text, as the model wrote it."""
+    """One tool call. `arguments` is JSON text as the model wrote it."""
 
     call_id: str
     name: str
@@ -29,7 +29,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceResult:
-    """One finished answer. Without a reading, `content` is all of its text."""
+    """One finished answer. If `ResponseOptions.reading` is None, `content` is all of its text."""
 
     request: InFlightRequest
     index: int  # among the choices of the response
@@ -38,7 +38,7 @@ class ChoiceResult:
     reasoning: str
     calls: tuple[ToolCall, ...]
     token_ids: tuple[int, ...]
-    logprobs: list[LogprobColumns]  # rendered; empty unless the client wants logprobs
+    logprobs: list[LogprobColumns]  # rendered columns per token; empty unless asked for
     finish_reason: str | None  # "stop", "length", "tool_calls", "repetition", ...
     stop_reason: int | str | None  # the stop string or token that ended it
     end: SampleEnd
@@ -47,7 +47,7 @@ class ChoiceResult:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a response. `num_reasoning` is None where answers have no marked reasoning."""
+    """Token counts of a response. `num_reasoning` is None if answers have no marked reasoning."""
 
     num_prompt: int
     num_cached: int
@@ -58,7 +58,7 @@ class Usage:
 def count_usage(
     options: ResponseOptions, requests: Sequence[InFlightRequest], num_output: int, num_reasoning: int
 ) -> Usage:
-    """The usage of a response that has `num_output` tokens so far."""
+    """Return the usage of a response that has `num_output` output tokens so far."""
     return Usage(
         sum(len(request.submit.prompt_token_ids) for request in requests),
         sum(request.finished.num_cached_tokens for request in requests if request.finished is not None),
@@ -68,13 +68,13 @@ def count_usage(
 
 
 def usage_of(options: ResponseOptions, results: Sequence[ChoiceResult], requests: Sequence[InFlightRequest]) -> Usage:
-    """The usage of a whole response."""
+    """Return the usage of a complete response."""
     num_output = sum(len(result.end.token_ids) for result in results)
     return count_usage(options, requests, num_output, sum(result.num_reasoning_tokens for result in results))
 
 
 class ResultReader:
-    """Reads the answers of finished requests. Threads share it."""
+    """Reads the answers of finished requests. Shared by threads."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -82,7 +82,7 @@ class ResultReader:
     def results(
         self, options: ResponseOptions, requests: Sequence[InFlightRequest], render: RenderLogprobs | None
     ) -> list[ChoiceResult]:
-        """One result per choice, in order. `render` renders logprobs; None: nobody wants them."""
+        """Return one result per choice, in order. `render` renders logprobs; None: they are not asked for."""
         pairs = zip(requests, options.prefaces, strict=True)
         return [
             self._result(options, request, end, text, preface, render)
@@ -91,8 +91,8 @@ class ResultReader:
         ]
 
     def deltas(self, options: ResponseOptions, request: InFlightRequest, render: RenderLogprobs | None) -> list[Delta]:
-        """The only answer of a finished request, as the deltas of a stream. A format that reads both in the same way
-        writes the same answer whole and streamed."""
+        """Return the only answer of a finished request as the deltas of a stream, for a format that writes whole
+        responses and streams with the same code."""
         ((end, text),) = request.ends()
         answer, columns = self._text(options, request.submit, end, text, render, 0)
         if not columns and not options.has_reasoning:
@@ -141,7 +141,8 @@ class ResultReader:
     def _pieces(
         self, options: ResponseOptions, submit: Submit, end: SampleEnd, answer: str
     ) -> Iterator[tuple[str, int]]:
-        """An answer cut into the texts of its tokens, where the tokens of its reasoning are counted."""
+        """Yield an answer in pieces with their numbers of tokens: one per token if reasoning tokens are counted, else
+        one."""
         if not options.has_reasoning:
             yield answer, 0
             return
@@ -151,7 +152,7 @@ class ResultReader:
         yield rest, 0
 
     def _token_texts(self, submit: Submit, end: SampleEnd, answer: str) -> Iterator[str]:
-        """The text of each token of an answer, and last what no token completed."""
+        """Yield the text of each token of an answer, and last the rest of the text that no token completed."""
         detokenizer, place = answer_detokenizer(self._tokenizer, submit.sampling), 0
         for token in spoken_ids(submit, end.token_ids):
             piece = detokenizer.push((token,))
@@ -168,7 +169,7 @@ class ResultReader:
         render: RenderLogprobs | None,
         start: int,
     ) -> tuple[str, list[LogprobColumns]]:
-        """The text of a sample and its rendered logprobs, whose offsets begin at `start`."""
+        """Return the text of a sample and its rendered logprobs, whose character offsets begin at `start`."""
         if options.drops_answer:
             return "", []
         detokenizer = answer_detokenizer(self._tokenizer, submit.sampling)
@@ -187,7 +188,7 @@ class ResultReader:
 
 
 class StreamReader:
-    """Splits the deltas of streamed choices into parts: content, reasoning, calls."""
+    """Splits the deltas of streamed choices into parts: content, reasoning and calls."""
 
     def __init__(self, reading: MessageReading) -> None:
         self._reading = reading
@@ -199,7 +200,7 @@ class StreamReader:
         return sum(reader.num_reasoning_tokens for reader in self._readers.values())
 
     def parts(self, choice: int, deltas: Sequence[Delta]) -> list[Part]:
-        """What became certain with new deltas of one choice. Consecutive parts of a call carry its index."""
+        """Return the parts that new deltas of one choice complete. Parts of a call carry the index of the call."""
         reader = self._readers.get(choice)
         if reader is None:
             reader = self._readers[choice] = self._reading.reader()
@@ -211,12 +212,12 @@ class StreamReader:
         return parts
 
     def finish_reason(self, choice: int, reason: str | None) -> str | None:
-        """Why a choice ended, given what the engine says."""
+        """Return why a choice ended, given the engine's finish reason."""
         return finish_reason(reason, has_calls=choice in self._with_calls)
 
 
 def finish_reason(reason: str | None, *, has_calls: bool) -> str | None:
-    """Why an answer ended. One that the model ended itself after calls ended so that the calls are made."""
+    """Return "tool_calls" if the model stopped after tool calls, else the engine's finish reason."""
     return "tool_calls" if reason == "stop" and has_calls else reason
 
 

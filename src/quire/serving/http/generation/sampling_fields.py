@@ -1,4 +1,4 @@
-"""Reads sampling, beam search and structure from the parameters of a request."""
+"""Reads sampling parameters, beam search and structured output from the parameters of a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.types.errors import InvalidRequest
 from quire.types.sampling import SamplingParams
 from quire.types.sampling_defaults import SamplingDefaults
 
-_AS_THEY_ARE = (
+_SAME_NAME = (  # parameters that SamplingParams has by the same name
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "ignore_eos", "min_tokens",
     "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
@@ -24,14 +24,14 @@ _BEAM_DEFAULTS: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": False
 
 
 def drop_beam_fields(given: Parameters) -> list[InvalidRequest]:
-    """Remove parameters of beam searches from a request that has none. Returns errors about those that were set."""
+    """Remove the parameters of beam search from a request without one. Returns an error for each that had an effect."""
     asked = [name for name, default in _BEAM_DEFAULTS.items() if given.pop(name, default) != default]
     return [InvalidRequest(name, "needs use_beam_search=true", "set it or leave this out") for name in asked]
 
 
 def take_structure(given: Parameters) -> str:
-    """Move the structure that the answer must match to `structured_outputs`. Returns the field that the client used, or
-    an empty text."""
+    """Store the structure that the answer must match as `structured_outputs`, whichever field it came in. Returns that
+    field, or "" if there is none."""
     asked = [name for name in STRUCTURE_FIELDS if given.get(name) is not None]
     if len(asked) > 1:
         raise InvalidRequest(asked[1], f"cannot be used together with {asked[0]}", "send one of them")
@@ -46,22 +46,22 @@ def take_structure(given: Parameters) -> str:
 def read_sampling(
     settings: GenerationSettings, given: Parameters, defaults: SamplingDefaults
 ) -> tuple[SamplingParams, bool]:
-    """The sampling parameters, and whether to drop the answer (max_tokens=0). Parameters that were not given are as the
-    model's makers recommend; a beam search samples nothing and ignores their recommendation."""
+    """Return the sampling parameters, and whether to drop the answer (max_tokens=0). Parameters that were not given
+    have the model's recommended values, except in a beam search, which does not sample."""
     recommended = {} if given.get("use_beam_search") else defaults.given()
     longest = recommended.pop("max_tokens", None)
     if longest is None or given.get("min_tokens", 0) > longest or settings.default_max_tokens is not None:
         longest = settings.default_max_tokens
-    chosen = recommended | {name: given[name] for name in _AS_THEY_ARE if name in given}
+    chosen = recommended | {name: given[name] for name in _SAME_NAME if name in given}
     wanted = given.get("max_completion_tokens", given.get("max_tokens", longest))
     if wanted == -1:
         wanted = None
     if given.get("logprob_token_ids"):
-        chosen["logprobs"] = 0  # these tokens take the place of the likeliest ones
+        chosen["logprobs"] = 0  # these tokens replace the most probable ones
     if given.get("use_beam_search"):
         chosen |= {"temperature": 0.0, "best_of": None}
     sampling = SamplingParams(**chosen, max_tokens=1 if wanted == 0 else wanted)
-    if settings.echoes_prompt and given.get("echo") and sampling.logprobs is not None:  # the echo has them too
+    if settings.echoes_prompt and given.get("echo") and sampling.logprobs is not None:  # the echo needs logprobs too
         counts = (given.get("logprobs", 0), sampling.prompt_logprobs or 0)
         sampling = replace(sampling, prompt_logprobs=-1 if -1 in counts else max(counts))
     if (start := _first_scored(given)) is not None:
@@ -70,7 +70,7 @@ def read_sampling(
 
 
 def _first_scored(given: Parameters) -> int | None:
-    """The first prompt token whose logprob is wanted; None: all are."""
+    """Return the index of the first prompt token whose logprob is asked for, or None for all."""
     start: int | None = given.get("prompt_logprobs_start")
     other: int = given.get("logprob_start_len", -1)
     if start is not None and other not in (-1, start):
@@ -80,7 +80,7 @@ def _first_scored(given: Parameters) -> int | None:
 
 
 def read_beam(given: Parameters) -> BeamRules | None:
-    """The beam search that a request asks for."""
+    """Return the beam search that a request asks for, or None."""
     if not given.get("use_beam_search"):
         return None
     if given.get("temperature"):
@@ -97,12 +97,12 @@ def read_beam(given: Parameters) -> BeamRules | None:
             given.get("stream_best", False),
         )
     except InvalidRequest as error:
-        raise in_own_words(error, given) from None
+        raise with_api_field(error, given) from None
 
 
-def in_own_words(error: InvalidRequest, given: Parameters) -> InvalidRequest:
-    """An error of the engine that names the field of this API."""
-    if error.field == "prompt_logprobs" and "prompt_logprobs" not in given:  # an echo asked for them
+def with_api_field(error: InvalidRequest, given: Parameters) -> InvalidRequest:
+    """Return an error of the engine under the name of the field that this API uses."""
+    if error.field == "prompt_logprobs" and "prompt_logprobs" not in given:  # they come from `echo`
         return InvalidRequest("logprobs", error.reason, error.fix)
     if error.field == "prompt" and "prompt_field" in given:
         return InvalidRequest(given["prompt_field"], error.reason, error.fix)

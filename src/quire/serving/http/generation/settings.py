@@ -1,7 +1,8 @@
-"""What an endpoint that generates has to say: its settings, and the formats by which it writes its responses.
+"""The settings of an endpoint that generates, and the protocols of the formats that write its responses.
 
-The request path is the same for all of them: read the body, check its fields, translate them to the parameters that
-`job.py` reads, render and tokenize the prompt, check the grammar, submit, and write the response whole or as a stream.
+The request path is the same for all these endpoints: read the body, validate its fields, translate them to the
+parameters that `job.py` reads, render and tokenize the prompt, build the grammar, submit, and write the response whole
+or as a stream.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ was used."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseOptions:
-    """What a request says about its response."""
+    """The options of one response, read from its request."""
 
     response_id: str
     model: str
@@ -40,7 +41,7 @@ class ResponseOptions:
     include_usage: bool
     continuous_usage: bool
     wants_logprobs: bool
-    prompt_logprobs: int | None  # likeliest tokens to show of each prompt token, -1: all; None: nothing, but see echo
+    prompt_logprobs: int | None  # top tokens to show per prompt token, -1: all; None: not asked for
     tokens_as_ids: bool
     return_token_ids: bool
     explain: bool
@@ -48,64 +49,65 @@ class ResponseOptions:
     prompt_text: str | None  # the rendered conversation, if the client asked for it
     prefaces: tuple[str, ...]  # text to write before each answer, one per prompt; empty without `echo`
     echoes_prompt: bool
-    drops_answer: bool  # max_tokens=0: the client only wants the prompt
-    parameters: Parameters  # as the endpoint translated them, less its messages
+    drops_answer: bool  # max_tokens=0: only the prompt is computed
+    parameters: Parameters  # as translated by the endpoint, without the messages
     reading: MessageReading | None = None  # splits answers into content, reasoning and calls; None: all is content
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether answers may contain reasoning that is marked."""
+        """Whether answers may contain marked reasoning."""
         return self.reading is not None and self.reading.reasoning is not None
 
 
 class StreamFormat(Protocol):
-    """Writes the bytes of one streamed response. The event loop calls it, so it must be quick."""
+    """Writes the bytes of one streamed response. Called on the event loop, so it must be fast."""
 
     @property
     def content_type(self) -> bytes: ...
 
     def opening(self) -> bytes:
-        """The events before the first delta."""
+        """Return the events before the first delta."""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        """The events for new deltas; empty if there is nothing to show yet."""
+        """Return the events for new deltas; empty if there is nothing to send yet."""
 
     def closing(self) -> bytes:
-        """The events after the last delta. Every request has finished."""
+        """Return the events after the last delta. Called when every engine request has finished."""
 
     def failure(self, error: ApiError) -> bytes:
-        """The events that end a stream that broke."""
+        """Return the events that end a stream with an error."""
 
     def ping(self, *, is_queued: bool) -> bytes:
-        """What to write when nothing else was written for a while."""
+        """Return what to send when nothing was sent for a while."""
 
 
 class ResponseFormat(Protocol):
-    """Writes the responses of one endpoint. Threads share it."""
+    """Writes the responses of one endpoint. Shared by threads."""
 
     def logprobs_renderer(self, options: ResponseOptions) -> RenderLogprobs:
-        """Renders the logprobs of one token while tokens come. Called only for requests that want logprobs."""
+        """Return a renderer for the logprobs of one token. Called only for requests that ask for logprobs."""
 
     def body(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> bytes:
-        """A whole response. Every request has finished. Runs in a text thread."""
+        """Return a whole response. Called in a text thread when every engine request has finished."""
 
     def stream(self, options: ResponseOptions, requests: Sequence[InFlightRequest]) -> StreamFormat: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a fork begins: its prompt, of which the last `num_kept` tokens are those of the forked answer."""
+    """Where a fork begins: `token_ids` are the prompt and the kept answer tokens, which are the last `num_kept` of
+    them."""
 
     token_ids: tuple[int, ...]
     num_kept: int
     branch: Branch
     salt: str
-    images: tuple[PromptImage, ...] = ()  # placed already
-    adapter: str = ""  # LoRA; empty: none
+    images: tuple[PromptImage, ...] = ()  # `token_ids` contain their placeholders
+    adapter: str = ""  # name of a LoRA adapter; empty: none
 
 
 def as_given(service: Service, given: Parameters, head: RequestHead) -> Parameters:  # noqa: ARG001
-    """The translation of an endpoint whose fields are the parameters."""
+    """Return the fields unchanged, for an endpoint whose fields already are the parameters."""
     return given
 
 
@@ -113,23 +115,23 @@ def as_given(service: Service, given: Parameters, head: RequestHead) -> Paramete
 class GenerationSettings:
     """How the request path treats the requests of one endpoint."""
 
-    id_prefix: str  # of the ids of responses
-    prompt_field: str  # the field that errors about the prompt name
+    id_prefix: str  # of response ids
+    prompt_field: str  # the field that errors about the prompt refer to
     make_format: Callable[[Service], ResponseFormat]
-    translate: Callable[[Service, Parameters, RequestHead], Parameters] = as_given  # from checked fields
-    own_names: Mapping[str, str] = field(default_factory=dict)  # parameters that the endpoint calls otherwise
-    find_origin: Callable[[Service, Parameters, RequestHead], Origin] | None = None  # of an endpoint that forks
+    translate: Callable[[Service, Parameters, RequestHead], Parameters] = as_given  # from validated fields
+    own_names: Mapping[str, str] = field(default_factory=dict)  # by parameter: the endpoint's name of it, if different
+    find_origin: Callable[[Service, Parameters, RequestHead], Origin] | None = None  # for an endpoint that forks
     default_max_tokens: int | None = None  # None: as many as fit
-    adds_special_tokens: bool = False  # to prompts, unless a request says otherwise
-    echoes_prompt: bool = False  # what `echo` puts before the answer: the prompt with its logprobs
+    adds_special_tokens: bool = False  # to prompts, unless the request has `add_special_tokens`
+    echoes_prompt: bool = False  # whether `echo` puts the prompt with its logprobs before the answer
 
     def in_own_names(self, error: InvalidRequest) -> InvalidRequest:
-        """An error about a parameter that names the field of the endpoint."""
+        """Return an error about a parameter under the endpoint's name of that parameter."""
         name = re.match(r"\w*", error.field)
         own = None if name is None else self.own_names.get(name[0])
         if name is None or own is None:
             return error
         rest = error.field[name.end() :]
-        if name[0] == "structured_outputs":  # its member, such as json, is what the endpoint's field stands for
+        if name[0] == "structured_outputs":  # the endpoint's field stands for its member, such as json
             rest = re.sub(r"^\.\w+", "", rest)
         return type(error)(own + rest, error.reason, error.fix)

@@ -10,9 +10,9 @@ from quire.serving.http.generation.admission_checks import (
     check_length,
     check_texts,
     cut,
-    room_excess,
+    length_excess,
 )
-from quire.serving.http.generation.sampling_fields import in_own_words
+from quire.serving.http.generation.sampling_fields import with_api_field
 from quire.serving.http.generation.settings import GenerationSettings, Origin, Parameters
 from quire.serving.http.request_head import RequestHead
 from quire.serving.http.service import Service
@@ -28,18 +28,18 @@ from quire.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to do for each prompt of a request."""
+    """What the engine requests of all prompts of a request have in common."""
 
     settings: GenerationSettings
     given: Parameters
     sampling: SamplingParams
     beam: BeamRules | None = None
     origin: Origin | None = None  # of a fork
-    adapter: str = ""  # LoRA; empty: none
+    adapter: str = ""  # name of a LoRA adapter; empty: none
 
     @property
     def prompt_field(self) -> str:
-        """The field that the prompt came in. An endpoint that takes it in several says which."""
+        """The name of the field that the prompt came in."""
         name: str = self.given.get("prompt_field", self.settings.prompt_field)
         return name
 
@@ -52,19 +52,19 @@ class Work:
 def make_submits(
     service: Service, work: Work, prompts: Sequence[Prompt], head: RequestHead
 ) -> tuple[list[Submit], list[str]]:
-    """Tokenize the prompts and make a request of each. Returns them, and warnings about answers that had to be cut to
-    fit. Raises InvalidRequest for what the engine would refuse."""
+    """Tokenize the prompts and return one engine request per prompt, and warnings about answers that were shortened to
+    fit. Raises InvalidRequest for requests that the engine would refuse."""
     engine, given, sampling = service.engine(), work.given, work.sampling
     _check_count(work, len(prompts), service.limits["choices"])
     placed = _tokenize(service, engine, work, prompts)
     token_ids = [ids for ids, _ in placed]
-    StopStrings(sampling.stops)  # refuses here what would fail later, on the link's thread
+    StopStrings(sampling.stops)  # raises here, not later on the link's thread
     rules = service.texts.maker(engine.eos_ids).rules(sampling, check=False)
     salt = head.salt(given.get("cache_salt", "")) if work.origin is None else work.origin.salt
     source = None if work.origin is None else work.origin.branch
     names = head.engine_ids(work.settings.id_prefix, given.get("request_id"), len(token_ids))
     priority = given.get("priority", 0)
-    excess = [room_excess(given, len(ids), engine.max_model_len) for ids in token_ids]
+    excess = [length_excess(given, len(ids), engine.max_model_len) for ids in token_ids]
     too_long = [error for error in excess if error is not None]
     if too_long and head.strict:
         raise too_long[0]
@@ -87,20 +87,20 @@ def make_submits(
     try:
         check_admission(engine, submits, head.num_calls)
     except InvalidRequest as error:
-        raise in_own_words(error, given) from None
+        raise with_api_field(error, given) from None
     named = [work.settings.in_own_names(error) for error in too_long[:1]]
     return submits, [f"{error.field}: {error.reason}; the answer is cut there" for error in named]
 
 
 def _cut_to_room(sampling: SamplingParams, num_tokens: int, engine: EngineReady) -> SamplingParams:
-    """Sampling whose answer fits behind a prompt of so many tokens."""
+    """Return the sampling parameters with max_tokens lowered to what fits after a prompt of this length."""
     room = engine.max_model_len - num_tokens
     return sampling if (sampling.max_tokens or 0) <= room else replace(sampling, max_tokens=room)
 
 
 def _check_count(work: Work, num_prompts: int, limit: int) -> None:
     if work.count * num_prompts > limit:
-        reason = f"is {work.count} for {num_prompts} prompts, more than {limit} answers"
+        reason = f"is {work.count} for {num_prompts} prompts, which makes more than {limit} answers"
         field = "n" if work.count == work.sampling.n else "best_of"
         raise InvalidRequest(field, reason, "send fewer prompts at once")
 
@@ -108,7 +108,7 @@ def _check_count(work: Work, num_prompts: int, limit: int) -> None:
 def _tokenize(
     service: Service, engine: EngineReady, work: Work, prompts: Sequence[Prompt]
 ) -> list[tuple[tuple[int, ...], tuple[PromptImage, ...]]]:
-    """The token ids of every prompt, and its images where their placeholders are."""
+    """Return the token ids of every prompt, with placeholders for its images, and the images."""
     given, field = work.given, work.prompt_field
     if "truncate_prompt_tokens" not in given:
         check_texts(service, field, prompts, engine.max_model_len)
@@ -131,13 +131,13 @@ def _tokenize(
 def _place(
     field: str, given: Parameters, prompt: Prompt, ids: tuple[int, ...], engine: EngineReady, *, is_placed: bool
 ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-    """Token ids with placeholders for all tokens of a prompt's images, and these."""
+    """Return the token ids with placeholders for all tokens of the prompt's images, and the images."""
     if not prompt.images or is_placed:
         return ids, prompt.images
     if "truncate_prompt_tokens" in given:
-        reason = "cannot be obeyed: the prompt has images, which cannot be cut"
+        reason = "is not supported for a prompt with images, which cannot be cut"
         raise InvalidRequest("truncate_prompt_tokens", reason, "leave it out")
-    from quire.serving.vision.image_reader import place_images  # needless where there are no images
+    from quire.serving.vision.image_reader import place_images  # not imported unless there are images
 
     assert engine.images is not None, "images are taken only where the engine has limits for them"
     return place_images(field, ids, prompt.images, engine.images.grid.token_id)

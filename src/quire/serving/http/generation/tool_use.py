@@ -1,4 +1,4 @@
-"""What a chat request says about tools, and how the answers to it are read."""
+"""Reads the tools of a chat request, and determines how its answers are read and which grammar binds them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from quire.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools the model is told of, and whether it must call one. `name`: the one it must call."""
+    """The tools that the model is offered, and whether it must call one. `name`: the tool that it must call, if a
+    certain one."""
 
     tools: tuple[dict[str, Any], ...] = ()
     choice: Literal["none", "auto", "required"] = "none"
@@ -29,7 +30,8 @@ class ToolUse:
 
 
 def read_tool_use(service: Service, given: dict[str, Any]) -> ToolUse:
-    """Raises InvalidRequest for a choice that makes no sense, or a model whose calls cannot be read."""
+    """Return the tool use of a request. Raises InvalidRequest for an invalid choice, or if the model's tool format is
+    unknown."""
     tools, asked = tuple(given.get("tools", ())), given.get("tool_choice")
     if not tools:
         if asked not in (None, "none", "auto"):
@@ -38,7 +40,7 @@ def read_tool_use(service: Service, given: dict[str, Any]) -> ToolUse:
     if asked == "none":
         return ToolUse()
     if service.texts.tool_format is None:
-        reason = "how this model writes calls is not known to the server"
+        reason = "the server does not know this model's tool call format"
         raise UnsupportedParameter("tools", reason, "have the operator set --tool-call-parser")
     parallel = given.get("parallel_tool_calls", True)
     if not isinstance(asked, dict):
@@ -47,12 +49,12 @@ def read_tool_use(service: Service, given: dict[str, Any]) -> ToolUse:
     names = [tool["function"]["name"] for tool in tools]
     if name not in names:
         known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        raise InvalidRequest("tool_choice.function.name", f"{name} is none of tools", f"choose one of {known}")
+        raise InvalidRequest("tool_choice.function.name", f"{name} is not one of tools", f"choose one of {known}")
     return ToolUse(tools, "required", name, parallel=False)
 
 
 def message_reading(service: Service, given: dict[str, Any], use: ToolUse, prompt: str) -> MessageReading | None:
-    """How answers to `prompt` are read; None: they are words and nothing else."""
+    """Return how to split answers to `prompt` into content, reasoning and calls; None: all text is content."""
     texts, may_call = service.texts, use.choice != "none"
     reasoning = texts.reasoning_format
     if not may_call and reasoning is None:
@@ -76,10 +78,10 @@ def answer_plan(
     reading: MessageReading | None,
     budget: int | None = None,
 ) -> AnswerPlan | None:
-    """Return what the grammar of the answers consists of; None: any answer will do. Raises InvalidRequest for what
-    cannot be promised in the model's format.
+    """Return what the grammar of the answers consists of; None: no grammar. Raises InvalidRequest if the model's format
+    cannot enforce what is asked for.
 
-    `budget`: the tokens that reasoning may have; None: as many as it wants.
+    `budget`: the maximum number of reasoning tokens; None: no limit.
     """
     if budget is not None and not can_bound_reasoning(service):
         reason = "needs a model that marks the end of its reasoning with one token, and this one does not"
@@ -88,7 +90,7 @@ def answer_plan(
         return None if structure is None else plan_of(structure, service.texts.tokenizer.special_tokens)
     calls = None if reading.tools is None else _call_plan(reading.tools, use, has_structure=structure is not None)
     if calls is not None and calls.role == "required":
-        structure = None  # there are no words that could match it
+        structure = None  # the answer has no text besides the calls
     if calls is None and structure is None and budget is None:
         return None
     marks = service.texts.special_marks(reading) if budget is None else service.texts.token_marks(reading)
@@ -104,13 +106,14 @@ def answer_plan(
 
 
 def can_bound_reasoning(service: Service) -> bool:
-    """Whether the model's reasoning can be ended after a number of tokens."""
+    """Whether the model's reasoning can be ended after a number of tokens, because one token marks its end."""
     form = service.texts.reasoning_format
     return form is not None and service.texts.mark_token(form.end) is not None
 
 
 def _call_plan(form: ToolFormat, use: ToolUse, *, has_structure: bool) -> CallPlan | None:
-    """Return the calls that bind: those that are required, strict, or take the place of a structured answer."""
+    """Return the calls that the grammar enforces: required calls, strict tools, or calls that may replace a structured
+    answer. None: no calls are enforced."""
     most = MAX_CALLS if use.parallel else 1
     role: CallRole = "required" if use.choice == "required" else "instead" if has_structure else "among"
     strict = [place for place, tool in enumerate(use.tools) if tool["function"].get("strict")]
@@ -118,7 +121,7 @@ def _call_plan(form: ToolFormat, use: ToolUse, *, has_structure: bool) -> CallPl
         if not strict:
             return None
         if not form.can_be_strict:
-            reason = "cannot be promised in this model's format unless a call is required"
+            reason = "cannot be enforced in this model's tool call format unless a call is required"
             where = f"tools[{strict[0]}].function.strict"
             raise UnsupportedParameter(where, reason, 'leave it out, or set tool_choice to "required"')
     functions = [
@@ -129,8 +132,8 @@ def _call_plan(form: ToolFormat, use: ToolUse, *, has_structure: bool) -> CallPl
     return CallPlan(form.name, json.dumps(functions), role, most)
 
 
-def shows_marks(service: Service, sampling: SamplingParams, reading: MessageReading | None) -> SamplingParams:
-    """Return sampling whose text shows the special tokens that are read as marks."""
-    if reading is None or not service.texts.hides(reading):
+def keep_special_tokens(service: Service, sampling: SamplingParams, reading: MessageReading | None) -> SamplingParams:
+    """Return sampling parameters that keep special tokens in the text, if such tokens mark reasoning or calls."""
+    if reading is None or not service.texts.has_special_marks(reading):
         return sampling
     return replace(sampling, skip_special_tokens=False)

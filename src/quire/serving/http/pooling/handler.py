@@ -37,12 +37,12 @@ from quire.types.request import Submit, pack_tokens
 
 @dataclass(frozen=True, slots=True)
 class PoolingCall:
-    """One request, with its checked fields."""
+    """One request with its validated fields."""
 
     reader: TextReader
     given: dict[str, Any]
     limits: dict[str, int]
-    name: str  # of the model, as the response has it
+    name: str  # the model name in the response
     response_id: str
     created: int
     received_at: float
@@ -53,7 +53,7 @@ class PoolingCall:
 
 @dataclass(frozen=True, slots=True)
 class PoolingJob:
-    """Texts to compute, and how the response is written from their rows and number of tokens."""
+    """The texts to compute. `write` returns the response from their rows (one per text) and their number of tokens."""
 
     texts: Sequence[PooledText]
     params: PoolingParams
@@ -62,8 +62,8 @@ class PoolingJob:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingEndpoint(Endpoint):
-    """An endpoint of models that make embeddings or classify. `read` checks a request and tokenizes its texts, in a
-    text thread; it raises InvalidRequest naming fields as `fields` does."""
+    """An endpoint for models that embed or classify. `read` validates a request and tokenizes its texts in a text
+    thread; it raises InvalidRequest with the endpoint's field names."""
 
     id_prefix: str
     read: Callable[[PoolingCall], PoolingJob]
@@ -81,7 +81,7 @@ class _Prepared:
 
 
 class PoolingHandler:
-    """Handles the requests of one endpoint. When a call ends, whatever the reason, its engine requests end too."""
+    """Handles the requests of one endpoint. When a call ends for any reason, its engine requests are ended too."""
 
     def __init__(self, service: Service, endpoint: PoolingEndpoint) -> None:
         self._service, self._endpoint = service, endpoint
@@ -107,11 +107,12 @@ class PoolingHandler:
                 await until_over(mailbox)
                 if mailbox.failure is not None:
                     raise as_failure(mailbox.failure)
-                body = await service.in_thread(_written, prepared.job, prepared.model, requests)
+                body = await service.in_thread(_encode_body, prepared.job, prepared.model, requests)
                 await exchange.reply(200, body)
 
     @contextmanager
     def _counted_refusals(self) -> Iterator[None]:
+        """Report errors raised before submission to the observer, and raise them as ApiError."""
         try:
             yield
         except QuireError as error:
@@ -129,6 +130,7 @@ class PoolingHandler:
                 return await service.knowing_adapters(lambda: service.in_thread_for(len(body), self._read, body, head))
 
     def _read(self, body: bytes, head: RequestHead) -> _Prepared:
+        """Return the engine requests of a body, with their warnings. Raises InvalidRequest or ApiError."""
         service, endpoint, limits = self._service, self._endpoint, self._service.limits
         model = service.pooling_model()
         given, warnings = check_body(
@@ -155,7 +157,7 @@ class PoolingHandler:
                 NOTHING_SAMPLED,
                 priority=given.get("priority", 0),
                 cache_salt=head.salt(given.get("cache_salt", "")) if model.by_decoder else "",
-                tenant=f"{head.principal}/{names[0]}",  # of its own: requests take turns
+                tenant=f"{head.principal}/{names[0]}",  # unique, so that requests share the engine fairly
                 pooling=call.reader.work(part, job.params),
             )
             for name, part in zip(names, parts, strict=True)
@@ -163,7 +165,7 @@ class PoolingHandler:
         return _Prepared(job, model, submits, (*head.warnings, *warnings, *useless))
 
     def _model_name(self, asked: str | None) -> str:
-        """The name that the response carries. Raises InvalidRequest for a LoRA adapter's."""
+        """Return the model name for the response. Raises InvalidRequest for the name of a LoRA adapter."""
         name = self._service.served_name(asked)
         if self._service.adapter_of(name):
             reason = f"{name!r:.80} is a LoRA adapter, and adapters are for calls that generate text"
@@ -171,11 +173,14 @@ class PoolingHandler:
         return name
 
     def _drop_useless(self, given: dict[str, Any], model: PoolingModel, *, strict: bool) -> list[str]:
-        """Remove fields that mean nothing to this model and server. Returns warnings; raises the first if `strict`."""
+        """Remove fields that have no effect with this model and server. Returns warnings about them; if `strict`,
+        raises the first one as an error."""
         policy = self._service.engine().policy
-        reasons = {"priority": f"means nothing to the {policy!r} policy of this server"} if policy != "priority" else {}
+        reasons = (
+            {"priority": f"has no effect with the {policy!r} policy of this server"} if policy != "priority" else {}
+        )
         if not model.by_decoder:
-            reasons["cache_salt"] = "means nothing to an encoder, which caches no prompts"
+            reasons["cache_salt"] = "has no effect on an encoder, which caches no prompts"
         useless = [
             UnsupportedParameter(name, reason, "leave it out") for name, reason in reasons.items() if given.pop(name, 0)
         ]
@@ -205,8 +210,8 @@ class PoolingHandler:
         ]
 
 
-def _written(job: PoolingJob, model: PoolingModel, requests: Sequence[InFlightRequest]) -> bytes:
-    """The body of the response."""
+def _encode_body(job: PoolingJob, model: PoolingModel, requests: Sequence[InFlightRequest]) -> bytes:
+    """Return the body of the response."""
     numbers = b"".join(request.finished.pooled for request in requests if request.finished is not None)
     rows = np.frombuffer(numbers, np.float32).reshape(len(job.texts), -1)
     if model.by_decoder:

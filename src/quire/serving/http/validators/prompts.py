@@ -26,7 +26,7 @@ _FORMS = "send text, a list of texts, a list of token ids or a list of such list
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Text, token ids, or a list of them. `count` names the limit of a list."""
+    """Text, token ids, or a list of either. `count` names the limit on the length of a list."""
 
     count: str = "prompts"
 
@@ -66,7 +66,7 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """A conversation. This checks its size and that all members are known; the chat template checks each message."""
+    """A conversation. Validates its size and that all members are known; the chat template validates each message."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
         check_outline(where, value, limits["messages"])
@@ -128,7 +128,8 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class TemplateVariables:
-    """Values for names the model's chat template reads; any other name is refused when it is rendered."""
+    """Values for variables of the model's chat template. Names that it does not read are refused when it is
+    rendered."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > limits["template_kwargs"]:
@@ -136,7 +137,7 @@ class TemplateVariables:
             raise InvalidRequest(where, f"must be an object of at most {most} entries, got {shown(value)}")
         for name in value:
             if len(name) > MAX_KEY_CHARACTERS or not name.isidentifier():
-                raise InvalidRequest(where, f"{shown(name)} is no name of a template variable")
+                raise InvalidRequest(where, f"{shown(name)} is not a valid name of a template variable")
         check_numbers(where, value)
         return value
 
@@ -147,7 +148,7 @@ class TemplateVariables:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """What retrieval found, for templates that read `documents`."""
+    """Documents for chat templates that read `documents`."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
         if not isinstance(value, list) or not all(isinstance(document, dict) for document in value):
@@ -167,7 +168,7 @@ def _unknown_fields(where: str, messages: list[Any]) -> Iterator[UnknownField]:
 
 
 def _bounded(where: str, prompts: list[Prompt], limits: Bounds) -> list[Prompt]:
-    """All prompts of a request together."""
+    """Return the prompts. Raises InvalidRequest if they have too many characters or tokens together."""
     characters = sum(len(prompt.text or "") for prompt in prompts)
     tokens = sum(len(prompt.token_ids or ()) for prompt in prompts)
     for size, name, unit in ((characters, "prompt_characters", "characters"), (tokens, "prompt_tokens", "tokens")):

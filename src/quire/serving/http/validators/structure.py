@@ -1,4 +1,4 @@
-"""The kinds of the parameters that say what an answer must match. Each comes back as StructuredOutputsParams."""
+"""Validators of the parameters that constrain the structure of an answer. Each returns StructuredOutputsParams."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MEMBERS: dict[str, Schema] = {
     "structural_tag": {"anyOf": [{"type": "object"}, _TEXT]},
 }
 _OF_BACKENDS: dict[str, Schema] = {name: {"enum": [None, *values]} for name, values in OF_BACKENDS.items()}
-_TAG_FORMS: list[Schema] = [  # of response_format
+_TAG_FORMS: list[Schema] = [  # the schemas of response_format with type structural_tag
     {
         "type": "object",
         "properties": {"type": {"const": "structural_tag"}, **members},
@@ -75,7 +75,7 @@ _TAG_FORMS: list[Schema] = [  # of response_format
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """An object with one member: what the answer must match, in vLLM's names."""
+    """An object with the structure that the answer must match as one member, named as in vLLM."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> StructuredOutputsParams | None:  # noqa: ARG002
         return read_structured_outputs(where, value)
@@ -87,7 +87,7 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """The same in OpenAI's names. None: any text."""
+    """The structure that the answer must match, in OpenAI's format. Returns None for any text."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> StructuredOutputsParams | None:  # noqa: ARG002
         return structure_of_response_format(value)
@@ -136,7 +136,7 @@ class ResponseFormat:
 
 @dataclass(frozen=True, slots=True)
 class Guided:
-    """One member of StructuredOutputs under another name. With `or_empty`, an empty value asks for nothing."""
+    """One member of StructuredOutputs as a field. With `or_empty`, an empty value means no constraint."""
 
     name: str
     or_empty: bool = False
@@ -151,7 +151,7 @@ class Guided:
 
 
 def _out_of_place(where: str, value: dict[str, Any], kind: str) -> Iterator[UnknownField]:
-    """Members that belong to another type of format."""
+    """Yield the members that belong to another type of format."""
     for other, members in MEMBERS_OF_TYPE.items():
         for name in members:
             if other != kind and name in value:

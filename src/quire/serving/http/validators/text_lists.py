@@ -13,8 +13,8 @@ _COUNT, _CHARACTERS = "inputs", "prompt_characters"
 
 @dataclass(frozen=True, slots=True)
 class TextList:
-    """A list of texts, none of them empty. With `or_one` also a single text; with `or_objects` a text may also be an
-    object whose `text` it is."""
+    """A list of non-empty texts. With `or_one`, a single text is also allowed; with `or_objects`, an object with the
+    member `text` is allowed for each text."""
 
     or_one: bool = False
     or_objects: bool = False

@@ -1,4 +1,4 @@
-"""The kinds of the parameters that offer tools to a model."""
+"""Validators of the parameters that offer tools to a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FORM = 'send {"type": "function", "function": {"name": ..., "parameters": {...}
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Functions, each with a name of its own and, if it has arguments, their JSON schema."""
+    """Functions with unique names and, if they have arguments, the JSON schema of these."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
         if not isinstance(value, list):
@@ -47,7 +47,7 @@ class Tools:
         for place, tool in enumerate(value):
             name = self._check_tool(f"{where}[{place}]", tool, limits)
             if name in names:
-                raise InvalidRequest(f"{where}[{place}].function.name", f"{shown(name)} stands twice", "rename one")
+                raise InvalidRequest(f"{where}[{place}].function.name", f"{shown(name)} is used twice", "rename one")
             names.add(name)
         check_numbers(where, value)
         return value
@@ -96,7 +96,7 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class AllowedTools:
-    """The tools that may be called, by name, and whether one must be."""
+    """The names of the tools that may be called, and whether one must be."""
 
     mode: str  # "auto" or "required"
     names: tuple[str, ...]
@@ -104,7 +104,8 @@ class AllowedTools:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether a tool is called, or which. A named one comes back as an object; `allowed_tools` as AllowedTools."""
+    """Whether the model must call a tool, and which one. Returns a text, an object for a named tool, or
+    AllowedTools."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> str | dict[str, Any] | AllowedTools:
         if isinstance(value, str) and value in CHOICES:
@@ -128,7 +129,8 @@ class ToolChoice:
 
     @staticmethod
     def _allowed(where: str, value: dict[str, Any], limits: Bounds) -> AllowedTools:
-        """Chat's form nests mode and tools in `allowed_tools`; that of the responses API does not."""
+        """Return the allowed tools. Chat completions nest `mode` and `tools` in `allowed_tools`; the Responses API does
+        not."""
         form = 'send {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
         inner, path = value, where
         if "allowed_tools" in value:
@@ -171,7 +173,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Functions:
-    """The old form of `tools`: functions without a wrapper. They come back as tools."""
+    """The old form of `tools`: functions without a wrapper. Returns tools."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
         if not isinstance(value, list):
@@ -211,12 +213,13 @@ class FunctionCall:
 
 
 def _unwrapped(error: InvalidRequest) -> InvalidRequest:
-    """An error about a tool, with the path of its function in `functions`."""
+    """Return an error about a tool with the path of its function in `functions`."""
     return type(error)(error.field.replace("].function", "]"), error.reason, error.fix)
 
 
 def _named_tool(where: str, value: Any) -> dict[str, Any]:
-    """One function by name: `{"type": "function", "function": {"name": ...}}`, or flat, as the responses API has it."""
+    """Return one named function, given as `{"type": "function", "function": {"name": ...}}` or flat, as in the
+    Responses API."""
     if not isinstance(value, dict):
         raise InvalidRequest(where, f"must be an object, got {shown(value)}", f"send {_NAMED}")
     if value.get("type") != "function":
@@ -234,7 +237,7 @@ def _named_tool(where: str, value: Any) -> dict[str, Any]:
 
 
 def check_name(where: str, name: Any) -> str:
-    """The name of a function."""
+    """Return the name of a function. Raises InvalidRequest if it is invalid."""
     if not isinstance(name, str) or not 1 <= len(name) <= 64 or not set(name) <= _LETTERS:
         reason = f"must be 1 to 64 letters, digits, dots, dashes or underscores, got {shown(name)}"
         raise InvalidRequest(where, reason, "rename it")
@@ -252,7 +255,7 @@ def _check_parameters(where: str, parameters: Any) -> None:
 
 
 def _unknown_fields(where: str, tools: list[Any]) -> Iterator[UnknownField]:
-    """Members of tools that nobody reads: who holds them, their name, and what to say."""
+    """Yield the unknown members of tools."""
     for place, tool in enumerate(tools):
         if not isinstance(tool, dict):
             continue

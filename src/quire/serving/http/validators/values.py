@@ -1,4 +1,4 @@
-"""What the value of a request parameter may be: each kind checks values and describes itself as a JSON schema."""
+"""Validators of request parameters. Each validates a value and describes the allowed values as a JSON schema."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MAX_KEY_CHARACTERS = 64
 
 
 class UnsupportedParameter(InvalidRequest):
-    """There is such a parameter, but the server cannot do what it asks for."""
+    """The parameter is known, but the server cannot do what its value asks for."""
 
 
 class Validator(Protocol):
-    """`check` returns the value in the one form the server uses, or raises InvalidRequest naming `where`."""
+    """`check` returns the value in normalized form, or raises InvalidRequest, which names the field `where`."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> Any: ...
 
@@ -29,17 +29,18 @@ class Validator(Protocol):
 
 @runtime_checkable
 class Prunable(Protocol):
-    """A kind whose values have members. `prune` takes out, in place, those that a server can do without."""
+    """A validator of values with members. `prune` removes, in place, the members that may be ignored."""
 
     def prune(self, where: str, value: Any, limits: Bounds) -> tuple[Any, list[InvalidRequest]]:
-        """The value without members that are unknown or not supported, and what `check` would have said of them."""
+        """Return the value without unknown and unsupported members, and the errors that `check` would have raised for
+        them."""
 
 
-UnknownField = tuple[dict[str, Any], str, InvalidRequest]  # who holds a member that nobody reads, its name, what to say
+UnknownField = tuple[dict[str, Any], str, InvalidRequest]  # an object, the name of its unknown member, and the error
 
 
 def drop_unknown_fields(unknown: Iterable[UnknownField]) -> list[InvalidRequest]:
-    """Take them out of their holders; what would have been said of them."""
+    """Remove unknown members from their objects, and return their errors."""
     dropped: list[InvalidRequest] = []
     for holder, name, error in list(unknown):
         del holder[name]
@@ -48,19 +49,19 @@ def drop_unknown_fields(unknown: Iterable[UnknownField]) -> list[InvalidRequest]
 
 
 def shown(value: object) -> str:
-    """A value as an error may quote it: short, however long it is, and without control characters."""
+    """Return a value as an error message quotes it: at most 80 characters, without control characters."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a whole number of {value.bit_length()} bits"
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()  # as JSON writes it
+        return "null" if value is None else str(value).lower()  # in JSON's notation
     text = ascii(value if not isinstance(value, str) else value[:80])
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _unquoted(value: object) -> str:
-    """The fix for a value of another type: clients in shells and forms often send text."""
+def _unquote_fix(value: object) -> str:
+    """Return the fix for a value of the wrong type. Clients in shells and forms often send text instead of numbers."""
     return "send it without quotes" if isinstance(value, str) else ""
 
 
@@ -68,7 +69,7 @@ def _unquoted(value: object) -> str:
 class Flag:
     def check(self, where: str, value: Any, limits: Bounds) -> bool:  # noqa: ARG002
         if not isinstance(value, bool):
-            raise InvalidRequest(where, f"must be true or false, got {shown(value)}", _unquoted(value))
+            raise InvalidRequest(where, f"must be true or false, got {shown(value)}", _unquote_fix(value))
         return value
 
     def schema(self, limits: Bounds) -> Schema:  # noqa: ARG002
@@ -77,7 +78,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A whole number from `low` to `high`, which may name a limit. JSON's 1.0 is one too."""
+    """A whole number from `low` to `high`; `high` may be the name of a limit. JSON's 1.0 is accepted."""
 
     low: int
     high: int | str
@@ -86,7 +87,7 @@ class Whole:
         high = _resolved(self.high, limits)
         number = int(value) if isinstance(value, float) and value.is_integer() else value
         if isinstance(number, bool) or not isinstance(number, int):
-            raise InvalidRequest(where, f"must be a whole number, got {shown(value)}", _unquoted(value))
+            raise InvalidRequest(where, f"must be a whole number, got {shown(value)}", _unquote_fix(value))
         if not self.low <= number <= high:
             raise InvalidRequest(where, f"must be in [{self.low}, {high}], got {shown(number)}", _fix(self.high))
         return number
@@ -97,7 +98,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A finite number from `low` to `high`; with `is_open`, above `low`."""
+    """A finite number from `low` to `high`; with `is_open`, greater than `low`."""
 
     low: float
     high: float
@@ -105,7 +106,7 @@ class Number:
 
     def check(self, where: str, value: Any, limits: Bounds) -> float:  # noqa: ARG002
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidRequest(where, f"must be a number, got {shown(value)}", _unquoted(value))
+            raise InvalidRequest(where, f"must be a number, got {shown(value)}", _unquote_fix(value))
         if not self.low <= value <= self.high or (self.is_open and value == self.low):
             allowed = f"{'(' if self.is_open else '['}{self.low:g}, {self.high:g}]"
             raise InvalidRequest(where, f"must be in {allowed}, got {shown(value)}", "choose a value inside it")
@@ -118,11 +119,11 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text of `low` to `high` characters; `high` names a limit."""
+    """Text of `low` to `high` characters; `high` is the name of a limit."""
 
     high: str
     low: int = 0
-    pattern: str = ""  # for the schema; `check` of the user of it enforces the same
+    pattern: str = ""  # for the schema only; the validator that uses this one enforces it
 
     def check(self, where: str, value: Any, limits: Bounds) -> str:
         if not isinstance(value, str):
@@ -140,7 +141,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Identifier:
-    """Visible ASCII without quotes or spaces: safe in a header, a log line and an answer."""
+    """Visible ASCII without quotes, backslashes, < and >: safe in a header, a log line and a response."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> str:
         text = Text("identifier", 1).check(where, value, limits)
@@ -153,7 +154,7 @@ class Identifier:
 
 
 def as_identifier(text: str, limits: Bounds) -> str:
-    """The beginning of a text as an Identifier: `_` stands for each character that one may not have."""
+    """Return the beginning of a text as an Identifier, with `_` for each character that is not allowed."""
     return "".join(letter if _may_identify(letter) else "_" for letter in text[: limits["identifier"]])
 
 
@@ -189,7 +190,7 @@ class EarlyStop:
 
 @dataclass(frozen=True, slots=True)
 class AnswerLength:
-    """A number of tokens from `low` on; -1: as many as fit."""
+    """A number of tokens, at least `low`; -1: as many as fit."""
 
     low: int
 
@@ -203,7 +204,7 @@ class AnswerLength:
 
 @dataclass(frozen=True, slots=True)
 class LogprobCount:
-    """How many likeliest tokens; -1: the whole vocabulary, which is held against the limit where its size is known."""
+    """A number of most probable tokens; -1: the whole vocabulary, whose size is checked against the limit later."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> int:
         return Whole(-1, self._highest(limits)).check(where, value, limits)
@@ -218,7 +219,8 @@ class LogprobCount:
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """A whole number of 64 bits. A negative one stands for the seed with the same bits; -1 stays -1, which is any."""
+    """A whole number of 64 bits. Negative values become the unsigned value with the same bits, except -1, which means
+    any seed."""
 
     highest: int
 
@@ -232,7 +234,7 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """A list of non-empty strings. With `or_one` also a single one, and empty ones are left out."""
+    """A list of non-empty strings. With `or_one`, a single string is also allowed, and empty strings are dropped."""
 
     count: str
     characters: str
@@ -257,7 +259,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """A list of token ids; whether the vocabulary has them is checked where the vocabulary is."""
+    """A list of token ids. Whether the vocabulary has them is checked later."""
 
     count: str
     low: int = 0
@@ -268,7 +270,7 @@ class TokenIds:
         if not self.low <= len(value) <= limits[self.count]:
             raise InvalidRequest(where, f"has {len(value)} ids, must be in [{self.low}, {limits[self.count]}]")
         if set(map(type, value)) <= {int} and (not value or (min(value) >= 0 and max(value) <= MAX_TOKEN_ID)):
-            return value  # the usual case, at a tenth of the price
+            return value  # the usual case, in a tenth of the time
         return [_token_id(where, token) for token in value]
 
     def schema(self, limits: Bounds) -> Schema:
@@ -288,7 +290,7 @@ class Bias:
         biases, number = {}, Number(-100.0, 100.0)
         for key, bias in value.items():
             if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
-                raise InvalidRequest(where, f"{shown(key)} is no token id", 'write ids as text: {"42": -1.5}')
+                raise InvalidRequest(where, f"{shown(key)} is not a token id", 'write ids as text: {"42": -1.5}')
             biases[int(key)] = number.check(f"{where}.{int(key)}", bias, limits)
         return biases
 
@@ -303,7 +305,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """An object of known members only; a member that is null counts as absent."""
+    """An object whose members are all known; a member that is null counts as absent."""
 
     members: Mapping[str, Validator]
 
@@ -316,7 +318,7 @@ class Options:
         return {name: self.members[name].check(f"{where}.{name}", given, limits) for name, given in present.items()}
 
     def unknown(self, where: str, value: dict[str, Any]) -> list[UnknownParameter]:
-        """What there is to say about members that are not known."""
+        """Return an error for each unknown member."""
         known = f"known: {', '.join(self.members)}"
         names = [name for name in value if name not in self.members]
         return [UnknownParameter(f"{where}.{name[:80]}", "is not known", known) for name in names]
@@ -341,8 +343,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A parameter that changes nothing here. The harmless values mean the same as leaving it out; all others are
-    refused, or where the parameter could not change the answer, named in a warning."""
+    """A parameter without implementation. The harmless values are equivalent to leaving it out; others are refused or,
+    if the parameter cannot change the answer, cause a warning."""
 
     harmless: tuple[Any, ...] = ()
     why: str = "is not supported yet"
@@ -357,7 +359,7 @@ class Only:
 
 
 def nullable(schema: Schema) -> Schema:
-    """The same schema, where null stands for absent."""
+    """Return the schema with null allowed, which means absent."""
     if not schema or schema == {"type": "null"}:
         return schema
     if "enum" in schema:
@@ -369,7 +371,7 @@ def nullable(schema: Schema) -> Schema:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether JSON has it as a number: 1 and 1.0 are the same there, and 1 and true are not."""
+    """Whether a value is a number in JSON: 1 equals 1.0, but not true."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses: answers to conversations of items, which the server can keep and continue."""
+"""OpenAI's Responses API: answers to conversations of items, which the server can store and continue."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ _encode = msgspec.json.encode
 _LIST_LIMIT = 100
 _DESCRIPTION = """\
 Answers a conversation of items, as OpenAI's Responses API does. With `store` (the default) the response can be read
-again, continued with `previous_response_id`, and its items named by `item_reference`. The server keeps as many as
-`stored_responses` and `stored_response_bytes` allow and forgets the least recently used; what is forgotten is answered
-with 404. A response belongs to the API key and the `cache_salt` that made it: to others it is unknown. Only the HTTP
-process that made it knows it, as with forks. Nothing is kept over a restart. `stream` sends OpenAI's events; a stream
-that breaks ends with `response.failed`. Tools are functions; hosted tools are refused by name."""
+again, continued with `previous_response_id`, and its items referred to by `item_reference`. The server stores as many
+as `stored_responses` and `stored_response_bytes` allow and forgets the least recently used; a request for a forgotten
+one is answered with 404. A response belongs to the API key and the `cache_salt` that created it; requests with others
+do not find it. Only the HTTP process that created it knows it, as with forks. Stored responses do not survive a
+restart. `stream` sends OpenAI's events; a stream that breaks ends with `response.failed`. Tools are functions; hosted
+tools are refused by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesEndpoint(GenerationEndpoint):
-    """The endpoint that makes responses."""
+    """The endpoint that generates responses."""
 
     def make_handler(self, service: Service) -> Handler:
         return ResponsesHandler(service, self)
 
 
 class ResponsesHandler(GenerationHandler):
-    """Makes responses. While one that is stored is being generated, it can be read and cancelled."""
+    """Generates responses. While a stored response is being generated, it can be read and cancelled."""
 
     async def _reply(self, exchange: Exchange, job: Job, requests: Sequence[InFlightRequest], mailbox: Mailbox) -> None:
         turn = turn_of(job.options)
@@ -69,6 +70,7 @@ class ResponsesHandler(GenerationHandler):
     async def _reply_or_cancelled(
         self, exchange: Exchange, job: Job, requests: Sequence[InFlightRequest], mailbox: Mailbox
     ) -> None:
+        """Reply as usual. If the request was cancelled before the reply began, reply with the cancelled response."""
         try:
             await super()._reply(exchange, job, requests, mailbox)
         except ApiError as error:
@@ -77,7 +79,7 @@ class ResponsesHandler(GenerationHandler):
             await exchange.reply(200, _encode(self._writer(job, requests).broken(error)))
 
     async def _generate(self, job: Job, requests: Sequence[InFlightRequest], mailbox: Mailbox) -> None:
-        """Wait for the answer and store it. The client has its reply already, and may be gone."""
+        """Wait for the answer of a background response and store it. Its client already has a reply."""
         while not mailbox.is_over:
             await mailbox.wait()
         if mailbox.failure is not None:
@@ -91,7 +93,7 @@ class ResponsesHandler(GenerationHandler):
 
 
 class StoredResponses:
-    """Handlers of requests about one stored or running response."""
+    """The handlers of requests about one stored or running response."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._store = service, service.responses
@@ -112,8 +114,8 @@ class StoredResponses:
         await exchange.reply_json({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, exchange: Exchange) -> None:
-        """End a response that is being generated. One of the background that has ended stays as it is; another one
-        was answered long ago, and there is nothing to cancel."""
+        """End a response that is being generated. For a background response that has ended, reply with it unchanged;
+        for any other ended response, reply with an error."""
         owner, response_id = self._named(exchange)
         running = self._store.find_running(owner, response_id)
         if running is not None:
@@ -139,7 +141,7 @@ class StoredResponses:
         if after is not None:
             places = [place for place, item in enumerate(items) if item.item_id == after]
             if not places:
-                raise InvalidRequest("after", "is none of the input items", "send the id of one")
+                raise InvalidRequest("after", "is not one of the input items", "send the id of one")
             items = items[places[0] + 1 :]
         page = items[:limit]
         await exchange.reply_json(
@@ -183,7 +185,7 @@ def _about_one(
 
 
 class ResponsesSettings(GenerationSettings):
-    """Settings of an endpoint that also nests less than chat completions."""
+    """Settings that also translate nested field names of chat completions to the flat ones of this endpoint."""
 
     def in_own_names(self, error: InvalidRequest) -> InvalidRequest:
         own = super().in_own_names(error)
@@ -205,7 +207,7 @@ _OWN_NAMES: dict[str, str] = {
 RESPONSE = ResponsesEndpoint(
     name="responses",
     paths=("/v1/responses",),
-    summary="Answer a conversation of items, and keep the answer",
+    summary="Answer a conversation of items, and store the answer",
     fields=FIELDS,
     response="Response",
     event="ResponseEvent",
@@ -222,8 +224,9 @@ RESPONSE = ResponsesEndpoint(
 RESPONSES: tuple[Endpoint, ...] = (
     RESPONSE,
     _about_one("response", "", "A stored response", "GET", "Response", lambda stored: stored.get),
-    _about_one("delete_response", "", "Forget a response", "DELETE", "DeletedResponse", lambda stored: stored.delete),
-    _about_one("cancel_response", "/cancel", "End a response that runs", "POST", "Response",
+    _about_one("delete_response", "", "Delete a stored response", "DELETE", "DeletedResponse",
+               lambda stored: stored.delete),
+    _about_one("cancel_response", "/cancel", "Cancel a running response", "POST", "Response",
                lambda stored: stored.cancel),
     _about_one("input_items", "/input_items", "The input of a stored response", "GET", "InputItems",
                lambda stored: stored.input_items),

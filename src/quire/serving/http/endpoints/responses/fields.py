@@ -1,4 +1,4 @@
-"""The parameters of `/v1/responses`, and validators of those that chat completions write in another way."""
+"""The parameters of `/v1/responses`, and validators of those whose form differs from chat completions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TOOL_MEMBERS = ("name", "description", "parameters", "strict")
 
 @dataclass(frozen=True, slots=True)
 class FunctionTools:
-    """Functions that the model may call. `check` returns them as `/v1/chat/completions` writes them."""
+    """Functions that the model may call. `check` returns them in the form of `/v1/chat/completions`."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[dict[str, Any]]:
         if not isinstance(value, list):
@@ -67,7 +67,7 @@ class FunctionTools:
 
 
 def _unknown_fields(where: str, tools: list[Any]) -> Iterator[UnknownField]:
-    """The members of functions that nothing reads."""
+    """Yield the unknown members of functions."""
     for place, tool in enumerate(tools):
         if isinstance(tool, dict) and tool.get("type") == "function":
             for name in [name for name in tool if name not in ("type", *_TOOL_MEMBERS) and tool[name] is not None]:
@@ -80,14 +80,14 @@ def _function_tool(where: str, tool: Any) -> dict[str, Any]:
         raise InvalidRequest(where, f"must be an object, got {shown(tool)}", _TOOL_FORM)
     kind = tool.get("type")
     if kind != "function":
-        reason = f"{shown(kind)} is a tool that this server does not have; it has functions only"
+        reason = f"{shown(kind)} is a tool that this server does not support; it supports functions only"
         raise UnsupportedParameter(f"{where}.type", reason, _TOOL_FORM)
     return {"type": "function", "function": {name: tool[name] for name in _TOOL_MEMBERS if name in tool}}
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionChoice:
-    """Whether a function is called, which one, or which ones may be."""
+    """Whether the model must call a function, which one, or which ones it may call."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> str | dict[str, Any]:
         if isinstance(value, str) and value in CHOICES:
@@ -99,7 +99,7 @@ class FunctionChoice:
             check_name(f"{where}.name", value.get("name"))
             return value
         if value.get("type") != "allowed_tools":
-            reason = f"{shown(value.get('type'))} is a tool that this server does not have"
+            reason = f"{shown(value.get('type'))} is a tool that this server does not support"
             raise UnsupportedParameter(f"{where}.type", reason, 'use "function" or "allowed_tools"')
         OneOf(("auto", "required")).check(f"{where}.mode", value.get("mode"), limits)
         tools = value.get("tools")
@@ -124,7 +124,7 @@ class FunctionChoice:
 
 @dataclass(frozen=True, slots=True)
 class TextFormat:
-    """What the text of the answer must match. `check` returns the format, and the StructuredOutputsParams it means."""
+    """The format of the answer's text. `check` returns the format as given, and its StructuredOutputsParams."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> tuple[dict[str, Any], Any]:
         if not isinstance(value, dict):
@@ -149,7 +149,7 @@ class TextFormat:
 
 @dataclass(frozen=True, slots=True)
 class Includes:
-    """A list of what to add to the response."""
+    """A list of additional data to include in the response."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[str]:
         if not isinstance(value, list) or len(value) > len(_INCLUDES):
@@ -187,7 +187,7 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SUMMARIES = ("auto", "concise", "detailed")
 _REASONING = Options({"effort": OneOf(_EFFORTS), "summary": OneOf(_SUMMARIES), "generate_summary": OneOf(_SUMMARIES)})
 _TEXT = Options({"format": TextFormat(), "verbosity": OneOf(("low", "medium", "high"))})
-_OF_CHAT = ("n", "repetition_detection")  # a response has one answer, and no status for one that was looping
+_OF_CHAT = ("n", "repetition_detection")  # a response has one answer, and no status for an answer that ended in a loop
 _SAMPLING = tuple(one for one in (*SAMPLING, *LENGTH) if one.name not in (*_OF_CHAT, "max_completion_tokens"))
 _OWN_LABELS = ("metadata", "store", "prompt_cache_retention")
 
@@ -206,23 +206,26 @@ FIELDS = (
     Field("stream_options", Options({"include_obfuscation": Flag()}), "Events are never padded.", support="no effect"),
     Field("max_output_tokens", Whole(1, "max_tokens"),
           "At most this many new tokens, reasoning included; default: what is left of max_model_len."),
-    Field("tools", FunctionTools(), "Functions the model may call: names, JSON schemas of arguments."),
+    Field("tools", FunctionTools(), "Functions that the model may call: names and JSON schemas of their arguments."),
     Field("tool_choice", FunctionChoice(),
-          "`none`: no call; `auto`: the model decides; `required`: it must call one; or the one it must call, or "
-          "`allowed_tools`: the ones it may call.", "auto"),
+          "`none`: no call; `auto`: the model decides; `required`: it must call a function; an object that names a "
+          "function: it must call that one; `allowed_tools`: it may call only these.", "auto"),
     Field("parallel_tool_calls", Flag(), "Whether an answer may hold several calls.", True),
-    Field("max_tool_calls", Whole(1, 2**31 - 1), "A bound on hosted tools, of which there are none.",
+    Field("max_tool_calls", Whole(1, 2**31 - 1), "Limits calls of hosted tools, of which there are none.",
           support="no effect"),
     Field("text", _TEXT,
           '`format`: `{"type": "json_schema", "name": ..., "schema": ...}`, `{"type": "json_object"}` or '
           '`{"type": "text"}`; `verbosity` is passed to chat templates that read `verbosity`.'),
     Field("reasoning", _REASONING,
           "`effort` is passed to chat templates that read `reasoning_effort`, and `none` turns off thinking where the "
-          "template can; `summary`: return the reasoning, unabridged, as a summary."),
-    Field("include", Includes(), f"`{OUTPUT_LOGPROBS}`: the log-probability of each token. The others change nothing."),
-    Field("top_logprobs", Whole(0, "logprobs"), "Also return this many likeliest tokens at each place.", 0),
+          "template can; `summary`: return the whole reasoning as a summary."),
+    Field("include", Includes(), f"`{OUTPUT_LOGPROBS}`: the log-probability of each token. Other values have no "
+          "effect."),
+    Field("top_logprobs", Whole(0, "logprobs"), "Also return the log-probabilities of this many most probable tokens "
+          "at each position.", 0),
     Field("truncation", OneOf(("auto", "disabled")),
-          "What happens to a conversation that is too long: an error, or its oldest items are left out.", "disabled"),
+          "What happens to a conversation that is too long. `disabled`: an error; `auto`: its oldest items are left "
+          "out.", "disabled"),
     Field("metadata", Metadata(), "The client's own labels; returned with the response."),
     *TEMPLATE[2:],
     *_SAMPLING,

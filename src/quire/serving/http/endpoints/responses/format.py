@@ -1,4 +1,4 @@
-"""Writes the responses of `/v1/responses`, whole and as streamed events, and stores them."""
+"""Writes the responses of `/v1/responses`, whole and as streams of events, and stores them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def turn_of(options: ResponseOptions) -> Turn:
 
 
 class ResponsesFormat:
-    """A ResponseFormat: items."""
+    """A ResponseFormat: a response object with output items."""
 
     def __init__(self, service: Service) -> None:
         tokenizer = service.texts.tokenizer
@@ -51,7 +51,7 @@ class ResponsesFormat:
         return ResponsesStream(self, options, requests)
 
     def store(self, options: ResponseOptions, body: bytes, output: Sequence[dict[str, Any]]) -> None:
-        """Keep a response that has ended, if its request says so."""
+        """Store an ended response, if its request asked for that."""
         turn = turn_of(options)
         if turn.stores:
             items = tuple(StoredItem(item["id"], _encode(item)) for item in output)
@@ -60,7 +60,7 @@ class ResponsesFormat:
 
 
 class ResponseWriter:
-    """Writes the response object of one request at any time of its life."""
+    """Writes the response object of one request, at any time from its start to its end."""
 
     def __init__(
         self, form: ResponsesFormat, options: ResponseOptions, requests: Sequence[InFlightRequest], emit: Any = None
@@ -70,11 +70,11 @@ class ResponseWriter:
         self.output = Output(options.reading, emit or (lambda *_: None), reasoning_as_summary=as_summary)
 
     def beginning(self, *, is_queued: bool = False) -> dict[str, Any]:
-        """The response before it has an answer."""
+        """Return the response object without output."""
         return self._object("queued" if is_queued else "in_progress", [], None)
 
     def ended(self) -> dict[str, Any]:
-        """The whole response. Stores it."""
+        """Return the complete response object, and store it if its request asked for that."""
         is_cut = self.output.finish_reason == "length"
         status: Literal["incomplete", "completed"] = "incomplete" if is_cut else "completed"
         items = self.output.finish(status)
@@ -83,12 +83,13 @@ class ResponseWriter:
         return self._stored(self._object(status, items, usage, why="max_output_tokens" if is_cut else None))
 
     def broken(self, error: ApiError) -> dict[str, Any]:
-        """A response that was cancelled or failed, with what there was of its answer. Stores it."""
+        """Return the response object of a cancelled or failed request, with the output so far, and store it if its
+        request asked for that."""
         items = self.output.finish("incomplete")
         if error.code == "cancelled":
             return self._stored(self._object("cancelled", items, None))
-        told = {"code": "server_error", "message": str(error)}
-        return self._stored(self._object("failed", items, None, error=told))
+        details = {"code": "server_error", "message": str(error)}
+        return self._stored(self._object("failed", items, None, error=details))
 
     def _stored(self, response: dict[str, Any]) -> dict[str, Any]:
         self._form.store(self._options, _encode(response), response["output"])
@@ -127,7 +128,7 @@ class ResponseWriter:
 
 
 class ResponsesStream:
-    """Writes events, each with the next sequence number."""
+    """A StreamFormat: events with consecutive sequence numbers."""
 
     content_type = b"text/event-stream; charset=utf-8"
 
@@ -137,7 +138,7 @@ class ResponsesStream:
         self._writer = ResponseWriter(form, options, requests, self._emit)
 
     def opening(self) -> bytes:
-        """Nothing: `events` writes the first events itself, so that their numbers are in order."""
+        """Return nothing. `events` writes the opening events, so that their sequence numbers are in order."""
         return b""
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
@@ -154,7 +155,7 @@ class ResponsesStream:
     def failure(self, error: ApiError) -> bytes:
         self._begin()
         response = self._writer.broken(error)
-        kind = "failed" if response["status"] == "failed" else "incomplete"  # the API has no event for a cancelled one
+        kind = "failed" if response["status"] == "failed" else "incomplete"  # there is no event for cancelled ones
         self._emit(f"response.{kind}", {"response": response})
         return self._taken()
 

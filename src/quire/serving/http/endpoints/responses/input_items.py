@@ -1,4 +1,4 @@
-"""Checks the input items of `/v1/responses`, and writes a conversation of items as chat messages."""
+"""Validates the input items of `/v1/responses`, and translates a conversation of items to chat messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Item = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_STATE = ("id", "type", "status")
+_STATE = ("id", "type", "status")  # members that all items but references have
 _MEMBERS = {
     "message": (*_STATE, "role", "content", "phase"),
     "function_call": (*_STATE, "call_id", "name", "arguments", "namespace", "caller", "async"),
@@ -38,8 +38,8 @@ _FORM = 'send text, or a list of items such as {"role": "user", "content": ...}'
 
 @dataclass(frozen=True, slots=True)
 class InputItems:
-    """Text, or a list of items: messages, calls of functions and their outputs, reasoning, references to stored items.
-    Returns items in one form, each with an id."""
+    """Text, or a list of items: messages, function calls and their outputs, reasoning, and references to stored items.
+    Returns items in a normalized form, each with an id."""
 
     def check(self, where: str, value: Any, limits: Bounds) -> list[Item]:
         if isinstance(value, str):
@@ -84,7 +84,7 @@ def _record(members: dict[str, Schema], *optional: str) -> Schema:
 
 
 def _kind(item: Any) -> Any:
-    """The type of an item. Messages and references may leave it out."""
+    """Return the type of an item. Messages and references may omit it."""
     if not isinstance(item, dict):
         return None
     default = "message" if "role" in item else "item_reference" if set(item) <= {"id", "type"} else None
@@ -93,7 +93,7 @@ def _kind(item: Any) -> Any:
 
 
 def _unknown_fields(where: str, items: Sequence[Any]) -> Iterator[UnknownField]:
-    """The members of items and their text parts that nothing reads."""
+    """Yield the unknown members of items and of their parts."""
     for place, item in enumerate(items):
         kind = _kind(item)
         known = _MEMBERS.get(kind) if isinstance(kind, str) else None
@@ -119,7 +119,7 @@ def _check_item(where: str, item: Any, limits: Bounds) -> Item:
     if not isinstance(item, dict) or kind is None:
         raise InvalidRequest(where, f"must be an item with a type or a role, got {shown(item)}", _FORM)
     if not isinstance(kind, str) or kind not in _MEMBERS:
-        reason = f"{shown(kind)} is an item that this server does not have"
+        reason = f"{shown(kind)} is an item type that this server does not support"
         raise UnsupportedParameter(f"{where}.type", reason, f"known: {', '.join(_MEMBERS)}")
     if item.get("id") is not None or kind == "item_reference":
         Text("label", 1).check(f"{where}.id", item.get("id"), limits)
@@ -175,13 +175,13 @@ def _check_reasoning(where: str, item: Item, limits: Bounds) -> Item:
 
 
 def _check_parts(where: str, content: Any, limits: Bounds) -> list[Item]:
-    """The parts of a user's message: texts, and images as they were sent."""
+    """Return the parts of a user's message: texts, and images with their URL unchecked."""
     images = {
         place: _check_image(f"{where}[{place}]", part)
         for place, part in enumerate(content if isinstance(content, list) else ())
         if isinstance(part, dict) and part.get("type") == _IMAGE
     }
-    if images:  # their places are kept, so that errors name those of texts
+    if images:  # an empty text replaces each image, so that errors name the right index
         blank = {"type": "input_text", "text": ""}
         content = [blank if place in images else part for place, part in enumerate(content)]
     texts = _check_texts(where, content, limits)
@@ -196,7 +196,7 @@ def _check_image(where: str, part: Item) -> Item:
 
 
 def _check_texts(where: str, content: Any, limits: Bounds) -> list[str]:
-    """The texts of content that is text or a list of text parts."""
+    """Return the texts of content, which is text or a list of text parts."""
     text = Text("prompt_characters")
     if isinstance(content, str):
         return [text.check(where, content, limits)]
@@ -212,7 +212,7 @@ def _check_texts(where: str, content: Any, limits: Bounds) -> list[str]:
             raise InvalidRequest(f"{where}[{place}]", f"must be an object, got {shown(part)}", fix)
         kind = part.get("type")
         if kind not in (*_TEXT_PARTS, "refusal"):
-            reason = f"is {shown(kind)}; only text is taken here"
+            reason = f"is {shown(kind)}; only text is supported here"
             raise UnsupportedParameter(f"{where}[{place}]", reason, 'send {"type": "input_text", "text": ...}')
         name = "refusal" if kind == "refusal" else "text"
         texts.append(text.check(f"{where}[{place}].{name}", part.get(name), limits))
@@ -220,7 +220,7 @@ def _check_texts(where: str, content: Any, limits: Bounds) -> list[str]:
 
 
 def _texts(item: Item) -> Iterable[str]:
-    """All texts of a checked item that the model reads."""
+    """Yield all texts of a validated item that the model reads."""
     for name in ("content", "summary"):
         yield from (part["text"] for part in item.get(name, ()) if "text" in part)
     yield from (item[name] for name in ("output", "arguments", "name") if name in item)
@@ -228,8 +228,8 @@ def _texts(item: Item) -> Iterable[str]:
 
 # ---------------------------------------------------------------------------------------------------------- messages
 def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The chat messages of a conversation. Reasoning, text and calls that follow each other become one message of the
-    assistant; instructions and the system messages at the beginning become one system message."""
+    """Return the chat messages of a conversation. Reasoning, text and calls that follow each other become one assistant
+    message; the instructions and the leading system messages become one system message."""
     leading = [] if instructions is None else [instructions]
     messages: list[dict[str, Any]] = []
     reasoning = ""
@@ -248,7 +248,7 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
         elif kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
         else:
-            if reasoning:  # an answer that was cut off while the model was reasoning
+            if reasoning:  # the answer was cut off while the model was reasoning
                 messages.append(_with_reasoning({"role": "assistant", "content": ""}, reasoning))
                 reasoning = ""
             messages.append({"role": role, "content": _content(item)})
@@ -258,7 +258,8 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
 
 
 def _assistant_to_call(messages: list[dict[str, Any]], reasoning: str) -> dict[str, Any]:
-    """The message that gets the next call: the last one, if the assistant wrote it and did not reason since."""
+    """Return the assistant message to add a call to: the last message if it is the assistant's and no reasoning follows
+    it, else a new one."""
     if not messages or messages[-1]["role"] != "assistant" or reasoning:
         messages.append(_with_reasoning({"role": "assistant", "content": None}, reasoning))
     messages[-1].setdefault("tool_calls", [])
@@ -275,7 +276,7 @@ def _call(item: Item) -> dict[str, Any]:
 
 
 def _content(item: Item) -> str | list[Item]:
-    """The text of a user's message, or its parts if some are images."""
+    """Return the text of a user's message, or its parts if some are images."""
     parts = item["content"]
     if all(part["type"] != _IMAGE for part in parts):
         return _joined(item)

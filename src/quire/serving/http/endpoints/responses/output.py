@@ -1,4 +1,4 @@
-"""Builds the output items of a response from the parts of its answer, and reports every change as an event."""
+"""Builds the output items of a response from the parts of its answer, and emits an event for every change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ ItemStatus = Literal["completed", "incomplete"]
 
 
 class OutputItem(ABC):
-    """An item that is being written. Emits `output_item.added` at its beginning and `output_item.done` at its end."""
+    """An output item that is being written. Emits `output_item.added` at its beginning and `output_item.done` at its
+    end."""
 
     def __init__(self, emit: Emit, output_index: int, item: dict[str, Any]) -> None:
         self._emit, self._index, self._item = emit, output_index, item
@@ -29,11 +30,12 @@ class OutputItem(ABC):
         self._open()
 
     def add(self, text: str, logprobs: Sequence[bytes]) -> None:
+        """Append text to the item, and emit it as a delta."""
         self._texts.append(text)
         self._report(text, logprobs)
 
     def finish(self, status: ItemStatus) -> dict[str, Any]:
-        """The whole item."""
+        """Emit the events at the end of the item, and return the whole item."""
         item = {**self._item, "status": status, **self._close("".join(self._texts))}
         self._emit("response.output_item.done", {"output_index": self._index, "item": item})
         return item
@@ -46,11 +48,11 @@ class OutputItem(ABC):
 
     @abstractmethod
     def _close(self, text: str) -> dict[str, Any]:
-        """Emit the events at the end of the text, and return the members of the item that have it."""
+        """Emit the events at the end of the text, and return the item's members that hold it."""
 
 
 class MessageItem(OutputItem):
-    """Text for the user."""
+    """An item with text for the user."""
 
     def __init__(self, emit: Emit, output_index: int) -> None:
         self._logprobs: list[msgspec.Raw] = []
@@ -77,7 +79,7 @@ class MessageItem(OutputItem):
 
 
 class ReasoningItem(OutputItem):
-    """The model's reasoning, as content or as a summary."""
+    """An item with the model's reasoning, as content or as a summary."""
 
     def __init__(self, emit: Emit, output_index: int, *, as_summary: bool) -> None:
         self._as_summary = as_summary
@@ -108,7 +110,7 @@ class ReasoningItem(OutputItem):
 
 
 class CallItem(OutputItem):
-    """The call of a function."""
+    """An item with a function call."""
 
     def __init__(self, emit: Emit, output_index: int, call: CallBegun) -> None:
         item = {"id": new_id("fc"), "type": "function_call", "status": "in_progress", "call_id": call.call_id}
@@ -136,7 +138,8 @@ class PendingTokens:
         self._tokens += [(delta.text, logprobs) for logprobs in delta.logprobs]
 
     def take(self, text: str) -> list[bytes]:
-        """The logprobs of the tokens that `text` is made of. Marks before it, which are in no part, are left out."""
+        """Remove and return the logprobs of the tokens that make up `text`. Tokens before it, such as markers that are
+        in no part, are dropped."""
         if not self._tokens:
             return []
         start = max("".join(token for token, _ in self._tokens).find(text), 0)
@@ -156,14 +159,14 @@ class PendingTokens:
 
 
 class Output:
-    """The output of one response. Deltas go in; items and events come out. However the text is cut into deltas, the
-    items are the same. White space between other items is no message."""
+    """The output of one response: takes deltas, builds items and emits events. The items do not depend on how the text
+    is cut into deltas. White space between other items does not become a message."""
 
     def __init__(self, reading: MessageReading | None, emit: Emit, *, reasoning_as_summary: bool) -> None:
         self._reader = None if reading is None else StreamReader(reading)
         self._emit, self._as_summary = emit, reasoning_as_summary
         self._open: OutputItem | None = None
-        self._space, self._space_logprobs = "", list[bytes]()  # white space that may begin a message
+        self._space, self._space_logprobs = "", list[bytes]()  # white space that begins a message if text follows
         self._tokens = PendingTokens()
         self.items: list[dict[str, Any]] = []
         self.num_tokens = 0
@@ -183,11 +186,11 @@ class Output:
             parts = self._reader.parts(0, [delta])
         for part in parts:
             self._add(part)
-        if parts:  # what is left are tokens of calls, reasoning and marks, which have no logprobs in this API
+        if parts:  # the rest are tokens of calls, reasoning and markers, which have no logprobs here
             self._tokens.clear()
 
     def finish(self, status: ItemStatus) -> list[dict[str, Any]]:
-        """End the last item, and return all of them. An answer without any item is one empty message."""
+        """End the last item and return all items. A completed answer without items becomes one message."""
         if self._open is None and not self.items and status == "completed":
             text, logprobs = self._space, self._space_logprobs
             self._open = MessageItem(self._emit, 0)
@@ -224,7 +227,7 @@ class Output:
             self._open.add(text, logprobs)
 
     def _next_index(self) -> int:
-        """End the open item. Returns the index of the next one."""
+        """End the open item, and return the index of the next one."""
         self._end("completed")
         return len(self.items)
 

@@ -1,4 +1,4 @@
-"""What one request to `/v1/responses` asks for, in the terms of the request path."""
+"""Translates a request to `/v1/responses` to chat parameters and to a Turn."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from quire.serving.requests import Prompt
 from quire.serving.text.chat_messages import message_text
 from quire.types.errors import InvalidRequest
 
-_AS_THEY_ARE = (
+_SAME_NAME = (  # parameters that chat completions have by the same name and meaning
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos", "stop",
     "stop_token_ids", "include_stop_str_in_output", "chat_template_kwargs", "parallel_tool_calls", "request_id",
     "cache_salt", "priority",
 )  # fmt: skip
-_ANSWER_SHARE = 4  # one part in so many of max_model_len is left for an answer of no stated length
+_ANSWER_SHARE = 4  # without max_output_tokens, 1/4 of max_model_len is left for the answer when truncating
 _ECHOED = ("instructions", "previous_response_id", "max_output_tokens", "metadata")
 
 
@@ -36,29 +36,29 @@ class Turn:
     """One response and its place in a conversation."""
 
     owner: Owner
-    context: tuple[StoredItem, ...]  # the items of the turns before
+    context: tuple[StoredItem, ...]  # the items of earlier turns
     input_items: tuple[StoredItem, ...]
     stores: bool
     in_background: bool
     reasoning_as_summary: bool
-    echoed: Mapping[str, Any]  # the members of the response that repeat the request
+    echoed: Mapping[str, Any]  # response members that repeat request parameters
     warnings: tuple[str, ...]
 
 
 def translate(service: Service, given: Parameters, head: RequestHead) -> Parameters:
-    """The parameters of a request, with its Turn under `turn`. Raises InvalidRequest, or ApiError (404) for a response
-    or an item that is not stored."""
+    """Return the chat parameters of a request, with its Turn as the parameter `turn`. Raises InvalidRequest, or
+    ApiError (404) if a response or item is not stored."""
     owner = Owner(head.principal, given.get("cache_salt", ""))
     _check_background(given)
     context = _context(service, owner, given)
     items = [_resolved(service, owner, place, item) for place, item in enumerate(given["input"])]
     conversation: list[Item] = [*map(_decoded, context), *items]
     _check_outputs(conversation, len(context))
-    parameters = {name: given[name] for name in _AS_THEY_ARE if name in given}
+    parameters = {name: given[name] for name in _SAME_NAME if name in given}
     parameters["response_id"] = new_id("resp")
     parameters["messages"] = messages_of(given.get("instructions"), conversation)
     if not parameters["messages"]:
-        raise InvalidRequest("input", "has nothing that the model reads", "send at least one message")
+        raise InvalidRequest("input", "has nothing for the model to read", "send at least one message")
     if "max_output_tokens" in given:
         parameters["max_tokens"] = given["max_output_tokens"]
     if OUTPUT_LOGPROBS in given.get("include", ()) or given.get("top_logprobs"):
@@ -92,14 +92,16 @@ def _check_background(given: Parameters) -> None:
 
 
 def not_stored(field: str, what: str) -> ApiError:
+    """Return the error for a response or an item that is not stored."""
     message = (
-        f"{field}: this {what} is expired or unknown: stored ones are forgotten when newer ones need their place, "
-        "and each of several --api-workers keeps its own"
+        f"{field}: this {what} is unknown or has expired: stored ones are forgotten when newer ones need the space, "
+        "and each of several --api-workers stores its own"
     )
     return ApiError(404, message, code=f"{what}_not_found", param=field)
 
 
 def _context(service: Service, owner: Owner, given: Parameters) -> tuple[StoredItem, ...]:
+    """Return the items of the previous response's conversation. Raises InvalidRequest or ApiError (404)."""
     previous = given.get("previous_response_id")
     if previous is None:
         return ()
@@ -112,7 +114,7 @@ def _context(service: Service, owner: Owner, given: Parameters) -> tuple[StoredI
 
 
 def _resolved(service: Service, owner: Owner, place: int, item: Item) -> Item:
-    """An item, or the stored one that it refers to."""
+    """Return the item, or if it is a reference, the stored item. Raises ApiError (404)."""
     if item["type"] != "item_reference":
         return item
     found = service.responses.find_item(owner, item["id"])
@@ -131,7 +133,8 @@ def _decoded(stored: StoredItem) -> Item:
 
 
 def _check_outputs(conversation: Sequence[Item], start: int) -> None:
-    """Every output must follow the call that it belongs to. `start` is where this request's input begins."""
+    """Raise InvalidRequest if a function output has no call with its id before it. `start` is the index at which this
+    request's input begins."""
     called: set[str] = set()
     for place, item in enumerate(conversation):
         if item["type"] == "function_call":
@@ -143,7 +146,7 @@ def _check_outputs(conversation: Sequence[Item], start: int) -> None:
 
 
 def _reasoning_effort(service: Service, given: Parameters, parameters: Parameters) -> None:
-    """Pass effort and verbosity to a template that reads them."""
+    """Pass effort and verbosity to the chat template, if it has variables for them."""
     effort, read = given.get("reasoning", {}).get("effort"), service.texts.template.variables
     variables = dict(parameters.get("chat_template_kwargs", {}))
     if effort is not None and "reasoning_effort" in read:
@@ -157,7 +160,7 @@ def _reasoning_effort(service: Service, given: Parameters, parameters: Parameter
 
 
 def _tools(service: Service, given: Parameters, parameters: Parameters) -> list[str]:
-    """Put the tools and the choice among them into `parameters`. Returns warnings."""
+    """Put the tools and the tool choice into `parameters`. Returns warnings."""
     tools, choice = list(given.get("tools", ())), given.get("tool_choice", "auto")
     if isinstance(choice, dict) and choice["type"] == "function":
         parameters["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
@@ -165,7 +168,7 @@ def _tools(service: Service, given: Parameters, parameters: Parameters) -> list[
         allowed = {tool["name"] for tool in choice["tools"]}
         missing = allowed - {tool["function"]["name"] for tool in tools}
         if missing:
-            raise InvalidRequest("tool_choice.tools", f"{sorted(missing)[0]} is none of tools", "add it to tools")
+            raise InvalidRequest("tool_choice.tools", f"{sorted(missing)[0]} is not one of tools", "add it to tools")
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
         parameters["tool_choice"] = choice["mode"]
     elif "tool_choice" in given:
@@ -178,18 +181,18 @@ def _tools(service: Service, given: Parameters, parameters: Parameters) -> list[
 
 
 def _drop_strict(service: Service, tools: list[dict[str, Any]]) -> list[str]:
-    """Clients of this API ask for strict functions by default. Leave that out where the model's format of calls has no
-    mark that could bind a call that the model is free to make."""
+    """Drop `strict` if this model's tool format cannot enforce it for calls that the model may choose not to make.
+    OpenAI's clients ask for strict functions by default, so it is a warning and not an error."""
     form = service.texts.tool_format
     if form is None or form.can_be_strict:
         return []
     for tool in tools:
         tool["function"].pop("strict", None)
-    return ['tools: strict cannot be promised in this model\'s format unless tool_choice is "required"']
+    return ['tools: strict cannot be enforced in this model\'s tool call format unless tool_choice is "required"']
 
 
 def _truncate(service: Service, parameters: Parameters) -> list[str]:
-    """Leave out the oldest messages of a conversation that is too long. Returns a warning if it was."""
+    """Drop the oldest messages of a conversation that is too long. Returns a warning if any was dropped."""
     messages: list[dict[str, Any]] = parameters["messages"]
     first = 1 if messages[0]["role"] == "system" else 0
     max_model_len = service.engine().max_model_len
@@ -202,7 +205,7 @@ def _truncate(service: Service, parameters: Parameters) -> list[str]:
 
     def kept_from(place: int) -> Parameters:
         places = (*range(first), *range(place, len(messages)))
-        if taker is None or place < first_taken:  # one message has too many images: the request path says so
+        if taker is None or place < first_taken:  # one message has too many images: it is refused later
             return {"messages": [messages[each] for each in places]}
         images = [image for each in places for image in taken[each][1]]
         return {"messages": [taken[each][0] for each in places], "taken_images": tuple(images)}
@@ -215,7 +218,7 @@ def _truncate(service: Service, parameters: Parameters) -> list[str]:
     if starts[0] == first and fits(first):
         parameters |= kept_from(first)
         return []
-    low, high = 0, len(starts) - 1  # the last place is kept even if it is too long: the request path says so
+    low, high = 0, len(starts) - 1  # if even the last start is too long, the request is refused later
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(starts[middle]) else (middle + 1, high)
@@ -225,7 +228,8 @@ def _truncate(service: Service, parameters: Parameters) -> list[str]:
 
 
 def _first_that_may_fit(service: Service, messages: Sequence[dict[str, Any]], most: int) -> int:
-    """The place from which on the texts of messages may have at most `most` tokens. Saves rendering longer prompts."""
+    """Return the index of the first message from which on the messages may have at most `most` tokens, by a lower bound
+    of the count. Saves rendering longer prompts."""
     fewest, place = 0, len(messages)
     while place and fewest <= most:
         place -= 1
@@ -234,6 +238,7 @@ def _first_that_may_fit(service: Service, messages: Sequence[dict[str, Any]], mo
 
 
 def _num_tokens(service: Service, parameters: Parameters) -> int:
+    """Return the number of prompt tokens; for texts that are certainly too long, max_model_len + 1."""
     prompt = render_prompt(service, parameters, parameters.get("tools", ()))
     text = prompt.text or ""
     limit = service.engine().max_model_len
@@ -244,7 +249,7 @@ def _num_tokens(service: Service, parameters: Parameters) -> int:
 
 
 def _echoed(given: Parameters) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Return the response members that repeat the request."""
     reasoning, text = given.get("reasoning", {}), given.get("text", {})
     found: dict[str, Any] = {name: given.get(name) for name in _ECHOED}
     found["metadata"] = given.get("metadata", {})
