@@ -259,7 +259,7 @@ class FakeExecutor:
             self.rows[new.row] = FakeRow(new, new.token_ids.tolist(), list(new.block_ids), mark, is_missing)
         self._write_rows(plan)
         self._grant(plan)
-        self.tiers.obey(plan.transfers, self.memory)
+        self.tiers.submit(plan.transfers, self.memory)
         for copy in plan.copies:
             self.memory[copy.target] = self.memory[copy.source]
         self.tiers.spoil(plan.transfers, self.memory)

@@ -51,7 +51,7 @@ class FakeTiers:
             memory[block] = content
         self._coming.clear()
 
-    def obey(self, orders: Transfers, memory: Memory) -> None:
+    def submit(self, orders: Transfers, memory: Memory) -> None:
         written = [move.slot for move in (*orders.saves, *orders.fetches)]
         assert len(set(written)) == len(written), "a slot was given to two blocks"
         busy = {slot for _, _, slot in self._queue}

@@ -172,7 +172,10 @@ class EncoderCore:
                 self._end(request.request_id, "stop", row, start)
             else:
                 self._end(
-                    request.request_id, "error", started=start, error="the model made numbers that are not finite"
+                    request.request_id,
+                    "error",
+                    started=start,
+                    error="the model's output has values that are NaN or infinite",
                 )
         counters.steps += 1
         counters.tokens += num_tokens

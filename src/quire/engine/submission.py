@@ -126,7 +126,7 @@ def check_images(request: Submit, limits: ImageLimits | None) -> None:
             reason = f"an image of {image.rows} x {image.columns} tokens at {image.start} cannot be placed"
             raise InvalidRequest("images", reason, f"an image has {FEWEST_TOKENS} to {grid.max_tokens} tokens")
         if len(image.pixels) != image.num_tokens * grid.unit**2 * 3 or len(image.key) != KEY_BYTES:
-            raise InvalidRequest("images", "an image has not the pixels of its size", "resize it as the model asks")
+            raise InvalidRequest("images", "an image's pixels do not match its size", "resize it as the model asks")
         end = image.end
     if sum(len(image.pixels) for image in images) > MAX_PIXEL_BYTES:
         reason = f"have more than {MAX_PIXEL_BYTES // 3:,} pixels in all"

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can run a model here. Imports none of them unless they can be."""
+"""Whether the Triton kernels can run a model on this machine. Imports Triton only if they can."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import torch
 from quire.config.model import Heads
 
 LEAST_CAPABILITY = (8, 0)
-DEPENDENT_CAPABILITY = (9, 0)  # the least that can launch a kernel while the one before still runs
-DEPENDENT_ROWS = 2  # rows from which that makes a step shorter, measured on an H200: one row alone is slower by it
+DEPENDENT_CAPABILITY = (9, 0)  # for programmatic dependent launch (PDL): a kernel starts before the previous one ends
+DEPENDENT_ROWS = 2  # rows from which PDL makes a step faster, measured on an H200: with one row it is slower
 MOST_QUERIES = 128  # query heads that may share a key/value head
-LARGE_DIM, MOST_DIM = 256, 512  # numbers of a head: beyond the first, kernels need more of all
+LARGE_DIM, MOST_DIM = 256, 512  # head sizes; above LARGE_DIM, kernels need more resources
 LARGE_QUERIES = 64
-LARGE_BYTES = 136 << 10  # of shared memory
+LARGE_BYTES = 136 << 10  # shared memory needed for head sizes above LARGE_DIM
 
 
 def why_not_triton(device: torch.device, heads: Heads, block_size: int) -> str | None:
-    """What keeps the kernels from running; None: nothing."""
+    """Return why the kernels cannot run, or None if they can."""
     reason = _why_no_compiler(device)
     if reason is not None:
         return reason
     if heads.latent is not None:
         if not 16 <= heads.latent <= 512 or heads.dim - heads.latent > 128:
-            return f"latents of {heads.dim} numbers are not among those its kernels know (16 to 512, and 128 rotated)"
+            return f"latents of {heads.dim} elements are not supported (16 to 512, and at most 128 rotary ones)"
     elif not 16 <= heads.dim <= MOST_DIM or heads.dim % 2:
-        return f"heads of {heads.dim} numbers are not among those its kernels know (even, 16 to {MOST_DIM})"
+        return f"a head size of {heads.dim} is not supported (even sizes from 16 to {MOST_DIM} are)"
     elif heads.dim > LARGE_DIM and _shared_memory(device) < LARGE_BYTES:
-        return f"heads of {heads.dim} numbers need {LARGE_BYTES >> 10} KiB of shared memory"
+        return f"a head size of {heads.dim} needs a GPU with {LARGE_BYTES >> 10} KiB of shared memory per block"
     most = LARGE_QUERIES if heads.latent is None and heads.dim > LARGE_DIM else MOST_QUERIES
     if heads.num_query // heads.num_kv > most:
         return f"more than {most} query heads share a key/value head"
     if block_size & (block_size - 1):
-        return f"block_size {block_size} is no power of two"
+        return f"block_size {block_size} is not a power of two"
     return None
 
 
 def dependent_rows(device: torch.device) -> int:
-    """Rows of a step from which its kernels are launched before the ones they wait for have ended."""
+    """Return the number of rows of a step from which its kernels use programmatic dependent launch."""
     can = device.type == "cuda" and torch.cuda.get_device_capability(device) >= DEPENDENT_CAPABILITY
     return DEPENDENT_ROWS if can else sys.maxsize
 
@@ -66,7 +66,7 @@ def _why_no_compiler(device: torch.device) -> str | None:
 
 
 def report_compilations(report: Callable[[], None]) -> None:
-    """Call `report` before and after every kernel is compiled from now on, if kernels are compiled in this process."""
+    """Call `report` before and after every compilation of a kernel from now on, if Triton is loaded in this process."""
     if "triton" in sys.modules:
         from quire.kernels.triton import compiling
 

@@ -1,4 +1,5 @@
-"""What users get of pooled states and logits. Needs no torch: a server's edges finish the rows of decoders."""
+"""Turns pooled states and logits into the result rows that users get. Does not need torch, so that a server's edges can
+do it."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from quire.config.embedding import EmbeddingSettings
 from quire.types.pooling import PoolingParams
 
 Rows = npt.NDArray[np.float32]  # [texts, size]
-_SMALLEST = np.float32(1e-12)  # a shorter vector is not brought to length 1, as torch has it
+_SMALLEST = np.float32(1e-12)  # vectors shorter than this are divided by it instead of their length, as in torch
 
 
 def finish_rows(rows: Rows, settings: EmbeddingSettings, params: PoolingParams) -> Rows:
-    """Embeddings of the length asked for, normalized if they are to be; or a classifier's scores or probabilities."""
+    """Return embeddings, cut to the requested dimensions and normalized if that is requested or the default. For a
+    classifier, return its scores or probabilities."""
     classes = settings.classes
     if classes is not None:
         if not params.activate or classes.activation == "none":

@@ -1,4 +1,5 @@
-"""What a GPU can do and what the kernels get of it, and the search for their best tilings: for the command line."""
+"""Measures what a GPU can do and what fraction of it the kernels reach, and tunes their tilings, for the command
+line."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ FLOAT8_CAPABILITY = (8, 9)
 
 
 def find_gpu() -> torch.device:
-    """The GPU that is measured: the current one. Raises QuireError where the kernels cannot run."""
+    """Return the current GPU, which is measured. Raises QuireError if the kernels cannot run on it."""
     if not torch.cuda.is_available():
-        raise QuireError(f"no CUDA device is seen by torch {torch.__version__}; `quire doctor` says what is here")
+        raise QuireError(f"torch {torch.__version__} finds no CUDA device; `quire doctor` shows what is installed")
     device = torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
@@ -26,19 +27,19 @@ def find_gpu() -> torch.device:
     try:
         import triton  # noqa: F401
     except ImportError:
-        raise QuireError("triton is not installed; install it beside torch") from None
+        raise QuireError("triton is not installed; install it in torch's environment") from None
     return device
 
 
 def measure_ceilings(device: torch.device) -> dict[str, float]:
-    """Bytes or operations a second, by name."""
+    """Return the GPU's limits by name, in bytes or operations per second."""
     from quire.kernels.triton import gauge
 
     return gauge.measure_ceilings(device)._asdict()
 
 
 def measure_kernels(device: torch.device, ceilings: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """A reading of every kernel, or its name and the error that kept it from being read."""
+    """Yield a measurement of each kernel, or its name and the error that prevented it."""
     from quire.kernels.triton.compiling import compiling_only
     from quire.kernels.triton.gauge import Ceilings, gauge, graph_us
     from quire.kernels.triton.gauge_cases import Sizes, cases
@@ -57,7 +58,7 @@ def measure_kernels(device: torch.device, ceilings: dict[str, float]) -> Iterato
 def tune_products(
     device: torch.device, model: ModelConfig, *, float8: bool, report: Callable[[dict[str, Any]], None]
 ) -> str:
-    """Try tilings of every product of the model, keep the best for later engines, and return the file they are in."""
+    """Try tilings of every gemm of the model, and save the best for later engines. Returns the path of the file."""
     import triton
 
     from quire.kernels.triton.gauge import graph_us

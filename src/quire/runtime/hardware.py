@@ -1,4 +1,4 @@
-"""Looks at the machine: CPU, instruction sets, memory within the control group, CUDA devices."""
+"""Detects the machine's hardware: CPU, instruction sets, memory within the control group, CUDA devices."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from quire.kernels.native.panels import dot_inputs, level_panels_pay
 from quire.types.errors import ConfigError
 
 logger = logging.getLogger("quire.runtime")
-_UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
 def detect_hardware() -> HardwareFacts:
-    """The machine as it is now: what never changes is looked up once, free memory at every call."""
+    """Return the facts about this machine. Constant facts are cached; free memory is read at every call."""
     total, available = _memory()
     return replace(_machine(), total_memory=total, available_memory=available, cuda=_cuda_devices())
 
 
 @cache
 def _machine() -> HardwareFacts:
-    """All but memory and devices."""
+    """Return all facts except memory and devices."""
     use_cpu_path()
     cpuinfo, refusal = read_cpuinfo(_read(Path("/proc/cpuinfo"))), why_not_native(torch.float32, torch.device("cpu"))
     unbuilt = find_unbuilt_path() if refusal is None else None
@@ -66,7 +66,8 @@ def _machine() -> HardwareFacts:
 
 
 def use_cpu_path() -> None:
-    """Let the compiled kernels take the path that the environment names, if it names one."""
+    """Let the compiled kernels use the instruction set path that the environment names, if it names one. Raises
+    ConfigError if that path is not available."""
     try:
         ask_for_path(read_environment().cpu_path)
         why_not_native(torch.float32, torch.device("cpu"))
@@ -75,7 +76,7 @@ def use_cpu_path() -> None:
 
 
 def pin_cpu_threads() -> None:
-    """Pin the threads of the compiled kernels to cores, if the environment says so, and log where they are."""
+    """Pin the threads of the compiled kernels to cores if the environment says so, and log the cores."""
     use_cpu_path()  # before the kernels are opened
     wanted = read_environment().cpu_pin
     if (reason := why_not_native(torch.float32, torch.device("cpu"))) is not None:
@@ -90,19 +91,21 @@ def pin_cpu_threads() -> None:
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether the CPU has instructions for products of `dtype`."""
+    """Whether the CPU has instructions for multiplying in `dtype`."""
     machine = _machine()
     return {torch.bfloat16: machine.supports_bf16, torch.float16: machine.supports_fp16}.get(dtype, True)
 
 
 def _multiplies_bf16(isa: frozenset[str]) -> bool:
-    """torch answers yes on every CPU with AVX-512, where oneDNN emulates the products of those without units."""
+    """Whether the CPU has bfloat16 units. torch also says yes for CPUs with AVX-512 but without such units, where
+    oneDNN emulates the products."""
     has_units = platform.machine() not in ("x86_64", "AMD64") or bool(isa & {"avx512_bf16", "amx_bf16"})
     return has_units and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _multiplies_fp16() -> bool:
-    """torch answers yes on every Arm CPU with half arithmetic, but its half products there are not vectorised."""
+    """Whether float16 products are fast. torch says yes for every Arm CPU with float16 arithmetic, but its float16
+    products there are not vectorised."""
     return platform.machine() != "aarch64" and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
@@ -117,7 +120,7 @@ _ARM_PARTS = {
 
 
 def read_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
-    """The CPU's name and its instruction set flags, from the text of /proc/cpuinfo (x86 and aarch64)."""
+    """Return the CPU's name and instruction set flags, from the text of /proc/cpuinfo (x86 and aarch64)."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -131,7 +134,7 @@ def read_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
 
 
 def _memory() -> tuple[int, int]:
-    """Total and available bytes: the smaller of what the machine and what the control group allow."""
+    """Return total and available bytes: the smaller of what the machine has and what the control group allows."""
     meminfo = {}
     for line in _read(Path("/proc/meminfo")).splitlines():
         key, _, value = line.partition(":")
@@ -155,7 +158,7 @@ def _memory() -> tuple[int, int]:
 
 
 def _reclaimable(stat: str) -> int:
-    """File pages the kernel gives back under pressure, out of a memory.stat."""
+    """Return the bytes of file pages that the kernel frees under memory pressure, from the text of memory.stat."""
     values = dict(line.split() for line in stat.splitlines() if len(line.split()) == 2)
     return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
 

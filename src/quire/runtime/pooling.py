@@ -1,4 +1,4 @@
-"""One row of numbers for each text, from the hidden states of its tokens. Knows nothing of the model they come from."""
+"""Pools the hidden states of a text's tokens into one vector. Independent of the model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from quire.config.embedding import Pooling
 
 
 def pool(hidden: Tensor, lengths: Tensor, pooling: Pooling) -> Tensor:
-    """hidden [tokens, size] of texts that stand one after the other, of `lengths` [texts], to float32 [texts, size].
+    """Pool hidden [tokens, size] of consecutive texts of `lengths` [texts] to float32 [texts, size].
 
-    It does not normalize: `finish_rows` does.
+    Does not normalize: `finish_rows` does.
     """
     if pooling.kind == "mean":
         return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, axis=0)

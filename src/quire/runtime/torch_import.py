@@ -1,4 +1,4 @@
-"""Makes the import of torch shorter in a process that serves models alone. Imports nothing heavy itself."""
+"""Makes the import of torch faster in a process that only serves models. Imports nothing heavy itself."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from pathlib import Path
 from types import ModuleType
 
 META_KERNELS = "torch._meta_registrations"
-_loading = threading.RLock()  # two threads may ask for the first name; the module asks for its own names too
+_loading = threading.RLock()  # re-entrant: the module looks up its own names while it is loaded
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def open_libraries() -> threading.Thread | None:
-    """Open torch's largest library on a thread, without the GIL: it takes as long as importing much of the rest.
-    Returns the thread; None where there is nothing to open. A library that cannot be opened is left to torch."""
+    """Open torch's largest library in a thread, without the GIL. That takes as long as importing much of the rest.
+    Returns the thread, or None if there is nothing to open. If a library cannot be opened, torch's own import reports
+    it."""
     found = find_spec("torch")
     if sys.platform != "linux" or found is None or found.origin is None:
         return None
@@ -39,8 +40,8 @@ def open_libraries() -> threading.Thread | None:
 
 
 def forget_library_pages() -> None:
-    """Let the pages of torch's code go from this process's memory, two thirds of which only its import reads: symbols,
-    relocations, registrations. What is needed again is mapped again from the file."""
+    """Release the pages of torch's code from this process's memory. Two thirds of them are only read during the import:
+    symbols, relocations, registrations. Pages that are needed again are mapped again from the file."""
     if sys.platform != "linux":
         return
     system = ctypes.CDLL(None)
@@ -56,15 +57,15 @@ def forget_library_pages() -> None:
 
 
 def defer_meta_kernels() -> None:
-    """Let the next `import torch` leave out the kernels that it writes in Python for tensors without memory, a quarter
-    of its time, on machines without a GPU: tracing and compiling models need them, and torch.Generator does. They are
-    loaded when something asks their module for a name."""
+    """Let the next `import torch` skip its Python kernels for meta tensors, which take a quarter of the import time, on
+    machines without a GPU. They are needed for tracing and compiling models, and by torch.Generator. They are loaded
+    when an attribute of their module is accessed."""
     if "torch" not in sys.modules and not any(map(os.path.exists, _GPU_DEVICES)):
         sys.meta_path.insert(0, _Finder())
 
 
 def load_meta_kernels() -> None:
-    """Load what `defer_meta_kernels` left out, if it did."""
+    """Load the module that `defer_meta_kernels` deferred, if it did."""
     module = sys.modules.get(META_KERNELS)
     if isinstance(module, _Deferred):
         module.load()
@@ -84,7 +85,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Deferring(Loader):
-    """Makes a module that is executed when it is first asked for a name."""
+    """A loader whose module is executed when one of its attributes is first accessed."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -93,7 +94,7 @@ class _Deferring(Loader):
         return _Deferred(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Later, see _Deferred."""
+        """Do nothing: _Deferred executes the module later."""
 
 
 class _Deferred(ModuleType):
@@ -107,7 +108,7 @@ class _Deferred(ModuleType):
         with _loading:
             assert self.__spec__ is not None
             deferring = self.__spec__.loader
-            if isinstance(deferring, _Deferring):  # nobody else was faster
+            if isinstance(deferring, _Deferring):  # no other thread has loaded it
                 self.__spec__.loader = deferring.loader
                 self.__class__ = ModuleType  # type: ignore[assignment]
                 deferring.loader.exec_module(self)

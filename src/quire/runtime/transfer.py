@@ -1,4 +1,4 @@
-"""Numbers on their way between the host and a device: copies to it, and results that are not back yet."""
+"""Copies between the host and a device: uploads, and results that are not on the host yet."""
 
 from __future__ import annotations
 
@@ -18,48 +18,49 @@ from torch import Tensor
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-_ALIGNMENT = 64  # bytes between the arrays of a parcel; kernels are compiled for aligned addresses
-_SLOTS = 16  # parcels that may be on their way at once before a sender waits
+_ALIGNMENT = 64  # bytes: arrays of one upload begin at multiples, since kernels are compiled for aligned addresses
+_SLOTS = 16  # uploads that may be in flight before the host waits
 _SMALLEST_SLOT = 1 << 16  # bytes
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Host numbers on the device, without waiting for it. On a CPU, the tensor itself."""
+    """Copy a host tensor to the device without waiting for it. On a CPU, return the tensor itself."""
     return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 
-class Courier:
-    """Brings numbers to one device, several arrays in one copy, from pinned memory that is used again and again.
+class Uploader:
+    """Uploads arrays to one device, several in one copy, from reused pinned memory.
 
-    Waits for the device only when as many parcels as it has slots for have not left yet.
+    Waits for the device only if all staging slots are in flight.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slots: deque[_Slot] = deque()
 
-    def send(self, *arrays: npt.NDArray[Any], into: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Each array as a tensor on the device. On a CPU, tensors over the arrays' own memory.
+    def upload(self, *arrays: npt.NDArray[Any], into: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return each array as a tensor on the device. On a CPU, the tensors share the arrays' memory.
 
-        `into` is memory [bytes] to put them in: arrays of the same sizes always come to lie in the same places there.
+        `into` is device memory [bytes] to copy them into: arrays of the same sizes always get the same addresses there.
         """
         if self._device.type == "cpu" and into is None:
             return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
         ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]).tolist()
         begins = [0, *ends[:-1]]
         memory = torch.empty(ends[-1], dtype=torch.uint8, device=self._device) if into is None else into[: ends[-1]]
-        self._bring(arrays, begins, memory)
+        self._copy(arrays, begins, memory)
         return tuple(
             memory[begin : begin + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
             for begin, array in zip(begins, arrays, strict=True)
         )
 
-    def send_into(self, target: Tensor, array: npt.NDArray[Any]) -> None:
-        """Overwrite `target`, a contiguous tensor that a captured graph may read, by an array of its dtype and size."""
-        self._bring((array,), (0,), target.view(-1).view(torch.uint8))
+    def upload_into(self, target: Tensor, array: npt.NDArray[Any]) -> None:
+        """Overwrite `target`, a contiguous tensor that a captured graph may read, with an array of its dtype and
+        size."""
+        self._copy((array,), (0,), target.view(-1).view(torch.uint8))
 
-    def _bring(self, arrays: Sequence[npt.NDArray[Any]], begins: Sequence[int], memory: Tensor) -> None:
-        """Put arrays into `memory` [bytes] on the device, each where it begins."""
+    def _copy(self, arrays: Sequence[npt.NDArray[Any]], begins: Sequence[int], memory: Tensor) -> None:
+        """Copy arrays into `memory` [bytes] on the device, at the offsets `begins`."""
         if self._device.type == "cpu":
             for begin, array in zip(begins, arrays, strict=True):
                 _fill(memory.numpy(), begin, array)
@@ -67,11 +68,11 @@ class Courier:
         slot = self._free_slot(memory.numel())
         for begin, array in zip(begins, arrays, strict=True):
             _fill(slot.bytes, begin, array)
-        slot.leave(memory)
+        slot.start_copy(memory)
 
     def _free_slot(self, num_bytes: int) -> _Slot:
-        """The slot that left longest ago if it has arrived, else a new one while there may be more."""
-        if self._slots and (len(self._slots) == _SLOTS or self._slots[0].has_left):
+        """Return the oldest slot if its copy has ended or no more slots are allowed, else a new one."""
+        if self._slots and (len(self._slots) == _SLOTS or self._slots[0].is_free):
             slot = self._slots.popleft()
         else:
             slot = _Slot()
@@ -81,13 +82,13 @@ class Courier:
 
 
 class SideStream:
-    """Copies that run beside the work of the current stream, into memory that this work reads again and again.
+    """A stream for copies beside the current stream's work, into memory that this work reads repeatedly.
 
-    On a CPU everything runs in turn anyway.
+    On a CPU everything runs in order.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """All memory that is allocated so far can be copied into."""
+        """Copies may write all memory that was allocated before this call."""
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -96,9 +97,10 @@ class SideStream:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies that are launched inside begin after the last mark; later work of the current stream waits for them.
+        """Launch copies on the side stream inside this context. They begin after the last `mark_read`, and later work
+        of the current stream waits for them.
 
-        The host waits for nothing.
+        The host does not wait.
         """
         if self._stream is None:
             yield
@@ -109,35 +111,35 @@ class SideStream:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def mark_read(self) -> None:
-        """The current stream's work so far reads what was copied: later copies wait for it."""
+        """Mark that the current stream's work so far reads the copied memory: later copies wait for it."""
         if self._stream is not None:
             self._read.record(torch.cuda.current_stream(self._stream.device))
 
 
 class _Slot:
-    """Pinned memory for one parcel at a time."""
+    """Pinned staging memory for one upload at a time."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.bytes = self._memory.numpy()
-        self._gone: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property
-    def has_left(self) -> bool:
-        return bool(self._gone.query())  # type: ignore[no-untyped-call]
+    def is_free(self) -> bool:
+        return bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def make_room(self, num_bytes: int) -> None:
-        """Wait for the parcel before, and hold at least so many bytes."""
-        self._gone.synchronize()
+        """Wait for the previous upload, and make room for at least `num_bytes` bytes."""
+        self._copied.synchronize()
         if self._memory.numel() < num_bytes:
             size = max(_SMALLEST_SLOT, 1 << (num_bytes - 1).bit_length())
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             self.bytes = self._memory.numpy()
 
-    def leave(self, target: Tensor) -> None:
-        """Copy to the device memory `target`, as many bytes as it has."""
+    def start_copy(self, target: Tensor) -> None:
+        """Start the copy to the device memory `target`, as many bytes as it has."""
         target.copy_(self._memory[: target.numel()], non_blocking=True)
-        self._gone.record()
+        self._copied.record()
 
 
 def _fill(memory: npt.NDArray[np.uint8], begin: int, array: npt.NDArray[Any]) -> None:
@@ -154,18 +156,19 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Pending(Generic[T_co]):
-    """A part of a step's result that is not on the host yet: its tensors, and what they mean once they are there."""
+    """A part of a step's result that is not on the host yet: its tensors, and the function that decodes them on the
+    host."""
 
     tensors: tuple[Tensor, ...]
-    read: Callable[..., T_co]  # is given the tensors, in their order, on the host
+    read: Callable[..., T_co]  # called with the tensors on the host, in order
 
     def finish(self, on_host: Sequence[Tensor]) -> T_co:
-        """What the part is, given copies of its tensors on the host; these may be overwritten afterwards."""
+        """Return the decoded result, given copies of its tensors on the host. They may be overwritten afterwards."""
         return self.read(*on_host)
 
 
 def gathered(parts: Sequence[Pending[T]]) -> Pending[tuple[T, ...]]:
-    """Several parts as one: what each of them is."""
+    """Combine several pending results into one, whose value is the tuple of theirs."""
     return Pending(tuple(tensor for part in parts for tensor in part.tensors), partial(_each, tuple(parts)))
 
 

@@ -1,4 +1,4 @@
-"""Where tuned tilings are kept on disk, and their use by an engine that starts."""
+"""Stores tuned tilings on disk, and loads them when an engine starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("quire.runtime")
 
 
 def adopt_tuned(device: torch.device) -> None:
-    """Choose tilings from now on by this GPU's table, if there is one that can be used."""
+    """Use the tilings of this GPU's table from now on, if there is a valid one."""
     import triton
 
     from quire.kernels.triton.products_plan import adopt
@@ -30,13 +30,13 @@ def adopt_tuned(device: torch.device) -> None:
 
 
 def table_path(gpu: str, version: str) -> Path:
-    """The file of one kind of GPU and one version of Triton, under the cache folder. It may not exist."""
+    """Return the path of the table for a GPU model and Triton version, under the cache folder. It may not exist."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", f"{gpu} triton {version}").strip("-").lower()
     return read_environment().cache / "tuning" / f"{name}.json"
 
 
 def read_table(gpu: str, version: str) -> Found | None:
-    """None where there is no table. One that cannot be used is ignored, and named in a warning."""
+    """Return the tilings of a table, or None if there is no table. An invalid table is ignored with a warning."""
     from quire.kernels.triton.tuning import from_json
 
     path = table_path(gpu, version)
@@ -47,12 +47,13 @@ def read_table(gpu: str, version: str) -> Found | None:
     except (OSError, ValueError) as error:
         logger.warning("the tuning table %s is ignored: %s; run `quire tune` again or remove it", path, error)
         return None
-    logger.info("products are tiled as tuned in %s", path)
+    logger.info("gemms use the tuned tilings in %s", path)
     return found
 
 
 def add_to_table(found: Found, gpu: str, version: str) -> Path:
-    """Keep what was found beside what is known of other shapes. An engine that starts never reads half a table."""
+    """Add tilings to the table, which keeps those of other shapes. The file is replaced atomically. Returns its
+    path."""
     from quire.kernels.triton.tuning import to_json
 
     path, known = table_path(gpu, version), read_table(gpu, version)

@@ -1,4 +1,4 @@
-"""Texts that are computed together."""
+"""Batches of texts for an encoder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_text_is_in_one_batch_and_no_batch_is_too_large() -> None:
     assert list(batches_of([], 8, 8)) == []
 
 
-def test_tokens_stand_one_after_the_other() -> None:
+def test_tokens_of_a_batch_are_packed_one_text_after_the_other() -> None:
     texts = pack([[7, 8, 9], [5], [1, 2], [3, 4]], torch.device("cpu"))
     assert texts.token_ids.tolist() == [7, 8, 9, 5, 1, 2, 3, 4]
     assert texts.positions.tolist() == [0, 1, 2, 0, 0, 1, 0, 1]
@@ -31,7 +31,7 @@ def test_tokens_stand_one_after_the_other() -> None:
     assert texts.places is texts.mask is texts.type_ids is None
 
 
-def test_where_texts_are_attended_at_once_they_have_places_in_a_grid() -> None:
+def test_texts_of_different_lengths_on_a_gpu_get_indices_in_a_padded_grid() -> None:
     texts = pack([[7, 8, 9], [5], [1, 2]], torch.device("meta"))
     assert texts.places is not None
     assert texts.places.shape == (6,)
@@ -46,7 +46,7 @@ def test_the_second_part_of_a_pair_is_of_type_1() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[5, 3, 3, 1], [4, 4]])
-def test_a_grid_and_runs_attend_alike(lengths: list[int]) -> None:
+def test_attention_over_a_padded_grid_equals_attention_over_runs(lengths: list[int]) -> None:
     torch.manual_seed(0)
     heads = Heads(num_query=2, num_kv=2, dim=8)
     runs = pack([[1] * length for length in lengths], torch.device("cpu"))

@@ -41,7 +41,7 @@ def test_bfloat16_that_oneDNN_emulates_is_not_taken_for_hardware(monkeypatch: py
     assert not hardware._multiplies_bf16(frozenset({"avx2", "avx512f", "avx512_vnni"}))
 
 
-def test_an_empty_cpuinfo_is_no_error() -> None:
+def test_an_empty_cpuinfo_is_not_an_error() -> None:
     assert read_cpuinfo("") == ("", frozenset())
 
 
@@ -83,7 +83,7 @@ def test_an_unlimited_control_group_changes_nothing(tmp_path: Path, monkeypatch:
     ("value", "cores", "logged"),
     [("1", (0, 3), "pinned to cores 0,3"), ("1", (), "threads are not pinned"), ("0", (), "")],
 )
-def test_the_log_says_which_cores_threads_are_pinned_to(
+def test_the_log_names_the_cores_that_threads_are_pinned_to(
     value: str, cores: tuple[int, ...], logged: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wishes: list[bool] = []

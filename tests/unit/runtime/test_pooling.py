@@ -1,4 +1,4 @@
-"""One vector for each text."""
+"""Pooling to one vector per text."""
 
 from __future__ import annotations
 

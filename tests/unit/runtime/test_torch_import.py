@@ -1,4 +1,4 @@
-"""The import of torch without its meta kernels, each in a process of its own."""
+"""The import of torch without its meta kernels, each test in a new process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def failure(program: str) -> str:
     return done.stderr if done.returncode else ""
 
 
-def test_meta_kernels_are_left_out_until_they_are_asked_for() -> None:
+def test_meta_kernels_are_not_loaded_until_they_are_needed() -> None:
     program = (
         BEGIN
         + """
@@ -40,7 +40,7 @@ assert torch.ones(4, 5, device="meta")[torch.tensor([0, 1], device="meta")].shap
     assert failure(program) == ""
 
 
-def test_loading_them_gives_back_what_torch_needs_of_them() -> None:
+def test_loading_meta_kernels_restores_what_torch_needs() -> None:
     program = (
         BEGIN
         + """
@@ -54,13 +54,13 @@ assert torch.Generator().manual_seed(3).initial_seed() == 3
 
 
 @pytest.mark.parametrize("before", ["import torch", "torch_import._GPU_DEVICES = ('/dev/null',)"])
-def test_torch_is_imported_as_it_is_where_a_gpu_is_and_where_it_was_imported_before(before: str) -> None:
+def test_the_import_of_torch_is_unchanged_with_a_gpu_or_if_torch_is_already_imported(before: str) -> None:
     program = BEGIN.replace("torch_import.defer_meta_kernels()", before + "\ntorch_import.defer_meta_kernels()")
     program += 'assert "torch._decomp" in sys.modules\nassert not isinstance(sys.meta_path[0], torch_import._Finder)'
     assert failure(program) == ""
 
 
-def test_libraries_that_were_opened_early_are_those_that_torch_uses() -> None:
+def test_torch_uses_the_libraries_that_were_opened_early() -> None:
     program = """
 from pathlib import Path
 from quire.runtime.torch_import import open_libraries
@@ -76,7 +76,7 @@ if thread is not None:
     assert failure(program) == ""
 
 
-def test_code_that_was_forgotten_runs_all_the_same() -> None:
+def test_code_whose_pages_were_released_still_runs() -> None:
     program = """
 from pathlib import Path
 import torch
@@ -101,7 +101,7 @@ assert torch.equal(torch.linalg.svdvals(x), wanted)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
-def test_without_proc_nothing_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_no_pages_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
 
     def refuse(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Numbers sent to a device arrive as they were, however often the memory they leave from is used again."""
+"""Arrays uploaded to a device arrive unchanged, however often the staging memory is reused."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import numpy as np
 import pytest
 import torch
 
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from tiny_models import DEVICE
 
 DTYPES = [np.int32, np.int64, np.float32, np.float64]
 
 
 def test_arrays_of_any_kind_arrive_together() -> None:
-    courier = Courier(torch.device(DEVICE))
+    uploader = Uploader(torch.device(DEVICE))
     arrays = [np.arange(n * 3).reshape(n, 3).astype(dtype) for n, dtype in zip((1, 0, 5, 7), DTYPES, strict=True)]
     arrays.append(arrays[3][::2, 1])  # with gaps
-    sent = courier.send(*arrays)
+    sent = uploader.upload(*arrays)
     for array, tensor in zip(arrays, sent, strict=True):
         assert tensor.device.type == DEVICE.partition(":")[0]
         np.testing.assert_array_equal(tensor.cpu().numpy(), array)
         assert tensor.cpu().numpy().dtype == array.dtype
 
 
-def test_many_parcels_in_a_row_do_not_mix() -> None:
-    courier = Courier(torch.device(DEVICE))
-    sent = [courier.send(np.full(1 + 5_000 * (i % 3), i, dtype=np.int64))[0] for i in range(40)]
+def test_many_uploads_in_a_row_do_not_mix() -> None:
+    uploader = Uploader(torch.device(DEVICE))
+    sent = [uploader.upload(np.full(1 + 5_000 * (i % 3), i, dtype=np.int64))[0] for i in range(40)]
     target = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     copies = []
     for i in range(20):
-        courier.send_into(target, np.full(4, i, dtype=np.int32))
+        uploader.upload_into(target, np.full(4, i, dtype=np.int32))
         copies.append(target.clone())
     assert all((tensor == i).all() for i, tensor in enumerate(sent))
     assert all((tensor == i).all() for i, tensor in enumerate(copies))
@@ -37,7 +37,7 @@ def test_many_parcels_in_a_row_do_not_mix() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_tokens_of_several_steps_in_flight_come_home_apart() -> None:
+def test_tokens_of_several_steps_in_flight_do_not_mix() -> None:
     from quire.runtime.executor.pinned_results import PinnedResults
 
     results, source = PinnedResults(8), torch.zeros(8, dtype=torch.int64, device="cuda")

@@ -23,7 +23,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
 
 
-def test_without_a_table_nothing_is_found() -> None:
+def test_without_a_table_read_table_returns_none() -> None:
     assert read_table(*GPU) is None
 
 

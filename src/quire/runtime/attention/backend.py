@@ -1,4 +1,4 @@
-"""What every attention backend is given and must do. The layout of the KV cache is decided here."""
+"""The protocol of attention backends, their inputs, and the layout of the KV cache."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ Kernels = Literal["torch", "native", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values, K and V apart, and the same memory seen flat; owned by the worker's KVCache.
+    """Views of one layer's keys and values, shaped and flat, in memory that the worker's KVCache owns.
 
-    A block lies without gaps; blocks of other layers may lie between two of them, and are part of the flat memory.
-    Flat, a float8 cache is seen as bytes: torch does not index float8 on every device. Of latents, values are the first
-    numbers of the keys, in the same memory.
+    A block is contiguous. Blocks of other layers may lie between two blocks of this layer, and are part of the flat
+    views. The flat views of a float8 cache are uint8, as torch cannot index float8 on every device. Over latents, the
+    values are the first elements of the keys, in the same memory.
 
-    In a cache with scales (float8, int8, int4; never latents), a head of a block is the numbers of its tokens and then
-    their scales: whoever copies blocks copies both. See `kernels/reference/cache_quantize.py`.
+    In a cache with scales (float8, int8, int4; never latents), a head of a block is stored as the elements of its
+    tokens followed by their scales, so copying a block copies both. See `kernels/reference/cache_quantize.py`.
     """
 
     key: Tensor  # [blocks, kv heads, block, dim]; of int4: dim / 2 bytes
     value: Tensor  # [blocks, kv heads, block, dim]
     key_slots: Tensor | None  # [blocks * block_heads * block, dim], at most; None: the cache has scales
     value_slots: Tensor | None
-    key_blocks: Tensor  # [blocks * block_heads, block * dim], at most; with scales: bytes of a head of a block
+    key_blocks: Tensor  # [blocks * block_heads, block * dim], at most; with scales: bytes per head of a block
     value_blocks: Tensor
-    table: int = 0  # which of the step's tables the layer reads, see KVLayout.sources
-    # [blocks, kv heads, block, 1] float32, or of int4 [blocks, kv heads, block, groups, 2] float16: scale, offset
+    table: int = 0  # index of the block table that the layer reads, see KVLayout.sources
+    # [blocks, kv heads, block, 1] float32; for int4 [blocks, kv heads, block, groups, 2] float16: scale, offset
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
 
@@ -57,21 +57,23 @@ class LayerCache:
 
     @classmethod
     def of_scaled(cls, memory: Tensor, dtype: torch.dtype, block_size: int, dim: int, table: int = 0) -> LayerCache:
-        """memory: bytes of keys and values [2, blocks, kv heads, bytes of a head of a block]."""
+        """Make the views of a cache with scales. `memory`: uint8 keys and values [2, blocks, kv heads, bytes per head
+        of a block]."""
         (key, key_scales), (value, value_scales) = (split_heads(side, dtype, block_size, dim) for side in memory)
         blocks = [_flat(side, memory.shape[3]) for side in memory]
-        strides = (memory.stride(1), memory.shape[3], key.shape[3], 1)  # kernels ask for that of a single head too
+        strides = (memory.stride(1), memory.shape[3], key.shape[3], 1)  # also with a single head
         key, value = (side.as_strided(side.shape, strides) for side in (key, value))
         return cls(key, value, None, None, blocks[0], blocks[1], table, key_scales, value_scales)
 
     @property
     def dim(self) -> int:
-        """The numbers of a key."""
+        """The head size of keys, in elements."""
         return self.key.shape[3] * (2 if self.key.dtype == INT4 else 1)
 
     @property
     def seen_keys(self) -> Tensor:
-        """A tensor of the keys' dtype and shape [blocks, kv heads, block, dim]; of int4, it is not to be read."""
+        """A tensor with the keys' dtype and logical shape [blocks, kv heads, block, dim]. For int4, its values must not
+        be read."""
         return self.key[..., :1].expand(*self.key.shape[:3], self.dim) if self.key.dtype == INT4 else self.key
 
     @property
@@ -80,18 +82,19 @@ class LayerCache:
 
     @property
     def rounds(self) -> bool:
-        """Whether what is read is not what was written."""
+        """Whether the cache rounds what is written to it."""
         return self.key_scales is not None or self.key.dtype == torch.float8_e4m3fn
 
     def write(self, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
-        """Put key and value [tokens, kv heads, dim] into slots [tokens * kv heads]. No value: the key is a latent."""
+        """Write key and value [tokens, kv heads, dim] to slots [tokens * kv heads]. Without a value, the key is a
+        latent."""
         sides = ((self.key_slots, self.key_blocks, key), (self.value_slots, self.value_blocks, value))
         for flat, blocks, new in sides:
             if new is None:
                 continue
             heads = new.reshape(-1, new.shape[-1])
             if flat is not None:
-                flat.index_copy_(0, slots, indexable(_held(heads, self.key.dtype)))
+                flat.index_copy_(0, slots, indexable(_to_stored(heads, self.key.dtype)))
                 continue
             size = self.key.shape[2]
             places = (slots // size, slots % size)
@@ -101,8 +104,8 @@ class LayerCache:
 
     @property
     def block_heads(self) -> int:
-        """How many heads lie between the first one of a block and that of the next: more than the layer's own, where
-        it shares its plane."""
+        """The number of heads from one block to the next: more than the layer's own heads if the plane is shared with
+        other layers."""
         return self.key.stride(0) // self.key.stride(1)
 
     @property
@@ -111,15 +114,15 @@ class LayerCache:
 
 
 def layer_cache(memory: Tensor, heads: Heads, table: int) -> LayerCache:
-    """`memory` [sides, blocks, kv heads, block, dim] as a layer sees it."""
+    """Return a layer's views of `memory` [sides, blocks, kv heads, block, dim]."""
     if heads.latent is not None:
         return LayerCache.of_latents(memory[0], heads.latent, table)
     return LayerCache.of(memory[0], memory[1], table)
 
 
-def _held(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """As a cache without scales holds them. Of float8 latents, a number beyond the largest becomes NaN, so that its
-    request fails; it is not cut off."""
+def _to_stored(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert values to the dtype of a cache without scales. A float8 latent beyond the largest float8 value becomes
+    NaN instead of being clamped, so that its request fails."""
     if dtype != torch.float8_e4m3fn:
         return numbers.to(dtype)
     wide = numbers.float()
@@ -127,7 +130,7 @@ def _held(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _flat(memory: Tensor, width: int) -> Tensor:
-    """All memory from the first block of `memory` to the last, [lines, width]."""
+    """Return all memory from the first block of `memory` to the last as [lines, width]."""
     assert memory[0].is_contiguous()
     num_blocks, stride = len(memory), memory.stride(0)
     assert stride % width == 0
@@ -136,13 +139,13 @@ def _flat(memory: Tensor, width: int) -> Tensor:
 
 
 def indexable(memory: Tensor) -> Tensor:
-    """The same memory, as bytes if it holds float8."""
+    """Return a float8 tensor viewed as uint8, and any other tensor unchanged."""
     return memory.view(torch.uint8) if memory.dtype == torch.float8_e4m3fn else memory
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """A chunk's place: batch tokens begin .. begin + num_tokens are positions start .. of one sequence."""
+    """A chunk of a batch: batch tokens begin .. begin + num_tokens have the positions start .. in one sequence."""
 
     begin: int
     start: int
@@ -156,42 +159,42 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The tokens of a step as attention sees them: decode rows first, longest first, then chunks."""
+    """The tokens of a step for attention: decodes first, longest first, then chunks."""
 
-    lengths: Counts  # [decodes], on the host: keys each decode row sees, its own included; descending
+    lengths: Counts  # [decodes], on the host: keys that each decode sees, including its own; descending
     block_ids: Tensor  # [decodes, blocks of the longest], int64; entries past a row's last block repeat its first
     chunks: tuple[ChunkSpan, ...]
     block_size: int
-    cache: LayerCache  # of any layer: tells shape, dtype and device
-    # Of window blocks, the most tokens that a token sees: blocks before those are others' by now.
+    cache: LayerCache  # of any layer: for its shape, dtype and device
+    # For tables of window blocks, the window size: blocks before the window may belong to other sequences.
     window: int | None = None
 
 
 class AttentionBackend(Protocol):
-    """Computes attention over the paged cache, once a layer, by a plan that was made once for the step.
+    """Computes attention over the paged cache, once per layer, with a plan that is made once per step.
 
-    The keys and values of the step's own tokens are in the cache already when `attend` is called; `key` and
-    `value` hold them too, contiguous in batch order.
+    When `attend` is called, the keys and values of the step's own tokens are already in the cache; `key` and `value`
+    also hold them, contiguous in batch order.
     """
 
     @property
     def kernels(self) -> Kernels:
-        """Whose kernels it runs, which decides how the worker keeps its state."""
+        """The kind of kernels that it runs. The worker keeps its state accordingly."""
 
     def accept(self, rule: AttentionRule) -> None:
-        """Called for the rule of every layer when the model is built. Raises ConfigError for one it cannot follow."""
+        """Note the rule of a layer; called for every layer when the model is built. Raises ConfigError if the backend
+        does not support it."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, plan: Any, rule: AttentionRule
     ) -> Tensor:
-        """query [tokens, query heads, dim], key and value [tokens, kv heads, dim] -> [tokens, query heads * dim].
-
-        Over latents, values have fewer numbers than keys, and what is returned has as many."""
+        """Attend with query [tokens, query heads, dim], key and value [tokens, kv heads, dim]. Returns [tokens, query
+        heads * dim of the values]; over latents, values have fewer elements than keys."""
 
 
 class BatchBackend(AttentionBackend, Protocol):
-    """A backend whose plan is made from a batch. Every slot of a held block that is not yet written reads as zero; of a
-    batch with a window, nothing may come of blocks before it."""
+    """A backend whose plan is made from an AttentionBatch. Unwritten slots of a sequence's blocks read as zero. In a
+    batch with a window, blocks before the window must not affect results."""
 
     def prepare(self, batch: AttentionBatch) -> Any:
-        """Step metadata, handed back to every `attend` of the step."""
+        """Return the step's metadata, which is passed to every `attend` of the step."""

@@ -1,7 +1,7 @@
-"""FlashInfer's kernels over the paged cache, where it is installed: one wrapper for decode rows, one for prompt chunks.
+"""FlashInfer's kernels over the paged cache, if it is installed: one wrapper for decodes, one for prompt chunks.
 
-A wrapper is planned once a step from counts that the host knows, then run once a layer. It keeps its plan in memory of
-its own, so no step is captured with it.
+A wrapper is planned once per step from counts on the host, then run once per layer. Its plan is in memory that the
+wrapper owns, so steps cannot be captured.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ WORKSPACE_BYTES = 128 << 20  # partial results of rows whose keys are split; wha
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 LEAST_CAPABILITY = (7, 5)
-TENSOR_CORE_GROUP = 4  # query heads of a key/value head from which decode rows are multiplied by tensor cores
+TENSOR_CORE_GROUP = 4  # query heads per KV head from which decodes use tensor cores
 _LAYOUT = "HND"  # FlashInfer's name for [blocks, kv heads, block, dim]
 
 
 def why_not_flashinfer(placement: Placement, heads: Heads, kv_dtype: torch.dtype | None) -> str | None:
-    """What keeps its kernels from running; None: nothing. Any block size will do. Does not import the package."""
+    """Return why its kernels cannot run, or None if they can. Any block size is supported. Does not import the
+    package."""
     if find_spec("flashinfer") is None:
         return NOT_INSTALLED
     if placement.device.type != "cuda":
@@ -45,25 +46,25 @@ def why_not_flashinfer(placement: Placement, heads: Heads, kv_dtype: torch.dtype
     if heads.latent is not None:
         return "its kernels are not used for attention over latents"
     if heads.dim not in HEAD_DIMS:
-        return f"heads of {heads.dim} numbers are not among those its kernels know (64, 128, 256)"
+        return f"a head size of {heads.dim} is not supported (64, 128 and 256 are)"
     if placement.dtype not in DTYPES:
-        return "its kernels know float16 and bfloat16 only"
+        return "its kernels support float16 and bfloat16 only"
     if kv_dtype is not None and kv_dtype != placement.dtype:
-        return "its kernels are used with a cache of the run dtype only"
+        return "it needs a KV cache of the model's dtype"
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """What the wrappers were planned for; holds until the next step is prepared."""
+    """The work that the wrappers were planned for. Valid until the next step is prepared."""
 
     num_decodes: int
     has_chunks: bool
 
 
 class FlashInferAttention:
-    """CUDA, float16 or bfloat16. Making one compiles the kernels, unless FlashInfer's own cache has them already, and
-    raises ConfigError if they cannot be."""
+    """Implements BatchBackend for CUDA, float16 or bfloat16. The constructor compiles the kernels unless they are in
+    FlashInfer's cache, and raises ConfigError if they cannot be compiled."""
 
     kernels: Kernels = "torch"
 
@@ -76,7 +77,7 @@ class FlashInferAttention:
             "q_data_type": dtype,
             "kv_data_type": dtype,
         }
-        self._rule: AttentionRule | None = None  # that of all layers
+        self._rule: AttentionRule | None = None  # the same for all layers
         self._loaded = Fence(placement.device)
         self._plan: FlashInferPlan | None = None
         flashinfer = _package()
@@ -88,7 +89,7 @@ class FlashInferAttention:
         self._compile(block_size)
 
     def accept(self, rule: AttentionRule) -> None:
-        """One scale for all layers, which the wrappers are planned with, and nothing besides."""
+        """Accept rules with one scale for all layers, with which the wrappers are planned, and nothing else."""
         if not rule.is_plain:
             raise _cannot_run("the model has sliding windows, capped scores or attention sinks", 'use "auto"')
         if self._rule is not None and rule.scale != self._rule.scale:
@@ -96,7 +97,8 @@ class FlashInferAttention:
         self._rule, self._common["sm_scale"] = rule, rule.scale
 
     def prepare(self, batch: AttentionBatch) -> FlashInferPlan:
-        """Waits until the device has read the plan of the step before, which it has when that step began."""
+        """Plan a step. Waits until the device has read the plan of the previous step, which it has when that step
+        begins."""
         self._loaded.wait()
         if len(batch.lengths):
             self._plan_decodes(batch.lengths, batch.block_ids, batch.block_size)
@@ -148,7 +150,7 @@ class FlashInferAttention:
         return self._heads.num_query, self._heads.num_kv, self._heads.dim, block_size
 
     def _compile(self, block_size: int) -> None:
-        """Plan a token of each kind: that is what makes FlashInfer build and load its kernels."""
+        """Plan one token of each kind, which makes FlashInfer build and load its kernels."""
         first = torch.zeros((1, 1), dtype=torch.int64, device=self._placement.device)
         try:
             self._plan_decodes(np.ones(1, dtype=np.int64), first, block_size)
@@ -160,7 +162,7 @@ class FlashInferAttention:
 
 
 class Fence:
-    """A place in the device's queue that the host can wait for. On a CPU nothing is queued."""
+    """A point in the device's queue that the host can wait for. Does nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -190,7 +192,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _pages(lengths: Counts, block_size: int) -> tuple[Counts, Counts]:
-    """Where each sequence's blocks begin among those of all, the end included, and the tokens in its last one."""
+    """Return the index of each sequence's first block among all blocks (with the end appended), and the tokens in its
+    last block."""
     return _begins(-(-lengths // block_size)), (lengths - 1) % block_size + 1
 
 
@@ -199,5 +202,6 @@ def _begins(counts: Counts) -> Counts:
 
 
 def _ints(numbers: npt.NDArray[np.int64]) -> Tensor:
-    """On the host: there FlashInfer reads counts without waiting for the device, and copies them by itself."""
+    """Return int32 counts on the host. FlashInfer reads them there without waiting for the device, and copies them
+    itself."""
     return torch.from_numpy(numbers.astype(np.int32))

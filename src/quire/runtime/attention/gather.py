@@ -1,8 +1,8 @@
-"""The fast torch backend: blocks gathered through the tables, then one fused attention call per group of rows.
+"""The fast torch backend: gathers blocks through the block tables, then runs one fused attention call per group of
+rows.
 
-Decode rows arrive longest first and are cut into groups of similar length, so padding stays bounded and no Python
-loop runs over sequences. Grouped queries ride as extra query positions of their key/value head, which needs no
-repeated keys.
+Decodes are sorted longest first and divided into groups of similar length, so that padding is bounded and no Python
+loop runs over sequences. The query heads of a KV head are passed as query positions, so keys need not be repeated.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from quire.runtime.transfer import to_device
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Blocks to take from any layer's cache, and the places they go to. Valid until the next gather is filled."""
+    """Block indices for any layer's cache, and the memory that they are gathered into. Valid until the next gather is
+    filled."""
 
-    index: Tensor  # [rows * kv heads * blocks] into LayerCache.key_blocks; int32 is faster here than int64
+    index: Tensor  # [rows * kv heads * blocks] indices into LayerCache.key_blocks; int32 is faster here than int64
     key_blocks: Tensor  # [rows * kv heads * blocks, block * dim]
     value_blocks: Tensor | None  # None: values are part of the keys
     keys: Tensor  # [rows, kv heads, length, dim]: the same memory; with scales [rows, kv heads, blocks, bytes]
@@ -45,13 +46,14 @@ class Gather:
 
 
 class Scratch:
-    """Grows to the largest gather asked for and keeps that memory: fresh pages each layer cost more than the copy."""
+    """Scratch memory that grows to the largest gather and is kept: allocating new pages for each layer would cost more
+    time than the copy."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(2, 0)
 
     def gather(self, block_ids: Tensor, length: int, cache: LayerCache) -> Gather:
-        """Plan to gather `length` tokens of each row of `block_ids` [rows, blocks]."""
+        """Prepare to gather `length` tokens of each row of `block_ids` [rows, blocks]."""
         kv_heads, dim = cache.key.shape[1], cache.key.shape[3]
         rows, numbers = block_ids.shape[0], cache.key_blocks.shape[1]
         heads = torch.arange(kv_heads, device=block_ids.device)
@@ -73,25 +75,25 @@ class Scratch:
         return Gather(index, key_blocks, value_blocks, keys.view(dtype), values.view(dtype), length)
 
 
-GROUP_COST = 256  # padded key slots that cost about as much as one more group does
-GROUP_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}  # keys gathered at once; on a CPU, more would leave its caches
-MASK_ELEMENTS = 1 << 22  # largest mask made for one tile of a chunk
+GROUP_COST = 256  # padded key slots that cost about as much time as one more group
+GROUP_BYTES = {"cpu": 1 << 20, "cuda": 1 << 28}  # of keys gathered at once; on a CPU they must fit into its caches
+MASK_ELEMENTS = 1 << 22  # of the largest mask, for one tile of a chunk
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decode rows begin .. end of the batch, attended together."""
+    """The decodes begin .. end of the batch, which one attention call handles."""
 
     begin: int
     end: int
     gather: Gather
-    mask: Tensor | None  # [rows, 1, 1, longest], added to the scores; None when all rows are equally long
+    mask: Tensor | None  # [rows, 1, 1, longest], added to the scores; None if all rows have the same length
     positions: Tensor  # [rows, 1]
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTile:
-    """Some query tokens of a chunk. Without a gather, the chunk's own keys are all there is to see."""
+    """Some query tokens of a chunk. Without a gather, they see only the chunk's own keys."""
 
     begin: int
     end: int
@@ -107,7 +109,8 @@ class GatherPlan:
 
 
 class GatherAttention:
-    """Any torch device. On CPUs without half-precision products, `compute` float32 keeps attention fast."""
+    """Implements BatchBackend for any torch device. On CPUs without half-precision products, use float32 for `compute`
+    to keep attention fast."""
 
     kernels: Kernels = "torch"
 
@@ -116,12 +119,12 @@ class GatherAttention:
         self._scratch = Scratch()
 
     def accept(self, rule: AttentionRule) -> None:
-        """All of them."""
+        """Accept every rule."""
 
     def prepare(self, batch: AttentionBatch) -> GatherPlan:
         batch = within_window(batch)
         slot_bytes = batch.cache.key.shape[1] * batch.cache.key.shape[3] * batch.cache.key.element_size()
-        descending = np.maximum.accumulate(batch.lengths[::-1])[::-1]  # as they are, but within a window
+        descending = np.maximum.accumulate(batch.lengths[::-1])[::-1]  # unchanged, unless a window cut them
         runs = split_by_length(descending, GROUP_COST, GROUP_BYTES[batch.block_ids.device.type] // slot_bytes)
         groups = tuple(self._decode_group(batch, begin, end) for begin, end in runs)
         return GatherPlan(groups, tuple(tile for chunk in batch.chunks for tile in self._tiles(chunk, batch)))
@@ -147,7 +150,7 @@ class GatherAttention:
 
     def _tiles(self, chunk: ChunkSpan, batch: AttentionBatch) -> list[ChunkTile]:
         device, tiles = chunk.block_ids.device, []
-        if chunk.start == 0 and not batch.cache.rounds:  # what was rounded is read back
+        if chunk.start == 0 and not batch.cache.rounds:  # a cache that rounds is read back instead
             positions = torch.arange(chunk.num_tokens, device=device)
             return [ChunkTile(chunk.begin, chunk.begin + chunk.num_tokens, None, None, positions[None])]
         step = max(1, MASK_ELEMENTS // chunk.length)
@@ -162,7 +165,7 @@ class GatherAttention:
         return tiles
 
     def _attend_group(self, query: Tensor, cache: LayerCache, group: DecodeGroup, rule: AttentionRule) -> Tensor:
-        keys, values = self._ready(group.gather.fill(cache))
+        keys, values = self._cast_both(group.gather.fill(cache))
         rows = group.end - group.begin
         q = self._cast(query[group.begin : group.end])
         q = q.reshape(rows, keys.shape[1], -1, q.shape[2])  # [rows, kv heads, group, dim]
@@ -175,13 +178,13 @@ class GatherAttention:
     def _attend_tile(
         self, query: Tensor, own: tuple[Tensor, Tensor], cache: LayerCache, tile: ChunkTile, rule: AttentionRule
     ) -> Tensor:
-        """`own`: the keys and values of the tile's tokens."""
+        """Attend for one tile. `own`: the keys and values of its tokens."""
         kv_heads, count = cache.key.shape[1], tile.end - tile.begin
         group = query.shape[1] // kv_heads
         if tile.gather is None:
             keys, values = (self._cast(side.transpose(0, 1)) for side in own)
         else:
-            keys, values = (side[0] for side in self._ready(tile.gather.fill(cache)))  # [kv heads, length, dim]
+            keys, values = (side[0] for side in self._cast_both(tile.gather.fill(cache)))  # [kv heads, length, dim]
         q = self._cast(query).reshape(count, kv_heads, group, -1).permute(1, 2, 0, 3)
         if not rule.is_plain:
             ruled = attend_ruled(q[None], keys[None], values[None], tile.positions, rule)[0]
@@ -197,7 +200,7 @@ class GatherAttention:
         )
         return out.permute(2, 0, 1, 3).reshape(count, -1).to(query.dtype)
 
-    def _ready(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _cast_both(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self._cast(both[0]), self._cast(both[1])
 
     def _cast(self, tensor: Tensor) -> Tensor:
@@ -205,8 +208,9 @@ class GatherAttention:
 
 
 def split_by_length(lengths: Counts, group_cost: int, max_slots: int) -> list[tuple[int, int]]:
-    """Cut rows sorted longest first into (begin, end) runs: each where it saves most padding, while that pays, and
-    so that no run of several rows gathers more than `max_slots` key slots."""
+    """Divide rows, sorted longest first, into runs (begin, end). A run is cut where that saves most padding, as long as
+    it saves more than `group_cost` key slots, and so that no run of several rows gathers more than `max_slots` key
+    slots."""
     runs, pending = [], [(0, len(lengths))] if len(lengths) else []
     while pending:
         begin, end = pending.pop()

@@ -1,4 +1,4 @@
-"""The compiled CPU backend: decode rows and prompt chunks in one call, keys and values read in place."""
+"""The compiled CPU backend: one call for decodes and prompt chunks, which reads keys and values in place."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.kernels.native import ops
 from quire.runtime.attention.backend import AttentionBatch, Counts, Kernels, LayerCache
 
-WIDENED_BYTES = 4 << 20  # of keys in float32, that HalfAttention holds at once
+WIDENED_BYTES = 4 << 20  # of float32 keys that HalfAttention holds at once
 
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    spans: Tensor  # [decodes + chunks, 4]: first token, tokens, keys the first one sees, begin of its table
+    spans: Tensor  # [decodes + chunks, 4]: first token, tokens, keys that the first one sees, offset in `tables`
     tables: Tensor  # [blocks of all spans]
 
 
 class NativeAttention:
-    """CPU only, float32 or bfloat16. A token's result depends on nothing but its own sequence, however it is cut."""
+    """Implements BatchBackend on CPUs, for float32 or bfloat16. A token's result depends only on its own sequence, not
+    on the batch or on how the sequence is divided into chunks."""
 
     kernels: Kernels = "native"
 
     def __init__(self) -> None:
-        self._last: tuple[Counts, tuple[int, ...], Tensor] | None = None  # what the last spans were made of, and they
+        self._last: tuple[Counts, tuple[int, ...], Tensor] | None = None  # lengths, shapes; spans made from them
 
     def accept(self, rule: AttentionRule) -> None:
-        """All of them."""
+        """Accept every rule."""
 
     def prepare(self, batch: AttentionBatch) -> NativePlan:
-        """The batches of a step's tables have their lengths in the same memory; they share one tensor of spans."""
+        """Return the plan. The batches of a step's block tables share their array of lengths, and so share one tensor
+        of spans."""
         key = tuple(batch.block_ids.shape)
         if batch.chunks:
             places = ((chunk.begin, chunk.start, chunk.num_tokens, len(chunk.block_ids)) for chunk in batch.chunks)
@@ -61,23 +63,23 @@ class NativeAttention:
 
 @dataclass(frozen=True, slots=True)
 class HalfPart:
-    """Spans whose blocks are widened together."""
+    """Spans whose blocks are widened to float32 together."""
 
-    begin: int  # of their tokens
+    begin: int  # tokens of the spans
     end: int
     blocks: Tensor  # [distinct blocks]
-    plan: NativePlan  # over these blocks and tokens
+    plan: NativePlan  # with indices into these blocks and tokens
 
 
 @dataclass(frozen=True, slots=True)
 class HalfPlan:
     whole: NativePlan
-    parts: tuple[HalfPart, ...]  # none where the cache has scales
+    parts: tuple[HalfPart, ...]  # empty if the cache has scales
 
 
 class HalfAttention:
-    """The same for float16, which the compiled kernels do not know: queries, and the blocks that a step reads, are
-    widened to float32, some megabytes at a time. A cache with scales is read in place."""
+    """Implements BatchBackend on CPUs for float16, which the compiled kernels do not support: queries, and the blocks
+    that a step reads, are widened to float32, some megabytes at a time. A cache with scales is read in place."""
 
     kernels: Kernels = "torch"
 
@@ -85,7 +87,7 @@ class HalfAttention:
         self._wide = NativeAttention()
 
     def accept(self, rule: AttentionRule) -> None:
-        """All of them."""
+        """Accept every rule."""
 
     def prepare(self, batch: AttentionBatch) -> HalfPlan:
         whole = self._wide.prepare(batch)
@@ -129,7 +131,7 @@ class HalfAttention:
 
 
 def _half_part(spans: npt.NDArray[np.int64], used: npt.NDArray[np.int64], tables: Tensor) -> HalfPart:
-    """`used`: how many blocks of its table each span reads."""
+    """Make the part of these spans. `used`: how many blocks each span reads."""
     own = spans.copy()
     own[:, 0] -= spans[0, 0]
     own[:, 3] = np.cumsum(used) - used

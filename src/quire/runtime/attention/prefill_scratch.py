@@ -1,4 +1,4 @@
-"""Memory into which a step dequantizes the keys and values that its prompt chunks see, one layer after the other."""
+"""Scratch memory for the dequantized keys and values of a step's prompt chunks, one layer at a time."""
 
 from __future__ import annotations
 
@@ -18,51 +18,52 @@ from quire.runtime.attention.backend import LayerCache
 
 Spans = npt.NDArray[np.int64]  # [chunks, 4]: first token in the batch, its position, tokens, row
 
-# Packed query rows that must read an average key for a copy to pay. By the rates of both attention kernels on an H200
+# Query rows that must read an average key for a copy to save time. By the rates of both attention kernels on an H200
 # (269 and 566 TFLOP/s: `python -m benchmarks.gpu.kernels_attention --json FILE --only "2048 after 6144"`) and by its
-# bandwidth, 220 rows save what it costs to dequantize a key of 128 numbers.
+# bandwidth, 220 rows save the time to dequantize a key of 128 elements.
 LEAST_ROWS = 256
-PAGE = 64  # tokens: the kernel for Hopper GPUs loads as many by one copy
+PAGE = 64  # tokens: the kernel for Hopper GPUs loads that many with one copy
 
 
 @dataclass(frozen=True, slots=True)
 class ScratchConfig:
-    """That prompt chunks attend over a dequantized copy, and when: if an average key that they see is read by at least
+    """When prompt chunks attend over a dequantized copy: if an average key that they see is read by at least
     `least_rows` packed query rows of its head."""
 
-    dtype: torch.dtype  # of the copy: that of the queries
+    dtype: torch.dtype  # of the copy: the dtype of the queries
     least_rows: int = LEAST_ROWS
     page: int = PAGE
 
 
 class PrefillScratch:
-    """Room for one layer's keys and values of all sequences that have a chunk in a step.
+    """Scratch memory for one layer's keys and values of all sequences that have a chunk in a step.
 
-    Sequences take whole pages, one behind the other, so one table serves all steps: its entry number p is page p, and a
-    sequence's row in it is its first page."""
+    Sequences take whole pages, one after the other, so one block table serves all steps: its entry p is page p, and a
+    sequence's row in the table is its first page.
+    """
 
     def __init__(self, config: ScratchConfig, heads: Heads, num_tokens: int, device: torch.device) -> None:
         self._config, self._group = config, heads.num_query // heads.num_kv
-        self._capacity = -(-num_tokens // config.page) // 2 * 2 + 1  # odd: the list is then whole lines of tiles
+        self._capacity = -(-num_tokens // config.page) // 2 * 2 + 1  # odd: the page list is whole tile lines
         shape = (self._capacity, heads.num_kv, config.page, heads.dim)
         self._keys = torch.empty(shape, dtype=config.dtype, device=device)
         self._values = torch.empty_like(self._keys)
         self._tables = torch.arange(self._capacity, dtype=torch.int32, device=device)[:, None]
 
-    def pays(self, spans: Spans) -> bool:
-        """Whether chunks are to attend over a copy, and what they see fits."""
+    def is_faster(self, spans: Spans) -> bool:
+        """Whether these chunks should attend over a copy, and its pages suffice for the keys that they see."""
         if len(spans) == 0:
             return False
         starts, counts = np.asarray(spans)[:, 1:3].T
         lengths = starts + counts
         if int((-(-lengths // self._config.page)).sum()) > self._capacity:
             return False
-        pairs = int((counts * starts + counts * (counts + 1) // 2).sum())  # of a token and a key that it sees
+        pairs = int((counts * starts + counts * (counts + 1) // 2).sum())  # (query token, key) pairs
         return self._group * pairs >= self._config.least_rows * int(lengths.sum())
 
     def lists(self, spans: Spans, block_m: int, room: int | None = None) -> Tensor:
-        """The pages of a step's chunks, and its tiles with first pages in place of rows, padded to `room`: int32, in
-        lines of a tile, on the host."""
+        """Return the page list and the tile list of a step's chunks, on the host: int32, in lines of the size of a
+        tile. Tiles name first pages instead of rows, and are padded to `room`."""
         moved = np.array(spans, dtype=np.int64).reshape(-1, 4)
         pages, moved[:, 3] = lay_out_pages(
             moved[:, 3], moved[:, 1] + moved[:, 2], self._config.page, self._capacity
@@ -71,8 +72,8 @@ class PrefillScratch:
         return torch.cat((torch.from_numpy(pages).view(-1, tiles.shape[1]), tiles))
 
     def plan(self, lists: Tensor, config: PrefillConfig) -> tuple[ScratchPlan, Tensor]:
-        """The plan of a step, from what `lists` made and behind it as many tiles over the cache, on the device; and
-        those tiles."""
+        """Return the plan of a step, and the tiles over the cache itself. `lists`, on the device, is the result of
+        `lists` followed by as many tiles over the cache."""
         num_lines = (1 + self._capacity) * PAGE_NUMBERS // lists.shape[1]
         pages = lists[:num_lines].view(-1, PAGE_NUMBERS)
         moved, tiles = lists[num_lines:].view(2, -1, lists.shape[1])
@@ -82,7 +83,8 @@ class PrefillScratch:
         self, query: Tensor, cache: LayerCache, tables: Tensor, plan: ScratchPlan, rule: AttentionRule, out: Tensor,
         *, dependent: bool,
     ) -> None:  # fmt: skip
-        """Dequantize what the plan's chunks see of a layer, and attend over it. Other tokens of `out` stay."""
+        """Dequantize the keys and values that the plan's chunks see in a layer, and attend over the copy. Other tokens
+        of `out` are not written."""
         assert cache.scales is not None, "only caches with scales are dequantized"
         copy = (self._keys, self._values)
         dequantize_pages((cache.key, cache.value), cache.scales, tables, plan.pages, copy, dependent=dependent)
@@ -91,8 +93,8 @@ class PrefillScratch:
 
 @dataclass(frozen=True, slots=True)
 class ScratchPlan:
-    """A step whose chunks attend over a dequantized copy."""
+    """The plan of a step whose chunks attend over a dequantized copy."""
 
     memory: PrefillScratch
     pages: Tensor  # [1 + capacity, PAGE_NUMBERS], int32
-    prefill: PrefillPlan  # whose tiles name first pages
+    prefill: PrefillPlan  # its tiles name first pages

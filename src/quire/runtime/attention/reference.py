@@ -1,4 +1,5 @@
-"""The plain backend: one sequence after the other through the reference kernel. Slow, obviously right."""
+"""The reference backend: one sequence at a time through the reference kernel. Slow, but simple enough to be obviously
+correct."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from quire.runtime.attention.window import within_window
 
 
 class ReferenceAttention:
-    """Truth for the other backends; works on any device and dtype."""
+    """Implements BatchBackend on any device and dtype. Tests compare the other backends with it."""
 
     kernels: Kernels = "torch"
 
     def accept(self, rule: AttentionRule) -> None:
-        """All of them."""
+        """Accept every rule."""
 
     def prepare(self, batch: AttentionBatch) -> tuple[ChunkSpan, ...]:
         batch = within_window(batch)

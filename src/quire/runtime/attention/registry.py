@@ -1,4 +1,4 @@
-"""Which attention backend runs, by name."""
+"""Chooses and makes attention backends by name."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def resolve_backend(
     kv_dtype: torch.dtype | None = None,
     local_heads: Heads | None = None,
 ) -> str:
-    """The name itself if that backend can run here, else ConfigError; for "auto" the fastest that can.
+    """Return the name of the backend to run: for "auto" the fastest that can run here, otherwise `name` itself. Raises
+    ConfigError if that backend cannot run.
 
-    "auto" takes Triton on a GPU, the compiled kernels on a CPU, and torch where those cannot run, never
-    FlashInfer. `kv_dtype` is that of the cache, by default the model's. `local_heads`: of layers with a window, where
-    they have others.
+    "auto" takes Triton on a GPU, the compiled kernels on a CPU, and torch if these cannot run; never FlashInfer.
+    `kv_dtype`: dtype of the cache, by default the model's. `local_heads`: heads of the layers with a window, if they
+    differ.
     """
     kinds = (heads,) if local_heads is None else (heads, local_heads)
     check_backend(name)
@@ -70,8 +71,8 @@ def _why_not_triton(placement: Placement, kinds: tuple[Heads, ...], block_size: 
 def _why_not_native(placement: Placement, heads: Heads, kv_dtype: torch.dtype | None) -> str | None:
     known = (placement.dtype,) if heads.latent is not None else (placement.dtype, *SCALED)
     if kv_dtype is not None and kv_dtype not in known:
-        return f"its kernels read no cache of {str(kv_dtype).removeprefix('torch.')} here"
-    dtype = torch.float32 if placement.dtype == torch.float16 else placement.dtype  # halves are widened
+        return f"its kernels do not support a KV cache of {str(kv_dtype).removeprefix('torch.')} for this model"
+    dtype = torch.float32 if placement.dtype == torch.float16 else placement.dtype  # float16 is widened to float32
     return why_not_native(dtype, placement.device)
 
 
@@ -84,8 +85,8 @@ def make_backend(
     kv_dtype: torch.dtype | None = None,
     local_heads: Heads | None = None,
 ) -> AttentionBackend:
-    """Build the backend called `name`; `compute` is the precision in which it may multiply. FlashInfer and the virtual
-    layout refuse layers with a window, so they never meet `local_heads`."""
+    """Make the backend called `name`. `compute` is the dtype in which torch backends multiply. FlashInfer and the
+    virtual layout refuse layers with a window, so they need no `local_heads`."""
     chosen = resolve_backend(name, heads, placement, block_size, kv_dtype, local_heads)
     if chosen == "reference":
         return ReferenceAttention()
@@ -116,8 +117,9 @@ def make_backend(
 
 
 def prefill_scratch(heads: Heads, cache: torch.dtype, placement: Placement) -> ScratchConfig | None:
-    """How chunks attend over a dequantized copy of a quantized cache; None: they read the cache itself. A copy pays
-    where the attention kernel for Hopper GPUs, which reads plain numbers alone, takes the heads."""
+    """Return when chunks attend over a dequantized copy of a quantized cache, or None if they always read the cache
+    itself. A copy is only faster with the attention kernel for Hopper GPUs, which reads only unquantized keys and does
+    not support all head sizes."""
     from quire.kernels.triton.attention_prefill import takes_hopper
     from quire.runtime.attention.prefill_scratch import ScratchConfig
 

@@ -1,4 +1,4 @@
-"""Attention by torch where a layer's rule has more than a scale: windows, capped scores, sinks."""
+"""Attention by torch for layers whose rule has more than a scale: windows, capped scores, sinks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.attention_rule import AttentionRule
 
-MASK_ELEMENTS = 1 << 22  # largest mask made at once
+MASK_ELEMENTS = 1 << 22  # of the largest mask made at once
 
 
 def attend_ruled(
@@ -18,7 +18,7 @@ def attend_ruled(
     positions: Tensor,  # [rows, tokens]
     rule: AttentionRule,
 ) -> Tensor:
-    """Every token sees keys up to its own position, by the rule -> the shape of `query`."""
+    """Attend causally by the rule. Returns the shape of `query`."""
     length = keys.shape[2]
     step = max(1, MASK_ELEMENTS // (length * len(query)))
     pieces = zip(torch.split(query, step, dim=3), torch.split(positions, step, dim=1), strict=True)

@@ -1,7 +1,8 @@
-"""The GPU backend: decode rows by split attention over a shared work list, prompt chunks by packed tiles.
+"""The GPU backend: decodes by split-KV attention (flash decoding) over a work list, prompt chunks by tiles of packed
+query heads.
 
-Both read the block tables of the persistent rows in place, so a step gathers no tables; its plan is made once and
-read by every layer. Chunks over a quantized cache may attend over a dequantized copy instead.
+Both read the block tables of the persistent rows in place, so a step gathers no tables. The plan of a step is made once
+and read by every layer. Chunks over a quantized cache may attend over a dequantized copy instead.
 """
 
 from __future__ import annotations
@@ -38,43 +39,44 @@ from quire.kernels.triton.launch import num_processors
 from quire.runtime.attention.backend import Kernels, LayerCache
 from quire.runtime.attention.branches import Launch, SideBranch
 from quire.runtime.attention.prefill_scratch import PrefillScratch, ScratchConfig, ScratchPlan, Spans
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 
-SPARE_TILES = 48  # that are not full, one at most of each chunk
-CASCADE_BYTES = 40 << 20  # of keys and values that are read while a cascade's second launch ramps up and down
-# Where the chunks of a step would give each multiprocessor more tiles than this, they fill the device by themselves,
-# and attention kernels run in turn. An estimate: `python -m benchmarks.gpu.mixed_attention` times both ways.
+SPARE_TILES = 48  # partial tiles, at most one per chunk
+CASCADE_BYTES = 40 << 20  # of keys and values that could be read while a cascade's second launch ramps up and down
+# If the chunks of a step have more tiles per multiprocessor than this, they fill the device by themselves,
+# and attention kernels run one after the other. An estimate: `python -m benchmarks.gpu.mixed_attention` times both.
 BRANCHED_TILES = 8
-Splits = Mapping[int | None, SplitPlan]  # by the window of the layers that read it
+Splits = Mapping[int | None, SplitPlan]  # by window of the layers
 
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """A step's tokens as the kernels see them: the first `num_decodes` are rows that decode, the others chunks.
+    """A step's tokens for the kernels: the first `num_decodes` are decodes, the others chunks.
 
-    A negative row marks a token of padding: nothing of it is read, written or promised.
+    A negative row marks a padding token: its key and value are neither read nor written, and its output is undefined.
     """
 
-    rows: Tensor  # [tokens], int32: whose table
+    rows: Tensor  # [tokens], int32: row of the block tables
     positions: Tensor  # [tokens], int64
     tables: Tensor  # [all rows, max blocks], int32
     num_decodes: int
-    splits: Splits  # of the decode rows; none where there are no such rows
-    cascade: CascadePlan | None  # of their shared prefixes, for layers without a window
+    splits: Splits  # of the decodes; empty if there are none
+    cascade: CascadePlan | None  # of the decodes' shared prefixes, for layers without a window
     prefill: PrefillPlan | None  # of the chunks
-    scratch: ScratchPlan | None = None  # of the chunks in layers without a window, in place of `prefill`
+    scratch: ScratchPlan | None = None  # of the chunks in layers without a window, instead of `prefill`
 
-    local: TritonPlan | None = None  # of layers with a window, where their heads are others
+    local: TritonPlan | None = None  # of layers with a window, if they have other heads
 
     def over(self, tables: Tensor) -> TritonPlan:
-        """The same step, for layers that read other tables and have a window."""
+        """Return the same step for layers with a window, which read other block tables."""
         return replace(self.local or self, tables=tables, cascade=None, scratch=None)
 
 
 class TritonAttention:
-    """CUDA, or any device under Triton's interpreter. Slots of the cache that were not written change nothing.
+    """Implements AttentionBackend on CUDA, or on any device with Triton's interpreter. Unwritten cache slots do not
+    affect results.
 
-    `dependent_rows`: tokens of a step from which kernels are launched while the ones before them still run.
+    `dependent_rows`: number of tokens of a step from which kernels use programmatic dependent launch.
     """
 
     kernels: Kernels = "triton"
@@ -83,23 +85,26 @@ class TritonAttention:
         self, heads: Heads, dtype: torch.dtype, device: torch.device, *, dependent_rows: int,
         scratch: ScratchConfig | None = None,
     ) -> None:  # fmt: skip
-        """dtype: of the cache; scratch: whether and when chunks attend over a dequantized copy of what they see."""
+        """`dtype`: of the cache. `scratch`: when chunks attend over a dequantized copy of their keys and values, if
+        ever."""
         self._heads, self._dependent_rows, self._scratch_config = heads, dependent_rows, scratch
         self._scratch: PrefillScratch | None = None
-        self._windows: dict[int | None, None] = {}  # of all layers, each once, in their order
+        self._windows: dict[int | None, None] = {}  # the windows of all layers, without duplicates, in order
         self._prefill = prefill_config(heads.dim, dtype, device)
         self._reserved: Reserved | None = None
         self._side: SideBranch | None = None
-        self._most_branched = 0  # tokens of a step whose chunks attend beside its decode rows
+        self._most_branched = 0  # largest step, in tokens, whose chunks attend beside its decodes
 
     def accept(self, rule: AttentionRule) -> None:
-        """All of them, before `reserve`."""
+        """Accept every rule. Must be called before `reserve`."""
         self._windows[rule.window] = None
 
     def reserve(self, caches: Sequence[LayerCache], max_rows: int, scratch_tokens: int = 0) -> None:
-        """Allocate the work lists for steps of up to `max_rows` decode rows; caches: one of a layer of each table.
+        """Allocate the work lists for steps of up to `max_rows` decodes. `caches`: one layer of each block table.
 
-        Where chunks attend over a dequantized copy, it has room for `scratch_tokens` of all sequences of a step."""
+        If chunks attend over a dequantized copy, it has room for `scratch_tokens` tokens of all sequences of a step
+        together.
+        """
         key = caches[0].seen_keys
         if self._scratch_config is not None and caches[0].scales is not None and None in self._windows:
             self._scratch = PrefillScratch(self._scratch_config, self._heads, scratch_tokens, key.device)
@@ -108,57 +113,59 @@ class TritonAttention:
         self._reserve_branch(key.device)
 
     def _reserve_branch(self, device: torch.device) -> None:
-        """Have a second stream, where the device has streams."""
-        tokens_per_tile = self._prefill.block_m / self._heads.num_query  # a tile is under one key/value head
+        """Make the second stream, on CUDA devices."""
+        tokens_per_tile = self._prefill.block_m / self._heads.num_query  # a tile belongs to one KV head
         self._most_branched = int(BRANCHED_TILES * num_processors(device) * tokens_per_tile)
-        # Kernels that need a whole multiprocessor find none beside many small ones, unless they are first.
+        # Kernels that need a whole multiprocessor find none beside many small ones, unless they have priority.
         self._side = SideBranch(device, is_first=True) if device.type == "cuda" else None
 
     def is_dependent(self, num_tokens: int) -> bool:
-        """Whether kernels of a step are launched while the ones before them still run."""
+        """Whether the kernels of a step use programmatic dependent launch."""
         return num_tokens >= self._dependent_rows
 
     @property
     def rows_per_unit(self) -> int:
-        """How many rows of a group read their prefix together."""
+        """How many rows of a group read their shared prefix together."""
         return self.memory.cascade.rows_per_unit
 
     @property
     def least_saved(self) -> int:
-        """Tokens that groups must save a layer from reading for a cascade to take less time than it costs."""
+        """The number of tokens that a layer must not need to read again for a cascade to be faster."""
         return self.memory.least_saved
 
     def set_groups(self, groups: Sequence[SharedPrefix]) -> None:
-        """What plans with a cascade mean from the next launch on, captured ones too. Only enqueues; not in a capture.
+        """Set the shared prefixes for plans with a cascade, from the next launch on, including captured ones. Only
+        enqueues. Must not be called in a capture.
 
-        Groups name decode rows by their places in the step, all below the `lengths` that the step is planned with.
+        Groups name decodes by their index in the step, all below the number of `lengths` that the step is planned with.
         """
         plan = self.memory.cascade
-        self.memory.courier.send_into(plan.numbers, lay_out_groups(plan, groups))
+        self.memory.uploader.upload_into(plan.numbers, lay_out_groups(plan, groups))
         share_out_groups(plan)
 
     def num_tiles(self, spans: Spans) -> int:
-        """Tiles that these chunks take."""
+        """Return how many tiles these chunks take."""
         group, block_m = self._heads.num_query // self._heads.num_kv, self._prefill.block_m
         return int((-(-spans[:, 2] * group // block_m)).sum())
 
     def tile_room(self, num_tokens: int) -> int:
-        """Tiles to have room for where chunks are `num_tokens` long together and not more than a few dozen."""
+        """Return how many tiles suffice for chunks of `num_tokens` tokens in total, if there are at most a few dozen
+        chunks."""
         group, block_m = self._heads.num_query // self._heads.num_kv, self._prefill.block_m
         return -(-num_tokens * group // block_m) + min(num_tokens, SPARE_TILES)
 
     @property
     def has_scratch(self) -> bool:
-        """Whether chunks of some steps attend over a dequantized copy of what they see."""
+        """Whether the chunks of some steps attend over a dequantized copy of their keys and values."""
         return self._scratch is not None
 
     def takes_scratch(self, spans: Spans) -> bool:
-        """Whether these chunks do."""
-        return self._scratch is not None and self._scratch.pays(spans)
+        """Whether these chunks attend over a dequantized copy."""
+        return self._scratch is not None and self._scratch.is_faster(spans)
 
     def tiles(self, spans: Spans, room: int | None = None, *, scratch: bool = False) -> Tensor:
-        """The tile list of a step's chunks, on the host, padded to `room`; with `scratch`, behind the lists of their
-        dequantized copy."""
+        """Return the tile list of a step's chunks, on the host, padded to `room`. With `scratch`, the lists of the
+        dequantized copy come before it."""
         group = self._heads.num_query // self._heads.num_kv
         tiles = lay_out_tiles(spans, group, self._prefill.block_m, room)  # type: ignore[arg-type]  # reads any lines of 4
         if not scratch:
@@ -170,16 +177,16 @@ class TritonAttention:
         self,
         rows: Tensor,  # [tokens], int32
         positions: Tensor,  # [tokens], int64
-        lengths: Tensor,  # [decodes]: keys each decode row sees, its own included; 0: padding
+        lengths: Tensor,  # [decodes]: keys that each decode sees, including its own; 0: padding
         tables: Tensor,  # [all rows, max blocks], int32
-        tiles: Tensor | None,  # what `tiles` made, on the device
+        tiles: Tensor | None,  # the result of `tiles`, on the device
         *,
-        cascade: bool = False,  # prefixes are read once for each of the groups that are set
-        scratch: bool = False,  # `tiles` was made with it
+        cascade: bool = False,  # shared prefixes are read once per group (see `set_groups`)
+        scratch: bool = False,  # `tiles` was made with `scratch`
     ) -> TritonPlan:
-        """The plan of a step, by one launch for each window that layers have. Holds until the next one is made.
+        """Make the plan of a step, by one launch per window that layers have. Valid until the next plan is made.
 
-        How decode rows are run depends on how many `lengths` there are, padding included, and on nothing else.
+        The kernel configuration for decodes depends only on the number of `lengths`, padding included.
         """
         count = len(lengths)
         splits = self.memory.splits_for(count) if count else {}
@@ -204,8 +211,8 @@ class TritonAttention:
         plan: TritonPlan,
         rule: AttentionRule,
     ) -> Tensor:
-        """Chunks read their own keys from the cache too: measured on an H200, that is no slower than `key` itself.
-        Decode rows, after the prefixes that they share, attend beside the chunks of the same step."""
+        """Attend for all tokens of a step. Chunks read their own keys from the cache, too: measured on an H200, that is
+        not slower than reading `key`. Decodes, after their shared prefixes, run beside the chunks of the same step."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [tokens, query heads, dim]
         chunks = partial(self._attend_chunks, query, cache, plan, rule, out)
         decodes = partial(self._attend_decodes, query, cache, plan, rule, out)
@@ -213,8 +220,8 @@ class TritonAttention:
         return out.flatten(1)
 
     def _attend_both(self, plan: TritonPlan, chunks: Launch, decodes: Launch, num_tokens: int) -> None:
-        """Launch what the plan has of the two: on parallel branches where that pays, else one after the other. They
-        write different tokens of one tensor, and have no other memory in common that either writes."""
+        """Launch the plan's chunks and decodes: on parallel branches if the step is small enough, otherwise one after
+        the other. They write different tokens of one tensor, and share no other memory that either writes."""
         has_chunks = plan.prefill is not None or plan.scratch is not None
         if plan.num_decodes and has_chunks and self._side is not None and num_tokens <= self._most_branched:
             self._side.run_beside(chunks, decodes)
@@ -253,13 +260,12 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Work lists in memory of their own: those of decode rows, all of a window in one place, and that of their
-    prefixes."""
+    """Preallocated work lists of decodes and of their shared prefixes. All work lists of a window share memory."""
 
-    splits: tuple[tuple[int, Splits], ...]  # ascending: the most rows that each is for
+    splits: tuple[tuple[int, Splits], ...]  # (most rows, lists), ascending
     cascade: CascadePlan
     least_saved: int
-    courier: Courier
+    uploader: Uploader
 
     @classmethod
     def of(
@@ -273,7 +279,7 @@ class Reserved:
             (most, {window: with_config(own, config) for window, own in lists.items()}) for most, config in configs
         )
         token_bytes = 2 * key.shape[1] * key.shape[3] * key.element_size()
-        return cls(splits, cascade, -(-CASCADE_BYTES // token_bytes), Courier(key.device))
+        return cls(splits, cascade, -(-CASCADE_BYTES // token_bytes), Uploader(key.device))
 
     def splits_for(self, rows: int) -> Splits:
         if rows > self.splits[-1][0]:

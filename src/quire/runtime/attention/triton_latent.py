@@ -1,4 +1,5 @@
-"""The GPU backend over latents: the same work lists, by kernels that load a latent once for all heads."""
+"""The GPU backend over latents: the same work lists as TritonAttention, with kernels that load a latent once for all
+heads."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from quire.kernels.triton.attention_latent_prefill import latent_prefill, latent
 from quire.kernels.triton.attention_schedule import allocate_split_plan
 from quire.runtime.attention.backend import LayerCache
 from quire.runtime.attention.triton import CASCADE_BYTES, Reserved, TritonAttention, TritonPlan
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 
 
 class LatentTritonAttention(TritonAttention):
@@ -29,13 +30,13 @@ class LatentTritonAttention(TritonAttention):
         cache, heads = caches[0], self._heads.num_query
         key = cache.key
         groups = head_groups(heads)
-        seen = cache.value.expand(-1, groups, -1, -1)  # values, as groups of query heads see them
+        seen = cache.value.expand(-1, groups, -1, -1)  # values, repeated for each group of query heads
         config = latent_config(heads // groups, key.dtype, key.device)
         split = allocate_split_plan(seen, heads, max_rows, config=config)
         together = latent_config(max(UNIT_ROWS, heads // groups), key.dtype, key.device)
         cascade = allocate_cascade_plan(seen, heads, max_rows, max_rows, config=together)
         least_saved = -(-CASCADE_BYTES // (key.shape[3] * key.element_size()))
-        self._reserved = Reserved(((max_rows, {None: split}),), cascade, least_saved, Courier(key.device))
+        self._reserved = Reserved(((max_rows, {None: split}),), cascade, least_saved, Uploader(key.device))
         self._reserve_branch(key.device)
 
     def attend(

@@ -1,4 +1,5 @@
-"""The GPU backend of models whose layers with a window have other heads: work lists and tiles for both kinds."""
+"""The GPU backend of models whose layers with a window have other heads than the rest: it makes work lists and tiles
+for both kinds."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from quire.runtime.attention.triton import Reserved, TritonAttention, TritonPlan
 
 
 class LocalTritonAttention(TritonAttention):
-    """Of layers that all have a window: they never read a shared prefix for several rows at once."""
+    """The backend of layers that all have a window. They never use a cascade."""
 
     def reserve_beside(self, other: TritonAttention, cache: LayerCache, max_rows: int) -> None:
-        """Allocate work lists; those of shared prefixes are the other's."""
+        """Allocate the work lists. The cascade plan is shared with `other`."""
         self._reserved = Reserved.of(cache.seen_keys, self._heads, max_rows, tuple(self._windows), other.memory.cascade)
 
 
 class MixedTritonAttention(TritonAttention):
-    """Itself for the layers that see all tokens, which have `heads`; another backend plans for those with a window.
+    """Plans for the layers without a window, which have `heads`; another backend plans for those with a window.
 
-    Both attend by what their plans say. The tile lists of both lie one behind the other, equally long.
+    Both kinds attend by their plans. Their tile lists are concatenated, and have the same length.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Attention over sequences that lie side by side in memory: torch's own kernel, which knows nothing of blocks.
+"""Attention over sequences that are contiguous in virtual memory, by torch's own kernel, which does not know of blocks.
 
-The cache of a layer is seen as one long run of tokens; every row's begin at an address of its own. What the kernel is
-given are views of that memory, nothing is gathered.
+A layer's cache is viewed as one long run of tokens, in which each row begins at its own address. The kernel gets views
+of that memory; nothing is gathered.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from quire.runtime.sampling.samples import Longs
 from quire.types.errors import ConfigError
 from quire.types.install import install_extra
 
-_MASK_ELEMENTS = 1 << 22  # largest mask made for one tile of a chunk
+_MASK_ELEMENTS = 1 << 22  # of the largest mask, for one tile of a chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualLayer(LayerCache):
-    """One layer of a cache whose tokens hold all layers: seen as slots of a single head, and as tokens."""
+    """One layer of a cache whose tokens hold all layers, with views as slots of a single head and as tokens."""
 
     key_tokens: Tensor  # [tokens, kv heads, dim], strided
     value_tokens: Tensor
 
     @classmethod
     def over(cls, heads: Tensor, layer: int, num_layers: int, num_kv: int) -> VirtualLayer:
-        """`heads` [tokens * layers * 2 * kv heads, dim] is all memory; slots are counted from the layer's first."""
+        """Make the views. `heads` [tokens * layers * 2 * kv heads, dim] is all memory; slots are counted from the
+        layer's first one."""
         dim, key, value = heads.shape[1], 2 * layer * num_kv, (2 * layer + 1) * num_kv
         count = len(heads) - value
         keys, values = (heads[first : first + count].view(-1, 1, 1, dim) for first in (key, value))
@@ -47,11 +48,11 @@ class VirtualLayer(LayerCache):
 
 @dataclass(frozen=True, slots=True)
 class VirtualSpans:
-    """Runs of batch tokens, each of one sequence: decode rows first, then chunks."""
+    """Runs of batch tokens, each of one sequence: decodes first, then chunks."""
 
-    begins: Longs  # [spans] in the batch
+    begins: Longs  # [spans]: first token in the batch
     counts: Longs  # [spans]: tokens of the batch
-    firsts: Longs  # [spans]: where the sequence begins among the cache's tokens
+    firsts: Longs  # [spans]: index of the sequence's first token in the cache
     lengths: Longs  # [spans]: keys that the span's last token sees
     num_decodes: int
     device: torch.device
@@ -72,7 +73,7 @@ class _Tile:
 class VirtualAttention:
     """Implements AttentionBackend on any torch device, sequence by sequence.
 
-    On CPUs without half-precision products, `compute` float32 keeps attention fast.
+    On CPUs without half-precision products, use float32 for `compute` to keep attention fast.
     """
 
     kernels: Kernels = "torch"
@@ -122,14 +123,14 @@ class VirtualAttention:
         return tiles
 
     def _attend(self, query: Tensor, cache: VirtualLayer, tile: _Tile, scale: float) -> Tensor:
-        """[tokens, query heads * dim]"""
+        """Return [tokens, query heads * dim]."""
         kv_heads, group, dim, length = self._heads.num_kv, self._group, self._heads.dim, tile.length
         keys, values = (
             _cast(side[tile.first : tile.first + length].transpose(0, 1), self._compute)  # [kv heads, length, dim]
             for side in (cache.key_tokens, cache.value_tokens)
         )
         q = _cast(query, self._compute)
-        if tile.count == 1:  # the queries of a key/value head ride as positions
+        if tile.count == 1:  # query heads of a KV head are passed as positions
             q = q.reshape(1, kv_heads, group, dim)
             out = F.scaled_dot_product_attention(q, keys[None], values[None], scale=scale)
             return out.reshape(1, -1).to(query.dtype)
@@ -147,7 +148,7 @@ class VirtualAttention:
 
 
 def refuse_rule(rule: AttentionRule) -> None:
-    """Raise ConfigError for what torch's kernels do not compute."""
+    """Raise ConfigError for rules that torch's kernels do not support."""
     named = {"sliding windows": rule.window, "capped scores": rule.softcap, "attention sinks": rule.sinks}
     found = [name for name, value in named.items() if value is not None]
     if found:
@@ -155,7 +156,7 @@ def refuse_rule(rule: AttentionRule) -> None:
 
 
 def check_virtual(device: torch.device) -> None:
-    """Raise ConfigError where memory cannot be mapped page by page."""
+    """Raise ConfigError if memory cannot be mapped page by page on this machine."""
     if device.type == "cpu" and not hasattr(os, "memfd_create"):
         raise ConfigError("kv_layout", '"virtual" needs Linux', 'use "paged"')
     if device.type == "cuda" and (find_spec("cuda") is None or find_spec("cuda.bindings") is None):

@@ -1,7 +1,8 @@
-"""The same on a GPU in one call per layer: the flash kernel of torch for sequences of different lengths.
+"""Attention over the virtual layout on a GPU, in one call per layer: torch's flash kernel for sequences of different
+lengths.
 
-It is made for keys packed one sequence behind the other: told where each begins, and how many of its keys count, it
-reads each from the row's own addresses instead.
+The kernel expects keys packed one sequence after the other, and gets the offset and length of each sequence. Given the
+offsets of the rows' address ranges instead, it reads the keys in place.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from quire.kernels.attention_rule import AttentionRule
 from quire.runtime.attention.backend import Kernels, LayerCache
 from quire.runtime.attention.virtual import VirtualLayer, VirtualSpans, refuse_rule
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 
 
 @dataclass(frozen=True, slots=True)
 class FlashRun:
-    """Spans that are attended together: tokens begin .. end of the batch."""
+    """Spans that one call handles: tokens begin .. end of the batch."""
 
     begin: int
     end: int
-    starts: Tensor  # [spans + 1], int32: where each span begins among these tokens
-    firsts: Tensor  # [spans + 1], int32: where each sequence begins among the cache's tokens; the last says nothing
+    starts: Tensor  # [spans + 1], int32: offset of each span in these tokens
+    firsts: Tensor  # [spans + 1], int32: index of each sequence's first token in the cache; the last is unused
     lengths: Tensor  # [spans], int32
     most_tokens: int
     longest: int
@@ -40,13 +41,13 @@ class FlashVirtualAttention:
     kernels: Kernels = "torch"
 
     def __init__(self, device: torch.device) -> None:
-        self._courier = Courier(device)
+        self._uploader = Uploader(device)
 
     def accept(self, rule: AttentionRule) -> None:
         refuse_rule(rule)
 
     def prepare(self, spans: VirtualSpans) -> tuple[FlashRun, ...]:
-        """Decode rows and chunks apart: for single tokens the kernel cuts long sequences in pieces."""
+        """Plan decodes and chunks separately: for single tokens the kernel splits long sequences."""
         cuts = (0, spans.num_decodes, len(spans.counts))
         return tuple(self._run(spans, low, high) for low, high in pairwise(cuts) if low < high)
 
@@ -68,11 +69,11 @@ class FlashVirtualAttention:
         begin = int(spans.begins[low])
         starts = _int32(np.concatenate(([0], np.cumsum(counts))))
         firsts = _int32(np.append(spans.firsts[low:high], 0))
-        start, first, length = self._courier.send(starts, firsts, _int32(lengths))
+        start, first, length = self._uploader.upload(starts, firsts, _int32(lengths))
         return FlashRun(begin, begin + int(counts.sum()), start, first, length, int(counts.max()), int(lengths.max()))
 
     def _attend(self, query: Tensor, cache: VirtualLayer, run: FlashRun, scale: float) -> Tensor:
-        """[tokens, query heads * dim]"""
+        """Return [tokens, query heads * dim]."""
         out: Tensor = torch.ops.aten._flash_attention_forward(
             query,
             cache.key_tokens,
@@ -82,8 +83,8 @@ class FlashVirtualAttention:
             run.most_tokens,
             run.longest,
             0.0,  # no dropout
-            run.most_tokens > 1,  # causal, the last token of a span seeing all its keys
-            False,  # nothing to debug
+            run.most_tokens > 1,  # causal: the last token of a span sees all its keys
+            False,  # no debug mask
             scale=scale,
             seqused_k=run.lengths,
         )[0]
@@ -91,7 +92,7 @@ class FlashVirtualAttention:
 
 
 def can_flash(heads: Heads, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's flash kernel takes such heads in place, without padding them."""
+    """Whether torch's flash kernel supports these heads without padding them."""
     fits = heads.dim % 8 == 0 and heads.dim <= 256 and dtype in (torch.float16, torch.bfloat16)
     return device.type == "cuda" and fits and torch.backends.cuda.is_flash_attention_available()
 

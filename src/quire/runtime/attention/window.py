@@ -1,4 +1,4 @@
-"""Batches over window blocks, of which only the newest of each sequence are its own."""
+"""Cuts batches over window blocks to the blocks that are still inside the window."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quire.runtime.transfer import to_device
 
 
 def within_window(batch: AttentionBatch) -> AttentionBatch:
-    """The same tokens, of sequences that begin with the first block that one of them sees. What comes of them is the
-    same: attention asks how far apart two tokens are, not where they stand. Decodes need not be longest first any more.
-    """
+    """Return the same tokens, with each sequence cut to begin at the first block that one of its tokens sees. The
+    result of attention is the same, as it depends on the distance between tokens, not on their positions. Decodes may
+    not be sorted by length any more."""
     if batch.window is None:
         return batch
     size, decodes = batch.block_size, len(batch.lengths)
@@ -31,7 +31,7 @@ def within_window(batch: AttentionBatch) -> AttentionBatch:
 
 
 def _first_blocks(positions: Counts, window: int, size: int) -> Counts:
-    """The block of the first token that a token at each position sees."""
+    """Return the index of the first block that a token at each position sees."""
     return np.maximum(positions + 1 - window, 0) // size
 
 

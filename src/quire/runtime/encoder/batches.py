@@ -1,4 +1,4 @@
-"""Which texts are computed together, and their tokens as tensors."""
+"""Divides texts into batches, and packs their tokens into tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from quire.runtime.layers.texts import Texts
 
 
 def batches_of(lengths: Sequence[int], max_tokens: int, max_texts: int) -> Iterator[list[int]]:
-    """The numbers of texts that are computed together, the longest texts first.
+    """Yield the indices of the texts of each batch, the longest texts first.
 
-    Neighbours have similar lengths. A batch has at most `max_tokens` tokens, were all its texts as long as the longest.
+    Texts of a batch have similar lengths. Its number of texts times the length of its longest is at most `max_tokens`,
+    unless it has only one text.
     """
     batch: list[int] = []
     for text in sorted(range(len(lengths)), key=lambda text: -lengths[text]):
@@ -29,8 +30,8 @@ def batches_of(lengths: Sequence[int], max_tokens: int, max_texts: int) -> Itera
 
 
 def pack(texts: Sequence[Sequence[int]], device: torch.device, first_parts: Sequence[int] = ()) -> Texts:
-    """The tensors of a batch. No text is empty. `first_parts`: how many tokens of each text belong to its first part;
-    the others are of type 1. Empty: all are of type 0."""
+    """Return the tensors of a batch. No text is empty. `first_parts`: how many tokens of each text have type 0; the
+    others have type 1. If empty, all tokens have type 0."""
     counts = list(map(len, texts))
     lengths = np.fromiter(counts, np.int64, len(counts))
     num_tokens, starts = int(lengths.sum()), np.repeat(lengths.cumsum() - lengths, lengths)
@@ -38,15 +39,15 @@ def pack(texts: Sequence[Sequence[int]], device: torch.device, first_parts: Sequ
     positions = np.arange(num_tokens) - starts
     runs = tuple((len(list(same)), length) for length, same in groupby(counts))
 
-    def there(numbers: npt.NDArray[Any]) -> torch.Tensor:
+    def upload(numbers: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(numbers).to(device)
 
     types = None
     if first_parts:
-        types = there((positions >= np.repeat(np.asarray(first_parts, np.int64), lengths)).astype(np.int64))
+        types = upload((positions >= np.repeat(np.asarray(first_parts, np.int64), lengths)).astype(np.int64))
     if len(runs) == 1 or device.type == "cpu":
-        return Texts(there(tokens), there(positions), there(lengths), runs, types)
+        return Texts(upload(tokens), upload(positions), upload(lengths), runs, types)
     longest, num_texts = max(counts), len(counts)
     is_token = np.arange(longest) < lengths[:, None]  # [texts, longest]
-    places, mask = there(np.flatnonzero(is_token)), there(is_token).view(num_texts, 1, 1, longest)
-    return Texts(there(tokens), there(positions), there(lengths), runs, types, places, mask)
+    places, mask = upload(np.flatnonzero(is_token)), upload(is_token).view(num_texts, 1, 1, longest)
+    return Texts(upload(tokens), upload(positions), upload(lengths), runs, types, places, mask)

@@ -1,4 +1,4 @@
-"""An encoder on one device: token lists become hidden states, batch by batch."""
+"""An encoder model on one device: computes hidden states of token lists, batch by batch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from quire.runtime.models.build import build_encoder
 from quire.runtime.pooling import first_tokens, pool
 from quire.types.errors import QuireError
 
-Reduce = Callable[[Tensor, Tensor], Tensor]  # hidden [tokens, size], lengths [texts] -> a row for each text
-Batch = tuple[list[int], Tensor]  # the numbers of its texts, and a row for each of them
+Reduce = Callable[[Tensor, Tensor], Tensor]  # hidden [tokens, size], lengths [texts] -> one row per text
+Batch = tuple[list[int], Tensor]  # the indices of its texts, and one row per text
 
 
 class TextEncoder:
-    """A loaded encoder. It keeps nothing of a text: there is no cache, and nothing is sampled."""
+    """A loaded encoder. It is stateless: there is no cache, and nothing is sampled."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class TextEncoder:
             pin_cpu_threads()
         if self._device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))
-            torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it spends milliseconds on every new length
         builder = LayerBuilder(config.device, model_config.heads, many_rows=True)
         self._model: BaseEncoder | None = build_encoder(model_config, builder)
         if load_format == "dummy":
@@ -66,11 +66,11 @@ class TextEncoder:
     def run(
         self, texts: Sequence[Sequence[int]], reduce: Reduce | None = None, first_parts: Sequence[int] = ()
     ) -> Iterator[Batch]:
-        """Batch by batch what `reduce` makes of the texts' hidden states, on the CPU. None: pooled states, or the
-        logits of a classifier.
+        """Apply `reduce` to the hidden states of the texts, and yield the results batch by batch, on the CPU. By
+        default it pools the states, or computes the logits of a classifier.
 
-        Texts are lists of token ids, none of them empty, none longer than max_model_len. `first_parts`: how many
-        tokens of each text are the first of a pair, for models that tell them apart. Empty: no text is a pair.
+        Texts are lists of token ids, neither empty nor longer than max_model_len. `first_parts`: how many tokens of
+        each text belong to the first text of a pair, for models with token types. Empty: no text is a pair.
         """
         config, reduce = self._config, reduce or self._reduce
         for batch in batches_of([len(text) for text in texts], config.max_num_batched_tokens, config.max_num_seqs):
@@ -87,5 +87,5 @@ class TextEncoder:
         return self._model.classify(first_tokens(hidden, lengths)).float()
 
     def close(self) -> None:
-        """Give the weights back. Idempotent."""
+        """Release the weights. Idempotent."""
         self._model = None

@@ -1,4 +1,4 @@
-"""An encoder as the engine process runs it: requests in, rows of bytes out."""
+"""Runs an encoder in the engine's process: takes requests, and returns the bytes of their result rows."""
 
 from __future__ import annotations
 

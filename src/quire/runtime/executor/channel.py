@@ -1,4 +1,4 @@
-"""The two ends of a stream socket between an engine and one of its ranks: messages with a kind, in order."""
+"""A stream socket between an engine and one of its ranks, which carries messages with a kind, in order."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing import NamedTuple
 
 from quire.runtime.executor.codec import Buffer
 
-_HEAD = struct.Struct("<IB")  # bytes that follow, kind
+_HEAD = struct.Struct("<IB")  # payload bytes, kind
 _READ = 1 << 16
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
     START = 1  # to a rank: the job
-    PLAN = 2  # to a rank, as PlanEncoder makes it
-    MASKS = 3  # to a rank: those of the guided plan before
+    PLAN = 2  # to a rank: a plan encoded by PlanEncoder
+    MASKS = 3  # to a rank: the masks of the last guided plan
     REPORT = 4  # to a rank: answer with TRANSFERS
     CHECK = 5  # to a rank: answer with CHECKED
     STOP = 6  # to a rank: end
-    READ_ADAPTER = 7  # to a rank, on the channel of calls: answer with ANSWER or REFUSED
-    FORGET_ADAPTER = 8  # the same
-    PROGRESS = 9  # of a rank that loads
-    READY = 10  # of a rank: it has loaded
-    RESULT = 11  # of a rank of the last stage: a StepResult
-    TRANSFERS = 12  # of a rank: a TransferReport
-    CHECKED = 13  # of a rank: what is wrong, or an empty text
-    ANSWER = 14  # of a rank
-    REFUSED = 15  # of a rank: field, reason and fix of an InvalidRequest
-    LIFE = 16  # of a rank that shares no memory with the engine: its page of signs of life
+    READ_ADAPTER = 7  # to a rank, on its `calls` channel: answer with ANSWER or REFUSED
+    FORGET_ADAPTER = 8  # likewise
+    PROGRESS = 9  # from a rank that loads the model
+    READY = 10  # from a rank: it has loaded; bytes of its weights and of its KV cache
+    RESULT = 11  # from a rank of the last stage: a StepResult
+    TRANSFERS = 12  # from a rank: a TransferReport
+    CHECKED = 13  # from a rank: the failed assertion, or an empty string
+    ANSWER = 14  # from a rank: the return value of a call
+    REFUSED = 15  # from a rank: field, reason and fix of an InvalidRequest
+    LIFE = 16  # from a rank that shares no memory with the engine: its LifePage
 
 
-KINDS = {int(kind): kind for kind in Kind}  # Kind(number) takes longer
+KINDS = {int(kind): kind for kind in Kind}  # a lookup is faster than Kind(number)
 
 
 def frame(kind: Kind, payload: Buffer = b"") -> bytes:
-    """A message as it travels."""
+    """Return the bytes of a message."""
     return b"".join((_HEAD.pack(len(payload), kind), payload))
 
 
@@ -51,7 +51,7 @@ class Message(NamedTuple):
 
 
 class Channel:
-    """One end. Any thread may send; one thread at a time may receive."""
+    """One end of the socket. Any thread may send; only one thread at a time may receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket, self._sending = end, threading.Lock()
@@ -61,7 +61,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, kind: Kind, payload: Buffer = b"") -> None:
-        """Raises OSError where the other end is gone."""
+        """Send a message. Raises OSError if the other end is closed."""
         head = _HEAD.pack(len(payload), kind)
         with self._sending:
             if len(payload) < _READ:
@@ -71,8 +71,9 @@ class Channel:
                 self._socket.sendall(payload)
 
     def try_send(self, data: Buffer) -> memoryview:
-        """Send what can be sent of a whole message (`frame`) without waiting, and return the rest, which the caller
-        must send before anything else. One thread sends. Raises OSError where the other end is gone."""
+        """Send as much of a whole message (see `frame`) as possible without waiting, and return the rest. The caller
+        must send the rest before anything else, and be the only thread that sends. Raises OSError if the other end is
+        closed."""
         rest = memoryview(data)
         try:
             while rest:
@@ -82,8 +83,8 @@ class Channel:
         return rest
 
     def receive(self, *, wait: bool = True) -> Message | None:
-        """Return the next message; None if none is there and the caller does not `wait`. Raises EOFError where the
-        other end is gone."""
+        """Return the next message. Without `wait`, returns None if no whole message has arrived. Raises EOFError if the
+        other end is closed."""
         while (found := self._take()) is None:
             try:
                 data = self._socket.recv(_READ, 0 if wait else _DONT_WAIT)
@@ -97,7 +98,8 @@ class Channel:
         return found
 
     def _take(self) -> Message | None:
-        """The next message, if all of it, or the head of a large one, has come."""
+        """Take the next message from the buffer. Returns None if it is incomplete; the rest of a large message is
+        waited for."""
         buffer = self._buffer
         if len(buffer) < _HEAD.size:
             return None
@@ -111,7 +113,7 @@ class Channel:
         return Message(KINDS[kind] if kind in KINDS else Kind(kind), memoryview(whole)[_HEAD.size :])
 
     def _fill(self, end: int) -> None:
-        """Wait for the rest of a large message, without copying it about."""
+        """Wait for the rest of a large message, and receive it straight into the buffer."""
         begin = len(self._buffer)
         self._buffer.extend(bytes(end - begin))
         view = memoryview(self._buffer)
@@ -127,7 +129,7 @@ class Channel:
             view.release()
 
     def check(self) -> bool:
-        """Whether something has come, of which this takes nothing. Raises EOFError where the other end is gone."""
+        """Whether data has arrived, without reading it. Raises EOFError if the other end is closed."""
         try:
             if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 raise EOFError
@@ -138,22 +140,23 @@ class Channel:
         return True
 
     def discard(self) -> int:
-        """Of a channel without messages: take what has come, and return how many bytes. Never waits or raises."""
+        """Drop the bytes that have arrived, and return how many there were. For a channel that carries single bytes
+        instead of messages. Never waits or raises."""
         with contextlib.suppress(OSError):
             return len(self._socket.recv(_READ, socket.MSG_DONTWAIT))
         return 0
 
     def shut(self) -> None:
-        """End the conversation: whoever waits to send or to receive, at either end, is told that the other is gone."""
+        """Shut the connection down: sends and receives that block at either end fail."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self.shut()  # a thread that waits in `receive` would not notice that its socket is closed
+        self.shut()  # closing alone would not wake a thread that blocks in `receive`
         self._socket.close()
 
 
 def channel_pair() -> tuple[Channel, socket.socket]:
-    """A private pair of ends: this process's, and a socket to hand to a child."""
+    """Make two connected ends: a Channel for this process, and a socket for a child process."""
     ours, theirs = socket.socketpair()
     return Channel(ours), theirs

@@ -1,7 +1,7 @@
-"""Turns the values that an engine and its ranks exchange into bytes and back: plans, results, configurations.
+"""Encodes the values that an engine and its ranks exchange (plans, results, configurations) as bytes, and decodes them.
 
-The bytes name no code: they can hold numbers, texts, arrays, containers, and objects of the classes in one fixed table.
-Both sides must run the same version of Quire, which `FINGERPRINT` tells.
+The bytes hold data only, never code: numbers, strings, containers, arrays, and instances of the classes in one table.
+Both sides must run the same version of Quire; they compare `FINGERPRINT` to check that.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Buffer = bytes | bytearray | memoryview
 _ROOTS = (StepPlan, StepResult, TransferReport, AdapterInfo, EngineConfig, ModelConfig, ModelFiles)
 _LONG, _DOUBLE, _SIZE = struct.Struct("<q"), struct.Struct("<d"), struct.Struct("<I")
 _ARRAY = struct.Struct("<BB")  # dtype, dimensions
-_LINE = struct.Struct("<BBI")  # the same of one dimension, and its length
-_SMALL = 128  # integers from 0 up to this one are one byte
+_LINE = struct.Struct("<BBI")  # header of an array with one dimension: dtype, 1, length
+_SMALL = 128  # integers from 0 to _SMALL - 1 are encoded in one byte
 _TAGS = range(_SMALL, _SMALL + 16)
 _NONE, _TRUE, _FALSE, _INT, _BIG, _FLOAT, _TEXT, _BYTES = _TAGS[:8]
 _TUPLE, _LIST, _DICT, _SET, _ARRAY_TAG, _OBJECT, _ENUM, _PATH = _TAGS[8:]
@@ -37,21 +37,21 @@ _DTYPES = tuple(
     np.dtype(name) for name in ("int32", "uint8", "uint16", "int64", "uint32", "float32", "float64", "bool")
 )
 _INT32 = _DTYPES[0]
-_largest = np.maximum.reduce  # quicker than the method max
+_largest = np.maximum.reduce  # faster than the method max
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-NARROW_FROM = 64  # numbers: for fewer it takes longer than it saves
-_NARROW = 0x80  # of an int32 array whose numbers are stored in fewer bytes
+NARROW_FROM = 64  # elements: narrowing shorter arrays costs more time than it saves
+_NARROW = 0x80  # flag of an int32 array whose elements are stored in fewer bytes
 
 
 def encode(value: object) -> bytes:
-    """Raises TypeError for a value that has no place in a message."""
+    """Encode a value. Raises TypeError if its type is not supported."""
     out = bytearray()
     put(out, value)
     return bytes(out)
 
 
 def decode(data: Buffer) -> Any:
-    """Return the value. Arrays are copies that may be written to."""
+    """Decode a value. Arrays in it are writable copies."""
     value, end = take(memoryview(data), 0)
     if end != len(data):
         raise ValueError(f"{len(data) - end} bytes follow the value")
@@ -59,7 +59,7 @@ def decode(data: Buffer) -> Any:
 
 
 def put(out: bytearray, value: object) -> None:
-    """Append a value."""
+    """Append an encoded value."""
     writer = _WRITERS.get(type(value))
     if writer is None:
         writer = _writer_of(value)
@@ -67,17 +67,17 @@ def put(out: bytearray, value: object) -> None:
 
 
 def take(data: memoryview, at: int) -> tuple[Any, int]:
-    """Return the value that begins at `at`, and where the next one begins."""
+    """Decode the value that begins at `at`. Returns it and the offset behind it."""
     tag = data[at]
     return (tag, at + 1) if tag < _SMALL else _READERS[tag](data, at + 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
 def put_array(out: bytearray, array: np.ndarray[Any, Any]) -> None:
-    """Append an array. Numbers of an int32 array take one or two bytes each where that is enough."""
+    """Append an encoded array. Elements of an int32 array are stored in one or two bytes each if all of them fit."""
     code = 0 if array.dtype is _INT32 else _DTYPE_CODES.get(array.dtype)
     if code is None:
-        raise TypeError(f"an array of {array.dtype} has no place in a message")
+        raise TypeError(f"an array of {array.dtype} cannot be sent in a message")
     if code == 0 and array.size >= NARROW_FROM:
         width, raw = narrow(array)
         code = _NARROW | width if width else 0
@@ -93,11 +93,11 @@ def put_array(out: bytearray, array: np.ndarray[Any, Any]) -> None:
 
 
 def narrow(array: np.ndarray[Any, Any]) -> tuple[int, bytes]:
-    """The numbers of an int32 array in as few bytes each as they all need, and in how many: 1 or 2; 0: four. Raises
-    TypeError for another array."""
+    """Store the elements of an int32 array in as few bytes each as all fit into. Returns the width (1 or 2; 0: four
+    bytes) and the bytes. Raises TypeError for other dtypes."""
     if array.dtype != _INT32:
-        raise TypeError(f"an array of {array.dtype} is none of int32")
-    largest = _largest(array.view(np.uint32), None)  # a negative number is a large one there
+        raise TypeError(f"an int32 array is required, not {array.dtype}")
+    largest = _largest(array.view(np.uint32), None)  # negative values become large ones
     width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 0
     return width, array.astype(_DTYPES[width]).tobytes() if width else array.tobytes()
 
@@ -171,7 +171,7 @@ def _writer_of(value: object) -> Callable[[bytearray, Any], None]:
         return _put_path
     if isinstance(value, Mapping):
         return _put_mapping
-    raise TypeError(f"a {type(value).__name__} has no place in a message")
+    raise TypeError(f"a {type(value).__name__} cannot be sent in a message")
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -194,7 +194,7 @@ def _take_raw(data: memoryview, at: int) -> tuple[memoryview, int]:
     (length,) = _SIZE.unpack_from(data, at)
     begin = at + _SIZE.size
     if begin + length > len(data):
-        raise ValueError("the message is cut off")
+        raise ValueError("the message is truncated")
     return data[begin : begin + length], begin + length
 
 
@@ -251,7 +251,7 @@ def _take_mapping(data: memoryview, at: int) -> tuple[dict[Any, Any], int]:
 
 # ---------------------------------------------------------------------------------------------------------- objects
 def _walk(hint: Any, found: list[type]) -> None:
-    """Add the classes that a type hint names, and those of their fields."""
+    """Add the record and enum classes that a type hint names, and recursively those of their fields."""
     if not isinstance(hint, type) or get_args(hint):
         for argument in get_args(hint):
             _walk(argument, found)
@@ -274,11 +274,11 @@ def _find_classes() -> tuple[type, ...]:
 _CLASSES = _find_classes()
 FINGERPRINT = blake2b(
     repr([(each.__name__, [*get_type_hints(each)]) for each in _CLASSES]).encode(), digest_size=8
-).hexdigest()  # of the table: two sides with the same one read each other's bytes
+).hexdigest()  # of the class table: both sides must have the same one
 
 
 def _put_record(number: int, cls: Any) -> Callable[[bytearray, Any], None]:
-    """Of a NamedTuple all members, of a dataclass those that differ from their defaults."""
+    """Return the writer of a class. Dataclass fields that have their default value are skipped."""
     if issubclass(cls, tuple):
 
         def write_members(out: bytearray, value: Any) -> None:
@@ -312,7 +312,7 @@ def _take_object(data: memoryview, at: int) -> tuple[Any, int]:
 
 
 def _take_record(cls: Any) -> Callable[[memoryview, int], tuple[Any, int]]:
-    """The value was checked when it was made, so that it is not checked again."""
+    """Return the reader of a class. It skips `__init__` of dataclasses, since the sender has checked their values."""
     if issubclass(cls, tuple):
         width = len(cls._fields)
 

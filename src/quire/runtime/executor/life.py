@@ -1,4 +1,4 @@
-"""Signs of life of a rank, in a page of memory that it shares with the engine's process."""
+"""The status page of a rank: heartbeats and progress counters in memory that it shares with the engine's process."""
 
 from __future__ import annotations
 
@@ -20,55 +20,55 @@ _COUNTERS = struct.Struct("<QQQQqQQBBxxff")
 _NATIVE = struct.Struct("<Q")
 _NATIVE_AT = 72
 _DOING_AT, _DOING_BYTES = 80, 64
-_WORDS = struct.Struct("<I")
-_WORDS_AT = _DOING_AT + _DOING_BYTES
+_MESSAGE = struct.Struct("<I")
+_MESSAGE_AT = _DOING_AT + _DOING_BYTES
 _BEAT_SECONDS = 0.1
-_AWAKE = frozenset((b"R", b"D"))  # states of threads that compute, or read from a disk
+_AWAKE = frozenset((b"R", b"D"))  # states of threads that run, or wait for a disk
 _MOST_ASLEEP = 255
 
 LOADING, IDLE, BUSY = 0, 1, 2
 
 
 class Life(NamedTuple):
-    """What a rank has done so far."""
+    """The contents of a status page: what a rank has done so far."""
 
-    beats: int = 0  # of a thread that does nothing else: they go on while torch computes
+    beats: int = 0  # heartbeats of a Python thread, which continue while torch computes
     steps: int = 0  # begun
     entered: int = 0  # collectives begun
     left: int = 0  # collectives ended
     step: int = -1  # the number of the last step
-    meetings: int = 0  # sums in shared memory that it has come to, those of compiled programs among them
-    loaded: int = 0  # parts of its work that it has done while it loaded, and reads from a disk
+    meetings: int = 0  # all-reduces in shared memory begun, including those of compiled programs
+    loaded: int = 0  # progress while loading: noted parts, and disk reads
     state: int = LOADING
-    asleep: int = 0  # beats at which a step had got no further and no thread of the rank ran, less when one did
-    crowding: float = 0.0  # of its machine, at its last beat
-    computed: float = 0.0  # CPU seconds of the thread that runs its step, since the step last got further
-    native: int = 0  # beats of a thread that needs nothing of the interpreter; 0: there is none
+    asleep: int = 0  # heartbeats without progress at which no thread ran; halved whenever one ran
+    load_per_cpu: float = 0.0  # load of its machine per CPU, at its last heartbeat
+    computed: float = 0.0  # CPU seconds of the thread that runs steps, since its last progress
+    native: int = 0  # heartbeats of a native thread that does not need the GIL; 0: there is none
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """Changes whenever the rank gets on with its work."""
+        """Changes whenever the rank makes progress."""
         return (self.steps, self.entered, self.left, self.meetings, self.loaded, self.state)
 
     @property
     def waits(self) -> bool:
-        """Whether it is in a collective, where it waits for other ranks."""
+        """Whether the rank is in a collective, where it waits for other ranks."""
         return self.entered > self.left
 
 
-def crowding() -> float:
-    """How many processes and threads want each processor of this machine, averaged over a minute."""
+def load_per_cpu() -> float:
+    """Return the runnable processes and threads per CPU of this machine, averaged over a minute."""
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def num_reads() -> int:
-    """Counts up while this process reads from a disk or from a file system of the network."""
+    """Return a count that increases while this process reads from a disk or from a network file system."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_inblock + usage.ru_majflt
 
 
 def any_thread_runs() -> bool:
-    """Whether any thread of this process but the calling one computes, waits for a processor or for a disk."""
+    """Whether any thread of this process except the calling one runs, or waits for a CPU or for a disk."""
     own = str(threading.get_native_id())
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -79,16 +79,17 @@ def any_thread_runs() -> bool:
 
 
 class LifePage:
-    """A rank writes to it, without a system call; the engine's process reads it. `memory` is at least one page."""
+    """A status page. The rank writes it without system calls, and the engine's process reads it. `memory` is at least
+    one page."""
 
     def __init__(self, memory: mmap.mmap | bytearray, offset: int = 0) -> None:
         self._memory, self._offset = memory, offset
         self._beats = self._steps = self._entered = self._left = 0
-        self._step, self._state, self._crowding, self._asleep = -1, LOADING, 0.0, 0
+        self._step, self._state, self._load_per_cpu, self._asleep = -1, LOADING, 0.0, 0
         self._noted = self._reads = 0
         self._doing, self._computed = "", 0.0
-        self.waits_for_engine = False  # set by the rank while a step is held up by the engine's process
-        self._clock: int | None = None  # of the CPU time of the thread that runs steps; None: nobody looks for hangs
+        self.waits_for_engine = False  # set by the rank while its step waits for the engine's process
+        self._clock: int | None = None  # CPU clock of the thread that runs steps; None: hangs are not looked for
         self._running = 0  # steps that were begun and have not ended
         self._meetings: Callable[[], int] = int
         self._writing = threading.Lock()
@@ -105,36 +106,37 @@ class LifePage:
             if clock is None or progress != before or not self._could_hang():
                 self._asleep, since = 0, used
             elif any_thread_runs():
-                self._asleep //= 2  # it may be the native heart, which runs now and then
+                self._asleep //= 2  # it may be the native heartbeat thread, which runs now and then
             else:
                 self._asleep = min(self._asleep + 1, _MOST_ASLEEP)
             if self._state == LOADING:
                 self._reads = num_reads()
-            self._beats, self._crowding, self._computed, before = self._beats + 1, crowding(), used - since, progress
+            self._beats, self._load_per_cpu = self._beats + 1, load_per_cpu()
+            self._computed, before = used - since, progress
             self._write()
 
     def look_for_hangs(self) -> None:
-        """From now on tell when a step is stuck: that nothing of this process runs, or for how long the calling thread,
-        which runs the steps, has computed. For ranks that compute on the CPU: one with a GPU may do either while that
-        computes."""
+        """From now on, write signs of a stuck step: that no thread of this process runs, or for how long the calling
+        thread, which runs the steps, has computed. Only for ranks that compute on the CPU: with a GPU, both are normal
+        while the device computes."""
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def _could_hang(self) -> bool:
-        """Whether a step runs that waits neither for another rank nor for the engine's process."""
+        """Whether a step is running that waits neither for another rank nor for the engine's process."""
         return self._state == BUSY and self._entered == self._left and not self.waits_for_engine
 
     def note(self, doing: str) -> None:
-        """Loading has got further. `doing`: what the rank does now, for messages."""
+        """Note progress in loading. `doing` names what the rank does now, for messages."""
         if doing != self._doing:
             self._doing, text = doing, doing.encode()[:_DOING_BYTES]
-            self._memory[self._offset + _DOING_AT : self._offset + _WORDS_AT] = text.ljust(_DOING_BYTES, b"\0")
+            self._memory[self._offset + _DOING_AT : self._offset + _MESSAGE_AT] = text.ljust(_DOING_BYTES, b"\0")
         self._noted += 1
         self._write()
 
     def start_native_beats(self, socket: int = -1, seconds: float = _BEAT_SECONDS) -> None:
-        """Beat from a thread that no holder of the interpreter's lock can hold up, and send a byte to a socket, if
-        there is one, for every beat, until the process ends. Without the compiled kernels, only `start_beating`
-        beats."""
+        """Start heartbeats of a native thread, which the GIL cannot delay, until the process ends. It also sends a byte
+        per heartbeat to `socket`, unless that is -1. Without the compiled kernels, does nothing; only the thread of
+        `start_beating` beats then."""
         from quire.kernels.native.loader import Unavailable, open_library
 
         try:
@@ -142,16 +144,17 @@ class LifePage:
         except Unavailable:
             return
         counter = ctypes.c_uint64.from_buffer(self._memory, self._offset + _NATIVE_AT)
-        self._native_counter = counter  # which the thread writes to
+        self._native_counter = counter  # keeps the memory alive that the thread writes to
         library.quire_start_beating(ctypes.addressof(counter), socket, seconds)
         atexit.register(library.quire_stop_beating)  # before the interpreter frees the page
 
     def count_meetings(self, meetings: Callable[[], int]) -> None:
-        """From now on write also what this function returns: sums in shared memory that the rank has come to."""
+        """From now on, also write the result of this function: how many all-reduces in shared memory the rank has
+        begun."""
         self._meetings = meetings
 
     def ready(self) -> None:
-        """It has loaded."""
+        """Note that the rank has loaded."""
         self._state = IDLE
         self._write()
 
@@ -162,7 +165,7 @@ class LifePage:
             self._write_all()
 
     def end_step(self) -> None:
-        """The oldest of its steps has ended. Another one may have begun in the meantime."""
+        """Note that the oldest running step has ended. Another one may have begun in the meantime."""
         with self._writing:
             self._running -= 1
             self._state = BUSY if self._running else IDLE
@@ -176,12 +179,12 @@ class LifePage:
         self._left += 1
         self._write()
 
-    def say(self, words: bytes) -> None:
-        """Leave last words, of which the first part is kept."""
-        kept = words[: PAGE_BYTES - _WORDS_AT - _WORDS.size]
-        begin = self._offset + _WORDS_AT
-        self._memory[begin + _WORDS.size : begin + _WORDS.size + len(kept)] = kept
-        _WORDS.pack_into(self._memory, begin, len(kept))
+    def write_last_message(self, message: bytes) -> None:
+        """Write the rank's last message, cut to the size of the page."""
+        kept = message[: PAGE_BYTES - _MESSAGE_AT - _MESSAGE.size]
+        begin = self._offset + _MESSAGE_AT
+        self._memory[begin + _MESSAGE.size : begin + _MESSAGE.size + len(kept)] = kept
+        _MESSAGE.pack_into(self._memory, begin, len(kept))
 
     def _write(self) -> None:
         with self._writing:
@@ -189,7 +192,7 @@ class LifePage:
 
     def _write_all(self) -> None:
         numbers = self._beats, self._steps, self._entered, self._left, self._step, self._meetings()
-        more = self._noted + self._reads, self._state, self._asleep, self._crowding, self._computed
+        more = self._noted + self._reads, self._state, self._asleep, self._load_per_cpu, self._computed
         _COUNTERS.pack_into(self._memory, self._offset, *numbers, *more)
 
     # ----------------------------------------------------------------------------------------------------- the engine
@@ -198,18 +201,18 @@ class LifePage:
         return Life(*_COUNTERS.unpack_from(self._memory, self._offset), *native)
 
     def doing(self) -> str:
-        """What the rank said last of its loading."""
-        text = self._memory[self._offset + _DOING_AT : self._offset + _WORDS_AT]
+        """Return what the rank was doing when it last noted progress in loading."""
+        text = self._memory[self._offset + _DOING_AT : self._offset + _MESSAGE_AT]
         return bytes(text).rstrip(b"\0").decode(errors="replace")
 
-    def words(self) -> bytes:
-        """The last words; empty: there are none."""
-        begin = self._offset + _WORDS_AT
-        (length,) = _WORDS.unpack_from(self._memory, begin)
-        return bytes(self._memory[begin + _WORDS.size : begin + _WORDS.size + length])
+    def last_message(self) -> bytes:
+        """Return the rank's last message, or b"" if there is none."""
+        begin = self._offset + _MESSAGE_AT
+        (length,) = _MESSAGE.unpack_from(self._memory, begin)
+        return bytes(self._memory[begin + _MESSAGE.size : begin + _MESSAGE.size + length])
 
     def copy_bytes(self) -> bytes:
-        """The whole page, for a rank that shares no memory with the engine."""
+        """Return the whole page, for a rank that shares no memory with the engine."""
         return bytes(self._memory[self._offset : self._offset + PAGE_BYTES])
 
     def put_bytes(self, page: bytes | memoryview) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of an engine as the engine's process sees them, and those that are processes of this machine."""
+"""The ranks of an engine as the engine's process sees them, and their implementation by processes on this machine."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ _LOOPBACK = "lo"
 
 
 class Rank(Protocol):
-    """One rank. Its methods never wait for it."""
+    """A rank, as the engine's process sees it. No method waits for the rank, except `close`."""
 
     @property
     def place(self) -> RankPlace: ...
 
     @property
     def name(self) -> str:
-        """For messages: "pid 4711"."""
+        """The rank's name in messages, such as "pid 4711"."""
 
     @property
     def control(self) -> Channel:
-        """For plans and their results, in order."""
+        """The channel of plans and their results, in order."""
 
     @property
     def calls(self) -> Channel:
-        """For everything that does not wait for a step."""
+        """The channel of calls that do not wait for a step."""
 
     @property
     def page(self) -> LifePage: ...
 
     @property
     def device_index(self) -> int | None:
-        """Of its GPU on its machine; None: what the configuration says."""
+        """The index of the rank's GPU on its machine. None: the device of the configuration."""
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs on this machine, whose load holds it up too."""
+        """Whether the rank runs on this machine, so that this machine's load delays it."""
 
     def num_beats(self) -> int:
-        """Of its heart, so far."""
+        """Return the number of its heartbeats so far."""
 
     def ending(self) -> str | None:
-        """How it ended: "was killed by signal 9"; None: it runs."""
+        """Return how the rank ended, such as "was killed by signal 9", or None if it runs."""
 
     def is_stopped(self) -> bool:
-        """Whether it was halted, as by SIGSTOP."""
+        """Whether the rank is stopped by a signal such as SIGSTOP."""
 
     def kill(self) -> None:
-        """End it. Nobody who waits for it at one of its channels waits any longer."""
+        """Kill the rank. Threads that wait for it at one of its channels wake up."""
 
     def close(self) -> None:
-        """Make sure that it is gone, and give back what belongs to it. Idempotent."""
+        """Make sure that the rank has ended, and release its resources. Idempotent."""
 
 
 class RankLauncher(Protocol):
@@ -74,18 +74,20 @@ class RankLauncher(Protocol):
 
     @property
     def rings(self) -> EngineRings | None:
-        """Of ranks that were started and share memory with this process; None: all goes through their channels."""
+        """The rings of ranks that were started and share memory with this process. None: all messages go through
+        channels."""
 
     def start(self) -> Sequence[Rank]:
-        """Called once, in the thread that then watches them. Nothing is left where it raises."""
+        """Start all ranks. Called once, in the thread that then watches them. If it raises, everything that it started
+        is cleaned up."""
 
     def close(self) -> None:
-        """Give back what no single rank owns, in the same thread. Idempotent."""
+        """Release the resources that no single rank owns. Called in the thread that called `start`. Idempotent."""
 
 
 @dataclass(slots=True)
 class ProcessRank:
-    """Implements Rank by a child process."""
+    """Implements Rank for a child process."""
 
     place: RankPlace
     process: subprocess.Popen[bytes]
@@ -128,13 +130,13 @@ class ProcessRank:
 
 
 class ProcessLauncher:
-    """Starts one process per rank on this machine. They meet in memory that nobody else can open, and their
-    collectives use the loopback interface only."""
+    """Starts one process per rank on this machine. The ranks share an anonymous file that no other process can open,
+    and their collectives use the loopback interface only."""
 
     def __init__(
         self, config: ParallelConfig, devices: Sequence[int] | None, module: str = "quire.runtime.executor.rank_main"
     ) -> None:
-        """`devices`: the GPU of every rank; None: the device of the configuration."""
+        """`devices`: the GPU of each rank. None: the device of the configuration."""
         if sys.platform != "linux":
             raise ConfigError("executor", f'"processes" needs Linux, and this is {sys.platform}', 'use "torchrun"')
         self._config, self._devices, self._module = config, devices, module
@@ -179,7 +181,7 @@ class ProcessLauncher:
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
                 env=environment,
-                process_group=0,  # Ctrl-C reaches the engine's process alone
+                process_group=0,  # Ctrl-C reaches only the engine's process
             )
         device = None if self._devices is None else self._devices[rank]
         return ProcessRank(self._config.place(rank), process, control, calls, page, device)
@@ -188,12 +190,12 @@ class ProcessLauncher:
         self.rings = None
         while self._memory:
             memory = self._memory.pop()
-            with contextlib.suppress(BufferError):  # a thread still reads it; it goes with the last who does
+            with contextlib.suppress(BufferError):  # a thread still reads it; it is freed with the last reference
                 memory.close()
 
 
 def _shared_file(num_bytes: int) -> int:
-    """A descriptor of memory without a name, which ends with its last user."""
+    """Return the descriptor of an anonymous file in memory, which is freed with its last user."""
     made = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
     os.ftruncate(made, num_bytes)
     return made

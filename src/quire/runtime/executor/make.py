@@ -1,4 +1,4 @@
-"""Makes the executor that a configuration asks for, where it is not the one in this process."""
+"""Makes the executor of a configuration with several ranks."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def make_executor(job: RankJob, progress: Progress | None) -> Executor:
 
 
 def devices_of(config: EngineConfig) -> Sequence[int] | None:
-    """The GPU of every rank of this machine; None where all have the device that the configuration names."""
+    """Return the GPU of each rank of this machine, or None if all ranks use the device that the configuration names."""
     return range(config.parallel.num_ranks) if config.device.device == "cuda" else None

@@ -1,4 +1,4 @@
-"""Copies the numbers of steps from the device to pinned host memory."""
+"""Copies the results of steps from the device to pinned host memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ _ALIGNMENT = 64  # bytes between the tensors of a buffer
 
 
 class PinnedResults:
-    """Pinned buffers for the tokens of steps in flight, and what else steps report. A buffer is used again once it was
-    read.
+    """Pinned buffers for the tokens and reports of steps in flight. A buffer is reused after its results were read.
 
-    Holds as many buffers as steps were ever in flight at once, each with room for `num_samples` tokens, or for the most
-    it ever had to take.
+    Holds as many buffers as steps were ever in flight at once. Each has room for `num_samples` tokens, or for the
+    largest result it ever had to hold.
     """
 
     def __init__(self, num_samples: int) -> None:
@@ -23,7 +22,7 @@ class PinnedResults:
         self._free: list[PinnedBuffer] = []
 
     def send(self, tensors: Sequence[Tensor]) -> PinnedBuffer:
-        """Start to copy tensors to the host. The caller gives the buffer back when it has read them."""
+        """Start copying tensors to the host. The caller must return the buffer by `give_back` after reading them."""
         buffer = self._free.pop() if self._free else PinnedBuffer(self._num_bytes)
         buffer.take(tensors)
         return buffer
@@ -33,7 +32,7 @@ class PinnedResults:
 
 
 class PinnedBuffer:
-    """The numbers of one step on their way to the host."""
+    """A pinned host buffer for the tensors of one step."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -53,6 +52,6 @@ class PinnedBuffer:
         self._arrived.record()
 
     def read(self) -> list[Tensor]:
-        """Wait for the tensors. They are overwritten after the buffer was given back."""
+        """Wait for the copies, and return the tensors. They may be overwritten after the buffer was given back."""
         self._arrived.synchronize()
         return self._tensors

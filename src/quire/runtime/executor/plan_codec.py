@@ -1,4 +1,4 @@
-"""The control message of a step: a plan in as few bytes as what it changes."""
+"""A compact encoding of plans: only fields that are not empty take bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from quire.runtime.executor.codec import NARROW_FROM, Buffer, narrow, put, take
 from quire.types.step import NO_ROWS, Ints, StepPlan
 
-_HEAD = struct.Struct("<qI")  # step, a bit for every field that is there
+_HEAD = struct.Struct("<qI")  # step, and a bit for every field that is present
 _ARRAYS = ("decode_rows", "grant_rows", "grant_slots", "grant_blocks", "window_owners", "window_blocks")
 _OTHERS = tuple(item.name for item in fields(StepPlan) if item.name not in ("step", *_ARRAYS))
 _DEFAULTS = tuple(item.default for item in fields(StepPlan) if item.name in _OTHERS)
@@ -22,23 +22,23 @@ _others_of: Callable[[StepPlan], tuple[Any, ...]] = attrgetter(*_OTHERS)
 _OTHER_BITS = [(1 << bit, name) for bit, name in enumerate(_OTHERS, len(_ARRAYS))]
 _ANY_OTHER = sum(bit for bit, _ in _OTHER_BITS)
 _ANY_ARRAY = (1 << len(_ARRAYS)) - 1
-_SAME_ROWS = 1 << 31  # the rows that decode are those of the message before
+_SAME_ROWS = 1 << 31  # decode_rows are the same as in the previous message
 _PLACES = [[place for place in range(len(_ARRAYS)) if bits >> place & 1] for bits in range(_ANY_ARRAY + 1)]
-_COUNTS = [struct.Struct(f"<{count}I") for count in range(len(_ARRAYS) + 1)]  # of numbers, by the number of arrays
-_WIDTH_AT = 30  # the bits of a count that say how its numbers are stored
+_COUNTS = [struct.Struct(f"<{count}I") for count in range(len(_ARRAYS) + 1)]  # formats, by number of arrays
+_WIDTH_AT = 30  # the bits of a count from here on are the element width
 _COUNT = (1 << _WIDTH_AT) - 1
-_WIDTHS = tuple(np.dtype(name) for name in ("int32", "uint8", "uint16"))  # as `narrow` numbers them
+_WIDTHS = tuple(np.dtype(name) for name in ("int32", "uint8", "uint16"))  # indexed by the width that `narrow` returns
 _INT32 = _WIDTHS[0]
 
 
 class PlanEncoder:
-    """Encodes the plans of one engine in order. Rows that decode in two plans in a row are named once.
+    """Encodes the plans of one engine in order. decode_rows that are the same in two consecutive plans are sent once.
 
-    A message is its head, the counts of its arrays, the numbers of its arrays, and all other fields.
+    A message consists of a header, the element counts of its arrays, the elements of its arrays, and all other fields.
     """
 
     def __init__(self) -> None:
-        self._rows = b""  # those of the last plan that had some
+        self._rows = b""  # decode_rows of the last plan that had some
 
     def encode(self, plan: StepPlan) -> bytes:
         there, parts, counts = 0, [b"", b""], []
@@ -60,7 +60,7 @@ class PlanEncoder:
             parts.append(raw)
         parts[1] = _COUNTS[len(counts)].pack(*counts)
         others = _others_of(plan)
-        if not all(map(is_, others, _DEFAULTS)):  # most steps have nothing but rows and their blocks
+        if not all(map(is_, others, _DEFAULTS)):  # most steps have only rows and their blocks
             out = bytearray()
             for bit, (value, default) in enumerate(zip(others, _DEFAULTS, strict=True), len(_ARRAYS)):
                 if value is not default and value != ():
@@ -72,7 +72,7 @@ class PlanEncoder:
 
 
 class PlanDecoder:
-    """Decodes what one PlanEncoder made, in the same order. The arrays of a plan may be written to."""
+    """Decodes the messages of one PlanEncoder, in the same order. The arrays of a plan are writable."""
 
     def __init__(self) -> None:
         self._rows: Ints = NO_ROWS
@@ -96,14 +96,15 @@ class PlanDecoder:
 
 
 def _take_arrays(message: Buffer, there: int) -> tuple[list[Ints], int]:
-    """The arrays of a plan, those that are not `there` empty, and where its other fields begin."""
+    """Return the arrays of a plan, and the offset of its other fields. Arrays whose bit is not set in `there` are
+    empty."""
     arrays, places, at = [NO_ROWS] * len(_ARRAYS), _PLACES[there], _HEAD.size
     if not places:
         return arrays, at
     form = _COUNTS[len(places)]
     counts = form.unpack_from(message, at)
     at += form.size
-    if max(counts) <= _COUNT:  # the usual message: all in four bytes each, copied at once
+    if max(counts) <= _COUNT:  # the usual message: four bytes per element, copied at once
         begin, total = 0, sum(counts)
         numbers = np.frombuffer(message, _INT32, total, at).copy()
         for place, count in zip(places, counts, strict=True):

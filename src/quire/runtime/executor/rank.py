@@ -1,4 +1,4 @@
-"""The process of one rank: it joins the others, loads its part of the model and executes the engine's plans."""
+"""The process of one rank: it joins the other ranks, loads its part of the model and executes the engine's plans."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire.runtime")
 
 EXIT_ORPHANED = 70  # the engine's process is gone
-EXIT_FAILED = 71  # the cause is in the page of signs of life
-_REPORT_SECONDS = 0.1  # between two reports of loading
-_MOST_WORDS = 3_000  # characters of an error
+EXIT_FAILED = 71  # the cause is on the rank's status page
+_REPORT_SECONDS = 0.1  # between two progress reports while loading
+_MAX_MESSAGE_CHARS = 3_000  # characters of an error message
 
 MakeStore = Callable[[RankPlace], "Store"]
 
 
 class RankServer:
-    """Serves one engine. `run` never returns: the process ends with it. A thread of its own ends the process when the
-    engine's process is gone, also in the middle of a step."""
+    """Serves one engine. `run` never returns: the process ends with it. Another thread ends the process when the
+    engine's process is gone, even during a step."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class RankServer:
         end: Callable[[int], NoReturn] = os._exit,
         beats: int = -1,
     ) -> None:
-        """`end` ends the process with an exit code; `beats` is a socket that takes a byte for every heartbeat; -1: the
-        engine's process reads the page itself."""
+        """`end` ends the process with an exit code. `beats` is a socket that gets a byte for every heartbeat, or -1 if
+        the engine's process reads the status page itself."""
         self._beats = beats
         self._control, self._calls, self._page, self._make_store, self._end = control, calls, page, make_store, end
         self._plans = PlanDecoder()
         self._executor: SingleExecutor
-        self._collecting: SimpleQueue[int] | None = None  # steps that another thread collects
+        self._collecting: SimpleQueue[int] | None = None  # launched steps, for the thread that collects them
         self._sends_results = True
         self._progress = "", 0.0
         self._tells_progress = False
@@ -72,7 +72,7 @@ class RankServer:
             self._end(EXIT_ORPHANED)
         except BaseException as error:
             logger.debug("the rank failed", exc_info=True)
-            self._page.say(describe_error(error))
+            self._page.write_last_message(describe_error(error))
             self._end(EXIT_FAILED)
         self._end(0)
 
@@ -88,7 +88,11 @@ class RankServer:
         from quire.runtime.parallel.make import backend_of, join_ranks, ranks_share_device
 
         if job["fingerprint"] != FINGERPRINT:
-            raise ConfigError("executor", "the rank runs another version of Quire than the engine", "install one")
+            raise ConfigError(
+                "executor",
+                "the rank runs another version of Quire than the engine",
+                "install the same version on all machines",
+            )
         config: EngineConfig = job["config"]
         place, shares = config.parallel.place(job["rank"]), ranks_share_device(config.parallel, config.device.device)
         config = config_of_rank(config, place, job["device_index"], detect_hardware().cores)
@@ -131,7 +135,7 @@ class RankServer:
         self._control.send(Kind.READY, encode(self._executor.num_bytes))
 
     def _report_progress(self, what: str, done: int, total: int) -> None:
-        """Every rank notes how far it is; the first one tells the engine's process too."""
+        """Note the progress on the rank's status page. Rank 0 also sends it to the engine's process."""
         self._page.note(f"{what}, {done} of {total}" if done < total else f"after {what}")
         if not self._tells_progress:
             return
@@ -143,7 +147,7 @@ class RankServer:
 
     # --------------------------------------------------------------------------------------------------------- plans
     def _execute_messages(self) -> None:
-        """Execute the engine's messages in order, until it sends STOP."""
+        """Execute the engine's messages in order until STOP."""
         while True:
             message = self._control.receive()
             assert message is not None
@@ -172,19 +176,21 @@ class RankServer:
             self._collect()
 
     def _collect(self) -> None:
-        """Send the result of the step launched last, or have it sent when the device has computed it."""
+        """Send the result of the step launched last, or let the collecting thread send it when the device has finished
+        the step."""
         if self._collecting is not None:
             self._collecting.put(0)
             return
         result = self._executor.collect()
         if self._sends_results:
-            self._page.waits_for_engine = True  # which may have no room for a large result yet
+            self._page.waits_for_engine = True  # the engine may have no room for a large result yet
             self._control.send(Kind.RESULT, encode(result))
             self._page.waits_for_engine = False
         self._page.end_step()
 
     def _collect_steps(self) -> None:
-        """Where steps are only enqueued: the next one is launched while this thread waits for the one before."""
+        """Collect steps in a thread. For devices where a launch only enqueues: the next step is launched while this
+        thread waits for the previous one."""
         assert self._collecting is not None
         try:
             while True:
@@ -193,8 +199,8 @@ class RankServer:
                 if self._sends_results:
                     self._control.send(Kind.RESULT, encode(result))
                 self._page.end_step()
-        except BaseException as error:  # noqa: BLE001 - whatever it was, the engine says it
-            self._page.say(describe_error(error))
+        except BaseException as error:  # noqa: BLE001 - the engine reports any error
+            self._page.write_last_message(describe_error(error))
             self._end(EXIT_FAILED)
 
     def _check(self) -> str:
@@ -206,14 +212,14 @@ class RankServer:
 
     # --------------------------------------------------------------------------------------------------------- calls
     def _serve_calls(self) -> None:
-        """Read and forget adapters beside the steps. Ends the process when the engine's is gone."""
+        """Read and forget adapters while steps run. Ends the process when the engine's process is gone."""
         try:
             while (message := self._calls.receive()) is not None:
                 try:
                     answer = self._answer(message)
                 except InvalidRequest as error:
                     self._calls.send(Kind.REFUSED, encode((error.field, error.reason, error.fix)))
-                except Exception as error:  # noqa: BLE001 - of one adapter
+                except Exception as error:  # noqa: BLE001 - only this adapter fails
                     refusal = ("lora_path", f"cannot be read: {error!r:.200}", "check its files")
                     self._calls.send(Kind.REFUSED, encode(refusal))
                 else:
@@ -230,7 +236,8 @@ class RankServer:
 
 
 def config_of_rank(config: EngineConfig, place: RankPlace, device_index: int | None, cores: int) -> EngineConfig:
-    """The configuration of one rank: its device, its share of the CPU's threads, and its part of the disk tier."""
+    """Return the configuration of one rank: with its device, its share of the CPU threads, and its folder of the disk
+    tier."""
     device, cache = config.device, config.cache
     if device.device == "cpu":
         device = replace(device, threads=max(1, (device.threads or cores) // place.config.num_ranks))
@@ -242,13 +249,13 @@ def config_of_rank(config: EngineConfig, place: RankPlace, device_index: int | N
 
 
 def _part(place: RankPlace) -> str:
-    """The folder of a rank below that of the disk tier: no two splits share one."""
+    """Return the name of a rank's folder in the disk tier. Other ranks and other parallel sizes have other folders."""
     config = place.config
     return f"rank-{place.rank}-of-{config.tensor}x{config.pipeline}"
 
 
 def describe_error(error: BaseException) -> bytes:
-    """The last words of a rank: what its error would have been in one process."""
+    """Encode an error as the last message of a rank, so that `read_error` can restore it."""
     if isinstance(error, ConfigError):
         return encode((type(error).__name__, *_cut(error.setting, error.reason, error.fix)))
     if isinstance(error, ModelLoadError):
@@ -257,14 +264,14 @@ def describe_error(error: BaseException) -> bytes:
 
 
 def _cut(*texts: str) -> tuple[str, ...]:
-    """Texts that fit into the page together."""
-    most = _MOST_WORDS // len(texts)
+    """Cut texts so that all of them fit into the status page."""
+    most = _MAX_MESSAGE_CHARS // len(texts)
     return tuple(text[: most if text.isascii() else most // 4] for text in texts)
 
 
-def read_error(words: bytes) -> tuple[str, ConfigError | ModelLoadError | None]:
-    """What a rank's last words say, and the error that they were, where a user can mend it."""
-    kind, *texts = decode(words)
+def read_error(message: bytes) -> tuple[str, ConfigError | ModelLoadError | None]:
+    """Decode a rank's last message. Returns its text, and the original error if it is one that the user can fix."""
+    kind, *texts = decode(message)
     if kind in ("ConfigError", "DoesNotFit"):
         setting, reason, fix = texts
         error = ConfigError(setting, reason, fix)

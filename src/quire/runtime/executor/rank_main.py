@@ -1,6 +1,6 @@
 """The process of one rank: `python -m quire.runtime.executor.rank_main RANK CONTROL CALLS PAGES STORE [RINGS]`, started
-by the engine's process alone. The arguments are the number of the rank and descriptors: of two sockets, of the pages of
-all ranks, of the store in which they meet, and of the rings of messages where there are some."""
+only by the engine's process. The arguments are the rank's number and file descriptors: two sockets, the status pages of
+all ranks, the store in which the ranks meet, and the message rings, if there are any."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STDERR = 2
 
 
 def enter_rank() -> None:
-    """Tie this process to the engine's: it dies with it, and only that process is told of Ctrl-C and SIGTERM."""
+    """Tie this process to the engine's process: it dies with it, and ignores Ctrl-C and SIGTERM."""
     faulthandler.register(signal.SIGUSR1, file=_STDERR, all_threads=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -1,5 +1,5 @@
-"""What an engine's process says to all of its ranks, and what they answer: in shared memory where they have some, else
-through the channel of each."""
+"""Messages between an engine's process and all of its ranks: through rings in shared memory if there are any, otherwise
+through the channel of each rank."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from quire.runtime.executor.rings import EngineRings
 from quire.runtime.executor.watch import RankWatch
 from quire.types.errors import EngineDead
 
-_LOOK_MICROSECONDS = 50_000  # between two looks at whether a rank has failed
-_ROOM_SECONDS = 0.001  # between two looks at whether a slow rank has read what it was sent
+_LOOK_MICROSECONDS = 50_000  # between two checks whether a rank has failed
+_ROOM_SECONDS = 0.001  # between two checks whether a slow rank has read its messages
 
 
 class RankMessages:
-    """One thread sends and receives. When a rank has failed, every call raises EngineDead, which names it."""
+    """Sends and receives messages, in one thread. When a rank has failed, every call raises EngineDead, which names the
+    rank."""
 
     def __init__(self, ranks: Sequence[Rank], watch: RankWatch, rings: EngineRings | None) -> None:
         self._ranks, self._watch, self._rings = ranks, watch, rings
         self._inboxes: list[deque[Message]] = [deque() for _ in ranks]
         self._last = [number for number, rank in enumerate(ranks) if rank.place.is_last_stage]
-        self._results: deque[list[Buffer]] = deque()  # that came while ranks could take no more
+        self._results: deque[list[Buffer]] = deque()  # received while ranks could not take more messages
         self._closed = False
 
     # ------------------------------------------------------------------------------------------------------- to ranks
     def send(self, kind: Kind, payload: Buffer = b"") -> None:
-        """To all ranks, which get what this sends in order."""
+        """Send a message to all ranks. Messages arrive in the order of the calls."""
         self.check_open()
         try:
             if self._rings is not None:
@@ -47,19 +48,20 @@ class RankMessages:
             if rests:
                 self._send_rests(rests)
         except (EOFError, OSError):
-            raise self._watch.death() from None
+            raise self._watch.dead_engine_error() from None
 
     def send_stop(self) -> None:
-        """Tell ranks to end, when they have read everything before. Never waits or raises."""
+        """Tell the ranks to end after they have read all earlier messages. Never waits or raises."""
         if self._rings is not None and self._rings.post(Kind.STOP, b""):
-            return  # else a slow rank leaves no room
+            return  # otherwise a slow rank leaves no room in the ring
         for rank in self._ranks:
             with contextlib.suppress(Exception):
                 rank.control.try_send(frame(Kind.STOP))
 
     def _send_rests(self, rests: dict[int, memoryview]) -> None:
-        """Send what ranks could not take at once, by rank. Reads what they send in the meantime: a rank may take no
-        more before the engine has taken a large result of it, or of a rank that it waits for."""
+        """Send the rest of a message to the ranks whose socket could not take it at once, by rank. Reads what ranks
+        send in the meantime: a rank may take no more until the engine has read a large result, of this rank or of one
+        that it waits for."""
         with selectors.DefaultSelector() as selector:
             for number, rank in enumerate(self._ranks):
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if number in rests else 0)
@@ -77,7 +79,7 @@ class RankMessages:
                             selector.modify(control, selectors.EVENT_READ, number)
 
     def _make_room(self) -> None:
-        """Take what ranks have sent, for they may wait for that, and wait a moment for them to read."""
+        """Read what ranks have sent, as they may wait for that, and give them a moment to read."""
         self.check_open()
         self._take_results()
         with selectors.DefaultSelector() as selector:
@@ -87,7 +89,7 @@ class RankMessages:
                 self._keep(key.data)
 
     def _take_results(self) -> None:
-        """Take the results that are in the rings, which hold a few: a rank that has one more reads nothing."""
+        """Read all results in the rings. A rank that finds its ring full does not read messages until there is room."""
         while self._rings is not None and (found := self._rings.receive_results(0)) is not None:
             self._results.append(self._bytes_of(found))
 
@@ -97,7 +99,7 @@ class RankMessages:
 
     # ----------------------------------------------------------------------------------------------------- from ranks
     def receive(self, number: int, kind: Kind) -> Message:
-        """Wait for the next message of a kind; others of the same rank are kept for whoever asks for them."""
+        """Wait for the next message of a kind from a rank. Messages of other kinds are kept for later calls."""
         self.check_open()
         inbox = self._inboxes[number]
         for message in inbox:
@@ -112,7 +114,7 @@ class RankMessages:
                     return received
                 inbox.append(received)
         except EOFError:
-            raise self._watch.death() from None
+            raise self._watch.dead_engine_error() from None
 
     def receive_results(self) -> list[Buffer]:
         """Wait for the next result of every rank of the last stage."""
@@ -126,12 +128,13 @@ class RankMessages:
         return self._bytes_of(found)
 
     def _bytes_of(self, results: Sequence[Received]) -> list[Buffer]:
-        """Of results that ranks have announced; those that are too large for a ring are in the channels."""
+        """Return the bytes of results that ranks have announced. Results that are too large for a ring are read from
+        the channels."""
         found = zip(self._last, results, strict=True)
         return [self.receive(number, Kind.RESULT).data if data is None else data for number, (_, data) in found]
 
     def take_all(self, number: int, kind: Kind) -> list[Message]:
-        """The messages of a kind that a rank has sent, without waiting."""
+        """Return all messages of a kind that a rank has sent, without waiting."""
         with contextlib.suppress(EOFError):
             self._keep(number)
         inbox = self._inboxes[number]
@@ -148,5 +151,5 @@ class RankMessages:
             raise EngineDead(self._watch.fault.reason)
 
     def close(self) -> None:
-        """Send and receive no more. The memory of the rings may go."""
+        """Stop sending and receiving. The memory of the rings may be freed after that."""
         self._closed, self._rings = True, None

@@ -1,4 +1,4 @@
-"""An engine's executor over several ranks, each of which is a process with one worker."""
+"""The executor of an engine with several ranks, each of which is a process with one worker."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from quire.types.transfer import NOTHING_MOVED, TransferReport
 logger = logging.getLogger("quire.runtime")
 
 _DEPTHS = {"cpu": 1, "cuda": 2}
-_EXIT_SECONDS = 5.0  # for ranks to finish what they write to disk, and their step
-_CALL_SECONDS = 300.0  # for a rank to read an adapter, from a slow disk too
-_COLLECTIVE_FACTOR = 2.0  # a rank's own deadline comes after the watch has named the rank that is behind
+_EXIT_SECONDS = 5.0  # for ranks to finish their writes to disk and their step
+_CALL_SECONDS = 300.0  # for a rank to read an adapter, even from a slow disk
+_COLLECTIVE_FACTOR = 2.0  # a rank's own timeout is longer, so that the watch names the rank that is behind first
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,9 @@ class RankJob:
 
 
 class RankedExecutor:
-    """Implements engine.executor.Executor. It sends every plan to all ranks, and collects the results of those of the
-    last stage. When a rank fails, all others are ended, and every later call raises EngineDead, which names it."""
+    """Implements engine.executor.Executor. Sends every plan to all ranks, and collects the results of the ranks of
+    the last stage. When a rank fails, all others are killed, and every later call raises EngineDead, which names the
+    rank."""
 
     def __init__(
         self, job: RankJob, launcher: RankLauncher, *, progress: Progress | None = None, depth: int | None = None
@@ -78,12 +79,12 @@ class RankedExecutor:
         self._has_tiers = config.cache.tiers.enabled
         self._encoder, self._transfers = PlanEncoder(), TransferMerger(config.parallel.num_ranks)
         self._calling = threading.Lock()
-        self._closed = self._has_loaded = self._owes_masks = False
-        self._num_launched = 0  # steps that were not collected yet
-        self._unreported = 0  # ranks that were asked for their transfers and have not answered
+        self._closed = self._has_loaded = self._waits_for_masks = False
+        self._num_launched = 0  # steps not collected yet
+        self._unreported = 0  # ranks that were asked for their transfer reports and have not answered
         self._watch = RankWatch(launcher, config.parallel.rank_timeout, config.parallel.load_timeout)
         self._ranks: Sequence[Rank] = ()
-        self.num_bytes: dict[int, tuple[int, int]] = {}  # by rank: of its weights, and of its KV cache
+        self.num_bytes: dict[int, tuple[int, int]] = {}  # by rank: bytes of its weights and of its KV cache
         self._messages = RankMessages((), self._watch, None)
         try:
             self._ranks = self._watch.ranks()
@@ -94,7 +95,7 @@ class RankedExecutor:
             self.close()
             raise
         gc.collect()
-        gc.freeze()  # what there is now stays: collections while serving need not look at it
+        gc.freeze()  # current objects live on: garbage collections while serving skip them
 
     @property
     def ranks(self) -> Sequence[Rank]:
@@ -102,7 +103,7 @@ class RankedExecutor:
 
     # ------------------------------------------------------------------------------------------------------- loading
     def _load(self, job: RankJob, progress: Progress | None) -> None:
-        """Until all ranks have loaded. Raises what one of them raised, or EngineDead where one ended."""
+        """Wait until all ranks have loaded. Raises what a rank raised, or EngineDead if a rank ended."""
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
                 selector.register(rank.control, selectors.EVENT_READ, rank)
@@ -112,14 +113,14 @@ class RankedExecutor:
                 while selector.get_map():
                     for key, _ in selector.select():
                         rank = key.data
-                        if self._hear_loading(rank, progress):
+                        if self._handle_loading(rank, progress):
                             selector.unregister(rank.control)
             except (EOFError, OSError):
-                fault = self._watch.verdict()
+                fault = self._watch.wait_for_fault()
                 raise fault.error or EngineDead(fault.reason) from None
 
-    def _hear_loading(self, rank: Rank, progress: Progress | None) -> bool:
-        """Take in what a rank says; return whether it has loaded."""
+    def _handle_loading(self, rank: Rank, progress: Progress | None) -> bool:
+        """Handle the messages of a rank that loads. Returns whether it has loaded."""
         while (message := rank.control.receive(wait=False)) is not None:
             if message.kind is Kind.READY:
                 weights, cache = self.num_bytes[rank.place.rank] = decode(message.data)
@@ -136,22 +137,22 @@ class RankedExecutor:
         if self._transfers.orphans:
             plan = self._drop_orphans(plan)
         self._messages.send(Kind.PLAN, self._encoder.encode(plan))
-        self._owes_masks = plan.guided
+        self._waits_for_masks = plan.guided
         self._num_launched += 1
 
     def supply_masks(self, masks: Masks | None) -> None:
         self._messages.send(Kind.MASKS, encode(masks))
-        self._owes_masks = False
+        self._waits_for_masks = False
 
     def collect(self) -> StepResult:
-        if self._owes_masks and self._num_launched == 1:
+        if self._waits_for_masks and self._num_launched == 1:
             raise RuntimeError("the step to collect waits for its masks: supply them first")
         self._num_launched -= 1
         return merge_results([decode(data) for data in self._messages.receive_results()])
 
     # --------------------------------------------------------------------------------------------------------- tiers
     def transfers(self) -> TransferReport:
-        """Asks ranks for their reports, and returns what has come since."""
+        """Ask ranks for their reports, and return what has completed since the last call."""
         if not self._has_tiers or self._closed:
             return NOTHING_MOVED
         for number in range(len(self._ranks)):
@@ -164,7 +165,8 @@ class RankedExecutor:
         return self._transfers.take()
 
     def _drop_orphans(self, plan: StepPlan) -> StepPlan:
-        """Delete files that the engine has forgotten since not all ranks have their part, unless it stores them now."""
+        """Return the plan with orders to delete orphans: files of which not all ranks have their part. Keys that the
+        plan stores now are skipped."""
         orphans, self._transfers.orphans = self._transfers.orphans, []
         stored = {move.key for move in plan.transfers.stores}
         drops = plan.transfers.drops + tuple(key for key in dict.fromkeys(orphans) if key not in stored)
@@ -179,8 +181,8 @@ class RankedExecutor:
         self._call(Kind.FORGET_ADAPTER, (digest,))
 
     def _call(self, kind: Kind, arguments: tuple[str, ...]) -> list[Any]:
-        """Ask all ranks, and return their answers. Raises InvalidRequest where one refuses, and EngineDead where one
-        does not answer in time."""
+        """Send a call to all ranks, and return their answers. Raises InvalidRequest if a rank refuses, and EngineDead
+        if a rank does not answer in time."""
         self._messages.check_open()
         payload = encode(arguments)
         with self._calling:
@@ -188,29 +190,30 @@ class RankedExecutor:
                 for rank in self._ranks:
                     rank.calls.send(kind, payload)
                 deadline = time.monotonic() + _CALL_SECONDS
-                messages = [self._hear_answer(rank, deadline) for rank in self._ranks]
+                messages = [self._wait_for_answer(rank, deadline) for rank in self._ranks]
             except (EOFError, OSError):
-                raise self._watch.death() from None
+                raise self._watch.dead_engine_error() from None
         answers = [(message.kind, decode(message.data)) for message in messages]
         for answer, value in answers:
             if answer is Kind.REFUSED:
                 raise InvalidRequest(*value)
         return [value for _, value in answers]
 
-    def _hear_answer(self, rank: Rank, deadline: float) -> Message:
-        """Raises EOFError where the rank is gone, or is ended as it has not answered by the deadline."""
+    def _wait_for_answer(self, rank: Rank, deadline: float) -> Message:
+        """Wait for a rank's answer. Raises EOFError if the rank is gone. A rank that does not answer by the deadline is
+        reported to the watch, which kills all ranks."""
         with selectors.DefaultSelector() as selector:
             selector.register(rank.calls, selectors.EVENT_READ)
             while (message := rank.calls.receive(wait=False)) is None:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    reason = f"did not answer within {_CALL_SECONDS:g} s when it was to read or forget an adapter"
-                    self._watch.accuse(rank, reason)
+                    reason = f"did not answer within {_CALL_SECONDS:g} s to a call to load or unload an adapter"
+                    self._watch.report_failure(rank, reason)
                     raise EOFError
         return message
 
     # ----------------------------------------------------------------------------------------------------------- end
     def check(self) -> None:
-        """Every owner's own check on every rank; waits for the devices."""
+        """Run all checks on every rank. Waits for the devices."""
         if self._closed:
             return
         self._messages.send(Kind.CHECK)
@@ -219,24 +222,24 @@ class RankedExecutor:
             assert not wrong, f"{describe(rank)}: {wrong}"
 
     def close(self) -> None:
-        """End all ranks: they finish what they write to disk first, for a few seconds."""
+        """End all ranks. They may finish writes to disk for a few seconds before they are killed."""
         if self._closed:
             return
         self._closed = True
         self._watch.pause()
-        with contextlib.ExitStack() as at_end:  # whatever one of them raises, all others are run
+        with contextlib.ExitStack() as at_end:  # all callbacks run, even if one of them raises
             at_end.callback(gc.unfreeze)
             at_end.callback(self._watch.stop)
             for rank in self._ranks:
                 at_end.callback(rank.close)
             if not self._has_loaded:
                 self._kill_all()
-            self._messages.send_stop()  # a rank that does not take it is killed in the end
+            self._messages.send_stop()  # a rank that does not read it is killed below
             self._messages.close()
             deadline = time.monotonic() + _EXIT_SECONDS
             while time.monotonic() < deadline and any(rank.ending() is None for rank in self._ranks):
                 time.sleep(0.005)
-            self._kill_all()  # before one is waited for
+            self._kill_all()  # kill all before waiting for any
 
     def _kill_all(self) -> None:
         for rank in self._ranks:

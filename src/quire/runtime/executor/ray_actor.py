@@ -27,21 +27,21 @@ _SIOCGIFADDR = 0x8915
 
 
 def sign(token: bytes, nonce: bytes, rank: int, purpose: int) -> bytes:
-    """The proof that a connection knows the token, which never travels itself."""
+    """Return the proof that a connection knows the token. The token itself is never sent."""
     return hmac.digest(token, nonce + struct.pack("<HB", rank, purpose), "sha256")
 
 
 class RankActor:
-    """Made a Ray actor by the launcher. `run` never returns: the process ends with it."""
+    """The actor of one rank; the launcher registers it with Ray. `run` never returns: the process ends with it."""
 
     def describe(self) -> tuple[int, str, str]:
-        """The process, the address of its node, and the node's id."""
+        """Return the process id, the address of its node, and the node's id."""
         import ray
 
         return os.getpid(), ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
 
     def open_store(self, num_ranks: int) -> tuple[str, int]:
-        """Of rank 0: open what the ranks meet in. Returns its address."""
+        """Open the store in which the ranks meet, on rank 0. Returns its address."""
         from torch._C._distributed_c10d import TCPStore
 
         _, node, _ = self.describe()
@@ -65,7 +65,7 @@ class RankActor:
 
         def end(code: int) -> NoReturn:
             with contextlib.suppress(OSError):
-                life.send(Kind.LIFE, page.copy_bytes())  # its last words
+                life.send(Kind.LIFE, page.copy_bytes())  # contains the last message
             os._exit(code)
 
         threading.Thread(target=_tell, args=(life, page), name="quire-ray-life", daemon=True).start()
@@ -73,7 +73,7 @@ class RankActor:
 
 
 def _tell(life: Channel, page: LifePage) -> None:
-    """Send the signs of life until the engine is gone."""
+    """Send the status page regularly until the engine is gone."""
     pause = threading.Event()
     with contextlib.suppress(OSError):
         while not pause.wait(_LIFE_SECONDS):
@@ -96,7 +96,7 @@ def connect(engine: tuple[str, int], token: bytes, rank: int, purpose: int) -> C
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address; None: it is not known."""
+    """Return the network interface that has this IPv4 address, or None if there is none."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,5 +1,5 @@
-"""Ranks that are actors of a Ray cluster, on one node or several. Ray places and starts them; plans and results go over
-sockets between the engine's process and the actors."""
+"""Ranks that are actors of a Ray cluster, on one node or several. Ray places and starts them; plans and results go
+through sockets between the engine's process and the actors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _END_SECONDS = 5.0  # from killing an actor to the end of its process
 
 
 class RayRank:
-    """Implements Rank by an actor. A thread takes in its signs of life."""
+    """Implements Rank for a Ray actor. A thread receives its status page."""
 
     def __init__(self, place: RankPlace, actor: Any, pid: int, node: str, is_here: bool) -> None:
         self.place, self._actor, self._pid, self.is_here = place, actor, pid, is_here
@@ -49,7 +49,7 @@ class RayRank:
         self._beats: Channel
         self._num_beats = 0
         self._gone = threading.Event()
-        self._end_by: float | None = None  # when it must have ended; None: it was not killed
+        self._end_by: float | None = None  # when it must have ended; None: it has not been killed
 
     def connect(self, channels: dict[str, Channel]) -> None:
         self.control, self.calls, self._life, self._beats = (channels[purpose] for purpose in PURPOSES)
@@ -63,7 +63,8 @@ class RayRank:
         self._gone.set()
 
     def num_beats(self) -> int:
-        """Of the actor's native thread, which sends a byte for each, and of its other one."""
+        """Return the heartbeats of the actor's native thread, which sends a byte for each, plus those of its Python
+        thread."""
         self._num_beats += self._beats.discard()
         return self._num_beats + self.page.read().beats
 
@@ -74,7 +75,7 @@ class RayRank:
         return self._state() in (b"T", b"t")
 
     def _state(self) -> bytes:
-        """Of its process, where that is on this machine; empty: there is none."""
+        """Return the state of the actor's process if it is on this machine; b"" if it is not, or has ended."""
         if not self.is_here:
             return b""
         try:
@@ -83,39 +84,40 @@ class RayRank:
             return b""
 
     def kill(self) -> None:
-        """Its signs of life are still taken in: they end when its process has ended."""
+        """Kill the actor. Its status page is still received until its process has ended."""
         if self._end_by is None:
             self._end_by = time.monotonic() + _END_SECONDS
-        for name in ("control", "calls"):  # a node that is lost says nothing, not even that a connection is closed
+        for name in ("control", "calls"):  # a lost node does not even close its connections
             if hasattr(self, name):
                 getattr(self, name).shut()
         if self._gone.is_set():
             return
-        if self.is_here:  # one that is halted does not hear Ray
+        if self.is_here:  # a stopped process does not react to Ray
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._pid, signal.SIGKILL)
         with contextlib.suppress(Exception):
             import ray
 
-            if ray.is_initialized():  # else it would start a cluster
+            if ray.is_initialized():  # otherwise ray.kill would start a cluster
                 ray.kill(self._actor, no_restart=True)
 
     def close(self) -> None:
-        """Several ranks that were killed first end at once, and are waited for no longer than one of them."""
+        """Wait until the actor's process has ended, and close its channels. Ranks that were all killed before share one
+        waiting time."""
         self.kill()
         assert self._end_by is not None
-        if hasattr(self, "_life"):  # else nothing tells of its end
+        if hasattr(self, "_life"):  # otherwise its end cannot be noticed
             self._gone.wait(max(0.0, self._end_by - time.monotonic()))
         while self._state() not in (b"", b"Z", b"X") and time.monotonic() < self._end_by:
-            time.sleep(0.01)  # its connections are closed a moment before it is gone
+            time.sleep(0.01)  # its connections close shortly before the process ends
         for name in ("control", "calls", "_life", "_beats"):
             if hasattr(self, name):
                 getattr(self, name).close()
 
 
 class RayLauncher:
-    """Starts one actor per rank in a placement group: on one node where one has room for all of them, else on several.
-    `close` removes the group, and leaves a cluster that it found."""
+    """Starts one actor per rank in a placement group: on one node if one has room for all, otherwise on several.
+    `close` removes the group; a cluster that was already running stays."""
 
     rings = None  # ranks may be on other machines
 
@@ -134,7 +136,7 @@ class RayLauncher:
         self._join_cluster()
         ranks: list[RayRank] = []
         try:
-            with socket.create_server(("0.0.0.0", 0)) as server:  # for actors of other nodes too
+            with socket.create_server(("0.0.0.0", 0)) as server:  # actors on other nodes connect too
                 self._group = self._reserve()
                 ranks = self._make_actors(server.getsockname()[1])
                 self._accept(server, ranks)
@@ -160,7 +162,8 @@ class RayLauncher:
 
     # ------------------------------------------------------------------------------------------------------- placing
     def _join_cluster(self) -> None:
-        """Use the cluster that this process has joined, the one of `ray_address`, one of this machine, or a new one."""
+        """Use the cluster that this process has joined, else the one at `ray_address`, else one found on this machine,
+        else start a new one."""
         ray, address = self._ray, self._config.ray_address
         if ray.is_initialized():
             return
@@ -176,7 +179,9 @@ class RayLauncher:
         except Exception as error:
             if type(error).__name__ != "AuthenticationError":  # which older versions do not have
                 raise
-            raise ConfigError("ray_address", "the cluster needs a token, and there is none here", _NO_TOKEN) from None
+            raise ConfigError(
+                "ray_address", "the cluster needs a token, and this machine has none", _NO_TOKEN
+            ) from None
         self._owns_cluster = True
 
     def _reserve(self) -> Any:
@@ -210,23 +215,23 @@ class RayLauncher:
         try:
             facts = ray.get([actor.describe.remote() for actor in actors], timeout=_STARTING_SECONDS)
             store = ray.get(actors[0].open_store.remote(count), timeout=_STARTING_SECONDS)
-        except Exception as error:  # noqa: BLE001 - of Ray or of the actor
+        except Exception as error:  # noqa: BLE001 - an error of Ray or of the actor
             for actor in actors:
                 ray.kill(actor, no_restart=True)
-            raise EngineDead(f"an actor of Ray could not start: {' '.join(str(error).split())[:500]}") from None
+            raise EngineDead(f"a Ray actor could not start: {' '.join(str(error).split())[:500]}") from None
         ranks = []
         for rank, (actor, (pid, node, node_id)) in enumerate(zip(actors, facts, strict=True)):
             one = RayRank(
                 self._config.place(rank), actor, pid, node, node_id == ray.get_runtime_context().get_node_id()
             )
-            one.device_index = 0 if self._on_gpus else None  # Ray shows an actor its own GPU alone
+            one.device_index = 0 if self._on_gpus else None  # an actor sees only its own GPU
             actor.run.remote((here, port), self._token, rank, store)
             ranks.append(one)
         return ranks
 
     # ---------------------------------------------------------------------------------------------------- connecting
     def _accept(self, server: socket.socket, ranks: Sequence[RayRank]) -> None:
-        """Wait for all connections of all ranks. Whoever does not know the token is turned away."""
+        """Wait for all connections of all ranks. Connections that cannot prove the token are closed."""
         found: list[dict[str, Channel]] = [{} for _ in ranks]
         deadline = time.monotonic() + _STARTING_SECONDS
         try:
@@ -252,7 +257,7 @@ class RayLauncher:
 
 
 def _accept_until(server: socket.socket, deadline: float) -> socket.socket | None:
-    """Accept a connection; None: there was none in time."""
+    """Accept a connection. Returns None if there was none before the deadline."""
     if (left := deadline - time.monotonic()) <= 0:
         return None
     server.settimeout(left)
@@ -263,8 +268,8 @@ def _accept_until(server: socket.socket, deadline: float) -> socket.socket | Non
 
 
 def greet(connection: socket.socket, token: bytes) -> tuple[int, str] | None:
-    """Challenge a new connection. Returns the rank and the purpose that it has proved to speak for, or None: it has not
-    in time, however slowly it sends."""
+    """Send a challenge to a new connection. Returns the rank and the purpose that it has proved, or None if it has not
+    proved them in time."""
     nonce, deadline = secrets.token_bytes(TOKEN_BYTES), time.monotonic() + _GREETING_SECONDS
     connection.settimeout(_GREETING_SECONDS)
     try:

@@ -1,6 +1,7 @@
-"""Messages of an engine and its ranks on one machine in shared memory: plans are written once, for all ranks.
+"""Message rings in shared memory between an engine and its ranks on one machine. A plan is written once, for all ranks.
 
-What does not fit into a slot goes through the sockets; its place in the order is that of an empty message in the ring.
+Messages that do not fit into a slot go through the sockets. An empty message in the ring holds their place in the
+order.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from quire.kernels.native.ring_layout import DOORBELL_BYTES, fits, ring_bytes
 from quire.runtime.executor.channel import KINDS, Channel, Kind, Message
 from quire.runtime.executor.codec import Buffer
 
-if TYPE_CHECKING:  # a rank imports torch, which takes long, when it has a job
+if TYPE_CHECKING:  # a rank imports torch, which is slow, only when it has a job
     from quire.kernels.native.message_ring import MessageRing
 
-_PLANS_AT = 2 * DOORBELL_BYTES  # behind the doorbells of plans and of results
-_WAIT_MICROSECONDS = 1_000_000  # between two looks at whether the engine is there
-_ROOM_SECONDS = 0.0005  # between two looks at whether the engine has read a result
+_PLANS_AT = 2 * DOORBELL_BYTES  # offset behind the doorbells of plans and of results
+_WAIT_MICROSECONDS = 1_000_000  # between two checks whether the engine is alive
+_ROOM_SECONDS = 0.0005  # between two checks whether the engine has read a result
 
 
 def rings_bytes(num_ranks: int) -> int:
-    """The memory of an engine's rings."""
+    """Return the bytes that an engine's rings take."""
     return _results_at(num_ranks, num_ranks)
 
 
 def can_ring() -> bool:
-    """Whether this machine has the compiled kernels, which order what processes write to memory."""
+    """Whether this machine has the compiled kernels. The rings need their atomic loads and stores."""
     from quire.kernels.native.loader import LacksPath, Unavailable, open_library
 
     try:
@@ -59,7 +60,7 @@ def _post(ring: MessageRing, kind: Kind, payload: Buffer) -> bool:
 
 
 class EngineRings:
-    """The engine's side. `last`: the ranks that send results."""
+    """The engine's end of the rings. `last`: the ranks of the last stage, which send results."""
 
     def __init__(self, memory: mmap.mmap, num_ranks: int, last: Sequence[int]) -> None:
         from quire.kernels.native.message_ring import RingSet
@@ -69,14 +70,14 @@ class EngineRings:
         self.receive_results = self._results.receive
 
     def post(self, kind: Kind, payload: Buffer) -> bool:
-        """Send a message to all ranks, or, unless it `fits`, tell them to read it from their channels. Returns False
-        where a rank has not read the messages before."""
+        """Send a message to all ranks. If it does not fit into a slot, the slot tells them to read it from their
+        channels. Returns False if the ring is full because a rank has not read earlier messages."""
         return _post(self._plans, kind, payload)
 
 
 class RankRings:
-    """A rank's side, in place of its control channel: which still carries its first message, what it says besides
-    results, and what is too large."""
+    """A rank's end of the rings, used in place of its control channel. The channel still carries the first message,
+    everything except results that the rank sends, and messages that are too large for a slot."""
 
     def __init__(self, channel: Channel, memory: mmap.mmap, num_ranks: int, rank: int) -> None:
         self._channel, self._memory, self._num_ranks, self._rank = channel, memory, num_ranks, rank
@@ -84,7 +85,7 @@ class RankRings:
         self._rings: tuple[MessageRing, MessageRing] | None = None  # of plans and of results
 
     def _open(self) -> tuple[MessageRing, MessageRing]:
-        """The rings, once the rank has a job: importing torch and opening the kernels takes long."""
+        """Open the rings when the rank has a job: importing torch and loading the kernels is slow."""
         if self._rings is None:
             from quire.runtime.hardware import use_cpu_path
 
@@ -94,7 +95,7 @@ class RankRings:
         return self._rings
 
     def receive(self) -> Message | None:
-        """Wait for the next message. Raises EOFError where the engine is gone."""
+        """Wait for the next message. Raises EOFError if the engine is gone."""
         if not self._has_started:
             self._has_started = True
             return self._channel.receive()
@@ -104,12 +105,12 @@ class RankRings:
             has_come = self._channel.check()
             found = plans.receive(self._rank, 0 if has_come else _WAIT_MICROSECONDS)
             if has_come and found is None:
-                return self._channel.receive()  # the ring announces all but the end, for which it may have no room
+                return self._channel.receive()  # only STOP may come without a message in the ring, which may be full
         kind, data = found
         return self._channel.receive() if data is None else Message(KINDS[kind], memoryview(data))
 
     def send(self, kind: Kind, payload: Buffer = b"") -> None:
-        """Raises OSError or EOFError where the engine is gone."""
+        """Send a message. Raises OSError or EOFError if the engine is gone."""
         if kind is not Kind.RESULT:
             self._channel.send(kind, payload)
             return

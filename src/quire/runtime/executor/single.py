@@ -1,4 +1,4 @@
-"""One worker in this process, on one device."""
+"""The executor of one worker in this process, on one device."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ logger = logging.getLogger("quire.runtime")
 Progress = Callable[[str, int, int], None]
 Load = Callable[[ModelFiles, ModelConfig, LayerBuilder], BaseModel]
 DEPTHS = {"cpu": 1, "cuda": 2}
-PREPARING_SECONDS = 4.0  # in which a GPU compiles and captures ahead of the first request
-COMPILING_SECONDS = 0.1  # between looks at kernels that are compiled in the background
+PREPARING_SECONDS = 4.0  # for which a GPU compiles and captures before the first request
+COMPILING_SECONDS = 0.1  # between checks whether background compilations have finished
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step whose numbers are on the way to the host."""
+    """A step whose results are being copied to the host."""
 
     output: StepOutput
     buffer: PinnedBuffer
 
 
 class SingleExecutor:
-    """Implements engine.executor.Executor. On a CPU `launch` runs the step, of a guided plan its forward pass, and
-    `supply_masks` samples; on a GPU both only enqueue."""
+    """Implements engine.executor.Executor. On a CPU, `launch` runs the step (only the forward pass if the plan is
+    guided), and `supply_masks` samples. On a GPU both only enqueue."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class SingleExecutor:
         *,
         load_format: Literal["auto", "dummy"] = "auto",
         progress: Progress | None = None,
-        draft_files: ModelFiles | None = None,  # of the draft model, where the config has one
-        depth: int | None = None,  # steps to keep in flight; None: what suits the device
-        ranks: Ranks = ALONE,  # where this process stands among those of the engine
+        draft_files: ModelFiles | None = None,  # files of the draft model, if the config has one
+        depth: int | None = None,  # steps to keep in flight; None: the default of the device
+        ranks: Ranks = ALONE,  # this process's place among the ranks of the engine
     ) -> None:
         check_folder(config.cache.tiers)  # before the weights are loaded
         if config.device.threads is not None or config.device.device == "cpu":
@@ -82,7 +82,7 @@ class SingleExecutor:
         self._device = torch.device(config.device.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(cuda_index(config.device.device))
-            torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: milliseconds each
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it spends milliseconds on every new length
         self._depth, self.ranks = depth or DEPTHS[self._device.type], ranks
         model_config = stage_model(model_config, ranks.place)
         heads, local_heads = model_config.heads, model_config.local_heads
@@ -90,11 +90,11 @@ class SingleExecutor:
         self._compiles = self._device.type == "cuda" and builder.backend.kernels == "triton"
         self._worker: Worker | None = None
         self._launched: deque[StepResult | _Launched] = deque()
-        self._owes_masks = False  # the step launched last, which is guided
+        self._waits_for_masks = False  # whether the step launched last waits for masks
         self._results = PinnedResults(config.scheduler.num_samples)
         load: Load = partial(_load, progress=progress)
         if load_format == "dummy":
-            load = partial(_noise, seed=config.scheduler.seed, progress=progress)
+            load = partial(_load_random, seed=config.scheduler.seed, progress=progress)
         self._weight_bytes = 0
 
         def load_counted(*what: Any) -> BaseModel:
@@ -106,17 +106,17 @@ class SingleExecutor:
             if self._compiles:
                 from quire.kernels.triton.compiling import begin_early
 
-                begin_early()  # goes on while the weights are loaded
+                begin_early()  # continues while the weights are loaded
                 adopt_tuned(self._device)
             self._worker = _make_worker(load_counted, files, draft_files or files, builder, model_config, config)
             if self._compiles:
                 self._worker.prepare(PREPARING_SECONDS)
         except BaseException:
-            with suppress(Exception):  # what went wrong first is what is to be heard
+            with suppress(Exception):  # the first error is the one to report
                 self.close()
             raise
         gc.collect()
-        gc.freeze()  # what there is now stays: collections while serving need not look at it
+        gc.freeze()  # current objects live on: garbage collections while serving skip them
 
     @property
     def depth(self) -> int:
@@ -127,12 +127,14 @@ class SingleExecutor:
             return None
         from quire.kernels.triton.compiling import is_compiling
 
-        if is_compiling():  # what is captured now would wait for it
+        if is_compiling():  # a capture would wait for the compilation
             return COMPILING_SECONDS
         try:
             return 0.0 if self._worker.prepare_more() else None
-        except Exception:  # what was not prepared is when it is needed, or fails there
-            logger.warning("no more is prepared while there are no requests", exc_info=True)
+        except Exception:  # it is prepared when it is needed, or fails then
+            logger.warning(
+                "preparing more graphs and kernels while idle failed; they are prepared when needed", exc_info=True
+            )
             self._worker.take_rest()
             return None
 
@@ -145,7 +147,7 @@ class SingleExecutor:
             raise EngineDead("the executor was closed")
         if plan.guided:
             self._worker.begin(plan)
-            self._owes_masks = True
+            self._waits_for_masks = True
         else:
             self._report(self._worker.execute(plan))
 
@@ -153,10 +155,10 @@ class SingleExecutor:
         if self._worker is None:
             raise EngineDead("the executor was closed")
         self._report(self._worker.supply_masks(masks))
-        self._owes_masks = False
+        self._waits_for_masks = False
 
     def collect(self) -> StepResult:
-        if not self._launched and self._owes_masks:
+        if not self._launched and self._waits_for_masks:
             raise RuntimeError("the step to collect waits for its masks: supply them first")
         launched = self._launched.popleft()
         if isinstance(launched, StepResult):
@@ -166,7 +168,7 @@ class SingleExecutor:
         return result
 
     def _report(self, output: StepOutput) -> None:
-        """Begin to bring a step's numbers to the host."""
+        """Start copying a step's results to the host."""
         if self._device.type == "cpu":
             self._launched.append(output.result(output.tensors))
         else:
@@ -184,7 +186,7 @@ class SingleExecutor:
 
     @property
     def adapters(self) -> RowAdapters | None:
-        """The LoRA adapters of the device; None: it has no slots for any."""
+        """The LoRA adapters of the device, or None if it has no slots for any."""
         return None if self._worker is None else self._worker.adapters
 
     def read_adapter(self, name: str, folder: str) -> AdapterInfo:
@@ -201,15 +203,15 @@ class SingleExecutor:
         return self.adapters.store
 
     def check(self) -> None:
-        """Every owner's own check; waits for the device."""
+        """Run the checks of all state owners. Waits for the device."""
         if self._worker is not None:
             self._worker.check()
 
     def close(self) -> None:
-        """Give everything back, even where the device has failed; then it raises at the end."""
+        """Release everything, even if the device has failed. In that case the error is raised at the end."""
         worker, self._worker = self._worker, None
         self._launched.clear()
-        self._owes_masks = False
+        self._waits_for_masks = False
         with ExitStack() as last_first:
             if self._compiles:
                 from quire.kernels.triton.compiling import stop_background
@@ -228,7 +230,7 @@ def _make_worker(
     model_config: ModelConfig,
     config: EngineConfig,
 ) -> Worker:
-    """With its model, and with what drafts and keeps blocks for it. Starts no thread if it raises."""
+    """Make the worker with its model, its drafter and its tiers. If this raises, no thread is left running."""
     model, kernels = load(files, model_config, builder), builder.backend.kernels
     device, scheduler = torch.device(config.device.device), config.scheduler
     sampler = make_sampler(scheduler.num_rows, model_config.vocab_size, device, kernels, scheduler.num_samples)
@@ -240,7 +242,8 @@ def _make_worker(
 
 
 def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progress: Progress | None) -> BaseModel:
-    """The model with the weights of its files, which are checked against the config before anything is allocated."""
+    """Return the model with the weights of its files. The files are checked against the config before anything is
+    allocated."""
     checkpoint = open_checkpoint(files)
     try:
         model = build_model(config, builder)
@@ -250,14 +253,14 @@ def _load(files: ModelFiles, config: ModelConfig, builder: LayerBuilder, progres
     return model
 
 
-def _noise(
-    files: ModelFiles,  # noqa: ARG001 - all that load a model have them
+def _load_random(
+    files: ModelFiles,  # noqa: ARG001 - part of the signature of Load
     config: ModelConfig,
     builder: LayerBuilder,
     seed: int,
     progress: Progress | None,
 ) -> BaseModel:
-    """The model with random weights."""
+    """Return the model with random weights."""
     model = build_model(config, builder)
     randomize_weights(model, seed, TORCH_DTYPES[config.dtype], progress=progress)
     return model

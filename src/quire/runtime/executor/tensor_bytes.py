@@ -1,4 +1,4 @@
-"""How much memory the weights of a model take, as they are held."""
+"""Counts the memory that the weights of a model take, as they are stored."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def tensor_bytes(root: object) -> int:
-    """Return the bytes of all tensors that can be reached from an object; shared memory counts once. Layers keep packed
-    weights in whatever multiplies by them, so that parameters and buffers are not all."""
+    """Return the bytes of all tensors that can be reached from an object. Shared memory counts once. Parameters and
+    buffers would not be enough, as layers keep packed weights in other objects."""
     seen: set[int] = set()
     storages: dict[int, int] = {}
     waiting = [root]
@@ -20,7 +20,7 @@ def tensor_bytes(root: object) -> int:
             continue
         seen.add(id(one))
         if isinstance(one, Tensor):
-            if one.is_mkldnn:  # packed by oneDNN: its memory cannot be looked at
+            if one.is_mkldnn:  # packed by oneDNN: its storage is not accessible
                 storages[id(one)] = one.numel() * one.element_size()
             elif one.device.type != "meta":
                 storage = one.untyped_storage()
@@ -31,7 +31,7 @@ def tensor_bytes(root: object) -> int:
 
 
 def _members(one: object) -> Iterator[object]:
-    """What an object holds; of foreign objects nothing."""
+    """Yield the objects that an object refers to. Objects of other libraries yield nothing."""
     if isinstance(one, dict):
         yield from one.values()
     elif isinstance(one, tuple | list | set | frozenset):

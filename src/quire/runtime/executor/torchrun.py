@@ -1,4 +1,4 @@
-"""Ranks that torchrun has started: each of them runs the same script, and so the same engine over its own worker."""
+"""Ranks started by torchrun: each of them runs the same script, and so the same engine with its own worker."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from quire.types.step import StepPlan
 
 
 class _NoCounter:
-    """Implements Counter: torchrun watches its processes itself."""
+    """Implements Counter without counting: torchrun watches its processes itself."""
 
-    def enter(self) -> None:
-        """Nobody looks."""
+    def enter(self) -> None: ...
 
-    def leave(self) -> None:
-        """Nobody looks."""
+    def leave(self) -> None: ...
 
 
 class TorchrunExecutor(SingleExecutor):
-    """Implements engine.executor.Executor. All ranks plan the same steps, as they get the same requests and read the
-    same `clock`; before every step they compare their plans. No plan is sent."""
+    """Implements engine.executor.Executor. All ranks make the same plans, because they get the same requests and read
+    the same `clock`. Before every step they compare their plans. No plan is sent."""
 
     def __init__(self, job: RankJob, progress: Progress | None) -> None:
         import torch.distributed as dist
@@ -44,7 +42,7 @@ class TorchrunExecutor(SingleExecutor):
         check_torchrun(config.parallel, None if started is None else started.num_ranks)
         assert started is not None
         if config.cache.tiers.enabled:
-            reason = 'tiers complete at other times on every rank, which executor="torchrun" cannot plan with'
+            reason = 'executor="torchrun" does not support tiers: transfers complete at different times on each rank'
             raise ConfigError("host_cache_memory", reason, 'leave it out, or use executor="processes"')
         if config.recording is not None:
             reason = 'every rank has an engine of its own with executor="torchrun"'
@@ -56,7 +54,7 @@ class TorchrunExecutor(SingleExecutor):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         seconds, backend = config.parallel.rank_timeout, backend_of(device)
-        self._owns_world = not dist.is_initialized()  # else it is the script's, which may go on with it
+        self._owns_world = not dist.is_initialized()  # otherwise the script owns it and may use it further
         if self._owns_world:
             dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
         ranks = make_ranks(place, backend, seconds, _NoCounter())
@@ -73,7 +71,7 @@ class TorchrunExecutor(SingleExecutor):
         )
 
     def clock(self) -> float:
-        """Seconds, the same on all ranks: the time of rank 0 when it launched the last step."""
+        """Return the time in seconds at which rank 0 launched the last step. It is the same on all ranks."""
         return self._now
 
     def launch(self, plan: StepPlan) -> None:
@@ -81,7 +79,7 @@ class TorchrunExecutor(SingleExecutor):
         super().launch(plan)
 
     def _agree(self, plan: StepPlan) -> None:
-        """Compare the plan with those of the other ranks. Raises EngineDead where they differ or one is gone."""
+        """Compare the plan with those of the other ranks. Raises EngineDead if they differ or a rank is gone."""
         import torch.distributed as dist
 
         digest = blake2b(self._encoder.encode(plan), digest_size=7).digest()
@@ -100,7 +98,7 @@ class TorchrunExecutor(SingleExecutor):
         self._now = float(found[0][1]) / 1e9
 
     def close(self) -> None:
-        """Give back what this made: a process group of the script's own is left as it was."""
+        """Release what this executor made. A process group of the script stays."""
         import torch.distributed as dist
 
         try:

@@ -1,4 +1,4 @@
-"""Watches the ranks of an engine in a thread, and ends all of them when one fails."""
+"""Watches the ranks of an engine in a thread, and kills all of them when one fails."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from quire.types.errors import EngineDead
 logger = logging.getLogger("quire.runtime")
 
 _TICK_SECONDS = 0.05
-_STARVED_SECONDS = 0.5  # between two looks
-_VERDICT_SECONDS = 5.0  # from a broken channel to the verdict
+_STARVED_SECONDS = 0.5  # between two examinations of the ranks
+_FAULT_SECONDS = 5.0  # from a broken channel to the fault
 
 
 class RankWatch:
-    """Starts ranks in a thread of its own and watches them until `stop`, or until one of them fails: then all are
-    killed, and `fault` says why. Ranks that are processes die with that thread."""
+    """Starts ranks in a thread and watches them until `stop`, or until one of them fails: then all are killed, and
+    `fault` names the reason. Ranks that are processes die with that thread."""
 
     def __init__(self, launcher: RankLauncher, timeout: float, load_timeout: float) -> None:
-        """`timeout`: seconds that a rank may be behind while others wait for it; `load_timeout`: seconds in which a
-        rank that loads must get on."""
+        """`timeout`: seconds without progress after which a rank that others wait for has failed. `load_timeout`: the
+        same for a rank that loads the model."""
         self._launcher, self._timeout, self._load_timeout = launcher, timeout, load_timeout
         self.fault: Fault | None = None
-        self._accused: Fault | None = None
+        self._reported: Fault | None = None
         self._ranks: Sequence[Rank] = ()
-        self._failure: BaseException | None = None  # of starting them
-        self._started, self._over, self._stopping = threading.Event(), threading.Event(), threading.Event()
+        self._failure: BaseException | None = None  # the error of starting them
+        self._started, self._failed, self._stopping = threading.Event(), threading.Event(), threading.Event()
         self._paused = threading.Event()
-        self._finder: FaultFinder | None = None  # once there are ranks to look at
+        self._finder: FaultFinder | None = None  # set when the ranks have started
         self._thread = threading.Thread(target=self._run, name="quire-ranks", daemon=True)
         self._thread.start()
 
     def ranks(self) -> Sequence[Rank]:
-        """The ranks, when they have started. Raises what their start raised."""
+        """Wait until the ranks have started, and return them. Raises what starting them raised."""
         self._started.wait()
         if self._failure is not None:
             raise self._failure
         return self._ranks
 
-    def verdict(self) -> Fault:
-        """Wait for the cause, as a channel to a rank is broken."""
-        self._over.wait(_VERDICT_SECONDS)
+    def wait_for_fault(self) -> Fault:
+        """Wait for the fault that explains a broken channel."""
+        self._failed.wait(_FAULT_SECONDS)
         return self.fault or Fault("a rank closed its channel")
 
-    def accuse(self, rank: Rank, what: str) -> None:
-        """Have all ranks ended, as this one has done what makes it useless: "did not answer"."""
-        self._accused = Fault(f"{describe(rank)} {what}")
+    def report_failure(self, rank: Rank, what: str) -> None:
+        """Report that a rank has failed, such as "did not answer". The watch thread then kills all ranks."""
+        self._reported = Fault(f"{describe(rank)} {what}")
 
-    def death(self) -> EngineDead:
-        """The error of an engine whose ranks are gone."""
-        return EngineDead(self.verdict().reason)
+    def dead_engine_error(self) -> EngineDead:
+        """Wait for the fault, and return the error of an engine whose ranks are gone."""
+        return EngineDead(self.wait_for_fault().reason)
 
     def pause(self) -> None:
-        """Look no more: ranks are about to end."""
+        """Stop examining the ranks, as they are about to end."""
         self._paused.set()
 
     def stop(self) -> None:
@@ -69,7 +69,7 @@ class RankWatch:
     def _run(self) -> None:
         try:
             self._ranks = self._launcher.start()
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for the ranks
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits in `ranks`
             self._failure = error
             return
         finally:
@@ -77,7 +77,7 @@ class RankWatch:
         try:
             self._watch()
         finally:
-            self._stopping.wait()  # what was started dies with the thread that started it
+            self._stopping.wait()  # child processes die with the thread that started them
             self._launcher.close()
 
     def _watch(self) -> None:
@@ -85,12 +85,12 @@ class RankWatch:
         self._finder = finder = FaultFinder(self._ranks, self._timeout, self._load_timeout, last)
         while not self._stopping.wait(_TICK_SECONDS):
             now = time.monotonic()
-            if now - last > _STARVED_SECONDS:  # this process was halted, or starved: it knows nothing of that time
-                finder.rest(now)
+            if now - last > _STARVED_SECONDS:  # this process was stopped or starved, and saw nothing
+                finder.reset_timeouts(now)
             last = now
             try:
-                fault = None if self._paused.is_set() else self._accused or finder.look(now)
-            except Exception as error:  # noqa: BLE001 - nobody would end the ranks any more
+                fault = None if self._paused.is_set() else self._reported or finder.examine(now)
+            except Exception as error:  # noqa: BLE001 - without this thread, nothing would kill the ranks
                 fault = Fault(f"the ranks could not be watched any more: {error!r:.500}")
             if fault is not None:
                 self._give_up(fault)
@@ -98,7 +98,7 @@ class RankWatch:
 
     def _give_up(self, fault: Fault) -> None:
         self.fault = fault
-        self._over.set()  # the engine need not wait for their ends
+        self._failed.set()  # the engine need not wait for the ranks to end
         for rank in self._ranks:
             try:
                 rank.kill()

@@ -1,4 +1,4 @@
-"""A group of ranks whose operations are counted, so that others can see which rank is behind."""
+"""A group of ranks whose operations are counted, so that the engine can see which rank is behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.runtime.parallel.group import RankGroup
 
 
 class Counter(Protocol):
-    """Is told when an operation begins and when it has ended."""
+    """Notified when an operation begins and when it has ended."""
 
     def enter(self) -> None: ...
 
@@ -19,7 +19,8 @@ class Counter(Protocol):
 
 
 class CountedGroup:
-    """Implements RankGroup over another one. An operation that raises does not end: this rank is lost."""
+    """Implements RankGroup around another group, and counts its operations. An operation that raises is never counted
+    as ended: this rank is lost."""
 
     def __init__(self, group: RankGroup, counter: Counter) -> None:
         self._group, self._counter = group, counter

@@ -1,9 +1,9 @@
-"""The sum over ranks of what their experts made of the same tokens.
+"""The sum of expert outputs over ranks.
 
-All ranks of a stage have all tokens, and each adds up what its own experts, or its parts of all experts, make of them.
-The usual sum is an all-reduce. Where ranks have whole experts, a rank has nothing but zeros for tokens that go to none
-of its experts. So with many tokens each rank sends rows to their owners by an all-to-all, without those zeros; owners,
-which have a share of the tokens each, add them up, and an all-gather brings the sums to all ranks.
+All ranks of a stage have all tokens, and each computes the outputs of its own experts, or of its parts of all experts.
+Usually an all-reduce sums them. If ranks have whole experts, a rank's output is zero for tokens that use none of its
+experts. With many tokens, these zeros are not sent: an all-to-all sends the other rows to the tokens' owners (each rank
+owns a share of the tokens), the owners sum them, and an all-gather returns the sums to all ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from quire.config.parallel import share_of
 from quire.runtime.parallel.group import RankGroup
 from quire.runtime.transfer import to_device
 
-LEAST_ROWS = 1024  # tokens from which bytes count more than one more operation, and numbers that the host waits for
-LEAST_SAVING = 1 / 8  # of the bytes of an all-reduce
+LEAST_ROWS = 1024  # tokens from which the saved bytes outweigh one more collective and a wait of the host
+LEAST_SAVING = 1 / 8  # share of an all-reduce's bytes that must be saved
 
 
 def saved_share(num: int, num_used: int, size: int) -> float:
-    """The share of an all-reduce's bytes that the all-to-all saves with `size` ranks, if tokens choose `num_used` of
-    `num` experts evenly.
+    """Return the share of an all-reduce's bytes that the all-to-all saves with `size` ranks, if tokens choose
+    `num_used` of `num` experts uniformly.
 
-    An all-reduce sends every row to its owner from each other rank, and every sum back. Half of that stays as it is, of
-    the other half what comes from ranks without an expert of the token is saved.
+    An all-reduce sends every row to its owner from each other rank, and every sum back. The second half stays. Of the
+    first half, the rows from ranks without an expert of the token are saved.
     """
     shares = [len(share_of(num, rank, size)) for rank in range(size)]
     without = [comb(num - held, num_used) / comb(num, num_used) for held in shares]
@@ -37,10 +37,10 @@ def saved_share(num: int, num_used: int, size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Senders:
-    """Which ranks hold an expert of each token, on its way to the host."""
+    """Which ranks hold an expert of each token, while it is copied to the host."""
 
     held: Tensor  # [ranks, tokens] bool, on the host once `ready`
-    ready: torch.cuda.Event | None  # None: it is there
+    ready: torch.cuda.Event | None  # None: no copy is needed
 
     def wait(self) -> Tensor:
         if self.ready is not None:
@@ -49,19 +49,20 @@ class Senders:
 
 
 class ExpertSum:
-    """Sums over the ranks of `group`; None: there is one. `owners` [experts]: the rank that holds each expert, where
-    ranks have whole experts and an all-to-all pays; None: all sums are all-reduces."""
+    """Sums expert outputs over the ranks of `group`, or does nothing if it is None. `owners` [experts]: the rank that
+    holds each expert, if ranks have whole experts and an all-to-all can be faster. None: always use an all-reduce."""
 
     def __init__(self, group: RankGroup | None, owners: Tensor | None = None) -> None:
         self.group, self._owners = group, owners
 
     def senders(self, chosen: Tensor) -> Senders | None:
-        """What `of` needs to know of the experts of each token [tokens, used], -1 for padding; None: nothing. Called
-        before the experts compute, so that the host need not wait for them."""
+        """Find the ranks that hold an expert of each token. `chosen` [tokens, used] are the tokens' experts, -1 for
+        padding. Returns None if `of` should use an all-reduce. Call this before the experts compute, so that the host
+        need not wait for them."""
         if self.group is None or self._owners is None or len(chosen) < LEAST_ROWS:
             return None
-        if chosen.is_cuda and (torch.cuda.is_current_stream_capturing() or _are_unwritten()):
-            return None  # a graph knows no number of rows
+        if chosen.is_cuda and (torch.cuda.is_current_stream_capturing() or _only_compiling()):
+            return None  # a graph cannot have sizes that depend on data
         if self._owners.device != chosen.device:
             self._owners = self._owners.to(chosen.device)
         ranks = torch.arange(self.group.size, device=chosen.device)[:, None, None]
@@ -76,14 +77,14 @@ class ExpertSum:
         return Senders(copied, ready)
 
     def of(self, x: Tensor, senders: Senders | None) -> Tensor:
-        """The sum of x [tokens, hidden] over the ranks, bit for bit the same on each of them; x may be overwritten."""
+        """Return the sum of x [tokens, hidden] over the ranks, bitwise equal on all of them. x may be overwritten."""
         if self.group is None or len(x) == 0:
             return x
         return self.group.all_reduce(x) if senders is None else _sum_rows(self.group, x, senders.wait())
 
 
-def _are_unwritten() -> bool:
-    """Whether kernels are compiled and not run: experts of tokens are not known then."""
+def _only_compiling() -> bool:
+    """Whether kernels are only compiled, not run, so that the experts of tokens are unknown."""
     from quire.kernels.triton.compiling import is_compiling_only
 
     return is_compiling_only()
@@ -93,8 +94,8 @@ NO_SUM = ExpertSum(None)
 
 
 def expert_sum(group: RankGroup | None, experts: Experts, *, whole: bool) -> ExpertSum:
-    """`whole`: ranks have whole experts. The expert that all tokens share gives every rank rows without zeros, and
-    ranks that share memory send nothing: there all-reduces are never worse."""
+    """Make the sum for a layer's experts. `whole`: ranks have whole experts. An all-reduce is used if there is a shared
+    expert, whose output is not zero on any rank, or if ranks share memory and send nothing."""
     if group is None or not whole or experts.shared_size or group.shared is not None:
         return ExpertSum(group)
     if saved_share(experts.num, experts.num_used, group.size) < LEAST_SAVING:
@@ -104,20 +105,20 @@ def expert_sum(group: RankGroup | None, experts: Experts, *, whole: bool) -> Exp
 
 
 def _sum_rows(group: RankGroup, x: Tensor, held: Tensor) -> Tensor:
-    """The sum of x [tokens, hidden], where rank r has zeros but in the rows of held[r]. Rows are added up in the order
-    of ranks, in float32, whoever their owner is."""
+    """Return the sum of x [tokens, hidden], where rank r has zeros except in the rows of held[r]. Rows are added in the
+    order of ranks, in float32, so that the result does not depend on the owner."""
     tokens, index = len(x), group.index
     shares = [share_of(tokens, rank, group.size) for rank in range(group.size)]
     mine = shares[index]
     flags = [held[index, share.start : share.stop] for share in shares]  # of the rows for each owner
     flags += [each[mine.start : mine.stop] for each in held]  # of the rows from each rank
-    flags[index] = flags[group.size + index] = held[0, :0]  # what this rank has of its own rows stays here
+    flags[index] = flags[group.size + index] = held[0, :0]  # rows of this rank for its own tokens are not sent
     places = [each.nonzero().flatten() for each in flags]
     on_device = torch.split(to_device(torch.cat(places), x.device), [len(each) for each in places])
     targets, sources = on_device[: group.size], on_device[group.size :]
     given = [x[share.start : share.stop].index_select(0, at) for share, at in zip(shares, targets, strict=True)]
     found = group.all_to_all(given, [(len(at), x.shape[1]) for at in sources])
-    sums = x.new_zeros(-(-tokens // group.size), x.shape[1], dtype=torch.float32)  # all ranks give as many
+    sums = x.new_zeros(-(-tokens // group.size), x.shape[1], dtype=torch.float32)  # the same size on all ranks
     for rank, (at, rows) in enumerate(zip(sources, found, strict=True)):
         if rank == index:
             sums[: len(mine)] += x[mine.start : mine.stop]

@@ -1,4 +1,4 @@
-"""Ranks that compute together: what they send one another within a step."""
+"""Communication between ranks that compute a step together."""
 
 from __future__ import annotations
 
@@ -14,52 +14,53 @@ from torch import Tensor
 if TYPE_CHECKING:
     from quire.kernels.native.shared_ranks import SharedRanks
 
-_MOST_SENT = 64  # messages of a rank that may be on their way
+_MOST_SENT = 64  # messages of a rank that may be in flight
 
 
 class RankGroup(Protocol):
-    """All ranks of a group call the same operations in the same order. Every wait has a deadline: an operation that
-    passes it raises, and the engine is dead."""
+    """A group of ranks. All of them call the same operations in the same order. Every operation has a timeout; if it
+    passes, the operation raises, and the engine is dead."""
 
     @property
     def index(self) -> int:
-        """Of this rank, from 0."""
+        """The number of this rank in the group, from 0."""
 
     @property
     def size(self) -> int: ...
 
     @property
     def shared(self) -> SharedRanks | None:
-        """By which a compiled program sums over the ranks; None: it cannot."""
+        """The shared memory with which a compiled program sums over the ranks. None: it cannot."""
 
     @property
     def in_graphs(self) -> bool:
-        """Whether its operations may be captured in CUDA graphs."""
+        """Whether the operations can be captured in CUDA graphs."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, bit for bit the same on each of them. x is overwritten and returned."""
+        """Return the sum over all ranks, bitwise equal on all of them. x is overwritten and returned."""
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """What every rank gave, by rank. All have the same shape."""
+        """Return the tensors of all ranks, in rank order. All have the same shape."""
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Send parts[i] to rank i, and return what every rank sent to this one, which has the shape shapes[i]."""
+        """Send parts[i] to rank i. Returns the tensors that all ranks sent to this one, with shape shapes[i] for rank
+        i."""
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """What rank `source` has. x is overwritten on all others, and returned."""
+        """Return the tensor of rank `source`. x is overwritten on all other ranks."""
 
     def send(self, x: Tensor, target: int) -> None:
-        """May return before it has arrived; x must not be changed until then."""
+        """Send x to a rank. May return before x has arrived; x must not be changed until then."""
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Overwrite x by what rank `source` sent next, and return it."""
+        """Overwrite x with the next tensor from rank `source`, and return it."""
 
     def close(self) -> None:
-        """Give the group up. Idempotent."""
+        """Release the group. Idempotent."""
 
 
 class OneRank:
-    """A group of one rank: nothing is sent."""
+    """A group of one rank, which sends nothing."""
 
     index, size, shared, in_graphs = 0, 1, None, True
 
@@ -88,24 +89,24 @@ ONE_RANK = OneRank()
 
 
 class TorchGroup:
-    """By torch.distributed: NCCL between GPUs, Gloo between CPUs. Tensors that ranks have on one GPU go to the host and
-    back, as Gloo has few operations for GPUs."""
+    """Implements RankGroup by torch.distributed: NCCL between GPUs, Gloo between CPUs. With Gloo, GPU tensors (of ranks
+    on one GPU) are copied to the host and back, since Gloo has few operations for GPUs."""
 
     shared = None
 
     def __init__(self, ranks: Sequence[int], backend: str, seconds: float) -> None:
-        """Called by all ranks of the world, in the same order for all groups. `ranks`: of the world, this one among
-        them; `seconds`: the deadline of every operation."""
+        """Must be called by all ranks of the world, in the same order for all groups. `ranks`: the members, including
+        this rank. `seconds`: the timeout of every operation."""
         import torch.distributed as dist
 
         self._dist, self._ranks = dist, tuple(ranks)
         self._group: Any = dist.new_group(list(ranks), timeout=timedelta(seconds=seconds), backend=backend)
         self.index, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.in_graphs = backend == "nccl"
-        self._sent: deque[tuple[Any, Tensor]] = deque()  # on their way, with what must not change until they arrive
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # sends in flight, and their tensors
 
     def _given(self, x: Tensor) -> Tensor:
-        """x where the group's operations work on it, contiguous."""
+        """Return x contiguous, on the device on which the group's operations work."""
         return x.contiguous() if self.in_graphs else x.cpu().contiguous()
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ class TorchGroup:
         return x if given is x else x.copy_(given)
 
     def send(self, x: Tensor, target: int) -> None:
-        """Does not wait for the receiver: two ranks may send to one another at the same time."""
+        """Send without waiting for the receiver: two ranks may send to each other at the same time."""
         while self._sent and (len(self._sent) >= _MOST_SENT or self._sent[0][0].is_completed()):
             self._sent.popleft()[0].wait()
         given = self._given(x)

@@ -1,4 +1,4 @@
-"""The groups of this process's rank, over torch.distributed."""
+"""Makes the groups of this process's rank by torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-_JOINING_SECONDS = 300.0  # from the first rank's start to that of the last
+_JOINING_SECONDS = 300.0  # from the start of the first rank to that of the last
 
 
 def backend_of(device: torch.device, *, shares_device: bool = False) -> str:
-    """NCCL needs a device for every rank."""
+    """Return the torch.distributed backend: NCCL if each rank has a GPU, else Gloo."""
     return "gloo" if device.type == "cpu" or shares_device else "nccl"
 
 
@@ -30,8 +30,8 @@ def join_ranks(
     place: RankPlace, store: Store, backend: str, seconds: float, counter: Counter, *, on_cpu: bool
 ) -> Ranks:
     """Meet the other ranks through a store, and make the groups. Called once by every rank's process. `seconds` is the
-    deadline of every wait for another rank, but for the first: ranks may start at different times. A rank without
-    others joins nobody, and computes as in the engine's process: its layers have nothing to sum."""
+    timeout of every wait for another rank except the first one, since ranks may start at different times. A rank
+    without others joins no group."""
     import torch.distributed as dist
 
     config = place.config
@@ -46,8 +46,8 @@ def join_ranks(
 
 
 def make_ranks(place: RankPlace, backend: str, seconds: float, counter: Counter, store: Store | None = None) -> Ranks:
-    """The groups of a rank whose process has met the others. With a `store`, which is for
-    CPUs, ranks of a stage share memory if they are on one machine."""
+    """Make the groups of a rank whose process has met the others. With a `store` (for CPUs), ranks of a stage share
+    memory if they are on one machine."""
     config = place.config
     stages = [range(stage * config.tensor, (stage + 1) * config.tensor) for stage in range(config.pipeline)]
     shards = [range(shard, config.num_ranks, config.tensor) for shard in range(config.tensor)]
@@ -60,8 +60,8 @@ def make_ranks(place: RankPlace, backend: str, seconds: float, counter: Counter,
 
 
 def _own_group(groups: list[range], rank: int, backend: str, seconds: float, counter: Counter) -> RankGroup:
-    """Make all these groups, as every rank of the world must, and return the one that has `rank`. A rank without others
-    has nothing to send or to sum."""
+    """Make all these groups, as every rank of the world must, and return the one that contains `rank`. Groups of one
+    rank are ONE_RANK."""
     import torch.distributed as dist
 
     own: RankGroup = ONE_RANK
@@ -76,8 +76,8 @@ def _own_group(groups: list[range], rank: int, backend: str, seconds: float, cou
 
 
 def _share_memory(place: RankPlace, store: Store, seconds: float) -> RankGroup | None:
-    """The group of a stage by shared memory; None, on all of its ranks, where one of them cannot. The first rank makes
-    the memory, which has no name, and the others open it as a file of that process."""
+    """Return the shared-memory group of a stage, or None on all of its ranks if one of them cannot share memory. The
+    first rank makes an anonymous file, and the others open it through that process's /proc folder."""
     from quire.kernels.native.loader import why_not_native
 
     config, first = place.config, place.rank - place.shard
@@ -97,10 +97,11 @@ def _share_memory(place: RankPlace, store: Store, seconds: float) -> RankGroup |
 
 
 def _machine() -> str:
-    """What processes have in common that see one another's files under /proc."""
+    """Return an identifier of this machine and its PID namespace. Processes with the same one can open each other's
+    files under /proc."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def ranks_share_device(config: ParallelConfig, device: str) -> bool:
-    """Whether all ranks are on one GPU, which a device with a number says: "cuda:0"."""
+    """Whether all ranks use one GPU: the configured device has an index, such as "cuda:0"."""
     return config.num_ranks > 1 and device.startswith("cuda:")

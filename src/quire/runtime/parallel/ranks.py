@@ -1,4 +1,4 @@
-"""Where a worker stands among the ranks of its engine, and the groups in which it computes."""
+"""A worker's place among the ranks of its engine, and the groups in which it computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Ranks:
     tokens: RankGroup = ONE_RANK
 
     def close(self) -> None:
-        """Give the groups up. Idempotent."""
+        """Release the groups. Idempotent."""
         for group in (self.tensor, self.pipeline, self.tokens):
             group.close()
 

@@ -1,4 +1,4 @@
-"""Ranks of one machine on CPUs: they share memory, in which sums take microseconds."""
+"""Ranks on the CPUs of one machine, which share memory. An all-reduce takes microseconds."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 from quire.kernels.native.loader import TYPES
 from quire.kernels.native.shared_ranks import SharedRanks, shared_bytes
 
-SLOT_BYTES = 1 << 20  # larger tensors go in pieces
+SLOT_BYTES = 1 << 20  # larger tensors are sent in pieces
 _HEADER = 8  # bytes of an offset
 
 
 def make_shared_memory(size: int) -> int:
-    """Make memory for a group of so many ranks, and return its file descriptor, which they inherit. It has no name, so
-    it is gone with the last of them."""
+    """Make an anonymous file for the memory of a group of `size` ranks. Returns its descriptor. It is freed with its
+    last user."""
     descriptor = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, shared_bytes(size, SLOT_BYTES))
     return descriptor
 
 
 class SharedGroup:
-    """Implements RankGroup, but for `send` and `receive`. Tensors are on the CPU."""
+    """Implements RankGroup except `send` and `receive`. Tensors are on the CPU."""
 
     in_graphs = False
 
     def __init__(self, descriptor: int, index: int, size: int, seconds: float) -> None:
-        """`seconds`: the deadline of every operation."""
+        """`seconds`: the timeout of every operation."""
         self.index, self.size = index, size
         self._map = mmap.mmap(descriptor, shared_bytes(size, SLOT_BYTES))
         memory = np.frombuffer(self._map, dtype=np.uint8)
@@ -52,7 +52,8 @@ class SharedGroup:
         return [each.view(x.dtype).view(x.shape) for each in found]
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """All parts of a rank lie in its slot, behind their offsets; parts that do not fit go in several meetings."""
+        """All parts of a rank lie in its slot, behind their offsets. Parts that do not fit are exchanged in several
+        rounds."""
         given = [_as_bytes(part) for part in parts]
         found = [parts[0].new_empty(shape) for shape in shapes]
         wanted = [_flat(each) for each in found]
@@ -86,10 +87,10 @@ class SharedGroup:
         raise AssertionError(f"ranks that share memory receive nothing from rank {source} alone")
 
     def close(self) -> None:
-        """The memory is gone with the last process that has it."""
+        """Do nothing: the memory is freed with the last process that maps it."""
 
     def _most(self, number: int) -> int:
-        """The largest number that a rank gives."""
+        """Return the largest of the numbers that all ranks pass."""
         slots = self.shared.give(torch.tensor([number]).view(torch.uint8))
         return int(slots[:, :8].contiguous().view(torch.int64).max())
 
@@ -99,5 +100,5 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor."""
     return x.reshape(-1).view(torch.uint8)

@@ -1,4 +1,5 @@
-"""Sampling by ranks that share the vocabulary: each samples a share of the step's rows, from logits of all tokens."""
+"""Sampling on ranks that share the output head by tokens: each rank samples a share of the step's rows, from the logits
+of all tokens."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ from quire.runtime.parallel.group import RankGroup
 
 
 class Vocabulary:
-    """Logits [rows, own part of the vocabulary] of all ranks, brought together where they are needed."""
+    """Exchanges the logits [rows, this rank's part of the vocabulary] of all ranks."""
 
     def __init__(self, vocab_size: int, group: RankGroup) -> None:
         self._group, self._size = group, group.size
         self._counts = [len(share_size(vocab_size, index, group.size)) for index in range(group.size)]
 
     def rows(self, count: int) -> range:
-        """Those of `count` rows that this rank samples."""
+        """Return the rows that this rank samples, out of `count`."""
         return share_of(count, self._group.index, self._size)
 
     def of_rows(self, logits: Tensor) -> Tensor:
-        """Logits [own rows, vocabulary], from those of all rows."""
+        """Return the full logits [own rows, vocabulary] of the rows that this rank samples."""
         shares = [share_of(len(logits), index, self._size) for index in range(self._size)]
         parts = [logits[share.start : share.stop] for share in shares]
         own = len(shares[self._group.index])
@@ -31,12 +32,12 @@ class Vocabulary:
         return torch.cat(found, dim=1)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Logits [rows, vocabulary] of all rows, on every rank: for few rows at a time."""
+        """Return the full logits [rows, vocabulary] of all rows, on every rank. Only for few rows at a time."""
         shapes = [(len(logits), count) for count in self._counts]
         return torch.cat(self._group.all_to_all([logits] * self._size, shapes), dim=1)
 
     def choose_into(self, token_ids: Tensor, choose: Callable[[Tensor, slice], None]) -> None:
-        """Fill in the tokens of all rows [rows]. choose(tokens, own rows) chooses those that this rank samples."""
+        """Fill in the tokens [rows] of all rows. choose(tokens, own rows) must choose those that this rank samples."""
         rows = self.rows(len(token_ids))
         own = slice(rows.start, rows.stop)
         chosen = token_ids[own].clone()
@@ -45,8 +46,8 @@ class Vocabulary:
         token_ids.copy_(self.tokens(chosen, len(token_ids)))
 
     def tokens(self, own: Tensor, count: int) -> Tensor:
-        """What ranks sampled [own rows] -> the tokens of all rows [count]."""
-        padded = own.new_zeros(-(-count // self._size))  # all ranks give as many
+        """Return the tokens [count] of all rows, from those that each rank sampled [own rows]."""
+        padded = own.new_zeros(-(-count // self._size))  # the same size on all ranks
         padded[: len(own)] = own
         shares = [len(share_of(count, index, self._size)) for index in range(self._size)]
         found = self._group.all_gather(padded)

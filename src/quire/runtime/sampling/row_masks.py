@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.triton.masks import apply_row_masks
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.transfer import Courier, SideStream
+from quire.runtime.transfer import SideStream, Uploader
 from quire.types.step import Bits, Bools, Ints, Masks
 
 
@@ -25,7 +25,7 @@ class RowMasks:
         self._flagged: Ints = np.zeros(num_rows, dtype=np.int32)  # the host's copy of `_flags`
         self._kept: Bools = np.zeros(num_rows, dtype=np.bool_)  # rows whose line holds the mask supplied last
         self._most_words = 0  # of the widest mask so far; the words behind them are zero in all lines
-        self._courier, self._stream = Courier(device), SideStream(device)
+        self._uploader, self._stream = Uploader(device), SideStream(device)
 
     def supply(self, rows: Ints, masks: Masks | None) -> None:
         """Set the masks of the next `apply`. `rows` [samples] are the rows of the step's samples. The samples in
@@ -43,7 +43,7 @@ class RowMasks:
             if masks is not None and len(sent):
                 self._send(masked[sent], masks.bits if len(sent) == len(masked) else masks.bits[sent])
             if not is_flagged:
-                self._courier.send_into(self._flags, flags)
+                self._uploader.upload_into(self._flags, flags)
                 self._flagged = flags
 
     def forget(self, rows: Ints | Longs) -> None:
@@ -73,7 +73,7 @@ class RowMasks:
 
     def _send(self, rows: Ints, bits: Bits) -> None:
         words = min(bits.shape[1], self._bits.shape[1])
-        where, lines = self._courier.send(rows.astype(np.int64), bits[:, :words].view(np.int32))
+        where, lines = self._uploader.upload(rows.astype(np.int64), bits[:, :words].view(np.int32))
         self._bits[:, :words].index_copy_(0, where, lines)
         if words < self._most_words:
             self._bits[:, words : self._most_words].index_fill_(0, where, 0)

@@ -21,8 +21,8 @@ logger = logging.getLogger("quire.runtime")
 
 NUM_WRITERS, NUM_READERS = 2, 2
 CLOSING_SECONDS = 2.0
-MAX_FOUND = 4_096  # files that one report names: the engine takes them in between two steps
-_SCAN_SECONDS = 1.0  # that starting waits for the folder to be read
+MAX_FOUND = 4_096  # files per report: the engine handles a report between two steps
+_SCAN_SECONDS = 1.0  # for which the constructor waits for the folder to be read
 
 _BLOCK_NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _PART_NAME = re.compile(_BLOCK_NAME.pattern + PART_ENDING)
@@ -80,7 +80,7 @@ class DiskStore:
         self._threads.append(self._scanner)
         for thread in self._threads:
             thread.start()
-        self._scanner.join(_SCAN_SECONDS)  # so that the first request finds what a folder of usual size holds
+        self._scanner.join(_SCAN_SECONDS)  # so that the first request finds the blocks of a folder of usual size
 
     def store(self, key: bytes, slot: int, ready: Wait) -> None:
         """Submit a write of a slot to the key's file. A thread calls `ready`, which waits for the slot, and writes."""

@@ -115,7 +115,7 @@ class PrivateFolder:
         handle = os.open(name, flags, dir_fd=self._handle)
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise OSError(f"{name} is no regular file")
+                raise OSError(f"{name} is not a regular file")
             with suppress(OSError):  # a file whose time cannot be set is still read
                 os.utime(handle)
             return io.FileIO(handle, "rb")
@@ -178,5 +178,7 @@ class PrivateFolder:
                 self._setting, f"{self.path!r} belongs to another user, who could read prompts there", fix
             )
         if stat.S_IMODE(found.st_mode) & 0o077:
-            reason = f"others may enter {self.path!r} (mode {stat.S_IMODE(found.st_mode):o}), and it holds prompts"
+            reason = (
+                f"other users may access {self.path!r} (mode {stat.S_IMODE(found.st_mode):o}), and it holds prompts"
+            )
             raise ConfigError(self._setting, reason, fix)

@@ -1,4 +1,4 @@
-"""The host tier's memory: a slot holds one block, its keys and values of all layers side by side."""
+"""The memory of the host tier: a slot holds one block, with the keys and values of all layers side by side."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class HostStore:
         return memoryview(self._memory)[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def pin(self, slots: Iterable[int]) -> bool:
-        """Pin these slots; return whether a GPU can reach all of them by itself. May wait while memory is pinned."""
+        """Pin these slots. Returns whether a GPU can access all of them directly. May wait while memory is pinned."""
         return self._pinning.pin(slots)
 
     def check(self) -> None:

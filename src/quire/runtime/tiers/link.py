@@ -32,7 +32,7 @@ NOTHING_COPIED = Copied()
 
 
 def no_wait() -> None:
-    """No copy uses the slot, so there is nothing to wait for."""
+    """Do nothing: no copy uses the slot."""
 
 
 class Link(Protocol):
@@ -54,7 +54,8 @@ class Link(Protocol):
         """Return what was copied since the last call. Never waits."""
 
     def prepare(self) -> None:
-        """Compile the kernels that the first copies would wait for. Changes no block and no slot."""
+        """Compile the kernels of copies, so that the first copies need not wait for that. Changes no block and no
+        slot."""
 
     def check(self) -> None: ...
 
@@ -70,7 +71,7 @@ class SynchronousLink:
         self._copied = NOTHING_COPIED
 
     def begin_plan(self) -> None:
-        """All copies are complete already."""
+        """Do nothing: all copies are complete."""
 
     def save(self, moves: Sequence[SlotMove]) -> None:
         begin = time.perf_counter()
@@ -92,10 +93,10 @@ class SynchronousLink:
         return copied
 
     def prepare(self) -> None:
-        """There is no kernel to compile."""
+        """Do nothing: there is no kernel to compile."""
 
     def check(self) -> None:
         assert self._slots.shape[1:] == (self._blocks.shape[0], self._blocks.shape[2])
 
     def close(self) -> None:
-        """All copies are complete already."""
+        """Do nothing: all copies are complete."""

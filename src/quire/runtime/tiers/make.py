@@ -48,7 +48,8 @@ def make_tiers(cache: KVCache, config: CacheConfig, *, triton: bool) -> Tiers:
 
 
 def _make_remote(cache: KVCache, config: CacheConfig, host: HostStore) -> Remote:
-    """Open the KV transport. A worker is one rank of one: with more ranks, each has a part of every block."""
+    """Open the KV transport. The digest of the layout names rank 0 of 1: with more ranks, each would hold a part of
+    every block."""
     if config.tiers.transport is None:
         return NO_REMOTE
     blocks = cache.blocks

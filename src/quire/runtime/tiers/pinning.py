@@ -1,4 +1,4 @@
-"""Pinned host memory, which a GPU can read and write by itself: pinned chunk by chunk, when it is first needed."""
+"""Pinned host memory, which a GPU can access directly. It is pinned in chunks, when they are first needed."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ class Pinning(Protocol):
         """Set the memory area. Called once, before `pin`."""
 
     def pin(self, slots: Iterable[int]) -> bool:
-        """Pin these slots; return whether a GPU can now reach all of them by itself."""
+        """Pin these slots. Returns whether a GPU can now access all of them directly."""
 
     def close(self) -> None:
         """Unpin everything."""
 
 
 class PageableMemory:
-    """Implements Pinning where the device is the CPU: pins nothing."""
+    """Implements Pinning for CPUs: pins nothing."""
 
     def register(self, owner: object, address: int, num_slots: int, slot_bytes: int) -> None:
-        """There is nothing to pin."""
+        """Do nothing: there is nothing to pin."""
 
     def pin(self, slots: Iterable[int]) -> bool:  # noqa: ARG002
         return False
 
     def close(self) -> None:
-        """Nothing was pinned."""
+        """Do nothing: nothing was pinned."""
 
 
 class CudaPinning:
-    """Pins chunks of about 256 MiB in a thread of its own, one chunk ahead of those in use: starting the engine costs
-    nothing, and a step seldom waits. A chunk that cannot be pinned stays pageable, which is slower and logged once."""
+    """Pins chunks of about 256 MiB in a thread, one chunk ahead of those in use, so that starting the engine costs
+    nothing and a step seldom waits. A chunk that cannot be pinned stays pageable, which is slower, and is logged
+    once."""
 
     def __init__(self, device: torch.device) -> None:
         begin = partial(torch.cuda.set_device, cuda_index(str(device)))
@@ -78,7 +79,7 @@ class CudaPinning:
         self._chunks.clear()
 
     def _start(self, chunk: int) -> None:
-        """Have the thread pin a chunk, unless it was told to before or the chunk is beyond the last slot."""
+        """Let the thread pin a chunk, unless that was done before or the chunk is beyond the last slot."""
         if chunk not in self._chunks and chunk * self._slots_per_chunk < self._num_slots:
             self._chunks[chunk] = self._thread.submit(self._pin_chunk, chunk)
 
@@ -101,12 +102,13 @@ class CudaPinning:
 
 
 def _unpin(pinned: list[int], owner: object) -> None:  # noqa: ARG001 - keeps the memory mapped until here
-    """Unpin chunks before their memory is unmapped: a later mapping at the same address would count as pinned."""
+    """Unpin chunks before their memory is unmapped. Otherwise a later mapping at the same address would count as
+    pinned."""
     while pinned:
         torch.cuda.cudart().cudaHostUnregister(pinned.pop())  # type: ignore[no-untyped-call]
 
 
 def chunk_slots(slot_bytes: int) -> int:
-    """Return the number of slots in a chunk: as many as fit, and a whole number of pages."""
+    """Return the number of slots in a chunk: as many as fit into CHUNK_BYTES and make a whole number of pages."""
     granule = _PAGE // math.gcd(_PAGE, slot_bytes)
     return max(1, CHUNK_BYTES // (slot_bytes * granule)) * granule

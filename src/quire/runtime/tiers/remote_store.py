@@ -1,4 +1,4 @@
-"""The blocks of other engines: a few threads put, get and look up blocks by a KV transport while the engine goes on."""
+"""Blocks of other engines. A few threads put, get and look up blocks through a KV transport while the engine runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from quire.types.transfer import FailedFile, Lookup, LookupResult
 logger = logging.getLogger("quire.runtime")
 
 NUM_PUTTERS, NUM_GETTERS = 2, 2
-CALL_SECONDS = 2.0  # of a put or a get
-LOOKUP_SECONDS = 0.5  # of a question, without what it waits for
-POLL_SECONDS = 0.002  # between two looks for a block that is awaited
+CALL_SECONDS = 2.0  # timeout of a put or a get
+LOOKUP_SECONDS = 0.5  # timeout of one lookup, without waiting for blocks
+POLL_SECONDS = 0.002  # between two lookups of a block that is awaited
 CLOSING_SECONDS = 2.0
 
 Bytes = Callable[[int], memoryview]
@@ -80,7 +80,7 @@ class RemoteStore:
         self._getting.put(_Job(key, slot, False, ready))
 
     def look_up(self, lookup: Lookup) -> None:
-        """Submit a question."""
+        """Submit a lookup."""
         self._asking.put(lookup)
 
     def take_report(self) -> RemoteReport:
@@ -154,7 +154,7 @@ class RemoteStore:
         return reason
 
     def _answer_lookups(self) -> None:
-        """Answer all questions in one thread. Those that wait for blocks are asked again and again."""
+        """Answer all lookups in one thread. Lookups that wait for blocks are repeated."""
         waiting: list[tuple[Lookup, float]] = []
         while not self._closing.is_set():
             try:
@@ -167,7 +167,8 @@ class RemoteStore:
             waiting = [(lookup, until) for lookup, until in waiting if not self._answer(lookup, until)]
 
     def _answer(self, lookup: Lookup, until: float) -> bool:
-        """Ask the transport. Returns whether that answers the question, or waiting for more is over."""
+        """Ask the transport once. Returns whether the lookup is finished: all awaited blocks are there, or its time is
+        over."""
         failure = ""
         try:
             found = self._transport.has(lookup.keys, time.monotonic() + LOOKUP_SECONDS)

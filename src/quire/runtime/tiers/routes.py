@@ -17,7 +17,7 @@ Int64s = npt.NDArray[np.int64]
 RouteName = Literal["auto", "copies", "kernel"]
 MIN_RUN_BYTES = 512 << 10  # average size of contiguous slots from which one copy per run is faster than a kernel
 
-_ALIGNMENT = 16  # entries between the beginnings of two rows: kernels are compiled for aligned addresses
+_ALIGNMENT = 16  # row strides are multiples of this many entries: kernels are compiled for aligned addresses
 
 
 class Route(Protocol):
@@ -31,7 +31,8 @@ class Route(Protocol):
 
 
 class CopyRoute:
-    """Issues one memory copy per run of contiguous slots. The copy engine does it and takes no time from the model."""
+    """Issues one memory copy per run of contiguous slots. The copy engine runs them and takes no compute time from the
+    model."""
 
     def __init__(self, host: HostStore, pieces: list[Int64s]) -> None:
         self._slots, self._pieces, self._chunk = host.slots, pieces, chunk_slots(host.slot_bytes)

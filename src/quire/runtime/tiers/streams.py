@@ -1,4 +1,4 @@
-"""Device streams as the tiers use them: work in submission order on each stream, events between streams."""
+"""Device streams for the tiers: work in submission order on each stream, and events between streams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 
 
 class StreamEvent(Protocol):
@@ -30,10 +30,11 @@ class Stream(Protocol):
     """Runs work in the order in which it was submitted. No method makes the host wait for the device."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call `work` with this stream current: what it launches runs after everything submitted before."""
+        """Call `work` with this stream current. What it launches runs after everything submitted to the stream
+        before."""
 
     def upload(self, numbers: npt.NDArray[Any]) -> Tensor:
-        """Copy numbers to the device for work of this stream."""
+        """Copy an array to the device for work of this stream."""
 
     def record(self) -> StreamEvent:
         """Return an event that completes with all work submitted so far."""
@@ -74,7 +75,7 @@ class CudaStream:
     """One CUDA stream. Without `stream` it is whichever stream is current at each call."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        self._device, self._own, self._uploads = device, stream, Courier(device)
+        self._device, self._own, self._uploads = device, stream, Uploader(device)
 
     def run(self, work: Callable[[], None]) -> None:
         with torch.cuda.stream(self._stream):
@@ -82,7 +83,7 @@ class CudaStream:
 
     def upload(self, numbers: npt.NDArray[Any]) -> Tensor:
         with torch.cuda.stream(self._stream):
-            return self._uploads.send(numbers)[0]
+            return self._uploads.upload(numbers)[0]
 
     def record(self) -> CudaEvent:
         return CudaEvent(self._stream)

@@ -1,4 +1,4 @@
-"""Host memory, disk and other engines behind the device's cache: submits a plan's transfers, and reports their
+"""The tiers behind the device's cache (host memory, disk, other engines): submits a plan's transfers, and reports their
 completion."""
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from quire.types.transfer import NO_TRANSFERS, NOTHING_MOVED, Lookup, TransferRe
 
 
 class Tiers(Protocol):
-    """What a worker asks of the tiers."""
+    """The interface of the tiers to a worker."""
 
-    def obey(self, transfers: Transfers) -> None:
-        """Start a plan's orders, when its rows are completion_of and before its copies. To be called for every plan."""
+    def submit(self, transfers: Transfers) -> None:
+        """Submit a plan's transfers. Must be called for every plan, after its rows are updated and before its block
+        copies."""
 
     def report(self) -> TransferReport:
-        """What is over since the last report. Never waits."""
+        """Return what has completed since the last report. Never waits."""
 
     def prepare(self) -> None:
-        """Compile what the first orders would wait for."""
+        """Compile kernels, so that the first transfers need not wait for that."""
 
     def check(self) -> None: ...
 
@@ -33,9 +34,9 @@ class Tiers(Protocol):
 
 
 class NoTiers:
-    """Implements Tiers where no tier is configured."""
+    """Implements Tiers if no tier is configured."""
 
-    def obey(self, transfers: Transfers) -> None:
+    def submit(self, transfers: Transfers) -> None:
         if transfers is not NO_TRANSFERS and transfers != NO_TRANSFERS:
             raise ValueError("a plan has transfers, and the worker has no tiers")
 
@@ -43,13 +44,13 @@ class NoTiers:
         return NOTHING_MOVED
 
     def prepare(self) -> None:
-        """There is no kernel to compile."""
+        """Do nothing: there is no kernel to compile."""
 
     def check(self) -> None:
-        """There is no state to check."""
+        """Do nothing: there is no state."""
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 NO_TIERS = NoTiers()
@@ -74,7 +75,7 @@ class Disk(Protocol):
 
 
 class NoDisk:
-    """Implements Disk where no disk tier is configured."""
+    """Implements Disk if no disk tier is configured."""
 
     def store(self, key: bytes, slot: int, ready: Callable[[], None]) -> None:  # noqa: ARG002
         raise ValueError("a plan stores a block to a file, and the worker has no disk tier")
@@ -92,10 +93,10 @@ class NoDisk:
         return NOTHING_COMPLETED
 
     def check(self) -> None:
-        """There is no state to check."""
+        """Do nothing: there is no state."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class Remote(Protocol):
@@ -116,7 +117,7 @@ class Remote(Protocol):
 
 
 class NoRemote:
-    """Implements Remote where no KV transport is configured."""
+    """Implements Remote if no KV transport is configured."""
 
     def put(self, key: bytes, slot: int, ready: Callable[[], None]) -> None:  # noqa: ARG002
         raise ValueError("a plan puts a block, and the worker has no KV transport")
@@ -131,22 +132,22 @@ class NoRemote:
         return NOTHING_CARRIED
 
     def check(self) -> None:
-        """There is no state to check."""
+        """Do nothing: there is no state."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 NO_REMOTE = NoRemote()
 
 
 class CacheTiers:
-    """Implements Tiers over host memory and, behind it, a disk and other engines."""
+    """Implements Tiers with host memory and, behind it, a disk and other engines."""
 
     def __init__(self, host: HostStore, link: Link, disk: Disk, remote: Remote = NO_REMOTE) -> None:
         self._host, self._link, self._disk, self._remote = host, link, disk, remote
 
-    def obey(self, transfers: Transfers) -> None:
+    def submit(self, transfers: Transfers) -> None:
         link = self._link
         link.begin_plan()
         if transfers is NO_TRANSFERS:

@@ -1,4 +1,5 @@
-"""The protocol of a KV transport: it carries KV blocks between engines, by the content hashes that the tiers use."""
+"""The protocol of a KV transport, which carries KV blocks between engines. Blocks are named by the tiers' content
+hashes."""
 
 from __future__ import annotations
 
@@ -18,20 +19,21 @@ class TransportError(Exception):
 
 
 class KVTransport(Protocol):
-    """Carries blocks between engines. Any thread may call it, several at once; RemoteStore does, so that no step waits.
+    """Carries blocks between engines. Any thread may call it, several at once. RemoteStore calls it from its own
+    threads, so that no step waits.
 
     Each call ends at its deadline (seconds of `time.monotonic`) at the latest, and raises TransportError if the block
-    was not carried. A block that arrives is the block that was put, byte for byte, by an engine with the same model and
+    was not carried. A received block is byte for byte the block that was put by an engine with the same model and
     layout: a transport seals blocks (sealed.py) and raises "corrupt" for any other. Another implementation (NIXL,
     Mooncake) needs these four calls and a line in make.py.
     """
 
     @property
     def peer(self) -> str:
-        """Whom it talks to, in words."""
+        """The name of the other end, for messages."""
 
     def has(self, keys: Sequence[bytes], deadline: float) -> set[bytes]:
-        """Return which of these blocks can be got now. They count as used: others are evicted before them."""
+        """Return which of these blocks are available now. They count as used: other blocks are evicted before them."""
 
     def put(self, key: bytes, block: memoryview, deadline: float) -> None:
         """Make a block available to other engines. Older blocks may be evicted for it."""

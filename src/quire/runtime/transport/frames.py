@@ -1,5 +1,5 @@
 """The frames of the TCP transport, and the greeting in which both ends prove that they know the token. A frame is a
-head of fixed size, which says what follows and how long it is, and that many bytes. Nothing is unpickled."""
+header of fixed size with its kind and length, followed by that many bytes. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = struct.Struct("<4sBQ")  # magic, kind, bytes that follow
 MAGIC = b"QKT1"
 HELLO, PROOF, WELCOME, HAS, GET, FOUND, BLOCK, MISSING = range(8)
 NONCE_BYTES = 32
-MAX_KEYS = 1 << 16  # of one HAS: a million tokens at 16 a block
+MAX_KEYS = 1 << 16  # per HAS frame: a million tokens with blocks of 16
 GREETING_SECONDS = 2.0
 
 
@@ -37,12 +37,12 @@ def send(sock: socket.socket, kind: int, parts: tuple[bytes | memoryview, ...], 
 
 
 def receive_head(sock: socket.socket, deadline: float, peer: str) -> tuple[int, int]:
-    """Receive the head of a frame: its kind, and how many bytes follow. Raises TransportError."""
+    """Receive the header of a frame. Returns its kind, and how many bytes follow. Raises TransportError."""
     head = bytearray(HEAD.size)
     receive_into(sock, memoryview(head), deadline, peer)
     magic, kind, length = HEAD.unpack(head)
     if magic != MAGIC:
-        raise TransportError("io", f"{peer} speaks another protocol")
+        raise TransportError("io", f"{peer} does not speak this protocol")
     return kind, length
 
 
@@ -50,7 +50,7 @@ def receive(sock: socket.socket, most: int, deadline: float, peer: str) -> Frame
     """Receive one frame of at most `most` bytes. Raises TransportError."""
     kind, length = receive_head(sock, deadline, peer)
     if length > most:
-        raise TransportError("io", f"{peer} sends {length} bytes where at most {most} are expected")
+        raise TransportError("io", f"{peer} sent {length} bytes, but at most {most} are expected")
     body = bytearray(length)
     receive_into(sock, memoryview(body), deadline, peer)
     return Frame(kind, bytes(body))
@@ -75,7 +75,7 @@ def _broken(error: OSError, peer: str) -> TransportError:
 
 
 def greet(sock: socket.socket, token: bytes, deadline: float, peer: str) -> None:
-    """Greet a server: both ends prove that they know the token, and neither sends it. Raises TransportError."""
+    """Greet a server. Both ends prove that they know the token without sending it. Raises TransportError."""
     mine = secrets.token_bytes(NONCE_BYTES)
     send(sock, HELLO, (mine,), deadline, peer)
     kind, body = receive(sock, 2 * NONCE_BYTES, deadline, peer)
@@ -84,14 +84,14 @@ def greet(sock: socket.socket, token: bytes, deadline: float, peer: str) -> None
         raise TransportError("io", f"{peer} has another kv_token_file")
     send(sock, PROOF, (_proof(token, b"client", mine, theirs),), deadline, peer)
     if receive(sock, 0, deadline, peer).kind != WELCOME:
-        raise TransportError("io", f"{peer} speaks another protocol")
+        raise TransportError("io", f"{peer} does not speak this protocol")
 
 
 def answer_greeting(sock: socket.socket, token: bytes, deadline: float, peer: str) -> None:
     """Greet a client. Raises TransportError if it does not know the token."""
     kind, theirs = receive(sock, NONCE_BYTES, deadline, peer)
     if kind != HELLO or len(theirs) != NONCE_BYTES:
-        raise TransportError("io", f"{peer} speaks another protocol")
+        raise TransportError("io", f"{peer} does not speak this protocol")
     mine = secrets.token_bytes(NONCE_BYTES)
     send(sock, HELLO, (mine, _proof(token, b"server", theirs, mine)), deadline, peer)
     kind, proof = receive(sock, NONCE_BYTES, deadline, peer)
@@ -105,12 +105,12 @@ def _proof(token: bytes, side: bytes, client: bytes, server: bytes) -> bytes:
 
 
 def split_keys(body: bytes) -> list[bytes]:
-    """Return the keys of a HAS or GET. Raises TransportError if they are none."""
+    """Return the keys of a HAS or GET. Raises TransportError if the size is not a multiple of a key's."""
     if len(body) % KEY_BYTES:
-        raise TransportError("io", "keys have another size")
+        raise TransportError("io", f"the size of the keys is not a multiple of {KEY_BYTES} bytes")
     return [body[at : at + KEY_BYTES] for at in range(0, len(body), KEY_BYTES)]
 
 
 def block_frame_bytes(block_bytes: int) -> int:
-    """Return how many bytes a BLOCK frame has behind its head."""
+    """Return how many bytes follow the header of a BLOCK frame."""
     return SEAL_BYTES + block_bytes

@@ -11,7 +11,7 @@ from quire.runtime.transport.tcp_store import TcpStore
 
 
 def make_transport(config: TransportConfig, layout: bytes, block_bytes: int) -> KVTransport:
-    """Open a transport. Raises ConfigError if it cannot be used. A peer that is not there yet is no error."""
+    """Open a transport. Raises ConfigError if it cannot be used. A peer that is not running yet is not an error."""
     if config.name:
         return SharedMemoryTransport(config.name, config.memory, layout, block_bytes)
     token = read_token(config)

@@ -1,4 +1,5 @@
-"""The seal of a block that is carried between engines: key, layout, size, and a checksum of all that and its bytes."""
+"""The seal of a block that is carried between engines: its key, layout and size, and a checksum of these and of its
+bytes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A KV transport over POSIX shared memory, for engines of one user on one machine: a private folder of /dev/shm with
-one object per block. The directory is the index. An object is named when it is whole: nobody reads half a block."""
+"""A KV transport over POSIX shared memory, for engines of one user on one machine: a private folder in /dev/shm with
+one object per block. The directory is the index. An object gets its name when it is complete, so nobody reads a partial
+block."""
 
 from __future__ import annotations
 
@@ -21,19 +22,19 @@ from quire.runtime.transport.sealed import KEY_BYTES, SEAL_BYTES, check_seal, ma
 from quire.types.errors import ConfigError
 
 ROOT = Path("/dev/shm")
-OPENING_SECONDS = 5.0  # for an engine that removes the folder just now
+OPENING_SECONDS = 5.0  # for which opening waits for an engine that is removing the folder
 _BLOCK_NAME = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 _PART_NAME = re.compile(_BLOCK_NAME.pattern + PART_ENDING)
-_EVICTED_SHARE = 8  # an eighth of the memory is freed at a time, so that the folder is seldom read
+_EVICTED_SHARE = 8  # 1 / 8 of the memory is freed at a time, so that the folder is seldom read
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SETTING = "kv_transport"
 
 
 class SharedMemoryTransport:
-    """Blocks in shared memory, at most `memory` bytes of them; the least recently used are evicted first.
+    """Blocks in shared memory, at most `memory` bytes of them. The least recently used blocks are evicted first.
 
-    All engines that opened it own it, by a lock that the system releases with their process. The last owner that closes
-    it removes everything. Blocks of owners that were killed stay for the others, and for those that open it next.
+    All engines that have it open share a lock, which the system releases with their process. The last one that closes
+    it removes everything. Blocks of engines that were killed stay for the others, and for those that open it next.
     """
 
     def __init__(self, name: str, memory: int, layout: bytes, block_bytes: int) -> None:
@@ -52,8 +53,8 @@ class SharedMemoryTransport:
         except BaseException:
             os.close(self._owner)
             raise
-        self._lock = Lock()  # of the fields below
-        self._num_bytes = 0  # as of the last time the folder was read, and what this engine has put since
+        self._lock = Lock()  # guards the fields below
+        self._num_bytes = 0  # in the folder when it was last read, plus what this engine has put since
         self._num_writing = 0  # bytes that this engine is writing now
         self._is_closed = False
         self._evict(memory)
@@ -94,7 +95,7 @@ class SharedMemoryTransport:
                     raise TransportError("corrupt", f"a block of {self.peer} has another size")
             check_seal(bytes(seal), self._layout, key, block, self.peer)
         except FileNotFoundError:
-            raise TransportError("missing", f"{self.peer} has the block no more") from None
+            raise TransportError("missing", f"{self.peer} no longer has the block") from None
         except OSError as error:
             raise TransportError("io", f"{self.peer}: a block could not be read: {error}") from error
         except TransportError:
@@ -111,9 +112,9 @@ class SharedMemoryTransport:
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._remove_all()
         except BlockingIOError:
-            pass  # another engine owns it too
+            pass  # another engine has it open
         except OSError:
-            pass  # something else lies in the folder, or removed it: there is nothing to free
+            pass  # the folder has other files, or is gone: there is nothing to free
         finally:
             self._folder.close()
             os.close(self._owner)
@@ -159,10 +160,10 @@ class SharedMemoryTransport:
                 self._folder.unlink(oldest.name)
             total, evicted = total - oldest.num_bytes, evicted + 1
         with self._lock:
-            self._num_bytes = total + max(self._num_writing - writing, 0)  # with what was begun meanwhile
+            self._num_bytes = total + max(self._num_writing - writing, 0)  # plus writes begun meanwhile
 
     def _remove_all(self) -> None:
-        """Remove the folder and the lock's file. This engine holds the lock alone, so nobody opens it meanwhile."""
+        """Remove the folder and the lock file. This engine holds the lock exclusively, so nobody opens it meanwhile."""
         for entry in list(self._folder.entries()):
             if _BLOCK_NAME.fullmatch(entry.name) or _PART_NAME.fullmatch(entry.name):
                 self._folder.unlink(entry.name)
@@ -171,7 +172,7 @@ class SharedMemoryTransport:
 
 
 def _own(path: Path) -> int:
-    """Open the lock's file and share its lock: the folder beside it stays while that is held. Raises ConfigError."""
+    """Open the lock file and take a shared lock: the folder stays as long as anybody holds one. Raises ConfigError."""
     flags, until = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, time.monotonic() + OPENING_SECONDS
     while True:
         try:
@@ -181,7 +182,9 @@ def _own(path: Path) -> int:
         try:
             found = os.fstat(handle)
             if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
-                raise ConfigError(_SETTING, f"{path} belongs to somebody else", "choose another name")
+                raise ConfigError(
+                    _SETTING, f"{path} belongs to another user or is not a regular file", "choose another name"
+                )
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if path.stat(follow_symlinks=False).st_ino == found.st_ino:
                 return handle
@@ -198,7 +201,7 @@ def _own(path: Path) -> int:
 
 
 def _read(file: io.RawIOBase, data: memoryview) -> bool:
-    """Fill `data` from a file; false if the file ends before."""
+    """Fill `data` from a file. Returns False if the file is too short."""
     while len(data):
         count = file.readinto(data)
         if not count:

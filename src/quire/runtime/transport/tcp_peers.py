@@ -30,19 +30,19 @@ from quire.runtime.transport.sealed import SEAL_BYTES, check_seal
 
 T = TypeVar("T")
 
-_LEAST_PAUSE, _MOST_PAUSE = 0.5, 30.0  # seconds without calls to a peer that failed; doubles up to the most
+_LEAST_PAUSE, _MOST_PAUSE = 0.5, 30.0  # seconds without calls to a peer that failed; doubles with each failure
 _MAX_PLACES = 1 << 16  # keys whose peer is remembered
 
 
 class TcpPeer:
-    """One prefill engine. Connections are kept and reused; one that failed is closed. After a failure to connect, calls
-    fail at once for a while."""
+    """One prefill engine. Connections are kept and reused; a failed connection is closed. After a failure to connect,
+    calls fail at once for a while."""
 
     def __init__(self, host: str, port: int, token: bytes, layout: bytes) -> None:
         self._address, self._token, self._layout = (host, port), token, layout
         self.peer = f"tcp://{host}:{port}"
         self._idle: list[socket.socket] = []
-        self._lock = Lock()  # of all fields below and _idle
+        self._lock = Lock()  # guards _idle and all fields below
         self._pause, self._until = 0.0, 0.0
         self._is_closed = False
 
@@ -64,17 +64,17 @@ class TcpPeer:
     def get(self, key: bytes, block: memoryview, deadline: float) -> None:
         seal = self._call(partial(self._receive, key, block, deadline), deadline)
         if seal is None:
-            raise TransportError("missing", f"{self.peer} has the block no more")
+            raise TransportError("missing", f"{self.peer} no longer has the block")
         check_seal(seal, self._layout, key, block, self.peer)
 
     def _receive(self, key: bytes, block: memoryview, deadline: float, sock: socket.socket) -> bytes | None:
-        """Receive a block, and return its seal; None: the peer does not have it."""
+        """Receive a block, and return its seal. None: the peer does not have the block."""
         send(sock, GET, (key,), deadline, self.peer)
         kind, length = receive_head(sock, deadline, self.peer)
         if (kind, length) == (MISSING, 0):
             return None
         if kind != BLOCK or length != block_frame_bytes(len(block)):
-            raise TransportError("corrupt", f"{self.peer} sends a block of another size")
+            raise TransportError("corrupt", f"{self.peer} sent a block of the wrong size")
         seal = bytearray(SEAL_BYTES)
         receive_into(sock, memoryview(seal), deadline, self.peer)
         receive_into(sock, block, deadline, self.peer)
@@ -91,8 +91,8 @@ class TcpPeer:
             sock.close()
 
     def _call(self, work: Callable[[socket.socket], T], deadline: float) -> T:
-        """Do something with a connection, and keep it. If an old one broke, as its peer has restarted, try once with a
-        new one. Raises TransportError."""
+        """Call `work` with a connection, and keep the connection. If an old connection fails, because its peer has
+        restarted, try once with a new one. Raises TransportError."""
         with self._lock:
             old = self._idle.pop() if self._idle else None
         if old is not None:
@@ -121,7 +121,7 @@ class TcpPeer:
         """Return a new, greeted connection. Raises TransportError."""
         with self._lock:
             if time.monotonic() < self._until:
-                raise TransportError("io", f"{self.peer} failed just now and is not asked again yet")
+                raise TransportError("io", f"{self.peer} failed recently and is not retried yet")
         try:
             sock = socket.create_connection(self._address, seconds_left(deadline, self.peer))
         except OSError as error:
@@ -147,13 +147,13 @@ class TcpPeer:
 
 
 class TcpPeers:
-    """Implements KVTransport for a decode engine: blocks come from whichever peer has them."""
+    """Implements KVTransport for a decode engine: a block is fetched from the peer that has it."""
 
     def __init__(self, peers: Sequence[TcpPeer]) -> None:
         self._peers = list(peers)
         self.peer = ", ".join(peer.peer for peer in peers)
         self._places: OrderedDict[bytes, TcpPeer] = OrderedDict()
-        self._lock = Lock()  # of _places
+        self._lock = Lock()  # guards _places
 
     def has(self, keys: Sequence[bytes], deadline: float) -> set[bytes]:
         found: set[bytes] = set()
@@ -182,7 +182,7 @@ class TcpPeers:
         with self._lock:
             place = self._places.get(key)
         if place is None:
-            raise TransportError("missing", f"{self.peer}: no peer said that it has the block")
+            raise TransportError("missing", f"{self.peer}: no peer has reported that it has the block")
         place.get(key, block, deadline)
 
     def close(self) -> None:

@@ -32,13 +32,14 @@ logger = logging.getLogger("quire.runtime")
 MAX_CONNECTIONS = 256
 IDLE_SECONDS = 600.0  # after which a silent client is disconnected; it connects again
 SENDING_SECONDS = 10.0
-ACCEPT_PAUSE = 0.1  # seconds after a connection could not be taken, as too many files are open
+ACCEPT_PAUSE = 0.1  # seconds to wait after accept failed, such as for too many open files
 Sealed = tuple[bytes, bytes]  # seal, block
 
 
 class TcpStore:
-    """Blocks that this engine has put, at most `memory` bytes of them, the least recently used evicted first. Threads
-    serve the engines that connect: they read, and cannot write."""
+    """Implements KVTransport for a prefill engine: holds the blocks that this engine has put, at most `memory` bytes
+    of them, and evicts the least recently used first. Threads serve the decode engines that connect, which can only
+    read."""
 
     def __init__(self, host: str, port: int, token: bytes, memory: int, layout: bytes, block_bytes: int) -> None:
         self._token, self._layout = token, layout
@@ -46,14 +47,14 @@ class TcpStore:
         if not self._most:
             raise ConfigError("kv_transport_memory", f"{memory} bytes hold no block of {block_bytes}", "raise it")
         self._blocks: OrderedDict[bytes, Sealed] = OrderedDict()  # least recently used first
-        self._lock = Lock()  # of _blocks and _clients
+        self._lock = Lock()  # guards _blocks and _clients
         self._clients: set[socket.socket] = set()
         self._is_closed = Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=64)
         except OSError as error:
-            reason = f"tcp://{host}:{port} cannot be listened at: {error.strerror or error}"
+            reason = f"cannot listen on tcp://{host}:{port}: {error.strerror or error}"
             raise ConfigError("kv_transport", reason, "choose another address") from error
         self.port: int = self._listener.getsockname()[1]
         self.peer = f"tcp://{host}:{self.port}"
@@ -62,7 +63,7 @@ class TcpStore:
     def has(self, keys: Sequence[bytes], deadline: float) -> set[bytes]:  # noqa: ARG002 - it does not wait
         with self._lock:
             found = [key for key in keys if key in self._blocks]
-            for key in reversed(found):  # the first block of a prefix is used last, so it is evicted last
+            for key in reversed(found):  # the first block of a prefix counts as used last, so it is evicted last
                 self._blocks.move_to_end(key)
         return set(found)
 
@@ -77,7 +78,7 @@ class TcpStore:
     def get(self, key: bytes, block: memoryview, deadline: float) -> None:  # noqa: ARG002 - it does not wait
         sealed = self._find(key)
         if sealed is None:
-            raise TransportError("missing", f"{self.peer} has the block no more")
+            raise TransportError("missing", f"{self.peer} no longer has the block")
         if len(sealed[1]) != len(block):
             raise TransportError("corrupt", f"a block of {self.peer} has another size")
         block[:] = sealed[1]
@@ -100,8 +101,8 @@ class TcpStore:
             return self._blocks.get(key)
 
     def _accept(self) -> None:
-        """Take connections until the store is closed. What the system refuses, such as one file too many, is tried
-        again after a pause; only the first failure in a row is logged."""
+        """Accept connections until the store is closed. Failures, such as too many open files, are retried after a
+        pause; only the first failure in a row is logged."""
         is_failing = False
         while True:
             try:
@@ -115,7 +116,7 @@ class TcpStore:
                 is_failing = True
 
     def _take(self, sock: socket.socket, address: tuple[str, int]) -> None:
-        """Serve a client in a thread of its own. Raises RuntimeError if none can be started."""
+        """Serve a client in a new thread. Raises RuntimeError if no thread can be started."""
         with self._lock:
             is_full = len(self._clients) >= MAX_CONNECTIONS
             if not is_full:

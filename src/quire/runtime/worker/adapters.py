@@ -1,4 +1,4 @@
-"""LoRA adapters of rows: which slot of the device each row uses, and how a batch is grouped by slots."""
+"""LoRA adapters of rows: which device slot each row uses, and how the tokens of a batch are grouped by slot."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from quire.types.adapters import NO_ADAPTER, AdapterPlacement
 from quire.types.errors import InvalidRequest
 from quire.types.step import NewRow
 
-SMALL_TILE, LARGE_TILE = 4, 64  # rows of one adapter that are multiplied together, at most
+SMALL_TILE, LARGE_TILE = 4, 64  # the largest number of tokens per tile, in small and in large steps
 
 
 class TileArrays(NamedTuple):
-    """The numbers of `AdapterTiles`, on the host."""
+    """The arrays of `AdapterTiles`, on the host."""
 
     order: npt.NDArray[np.int32]  # [rows]
     tiles: npt.NDArray[np.int32]  # [tiles, 3]
@@ -38,17 +38,17 @@ class TileArrays(NamedTuple):
 
 
 class RowAdapters:
-    """Owns which adapter each row uses. `version` rises when a row gets another."""
+    """Stores which adapter slot each row uses. `version` increases whenever a row gets another slot."""
 
     def __init__(self, slots: AdapterSlots, store: AdapterStore, num_rows: int) -> None:
         self.store, self.slots, self._num_slots = store, slots, slots.config.slots
-        self._of_rows: Longs = np.full(num_rows + 1, NO_ADAPTER, dtype=np.int64)  # the last one is that of padding
-        self._failed: dict[int, InvalidRequest] = {}  # by slot: why it does not hold the adapter that it should
+        self._of_rows: Longs = np.full(num_rows + 1, NO_ADAPTER, dtype=np.int64)  # the last entry is for padding
+        self._failed: dict[int, InvalidRequest] = {}  # by slot: why its adapter could not be loaded
         self.version = 0
 
     def put(self, placements: Sequence[AdapterPlacement]) -> None:
-        """Copy adapters into slots. Where one cannot be read, all rows that use the slot fail until another is put
-        there."""
+        """Copy adapters into slots. If an adapter cannot be read, its slot is cleared, and all rows that use the slot
+        fail until another adapter is put there."""
         for slot, digest in placements:
             self._failed.pop(slot, None)
             try:
@@ -58,31 +58,32 @@ class RowAdapters:
                 self.slots.clear(slot)
 
     def check_slot(self, slot: int) -> None:
-        """Raise InvalidRequest if the slot does not hold the adapter that was put there."""
+        """Raise InvalidRequest if loading the slot's last adapter failed."""
         if slot in self._failed:
             raise self._failed[slot]
 
     def place(self, news: Sequence[NewRow]) -> None:
-        """Rows get sequences."""
+        """Store the slots of new rows."""
         for new in news:
             if self._of_rows[new.row] != new.adapter:
                 self._of_rows[new.row] = new.adapter
                 self.version += 1
 
     def are_used(self, rows: npt.NDArray[np.int32] | Longs) -> bool:
-        """Whether any of `rows` uses an adapter; rows below 0 are padding."""
+        """Whether any of `rows` uses an adapter. Negative rows are padding."""
         return bool((self._of_rows[rows] >= 0).any())
 
     def step(self, token_rows: Longs, wanted: Longs) -> AdapterStep | None:
-        """For torch and the compiled kernels: the adapters of the tokens of these rows, and of the wanted ones among
-        them; None: they use none."""
+        """Return the adapters of all tokens of a batch (`token_rows`: the row of each token), and of its `wanted`
+        tokens, for torch and for the compiled kernels. None if no token uses an adapter."""
         slots = self._of_rows[token_rows]
         if (slots < 0).all():
             return None
         return AdapterStep(self._grouped(slots), self._grouped(slots[wanted]))
 
     def of_tokens(self, token_rows: Longs) -> AdaptedRows | None:
-        """The adapters of tokens of these rows, on the device; None: they use none."""
+        """Return the adapters of tokens, on the device, given the row of each token. None if no token uses an
+        adapter."""
         slots = self._of_rows[token_rows]
         if (slots < 0).all():
             return None
@@ -93,8 +94,8 @@ class RowAdapters:
         return AdaptedRows(tiles=AdapterTiles(most, *on_device))
 
     def tiles(self, token_rows: Longs, room: int | None = None) -> tuple[TileArrays, int]:
-        """For Triton: the tokens of these rows as tiles, and how many rows a tile has. `room`: tokens to make room
-        for."""
+        """Return the tokens of these rows, grouped into tiles for the Triton kernels, and the maximum number of tokens
+        per tile. With `room`, the arrays are padded for that many tokens."""
         slots = self._of_rows[token_rows]
         if room is None:
             most = tile_rows(len(token_rows))
@@ -103,7 +104,7 @@ class RowAdapters:
         return tile_tokens(slots, most, (room, self.tile_room(room))), most
 
     def tile_room(self, num_tokens: int) -> int:
-        """The most tiles of a step of so many tokens."""
+        """Return the largest number of tiles that a step of `num_tokens` tokens can have."""
         return min(num_tokens, self._num_slots + num_tokens // tile_rows(num_tokens))
 
     def check(self) -> None:
@@ -120,7 +121,7 @@ class RowAdapters:
 def make_adapters(
     model: BaseModel, model_config: ModelConfig, config: EngineConfig, kernels: str
 ) -> RowAdapters | None:
-    """Allocates the slots of the device. None where the config has no adapters."""
+    """Allocate the adapter slots on the device. Returns None if the config has no adapters."""
     if config.adapters is None:
         return None
     device = torch.device(config.device.device)
@@ -132,13 +133,13 @@ def make_adapters(
 
 
 def tile_rows(num_tokens: int) -> int:
-    """How many rows a tile has in steps of so many tokens."""
+    """Return the maximum number of tokens per tile in a step of `num_tokens` tokens."""
     return LARGE_TILE if num_tokens >= MANY_TOKENS else SMALL_TILE
 
 
 def tile_tokens(slots: Longs, most: int, room: tuple[int, int] | None = None) -> TileArrays:
-    """Tokens with these slots, sorted by slot and cut into tiles of one slot and at most so many tokens. `room`: how
-    many tokens and tiles to have room for."""
+    """Sort tokens by adapter slot (`slots`: that of each token), and cut them into tiles of one slot and at most `most`
+    tokens. With `room` = (tokens, tiles), the arrays are padded to that size."""
     placed = np.flatnonzero(slots >= 0)
     order = placed[np.argsort(slots[placed], kind="stable")]
     found = slots[order]

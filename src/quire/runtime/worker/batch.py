@@ -1,4 +1,4 @@
-"""From a plan and the rows to the tensors of one forward pass."""
+"""Builds the tensors of one forward pass from a plan and the rows."""
 
 from __future__ import annotations
 
@@ -25,56 +25,57 @@ _NO_SPANS: Longs = np.empty((0, 4), dtype=np.int64)
 
 
 class StepShape(NamedTuple):
-    """All that makes the launches of one padded step differ from those of another."""
+    """The key of a captured graph: padded steps with equal shapes launch the same kernels on the same memory."""
 
     tokens: int
     decodes: bool
     chunks: bool
     cascade: bool
     adapters: bool = False  # a token uses a LoRA adapter
-    scratch: bool = False  # chunks attend over a dequantized copy of what they see
+    scratch: bool = False  # chunks attend over a dequantized copy of their keys and values
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A forward pass and which of its positions are wanted, in the order of the plan's sample_rows."""
+    """The inputs of a forward pass, and the positions whose logits are needed, in the order of the plan's
+    sample_rows."""
 
     step: ForwardStep
-    samples: Samples  # without masks
+    samples: Samples  # masks are added later
     rows: Tensor  # [samples]: the samples' rows
-    wanted: Tensor  # [positions]: batch tokens whose logits are needed; one for each sample but for forks
-    spread: Tensor | None  # [samples] into `wanted`, when several rows sample from one position
-    grown: tuple[Longs, Tensor] | None  # samples [grown] that their rows grow by, twice; None: all of them
+    wanted: Tensor  # [positions]: batch tokens whose logits are needed: one per sample, unless rows fork
+    spread: Tensor | None  # [samples] indices into `wanted`, if several rows sample from one position
+    grown: tuple[Longs, Tensor] | None  # samples [grown] that are appended to rows, on host and device; None: all
     num_tokens: int  # without padding
     shape: StepShape | None = None  # of a padded step
 
     @property
     def adapted(self) -> AdaptedRows | None:
-        """The LoRA adapters of `wanted`."""
+        """The LoRA adapters of the tokens in `wanted`."""
         return None if self.step.adapters is None else self.step.adapters.wanted
 
 
 class Places(NamedTuple):
-    """Where a plan samples."""
+    """The samples of a plan: their rows, their lengths and their positions in the batch."""
 
     rows: Longs  # [samples]: rows that sample, in the order of the plan
-    lengths: Longs  # [samples]: tokens known of the row when it does
+    lengths: Longs  # [samples]: number of tokens of the row when it samples
     wanted: Longs  # [positions]: batch tokens whose logits are needed
-    spread: Longs  # [samples] into `wanted` after a fork; empty: a position per sample
-    grown: Longs  # [grown]: samples that their rows grow by; empty if that is all of them
-    verifies: bool  # some samples verify a draft: their rows do not grow
+    spread: Longs  # [samples] indices into `wanted` after a fork; empty: one position per sample
+    grown: Longs  # [grown]: samples that are appended to their rows; empty: all of them
+    verifies: bool  # some samples verify a draft and are not appended to their rows
 
 
 class Gathered(NamedTuple):
-    """What tensors on the device say of a batch's tokens."""
+    """Device tensors about a batch's tokens: looked up in the rows' persistent state, or uploaded."""
 
     token_ids: Tensor  # [tokens]
-    slots: tuple[Tensor, ...]  # of each table, see ForwardStep
-    numbers: Sequence[Tensor]  # what the host knows, uploaded
+    slots: tuple[Tensor, ...]  # cache slots for each block table, see ForwardStep
+    numbers: Sequence[Tensor]  # host arrays, uploaded
 
 
 class BatchBuilder:
-    """Builds batches without reading the device: one upload of numbers, then gathers on the device."""
+    """Builds batches without reading the device: one upload from the host, then gathers on the device."""
 
     def __init__(
         self,
@@ -89,12 +90,12 @@ class BatchBuilder:
         self.adapters = adapters
         self._window, self._all_windows = cache.window, not any(cache.sources)
         self._heads = tuple(HeadPlaces.of(layer) for layer in cache.of_tables)
-        # whether the layers of all tables but the first have their heads at the same places of a block
+        # whether the layers of all tables but the first have the same head offsets in a block
         self._alike = len({(len(each.heads), each.stride) for each in self._heads[1:]}) == 1
         self._tables = tables_of(rows, cache)
 
     def build(self, plan: StepPlan) -> Batch:
-        """Also clears blocks that this step enters but does not fill."""
+        """Return the batch of a plan. Also zeroes the blocks that this step begins to write but does not fill."""
         rows = self._rows
         if len(plan.decode_rows) == 1:
             order = np.zeros(1, dtype=np.int64)
@@ -126,7 +127,7 @@ class BatchBuilder:
         return make_batch(step, places, chosen, len(positions))
 
     def _gather(self, token_rows: Longs, positions: Longs, numbers: Sequence[Longs]) -> Gathered:
-        """What the device knows of the batch's tokens, and `numbers` there."""
+        """Upload `numbers`, and gather the token ids and cache slots of the batch's tokens on the device."""
         rows, count = self._rows, len(positions)
         where, blocks, *uploaded = torch.split(
             rows.upload(np.concatenate((
@@ -146,14 +147,15 @@ class BatchBuilder:
         return None if states is None else StateStep(states.layers, states.segments(plan, decodes, spans))
 
     def _other_slots(self, held: Tensor, places: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Where the layers of each table but the first put tokens, which lie in the blocks `held` of the first one."""
+        """Return the cache slots of the batch's tokens for every block table but the first. `held` are the tokens'
+        blocks in the first table, `places` their indices in the flattened table."""
         rows, num_others = self._rows, len(self._heads) - 1
         if not num_others:
             return ()
-        if rows.windows is None:  # layers whose heads are others, over the same blocks
+        if rows.windows is None:  # layers with other heads use the same blocks
             all_held = held[None]
         else:
-            all_held = rows.windows.at(places)[:num_others]  # another pipeline stage may have more tables
+            all_held = rows.windows.at(places)[:num_others]  # other pipeline stages may have more tables
         if self._alike:
             slots = slots_of(all_held.reshape(-1), positions.repeat(num_others), self._heads[1], rows.block_size)
             return slots.view(num_others, -1).unbind()
@@ -163,7 +165,7 @@ class BatchBuilder:
         )
 
     def _plans(self, plan: StepPlan, decodes: Longs) -> list[Any]:
-        """What the backend makes of the step for each table that layers read."""
+        """Return the backend's step metadata for each block table that layers read."""
         rows, size = self._rows, self._rows.block_size
         lengths = rows.lengths[decodes]
         needed = -(-lengths // size)  # blocks
@@ -175,7 +177,8 @@ class BatchBuilder:
         return [self._backend.prepare(batch) for batch in batches]
 
     def _decode_blocks(self, decodes: Longs, needed: Longs) -> Sequence[Tensor]:
-        """The blocks of decode rows in each table [decodes, widest], int64; past those that a row needs, its first."""
+        """Return the blocks of the decoding rows from each table: int64 [decodes, widest]. Entries beyond a row's last
+        block repeat its first block."""
         widest = int(needed.max(initial=0))
         places, counts = self._rows.upload(np.stack((decodes, needed)))
         found = [tables[:, :widest].index_select(0, places).long() for tables in self._tables]
@@ -187,7 +190,8 @@ class BatchBuilder:
     def _attention(
         self, plan: StepPlan, lengths: Longs, block_ids: Tensor, index: int, window: int | None
     ) -> AttentionBatch:
-        """Of the decodes, whose lengths and blocks these are, and of the chunks, in the table of this index."""
+        """Describe the attention of a step's decodes and chunks for the block table at `index`. `lengths` and
+        `block_ids` are those of the decodes."""
         size, all_tables = self._rows.block_size, self._tables[index]
         chunks, begin = [], len(lengths)
         for chunk in plan.chunks:
@@ -198,7 +202,7 @@ class BatchBuilder:
         return AttentionBatch(lengths, block_ids, tuple(chunks), size, self._cache.of_tables[index], window)
 
     def _clear_entered(self, plan: StepPlan, decodes: Longs) -> None:
-        """Zero blocks whose first slot is written in this step and whose last is not."""
+        """Zero the blocks whose first slot is written in this step and whose last slot is not."""
         rows, size = self._rows, self._rows.block_size
         if size == 1:
             return
@@ -219,12 +223,14 @@ class BatchBuilder:
 def axes_tensor(
     images: ImageRows | None, rows: Rows, token_rows: Longs, positions: Longs, spans: Longs
 ) -> Tensor | None:
-    """Where the tokens of a batch are on the axes of a model that takes images."""
+    """Return the position of each batch token on each axis (time, height, width), or None if the model takes no
+    images."""
     return None if images is None else rows.upload(images.axes(token_rows, positions, spans, whole=False))
 
 
 def find_spans(plan: StepPlan) -> Longs:  # [chunks, 4]
-    """Where the chunks lie: first token in the batch, its position in the row, number of tokens, row."""
+    """Return for each chunk: the index of its first token in the batch, the position of that token in the row, the
+    number of tokens, and the row."""
     if not plan.chunks:
         return _NO_SPANS
     spans = np.array([(0, chunk.start, chunk.num_tokens, chunk.row) for chunk in plan.chunks], dtype=np.int64)
@@ -233,20 +239,21 @@ def find_spans(plan: StepPlan) -> Longs:  # [chunks, 4]
 
 
 def find_tokens(decodes: Longs, lengths: Longs, spans: Longs) -> tuple[Longs, Longs]:
-    """The row and the position of every token of the batch: decodes, given how long each row is, and chunks."""
+    """Return the row and the position of every token of the batch: decodes first, then chunks. `lengths`: tokens of
+    every row."""
     if len(spans) == 0:
         return decodes, lengths[decodes] - 1
     begins, starts, counts, rows = spans.T
-    places = np.arange(len(decodes), int(begins[-1] + counts[-1]))  # of the chunks' tokens in the batch
+    places = np.arange(len(decodes), int(begins[-1] + counts[-1]))  # indices of the chunks' tokens in the batch
     positions = places + np.repeat(starts - begins, counts)
     return np.concatenate([decodes, np.repeat(rows, counts)]), np.concatenate([lengths[decodes] - 1, positions])
 
 
 class HeadPlaces(NamedTuple):
-    """Where the heads of a layer are among the heads of all blocks."""
+    """The position of a layer's KV heads among the heads of all blocks."""
 
-    heads: Tensor  # [kv heads]: those of block 0
-    stride: int  # from a block to the next
+    heads: Tensor  # [kv heads]: indices of the heads of block 0
+    stride: int  # heads from one block to the next
 
     @classmethod
     def of(cls, layer: LayerCache) -> HeadPlaces:
@@ -254,21 +261,21 @@ class HeadPlaces(NamedTuple):
 
 
 def tables_of(rows: Rows, cache: KVCache) -> tuple[Tensor, ...]:
-    """The block tables that layers read: those of the rows, then those of their window blocks, or the rows' again for
-    layers whose heads are others. They stay where they are."""
+    """Return the block table that each entry of `cache.sources` names: the rows' own, one of window blocks, or the
+    rows' own again for layers with other heads. The tensors keep their addresses."""
     tables = (rows.tables, *rows.window_tables)
     return tuple(tables[source] for source in cache.sources)
 
 
 def slots_of(block_ids: Tensor, positions: Tensor, places: HeadPlaces, size: int) -> Tensor:  # [tokens * kv heads]
-    """The cache slots of tokens at `positions` [tokens], held by `block_ids` [tokens] of that size."""
+    """Return the cache slots of tokens at `positions` [tokens] in the blocks `block_ids` [tokens] of `size` tokens."""
     first = block_ids.long()[:, None] * places.stride + places.heads
     return (first * size + (positions % size)[:, None]).reshape(-1)
 
 
 def find_samples(plan: StepPlan, order: Longs, lengths: Longs, spans: Longs) -> Places:
-    """Where a plan samples, given the order in which its decodes are computed, how long each row is, and where its
-    chunks lie."""
+    """Return the samples of a plan. `order` is the order in which its decodes are computed, `lengths` the length of
+    every row, `spans` the chunks (see `find_spans`)."""
     first = np.empty(len(order), dtype=np.int64)
     first[order] = np.arange(len(order))
     rows = plan.sample_rows.astype(np.int64)
@@ -277,7 +284,7 @@ def find_samples(plan: StepPlan, order: Longs, lengths: Longs, spans: Longs) -> 
     known, ends = lengths[rows], spans[:, 0] + spans[:, 2]
     num_rows = [len(chunk.sample_rows) for chunk in plan.chunks]
     most_sampled = max((chunk.num_sampled for chunk in plan.chunks), default=1)
-    if most_sampled == 1 and max(num_rows, default=0) <= 1:  # one sample of each chunk at most
+    if most_sampled == 1 and max(num_rows, default=0) <= 1:  # each chunk has at most one sample
         wanted = np.concatenate([first, ends[np.array(num_rows, dtype=np.bool_)] - 1])
         return Places(rows, known, wanted, _NOTHING, _NOTHING, verifies=False)
     forks = np.array(num_rows, dtype=np.int64)
@@ -289,21 +296,22 @@ def find_samples(plan: StepPlan, order: Longs, lengths: Longs, spans: Longs) -> 
         return Places(rows, known, wanted, spread, _NOTHING, verifies=False)
     num_samples = sampled * forks
     verifies = np.repeat(sampled > 1, num_samples)
-    back = _before(np.zeros_like(sampled), num_samples) + 1  # 0 for the last sample of a chunk
+    back = _before(np.zeros_like(sampled), num_samples) + 1  # minus the distance to the chunk's last sample
     known[len(order) :] += np.where(verifies, back, 0)
     grown = np.concatenate([np.arange(len(order)), len(order) + np.flatnonzero(~verifies)])
     return Places(rows, known, wanted, spread, grown, verifies=True)
 
 
 def _before(ends: Longs, counts: Longs) -> Longs:
-    """The counts[i] numbers before each of `ends`, rising."""
+    """Return the counts[i] integers before each ends[i], in rising order."""
     return np.repeat(ends - np.cumsum(counts), counts) + np.arange(int(counts.sum()))
 
 
 def make_batch(
     step: ForwardStep, places: Places, on_device: Sequence[Tensor], num_tokens: int, shape: StepShape | None = None
 ) -> Batch:
-    """`on_device` holds the first five of `places`; `num_tokens`: of the plan, without padding."""
+    """Assemble a Batch. `on_device` holds the first five fields of `places` as device tensors. `num_tokens` does not
+    count padding."""
     rows, lengths, wanted, spread, grown = on_device
     samples = Samples(places.rows.astype(np.int32), places.lengths, lengths, np.arange(len(places.rows)))
     return Batch(

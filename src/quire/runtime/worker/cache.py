@@ -1,4 +1,5 @@
-"""The memory of the paged KV cache: all layers in one tensor, blocks copied and cleared in all of them at once."""
+"""The memory of the paged KV cache: one tensor for all layers, so that a block is copied or cleared in all layers at
+once."""
 
 from __future__ import annotations
 
@@ -19,18 +20,20 @@ from quire.runtime.attention.backend import LayerCache, indexable, layer_cache
 from quire.types.step import BlockCopy
 
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
-_HUGE_BYTES = 2 << 20  # of one on most machines
+_HUGE_BYTES = 2 << 20  # size of a huge page on most machines
 _BLOCKS_AT_ONCE = 32  # bounds the scratch memory of a copy
-_NAMES = {torch.float8_e4m3fn: "float8", torch.int8: "int8", INT4: "int4"}  # of dtypes with scales
+_NAMES = {torch.float8_e4m3fn: "float8", torch.int8: "int8", INT4: "int4"}  # names of the dtypes with scales
 
 
 class KVCache:
-    """Owns keys and values, in the planes of `layout`, and behind them the states of recurrent layers. On a CPU, blocks
-    never touched cost no memory: pages come with the first write. A cache with scales is bytes, and so is its layout.
+    """Owns the memory of keys and values, in the planes of `layout`, and of the states of recurrent layers behind them.
+    On a CPU, pages are allocated at their first write, so unused blocks cost no memory. A cache with scales is stored
+    as uint8.
 
-    `local_heads`: of the layers that read other tables than the first, where they have others."""
+    `local_heads`: heads of the layers that read other tables than the first, if they differ from `heads`.
+    """
 
-    window: int | None = None  # tokens that the layers of window blocks see; None: there are no such layers
+    window: int | None = None  # size in tokens; None: no layer has a window
 
     def __init__(
         self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device,
@@ -52,7 +55,7 @@ class KVCache:
             for place in layout.places
         )
         self.sources = layout.sources
-        # A layer that reads each table: all that do have its shape.
+        # For each table, one layer that reads it. All layers of a table have the same shape.
         self.of_tables = tuple(
             next(layer for layer in self.layers if layer.table == table) for table in range(len(self.sources))
         )
@@ -61,7 +64,7 @@ class KVCache:
         self.num_blocks, self.block_size, self.window = config.num_blocks, config.block_size, layout.window
 
     def first(self, num_layers: int) -> KVCache:
-        """The same memory, as a model of so many of its layers sees it."""
+        """Return a view of the same memory for a model that has only the first `num_layers` layers."""
         assert self.window is None, "the first layers of a cache with a window group are not its first planes"
         other = copying.copy(self)
         num_planes = 1 + max(place.plane for place in self._places[:num_layers])
@@ -69,22 +72,22 @@ class KVCache:
         return other
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Carry copies out as if one after the other."""
+        """Copy blocks, with the result of running the copies one after the other."""
         for batch in independent(copies):
             pairs = torch.tensor([(c.source, c.target) for c in batch], device=self.blocks.device).T.contiguous()
             for some in torch.split(pairs, _BLOCKS_AT_ONCE, dim=1):
                 self.blocks.index_copy_(1, some[1], self.blocks.index_select(1, some[0]))
 
     def gather(self, block_ids: Tensor, staging: Tensor) -> None:
-        """Blocks [n] into `staging` [n, planes, numbers]: all of a block side by side."""
+        """Copy blocks [n] into `staging` [n, planes, numbers], where all planes of a block are contiguous."""
         staging.copy_(self.blocks.index_select(1, block_ids).transpose(0, 1))
 
     def scatter(self, staging: Tensor, block_ids: Tensor) -> None:
-        """The way back of `gather`. No block may be named twice."""
+        """Copy blocks from `staging` back into the cache, the inverse of `gather`. Block ids must be distinct."""
         self.blocks.index_copy_(1, block_ids.long(), staging.transpose(0, 1))
 
     def clear(self, block_ids: Tensor) -> None:
-        """Zero whole blocks [n] before their first write, so that slots not yet written never hold stale numbers."""
+        """Zero whole blocks [n] before their first write, so that unwritten slots never hold stale values."""
         self.blocks.index_fill_(1, block_ids, 0.0)
 
     def check(self) -> None:
@@ -99,7 +102,7 @@ class KVCache:
 
 
 def _layer(memory: Tensor, place: Place, heads: Heads, block_size: int) -> LayerCache:
-    """A layer's part of `memory` [planes, sides, blocks, numbers]."""
+    """Return a layer's view of `memory` [planes, sides, blocks, numbers]."""
     width = block_size * heads.kv_size
     own = memory[place.plane, :, :, place.part * width : (place.part + 1) * width]
     return layer_cache(own.view(*own.shape[:2], heads.num_kv, block_size, heads.dim), heads, place.table)
@@ -108,7 +111,8 @@ def _layer(memory: Tensor, place: Place, heads: Heads, block_size: int) -> Layer
 def _scaled_layer(
     memory: Tensor, place: Place, kinds: tuple[Heads, Heads], block_size: int, dtype: torch.dtype
 ) -> LayerCache:
-    """The same of a cache with scales. kinds: heads of the layers that read the first table, and of all others."""
+    """Return a layer's view of a cache with scales. `kinds`: heads of the layers that read the first table, and of all
+    other layers."""
     heads = kinds[place.table > 0]
     size = block_size * sum(head_bytes(heads.dim, _NAMES[dtype], [each.dim for each in kinds]))
     width = heads.num_kv * size
@@ -118,7 +122,8 @@ def _scaled_layer(
 
 
 def _states(memory: Tensor, config: CacheConfig, layout: KVLayout) -> tuple[Tensor, ...]:
-    """A state lies in consecutive blocks behind all others, the layers spread over the sides of the planes."""
+    """Return the states of each recurrent layer: [states, numbers] float32. A state occupies consecutive blocks behind
+    the KV blocks; the layers are distributed over the sides of the planes."""
     groups, sides = config.groups, layout.num_planes * 2
     if layout.num_states == 0:
         return ()
@@ -142,8 +147,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _advise_huge_pages(memory: mmap.mmap, side_bytes: int) -> None:
-    """Ask for huge pages but for where each side begins: a few tokens lie there in each, and would take a huge page
-    of every side otherwise. Attention reads huge pages up to a sixth faster."""
+    """Ask for huge pages, except at the beginning of each side. A short prompt touches the first tokens of every side,
+    and would otherwise take a huge page of each. Attention reads huge pages up to a sixth faster."""
     if _HUGE_PAGES is None:
         return
     with suppress(OSError):  # a kernel without them
@@ -157,7 +162,8 @@ def _advise_huge_pages(memory: mmap.mmap, side_bytes: int) -> None:
 
 
 def independent(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
-    """Cut the list wherever a copy reads or overwrites what an earlier one of its batch wrote."""
+    """Split a list of copies into batches. A new batch begins when a copy reads or overwrites a block that an earlier
+    copy of the batch wrote."""
     batches: list[list[BlockCopy]] = []
     written: set[int] = set()
     for copy in copies:

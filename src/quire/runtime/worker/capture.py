@@ -1,4 +1,4 @@
-"""Launches recorded once and repeated by a single call."""
+"""CUDA graphs: kernel launches captured once and replayed by one call."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ T = TypeVar("T")
 
 
 class Capture(Protocol):
-    """Records what a function launches. The function must be harmless to run and do the same every time."""
+    """Captures the launches of a function. The function is run several times, so it must have no other effect and
+    launch the same kernels each time."""
 
     def record(self, launch: Launch, rehearse: Launch) -> Launch:
-        """Run `launch` at least once; the result repeats its launches, on the memory they used.
+        """Run `launch` at least once, and return a function that repeats its launches on the same memory.
 
-        rehearse: launches every kernel that `launch` does, if less often.
+        `rehearse` launches every kernel that `launch` launches, but fewer times.
         """
 
     def is_idle(self) -> bool:
-        """Whether the device has nothing to do, so that a capture delays no step that was launched before. All ranks of
-        a group are told the same."""
+        """Whether the device is idle, so that a capture would not delay a step. All ranks of a group get the same
+        answer."""
 
 
 class CudaCapture:
-    """CUDA graphs that share one pool of memory: they may never run at the same time."""
+    """Captures CUDA graphs that share one memory pool, so two of them must never run at the same time."""
 
     def __init__(self, device: torch.device, *, alone: bool, is_stage: bool = False) -> None:
-        """`alone`: no other ranks capture what this one does. `is_stage`: of a pipeline, whose messages may be on their
-        way for as long as their receiver likes: a capture does not wait for them."""
+        """`alone`: no other rank captures the same graphs. `is_stage`: this rank is a pipeline stage. Its sends may
+        wait for the receiver for any time, so a capture synchronizes only with the current stream, not with the
+        device."""
         self._alone, self._is_stage = alone, is_stage
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, launch: Launch, rehearse: Launch) -> Launch:
-        """Waits for the device, on a stage for its steps. Rehearses twice: to compile kernels, then to make libraries
-        set themselves up."""
+        """Wait for the device (on a stage, for the current stream), and capture. `rehearse` runs twice before: first to
+        compile kernels, then to let libraries initialize themselves."""
         graph = torch.cuda.CUDAGraph()
         if self._is_stage:
             torch.cuda.current_stream().synchronize()
@@ -66,7 +68,7 @@ class CudaCapture:
 
 
 class NoCapture:
-    """Repeats the function itself: for devices without graphs."""
+    """Calls the function again instead of replaying a graph, for devices without graphs."""
 
     def record(self, launch: Launch, rehearse: Launch) -> Launch:  # noqa: ARG002
         launch()
@@ -77,7 +79,7 @@ class NoCapture:
 
 
 class Kept(Generic[T]):
-    """A call that keeps what it returned."""
+    """A call whose last return value is stored in `result`."""
 
     result: T
 
@@ -89,7 +91,7 @@ class Kept(Generic[T]):
 
 
 class ResultGraph(NamedTuple, Generic[T]):
-    """A captured call: every launch leaves its result where the capture left it."""
+    """A captured call. Every launch overwrites its result in the same memory."""
 
     launch: Launch
     kept: Kept[T]
@@ -100,13 +102,14 @@ class ResultGraph(NamedTuple, Generic[T]):
 
 
 def record_result(capture: Capture, call: Callable[[], T], rehearse: Launch) -> ResultGraph[T]:
+    """Capture `call`, and keep the tensors that it returned during capture."""
     kept = Kept(call)
     return ResultGraph(capture.record(kept, rehearse), kept)
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Graphs of an engine that is gone may be garbage still, and to free one spoils a capture that is under way."""
+    """Disable garbage collection during a capture: freeing a graph of an old engine would invalidate the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""The layers of decode steps, from the newest tokens of the rows to hidden states, without the host between.
+"""The forward pass of decode steps, from the newest tokens of the rows to hidden states, without work on the host.
 
-A graph is made for a number of rows, the bucket; a step of fewer rows fills it up with padding. It reads which rows it
-is about from memory that is written when they change, and everything else from the rows themselves.
+A graph is captured for a number of rows, its bucket. A step of fewer rows is padded. The graph reads the step's rows
+from memory that the host writes only when they change, and everything else from the rows' persistent state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.config.engine import row_buckets
 from quire.runtime.layers.step import BESIDE, AdaptedRows, AdapterStep, AdapterTiles, ForwardStep, StateStep, WindowStep
 from quire.runtime.models.build import Model
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.runtime.worker.adapters import RowAdapters, tile_rows
 from quire.runtime.worker.batch import tables_of
 from quire.runtime.worker.device_batch import PADDING
@@ -27,31 +27,32 @@ from quire.types.step import NO_ROWS, Ints
 
 
 class Kind(NamedTuple):
-    """All that makes one graph differ from another."""
+    """The key of a decode graph."""
 
     bucket: int
-    narrow: bool = False  # a row has top_k or top_p
+    top_k_top_p: bool = False  # a row has top_k or top_p
     cascade: bool = False
-    listed: int = NOTHING_LISTED  # likeliest tokens that are listed of each row, after the chosen token's logprob
-    guided: bool = False  # two graphs: one up to the logits, one from the masks on
+    listed: int = NOTHING_LISTED  # top logprobs per row, besides the chosen token's
+    guided: bool = False  # two graphs: one up to the logits, one that applies masks and samples
     adapters: bool = False  # a row uses a LoRA adapter
-    long: bool = False  # one row, too long for the kernel that runs all of its layers
+    long: bool = False  # one row, too long for the kernel that runs all layers in one launch
 
     def in_bucket(self, bucket: int) -> Kind:
-        """The kind whose graph runs the same steps in a larger bucket: there, layers run one by one."""
+        """Return the kind of the same steps in a larger bucket. `long` is cleared: only the bucket of one row uses the
+        kernel that runs all layers."""
         return self._replace(bucket=bucket, long=False)
 
 
 class Hidden(NamedTuple):
-    """What a decode step's layers leave, and what came with it."""
+    """The output of a decode step's layers."""
 
     states: Tensor  # [bucket, hidden]
-    beside: Tensor | None  # [bucket, size]: what blocks read of tokens besides the stream
+    beside: Tensor | None  # [bucket, size]: inputs of each token that blocks read besides the residual stream
     adapted: AdaptedRows | None  # the LoRA adapters of the rows
 
 
 class GraphAdapters:
-    """Where graphs read which rows of a step use which LoRA adapters."""
+    """Device memory from which graphs read the LoRA adapter of each row of a step."""
 
     def __init__(self, adapters: RowAdapters, most: int, device: torch.device) -> None:
         self._adapters = adapters
@@ -59,17 +60,17 @@ class GraphAdapters:
         rooms = (adapters.tile_room(bucket) for bucket in row_buckets(most))
         self._tiles = torch.zeros(max(rooms), 3, dtype=torch.int32, device=device)
         self._slots = torch.full((most,), NO_ADAPTER, dtype=torch.int32, device=device)
-        self._written: tuple[bytes, int, int] | None = None  # rows, bucket and version of what these hold
+        self._written: tuple[bytes, int, int] | None = None  # rows, bucket and version that were written last
 
-    def write(self, rows: Ints, bucket: int, courier: Courier) -> None:
-        """Costs nothing while rows and their adapters stay the same."""
+    def write(self, rows: Ints, bucket: int, uploader: Uploader) -> None:
+        """Write the adapters of these rows, if the rows, the bucket or their adapters have changed."""
         wanted = (rows.tobytes(), bucket, self._adapters.version)
         if wanted == self._written:
             return
         arrays, _ = self._adapters.tiles(rows.astype(np.int64), bucket)
-        courier.send_into(self._order[:bucket], arrays.order)
-        courier.send_into(self._tiles[: len(arrays.tiles)], arrays.tiles)
-        courier.send_into(self._slots[:bucket], arrays.slots)
+        uploader.upload_into(self._order[:bucket], arrays.order)
+        uploader.upload_into(self._tiles[: len(arrays.tiles)], arrays.tiles)
+        uploader.upload_into(self._slots[:bucket], arrays.slots)
         self._written = wanted
 
     def step(self, bucket: int) -> AdapterStep:
@@ -79,8 +80,8 @@ class GraphAdapters:
 
 
 class DecodeForward:
-    """Runs the layers of decode steps over memory that graphs read, which it owns. `entries` and `lengths` [most] are
-    those of the step: its rows, negative for padding, and how long they are."""
+    """Runs the layers of decode steps on device memory that graphs read, which this object owns. `entries` and
+    `lengths` [most] hold the rows of the step, negative for padding, and their lengths."""
 
     def __init__(self, model: Model, state: DeviceState) -> None:
         self._model, self._state, self._rows = model, state, state.rows
@@ -89,15 +90,15 @@ class DecodeForward:
         self.buckets = row_buckets(rows.spare)
         most, device = self.buckets[-1], rows.device
         self.entries = torch.full((most,), PADDING, dtype=torch.int32, device=device)  # rows of the step
-        self._places = torch.full((most,), rows.spare, dtype=torch.int64, device=device)  # the same, padding is spare
+        self._places = torch.full((most,), rows.spare, dtype=torch.int64, device=device)  # padding: the spare row
         self.lengths = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._no_tokens = torch.zeros(0, dtype=torch.int64, device=device)
-        self._state_spans = torch.ones(most, 2, dtype=torch.int32, device=device)  # a token of each row
+        self._state_spans = torch.ones(most, 2, dtype=torch.int32, device=device)  # (token, count) of each row
         self._state_spans[:, 0] = torch.arange(most)
         self._state_slots = torch.full((most, 2), PADDING, dtype=torch.int32, device=device)
         self._adapters = None if state.adapters is None else GraphAdapters(state.adapters, most, device)
-        self._written, self._written_bucket = NO_ROWS, 0  # what entries and places hold
+        self._written, self._written_bucket = NO_ROWS, 0  # what `entries` and `_places` hold
 
     @property
     def has_adapters(self) -> bool:
@@ -105,29 +106,30 @@ class DecodeForward:
         return self._adapters is not None
 
     def kind(self, rows: Ints) -> Kind:
-        """What the layers of a step of these rows make of its kind."""
-        cascade = self._state.shared.announce(rows)
+        """Return the kind of a step of these rows, as far as the layers determine it."""
+        cascade = self._state.shared.update_groups(rows)
         adapters = self._state.adapters is not None and self._state.adapters.are_used(rows)
         return Kind(self.buckets[bisect_left(self.buckets, len(rows))], cascade=cascade, adapters=adapters)
 
     def write(self, rows: Ints, kind: Kind) -> None:
-        """Say which rows the next step is about. Costs nothing while they stay the same."""
+        """Write the rows of the next step to device memory, if they have changed."""
         bucket = kind.bucket
         if kind.adapters:
             assert self._adapters is not None
-            self._adapters.write(rows, bucket, self._rows.courier)
+            self._adapters.write(rows, bucket, self._rows.uploader)
         is_written = len(rows) > 0 and bucket <= self._written_bucket
         if is_written and (rows is self._written or np.array_equal(rows, self._written)):
             return
         entries = np.full(bucket, PADDING, dtype=np.int32)
         places = np.full(bucket, self._rows.spare, dtype=np.int64)
         entries[: len(rows)] = places[: len(rows)] = rows
-        self._rows.courier.send_into(self.entries[:bucket], entries)
-        self._rows.courier.send_into(self._places[:bucket], places)
+        self._rows.uploader.upload_into(self.entries[:bucket], entries)
+        self._rows.uploader.upload_into(self._places[:bucket], places)
         self._written, self._written_bucket = rows, bucket
 
     def hidden(self, kind: Kind, layers: int | None = None) -> Hidden:
-        """The layers over the rows that were written; fewer `layers` launch the same kernels less often."""
+        """Run the layers over the rows that were written last. With `layers`, only that many layers run: they launch
+        the same kernels fewer times."""
         bucket = kind.bucket
         entries, lengths, positions = self.entries[:bucket], self.lengths[:bucket], self._positions[:bucket]
         torch.index_select(self._rows.history.lengths, 0, self._places[:bucket], out=lengths)
@@ -135,11 +137,11 @@ class DecodeForward:
         history, attention = self._rows.history, self._state.attention
         vectors = self._model.embedding.newest(entries, history.tokens, history.lengths, positions)
         step = ForwardStep(
-            token_ids=self._no_tokens,  # `vectors` tell
+            token_ids=self._no_tokens,  # the model reads `vectors` instead
             positions=positions,
             lengths=lengths,
             max_length=self._rows.capacity,
-            slots=positions[:0],  # layers find them through the tables
+            slots=positions[:0],  # layers compute slots from the block tables
             caches=self._state.cache.layers,
             attention=plan,
             backend=attention,
@@ -154,7 +156,8 @@ class DecodeForward:
         return Hidden(states, step.memo.get(BESIDE), None if step.adapters is None else step.adapters.wanted)
 
     def _axes(self, bucket: int, positions: Tensor) -> Tensor | None:  # [1, bucket]
-        """Tokens after a prompt have one position, which differs from their index by the same for all of a row."""
+        """Return the position of each row's newest token. After the prompt, a row's position differs from its token
+        index by a constant, and is the same on all axes."""
         images = self._state.images
         if images is None:
             return None

@@ -1,4 +1,5 @@
-"""From a plan and the rows to one forward pass by Triton kernels: everything the host knows goes up in one copy."""
+"""Builds one forward pass of the Triton kernels from a plan and the rows. All data of the host is uploaded in one
+copy."""
 
 from __future__ import annotations
 
@@ -29,21 +30,21 @@ from quire.runtime.worker.batch import (
 from quire.runtime.worker.device_state import DeviceState
 from quire.types.step import StepPlan
 
-PADDING = -1  # the row of a token that nobody asked for
-_BYTES_PER_TOKEN = 72  # of what the host says of one
-_BYTES_PER_ADAPTED_TOKEN = 20  # of what it says of adapters: a place in their order, a slot, and at most a tile
+PADDING = -1  # row number of padding tokens
+_BYTES_PER_TOKEN = 72  # uploaded per token
+_BYTES_PER_ADAPTED_TOKEN = 20  # uploaded with adapters: an index in tile order, a slot, and at most one tile
 _BYTES_BESIDE = 1 << 14  # alignment
 _BYTES_PER_SEGMENT = 16
 _NO_AXES: Longs = np.empty((0, 0), dtype=np.int64)
-_SPARE_SEGMENTS = 32  # of chunks whose state moves in between
+_SPARE_SEGMENTS = 32  # further segments of chunks whose state moves within the chunk
 
 
 class DeviceBatchBuilder:
-    """Builds batches without reading the device; blocks are not cleared, as no kernel reads an unwritten slot.
+    """Builds batches without reading the device. Blocks are not cleared, as no kernel reads an unwritten slot.
 
-    A step of at most buckets[-1] tokens is padded to the next bucket, and its numbers always lie in the same place for
-    the same shape, so that a graph can be captured over them: they hold until the next batch is built. No buckets: the
-    layers run one by one, and want the slots that tokens are written to.
+    A step of at most buckets[-1] tokens is padded to the next bucket. Steps of the same shape get their inputs at the
+    same addresses, so that a graph can be captured; the next batch overwrites them. Without buckets, layers run one by
+    one, and if `plain`, the batch has the cache slots of its tokens.
     """
 
     def __init__(self, state: DeviceState, buckets: Sequence[int], *, plain: bool) -> None:
@@ -68,20 +69,20 @@ class DeviceBatchBuilder:
 
     def build(self, plan: StepPlan) -> Batch:
         rows, decodes = self._rows, plan.decode_rows.astype(np.int64)
-        spans, cascade = find_spans(plan), self._shared.announce(plan.decode_rows)
+        spans, cascade = find_spans(plan), self._shared.update_groups(plan.decode_rows)
         token_rows, positions = find_tokens(decodes, rows.lengths, spans)
         found = find_samples(plan, np.arange(len(decodes)), rows.lengths, spans)
-        chosen = rows.courier.send(found.rows.astype(np.int32), *found[1:5])
+        chosen = rows.uploader.upload(found.rows.astype(np.int32), *found[1:5])
         segments = None if self._states is None else self._states.segments(plan, decodes, spans)
         count, decoded = len(positions), rows.lengths[decodes]
-        room = self._room(count, spans, segments)
+        room = self._bucket_of(count, spans, segments)
         adapted = self.adapters is not None and self.adapters.are_used(token_rows)
         scratch, kind = self._attention.takes_scratch(spans), (len(decodes) > 0, len(spans) > 0, cascade, adapted)
         shape = None if room is None else StepShape(room, *kind, scratch)
         tiles = self._tiles(spans, shape, scratch=scratch) if len(spans) else None
         if shape is not None:
             token_rows, positions = _pad(token_rows, shape.tokens, PADDING), _pad(positions, shape.tokens, 0)
-            decoded = _pad(decoded, self._looked_at(shape), 0)
+            decoded = _pad(decoded, self._num_decode_slots(shape), 0)
             segments = None if segments is None else self._pad_segments(segments, shape.tokens)
         step = self._step(token_rows, positions, spans, decoded, tiles, segments, shape, (cascade, scratch))
         if adapted:
@@ -89,7 +90,7 @@ class DeviceBatchBuilder:
         return make_batch(step, found, chosen, count, shape)
 
     def usual_shapes(self) -> list[StepShape]:
-        """Those that most steps have: chunks alone, and chunks beside decodes."""
+        """Return the shapes that most steps have: chunks alone, and chunks with decodes."""
         return [
             StepShape(tokens, decodes, True, False, adapted, self._attention.takes_scratch(_one_chunk(tokens)))
             for adapted in ((False,) if self.adapters is None else (False, True))
@@ -98,13 +99,13 @@ class DeviceBatchBuilder:
         ]
 
     def blank(self, shape: StepShape) -> Batch:
-        """A step of that shape that is nothing but padding: it changes no row and no block."""
+        """Return a step of a shape that consists of padding only. It changes no row and no block."""
         nothing = find_spans(StepPlan(step=0))
         tiles = self._tiles(nothing, shape, scratch=shape.scratch) if shape.chunks else None
-        return self._blank(shape.tokens, self._looked_at(shape), tiles, shape, (shape.cascade, shape.scratch))
+        return self._blank(shape.tokens, self._num_decode_slots(shape), tiles, shape, (shape.cascade, shape.scratch))
 
     def blank_large(self, num_decodes: int) -> Batch:
-        """A step that no bucket has room for, of chunks beside so many decodes; it is nothing but padding."""
+        """Return a step larger than all buckets, with `num_decodes` decodes, that consists of padding only."""
         most = self._buckets[-1] if self._buckets else 0
         scratch = self._attention.takes_scratch(_one_chunk(most + 1))
         tiles = self._tiles(find_spans(StepPlan(step=0)), None, scratch=scratch)
@@ -120,11 +121,12 @@ class DeviceBatchBuilder:
         spans = find_spans(nothing)
         step = self._step(padding, np.zeros_like(padding), spans, decoded, tiles, segments, shape, attended)
         found = find_samples(nothing, np.zeros(0, dtype=np.int64), self._rows.lengths, spans)
-        chosen = self._rows.courier.send(found.rows.astype(np.int32), *found[1:5])
+        chosen = self._rows.uploader.upload(found.rows.astype(np.int32), *found[1:5])
         return make_batch(step, found, chosen, 0, shape)
 
-    def _looked_at(self, shape: StepShape) -> int:
-        """How many tokens of a padded step are looked at for rows that decode: all those, then chunks and padding."""
+    def _num_decode_slots(self, shape: StepShape) -> int:
+        """Return how many leading tokens of a padded step the decode attention kernel visits: decodes, and behind them
+        chunks and padding, which it skips."""
         return min(shape.tokens, self._rows.spare) if shape.decodes else 0
 
     def _tiles(self, spans: Longs, shape: StepShape | None, *, scratch: bool) -> npt.NDArray[np.int32]:
@@ -133,7 +135,7 @@ class DeviceBatchBuilder:
         return tiles
 
     def _segment_room(self, num_tokens: int) -> int:
-        """Segments of states to have room for in a step of so many tokens."""
+        """Return how many state segments a step of `num_tokens` tokens is padded to."""
         return 0 if self._states is None else min(num_tokens, self._rows.spare + _SPARE_SEGMENTS)
 
     def _pad_segments(self, segments: Longs, num_tokens: int) -> Longs:
@@ -141,8 +143,9 @@ class DeviceBatchBuilder:
         padded[: len(segments)] = segments
         return padded
 
-    def _room(self, num_tokens: int, spans: Longs, segments: Longs | None) -> int | None:
-        """The bucket of a step; None for one that is larger, or cut into more pieces, than any has room for."""
+    def _bucket_of(self, num_tokens: int, spans: Longs, segments: Longs | None) -> int | None:
+        """Return the bucket of a step, or None if it has more tokens, segments or tiles than any bucket has room
+        for."""
         place = bisect_left(self._buckets, num_tokens)
         if place == len(self._buckets):
             return None
@@ -156,18 +159,18 @@ class DeviceBatchBuilder:
         token_rows: Longs,
         positions: Longs,
         spans: Longs,
-        decoded: Longs,  # lengths of the rows that decode, the first tokens; 0: not one of them
+        decoded: Longs,  # lengths of the decoding rows, which are the first tokens; 0: not a decode
         tiles: npt.NDArray[np.int32] | None,
         segments: Longs | None,
         shape: StepShape | None,
-        attended: tuple[bool, bool],  # whether decodes read by a cascade, and chunks a dequantized copy
+        attended: tuple[bool, bool],  # whether decodes use cascade attention, and whether chunks use a dequantized copy
     ) -> ForwardStep:
         rows, parts = self._rows, np.empty((0, 4), dtype=np.int64) if segments is None else segments
         places = np.where(token_rows == PADDING, rows.spare, token_rows)  # the spare row is empty
         lengths = rows.lengths[places]
         axes = _NO_AXES if self._images is None else self._images.axes(token_rows, positions, spans, whole=True)
         adapted, most = self._adapter_tiles(token_rows, shape)
-        where, position, row, length, decode, tile, span, slot, axis, *of_adapters = rows.courier.send(
+        where, position, row, length, decode, tile, span, slot, axis, *of_adapters = rows.uploader.upload(
             places * rows.capacity + positions,
             positions,
             token_rows.astype(np.int32),
@@ -205,21 +208,23 @@ class DeviceBatchBuilder:
         )
 
     def _adapter_tiles(self, token_rows: Longs, shape: StepShape | None) -> tuple[TileArrays | tuple[()], int]:
-        """The adapters of a padded step's tokens, and the rows of a tile; nothing where they use none."""
+        """Return the adapter tiles of a padded step's tokens, and the tokens per tile. Empty if no token uses an
+        adapter."""
         if self.adapters is None or shape is None or not shape.adapters:
             return (), 0
         return self.adapters.tiles(token_rows, shape.tokens)
 
     def _adapter_step(self, step: ForwardStep, token_rows: Longs, wanted: Longs) -> AdapterStep:
-        """The adapters of a step's tokens, in their place where it is padded, and of the wanted ones, with which the
-        last layers of other steps go on, and the head of all."""
+        """Return the adapters of all tokens of a step and those of its wanted tokens. The head uses the latter, and so
+        do the layers behind the last attention of an unpadded step. A padded step's tiles for all tokens are already on
+        the device."""
         assert self.adapters is not None
         some, fewer = self.adapters.tiles(token_rows[wanted])
         if step.adapters is not None:
-            held = self._rows.courier.send(*some)
+            held = self._rows.uploader.upload(*some)
             return replace(step.adapters, wanted=AdaptedRows(tiles=AdapterTiles(fewer, *held)))
         all_tokens, most = self.adapters.tiles(token_rows)
-        on_device = self._rows.courier.send(*all_tokens, *some)
+        on_device = self._rows.uploader.upload(*all_tokens, *some)
         first, second = AdapterTiles(most, *on_device[:3]), AdapterTiles(fewer, *on_device[3:])
         return AdapterStep(AdaptedRows(tiles=first), AdaptedRows(tiles=second))
 
@@ -228,7 +233,7 @@ class DeviceBatchBuilder:
 
     def _slots(self, rows: Tensor, positions: Tensor, table: int) -> Tensor:
         if not self._plain:
-            return positions[:0]  # joined layers find them through the tables
+            return positions[:0]  # fused layers compute slots from the block tables
         size = self._rows.block_size
         blocks = self._tables[table][rows.long(), positions // size]
         return slots_of(blocks, positions, self._heads[table], size)
@@ -240,7 +245,7 @@ def _all_tokens(tiles: AdapterTiles) -> AdapterStep:
 
 
 def _one_chunk(num_tokens: int) -> Longs:
-    """The spans of a step that is the first so many tokens of a prompt."""
+    """Return the spans of a step that computes the first `num_tokens` tokens of one prompt."""
     return np.array([(0, 0, num_tokens, 0)], dtype=np.int64)
 
 

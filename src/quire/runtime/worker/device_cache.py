@@ -1,4 +1,4 @@
-"""The paged cache on a GPU: blocks moved in all layers by one launch."""
+"""The paged KV cache on a GPU: one launch copies blocks in all layers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from quire.config.engine import CacheConfig
 from quire.config.kv_cache import KVLayout
 from quire.config.model import Heads
 from quire.kernels.triton.copy import copy_blocks, gather_blocks, scatter_blocks
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.runtime.worker.cache import KVCache, independent
 from quire.types.step import BlockCopy
 
 
 class DeviceCache(KVCache):
-    """Does not wait for the device."""
+    """A KVCache whose copies are Triton kernels. Its calls do not wait for the device."""
 
     def __init__(
         self, config: CacheConfig, heads: Heads, layout: KVLayout, dtype: torch.dtype, device: torch.device,
         local_heads: Heads | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, heads, layout, dtype, device, local_heads)
-        self._courier = Courier(device)
+        self._uploader = Uploader(device)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         for batch in independent(copies):
             pairs = np.array([(copy.source, copy.target) for copy in batch], dtype=np.int32)
-            copy_blocks(self.blocks, self._courier.send(pairs)[0])
+            copy_blocks(self.blocks, self._uploader.upload(pairs)[0])
 
     def gather(self, block_ids: Tensor, staging: Tensor) -> None:
         gather_blocks(self.blocks, block_ids, staging)

@@ -1,4 +1,4 @@
-"""The likeliest tokens of rows, listed inside a graph: what tells both log-probabilities and beams' candidates."""
+"""Top logprobs of rows, computed inside a graph. They serve logprobs of responses and the candidates of beam search."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from quire.kernels.triton.logprobs import MOST_LISTED, Logprobs, LogprobSpace, l
 from quire.runtime.sampling.logprobs import Listing
 
 NOTHING_LISTED = -1
-_FEWEST = 8  # tokens of a list that is not empty: lists of few lengths need few graphs
+_FEWEST = 8  # the shortest non-empty list: lengths are rounded up, so that few graphs are needed
 
 
 class ListSpace:
-    """Scratch memory of lists, allocated when the first one is made. One for graphs that never run at once."""
+    """Scratch memory for lists of top logprobs, allocated for the first list. Graphs that never run at the same time
+    share it."""
 
     def __init__(self, most_rows: int, vocab_size: int, device: torch.device) -> None:
         self._most_rows, self._vocab_size, self._device = most_rows, vocab_size, device
@@ -22,11 +23,13 @@ class ListSpace:
         self._space: LogprobSpace | None = None
 
     def room(self, wanted: int) -> int:
-        """How many tokens to list where so many, or nothing, are wanted."""
+        """Return the length of the list that is computed if `wanted` tokens are needed: a power of two. Zero and -1
+        stay."""
         return min(max(_FEWEST, power_of_two(wanted)), self.most_listed) if wanted > 0 else wanted
 
     def make(self, token_ids: Tensor, listed: int) -> Listing:
-        """Memory for lists of so many tokens beside the chosen `token_ids` [entries], which stay where they are."""
+        """Allocate lists of `listed` tokens for each entry, besides the chosen `token_ids` [entries]. The addresses
+        stay the same."""
         entries = len(token_ids)
         if self._space is None:
             self._space = LogprobSpace.make(self._most_rows, self._vocab_size, self._device)
@@ -34,7 +37,7 @@ class ListSpace:
         return Listing(token_ids, *out, nothing.int(), nothing)
 
     def fill(self, listing: Listing, logits: Tensor) -> None:
-        """List the likeliest by logits [entries, vocab]. Waits for nothing, so it can be captured."""
+        """Compute the lists from logits [entries, vocab]. Does not synchronize, so it can be captured."""
         assert self._space is not None
         space = LogprobSpace._make(memory[: len(logits)] for memory in self._space)
         out = Logprobs(listing.chosen, listing.rank, listing.top_ids, listing.top_logprobs)

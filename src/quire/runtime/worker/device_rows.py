@@ -1,4 +1,4 @@
-"""Rows on a GPU: what changes in a step goes up in one copy, and a step's tokens are appended by one kernel."""
+"""Rows on a GPU: the changes of a step are uploaded in one copy, and one kernel appends a step's tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from quire.types.step import Ints, NewRow, RowTokens
 
 
 class DeviceRows(Rows):
-    """Has one row more than the engine knows of, `spare`: always empty, the row that padding stands on.
+    """Has one more row than the engine uses: `spare`, which is always empty and serves as the row of padding.
 
-    `host_tables` mirrors the block tables on the host, and `num_placed` tells that rows were placed, cut or given other
-    blocks since.
+    `host_tables` mirrors the block tables on the host. `num_placed` increases when rows were placed, truncated or given
+    other full blocks.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class DeviceRows(Rows):
 
     def write(self, writes: Sequence[RowTokens]) -> None:
         rows = [write.row for write in writes]
-        before = (self.lengths[rows] - 1) // self.block_size  # full blocks that do not hold the newest token
+        before = (self.lengths[rows] - 1) // self.block_size  # full blocks without the newest token
         super().write(writes)
         if ((self.lengths[rows] - 1) // self.block_size < before).any():
             self.num_placed += 1
@@ -52,7 +52,7 @@ class DeviceRows(Rows):
     def grant(self, rows: Ints, slots: Ints, blocks: Ints) -> None:
         super().grant(rows, slots, blocks)
         self.host_tables[rows, slots] = blocks
-        if (slots < (self.lengths[rows] - 1) // self.block_size).any():  # other full blocks than before: a beam's
+        if (slots < (self.lengths[rows] - 1) // self.block_size).any():  # full blocks were replaced, as beams do
             self.num_placed += 1
 
     def append(self, rows: Ints, rows_on_device: Tensor, token_ids: Tensor) -> None:
@@ -60,7 +60,7 @@ class DeviceRows(Rows):
         self.lengths[rows] += 1
 
     def append_on_device(self, rows: Tensor, token_ids: Tensor) -> None:
-        """The device's part of `append`, which can be captured; negative rows are padding."""
+        """Append tokens on the device only; can be captured. Negative rows are padding."""
         append_tokens(rows, token_ids, self._memory)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What all steps on a GPU share."""
+"""State that all steps on a GPU share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from quire.runtime.worker.states import RowStates
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """Rows, cache, the attention that reads both, the groups of rows it was told of, and where states are."""
+    """The rows, the cache, the attention backend that reads both, the rows that share a prefix, and further state of
+    rows."""
 
     rows: DeviceRows
     cache: KVCache

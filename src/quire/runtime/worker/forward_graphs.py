@@ -1,4 +1,4 @@
-"""The layers of steps that are more than decoding, as captured graphs: one for each padded shape of a step."""
+"""Captured graphs of the layers of steps that contain prompt chunks: one graph for each padded shape."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from quire.runtime.worker.capture import Capture, ResultGraph, record_result
 logger = logging.getLogger("quire.runtime")
 
 _LayersGraph = ResultGraph[tuple[Tensor, Tensor | None]]
-EAGER_RUNS = 3  # of a shape before it is captured: to capture takes about as long as they lose
+EAGER_RUNS = 3  # of a shape before it is captured: a capture costs about as much time as these runs lose
 
 
 class ForwardGraphs:
-    """Runs the layers over a batch: by a graph where the batch has a shape; otherwise kernel by kernel.
+    """Runs the layers over a batch: by a graph if the batch has a shape, otherwise kernel by kernel.
 
-    A capture waits for the device. So a shape is captured when it is met while the device is idle, or when it has been
-    met a few times.
+    A capture waits for the device. So a shape is captured when it occurs while the device is idle, or when it has
+    occurred a few times.
 
-    The numbers of batches of one shape lie in the same place. What a graph leaves is overwritten by the next graph.
+    Batches of one shape have their inputs at the same addresses. The next graph overwrites a graph's outputs.
     """
 
     def __init__(self, model: Model, capture: Capture) -> None:
         self._model, self._capture = model, capture
         self._graphs: dict[StepShape, _LayersGraph] = {}
-        self._met: Counter[StepShape] = Counter()  # how often, of shapes without a graph
+        self._met: Counter[StepShape] = Counter()  # how often each shape without a graph occurred
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Hidden states [tokens, hidden], those of padding included; fills the cache."""
-        is_plain = batch.shape is not None and batch.step.features is None  # vectors of images are not in graphs
+        """Return the hidden states [tokens, hidden], including those of padding, and write keys and values to the
+        cache."""
+        is_plain = batch.shape is not None and batch.step.features is None  # graphs do not read image features
         graph = self._graph_of(batch, batch.shape) if batch.shape is not None and is_plain else None
         if graph is None:
             return self._model(batch.step)
@@ -51,16 +52,16 @@ class ForwardGraphs:
         return hidden
 
     def rehearse(self, batch: Batch) -> None:
-        """Launch the kernels of a batch, each once."""
+        """Launch each kernel of a batch at least once."""
         self._model(replace(batch.step, num_layers=self._model.num_varied))
 
     def capture(self, batch: Batch) -> None:
-        """Capture the batch's shape now, if it was not yet."""
+        """Capture the batch's shape, if that has not been done."""
         if batch.shape is not None and batch.shape not in self._graphs:
             self._make(batch, batch.shape)
 
     def _graph_of(self, batch: Batch, shape: StepShape) -> _LayersGraph | None:
-        """The graph of a shape; None if the shape is not captured now."""
+        """Return the graph of a shape, capturing it if it is due. None if the step should run without a graph."""
         if (graph := self._graphs.get(shape)) is not None:
             return graph
         self._met[shape] += 1
@@ -68,8 +69,8 @@ class ForwardGraphs:
         return self._make(batch, shape) if is_due else None
 
     def _make(self, batch: Batch, shape: StepShape) -> _LayersGraph:
-        """Computing a batch again while capturing writes the same keys and values where they belong. States would move
-        on: none is written meanwhile."""
+        """Capture the layers of a batch. Running the batch again writes the same keys and values to the same slots.
+        States would advance twice, so no state is written during the capture."""
         start = time.perf_counter()
         layers, rehearse = partial(self._layers, batch.step), partial(self.rehearse, batch)
         with _frozen(batch.step.states):
@@ -78,13 +79,13 @@ class ForwardGraphs:
         return graph
 
     def _layers(self, step: ForwardStep) -> tuple[Tensor, Tensor | None]:
-        """Hidden states, and what blocks read of tokens besides the stream."""
+        """Return the hidden states, and the inputs of tokens that blocks read besides the residual stream."""
         return self._model(step), step.memo.get(BESIDE)
 
 
 @contextmanager
 def _frozen(states: StateStep | None) -> Iterator[None]:
-    """All segments are padding for a while."""
+    """Make all state segments padding while the context is open."""
     if states is None or states.slots is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs: from the newest tokens of the rows to the next ones, without the host between."""
+"""Decode steps as captured graphs: from the newest tokens of the rows to the next tokens, without work on the host."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ from quire.types.step import NO_ROWS, Ints, Masks, StepPlan
 
 
 class Sampling(Protocol):
-    """What graphs ask of the sampler."""
+    """The methods of the sampler that graphs call."""
 
     def only_chooses(self, rows: Ints) -> bool:
-        """Whether nothing changes the logits of any of `rows` before their tokens are chosen."""
+        """Whether the logits of all `rows` go to the token choice unchanged."""
 
     def num_listed(self, rows: Ints, *, guided: bool) -> int | None:
-        """How many likeliest tokens tell all that `rows` want to know; -1: that is nothing, None: they do not."""
+        """Return how many top logprobs per row cover what `rows` report: -1 if they report nothing, None if no list
+        covers it."""
 
     def report(self, listing: Listing, rows: Ints) -> Report:
-        """What `rows` want to know, from so many tokens."""
+        """Return what `rows` report, read from a list of top logprobs."""
 
 
 class _Graph(NamedTuple):
     launch: Launch
-    listing: Listing | None  # where it leaves what it lists
-    sample: Launch | None = None  # of a guided kind: what comes after the masks
+    listing: Listing | None  # memory for its top logprobs
+    sample: Launch | None = None  # of a guided kind: the second graph, which samples under the masks
 
 
 class _Logits:
-    """Where the first graph of a guided kind leaves its logits for the second one."""
+    """Holds the logits that the first graph of a guided kind computes for the second one."""
 
     def __init__(self) -> None:
         self.tensor: Tensor | None = None  # [own rows of the bucket, vocab]
 
 
 class DecodeGraphs:
-    """Runs decode steps by graphs. Owns the memory graphs read and write.
+    """Runs decode steps by graphs. Owns the memory that graphs read and write.
 
-    What a step leaves is overwritten by the next one.
+    The next step overwrites the outputs of a step.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class DecodeGraphs:
         has_programs: bool = False,  # steps of one row may run as one kernel
     ) -> None:
         self._has_programs = has_programs
-        self._longest_row: int | None = None  # that one kernel runs all layers of; None: there is no such kernel
+        self._longest_row: int | None = None  # tokens for which one kernel runs all layers; None: no such kernel
         self._model, self._rows, self._vocabulary = model, state.rows, vocabulary
         self._caches = state.cache.layers
         self._sampling, self._choice, self._capture = sampling, choice, capture
@@ -82,35 +83,36 @@ class DecodeGraphs:
         return self._forward.buckets
 
     def rarer_kinds(self) -> Iterator[Kind]:
-        """All but plain decoding of each bucket."""
+        """Yield the kinds of steps other than plain decoding, per bucket or for the smallest one."""
         first = self.buckets[0]
         for bucket in self.buckets:
-            yield Kind(bucket, narrow=True)
+            yield Kind(bucket, top_k_top_p=True)
             yield Kind(bucket, cascade=True)
             if self._forward.has_adapters:
                 yield Kind(bucket, adapters=True)
         yield from (Kind(first, listed=listed) for listed in (0, 8))
         if self._longest_row is not None and self._longest_row < self._rows.capacity:
             yield Kind(first, long=True)
-        yield Kind(first, guided=True)  # masks are applied by one kernel, whatever the bucket
+        yield Kind(first, guided=True)  # one kernel applies masks in all buckets
 
     def trace_row(self) -> None:
-        """Have steps of one row run as one kernel, where there is one: before anything is captured."""
+        """Trace the program that runs a one-row step in one kernel, if there is one. Call this before anything is
+        captured."""
         if self._has_programs:
             self._longest_row = self._model.trace_row(self._caches)
 
     def rehearse(self, kind: Kind) -> None:
-        """Launch the kernels of a graph, each once, over nothing but padding."""
+        """Launch each kernel of a graph at least once, over padding only."""
         self._forward.write(NO_ROWS, kind)
         self._choose(kind, self._logits(kind, layers=self._model.num_varied), self._listing(kind))
 
     def capture(self, bucket: int) -> None:
-        """Capture plain decoding of so many rows now, if it was not yet."""
+        """Capture plain decoding of `bucket` rows, if that has not been done."""
         self._graphs.capture(Kind(bucket))
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether the step can go by a graph: nothing but decoding, nothing changes logits, and what rows want to
-        know of their likeliest tokens is a short list; where ranks share the vocabulary, no list."""
+        """Whether a graph can run the step: it only decodes, nothing changes logits before the token choice, and the
+        reports of its rows fit into a list of top logprobs. If ranks share the vocabulary, rows must report nothing."""
         rows = plan.decode_rows
         if plan.chunks or plan.masks is not None or not 0 < len(rows) <= self.buckets[-1]:
             return False
@@ -119,19 +121,21 @@ class DecodeGraphs:
         return listed is not None and listed <= most and self._sampling.only_chooses(rows)
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Compute and sample the plan's rows, which grow by a token each. Only enqueues, unless it must capture."""
+        """Compute and sample the plan's rows, and append a token to each. Only enqueues, unless a graph must be
+        captured."""
         return self._output(plan, self._launch(plan), None)
 
     def begin(self, plan: StepPlan) -> SampleStep:
-        """Compute the logits of a guided plan. What this returns samples; it is called before the next step begins."""
+        """Compute the logits of a guided plan. The returned function samples; it must be called before the next step
+        begins."""
         return partial(self._sample, plan, self._launch(plan))
 
     def _launch(self, plan: StepPlan) -> _Graph:
         rows = plan.decode_rows
-        kind = self._graphs.lender(self._kind(rows, guided=plan.guided))
+        kind = self._graphs.kind_to_run(self._kind(rows, guided=plan.guided))
         graph = self._graphs[kind]
         self._forward.write(rows, kind)
-        self._choice.settle()
+        self._choice.upload_parameters()
         graph.launch()
         return graph
 
@@ -153,14 +157,14 @@ class DecodeGraphs:
         assert listed is not None
         kind = self._forward.kind(rows)
         is_long = not kind.cascade and not kind.adapters and self._is_long(rows)
-        narrow, listed = self._choice.is_narrow(rows), self._lists.room(listed)
-        return kind._replace(narrow=narrow, listed=listed, guided=guided, long=is_long)
+        top_k_top_p, listed = self._choice.needs_top_k_top_p(rows), self._lists.room(listed)
+        return kind._replace(top_k_top_p=top_k_top_p, listed=listed, guided=guided, long=is_long)
 
     def _is_long(self, rows: Ints) -> bool:
         return self._longest_row is not None and len(rows) == 1 and self._rows.lengths[rows[0]] > self._longest_row
 
     def _make(self, kind: Kind) -> _Graph:
-        """Capture over nothing but padding, which changes no row."""
+        """Capture over padding only, which changes no row."""
         listing = self._listing(kind)
         self._forward.write(NO_ROWS, kind)
         if kind.guided:
@@ -169,8 +173,9 @@ class DecodeGraphs:
         return _Graph(self._capture.record(whole, few), listing)
 
     def _make_guided(self, kind: Kind, listing: Listing | None) -> _Graph:
-        """Two graphs. The memory of the logits between them is kept while both are captured. Afterwards it belongs to
-        the graphs' common pool again: no other graph runs between these two, so none overwrites it when it matters."""
+        """Capture two graphs. The logits between them keep their memory while both are captured. Afterwards that memory
+        belongs to the graphs' shared pool again; no other graph runs between the two, so the logits are not overwritten
+        before they are read."""
         logits = _Logits()
 
         def forward(layers: int | None = None) -> None:
@@ -186,13 +191,14 @@ class DecodeGraphs:
         return graph
 
     def _logits(self, kind: Kind, *, layers: int | None = None) -> Tensor:  # [own rows of the bucket, vocab]
-        """The first part of what graphs hold; fewer `layers` launch the same kernels less often."""
+        """Run the first part of a graph, up to the logits. With `layers`, only that many layers run: they launch the
+        same kernels fewer times."""
         hidden = self._forward.hidden(kind, layers)
         logits = self._model.logits(hidden.states, hidden.adapted)
         return logits if self._vocabulary is None else self._vocabulary.of_rows(logits)
 
     def _choose(self, kind: Kind, logits: Tensor, listing: Listing | None) -> None:
-        """The second part: from logits, which masks change, to the token that each row grows by."""
+        """Run the second part of a graph: apply masks, choose a token for each row from the logits, and append it."""
         entries, token_ids, raw = self._forward.entries[: kind.bucket], self._token_ids[: kind.bucket], logits
         if self._vocabulary is not None:
             self._vocabulary.choose_into(token_ids, partial(self._choose_own, kind, logits))
@@ -201,19 +207,19 @@ class DecodeGraphs:
         lengths = self._forward.lengths[: kind.bucket]
         if kind.guided:
             if listing is not None:
-                logits = logits.clone()  # the list is of logits before masks
+                logits = logits.clone()  # listed logprobs are those before masks
             self._choice.masks.apply(logits, entries)
-        self._choice.choose_into(token_ids, logits, entries, lengths, self._rows.history, narrow=kind.narrow)
+        self._choice.choose_into(token_ids, logits, entries, lengths, self._rows.history, top_k_top_p=kind.top_k_top_p)
         if listing is not None:
             self._lists.fill(listing, raw)
         self._rows.append_on_device(entries, token_ids)
 
     def _choose_own(self, kind: Kind, logits: Tensor, chosen: Tensor, own: slice) -> None:
-        """The tokens of the rows that this rank samples."""
+        """Choose the tokens of the rows that this rank samples."""
         entries, lengths = self._forward.entries[own], self._forward.lengths[own]
         if kind.guided:
             self._choice.masks.apply(logits, entries)
-        self._choice.choose_into(chosen, logits, entries, lengths, self._rows.history, narrow=kind.narrow)
+        self._choice.choose_into(chosen, logits, entries, lengths, self._rows.history, top_k_top_p=kind.top_k_top_p)
 
     def _listing(self, kind: Kind) -> Listing | None:
         return None if kind.listed == NOTHING_LISTED else self._lists.make(self._token_ids[: kind.bucket], kind.listed)

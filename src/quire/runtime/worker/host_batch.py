@@ -1,4 +1,4 @@
-"""Batches of rows that lie in host memory: numpy gathers a few numbers in a tenth of the time that torch takes."""
+"""Batches of rows in host memory. For a few elements, numpy gathers in a tenth of the time that torch takes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.runtime.worker.batch import BatchBuilder, Gathered
 
 
 class HostBatchBuilder(BatchBuilder):
-    """Builds the batches of BatchBuilder, number for number; those of all tables at once. A step of one token is built
-    without indices in arrays: they take most of the time where there is one."""
+    """Builds the same batches as BatchBuilder, with the slots of all tables computed at once. A step of one token is
+    indexed by integers instead of arrays, because building arrays would take most of its time."""
 
     @cached_property
     def _all_tables(self) -> npt.NDArray[np.int32]:  # [sources, rows, max blocks]
@@ -27,15 +27,15 @@ class HostBatchBuilder(BatchBuilder):
         return np.array(self._cache.sources, dtype=np.int64)
 
     @cached_property
-    def _strides(self) -> Longs:  # [tables]: slots from a block to the next one
+    def _strides(self) -> Longs:  # [tables]: slots from one block to the next
         return np.array([places.stride * self._rows.block_size for places in self._heads], dtype=np.int64)
 
     @cached_property
-    def _first_slots(self) -> Longs:  # [heads]: those of the first token of block 0
+    def _first_slots(self) -> Longs:  # [heads]: slots of the first token of block 0
         return np.arange(max(self._num_heads), dtype=np.int64) * self._rows.block_size
 
     @cached_property
-    def _num_heads(self) -> tuple[int, ...]:  # of each table
+    def _num_heads(self) -> tuple[int, ...]:  # per table
         return tuple(len(places.heads) for places in self._heads)
 
     def _gather(self, token_rows: Longs, positions: Longs, numbers: Sequence[Longs]) -> Gathered:
@@ -52,7 +52,7 @@ class HostBatchBuilder(BatchBuilder):
             token_ids = tokens[token_rows, positions]
             slots = held * self._strides[:, None] + offsets
         found = torch.from_numpy(slots[:, :, None] + self._first_slots)  # [tables, tokens, heads]
-        own = [  # side by side: of a table with fewer heads than others this is no view
+        own = [  # contiguous copies: a table with fewer heads than others cannot be a view
             every[:, :count].reshape(-1).contiguous()
             for every, count in zip(found.unbind(), self._num_heads, strict=True)
         ]

@@ -1,4 +1,5 @@
-"""Images of rows: where their tokens are in time, height and width, and the vectors a vision tower makes of them."""
+"""Images of rows: the positions of their tokens (time, height, width), and the vectors that the vision tower computes
+for them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from quire.config.vision import Vision
 from quire.runtime.layers.step import Features
 from quire.runtime.layers.vision import VisionTower
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.types.errors import InvalidRequest
 from quire.types.images import PromptImage
 from quire.types.step import NewRow, StepPlan
@@ -22,27 +23,28 @@ NUM_AXES = 3  # time, height, width
 
 
 class ImageRows:
-    """Owns what rows have of images. Rows without images have none and cost nothing.
+    """Holds the images of rows. Rows without images cost nothing.
 
-    Vectors are made when a step first needs some of them, and are kept by the image's content hash: those of
-    which a row has computed only a part, and the last ones used besides, up to `capacity` tokens in all.
+    An image's vectors are computed in the first step that needs some of them, and cached by the image's content hash.
+    The cache keeps those of images that a row has computed only in part, and the most recently used others, up to
+    `capacity` tokens in total.
     """
 
     def __init__(
-        self, tower: VisionTower, vision: Vision, num_rows: int, capacity: int, device: torch.device, courier: Courier
+        self, tower: VisionTower, vision: Vision, num_rows: int, capacity: int, device: torch.device, uploader: Uploader
     ) -> None:
-        self._tower, self._vision, self._capacity, self._courier = tower, vision, capacity, courier
+        self._tower, self._vision, self._capacity, self._uploader = tower, vision, capacity, uploader
         self.shifts = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._host_shifts: Longs = np.zeros(num_rows, dtype=np.int64)  # position less index of tokens after the prompt
-        self._axes: dict[int, Longs] = {}  # by row: of all tokens up to the end of its last image [3, tokens]
-        self._images: dict[int, tuple[PromptImage, ...]] = {}  # by row, those whose tokens are not all computed
-        self._begun: dict[int, bytes] = {}  # by row, the key of the image that is computed in part
-        self._vectors: OrderedDict[bytes, Tensor] = OrderedDict()  # by the image's key, the last used last
-        self.num_encoded = 0  # images so far
+        self._host_shifts: Longs = np.zeros(num_rows, dtype=np.int64)  # position minus index of tokens after the prompt
+        self._axes: dict[int, Longs] = {}  # by row: positions [3, tokens] up to the end of its last image
+        self._images: dict[int, tuple[PromptImage, ...]] = {}  # by row: images whose tokens are not all computed
+        self._begun: dict[int, bytes] = {}  # by row: key of the image that is partly computed
+        self._vectors: OrderedDict[bytes, Tensor] = OrderedDict()  # by image key, in the order of last use
+        self.num_encoded = 0  # images encoded so far
 
     # ------------------------------------------------------------------------------------------------------ rows
     def place(self, news: Sequence[NewRow]) -> None:
-        """Rows get sequences."""
+        """Store the images of new rows, and their position shifts on the device."""
         changed = [new for new in news if new.images or self._host_shifts[new.row]]
         for new in news:
             self._forget(new.row)
@@ -52,11 +54,11 @@ class ImageRows:
                 self._host_shifts[new.row] = shift
         if changed:
             rows = np.array([new.row for new in changed], dtype=np.int64)
-            where, shifts = self._courier.send(rows, self._host_shifts[rows])
+            where, shifts = self._uploader.upload(rows, self._host_shifts[rows])
             self.shifts.index_copy_(0, where, shifts)
 
     def release(self, rows: Sequence[int]) -> None:
-        """Rows are free: the device still has their shift, until another sequence gets the row."""
+        """Forget the images of rows that are free. Their shifts stay on the device until the row is used again."""
         for row in rows:
             self._axes.pop(row, None)
             self._images.pop(row, None)
@@ -67,17 +69,18 @@ class ImageRows:
         self._host_shifts[row] = 0
 
     def check_image(self, image: PromptImage) -> None:
-        """Raise InvalidRequest for an image whose pixels are not what it says."""
+        """Raise InvalidRequest for an image whose pixel data does not match its size."""
         unit = self._vision.grid.unit
         if len(image.pixels) != image.num_tokens * unit * unit * 3:
-            raise InvalidRequest("images", "an image has not the pixels of its size", "resize it as the model asks")
+            raise InvalidRequest("images", "an image's pixels do not match its size", "resize it as the model asks")
 
     # -------------------------------------------------------------------------------------------------- positions
     def axes(
         self, token_rows: Longs, positions: Longs, spans: Longs, *, whole: bool
     ) -> Longs:  # [3, tokens] or [1, tokens]
-        """Where tokens of rows are, chunks at `spans` among them (see `find_spans`). One line where no chunk has an
-        image, unless `whole`. Rows below 0 are padding."""
+        """Return the positions of tokens, given their rows and their indices in the rows; `spans` are the chunks among
+        them (see `find_spans`). The result has three lines (time, height, width). It has one line if no chunk has an
+        image, unless `whole`. Negative rows are padding."""
         shifted = positions + np.where(token_rows < 0, 0, self._host_shifts[token_rows])
         known = [(span, self._axes[span[3]]) for span in spans.tolist() if span[3] in self._axes]
         inside = [(span, axes[:, span[1] : span[1] + span[2]]) for span, axes in known if span[1] < axes.shape[1]]
@@ -90,7 +93,7 @@ class ImageRows:
 
     # -------------------------------------------------------------------------------------------------- vectors
     def features(self, plan: StepPlan) -> Features | None:
-        """The vectors of all tokens of images that the plan's chunks compute; None: there are none."""
+        """Return the vectors of all image tokens that the plan's chunks compute, or None if there are none."""
         if not self._images:
             return None
         places, vectors, begin = [], [], len(plan.decode_rows)
@@ -112,7 +115,7 @@ class ImageRows:
         self._evict()
         if not places:
             return None
-        return Features(self._courier.send(np.concatenate(places))[0], torch.cat(vectors))
+        return Features(self._uploader.upload(np.concatenate(places))[0], torch.cat(vectors))
 
     def _vectors_of(self, image: PromptImage) -> Tensor:  # [tokens, hidden]
         found = self._vectors.get(image.key)
@@ -125,7 +128,7 @@ class ImageRows:
         return found
 
     def _evict(self) -> None:
-        """Drop the least recently used vectors, down to the capacity; not those that a row has still to compute."""
+        """Drop the least recently used vectors until the capacity is met, except those of partly computed images."""
         held = sum(map(len, self._vectors.values()))
         if held <= self._capacity:
             return
@@ -142,10 +145,11 @@ class ImageRows:
 
 
 def axes_of(images: Sequence[PromptImage]) -> tuple[Longs, int]:
-    """Where the tokens of a prompt are, up to the end of its last image [3, tokens], and by how much the position of
-    later tokens differs from their index.
+    """Return the positions of a prompt's tokens up to the end of its last image [3, tokens], and the difference between
+    position and index of later tokens.
 
-    An image is at one time; its tokens are at its rows and columns from there on, and text goes on behind the larger.
+    All tokens of an image have the same time; height and width count its rows and columns from the position where it
+    begins. The text after it continues behind the larger of the two.
     """
     parts: list[Longs] = []
     index = position = 0

@@ -1,4 +1,4 @@
-"""Captured graphs by the kind of the steps that they run."""
+"""A collection of captured graphs, by the kind of the steps that they run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Protocol, Self, TypeVar
 
 logger = logging.getLogger("quire.runtime")
 
-BORROWED_RUNS = 8  # steps of a kind that run by the graph of a larger bucket before their own is captured
+BORROWED_RUNS = 8  # steps of a kind that use the graph of a larger bucket before their own is captured
 
 
 class StepKind(Protocol):
-    """All that makes one graph differ from another."""
+    """The key of a graph."""
 
     @property
     def bucket(self) -> int:
-        """How many rows or tokens a step has, padding included."""
+        """The number of rows or tokens of a step, including padding."""
 
     def in_bucket(self, bucket: int) -> Self:
-        """The kind whose graph runs the same steps in a larger bucket."""
+        """Return the kind of the same steps in a larger bucket."""
 
     def __hash__(self) -> int: ...
 
@@ -31,13 +31,13 @@ G = TypeVar("G")
 
 
 class KindGraphs(dict[K, G]):
-    """Has graphs captured when they are asked for. A capture waits for the device. So a kind that is new runs by the
-    graph of a larger bucket, if there is one, until it has been met a few times."""
+    """Captures graphs on demand. A capture waits for the device. So steps of a new kind use the graph of a larger
+    bucket, if there is one, until the kind has occurred a few times."""
 
     def __init__(self, steps: str, buckets: tuple[int, ...], make: Callable[[K], G]) -> None:
-        """`steps`: what they run, for the log; `make(kind)` captures a graph."""
+        """`steps` describes the steps in the log. `make(kind)` captures a graph."""
         self._steps, self._buckets, self._make = steps, buckets, make
-        self._borrowed: Counter[K] = Counter()  # steps that ran by the graph of a larger bucket
+        self._borrowed: Counter[K] = Counter()  # steps that used the graph of a larger bucket
 
     def __missing__(self, kind: K) -> G:
         start = time.perf_counter()
@@ -46,11 +46,11 @@ class KindGraphs(dict[K, G]):
         return graph
 
     def capture(self, kind: K) -> None:
-        """Capture the graph of a kind now, if it was not yet."""
+        """Capture the graph of a kind, if that has not been done."""
         self[kind]
 
-    def lender(self, wanted: K) -> K:
-        """The kind whose graph runs a step of the kind `wanted`; it may have to be captured first."""
+    def kind_to_run(self, wanted: K) -> K:
+        """Return the kind whose graph should run a step of kind `wanted`. That graph may not be captured yet."""
         if wanted in self or self._borrowed[wanted] >= BORROWED_RUNS:
             return wanted
         larger = (wanted.in_bucket(bucket) for bucket in self._buckets if bucket > wanted.bucket)

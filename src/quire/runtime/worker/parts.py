@@ -1,4 +1,4 @@
-"""What a worker is made of, for the kernels its attention backend runs."""
+"""Makes the parts of a worker for the kernels that its attention backend runs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ from quire.runtime.worker.virtual_batch import VirtualBatchBuilder
 from quire.runtime.worker.virtual_cache import VirtualCache
 from quire.runtime.worker.virtual_rows import VirtualRows
 
-RowShape = tuple[int, int, int, torch.device, int, int]  # what Rows are made of
+RowShape = tuple[int, int, int, torch.device, int, int]  # the arguments of Rows
 
 
 class Preparing(Protocol):
     def __call__(self, seconds: float) -> Rest:
-        """Do for about so long what the first requests would wait for. Changes no row and no block."""
+        """Compile kernels and capture graphs for about `seconds`, so that the first requests need not wait for that.
+        Changes no row and no block."""
 
 
 def nothing_to_prepare(seconds: float) -> Rest:  # noqa: ARG001
-    """Nothing is compiled or captured here."""
+    """Do nothing: no kernel is compiled and no graph is captured here."""
     return NOTHING_LEFT
 
 
@@ -68,9 +69,9 @@ def make_parts(
     cache: KVCache | None = None,
     adapters: RowAdapters | None = None,
 ) -> Parts:
-    """Allocates all rows and, unless one is given, the KV cache. `model_config`: of this rank."""
+    """Allocate all rows and, unless `cache` is given, the KV cache. `model_config` is that of this rank."""
     device = torch.device(config.device.device)
-    capacity = config.scheduler.max_model_len + 1  # the token that ends a full sequence is kept too
+    capacity = config.scheduler.max_model_len + 1  # one more for the last token of a sequence of full length
     num_windows = config.cache.groups.num_window_blocks
     row_shape = (
         config.scheduler.num_rows,
@@ -100,7 +101,7 @@ def make_parts(
 
 
 def _make_states(cache: KVCache, rows: Rows) -> RowStates | None:
-    return RowStates(cache.states, rows.num_rows, rows.courier) if cache.states else None
+    return RowStates(cache.states, rows.num_rows, rows.uploader) if cache.states else None
 
 
 def _make_images(model: Model, model_config: ModelConfig, config: EngineConfig, rows: Rows) -> ImageRows | None:
@@ -108,7 +109,7 @@ def _make_images(model: Model, model_config: ModelConfig, config: EngineConfig, 
     if tower is None or vision is None:
         return None
     kept = 0 if limits is None else limits.max_kept_tokens
-    return ImageRows(tower, vision, rows.num_rows, kept, rows.device, rows.courier)
+    return ImageRows(tower, vision, rows.num_rows, kept, rows.device, rows.uploader)
 
 
 def _make_cache(backend: Any, model_config: ModelConfig, config: EngineConfig, row_shape: RowShape) -> KVCache:
@@ -152,7 +153,7 @@ def _device_parts(
     from quire.runtime.worker.stage_graphs import HiddenGraphs
 
     rows, scheduler = DeviceRows(*row_shape), config.scheduler
-    most = scheduler.num_rows if config.speculation is None else scheduler.num_samples  # lines that attend as decodes
+    most = scheduler.num_rows if config.speculation is None else scheduler.num_samples  # decode attention tokens
     backend.reserve(cache.of_tables, most, scratch_tokens(model_config, config))
     states, images = _make_states(cache, rows), _make_images(model, model_config, config, rows)
     state = DeviceState(rows, cache, backend, SharedRuns(rows, backend), states, images, adapters)
@@ -186,12 +187,12 @@ def _device_parts(
 
 
 def _agree(group: RankGroup, device: torch.device, answer: bool) -> bool:
-    """What the first rank answers, on all ranks of a group."""
+    """Return the first rank's `answer` on all ranks of a group."""
     return answer if group.size == 1 else bool(group.broadcast(torch.tensor([int(answer)], device=device), 0))
 
 
 def _device_choice(sampler: RowSampler) -> tuple[Any, Any] | None:
-    """The sampler and its choice, where that runs on the device alone."""
+    """Return the sampler and its Triton choice, or None if sampling does not run on the device alone."""
     from quire.runtime.sampling.sampler import Sampler
     from quire.runtime.sampling.triton_choice import TritonChoice
 

@@ -1,4 +1,5 @@
-"""Rows that report numbers of their prompt in place of tokens: an embedding, the logits of a classifier, or a score."""
+"""Rows that report values about their prompt instead of tokens: an embedding, the logits of a classifier, or a
+score."""
 
 from __future__ import annotations
 
@@ -15,33 +16,34 @@ from quire.runtime.worker.rows import Rows
 from quire.types.pooling import PoolingWork
 from quire.types.step import Ints, NewRow, RowFailure, RowPooled, StepPlan
 
-NOT_FINITE = "the model made numbers that are not finite"
+NOT_FINITE = "the model's output has values that are NaN or infinite"
 
 
 class PooledRows:
-    """The live rows that are pooled. A row reports with its only sample. Those that pool by the first token or by the
-    mean see every chunk of their prompt: the engine takes none of it from the prefix cache."""
+    """The live rows that are pooled. A row reports its values with its only sample. Rows that pool by the first token
+    or by the mean must compute every chunk of their prompt; the engine takes none of it from the prefix cache."""
 
     def __init__(self, model: Model, rows: Rows, vocabulary: Vocabulary | None = None) -> None:
         self._model, self._rows, self._vocabulary = model, rows, vocabulary
         self.works: dict[int, PoolingWork] = {}  # by row; most steps have none
-        self._sums: dict[int, Tensor] = {}  # [hidden] float32: the first state, or the sum of all so far
+        self._sums: dict[int, Tensor] = {}  # by row: [hidden] float32, the first state, or the sum of all states so far
 
     def add(self, news: Iterable[NewRow]) -> None:
         self.works.update((new.row, new.pools) for new in news if new.pools is not None)
 
     def remove(self, rows: Iterable[int]) -> None:
-        """Idempotent."""
+        """Forget rows. Rows that are not pooled are ignored."""
         for row in rows:
             self.works.pop(row, None)
             self._sums.pop(row, None)
 
     def are_all(self, rows: Ints) -> bool:
-        """Whether all of `rows` are pooled: then nothing is sampled."""
+        """Whether all of `rows` are pooled, so that nothing is sampled."""
         return all(row in self.works for row in rows.tolist())
 
     def want_all(self, plan: StepPlan) -> bool:
-        """Whether a row of the plan pools more than the state of its last token."""
+        """Whether a row of the plan pools by the first token or by the mean, and so needs the hidden states of its
+        whole chunk."""
         return any(self._sums_up(chunk.row) for chunk in plan.chunks)
 
     def _sums_up(self, row: int) -> bool:
@@ -49,7 +51,7 @@ class PooledRows:
         return work is not None and work.kind != "last"
 
     def add_up(self, plan: StepPlan, hidden: Tensor) -> None:
-        """Take in the hidden states [tokens, hidden] of all tokens of a step."""
+        """Accumulate the hidden states [tokens, hidden] of all tokens of a step."""
         begin = len(plan.decode_rows)
         for chunk in plan.chunks:
             if self._sums_up(chunk.row):
@@ -64,7 +66,7 @@ class PooledRows:
     def report(
         self, batch: Batch, hidden: Tensor, failed: frozenset[int]
     ) -> tuple[tuple[RowPooled, ...], tuple[RowFailure, ...]]:
-        """The numbers of the step's samples that are pooled, given the hidden states of `batch.wanted`; a row with one
+        """Return the pooled values of the step's samples, given the hidden states of `batch.wanted`. A row with a value
         that is not finite fails. Waits for the device."""
         rows = batch.samples.rows.tolist()
         places = [place for place, row in enumerate(rows) if row in self.works and row not in failed]
@@ -87,7 +89,7 @@ class PooledRows:
         )
 
     def _numbers(self, states: Tensor, works: list[PoolingWork]) -> Tensor:
-        """float32 [pooled, size], from states after the last norm. All rows of a model ask for the same kind."""
+        """Return float32 [pooled, size] from normed states. All rows of a model pool to the same kind of result."""
         if self._model.classifies:
             return self._model.classify(states).float()
         answers = [work.answers for work in works]

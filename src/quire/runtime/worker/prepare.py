@@ -1,4 +1,4 @@
-"""What a GPU does between loading a model and its first request: compile kernels, capture graphs."""
+"""Preparation of a GPU before its first request: kernels are compiled and graphs captured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.runtime.worker.short_graphs import ShortGraphs, ShortKind
 
 logger = logging.getLogger("quire.runtime")
 
-Agree = Callable[[bool], bool]  # what one rank of a group says, on all of them
+Agree = Callable[[bool], bool]  # returns the first rank's argument on all ranks of a group
 
 
 class PreparedGraphs(Protocol):
@@ -29,19 +29,20 @@ class PreparedGraphs(Protocol):
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """The numbers of rows for which there are graphs."""
+        """The numbers of rows for which there are graphs, rising."""
 
     def rarer_kinds(self) -> Iterable[Kind]:
-        """All but plain decoding of each bucket."""
+        """Yield the kinds of steps other than plain decoding, per bucket or for the smallest one."""
 
     def trace_row(self) -> None:
-        """Have steps of one row run as one kernel, where there is one: before anything is captured."""
+        """Trace the program that runs a one-row step in one kernel, if there is one. Call this before anything is
+        captured."""
 
     def rehearse(self, kind: Kind) -> None:
-        """Launch the kernels of a graph, each once, over nothing but padding."""
+        """Launch each kernel of a graph at least once, over padding only."""
 
     def capture(self, bucket: int) -> None:
-        """Capture plain decoding of so many rows now, if it was not yet."""
+        """Capture plain decoding of `bucket` rows, if that has not been done."""
 
 
 def prepare(
@@ -51,14 +52,15 @@ def prepare(
     agree: Agree,
     seconds: float,
     *,
-    alone: bool,  # no other ranks do the same
-    short: ShortGraphs | None = None,  # of an engine that drafts
+    alone: bool,  # this rank is not in a group
+    short: ShortGraphs | None = None,  # of an engine with speculative decoding
 ) -> Rest:
-    """What any first request needs, then more for as long as `seconds` last. What is left a rank without others does
-    while there are no requests; what is not captured then is when it is met. All ranks of a group do the same: what is
-    captured has sums over them. They have nothing left.
+    """Compile and capture what every first request needs, then capture further graphs until `seconds` have passed.
+    Kernels that usual steps need are compiled in the background from then on.
 
-    Kernels that usual steps need are compiled in the background from now on; those of rarer ones are left, too.
+    If `alone`, the captures and rarer compilations that remain are returned, to be done while there are no requests; a
+    graph that is still missing is captured when a step needs it. Ranks of a group capture the same graphs, since these
+    contain all-reduces. They start all compilations in the background and return nothing.
     """
     deadline, free = time.monotonic() + seconds, _free_bytes(batches.device)
     shapes, (first, *others) = batches.usual_shapes(), graphs.buckets
@@ -66,14 +68,14 @@ def prepare(
         for shape in shapes[:1]:
             forward.rehearse(batches.blank(shape))
         forward.rehearse(batches.blank_large(first))
-        graphs.trace_row()  # compiles by itself, beside those that were begun
+        graphs.trace_row()  # compiles its kernel while the others compile in the background
         graphs.rehearse(Kind(first))
     graphs.capture(first)
     tasks: list[Task] = []
     if short is not None:
         tasks += [partial(short.capture, bucket) for bucket in short.buckets]
     tasks += [partial(graphs.capture, bucket) for bucket in others]
-    by_use = sorted(shapes, key=lambda shape: (shape.adapters, -shape.tokens))  # a burst has the largest
+    by_use = sorted(shapes, key=lambda shape: (shape.adapters, -shape.tokens))  # a burst of requests needs the largest
     tasks += [partial(_capture, batches, forward, shape) for shape in by_use]
     most = len(tasks)
     while tasks and agree(time.monotonic() < deadline):
@@ -91,7 +93,7 @@ def prepare(
                 short.rehearse(ShortKind(bucket))
     rarer = [partial(graphs.rehearse, kind) for kind in graphs.rarer_kinds()]
     if short is not None:
-        rarer += [partial(short.rehearse, ShortKind(bucket, narrow=True)) for bucket in short.buckets]
+        rarer += [partial(short.rehearse, ShortKind(bucket, top_k_top_p=True)) for bucket in short.buckets]
     rest = Rest(tasks, [partial(_compile, rehearse) for rehearse in rarer])
     if alone:
         return rest
@@ -101,13 +103,13 @@ def prepare(
 
 
 def _compile(rehearse: Task) -> None:
-    """In the background."""
+    """Start the compilation of the kernels that `rehearse` launches, in the background."""
     with compiling_only(wait=False):
         rehearse()
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Of a GPU; 0 elsewhere."""
+    """Return the free memory of a GPU in bytes; 0 for other devices."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 

@@ -1,5 +1,4 @@
-"""Logprobs of prompt tokens: logits of the positions before them, in slices, of which only what was asked for leaves
-the device."""
+"""Logprobs of prompt tokens. Logits are computed in slices, and only the requested logprobs leave the device."""
 
 from __future__ import annotations
 
@@ -19,28 +18,28 @@ from quire.runtime.worker.adapters import RowAdapters
 from quire.runtime.worker.rows import Rows
 from quire.types.step import Ints, LogprobTable, NewRow, PromptLogprobs, StepPlan
 
-AT_ONCE = 128  # positions whose logits are held at a time
-MOST_ON_DEVICE = 20  # likeliest tokens in lists that stay on the device until the step ends; longer lists leave at once
+AT_ONCE = 128  # positions per slice of logits
+MOST_ON_DEVICE = 20  # top logprobs per position that stay on the device until the step ends; longer lists do not
 
 
 class Asked(NamedTuple):
-    """How many likeliest tokens a row wants of each position, -1 for all, and the first position that it wants."""
+    """How many top logprobs a row wants for each position (-1: all), and the first position that it wants."""
 
     num_top: int
     start: int
 
 
 class _Span(NamedTuple):
-    """Tokens of a row's prompt, from `start` on, whose logprobs a step gives."""
+    """Consecutive prompt tokens of a row whose logprobs a step computes, beginning at `start`."""
 
     row: int
     start: int
     num_tokens: int
-    place: int  # of the hidden state before the first of them
+    place: int  # index of the hidden state that predicts the first of them
 
 
 class PromptLogprobRows:
-    """The live rows that want prompt logprobs. Positions of all rows in a step share slices."""
+    """The live rows that want prompt logprobs. The positions of all rows in a step are sliced together."""
 
     def __init__(
         self, model: Model, rows: Rows, vocabulary: Vocabulary | None = None, adapters: RowAdapters | None = None
@@ -54,7 +53,7 @@ class PromptLogprobRows:
                 self.asked[new.row] = Asked(count, max(new.sampling.prompt_logprobs_start or 0, 1))
 
     def remove(self, rows: Iterable[int]) -> None:
-        """Idempotent."""
+        """Forget rows. Rows that want no prompt logprobs are ignored."""
         for row in rows:
             self.asked.pop(row, None)
 
@@ -62,9 +61,9 @@ class PromptLogprobRows:
         return any(chunk.row in self.asked and chunk.row not in failed for chunk in plan.chunks)
 
     def compute(self, plan: StepPlan, hidden: Tensor, failed: frozenset[int]) -> Pending[tuple[PromptLogprobs, ...]]:
-        """From the hidden states [tokens, hidden] of all tokens of a step. Each position says how likely the prompt
-        token after it was. Waits for the device only if a row wants long lists."""
-        groups: dict[int, list[_Span]] = {}  # by how many likeliest tokens they want
+        """Compute prompt logprobs from the hidden states [tokens, hidden] of all tokens of a step. Each position
+        predicts the prompt token after it. Waits for the device only if a row wants long lists."""
+        groups: dict[int, list[_Span]] = {}  # by number of top logprobs
         for span in self._spans(plan, failed):
             groups.setdefault(self.asked[span.row].num_top, []).append(span)
         parts = [self._listed(spans, hidden, count) for count, spans in groups.items()]
@@ -73,7 +72,7 @@ class PromptLogprobRows:
         return parts[0] if len(parts) == 1 else _joined(gathered(parts))
 
     def _spans(self, plan: StepPlan, failed: frozenset[int]) -> list[_Span]:
-        """What the rows of a step want of it."""
+        """Return the prompt tokens of the step's rows whose logprobs are wanted."""
         spans: list[_Span] = []
         begin = len(plan.decode_rows)
         for chunk in plan.chunks:
@@ -87,7 +86,7 @@ class PromptLogprobRows:
 
     def _listed(self, spans: list[_Span], hidden: Tensor, count: int) -> Pending[tuple[PromptLogprobs, ...]]:
         tokens, lengths = self._rows.tokens, [span.num_tokens for span in spans]
-        offsets = np.concatenate([np.arange(length) for length in lengths])  # of each position in its span
+        offsets = np.concatenate([np.arange(length) for length in lengths])  # index of each position in its span
         states = self._rows.upload(np.repeat([span.place for span in spans], lengths) + offsets)
         firsts = [span.row * tokens.shape[1] + span.start for span in spans]
         next_ids = tokens.view(-1).index_select(0, self._rows.upload(np.repeat(firsts, lengths) + offsets)).long()

@@ -1,4 +1,4 @@
-"""What is left to prepare when a worker is ready."""
+"""Preparation that a worker has not done before its first request."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Task = Callable[[], None]
 
 
 class Rest(NamedTuple):
-    """What there was no time for before the first request. It may be done between steps, bit by bit, or not at all."""
+    """Preparation that there was no time for. It may be done between steps, task by task, or not at all."""
 
     captures: Sequence[Task] = ()
-    compilations: Sequence[Task] = ()  # of kernels that are rarer; each only begins them, in the background
+    compilations: Sequence[Task] = ()  # of rarer kernels; each task starts them in the background
 
 
 NOTHING_LEFT = Rest()

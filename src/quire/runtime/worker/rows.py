@@ -1,6 +1,6 @@
-"""Persistent rows: what every live sequence keeps on the device, with the counts mirrored on the host.
+"""Persistent rows: what the device keeps of every live sequence, with the lengths mirrored on the host.
 
-The host never reads the device to plan a batch: it knows every length, because a length depends on no token's value.
+The host never reads the device to plan a batch: it knows every length, because lengths do not depend on token values.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from torch import Tensor
 
 from quire.runtime.sampling.history import TokenHistory
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.runtime.worker.window_tables import WindowTables
 from quire.types.step import Ints, NewRow, RowTokens
 
 
 class Rows:
-    """Owns token history, lengths and block tables of all rows. Every update is O(what changed).
+    """Owns token history, lengths and block tables of all rows. Every update costs time proportional to what changed.
 
-    `windows` are the tables of layers with a window, if they have `num_windows` window blocks for each of the cache's
-    blocks; else None.
+    `windows` are the tables of layers with a window, if each block has `num_windows` window blocks; else None.
     """
 
     def __init__(
@@ -36,12 +35,12 @@ class Rows:
     ) -> None:
         self.num_rows, self.capacity, self.block_size, self.device = num_rows, capacity, block_size, device
         self.max_blocks = -(-capacity // block_size)
-        self.courier = Courier(device)
+        self.uploader = Uploader(device)
         self.tokens = _zeros(num_rows, capacity, device)  # [rows, capacity]
         memory = _zeros((1 + num_windows) * num_rows, self.max_blocks, device)
         self.all_tables = memory.view(1 + num_windows, num_rows, -1)  # [tables, rows, max blocks]
         self.tables = self.all_tables[0]  # [rows, max blocks]
-        self.windows = WindowTables(self.all_tables[1:], num_blocks, self.courier) if num_windows else None
+        self.windows = WindowTables(self.all_tables[1:], num_blocks, self.uploader) if num_windows else None
         self.history = TokenHistory(
             tokens=self.tokens,
             lengths=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -53,11 +52,11 @@ class Rows:
 
     @property
     def window_tables(self) -> tuple[Tensor, ...]:
-        """Of layers with a window: each [rows, max blocks], like `tables`."""
+        """The tables of layers with a window, each [rows, max blocks] like `tables`."""
         return () if self.windows is None else self.windows.tables
 
     def place(self, news: Sequence[NewRow]) -> None:
-        """Place sequences."""
+        """Store new sequences in their rows: tokens, lengths and blocks."""
         if not news:
             return
         rows = np.array([new.row for new in news], dtype=np.int64)
@@ -69,7 +68,7 @@ class Rows:
         tokens = np.concatenate([new.token_ids for new in news]).astype(np.int32)
         blocks = np.array([block for new in news for block in new.block_ids], dtype=np.int32)
         num_blocks = np.array([len(new.block_ids) for new in news])
-        where, length, prompt, place, token, slot, block = self.courier.send(
+        where, length, prompt, place, token, slot, block = self.uploader.upload(
             rows, lengths, num_prompt, _places(rows, 0, lengths, self.capacity), tokens,
             _places(rows, 0, num_blocks, self.max_blocks), blocks,
         )  # fmt: skip
@@ -79,7 +78,7 @@ class Rows:
         self._put(slot, block)
 
     def write(self, writes: Sequence[RowTokens]) -> None:
-        """Say what tokens rows (all different) hold from a position on; they are as long as that afterwards."""
+        """Overwrite the tokens of rows (all different) from a position on. Each row ends behind the written tokens."""
         if not writes:
             return
         rows = np.array([write.row for write in writes], dtype=np.int64)
@@ -89,7 +88,7 @@ class Rows:
         assert (starts + counts).max() <= self.capacity
         self.lengths[rows] = starts + counts
         tokens = np.concatenate([write.token_ids for write in writes]).astype(np.int32)
-        where, length, place, token = self.courier.send(
+        where, length, place, token = self.uploader.upload(
             rows, self.lengths[rows], _places(rows, starts, counts, self.capacity), tokens
         )
         self.history.lengths.index_copy_(0, where, length)
@@ -99,22 +98,23 @@ class Rows:
         self.live[list(rows)] = False
 
     def grant(self, rows: Ints, slots: Ints, blocks: Ints) -> None:
-        """Block blocks[i] becomes the slots[i]-th of row rows[i]."""
+        """Put block blocks[i] at index slots[i] of the block table of row rows[i]."""
         if len(rows) == 0:
             return
-        where, granted = self.courier.send(rows.astype(np.int64) * self.max_blocks + slots, blocks)
+        where, granted = self.uploader.upload(rows.astype(np.int64) * self.max_blocks + slots, blocks)
         self._put(where, granted)
 
     def assign_windows(self, owners: Ints, window_blocks: Ints) -> None:
-        """Blocks get window blocks, before they are given to rows."""
+        """Assign window blocks to blocks. Must come before the blocks are granted to rows."""
         if len(owners):
             assert self.windows is not None, "window blocks of a cache without a window group"
             self.windows.assign(owners, window_blocks)
 
     def append(self, rows: Ints, rows_on_device: Tensor, token_ids: Tensor) -> None:
-        """Each of `rows` (all different) grows by the token sampled for it; negative ids mark failures, kept as 0."""
+        """Append the sampled token to each of `rows` (all different). Negative ids mark failures and are stored as
+        0."""
         lengths = self.history.lengths
-        if self.device.type == "cpu":  # a loop takes less time than torch for a few numbers, as numpy for many
+        if self.device.type == "cpu":  # for few rows a loop is faster than torch; for many, numpy is
             self._append_on_host(rows, token_ids.numpy(), lengths.numpy())
             return
         self.lengths[rows] += 1
@@ -135,8 +135,8 @@ class Rows:
             self.lengths[row] += 1
 
     def upload(self, numbers: Longs) -> Tensor:
-        """Host numbers to the device, without waiting for it."""
-        return self.courier.send(numbers)[0]
+        """Copy an array to the device without waiting for it."""
+        return self.uploader.upload(numbers)[0]
 
     def check(self) -> None:
         """Waits for the device."""
@@ -150,14 +150,15 @@ class Rows:
         assert (self.num_prompt[live] <= self.lengths[live]).all()
 
     def _put(self, places: Tensor, block_ids: Tensor) -> None:
-        """Blocks stand at these places of the tables seen flat."""
+        """Write block ids to these indices of the flattened block tables."""
         self.tables.view(-1).index_copy_(0, places, block_ids)
         if self.windows is not None:
             self.windows.follow(places, block_ids)
 
 
 def _places(rows: Longs, starts: Longs | int, counts: Longs, width: int) -> Longs:
-    """Where counts[i] entries of lines rows[i] lie in a flattened matrix of that width, from the starts[i]-th on."""
+    """Return the indices, in a flattened matrix of `width` columns, of counts[i] entries of row rows[i], beginning at
+    column starts[i]."""
     begins = np.cumsum(counts) - counts
     return np.repeat(rows * width + starts - begins, counts) + np.arange(int(counts.sum()), dtype=np.int64)
 

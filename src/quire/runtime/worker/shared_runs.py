@@ -1,6 +1,7 @@
-"""Which rows of a decode step hold the same first blocks, so that attention can read these once for all of them.
+"""Finds the rows of a decode step whose block tables begin with the same blocks, so that attention reads these once for
+all of them.
 
-Found on the host, from its mirror of the block tables, when the rows of a step or what they hold change.
+The host finds them in its mirror of the block tables, when the rows of a step or their full blocks change.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ from quire.runtime.worker.device_rows import DeviceRows
 from quire.types.step import NO_ROWS, Ints
 
 Longs = npt.NDArray[np.int64]
-Run = tuple[int, int, int]  # of lines: begin, end, blocks they share
-LEAST_TOKENS = 64  # of a prefix: what is left of it goes through memory once more, as much as some tokens of every row
-_NOTHING = -1  # where a row holds no whole block
+Run = tuple[int, int, int]  # sorted rows [begin, end), and the number of blocks that they share
+LEAST_TOKENS = 64  # of a prefix. A shorter one saves less than its partial results cost
+_NOTHING = -1  # marks entries behind a row's full blocks
 
 
 class SharedRuns:
-    """Keeps attention told of the groups of the step to come. One for all users of an attention backend."""
+    """Passes the groups of rows that share a prefix to the attention backend before each step. All users of a backend
+    share one object."""
 
     def __init__(self, rows: DeviceRows, attention: TritonAttention) -> None:
         self._rows, self._attention = rows, attention
         self._seen, self._num_placed = NO_ROWS, 0
         self._any = False
 
-    def announce(self, rows: Ints) -> bool:
-        """Whether a step whose decodes are `rows`, in this order, is worth a cascade; if so attention knows its groups.
+    def update_groups(self, rows: Ints) -> bool:
+        """Update the backend's groups for a step whose decodes are `rows`, in this order. Returns whether the step
+        should use cascade attention.
 
-        Must be called for each step before its plan is made or its graph is launched or captured. Only enqueues, and
-        costs next to nothing while rows stay the same.
+        Must be called for each step before its attention plan is made or its graph is launched or captured. Only
+        enqueues, and costs almost nothing while the rows stay the same.
         """
         same = rows is self._seen or np.array_equal(rows, self._seen)
         if not same or self._num_placed != self._rows.num_placed:
@@ -54,19 +57,21 @@ class SharedRuns:
 
 def find_groups(
     tables: Ints,  # [all rows, max blocks]
-    rows: Ints,  # [decodes]: those of the step, all different
-    lengths: Longs,  # [decodes]: keys each of them sees, its own included
+    rows: Ints,  # [decodes]: rows of the step, all different
+    lengths: Longs,  # [decodes]: keys that each row sees, including its own
     block_size: int,
     *,
-    rows_per_unit: int,  # that read a prefix together
-    least_saved: int,  # tokens of all rows that need not be read again; below, there are no groups
+    rows_per_unit: int,  # rows that read a shared prefix together
+    least_saved: int,  # total tokens that need not be read again; if fewer, there are no groups
 ) -> list[SharedPrefix]:
-    """Groups of rows whose tables begin with the same blocks; a group names rows by their places in the step.
+    """Return groups of rows whose block tables begin with the same blocks. A group names rows by their index in the
+    step.
 
-    A row is in one group at most. Where groups lie within groups, those are chosen that save most. Only blocks count
-    that every member has filled and gone beyond: nobody writes to them again, so the groups hold while rows grow.
+    A row is in at most one group. Where groups are nested, those that save the most are chosen. Only blocks count that
+    every member has filled and that do not hold its newest token: they are not written any more, so the groups stay
+    valid while rows grow.
     """
-    whole = (lengths - 1) // block_size  # blocks that are full and do not hold the newest token
+    whole = (lengths - 1) // block_size  # number of full blocks without the newest token
     places = _with_equal(np.where(whole > 0, tables[rows, 0], _NOTHING))
     if len(places) == 0:
         return []
@@ -88,7 +93,7 @@ def find_groups(
 
 
 def _with_equal(blocks: Ints) -> Longs:
-    """The places of blocks that are in the array more than once."""
+    """Return the indices of the blocks that occur more than once in the array."""
     order = np.argsort(blocks, kind="stable")
     equal = (blocks[order][1:] == blocks[order][:-1]) & (blocks[order][1:] != _NOTHING)
     if not equal.any():
@@ -100,7 +105,7 @@ def _with_equal(blocks: Ints) -> Longs:
 
 
 def _shared_with_next(held: Ints, whole: Longs) -> Longs:
-    """How many first blocks each line has in common with the line after it: [lines - 1]."""
+    """Return how many first blocks each line shares with the next line: [lines - 1]."""
     differ = held[1:] != held[:-1]
     same = np.where(differ.any(axis=1), differ.argmax(axis=1), held.shape[1])
     shared: Longs = np.minimum(same, np.minimum(whole[1:], whole[:-1]))
@@ -108,10 +113,10 @@ def _shared_with_next(held: Ints, whole: Longs) -> Longs:
 
 
 def _choose(shared: Sequence[int], saved: Callable[[int, int], int]) -> tuple[int, list[Run]]:
-    """The runs of lines to make groups of, and what they save together.
+    """Return the tokens saved in total, and the runs of lines to make groups of.
 
-    Lines are sorted, so a run that shares more lies within one that shares less: a run is closed when the next line
-    shares less than it does, and kept if it saves more than all runs chosen within it.
+    Lines are sorted, so a run that shares more blocks lies within one that shares fewer. A run is closed when the next
+    line shares fewer blocks, and chosen if it saves more than all runs chosen within it.
     """
     stack: list[tuple[int, int, int, list[Run]]] = [(0, 0, 0, [])]  # blocks, begin, saved, runs
     runs: list[Run]

@@ -1,9 +1,9 @@
-"""Steps in which rows compute a few tokens each, as captured graphs: drafts that are verified, and what a draft model
-has to catch up on.
+"""Captured graphs of steps in which rows compute a few tokens each: drafts that are verified, and tokens that a draft
+model has to catch up on.
 
-Such a step runs like a decode step: every token is a line of its own, which sees the keys up to its position through
-the block table of its row. So attention is cut over long contexts as in decoding, and one launch runs all from the
-tokens to the next ones. The host says which tokens they are; it knows all lengths.
+Such a step runs like a decode step: each token is a line of the batch that attends to the keys up to its position
+through the block table of its row. So long contexts are split as in decoding, and one graph launch runs the whole step,
+from token ids to sampled tokens. The host uploads rows and positions; it knows all lengths.
 """
 
 from __future__ import annotations
@@ -33,48 +33,48 @@ from quire.runtime.worker.kind_graphs import KindGraphs
 from quire.runtime.worker.runner import SampleStep, StepOutput
 from quire.types.step import StepPlan
 
-FEWEST, MOST = 8, 128  # tokens of the smallest and of the largest graph: smaller steps take no less time
-SHORT = 8  # tokens of a chunk that are no draft; longer chunks are read by the kernels for prompts
-_BYTES_PER_TOKEN = 36  # of what the host says of one
+FEWEST, MOST = 8, 128  # tokens of the smallest and of the largest graph: steps smaller than FEWEST are not faster
+SHORT = 8  # most known tokens of a chunk, drafts excluded; longer chunks use the prefill kernels
+_BYTES_PER_TOKEN = 36  # uploaded per token
 _BYTES_BESIDE = 1 << 10  # alignment
 
 
 class ShortKind(NamedTuple):
-    """All that makes one graph differ from another."""
+    """The key of a graph."""
 
     bucket: int  # tokens
-    narrow: bool = False  # a row has top_k or top_p
+    top_k_top_p: bool = False  # a row has top_k or top_p
     adapters: bool = False  # a row uses a LoRA adapter
 
     def in_bucket(self, bucket: int) -> ShortKind:
-        """The kind whose graph runs the same steps in a larger bucket."""
+        """Return the kind of the same steps in a larger bucket."""
         return self._replace(bucket=bucket)
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a step, in the order of the plan: decode rows, then chunks."""
+    """The tokens of a step in plan order: decodes, then chunks."""
 
     rows: Longs  # [tokens]
     positions: Longs  # [tokens]
-    wanted: Longs  # [samples]: tokens that are sampled from
-    grown: Longs  # [grown]: those of them that their rows grow by
+    wanted: Longs  # [samples]: indices of the tokens that are sampled from
+    grown: Longs  # [grown]: indices of the tokens whose samples are appended to their rows
 
 
 class _Given(NamedTuple):
-    """What a graph reads of a step, on the device."""
+    """The inputs that a graph reads, on the device."""
 
-    rows: Tensor  # [bucket], int32; below 0: padding
-    places: Tensor  # [bucket], int64: of the tokens in the history of all rows
+    rows: Tensor  # [bucket], int32; negative: padding
+    places: Tensor  # [bucket], int64: indices in the flattened token history
     positions: Tensor  # [bucket], int64
-    lengths: Tensor  # [bucket], int64: keys that the token sees, its own included; 0: padding
-    sampled: Tensor  # [bucket], int32: rows of tokens that are sampled from; below 0: none
-    grown: Tensor  # [bucket], int32: rows that grow by the sample; below 0: none
+    lengths: Tensor  # [bucket], int64: keys that the token sees, including its own; 0: padding
+    sampled: Tensor  # [bucket], int32: rows of tokens that are sampled from; negative: not sampled
+    grown: Tensor  # [bucket], int32: rows that the sample is appended to; negative: not appended
 
 
 class ShortGraphs:
-    """Runs steps with short chunks by graphs. Owns the memory graphs read and write.
+    """Runs steps with short chunks by graphs. Owns the memory that graphs read and write.
 
-    What a step leaves is overwritten by the next one. Models with recurrent layers or images have no such graphs.
+    The next step overwrites the outputs of a step. Models with recurrent layers or images have no such graphs.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class ShortGraphs:
         return self._buckets
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether the step can go by a graph: all its chunks are short, nothing changes logits, and nobody wants to
-        know more than tokens."""
+        """Whether a graph can run the step: all its chunks are short, nothing changes logits before the token choice,
+        and its rows report nothing besides tokens."""
         if not plan.chunks or plan.masks is not None or plan.guided or plan.num_tokens > self._buckets[-1]:
             return False
         if any(len(chunk.sample_rows) > 1 or chunk.num_known > SHORT for chunk in plan.chunks):
@@ -115,12 +115,12 @@ class ShortGraphs:
         return listed == NOTHING_LISTED and self._sampling.only_chooses(rows)
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Compute and sample the plan's tokens. Only enqueues, unless it must capture."""
+        """Compute and sample the plan's tokens. Only enqueues, unless a graph must be captured."""
         tokens = self._tokens(plan)
-        kind = self._graphs.lender(self._kind(plan, tokens))
+        kind = self._graphs.kind_to_run(self._kind(plan, tokens))
         launch = self._graphs[kind]
         self._write(tokens, kind)
-        self._choice.settle()
+        self._choice.upload_parameters()
         launch()
         self._rows.lengths[tokens.rows[tokens.grown]] += 1
         found = self._token_ids[: len(tokens.rows)]
@@ -130,12 +130,12 @@ class ShortGraphs:
         return StepOutput(plan, found.index_select(0, lines), lines=lines)
 
     def rehearse(self, kind: ShortKind) -> None:
-        """Launch the kernels of a graph, each once, over nothing but padding."""
+        """Launch each kernel of a graph at least once, over padding only."""
         given = self._write(_NO_TOKENS, kind)
         self._launch(kind, given, layers=self._model.num_varied)
 
     def capture(self, bucket: int) -> None:
-        """Capture steps of so many tokens now, if they were not yet."""
+        """Capture steps of `bucket` tokens, if that has not been done."""
         self._graphs.capture(ShortKind(bucket))
 
     def _tokens(self, plan: StepPlan) -> _Tokens:
@@ -151,15 +151,15 @@ class ShortGraphs:
     def _kind(self, plan: StepPlan, tokens: _Tokens) -> ShortKind:
         bucket = self._buckets[bisect_left(self._buckets, len(tokens.rows))]
         adapters = self._state.adapters is not None and self._state.adapters.are_used(tokens.rows)
-        return ShortKind(bucket, self._choice.is_narrow(plan.sample_rows), adapters)
+        return ShortKind(bucket, self._choice.needs_top_k_top_p(plan.sample_rows), adapters)
 
     def _make(self, kind: ShortKind) -> Launch:
-        """Capture over nothing but padding, which changes no row."""
+        """Capture over padding only, which changes no row."""
         given = self._write(_NO_TOKENS, kind)
         return self._capture.record(partial(self._launch, kind, given), partial(self.rehearse, kind))
 
     def _write(self, tokens: _Tokens, kind: ShortKind) -> _Given:
-        """Say which tokens the next step is about: for all steps of a bucket in the same place."""
+        """Upload the tokens of the next step. The addresses are the same for all steps of a bucket."""
         rows, bucket, count = self._rows, kind.bucket, len(tokens.rows)
         entries = np.full(bucket, PADDING, dtype=np.int32)
         entries[:count] = tokens.rows
@@ -170,11 +170,12 @@ class ShortGraphs:
         places = np.where(entries == PADDING, rows.spare, entries).astype(np.int64) * rows.capacity + positions
         if kind.adapters:
             assert self._adapters is not None
-            self._adapters.write(entries[:count], bucket, rows.courier)
-        return _Given(*rows.courier.send(entries, places, positions, lengths, sampled, grown, into=self._memory))
+            self._adapters.write(entries[:count], bucket, rows.uploader)
+        return _Given(*rows.uploader.upload(entries, places, positions, lengths, sampled, grown, into=self._memory))
 
     def _launch(self, kind: ShortKind, given: _Given, *, layers: int | None = None) -> None:
-        """What graphs hold; fewer `layers` launch the same kernels less often."""
+        """Run what a graph captures. With `layers`, only that many layers run: they launch the same kernels fewer
+        times."""
         rows, attention, nothing = self._rows, self._state.attention, given.positions[:0]
         token_ids = rows.tokens.view(-1).index_select(0, given.places)
         plan = attention.plan(given.rows, given.positions, given.lengths, rows.tables, None)
@@ -183,7 +184,7 @@ class ShortGraphs:
             positions=given.positions,
             lengths=given.lengths,
             max_length=rows.capacity,
-            slots=nothing,  # layers find them through the tables
+            slots=nothing,  # layers compute slots from the block tables
             caches=self._state.cache.layers,
             attention=plan,
             backend=attention,
@@ -200,7 +201,7 @@ class ShortGraphs:
 
         def choose(chosen: Tensor, rows: slice) -> None:
             sampled, lengths = given.sampled[rows], given.lengths[rows]
-            self._choice.choose_into(chosen, logits, sampled, lengths, self._rows.history, narrow=kind.narrow)
+            self._choice.choose_into(chosen, logits, sampled, lengths, self._rows.history, top_k_top_p=kind.top_k_top_p)
 
         if vocabulary is None:
             choose(token_ids, slice(None))
@@ -214,7 +215,8 @@ _NO_TOKENS = _Tokens(_NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
 
 class AllGraphs:
-    """Graphs of an engine that drafts: of decode steps, and of steps with short chunks. Implements runner.Graphs."""
+    """The graphs of an engine with speculative decoding: DecodeGraphs for decode steps, ShortGraphs for steps with
+    short chunks. Implements runner.Graphs."""
 
     def __init__(self, decode: DecodeGraphs, short: ShortGraphs) -> None:
         self.decode, self.short = decode, short

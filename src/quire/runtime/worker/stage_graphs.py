@@ -1,5 +1,5 @@
-"""Decode steps of pipeline stages as captured graphs. Only layers are captured: what stages send one another is
-received before a graph is launched, and sent after it."""
+"""Decode steps of pipeline stages as captured graphs. Only the layers are captured: a stage receives its input before
+it launches a graph, and sends its output after that."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from quire.types.step import NO_ROWS, StepPlan
 
 
 class HiddenGraphs:
-    """Implements Graphs for a stage that does not sample. A step leaves its hidden states in `left`, where the next one
+    """Implements Graphs for a stage that does not sample. A step's hidden states are in `left` until the next step
     overwrites them. Rows grow when their tokens come from the last stage."""
 
-    left: Hidden  # of the step that ran last
+    left: Hidden  # output of the last step
 
     def __init__(self, model: Model, state: DeviceState, capture: Capture) -> None:
         self._model, self._capture, self._device = model, capture, state.rows.device
@@ -32,32 +32,32 @@ class HiddenGraphs:
         return self._forward.buckets
 
     def rarer_kinds(self) -> Iterator[Kind]:
-        """All but plain decoding of each bucket."""
+        """Yield the kinds of steps other than plain decoding, for each bucket."""
         for bucket in self.buckets:
             yield Kind(bucket, cascade=True)
             if self._forward.has_adapters:
                 yield Kind(bucket, adapters=True)
 
     def trace_row(self) -> None:
-        """Stages run layer by layer."""
+        """Do nothing: stages run layer by layer."""
 
     def rehearse(self, kind: Kind) -> None:
-        """Launch the kernels of a graph, each once, over nothing but padding."""
+        """Launch each kernel of a graph at least once, over padding only."""
         self._forward.write(NO_ROWS, kind)
         self._forward.hidden(kind, self._model.num_varied)
 
     def capture(self, bucket: int) -> None:
-        """Capture plain decoding of so many rows now, if it was not yet."""
+        """Capture plain decoding of `bucket` rows, if that has not been done."""
         self._graphs.capture(Kind(bucket))
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether the step is nothing but decoding. How its rows are sampled does not matter here."""
+        """Whether the step only decodes. How its rows are sampled does not matter here."""
         return not plan.chunks and 0 < len(plan.decode_rows) <= self.buckets[-1]
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Compute the plan's rows. Only enqueues, unless it must capture."""
+        """Compute the plan's rows. Only enqueues, unless a graph must be captured."""
         rows = plan.decode_rows
-        kind = self._graphs.lender(self._forward.kind(rows))
+        kind = self._graphs.kind_to_run(self._forward.kind(rows))
         graph = self._graphs[kind]
         self._forward.write(rows, kind)
         graph.launch()
@@ -69,16 +69,17 @@ class HiddenGraphs:
         return partial(nothing_sampled, plan, self._device)
 
     def _make(self, kind: Kind) -> ResultGraph[Hidden]:
-        """Capture over nothing but padding, which changes no row."""
+        """Capture over padding only, which changes no row."""
         self._forward.write(NO_ROWS, kind)
         return record_result(self._capture, partial(self._forward.hidden, kind), partial(self.rehearse, kind))
 
 
 class StageGraphs:
-    """Implements Graphs over those of a stage: HiddenGraphs, or DecodeGraphs on the last one."""
+    """Implements Graphs for a stage, around its HiddenGraphs, or on the last stage its DecodeGraphs: receives the
+    stage's input before a step, and sends its output."""
 
     def __init__(self, graphs: Graphs, streams: StageStreams, awaited: AwaitedTokens | None) -> None:
-        """`awaited`: what this stage awaits of the last one; None: it is the last one."""
+        """`awaited`: the tokens that this stage expects from the last one. None on the last stage."""
         self._graphs, self._streams, self._awaited = graphs, streams, awaited
 
     def takes(self, plan: StepPlan) -> bool:

@@ -1,4 +1,4 @@
-"""Which slots hold the states of the rows' recurrent layers, on the device and mirrored on the host."""
+"""The state slots of rows, on the device and mirrored on the host, for models with recurrent layers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 
 from quire.kernels.delta import NO_STATE, SAME_RUN
 from quire.runtime.sampling.samples import Longs
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.types.step import StateMove, StepPlan
 
 
 class RowStates:
-    """For each row the slot that its next step reads and the one that it writes. They differ in the step in which the
-    state moves. A row that stays where it is costs nothing."""
+    """Stores for each row the state slot that its next step reads and the one that it writes. They differ only in the
+    step in which the state moves. Rows whose state does not move cost nothing."""
 
-    def __init__(self, layers: tuple[Tensor, ...], num_rows: int, courier: Courier) -> None:
+    def __init__(self, layers: tuple[Tensor, ...], num_rows: int, uploader: Uploader) -> None:
         self.layers = layers
-        self._courier = courier
+        self._uploader = uploader
         self._on_host: Longs = np.full((num_rows, 2), NO_STATE, dtype=np.int64)
         self.slots = torch.full((num_rows, 2), NO_STATE, dtype=torch.int32, device=layers[0].device)
-        self._moved: set[int] = set()  # rows that moved in the step before
+        self._moved: set[int] = set()  # rows whose state moved in the previous step
 
     def update(self, plan: StepPlan) -> None:
-        """Before the plan's forward pass."""
+        """Update the slots. Must be called before the plan's forward pass."""
         changed, slots = self._moved, self._on_host
         for row in changed:
             slots[row, 0] = slots[row, 1]
@@ -41,11 +41,12 @@ class RowStates:
             slots[move.row, 1] = move.slot
         rows = np.array(sorted(changed | self._moved | {new.row for new in plan.new_rows}), dtype=np.int64)
         if len(rows):
-            where, values = self._courier.send(rows, slots[rows].astype(np.int32))
+            where, values = self._uploader.upload(rows, slots[rows].astype(np.int32))
             self.slots.index_copy_(0, where, values)
 
     def segments(self, plan: StepPlan, decodes: Longs, spans: Longs) -> Longs:  # [segments, 4]
-        """Of rows that decode one token each, and of chunks (first token, its position, tokens, row)."""
+        """Return the state segments of a step (first token, tokens, slot read, slot written): one for each of
+        `decodes`, and those of the chunks in `spans` (see `find_spans`)."""
         moves: dict[int, list[StateMove]] = defaultdict(list)
         for move in plan.states:
             moves[move.row].append(move)
@@ -61,7 +62,7 @@ class RowStates:
         assert (self.slots.cpu().numpy() == self._on_host).all()
 
     def _cut(self, span: Sequence[int], moves: list[StateMove]) -> Iterator[tuple[int, ...]]:
-        """The segments of a chunk: one ends, and another begins, where the state moves."""
+        """Yield the segments of a chunk. One segment ends and the next begins wherever the state moves."""
         begin, start, count, row = span
         read, position = int(self._on_host[row, 0]), start
         slot = read

@@ -1,4 +1,4 @@
-"""From a plan and the rows to one forward pass over the virtual layout."""
+"""Builds one forward pass over the virtual layout from a plan and the rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from quire.types.step import StepPlan
 
 class VirtualBackend(Protocol):
     def prepare(self, spans: VirtualSpans) -> Any:
-        """Step metadata, handed back to every `attend` of the step."""
+        """Return the step's metadata, which is passed to every `attend` of the step."""
 
 
 class VirtualBatchBuilder:
-    """Builds batches without reading the device, and has mapped what they need when it returns them."""
+    """Builds batches without reading the device. `build` also maps the blocks that the batch needs."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class VirtualBatchBuilder:
         rows, decodes = self._rows, plan.decode_rows.astype(np.int64)
         spans = find_spans(plan)
         token_rows, positions = find_tokens(decodes, rows.lengths, spans)
-        self._cache.ranges.settle(token_rows)
+        self._cache.ranges.begin_step(token_rows)
         tokens = self._firsts(token_rows) + positions
         lengths = rows.lengths[token_rows]
         places = find_samples(plan, np.arange(len(decodes)), rows.lengths, spans)
-        where, token, position, length, *chosen = rows.courier.send(
+        where, token, position, length, *chosen = rows.uploader.upload(
             token_rows * rows.capacity + positions, tokens, positions, lengths, *places[:5]
         )
         step = ForwardStep(
@@ -64,7 +64,7 @@ class VirtualBatchBuilder:
         return make_batch(step, places, chosen, len(positions))
 
     def _firsts(self, rows: Longs) -> Longs:
-        """Where each row's tokens begin among those of the cache."""
+        """Return the index of each row's first token in the reserved address range."""
         return self._cache.ranges.first_places(rows) * self._rows.block_size
 
     def _spans(self, plan: StepPlan, decodes: Longs) -> VirtualSpans:

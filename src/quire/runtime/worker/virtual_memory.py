@@ -1,4 +1,4 @@
-"""Physical memory whose pages can be seen at many addresses: on a CPU a file in memory, mapped piece by piece."""
+"""Physical memory whose pages can be mapped at several addresses. On a CPU it is an anonymous file (memfd)."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from torch import Tensor
 
 from quire.types.errors import ConfigError, QuireError
 
-_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000  # Linux, on every machine it runs torch on
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000  # Linux values, on all architectures that torch supports
 _FAILED = ctypes.c_void_p(-1).value
 _MAP_LIMIT = Path("/proc/sys/vm/max_map_count")
-_OTHER_MAPPINGS = 4_096  # that a process has beside ours: libraries, heaps, stacks
+_OTHER_MAPPINGS = 4_096  # further mappings of the process: libraries, heaps, stacks
 
 
 class PageMemory(Protocol):
-    """Blocks of physical memory, and a reserved range of addresses cut into places of a block's size.
+    """Blocks of physical memory, and a reserved address range divided into places of one block each.
 
-    A block may be mapped at several places. Only what is mapped may be touched.
+    A block may be mapped at several places. Only mapped places may be accessed.
     """
 
-    blocks: Tensor  # [blocks, block bytes], uint8: every block, always visible
+    blocks: Tensor  # [blocks, block bytes], uint8: all blocks, always mapped
     places: Tensor  # [places * block bytes], uint8: the reserved range
 
     def map(self, place: int, block_ids: Sequence[int]) -> None:
-        """Make blocks visible side by side, the first at `place`; nothing may be mapped there."""
+        """Map blocks side by side, the first at `place`. Nothing may be mapped there."""
 
     def unmap(self, place: int, count: int) -> None:
-        """Take `count` blocks from sight. Whoever reads there must be done."""
+        """Unmap `count` places. All reads from them must have finished."""
 
-    def again(self) -> PageMemory:
-        """The same blocks, and another range of as many places, where nothing is mapped."""
+    def with_new_range(self) -> PageMemory:
+        """Return the same blocks with a second address range of the same size, where nothing is mapped."""
 
 
 class HostPages:
-    """Implements PageMemory on a CPU. A page takes memory from its first write on, wherever it is seen then."""
+    """Implements PageMemory on a CPU. A page takes memory from its first write on, through any of its mappings."""
 
     def __init__(self, file: _MemoryFile, blocks: Tensor, num_places: int) -> None:
         self._file, self._num_places, self.blocks = file, num_places, blocks
@@ -57,7 +57,7 @@ class HostPages:
         home.map(0, size, file.number, 0)
         return cls(file, torch.from_numpy(np.asarray(home)).view(num_blocks, block_bytes), num_places)
 
-    def again(self) -> HostPages:
+    def with_new_range(self) -> HostPages:
         return HostPages(self._file, self.blocks, self._num_places)
 
     def map(self, place: int, block_ids: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class HostPages:
 
 
 class _MemoryFile:
-    """A file without a name, closed when nobody can map it any more. What is mapped of it stays."""
+    """An anonymous file, closed when this object is collected. Its mappings stay valid."""
 
     def __init__(self, num_bytes: int) -> None:
         self.number = os.memfd_create("quire-kv", os.MFD_CLOEXEC)
@@ -80,7 +80,7 @@ class _MemoryFile:
 
 
 class _Range:
-    """Addresses of our own, given back when the last array over them is gone."""
+    """A reserved address range, unmapped when the last array over it is gone."""
 
     def __init__(self, num_bytes: int) -> None:
         self._size = num_bytes
@@ -101,7 +101,8 @@ class _Range:
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Blocks that lie side by side in physical memory too: (their place in the list, the first one, how many)."""
+    """Yield runs of blocks that are consecutive in physical memory: (index in the list, first block, number of
+    blocks)."""
     begin = 0
     for end in range(1, len(block_ids) + 1):
         if end == len(block_ids) or block_ids[end] != block_ids[end - 1] + 1:
@@ -110,15 +111,16 @@ def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _check_limit(num_blocks: int) -> None:
-    """Every block that is mapped may be a mapping of its own, of which Linux lets a process have only so many."""
+    """Raise ConfigError if there may be more mappings than Linux allows a process. Each mapped block may need a
+    mapping."""
     try:
         limit = int(_MAP_LIMIT.read_text())
     except (OSError, ValueError):
-        return  # unknown; a mapping too many is refused by name
+        return  # unknown limit; mmap fails with an error that names it
     if num_blocks > limit - _OTHER_MAPPINGS:
         raise ConfigError(
             "num_kv_blocks",
-            f"{num_blocks:,} blocks may need as many mappings, and vm.max_map_count is {limit:,}",
+            f"{num_blocks:,} blocks may need that many mappings, and vm.max_map_count is {limit:,}",
             'use a larger block_size, fewer blocks, or kv_layout="paged"',
         )
 

@@ -1,4 +1,4 @@
-"""Physical memory of a GPU, mapped through the driver's virtual memory calls."""
+"""Physical memory of a GPU, mapped with the CUDA driver's virtual memory API."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from quire.types.errors import ConfigError, QuireError
 
 
 class CudaPages:
-    """Implements PageMemory. All physical memory is taken at once; only what is mapped at the places changes later.
+    """Implements PageMemory. All physical memory is allocated at once; later only the mappings change.
 
-    Calls act at once, whatever the device is doing: unmapping what a running step reads is an error of that step.
+    Mapping and unmapping do not follow stream order: unmapping memory that a running step reads makes the step fail.
     """
 
     def __init__(self, handles: _Handles, blocks: Tensor, num_places: int) -> None:
         self._handles, self._num_places, self.blocks = handles, num_places, blocks
         self._range = _Range(handles.driver, num_places, blocks.shape[1])
-        self._range.map(0, handles.numbers[:1])  # torch asks the driver whose memory the first address is
+        self._range.map(0, handles.numbers[:1])  # torch asks the driver which device the first address belongs to
         self.places = torch.as_tensor(self._range, device=blocks.device)
         self._range.unmap(0, 1)
 
@@ -31,13 +31,13 @@ class CudaPages:
     def make(cls, num_blocks: int, block_bytes: int, num_places: int, device: torch.device) -> CudaPages:
         driver = _Driver(cuda_index(str(device)))
         if block_bytes % driver.page_bytes:
-            reason = f"a block of {block_bytes:,} bytes is no whole number of pages of {driver.page_bytes:,}"
+            reason = f"a block of {block_bytes:,} bytes is not a multiple of the page size, {driver.page_bytes:,}"
             raise ConfigError("block_size", reason, 'use a larger power of two, or kv_layout="paged"')
         handles, home = _Handles(driver, num_blocks, block_bytes), _Range(driver, num_blocks, block_bytes)
         home.map(0, handles.numbers)
         return cls(handles, torch.as_tensor(home, device=device).view(num_blocks, block_bytes), num_places)
 
-    def again(self) -> CudaPages:
+    def with_new_range(self) -> CudaPages:
         return CudaPages(self._handles, self.blocks, self._num_places)
 
     def map(self, place: int, block_ids: Sequence[int]) -> None:
@@ -48,7 +48,7 @@ class CudaPages:
 
 
 class _Driver:
-    """The few calls needed, for one device; every failure is an exception."""
+    """The virtual memory calls of the driver for one device. Raises QuireError if a call fails."""
 
     def __init__(self, index: int) -> None:
         driver: Any = import_module("cuda.bindings.driver")
@@ -80,7 +80,7 @@ class _Driver:
         self._call("cuMemMap", address, num_bytes, 0, handle, 0)
 
     def open(self, address: int, num_bytes: int) -> None:
-        """Let the device read and write what is mapped there."""
+        """Give the device read and write access to the mappings in this range."""
         self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
 
     def unmap(self, address: int, num_bytes: int) -> None:
@@ -97,7 +97,7 @@ class _Driver:
 
 
 class _Handles:
-    """Physical memory, a handle per block: the driver maps a handle from its beginning only."""
+    """Physical memory, with one handle per block: the driver maps a handle only from its beginning."""
 
     def __init__(self, driver: _Driver, num_blocks: int, block_bytes: int) -> None:
         self.driver = driver
@@ -108,7 +108,7 @@ class _Handles:
 
 
 class _Range:
-    """Addresses of our own, cut into places; given back when the last tensor over them is gone."""
+    """A reserved address range, divided into places and freed when the last tensor over it is gone."""
 
     def __init__(self, driver: _Driver, num_places: int, place_bytes: int) -> None:
         self._driver, self._place_bytes, self._size = driver, place_bytes, num_places * place_bytes
@@ -141,7 +141,7 @@ def _release(driver: _Driver, handles: list[Any]) -> None:
 
 
 def _give_back(driver: _Driver, address: int, size: int, place_bytes: int, mapped: set[int]) -> None:
-    """The device may still be reading: wait for it first."""
+    """Wait for the device, which may still be reading, then unmap and free the range."""
     driver.synchronize()
     for place in mapped:
         driver.unmap(address + place * place_bytes, place_bytes)

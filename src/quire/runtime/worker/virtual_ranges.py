@@ -1,4 +1,4 @@
-"""Which addresses each row has, and which blocks are mapped there."""
+"""The address range of each row, and the blocks that are mapped there."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from quire.runtime.sampling.samples import Longs
 from quire.runtime.worker.virtual_fences import Fences
 from quire.runtime.worker.virtual_memory import PageMemory
 
-RANGES_PER_ROW = 2  # addresses cost nothing: a row can begin anew while a step that used its old range still runs
-_UNMAPPED_AT_ONCE = 256  # blocks after which a step's cleaning is left to the next one
+RANGES_PER_ROW = 2  # addresses are free: a reused row gets a second range while a step still uses the old one
+_UNMAPPED_AT_ONCE = 256  # blocks unmapped per step; the rest is left to the next step
 _NEVER = -1
 
 
 @dataclass(slots=True)
 class MappingCost:
-    """What was done so far."""
+    """Counts and durations of mapping work so far."""
 
     mapped: int = 0  # blocks
     unmapped: int = 0
-    waits: int = 0  # times the host stood still until the device had left a range
+    waits: int = 0  # times the host waited until the device had finished with a range
     map_seconds: float = 0.0
     unmap_seconds: float = 0.0
 
 
 class RowRanges:
-    """Gives every row a range of `slots` places and keeps mapped there what the row holds.
+    """Gives every row a range of `slots` places, and keeps the row's blocks mapped there.
 
-    Changes are noted when they are told and carried out by `settle`, once a step. What a row leaves behind is unmapped
-    when the device has done the last step that used it.
+    `enter`, `put` and `leave` only note changes; `begin_step` maps them, once per step. The range that a row leaves is
+    unmapped when the device has finished the last step that used it.
     """
 
     def __init__(self, memory: PageMemory, num_rows: int, slots: int, fences: Fences) -> None:
         self._memory, self._slots, self._fences = memory, slots, fences
         count = num_rows * RANGES_PER_ROW
         self._range: Longs = np.full(num_rows, _NEVER, dtype=np.int64)  # of each row
-        self._mapped: list[list[int]] = [[] for _ in range(count)]  # by range: its blocks, from its first place on
+        self._mapped: list[list[int]] = [[] for _ in range(count)]  # by range: the blocks mapped there
         self._noted: dict[int, dict[int, int]] = {}  # row -> slot -> block, still to be mapped
-        self._used: Longs = np.full(num_rows, _NEVER, dtype=np.int64)  # the last step that computed each row
+        self._used: Longs = np.full(num_rows, _NEVER, dtype=np.int64)  # the last step that computed tokens of each row
         self._free = deque(range(count))
         self._left: deque[tuple[int, int]] = deque()  # (last step that used it, range), in the order they were left
         self._step = 0
@@ -50,17 +50,18 @@ class RowRanges:
 
     @property
     def num_mapped(self) -> int:
-        """Places where a block is visible now."""
+        """The number of places where a block is mapped."""
         return sum(map(len, self._mapped))
 
     def enter(self, row: int, block_ids: Sequence[int]) -> None:
-        """A row begins, with blocks that it shares with others."""
+        """Give a new sequence's row a range, and note its first blocks."""
         assert self._range[row] == _NEVER, f"row {row} is taken"
         self._range[row], self._used[row] = self._take(), _NEVER
         self._noted[row] = dict(enumerate(block_ids))
 
     def put(self, rows: Iterable[int], slots: Iterable[int], block_ids: Iterable[int]) -> None:
-        """Rows hold a block in a slot: the next one, or another than before. Rows that did not enter are skipped."""
+        """Note that rows hold a block in a slot: the slot after the last one, or one whose block is replaced. Rows
+        without a range are skipped."""
         for row, slot, block in zip(rows, slots, block_ids, strict=True):
             if self._range[row] != _NEVER:
                 self._noted.setdefault(row, {})[slot] = block
@@ -71,22 +72,22 @@ class RowRanges:
             self._range[row] = _NEVER
             self._noted.pop(row, None)
 
-    def settle(self, rows: Longs) -> None:
-        """Begin a step that computes `rows`: everything they hold is visible afterwards."""
+    def begin_step(self, rows: Longs) -> None:
+        """Begin a step that computes `rows`: map all noted blocks, and unmap some ranges that rows have left."""
         self._step += 1
         self._fences.put(self._step)
-        self._clean(_UNMAPPED_AT_ONCE)
+        self._unmap_left(_UNMAPPED_AT_ONCE)
         for row, noted in self._noted.items():
-            self._follow(row, noted)
+            self._map_noted(row, noted)
         self._noted = {}
         self._used[rows] = self._step
 
     def first_places(self, rows: Longs) -> Longs:
-        """Where in the reserved range each row's own begins."""
+        """Return the first place of each row's range."""
         return self._range[rows] * self._slots
 
     def check(self) -> None:
-        """Every range has one owner, and what nobody owns shows nothing."""
+        """Assert that every range has one owner, and that nothing is mapped in free ranges."""
         taken = self._range[self._range != _NEVER].tolist()
         left = [number for _, number in self._left]
         assert sorted([*taken, *left, *self._free]) == list(range(len(self._mapped)))
@@ -94,8 +95,8 @@ class RowRanges:
         assert all(len(blocks) <= self._slots for blocks in self._mapped)
         assert self.num_mapped == self.cost.mapped - self.cost.unmapped
 
-    def _follow(self, row: int, noted: dict[int, int]) -> None:
-        """Map what a row was told to hold."""
+    def _map_noted(self, row: int, noted: dict[int, int]) -> None:
+        """Map the blocks noted for a row."""
         number = int(self._range[row])
         mapped, place = self._mapped[number], number * self._slots
         fresh: list[int] = []
@@ -116,11 +117,11 @@ class RowRanges:
     def _take(self) -> int:
         if not self._free:
             self._wait(self._left[0][0])
-            self._clean(1)
+            self._unmap_left(1)
         return self._free.popleft()
 
-    def _clean(self, at_least: int) -> None:
-        """Unmap what was left and is not used any more, until that is enough for once."""
+    def _unmap_left(self, at_least: int) -> None:
+        """Unmap ranges that rows have left and no step uses any more, until at least `at_least` blocks are unmapped."""
         while self._left and at_least > 0 and self._fences.has_passed(self._left[0][0]):
             number = self._left.popleft()[1]
             blocks = self._mapped[number]
@@ -143,10 +144,10 @@ class RowRanges:
         self.cost.unmapped += count
 
     def _wait(self, step: int) -> None:
-        """Until the device has done that step, of which all work is launched."""
+        """Wait until the device has finished a step whose work is all launched."""
         if self._fences.has_passed(step):
             return
-        if step == self._step:  # nothing stands behind it yet
+        if step == self._step:  # no later step has a fence yet
             self._step += 1
             self._fences.put(self._step)
         self.cost.waits += 1

@@ -1,4 +1,4 @@
-"""Rows of the virtual layout: whatever blocks they hold is mapped at their addresses."""
+"""Rows of the virtual layout, whose blocks are mapped into the rows' address ranges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.types.step import Ints, NewRow
 
 
 class VirtualRows(Rows):
-    """Tells `ranges` of every block that a row takes and of every row that leaves."""
+    """Notifies `ranges` of every block that a row gets and of every row that is released."""
 
     def __init__(self, num_rows: int, capacity: int, block_size: int, device: torch.device, ranges: RowRanges) -> None:
         super().__init__(num_rows, capacity, block_size, device)

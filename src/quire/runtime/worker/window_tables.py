@@ -1,7 +1,7 @@
-"""Where layers with a window keep the tokens of each block: in window blocks, which the engine gives and takes back.
+"""Window tables: the window blocks in which layers with a window keep the tokens of each block.
 
-A row's window tables say the same of the blocks in its table. Tokens that have left the window are in nobody's window
-blocks: entries of their blocks still name some block of the cache, and nothing may come of what is read there.
+A row's window table lists the window blocks of the blocks in its block table. The window blocks of tokens outside the
+window are given back; their entries then name some other block of the cache, and attention must ignore what it holds.
 """
 
 from __future__ import annotations
@@ -10,33 +10,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.types.step import Ints
 
 
 class WindowTables:
-    """`tables` are those of all rows, one for each of the window blocks that belong to a block. They stay where they
-    are, so that a captured graph can read them."""
+    """`tables` has one table of all rows for each window block that belongs to a block. The tensors keep their
+    addresses, so that captured graphs can read them."""
 
-    def __init__(self, memory: Tensor, num_blocks: int, courier: Courier) -> None:
-        """memory: zeros [windows, rows, max blocks], int32."""
-        self.memory, self._courier = memory, courier
+    def __init__(self, memory: Tensor, num_blocks: int, uploader: Uploader) -> None:
+        """`memory`: zeros [windows, rows, max blocks], int32."""
+        self.memory, self._uploader = memory, uploader
         self.tables: tuple[Tensor, ...] = tuple(memory)  # each [rows, max blocks]
         self._of_block = torch.zeros(len(memory), num_blocks, dtype=torch.int32, device=memory.device)
 
     def assign(self, owners: Ints, window_blocks: Ints) -> None:
-        """The window blocks of owners[i], which are all different, are the i-th of window_blocks [owners * windows]."""
+        """Assign to owners[i] (all different) the i-th group of window blocks in window_blocks [owners * windows]."""
         by_window = window_blocks.reshape(len(owners), -1).T
-        where, blocks = self._courier.send(owners.astype(np.int64), by_window)
+        where, blocks = self._uploader.upload(owners.astype(np.int64), by_window)
         self._of_block.index_copy_(1, where, blocks)
 
     def follow(self, places: Tensor, block_ids: Tensor) -> None:
-        """Blocks [n] stand at these places of the rows' tables seen flat."""
+        """Update the window tables after `block_ids` [n] were written to these indices of the rows' flattened block
+        tables."""
         found = self._of_block.index_select(1, block_ids)
         self.memory.flatten(1).index_copy_(1, places, found)
 
     def at(self, places: Tensor) -> Tensor:  # [windows, n]
-        """The window blocks at places of the rows' tables seen flat."""
+        """Return the window blocks at indices of the rows' flattened block tables."""
         return self.memory.flatten(1).index_select(1, places)
 
     def check(self) -> None:

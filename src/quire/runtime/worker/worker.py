@@ -1,4 +1,4 @@
-"""The worker: executes plans, owns all state of one device."""
+"""The worker: executes plans, and owns all state of one device."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ from quire.types.step import Ints, Masks, NewRow, RowFailure, RowTokens, StepPla
 
 
 @dataclass(frozen=True, slots=True)
-class _Owed:
+class _BegunStep:
     """A guided step that waits for its masks."""
 
     step: int
     sample: SampleStep
-    failures: tuple[RowFailure, ...]  # so far
+    failures: tuple[RowFailure, ...]  # before sampling
 
 
 class Worker:
-    """Owns rows, KV memory, unless that is another worker's, and sampler state. Plans must be executed in the order
-    the engine made them. `drafter` may be set to one that looks at this worker's rows, `tiers` to its cache's."""
+    """Owns rows, sampler state and KV memory (unless `cache` is another worker's). Plans must be executed in the order
+    in which the engine made them. `drafter` may be set to one that reads this worker's rows, and `tiers` to those of
+    its cache."""
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class Worker:
         adapters: RowAdapters | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`model`, `backend` and `adapters` are those of this rank; `model_config` is that of its stage, with the heads
-        and sizes of all ranks of the stage."""
+        """`model`, `backend` and `adapters` belong to this rank. `model_config` describes its stage, with the heads and
+        sizes of all ranks of the stage."""
         self.ranks = ranks
         self._link = link = make_link(config, ranks)
         if link is not None and not link.is_last:
@@ -85,14 +86,15 @@ class Worker:
             self._graphs = StageGraphs(parts.graphs, streams, self._awaited)
         self.drafter: Drafter = NO_DRAFTER
         self.tiers: Tiers = NO_TIERS
-        self._failed: set[int] = set()  # live rows whose own code raised when they were added
-        self._owed: _Owed | None = None
-        self._captures: deque[Task] = deque()  # what `prepare` had no time for
-        self._compilations: deque[Task] = deque()  # likewise
+        self._failed: set[int] = set()  # live rows that failed when they were added or written
+        self._begun: _BegunStep | None = None
+        self._captures: deque[Task] = deque()  # graphs that `prepare` had no time to capture
+        self._compilations: deque[Task] = deque()  # kernels that `prepare` had no time to compile
 
     @torch.inference_mode()
     def prepare(self, seconds: float) -> None:
-        """Do for about so long what the first requests would wait for. Changes no row and no block."""
+        """Compile kernels and capture graphs for about `seconds`, so that the first requests need not wait for that.
+        Changes no row and no block."""
         own = self._prepare(seconds)
         self.tiers.prepare()
         for rest in (own, self.drafter.prepare(seconds)):
@@ -101,7 +103,8 @@ class Worker:
 
     @torch.inference_mode()
     def prepare_more(self) -> bool:
-        """Do some of what there was no time for; only while no step is in flight. Returns False if nothing is left."""
+        """Do one task of the preparation that is left. May only be called while no step is in flight. Returns False if
+        nothing is left."""
         for tasks in (self._captures, self._compilations):
             if tasks:
                 tasks.popleft()()
@@ -110,12 +113,13 @@ class Worker:
 
     @torch.inference_mode()
     def compile_rest(self) -> None:
-        """Begin all compilations that are left, in the background; then nothing is left for `prepare_more`."""
+        """Start all remaining compilations in the background, and drop the remaining captures. `prepare_more` has
+        nothing left then."""
         for compile_later in self.take_rest().compilations:
             compile_later()
 
     def take_rest(self) -> Rest:
-        """What is left; nothing is for `prepare_more` then."""
+        """Return the preparation that is left. `prepare_more` has nothing left then."""
         rest = Rest(tuple(self._captures), tuple(self._compilations))
         self._captures.clear()
         self._compilations.clear()
@@ -123,11 +127,11 @@ class Worker:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Carry a plan out that is not guided, in its fixed order. On a GPU it may still run when this returns."""
+        """Execute a plan that is not guided. On a GPU the step may still run when this returns."""
         self._check_order(plan, guided=False)
         failures = self._update(plan)
         if plan.num_tokens == 0:
-            output = self._nothing(plan, plan.masks)
+            output = self._empty_output(plan, plan.masks)
         elif self._by_graph(plan):
             output = self._graphs.run(plan)
         else:
@@ -136,24 +140,24 @@ class Worker:
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> None:
-        """Carry a guided plan out up to its logits. `supply_masks` must follow before any other plan."""
+        """Execute a guided plan up to its logits. `supply_masks` must be called before any other plan."""
         self._check_order(plan, guided=True)
         failures = self._update(plan)
         if plan.num_tokens == 0:
-            sample: SampleStep = partial(self._nothing, plan)
+            sample: SampleStep = partial(self._empty_output, plan)
         elif self._by_graph(plan):
             sample = self._graphs.begin(plan)
         else:
             sample = self._runner.begin(plan, frozenset(self._failed))
-        self._owed = _Owed(plan.step, sample, failures)
+        self._begun = _BegunStep(plan.step, sample, failures)
 
     @torch.inference_mode()
     def supply_masks(self, masks: Masks | None) -> StepOutput:
-        """Sample the guided plan that was begun last, under these masks; samples that they do not name are free."""
-        owed, self._owed = self._owed, None
-        if owed is None:
+        """Sample the guided plan that was begun last, under these masks. Samples without a mask are not constrained."""
+        begun, self._begun = self._begun, None
+        if begun is None:
             raise RuntimeError("masks were supplied, but no guided plan waits for any: begin one first")
-        return self._complete(owed.sample(masks), owed.failures)
+        return self._complete(begun.sample(masks), begun.failures)
 
     def check(self) -> None:
         """Waits for the device, and for tokens of other stages."""
@@ -171,9 +175,9 @@ class Worker:
         assert all(self.rows.live[row] for row in self._failed)
 
     def _check_order(self, plan: StepPlan, *, guided: bool) -> None:
-        if self._owed is not None:
+        if self._begun is not None:
             raise RuntimeError(
-                f"step {plan.step} was launched while step {self._owed.step} waits for its masks: supply them first"
+                f"step {plan.step} was launched while step {self._begun.step} waits for its masks: supply them first"
             )
         if plan.guided != guided:
             raise RuntimeError(f"step {plan.step}: guided plans are begun, all other plans are executed")
@@ -186,7 +190,7 @@ class Worker:
         return self._graphs.takes(plan)
 
     def _update(self, plan: StepPlan) -> tuple[RowFailure, ...]:
-        """All that comes before the forward pass."""
+        """Apply the plan's changes to rows, adapters, states and blocks, before the forward pass."""
         if self._awaited is not None:
             self._awaited.receive_for(plan)
         self._release(plan.released)
@@ -199,18 +203,18 @@ class Worker:
         self.rows.grant(plan.grant_rows, plan.grant_slots, plan.grant_blocks)
         if self._states is not None:
             self._states.update(plan)
-        self.tiers.obey(plan.transfers)
+        self.tiers.submit(plan.transfers)
         self.cache.copy(plan.copies)
         if plan.copies:
             self.drafter.copy_blocks(plan.copies)
         return failures
 
-    def _nothing(self, plan: StepPlan, masks: Masks | None) -> StepOutput:  # noqa: ARG002
-        """What a plan without tokens samples."""
+    def _empty_output(self, plan: StepPlan, masks: Masks | None) -> StepOutput:  # noqa: ARG002
+        """Return the output of a plan without tokens."""
         return StepOutput(plan, torch.empty(0, dtype=torch.int64, device=self.rows.device))
 
     def _complete(self, output: StepOutput, failures: tuple[RowFailure, ...]) -> StepOutput:
-        """All that comes after sampling."""
+        """Send the tokens to other stages, and draft, after sampling."""
         if self._link is not None and self._link.is_last:
             self._link.send_tokens(output.token_ids)
         if failures:
@@ -232,9 +236,9 @@ class Worker:
             self._sampler.remove(row)
 
     def _add(self, news: tuple[NewRow, ...]) -> tuple[RowFailure, ...]:
-        """A row that fails is placed all the same, with tokens the model knows and the images before a broken one, and
-        with its adapter if the slot holds it: its share of the plan is computed, as others may read the blocks of a
-        prompt it shares with them."""
+        """Add new rows. Returns those that failed. A failed row is placed too, without its invalid tokens and images,
+        and without an adapter that its slot does not hold: its tokens are still computed, as other rows may read the
+        blocks of a prompt that they share with it."""
         placed, failures, known = [], [], self._are_known(news)
         for new in news:
             try:
@@ -243,11 +247,11 @@ class Worker:
                 self._check_images(new.images)
                 self._check_adapter(new.adapter)
                 self._sampler.add(new)
-            except Exception as error:  # noqa: BLE001  this row's own code: only its request ends
+            except Exception as error:  # noqa: BLE001  only this row's request fails
                 self._failed.add(new.row)
                 failures.append(RowFailure(new.row, str(error) or type(error).__name__))
-                tokens, images = new.token_ids.clip(0, self._vocab_size - 1), tuple(self._unbroken(new.images))
-                new = new._replace(token_ids=tokens, images=images, adapter=self._usable(new.adapter))
+                tokens, images = new.token_ids.clip(0, self._vocab_size - 1), tuple(self._valid_images(new.images))
+                new = new._replace(token_ids=tokens, images=images, adapter=self._usable_adapter(new.adapter))
             placed.append(new)
         self.rows.place(placed)
         if self._images is not None:
@@ -261,7 +265,7 @@ class Worker:
         return tuple(failures)
 
     def _write(self, writes: tuple[RowTokens, ...]) -> tuple[RowFailure, ...]:
-        """As with new rows, one that holds a token the model does not know fails alone."""
+        """Write tokens to rows. A row with a token that the model does not know fails; the others are not affected."""
         written, failures, known = list(writes), [], self._are_known(writes)
         for place, write in enumerate(() if known else writes):
             try:
@@ -274,7 +278,7 @@ class Worker:
         return tuple(failures)
 
     def _are_known(self, lines: Sequence[NewRow | RowTokens]) -> bool:
-        """Whether the model knows all tokens of all these rows."""
+        """Whether all tokens of all these rows are in the model's vocabulary."""
         tokens = np.concatenate([line.token_ids for line in lines])
         return len(tokens) == 0 or bool(tokens.min() >= 0 and tokens.max() < self._vocab_size)
 
@@ -287,8 +291,8 @@ class Worker:
             )
         self.adapters.check_slot(slot)
 
-    def _usable(self, slot: int) -> int:
-        """Return `slot`, or NO_ADAPTER if it does not hold the adapter that it should."""
+    def _usable_adapter(self, slot: int) -> int:
+        """Return `slot`, or NO_ADAPTER if the slot's adapter could not be loaded."""
         with suppress(InvalidRequest):
             self._check_adapter(slot)
             return slot
@@ -299,8 +303,8 @@ class Worker:
             for image in images:
                 self._images.check_image(image)
 
-    def _unbroken(self, images: tuple[PromptImage, ...]) -> Iterator[PromptImage]:
-        """Yield the images before the first that fails its check."""
+    def _valid_images(self, images: tuple[PromptImage, ...]) -> Iterator[PromptImage]:
+        """Yield the images before the first one that fails its check."""
         with suppress(InvalidRequest):
             for image in images:
                 self._check_images((image,))

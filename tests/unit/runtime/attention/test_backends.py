@@ -75,7 +75,7 @@ def test_gathering_gives_what_the_reference_gives(decodes: list[int], chunks: li
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_long_chunk_is_cut_into_tiles_without_changing_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutting_a_long_chunk_into_tiles_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.runtime.attention.gather.MASK_ELEMENTS", 100)
     batch, cache, tensors = batch_of([], [(30, 21)], 4, HEADS)
     gather = GatherAttention(torch.float32)
@@ -107,7 +107,7 @@ def test_rows_are_cut_where_padding_costs_more_than_a_group() -> None:
     assert split_by_length(np.array([], dtype=np.int64), group_cost=200, max_slots=10_000) == []
 
 
-def test_no_group_of_several_rows_gathers_more_than_its_share() -> None:
+def test_no_group_of_several_rows_gathers_more_than_the_limit() -> None:
     lengths = np.array([400] * 10)
     runs = split_by_length(lengths, group_cost=200, max_slots=1_000)
     assert all((end - begin) * 400 <= 1_000 for begin, end in runs)
@@ -125,20 +125,20 @@ def test_groups_cover_every_row_once_in_order() -> None:
     assert padding < 0.1 * lengths.sum()
 
 
-def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_backend_is_refused_with_a_list_of_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="gather, reference"):
         make_backend("flash", HEADS, torch.float32, CPU)
 
 
-def test_the_native_backend_is_refused_where_it_cannot_run_and_auto_falls_to_torch() -> None:
+def test_the_native_backend_is_refused_where_it_cannot_run_and_auto_falls_back_to_torch() -> None:
     latent, float8 = Heads(4, 1, 24, latent=16), torch.float8_e4m3fn
-    with pytest.raises(ConfigError, match="read no cache of float8"):
+    with pytest.raises(ConfigError, match="do not support a KV cache of float8"):
         make_backend("native", latent, torch.float32, CPU, kv_dtype=float8)
     assert isinstance(make_backend("auto", latent, torch.float32, CPU, kv_dtype=float8), GatherAttention)
 
 
 @needs_native
-def test_float16_is_attended_by_the_native_kernels_in_parts_and_no_part_changes_a_bit(
+def test_native_float16_attention_in_parts_is_bitwise_equal_to_one_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     half = Placement(torch.float16, torch.device("cpu"))
@@ -231,7 +231,7 @@ def test_a_row_of_the_native_backend_does_not_depend_on_its_neighbours(rule: Att
 @pytest.mark.parametrize(
     "rule", [RULE, replace(RULE, softcap=2.0), replace(RULE, sinks=torch.zeros(6)), replace(RULE, window=40)]
 )
-def test_a_key_that_is_no_number_is_not_lost_where_it_is_alone_in_its_piece(
+def test_a_nan_key_is_not_lost_if_it_is_alone_in_its_piece(
     rule: AttentionRule, dtype: torch.dtype, dim: int, bad: float
 ) -> None:
     heads = Heads(6, 2, dim)  # bfloat16 of 64: on tile units, where there are any
@@ -251,7 +251,7 @@ def test_a_key_that_is_no_number_is_not_lost_where_it_is_alone_in_its_piece(
 
 
 @needs_native
-def test_the_native_plans_of_a_steps_tables_share_their_spans_and_no_others_do() -> None:
+def test_only_the_native_plans_of_one_steps_tables_share_spans() -> None:
     backend = NativeAttention()
     batch, _, _ = batch_of([20, 3], [(0, 6)], 4, HEADS)
     other = replace(batch, block_ids=batch.block_ids.flip(1))  # another table of the same step

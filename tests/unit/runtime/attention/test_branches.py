@@ -61,7 +61,7 @@ def attended(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_chunks_attend_beside_decode_rows_and_find_the_same(shared: bool) -> None:
+def test_chunks_and_decodes_on_parallel_branches_give_the_same_result(shared: bool) -> None:
     count, found, wanted = attended([40, 20], [(0, 6), (16, 16)], shared=shared)
     assert count == 1
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -72,7 +72,7 @@ def test_chunks_attend_beside_decode_rows_and_find_the_same(shared: bool) -> Non
     [([40, 2], [], None), ([], [(0, 6)], None), ([40], [(0, 6)], 6)],
     ids=["only decodes", "only chunks", "a step that fills the device"],
 )
-def test_there_is_one_branch_where_a_second_gains_nothing(
+def test_steps_without_chunks_or_decodes_and_large_steps_use_one_branch(
     decodes: list[int], chunks: list[tuple[int, int]], most: int | None
 ) -> None:
     count, found, wanted = attended(decodes, chunks, most)

@@ -1,4 +1,4 @@
-"""The FlashInfer backend over a stand-in for that package, which computes from nothing but what it is handed."""
+"""The FlashInfer backend over a fake package, which computes from its arguments alone."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def anywhere(package: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("package")
-def test_it_gives_what_the_reference_gives(decodes: list[int], chunks: list[tuple[int, int]], size: int) -> None:
+def test_it_gives_the_results_of_the_reference(decodes: list[int], chunks: list[tuple[int, int]], size: int) -> None:
     batch, cache, tensors = batch_of(decodes, chunks, size, HEADS)
     backend, reference = accepting(size), ReferenceAttention()
     expected = reference.attend(*tensors, cache, reference.prepare(batch), RULE)
@@ -185,7 +185,7 @@ def test_decode_rows_use_tensor_cores_where_many_query_heads_share_keys(num_quer
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_a_worker_that_attends_by_it_samples_what_one_by_the_reference_does() -> None:
+def test_a_worker_with_flashinfer_samples_the_tokens_of_the_reference() -> None:
     def run(attention: str) -> dict[int, list[int]]:
         bench = Bench(checkpoint(), engine_config(), attention=attention)
         bench.add(0, [5, 6, 7, 8, 9, 10, 11])
@@ -229,13 +229,13 @@ def test_it_is_refused_on_a_cpu() -> None:
         ((9, 0), GPU, 128, None, None),
         ((8, 0), GPU, 64, torch.bfloat16, None),
         ((7, 0), GPU, 128, None, "compute capability 7.0 is too old"),
-        ((9, 0), GPU, 80, None, "heads of 80 numbers"),
+        ((9, 0), GPU, 80, None, "a head size of 80"),
         ((9, 0), replace(GPU, dtype=torch.float32), 128, None, "float16 and bfloat16 only"),
-        ((9, 0), GPU, 128, torch.float8_e4m3fn, "a cache of the run dtype only"),
+        ((9, 0), GPU, 128, torch.float8_e4m3fn, "a KV cache of the model's dtype"),
     ],
 )
 @pytest.mark.usefixtures("package")
-def test_what_its_kernels_do_not_know_is_refused_by_name(
+def test_unsupported_heads_dtypes_and_devices_are_refused_by_name(
     capability: tuple[int, int],
     placement: Placement,
     dim: int,
@@ -259,7 +259,7 @@ def test_auto_never_chooses_it(
 
 
 @pytest.mark.usefixtures("package")
-def test_kernels_that_cannot_be_compiled_are_a_setting_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_cannot_be_compiled_raise_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("Ninja build failed.\nthe whole output of the compiler")
 
@@ -268,7 +268,7 @@ def test_kernels_that_cannot_be_compiled_are_a_setting_to_mend(monkeypatch: pyte
         FlashInferAttention(HEADS, CPU, 16)
 
 
-def test_a_package_that_lacks_something_of_its_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_error_inside_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: str) -> None:
         raise ModuleNotFoundError("No module named 'tvm_ffi'")
 

@@ -1,4 +1,4 @@
-"""Chunks that attend over a dequantized copy of what they see, beside the same steps over the quantized cache."""
+"""Chunks that attend over a dequantized copy, compared with the same steps over the quantized cache."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def attend(
     ("decodes", "chunks"),
     [([], [(0, 1)]), ([], [(7, 9), (0, 8), (0, 1)]), ([40, 2], [(0, 6), (31, 9)]), ([11], [(24, 8), (25, 3)])],
 )
-def test_a_copy_gives_what_the_cache_gives(name: str, decodes: list[int], chunks: list[tuple[int, int]]) -> None:
+def test_a_copy_gives_the_results_of_the_cache(name: str, decodes: list[int], chunks: list[tuple[int, int]]) -> None:
     cache = filled(name)
     plain, copying = backend_of(name, cache, None), backend_of(name, cache, ALWAYS)
     assert (plain.has_scratch, copying.has_scratch) == (False, True)
@@ -100,7 +100,7 @@ def test_sequences_that_do_not_fit_into_the_copy_read_the_cache(name: str) -> No
     torch.testing.assert_close(found[0], found[1], rtol=3e-3, atol=3e-3)
 
 
-def test_a_copy_is_made_where_enough_query_rows_read_an_average_key() -> None:
+def test_a_copy_is_made_if_enough_query_rows_read_an_average_key() -> None:
     cache = filled("int8")
     backend = backend_of("int8", cache, ScratchConfig(torch.float32, least_rows=8, page=PAGE))
     for start, count, pays in ((0, 6, False), (0, 7, True), (40, 3, False), (40, 5, True)):
@@ -121,7 +121,7 @@ def test_there_is_no_copy_of_a_plain_cache_or_where_all_layers_have_a_window() -
     assert not windowed.has_scratch
 
 
-def test_only_hopper_gpus_are_given_a_copy_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_hopper_gpus_use_a_copy_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.kernels.triton import attention_prefill
 
     half, wide = Placement(torch.bfloat16, torch.device(DEVICE)), Heads(8, 2, 128)

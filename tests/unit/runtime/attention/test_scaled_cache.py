@@ -47,7 +47,7 @@ def slots_of(cache: LayerCache, block_ids: list[int], num_tokens: int) -> torch.
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dim", [8, 40, 64])
-def test_the_error_of_a_number_is_bounded_by_the_range_of_its_head_or_group(name: str, dim: int) -> None:
+def test_the_quantization_error_is_bounded_by_the_range_of_the_head_or_group(name: str, dim: int) -> None:
     x = torch.randn(50, dim, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 4, 50)[:, None]
     found = dequantize_heads(*quantize_heads(x, NAMES[name]))
     span = x.abs().amax(dim=-1, keepdim=True) if name != "int4" else x.amax(-1, True) - x.amin(-1, True)
@@ -56,7 +56,7 @@ def test_the_error_of_a_number_is_bounded_by_the_range_of_its_head_or_group(name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_keys_beyond_the_range_of_the_numbers_are_not_cut(name: str) -> None:
+def test_keys_beyond_the_range_of_the_dtype_are_scaled_and_not_clamped(name: str) -> None:
     x = torch.linspace(-30_000.0, 30_000.0, 64)[None]
     found = dequantize_heads(*quantize_heads(x, NAMES[name]))
     assert float(found.max()) == pytest.approx(30_000.0, rel=0.04)
@@ -65,7 +65,7 @@ def test_keys_beyond_the_range_of_the_numbers_are_not_cut(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_number_that_is_none_stays_none_and_harms_no_other_head(name: str, bad: float) -> None:
+def test_nan_stays_nan_and_does_not_affect_other_heads(name: str, bad: float) -> None:
     x = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(1))
     x[1, 0, 5] = bad
     found = dequantize_heads(*quantize_heads(x, NAMES[name]))
@@ -75,7 +75,7 @@ def test_a_number_that_is_none_stays_none_and_harms_no_other_head(name: str, bad
 
 
 @pytest.mark.parametrize("number", [-70_000.0, 2e6])
-def test_what_float16_cannot_say_of_an_int4_group_is_a_nan_and_not_cut(number: float) -> None:
+def test_an_int4_group_whose_scale_or_offset_overflows_float16_becomes_nan(number: float) -> None:
     x = torch.ones(1, 64)
     x[0, 3] = number
     found = dequantize_heads(*quantize_heads(x, INT4))
@@ -84,7 +84,7 @@ def test_what_float16_cannot_say_of_an_int4_group_is_a_nan_and_not_cut(number: f
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_head_of_zeros_and_a_slot_never_written_read_as_zeros(name: str) -> None:
+def test_heads_of_zeros_and_unwritten_slots_read_as_zeros(name: str) -> None:
     numbers, scales = quantize_heads(torch.zeros(2, 16), NAMES[name])
     assert torch.equal(dequantize_heads(numbers, scales), torch.zeros(2, 16))
     empty = dequantize_heads(torch.zeros_like(numbers.view(torch.uint8)).view(numbers.dtype), torch.zeros_like(scales))
@@ -168,7 +168,7 @@ def test_backends_attend_to_what_was_dequantized(name: str, rule: AttentionRule,
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
-def test_a_row_with_a_nan_fails_alone_in_every_backend(name: str, side: int) -> None:
+def test_only_the_row_with_a_nan_fails_in_every_backend(name: str, side: int) -> None:
     heads = Heads(4, 2, 16)
     cache, batch, tensors = filled(name, heads)
     bad = torch.randn(2, 1, heads.num_kv, heads.dim, generator=torch.Generator().manual_seed(4))
@@ -226,7 +226,7 @@ def test_the_compiled_kernels_round_ties_of_bfloat16_as_torch_does(name: str) ->
 @needs_native
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_key_that_is_no_number_is_not_lost_where_it_is_alone_in_its_piece(name: str, bad: float) -> None:
+def test_a_nan_key_is_not_lost_if_it_is_alone_in_its_piece(name: str, bad: float) -> None:
     from quire.runtime.attention.native import NativeAttention
 
     heads, count = Heads(4, 2, 16), 257
@@ -244,7 +244,7 @@ def test_a_key_that_is_no_number_is_not_lost_where_it_is_alone_in_its_piece(name
     assert found[1].isfinite().all()
 
 
-def test_a_latent_beyond_the_range_of_float8_becomes_nan_and_is_not_cut() -> None:
+def test_a_latent_beyond_the_range_of_float8_becomes_nan() -> None:
     cache = LayerCache.of_latents(torch.zeros(2, 1, BLOCK, 8).to(torch.float8_e4m3fn), 6)
     latent = torch.full((2, 1, 8), 448.0)
     latent[1, 0, 2] = 500.0

@@ -1,4 +1,4 @@
-"""Sequences that begin with the same blocks are read together by the native backend, without changing a bit of any."""
+"""The native backend reads shared first blocks once for several sequences, with bitwise equal results."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ BESIDE = [Sequence(40 + i) for i in range(20)]
 )
 @pytest.mark.parametrize("sequences", [ALIKE, TREE, MIXED, BESIDE], ids=["alike", "tree", "mixed", "beside"])
 @pytest.mark.parametrize("size", [4, 16])
-def test_a_sequence_finds_the_same_alone_and_beside_those_that_share_its_blocks(
+def test_a_sequence_gets_the_same_result_alone_and_beside_sequences_that_share_its_blocks(
     size: int, sequences: list[Sequence], heads: Heads, dtype: torch.dtype
 ) -> None:
     if size == 4:

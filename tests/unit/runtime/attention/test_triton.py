@@ -60,7 +60,7 @@ def plan_of(backend: Any, batch: AttentionBatch, *, cascade: bool = False) -> An
     [([40, 9, 1], []), ([], [(7, 5), (0, 1)]), ([40, 2], [(0, 6), (16, 16)])],
 )
 @pytest.mark.parametrize("rules", [(RULE,), WINDOWED])
-def test_it_gives_what_the_reference_gives(
+def test_it_gives_the_results_of_the_reference(
     decodes: list[int], chunks: list[tuple[int, int]], size: int, rules: tuple[AttentionRule, ...]
 ) -> None:
     batch, cache, tensors = batch_of(decodes, chunks, size, HEADS)
@@ -79,9 +79,7 @@ def test_it_gives_what_the_reference_gives(
 
 
 @pytest.mark.parametrize(("heads", "rules"), [(HEADS, WINDOWED), (Heads(4, 1, 24, 16), (RULE,))])
-def test_a_cascade_over_shared_blocks_gives_what_plain_decoding_gives(
-    heads: Heads, rules: tuple[AttentionRule, ...]
-) -> None:
+def test_a_cascade_over_shared_blocks_equals_plain_decoding(heads: Heads, rules: tuple[AttentionRule, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     size, lengths, entries = 4, [40, 37, 0, 26, 33, 0], [5, 2, -1, 0, 4, -1]  # of which two are padding
     memory = torch.randn(2, 60, heads.num_kv, size, heads.dim, generator=generator).to(DEVICE)
@@ -120,15 +118,15 @@ def test_decode_rows_beyond_what_was_reserved_are_refused() -> None:
         backend.plan(rows, rows.long(), rows.long(), rows[None], None)
 
 
-def test_what_its_kernels_do_not_know_is_refused_and_auto_takes_another() -> None:
+def test_unsupported_heads_are_refused_and_auto_chooses_another_backend() -> None:
     assert resolve_backend("triton", HEADS, PLACEMENT, 16) == "triton"
-    for heads, size, reason in ((Heads(2, 1, 640), 16, "640 numbers"), (HEADS, 24, "no power of two")):
+    for heads, size, reason in ((Heads(2, 1, 640), 16, "a head size of 640"), (HEADS, 24, "not a power of two")):
         with pytest.raises(ConfigError, match=reason):
             resolve_backend("triton", heads, PLACEMENT, size)
         assert resolve_backend("auto", heads, PLACEMENT, size) != "triton"
 
 
-def test_a_cpu_is_never_given_triton_unasked() -> None:
+def test_auto_never_chooses_triton_on_a_cpu() -> None:
     cpu = Placement(torch.float32, torch.device("cpu"))
     assert resolve_backend("auto", HEADS, cpu, 16) in ("native", "gather")
 

@@ -1,4 +1,4 @@
-"""Attention over sequences side by side, against the reference over the same keys in blocks."""
+"""Attention over contiguous sequences, compared with the reference over the same keys in blocks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def expected(layer: VirtualLayer, spans: VirtualSpans, query: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("decodes", "chunks"), SHAPES)
 @pytest.mark.parametrize("mask_elements", [1 << 22, 100])
-def test_torchs_own_kernel_over_views_equals_the_reference(
+def test_torchs_kernel_over_views_equals_the_reference(
     decodes: list[int], chunks: list[tuple[int, int]], mask_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(virtual_module, "_MASK_ELEMENTS", mask_elements)
@@ -78,7 +78,7 @@ def test_torchs_own_kernel_over_views_equals_the_reference(
         torch.testing.assert_close(out, expected(layer, spans, query), atol=1e-5, rtol=1e-5)
 
 
-def test_half_types_are_multiplied_in_the_precision_asked_for() -> None:
+def test_half_precision_is_multiplied_in_the_requested_dtype() -> None:
     layers, spans, query = case([9, 4], [(3, 5)])
     half = [VirtualLayer.over(layers[0].key_slots.half()[: -(-len(layers[0].key_slots) // 12) * 12 - 12], 0, LAYERS, 2)]
     backend = VirtualAttention(HEADS, torch.float32)
@@ -88,7 +88,7 @@ def test_half_types_are_multiplied_in_the_precision_asked_for() -> None:
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_what_a_layer_writes_is_what_its_tokens_read(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_written_through_slots_are_read_through_tokens(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
         monkeypatch.setattr("quire.runtime.layers.ops.why_not_native", lambda *_: "not now")
     ops = choose_ops(CPU.dtype, CPU.device)
@@ -121,7 +121,7 @@ def packed_flash(
 
 
 @pytest.mark.parametrize(("decodes", "chunks"), SHAPES)
-def test_the_packed_kernel_is_told_where_each_row_begins(
+def test_the_flash_kernel_gets_the_offset_of_each_row(
     decodes: list[int], chunks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", packed_flash)
@@ -143,13 +143,13 @@ def test_rules_beyond_a_scale_are_refused(rule: AttentionRule) -> None:
             backend.accept(rule)
 
 
-def test_without_the_drivers_package_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_bindings_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual_module, "find_spec", lambda _: None)
     placement = Placement(torch.bfloat16, torch.device("cuda"))
     with pytest.raises(ConfigError, match="kv_layout: .*cuda-bindings, which is not installed"):
         make_backend("virtual", HEADS, torch.bfloat16, placement)
 
 
-def test_only_half_types_on_a_gpu_take_the_packed_kernel() -> None:
+def test_only_half_precision_on_a_gpu_uses_the_flash_kernel() -> None:
     assert not can_flash(HEADS, torch.bfloat16, torch.device("cpu"))
     assert not can_flash(HEADS, torch.float32, torch.device("cuda"))

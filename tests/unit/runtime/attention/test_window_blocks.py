@@ -1,4 +1,4 @@
-"""Backends over window blocks: nothing comes of the blocks that no token of the step sees any more."""
+"""Backends over window blocks ignore the blocks that no token of the step sees any more."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def without_others(
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [1, 4, 16])
 @pytest.mark.parametrize("name", ["reference", "gather", "native"])
-def test_blocks_before_the_window_reach_no_result(name: str, size: int, rule: AttentionRule) -> None:
+def test_blocks_before_the_window_do_not_change_results(name: str, size: int, rule: AttentionRule) -> None:
     if name == "native" and MISSING is not None:
         pytest.skip(MISSING)
     assert rule.window is not None
@@ -67,7 +67,7 @@ def test_blocks_before_the_window_reach_no_result(name: str, size: int, rule: At
 @needs_native
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("heads", [Heads(6, 2, 64), Heads(6, 6, 32), Heads(6, 1, 80)])
-def test_they_do_not_on_tile_units_either(heads: Heads, rule: AttentionRule) -> None:
+def test_blocks_before_the_window_do_not_change_results_on_tile_units(heads: Heads, rule: AttentionRule) -> None:
     assert rule.window is not None
     batch, cache, tensors = batch_of(DECODES, CHUNKS, 16, heads)
     cache, given = LayerCache.of(cache.key.bfloat16(), cache.value.bfloat16()), [each.bfloat16() for each in tensors]
@@ -92,7 +92,7 @@ def test_rows_that_share_blocks_do_not_read_what_lies_between_their_windows(size
     assert torch.equal(native.attend(*given, others, native.prepare(filled), rule), expected)
 
 
-def test_sequences_begin_with_the_first_block_that_is_seen() -> None:
+def test_sequences_are_cut_to_the_first_block_that_is_seen() -> None:
     batch, _, _ = batch_of([23, 9, 2], [(17, 3)], 4, HEADS)
     cut = within_window(replace(batch, window=6))
     assert cut.window is None

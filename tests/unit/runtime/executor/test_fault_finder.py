@@ -1,4 +1,4 @@
-"""Which rank is blamed, by a clock that the test moves."""
+"""Which rank is blamed, with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Scene:
     def look(self, after: float) -> str | None:
         """Let time pass; return what the finder says then."""
         self.now += after
-        fault = self.finder.look(self.now)
+        fault = self.finder.examine(self.now)
         return None if fault is None else fault.reason
 
     def run_steps(self, seconds: float, count: int = 3) -> None:
@@ -75,7 +75,7 @@ def test_a_rank_may_compute_for_many_times_what_the_others_took(before: bool) ->
     assert "hangs: it has computed for 205.0 s" in str(scene.compute(1, 205.0))
 
 
-def test_a_rank_that_gets_on_is_left_alone() -> None:
+def test_a_rank_that_makes_progress_is_not_blamed() -> None:
     scene = Scene()
     scene.run_steps(0.1)
     scene.begin_step([0], after=0.1)
@@ -86,7 +86,7 @@ def test_a_rank_that_gets_on_is_left_alone() -> None:
         assert scene.look(1.0) is None
 
 
-def test_a_rank_of_which_no_thread_computes_is_left_alone() -> None:
+def test_a_rank_without_a_computing_thread_is_not_blamed_for_looping() -> None:
     """It waits for a processor, or for a disk."""
     scene = Scene()
     scene.run_steps(0.1)
@@ -115,7 +115,7 @@ def test_ranks_of_a_stage_may_compute_while_other_stages_wait() -> None:
     [ParallelConfig(2, expert=True, executor="processes"), ParallelConfig(1, 2, executor="processes")],
     ids=["experts", "stages of one rank"],
 )
-def test_ranks_with_other_work_than_their_neighbours_are_not_compared(config: ParallelConfig) -> None:
+def test_ranks_with_different_work_are_not_compared(config: ParallelConfig) -> None:
     scene = Scene(config)
     scene.run_steps(0.1)
     scene.begin_step([0], after=0.1)
@@ -131,13 +131,13 @@ def test_no_rank_is_compared_in_the_first_step() -> None:
 def test_no_rank_is_compared_with_steps_that_nobody_watched() -> None:
     scene = Scene()
     scene.run_steps(0.1)
-    scene.finder.rest(scene.now)
+    scene.finder.reset_timeouts(scene.now)
     scene.begin_step([0], after=0.1)
     assert scene.compute(1, 60.0) is None
 
 
 # ---------------------------------------------------------------------------------------------------------- loading
-def test_a_rank_that_stops_loading_is_named_with_what_it_did() -> None:
+def test_a_rank_that_stops_loading_is_named_with_its_activity() -> None:
     scene = Scene(load_timeout=300.0, is_ready=False)
     scene.pages[0].ready()
     scene.pages[1].note("loading weights, 7 of 30")
@@ -148,7 +148,7 @@ def test_a_rank_that_stops_loading_is_named_with_what_it_did() -> None:
     assert scene.look(2.0) == f"{said} (loading weights, 7 of 30); {fix}"
 
 
-def test_a_rank_may_load_as_long_as_it_gets_on_and_others_may_wait_for_it() -> None:
+def test_a_rank_may_load_while_it_makes_progress_and_others_may_wait_for_it() -> None:
     scene = Scene(load_timeout=300.0, is_ready=False)
     scene.pages[0].note("meeting the other ranks")
     scene.pages[0].enter()
@@ -162,7 +162,7 @@ def test_a_rank_may_load_as_long_as_it_gets_on_and_others_may_wait_for_it() -> N
     assert str(scene.look(301.0)).startswith("rank 1 of 2")
 
 
-def test_one_of_ranks_that_wait_for_one_another_in_vain_is_named() -> None:
+def test_of_ranks_that_wait_for_one_another_forever_one_is_named() -> None:
     scene = Scene(load_timeout=300.0, is_ready=False)
     for page in scene.pages:
         page.note("meeting the other ranks")
@@ -172,11 +172,11 @@ def test_one_of_ranks_that_wait_for_one_another_in_vain_is_named() -> None:
     assert str(scene.look(301.0)).startswith(f"{said} (meeting the other ranks)")
 
 
-def test_what_a_rank_says_of_its_loading_is_cut_to_its_place_on_the_page() -> None:
+def test_a_description_of_loading_is_cut_to_its_place_on_the_page() -> None:
     scene = Scene()
-    scene.pages[1].say(b"words")
+    scene.pages[1].write_last_message(b"words")
     scene.pages[1].note("x" * 200)
     assert set(scene.pages[1].doing()) == {"x"}
-    assert scene.pages[1].words() == b"words"
+    assert scene.pages[1].last_message() == b"words"
     scene.pages[1].note("less")
     assert scene.pages[1].doing() == "less"

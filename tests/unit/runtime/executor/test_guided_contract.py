@@ -56,7 +56,7 @@ def test_plans_and_masks_out_of_order_are_caught() -> None:
         fake.launch(StepPlan(step=2, decode_rows=DECODE))
 
 
-def test_a_mask_that_is_said_not_to_have_changed_is_compared() -> None:
+def test_a_mask_marked_as_unchanged_is_compared_with_the_last_one() -> None:
     fake = begun()
     with pytest.raises(AssertionError, match="has had no mask yet"):
         guided(fake, 1, only(7, changed=False))

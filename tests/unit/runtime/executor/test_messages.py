@@ -1,4 +1,4 @@
-"""What an engine and its ranks exchange arrives as it was."""
+"""Values that an engine and its ranks exchange arrive unchanged."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def full_plan(step: int = 7) -> StepPlan:
     )
 
 
-def test_a_plan_with_everything_arrives_as_it_was() -> None:
+def test_a_plan_with_all_fields_arrives_unchanged() -> None:
     plan = full_plan()
     assert not [item.name for item in fields(plan) if same(getattr(plan, item.name), getattr(StepPlan(0), item.name))]
     found = PlanDecoder().decode(PlanEncoder().encode(plan))
@@ -105,7 +105,7 @@ def test_a_plan_with_everything_arrives_as_it_was() -> None:
     found.new_rows[0].token_ids[0] = 4  # workers write into what they get
 
 
-def test_rows_that_go_on_decoding_are_not_named_again() -> None:
+def test_unchanged_decode_rows_are_not_sent_again() -> None:
     encoder, decoder = PlanEncoder(), PlanDecoder()
     rows = np.arange(256, dtype=np.int32)
     plans = [StepPlan(0, decode_rows=rows), StepPlan(1, decode_rows=rows.copy()), full_plan(2), StepPlan(3)]
@@ -132,7 +132,7 @@ def test_a_step_in_which_every_row_gets_a_block_takes_two_kilobytes() -> None:
     assert len(encoder.encode(plan)) <= 2_048
 
 
-def test_results_reports_and_configurations_arrive_as_they_were() -> None:
+def test_results_reports_and_configurations_arrive_unchanged() -> None:
     floats = np.array([0.5, -np.inf], dtype=np.float32)
     table = LogprobTable(1, ints(1, 2), floats, ints(1))
     result = StepResult(
@@ -150,18 +150,18 @@ def test_results_reports_and_configurations_arrive_as_they_were() -> None:
         assert same(decode(encode(value)), value)
 
 
-def test_a_value_without_a_place_in_a_message_is_refused() -> None:
-    with pytest.raises(TypeError, match="a complex has no place"):
+def test_a_value_of_an_unsupported_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="a complex cannot be sent"):
         encode((1, 2j))
     with pytest.raises(TypeError, match="an array of complex128"):
         encode(np.zeros(1, dtype=complex))
-    with pytest.raises(ValueError, match="cut off"):
+    with pytest.raises(ValueError, match="truncated"):
         decode(encode("abc")[:-1])
     with pytest.raises(ValueError, match="1 bytes follow"):
         decode(encode("abc") + b"\0")
 
 
-def test_messages_of_all_sizes_come_in_order() -> None:
+def test_messages_of_all_sizes_arrive_in_order() -> None:
     ours, socket = channel_pair()
     theirs, sizes = Channel(socket), (0, 5, 70_000, 1, 3_000_000, 65_535, 65_536, 2)
     sender = threading.Thread(target=lambda: [theirs.send(Kind.PLAN, bytes([size % 251]) * size) for size in sizes])

@@ -70,7 +70,7 @@ def ranked() -> Iterator[RankedExecutor]:
             executor.launch(StepPlan(0))
 
 
-def test_an_engine_over_two_ranks_answers_as_one_over_one(ranked: RankedExecutor) -> None:
+def test_two_ranks_give_the_outputs_of_one(ranked: RankedExecutor) -> None:
     answers = []
     for executor in (make_single(CONFIG), ranked):
         core = EngineCore(executor, CONFIG.cache, CONFIG.scheduler, VOCAB)
@@ -86,7 +86,7 @@ def test_an_engine_over_two_ranks_answers_as_one_over_one(ranked: RankedExecutor
     assert answers[0] == answers[1]
 
 
-def test_each_rank_tells_the_bytes_that_it_holds(ranked: RankedExecutor) -> None:
+def test_each_rank_reports_its_memory(ranked: RankedExecutor) -> None:
     _, cache = make_single(CONFIG).num_bytes
     assert set(ranked.num_bytes) == {0, 1}
     for weights, own_cache in ranked.num_bytes.values():
@@ -158,7 +158,7 @@ def test_blocks_move_through_the_tiers_of_all_ranks(tmp_path: Path) -> None:
     assert parts[0] == parts[1]
 
 
-def test_an_error_while_loading_arrives_as_it_was(tmp_path: Path) -> None:
+def test_an_error_while_loading_arrives_unchanged(tmp_path: Path) -> None:
     config = config_of()
     with leaving_nothing() as started:
         launcher, start = ProcessLauncher(config.parallel, None), ProcessLauncher.start
@@ -190,7 +190,7 @@ def launch_and_wait(executor: RankedExecutor, step: int) -> str:
     ("step", "misdeed", "reason"),
     [
         (812, lambda pid: os.kill(pid, signal.SIGKILL), r"was killed by signal 9"),
-        (812, lambda pid: os.kill(pid, signal.SIGSTOP), r"was halted by a signal"),
+        (812, lambda pid: os.kill(pid, signal.SIGSTOP), r"was stopped by a signal"),
         (RAISES, None, r"failed while step 1004 ran: RuntimeError: the weights are wrong$"),
         (LOOPS, None, r"made no progress for \d+ s while step 1003 ran, and others wait for it$"),
         (LOOPS_INSIDE, None, r"made no progress for \d+ s while step 1005 ran, and others wait for it$"),
@@ -235,7 +235,7 @@ def test_a_rank_in_an_endless_loop_is_named_long_before_the_timeout(step: int, m
         started += pids(executor)
         finder = executor._watch._finder
         assert finder is not None
-        while any(pace.step_seconds == math.inf for pace in finder._paces):  # it must have seen how long steps take
+        while any(each.step_seconds == math.inf for each in finder._step_times):  # no whole step has been seen yet
             executor.launch(StepPlan(0))
             executor.collect()
         said = launch_and_wait(executor, step)
@@ -244,7 +244,7 @@ def test_a_rank_in_an_endless_loop_is_named_long_before_the_timeout(step: int, m
         executor.close()
 
 
-def test_a_rank_that_hangs_while_it_loads_is_named_with_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_while_loading_is_named_with_its_activity(monkeypatch: pytest.MonkeyPatch) -> None:
     find = FaultFinder._stuck_loading
 
     def find_at_last(self: FaultFinder, now: float) -> Fault | None:
@@ -331,7 +331,7 @@ class ThreadLauncher:
         self.closed = True
 
 
-def test_large_plans_and_results_pass_each_other_and_all_ranks_are_closed_whatever_one_raises() -> None:
+def test_large_plans_and_results_do_not_block_each_other_and_all_ranks_are_closed_if_one_raises() -> None:
     launcher = ThreadLauncher()
     executor = RankedExecutor(RankJob(FILES, MODEL, config_of(), "dummy"), launcher)
     large = NewRow(0, np.arange(1 << 20, dtype=np.int32), 1, (0,), SamplingParams(), TokenRules(), 0, 7)
@@ -363,7 +363,7 @@ class OneStep:
 def test_a_rank_that_does_not_answer_a_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranked_module, "_CALL_SECONDS", 0.05)
     executor = RankedExecutor(RankJob(FILES, MODEL, config_of(tensor=2), "dummy"), ThreadLauncher())
-    late = "did not answer within 0.05 s when it was to read or forget an adapter"
+    late = "did not answer within 0.05 s to a call to load or unload an adapter"
     said = rf"^rank 0 of 2 \(stage 0, shard 0, a thread\) {late}$"
     with pytest.raises(EngineDead, match=said):
         executor.read_adapter("mine", "/nowhere")

@@ -1,4 +1,4 @@
-"""Ranks as actors of Ray. Without the package ray, only what needs none is tested."""
+"""Ranks as Ray actors. Without the package ray, only the parts that do not need it are tested."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def test_a_connection_with_the_token_is_known_by_its_rank_and_purpose() -> None:
 
 
 @pytest.mark.parametrize("purpose", [0, 9])
-def test_a_connection_without_the_token_is_turned_away(pair: tuple[socket.socket, socket.socket], purpose: int) -> None:
+def test_a_connection_without_the_token_is_refused(pair: tuple[socket.socket, socket.socket], purpose: int) -> None:
     ours, theirs = pair
     theirs.sendall(HELLO.pack(0, purpose, sign(b"another token", b"nonce", 0, purpose)))
     assert greet(ours, b"token") is None
 
 
-def test_a_connection_that_hangs_up_is_turned_away(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_connection_that_closes_early_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     theirs.close()
     assert greet(ours, b"token") is None
 
 
-def test_a_connection_that_sends_a_byte_now_and_then_is_turned_away_at_one_deadline(
+def test_a_connection_that_sends_slowly_is_refused_at_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
@@ -95,7 +95,7 @@ def test_a_cluster_that_needs_a_token_is_named_with_what_is_missing() -> None:
     launcher = object.__new__(RayLauncher)
     launcher._ray = SimpleNamespace(is_initialized=lambda: False, init=init)
     launcher._config = ParallelConfig(2, executor="ray", ray_address="auto")
-    with pytest.raises(ConfigError, match="needs a token, and there is none here; copy ~/.ray/auth_token"):
+    with pytest.raises(ConfigError, match="needs a token, and this machine has none; copy ~/.ray/auth_token"):
         launcher._join_cluster()
 
 
@@ -121,7 +121,7 @@ def test_actors_that_do_not_connect_are_killed_before_one_of_them_is_waited_for(
     assert now[0] < 2 * ray_ranks._END_SECONDS
 
 
-def test_whoever_waits_for_an_actor_is_told_when_it_is_killed_though_its_node_says_nothing() -> None:
+def test_killing_an_actor_wakes_waiting_threads_even_if_its_node_is_silent() -> None:
     pairs = {purpose: channel_pair() for purpose in PURPOSES}
     rank = RayRank(ParallelConfig(2, executor="ray").place(1), None, 1, "lost node", False)
     rank.connect({purpose: ours for purpose, (ours, _) in pairs.items()})
@@ -157,7 +157,7 @@ def test_without_the_package_the_setting_is_refused() -> None:
 
 
 @needs_ray
-def test_actors_answer_as_one_process_and_a_killed_one_is_named() -> None:
+def test_actors_give_the_outputs_of_one_process_and_a_killed_one_is_named() -> None:
     import ray
 
     from ray_drill import drill, left_over_groups, make_rayed, tokens_of

@@ -1,4 +1,4 @@
-"""Messages of an engine and its ranks in shared memory, and what goes through the channels beside them."""
+"""Messages of an engine and its ranks in shared memory, and those that go through the channels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Ranks:
         ranks: Any = [
             SimpleNamespace(place=place, control=ours) for place, (ours, _) in zip(places, pairs, strict=True)
         ]
-        self.watch: Any = SimpleNamespace(fault=None, death=lambda: EngineDead("a rank is gone"))
+        self.watch: Any = SimpleNamespace(fault=None, dead_engine_error=lambda: EngineDead("a rank is gone"))
         self.messages = RankMessages(ranks, self.watch, EngineRings(memory, count, range(count)))
         self.channels, self._theirs = [ours for ours, _ in pairs], [Channel(theirs) for _, theirs in pairs]
         self.ranks = [RankRings(channel, memory, count, number) for number, channel in enumerate(self._theirs)]
@@ -68,7 +68,7 @@ def test_all_ranks_get_small_and_large_messages_in_order(pair: Ranks) -> None:
         assert [(each.kind, bytes(each.data)) for each in found if each is not None] == sent
 
 
-def test_results_come_of_all_ranks_at_once_small_and_large(pair: Ranks) -> None:
+def test_results_of_all_ranks_arrive_together_small_and_large(pair: Ranks) -> None:
     first, second = pair.ranks
     first.send(Kind.RESULT, SMALL)
     second.send(Kind.RESULT, LARGE)
@@ -103,7 +103,7 @@ def test_plans_and_results_that_nobody_reads_for_long_do_not_block_each_other(pa
         assert not thread.is_alive()
 
 
-def test_the_engine_that_waits_for_a_result_is_told_of_a_failed_rank(pair: Ranks) -> None:
+def test_an_engine_that_waits_for_a_result_notices_a_failed_rank(pair: Ranks) -> None:
     pair.ranks[0].send(Kind.RESULT, SMALL)
     threading.Timer(0.1, setattr, (pair.watch, "fault", Fault("rank 1 was killed"))).start()
     with pytest.raises(EngineDead, match="rank 1 was killed"):
@@ -112,14 +112,14 @@ def test_the_engine_that_waits_for_a_result_is_told_of_a_failed_rank(pair: Ranks
         pair.messages.send(Kind.PLAN, SMALL)
 
 
-def test_the_engine_that_waits_for_a_slow_rank_is_told_of_its_end(pair: Ranks) -> None:
+def test_an_engine_that_waits_for_a_slow_rank_notices_its_end(pair: Ranks) -> None:
     threading.Timer(0.1, pair._theirs[1].close).start()
     with pytest.raises(EngineDead, match="a rank is gone"):
         for _ in range(1_000):
             pair.messages.send(Kind.PLAN, SMALL)
 
 
-def test_a_rank_that_waits_is_told_that_the_engine_is_gone(pair: Ranks) -> None:
+def test_a_rank_that_waits_notices_that_the_engine_is_gone(pair: Ranks) -> None:
     pair.channels[0].close()
     with pytest.raises(EOFError):
         pair.ranks[0].receive()
@@ -128,7 +128,7 @@ def test_a_rank_that_waits_is_told_that_the_engine_is_gone(pair: Ranks) -> None:
             pair.ranks[0].send(Kind.RESULT, SMALL)
 
 
-def test_ranks_are_told_to_stop_though_one_is_slow_and_has_the_ring_full(pair: Ranks) -> None:
+def test_ranks_get_stop_even_if_a_slow_one_has_filled_the_ring(pair: Ranks) -> None:
     for _ in range(SLOTS - 1):
         pair.messages.send(Kind.PLAN, SMALL)
     pair.messages.send(Kind.PLAN, LARGE)
@@ -191,7 +191,7 @@ assert "torch" not in sys.modules
     assert failure(program) == ""
 
 
-def test_a_closed_line_takes_nothing_more(pair: Ranks) -> None:
+def test_closed_messages_refuse_to_send_and_receive(pair: Ranks) -> None:
     pair.messages.close()
     with pytest.raises(EngineDead, match="closed"):
         pair.messages.send(Kind.PLAN, SMALL)
@@ -200,7 +200,7 @@ def test_a_closed_line_takes_nothing_more(pair: Ranks) -> None:
 
 
 @pytest.mark.parametrize("rings", [True, False], ids=["shared memory", "sockets"])
-def test_real_ranks_answer_many_steps_and_leave_nothing(monkeypatch: pytest.MonkeyPatch, *, rings: bool) -> None:
+def test_real_ranks_run_many_steps_and_release_everything(monkeypatch: pytest.MonkeyPatch, *, rings: bool) -> None:
     monkeypatch.setattr(links, "can_ring", lambda: rings)
     single = make_single()
     plans = [first_step(0, new_row(0, 5)), *(decode_step(step, 0) for step in range(1, 9))]

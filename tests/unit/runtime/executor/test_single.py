@@ -50,7 +50,7 @@ def test_results_come_back_in_the_order_of_launching() -> None:
     single.check()
 
 
-def test_adapters_are_read_and_forgotten(tmp_path: Path) -> None:
+def test_adapters_are_loaded_and_unloaded(tmp_path: Path) -> None:
     config = tiny_config()
     settings = replace(engine_config(block_size=16, rows=4), adapters=SMALL)
     single = SingleExecutor(FILES, config, settings, load_format="dummy")
@@ -160,7 +160,7 @@ def test_a_closed_executor_takes_no_masks() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_on_a_gpu_guided_steps_wait_for_nothing_and_choose_what_masks_in_the_plan_choose() -> None:
+def test_on_a_gpu_guided_steps_only_enqueue_and_give_the_tokens_of_masks_in_the_plan() -> None:
     rng, both = np.random.default_rng(0), np.array([0, 1], dtype=np.int32)
     words = -(-VOCAB // 32)
     bits = [rng.integers(0, 2**32, (2, words), dtype=np.uint32) for _ in range(6)]
@@ -193,7 +193,7 @@ def test_on_a_gpu_guided_steps_wait_for_nothing_and_choose_what_masks_in_the_pla
     assert answers[0] == answers[1]
 
 
-def test_threads_are_those_of_the_config() -> None:
+def test_the_executor_uses_the_configured_number_of_threads() -> None:
     before = torch.get_num_threads()
     config = engine_config(block_size=16, rows=4)
     try:
@@ -298,17 +298,17 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-def test_triton_answers_as_the_reference_does_under_preemption_forks_and_run_ahead() -> None:
+def test_triton_gives_the_outputs_of_the_reference_with_preemption_forks_and_run_ahead() -> None:
     pytest.importorskip("triton")
     assert answers("triton", depth=2) == answers("reference", depth=1)
 
 
-def test_depth_is_what_was_asked_for() -> None:
+def test_depth_is_the_configured_one() -> None:
     config = engine_config(block_size=16, rows=4)
     assert SingleExecutor(FILES, tiny_config(), config, load_format="dummy", depth=3).depth == 3
 
 
-def test_what_is_left_to_prepare_is_done_bit_by_bit_and_never_raises(
+def test_remaining_preparation_is_done_task_by_task_and_never_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("triton")

@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts: every process runs the same script and gets the same answers."""
+"""Ranks started by torchrun: every process runs the same script and gets the same outputs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ with open(f"{out}/{rank}.json", "w") as file:
 """
 
 
-def test_every_rank_gets_the_answers_of_one_process_with_adapters_too(tmp_path: Path) -> None:
+def test_every_rank_gets_the_outputs_of_one_process_including_adapters(tmp_path: Path) -> None:
     model, script = write_tiny_model(tmp_path / "model"), tmp_path / "script.py"
     script.write_text(PROGRAM)
     for number, name in enumerate("abc"):

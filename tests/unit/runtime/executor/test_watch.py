@@ -29,12 +29,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_TICK_SECONDS", 0.002)
     monkeypatch.setattr(finder_module, "_GRACE_SECONDS", 0.002)
     monkeypatch.setattr(finder_module, "_STOPPED_SECONDS", 0.02)
-    monkeypatch.setattr(watch_module, "_VERDICT_SECONDS", 120.0)  # however busy the machine is
+    monkeypatch.setattr(watch_module, "_FAULT_SECONDS", 120.0)  # however busy the machine is
 
 
 def verdict(launcher: FakeLauncher, timeout: float = LONG) -> str:
     watch = RankWatch(launcher, timeout, LONG)
-    fault = watch.verdict()
+    fault = watch.wait_for_fault()
     watch.stop()
     assert watch.fault is fault
     assert all(fake.killed for fake in launcher.fakes)
@@ -47,7 +47,7 @@ def test_a_rank_that_was_killed_is_named_and_not_those_that_could_not_reach_it()
         fake = launcher.fakes[number]
         fake.page.begin_step(812)
         fake.page.enter()
-        fake.page.say(describe_error(RuntimeError("connection closed by peer")))
+        fake.page.write_last_message(describe_error(RuntimeError("connection closed by peer")))
         fake.how = "exited with code 71"
     launcher.fakes[2].page.begin_step(812)
     launcher.fakes[2].how = "was killed by signal 9"
@@ -62,7 +62,7 @@ def test_an_error_outside_a_collective_counts_before_one_inside() -> None:
         fake.page.begin_step(5)
         if number == 0:
             fake.page.enter()
-        fake.page.say(describe_error(MemoryError(error)))
+        fake.page.write_last_message(describe_error(MemoryError(error)))
         fake.how = "exited with code 71"
     assert (
         verdict(launcher)
@@ -70,10 +70,10 @@ def test_an_error_outside_a_collective_counts_before_one_inside() -> None:
     )
 
 
-def test_a_halted_rank_is_named() -> None:
+def test_a_stopped_rank_is_named() -> None:
     launcher = FakeLauncher()
     launcher.fakes[1].stopped = True
-    assert verdict(launcher) == "rank 1 of 4 (stage 0, shard 1, pid 101) was halted by a signal between two steps"
+    assert verdict(launcher) == "rank 1 of 4 (stage 0, shard 1, pid 101) was stopped by a signal between two steps"
 
 
 def test_a_rank_without_a_heartbeat_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,12 +83,12 @@ def test_a_rank_without_a_heartbeat_is_named(monkeypatch: pytest.MonkeyPatch) ->
     for number in (2, 3):
         launcher.fakes[number].silent = True
     _NATIVE.pack_into(launcher.fakes[3].page._memory, _NATIVE_AT, 5)  # the other's heart may wait for the interpreter
-    assert verdict(launcher).startswith("rank 3 of 4 (stage 1, shard 1, pid 103) gave no sign of life for ")
+    assert verdict(launcher).startswith("rank 3 of 4 (stage 1, shard 1, pid 103) sent no heartbeat for ")
 
 
 def crowd(page: LifePage, load: float) -> None:
     """Have a page say how crowded its machine is."""
-    page._crowding = load
+    page._load_per_cpu = load
     page._write()
 
 
@@ -100,7 +100,7 @@ def test_a_rank_of_another_machine_is_not_excused_by_the_load_of_this_one(monkey
         launcher.fakes[number].silent = True
     launcher.fakes[2].is_here = False
     crowd(launcher.fakes[2].page, 0.5)
-    assert verdict(launcher).startswith("rank 2 of 4 (stage 1, shard 0, pid 102) gave no sign of life for ")
+    assert verdict(launcher).startswith("rank 2 of 4 (stage 1, shard 0, pid 102) sent no heartbeat for ")
 
 
 def test_a_rank_is_excused_by_the_load_of_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,19 +113,23 @@ def test_a_rank_is_excused_by_the_load_of_its_own_machine(monkeypatch: pytest.Mo
     assert verdict(launcher).startswith("rank 2 of 4")
 
 
-def test_a_native_heart_that_was_never_late_is_not_excused_by_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_heartbeats_that_were_never_late_are_not_excused_by_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(finder_module, "_SILENT_SECONDS", 0.1)
     monkeypatch.setattr(os, "getloadavg", lambda: (1e6, 0.0, 0.0))
     launcher = FakeLauncher()
     for number in (1, 2):
         launcher.fakes[number].silent = True
     _NATIVE.pack_into(launcher.fakes[2].page._memory, _NATIVE_AT, 5)
-    assert verdict(launcher).startswith("rank 2 of 4 (stage 1, shard 0, pid 102) gave no sign of life for ")
+    assert verdict(launcher).startswith("rank 2 of 4 (stage 1, shard 0, pid 102) sent no heartbeat for ")
 
 
-def test_one_that_was_late_before_is_excused_by_the_load_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_heartbeats_that_were_late_before_are_excused_by_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(finder_module, "_SILENT_SECONDS", 0.1)
-    monkeypatch.setattr(finder_module, "_LATE_SECONDS", 1e-9)
+    monkeypatch.setattr(finder_module, "_GAP_SECONDS", 1e-9)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     launcher, pause = FakeLauncher(), threading.Event()
     for number, load in ((1, 1e6), (2, 0.0)):
@@ -134,11 +138,11 @@ def test_one_that_was_late_before_is_excused_by_the_load_of_its_machine(monkeypa
         crowd(fake.page, load)
         _NATIVE.pack_into(fake.page._memory, _NATIVE_AT, 5)
     watch = RankWatch(launcher, LONG, LONG)
-    while (finder := watch._finder) is None or not (finder._late[1] and finder._late[2]):  # beats come, and are counted
+    while (finder := watch._finder) is None or not (finder._gaps[1] and finder._gaps[2]):  # beats come, and are counted
         pause.wait(0.002)
     for number in (1, 2):
         launcher.fakes[number].silent = True
-    fault = watch.verdict()
+    fault = watch.wait_for_fault()
     watch.stop()
     assert fault.reason.startswith("rank 2 of 4")
 
@@ -160,19 +164,19 @@ def test_a_rank_that_sleeps_in_a_step_is_named_if_others_wait_for_it() -> None:
     assert verdict(launcher) == said
 
 
-def test_ranks_that_all_sleep_in_a_step_are_left_alone() -> None:
+def test_ranks_that_all_sleep_in_a_step_are_not_blamed() -> None:
     launcher = FakeLauncher()
     for fake in launcher.fakes:
         fake.page.begin_step(9)
         sleep(fake.page)
     watch = RankWatch(launcher, LONG, LONG)
-    assert not watch._over.wait(0.2)
+    assert not watch._failed.wait(0.2)
     watch.stop()
     assert watch.fault is None
 
 
 @pytest.mark.parametrize("why", ["", "engine", "collective", "idle", "device"])
-def test_a_rank_tells_that_it_sleeps_unless_it_waits_for_somebody(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reports_that_it_sleeps_unless_it_waits_for_others(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life_module, "_BEAT_SECONDS", 0.002)
     monkeypatch.setattr(life_module, "any_thread_runs", lambda: False)
     page, pause = LifePage(bytearray(PAGE_BYTES)), threading.Event()
@@ -191,7 +195,7 @@ def test_a_rank_tells_that_it_sleeps_unless_it_waits_for_somebody(why: str, monk
     page._clock = None  # the thread goes on
 
 
-def test_a_rank_tells_how_long_its_step_has_computed_since_it_got_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reports_its_cpu_time_since_its_last_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, pause = iter(range(10**9)), threading.Event()
     clock = SimpleNamespace(clock_gettime=lambda _: next(seconds), pthread_getcpuclockid=lambda _: 0)
     monkeypatch.setattr(life_module, "time", clock)
@@ -211,7 +215,7 @@ def test_a_rank_tells_how_long_its_step_has_computed_since_it_got_further(monkey
     page._clock = None  # the thread goes on
 
 
-def test_reads_of_a_rank_that_loads_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_reads_count_as_progress_while_a_rank_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     reads, pause = iter(range(10**9)), threading.Event()
     monkeypatch.setattr(life_module, "num_reads", lambda: next(reads))
     monkeypatch.setattr(life_module, "_BEAT_SECONDS", 0.002)
@@ -250,16 +254,16 @@ worker.join()
     assert said.split() == [b"False", b"True"]
 
 
-def test_a_heartbeat_tells_how_crowded_its_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_carries_the_load_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (3.0 * (os.cpu_count() or 1), 0.0, 0.0))
     page, pause = LifePage(bytearray(PAGE_BYTES)), threading.Event()
     page.start_beating()
     while not page.read().beats:
         pause.wait(0.01)
-    assert page.read().crowding == 3.0
+    assert page.read().load_per_cpu == 3.0
     copy = LifePage(bytearray(PAGE_BYTES))
     copy.put_bytes(page.copy_bytes())
-    assert copy.read().crowding == 3.0
+    assert copy.read().load_per_cpu == 3.0
 
 
 def test_the_rank_that_is_behind_is_named_among_those_that_wait() -> None:
@@ -277,7 +281,7 @@ def test_the_rank_that_is_behind_is_named_among_those_that_wait() -> None:
     assert said.endswith("while step 9 ran, and others wait for it")
 
 
-def test_a_rank_is_named_for_which_another_waits_within_a_compiled_program() -> None:
+def test_a_rank_that_another_waits_for_in_a_compiled_program_is_named() -> None:
     launcher = FakeLauncher()
     for number, meetings in ((0, 31), (1, 30), (2, 31), (3, 31)):
         page = launcher.fakes[number].page
@@ -288,7 +292,7 @@ def test_a_rank_is_named_for_which_another_waits_within_a_compiled_program() -> 
     assert said.startswith("rank 1 of 4 (stage 0, shard 1, pid 101) made no progress for ")
 
 
-def test_the_rank_that_does_not_wait_is_named_though_it_has_come_further() -> None:
+def test_the_rank_that_does_not_wait_is_named_even_if_it_is_ahead() -> None:
     launcher = FakeLauncher()
     for number in (0, 1, 2):
         page = launcher.fakes[number].page
@@ -301,7 +305,7 @@ def test_the_rank_that_does_not_wait_is_named_though_it_has_come_further() -> No
     assert verdict(launcher, timeout=0.05).startswith("rank 3 of 4 (stage 1, shard 1, pid 103) made no progress for ")
 
 
-def test_all_ranks_are_ended_though_one_cannot_be() -> None:
+def test_all_ranks_are_killed_even_if_killing_one_fails() -> None:
     def fail() -> None:
         raise OSError("no such node")
 
@@ -310,18 +314,18 @@ def test_all_ranks_are_ended_though_one_cannot_be() -> None:
     assert verdict(launcher).startswith("rank 2 of 4")
 
 
-def test_the_verdict_does_not_wait_for_the_ends_of_ranks() -> None:
+def test_the_fault_is_reported_before_all_ranks_have_ended() -> None:
     goes_on = threading.Event()
     launcher = FakeLauncher()
     launcher.fakes[0].on_kill, launcher.fakes[2].stopped = lambda: goes_on.wait(60), True
     watch = RankWatch(launcher, LONG, LONG)
-    assert watch.verdict().reason.startswith("rank 2 of 4")
+    assert watch.wait_for_fault().reason.startswith("rank 2 of 4")
     assert not launcher.fakes[3].killed
     goes_on.set()
     watch.stop()
 
 
-def test_ranks_that_cannot_be_watched_are_ended() -> None:
+def test_ranks_that_cannot_be_watched_are_killed() -> None:
     def fail() -> bool:
         raise PermissionError("/proc")
 
@@ -333,7 +337,7 @@ def test_ranks_that_cannot_be_watched_are_ended() -> None:
 @pytest.mark.skipif(
     why_not_native(torch.float32, torch.device("cpu")) is not None, reason="the native CPU kernels were not built"
 )
-def test_the_heart_beats_while_a_thread_holds_the_interpreters_lock() -> None:
+def test_native_heartbeats_continue_while_a_thread_holds_the_gil() -> None:
     program = """
 import ctypes
 from quire.runtime.executor.channel import channel_pair
@@ -351,12 +355,12 @@ del page, theirs  # which the interpreter may do at its end
     assert sent > 3
 
 
-def test_a_long_step_in_which_nobody_waits_is_left_alone() -> None:
+def test_a_long_step_in_which_no_rank_waits_is_not_a_fault() -> None:
     launcher = FakeLauncher()
     for fake in launcher.fakes:
         fake.page.begin_step(9)
     watch = RankWatch(launcher, 0.01, LONG)
-    assert not watch._over.wait(0.2)
+    assert not watch._failed.wait(0.2)
     watch.stop()
     assert watch.fault is None
 
@@ -365,12 +369,12 @@ def test_a_long_step_in_which_nobody_waits_is_left_alone() -> None:
     "error",
     [ConfigError("dtype", "is wrong", "use another"), ModelLoadError("file", "is broken", tensor="t", fix="fetch it")],
 )
-def test_an_error_that_a_user_can_mend_keeps_its_type(error: Exception) -> None:
+def test_an_error_that_a_user_can_fix_keeps_its_type(error: Exception) -> None:
     launcher = FakeLauncher()
-    launcher.fakes[0].page.say(describe_error(error))
+    launcher.fakes[0].page.write_last_message(describe_error(error))
     launcher.fakes[0].how = "exited with code 71"
     watch = RankWatch(launcher, LONG, LONG)
-    found = watch.verdict().error
+    found = watch.wait_for_fault().error
     watch.stop()
     assert type(found) is type(error)
     assert str(found) == str(error)

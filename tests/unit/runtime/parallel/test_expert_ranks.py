@@ -70,7 +70,7 @@ def is_of_expert(name: str) -> bool:
 
 @pytest.mark.parametrize("attention", ["gather", "auto"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_holds_and_reads_whole_experts_and_its_share_of_all_else(attention: str, size: int) -> None:
+def test_a_rank_holds_and_reads_whole_experts_and_its_share_of_other_layers(attention: str, size: int) -> None:
     config = tiny_config("mixtral", **SIZES, experts=MIXTURE)
     checkpoint = noise(config)
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
@@ -87,7 +87,7 @@ def test_a_rank_holds_and_reads_whole_experts_and_its_share_of_all_else(attentio
     assert sum(map(len, read)) == len(set().union(*read)) == 3 * 3 * MIXTURE.num  # matrices, layers
 
 
-def test_counted_weights_of_a_rank_are_those_that_it_holds() -> None:
+def test_the_counted_weights_of_a_rank_equal_its_weights() -> None:
     config = tiny_config("mixtral", **SIZES, experts=MIXTURE)
     counted = count_rank_weights(config, ParallelConfig(tensor=2, expert=True)).rank_weights
     assert counted is not None
@@ -113,7 +113,7 @@ def experts_of(model: BaseModel) -> Iterator[tuple[str, Any]]:
             yield f"{layer}.{number}", expert
 
 
-def test_noise_in_place_of_weights_is_the_same_with_whole_experts() -> None:
+def test_random_weights_are_the_same_with_whole_experts() -> None:
     config = tiny_config("mixtral", **SIZES, experts=MIXTURE)
     models = [build(config, ranks, "gather") for ranks in (ALONE, *ranks_of(2))]
     for model in models:
@@ -172,7 +172,7 @@ def write_gpt_oss(folder: Path, size: int = 32) -> None:
 
 
 @pytest.mark.parametrize("attention", ["gather", "auto"])
-def test_of_stacked_mxfp4_experts_a_rank_reads_its_own(
+def test_a_rank_reads_only_its_own_stacked_mxfp4_experts(
     attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gpt_oss(tmp_path)
@@ -190,7 +190,7 @@ def test_of_stacked_mxfp4_experts_a_rank_reads_its_own(
 
 
 @pytest.mark.parametrize("attention", ["gather", "auto"])
-def test_ranks_with_mxfp4_experts_answer_as_one(attention: str, tmp_path: Path) -> None:
+def test_ranks_with_mxfp4_experts_give_the_outputs_of_one(attention: str, tmp_path: Path) -> None:
     write_gpt_oss(tmp_path)
     prompts, found = [[3, 17, 42, 5, 60, 11, 29, 8, 1, 33], [4, 4, 17]], []
     for settings in ({}, {"tensor": 2, "expert": True}):
@@ -267,7 +267,7 @@ def test_processes_send_rows_over_gloo(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num", "used", "size"), [(8, 2, 2), (8, 2, 4), (7, 2, 2), (6, 3, 4)])
-def test_what_an_all_to_all_saves_is_that_of_all_choices_alike(num: int, used: int, size: int) -> None:
+def test_the_saving_of_an_all_to_all_is_the_mean_over_all_choices(num: int, used: int, size: int) -> None:
     """An all-reduce sends every row to its owner from each other rank, and every sum back to each of them."""
     ranks = [rank for rank in range(size) for _ in share_of(num, rank, size)]
     choices = list(combinations(range(num), used))

@@ -92,7 +92,7 @@ def test_adapters_are_cut_like_the_layers_they_change(tmp_path: Path, family: st
 
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("own", [range(32), range(32, 64), range(8, 40)])
-def test_some_inputs_of_a_quantized_matrix_are_the_same_numbers(name: str, own: range) -> None:
+def test_some_inputs_of_a_quantized_matrix_have_the_same_values(name: str, own: range) -> None:
     checkpoint = open_checkpoint(files_at(FIXTURES / name))
     weight = checkpoint.read_quantized("model.layers.0.self_attn.o_proj.weight")
     assert weight is not None
@@ -131,7 +131,7 @@ def test_a_region_of_a_quantized_matrix_is_read_without_the_rest(
     assert levels[1] * values.numel() == levels[0] * wanted.numel()
 
 
-def test_so_is_one_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_of_a_gguf_matrix_is_read_without_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Query and key rows in their order too."""
     weights, size = {name: item * 0.2 for name, item in tiny_weights().items()}, TYPE_BY_NAME["Q8_0"].block_values
     kinds = {name: "Q8_0" for name, item in weights.items() if item.ndim == 2}

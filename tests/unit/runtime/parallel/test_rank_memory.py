@@ -1,4 +1,4 @@
-"""Of weights and KV cache a rank holds its share, and of files it reads no more."""
+"""A rank holds its share of weights and KV cache, and reads no more of the files."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_rank_holds_its_share_of_weights_and_cache(attention: str, tied: bool,
     assert all(own * size == pytest.approx(weights[0], rel=0.05) for own in weights[1:])
 
 
-def test_counted_weights_of_a_rank_are_those_that_it_holds() -> None:
+def test_the_counted_weights_of_a_rank_equal_its_weights() -> None:
     config = tiny_config(**SIZES)
     counted = count_rank_weights(config, ParallelConfig(tensor=2)).rank_weights
     assert counted is not None
@@ -98,7 +98,7 @@ def test_counted_weights_of_a_rank_are_those_that_it_holds() -> None:
     assert held_bytes(model) == pytest.approx(4 * counted.parameters, rel=0.02)
 
 
-def test_noise_takes_the_memory_that_is_planned_for_a_checkpoint_of_its_dtype() -> None:
+def test_random_weights_take_the_memory_planned_for_a_checkpoint_of_their_dtype() -> None:
     """Weights of a bfloat16 checkpoint are held in two bytes where rows are float32, and noise in place of them too."""
     config = tiny_config(**SIZES, dtype="bfloat16", tie_word_embeddings=True)
     device = engine_config().device
@@ -113,7 +113,7 @@ def test_noise_takes_the_memory_that_is_planned_for_a_checkpoint_of_its_dtype() 
         assert held[1] > 1.2 * planned
 
 
-def test_noise_in_place_of_weights_is_the_same_on_any_number_of_ranks() -> None:
+def test_random_weights_are_the_same_on_any_number_of_ranks() -> None:
     config = tiny_config(**SIZES)
 
     def noise(ranks: Ranks) -> BaseModel:

@@ -1,4 +1,4 @@
-"""Ranks that share memory give what ranks that send give."""
+"""Ranks that share memory compute the same as ranks that send messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_sums_are_those_of_all_ranks_and_the_same_bits_on_each(groups: list[Shar
         assert all(torch.equal(found[0][place], other[place]) for other in found[1:])
 
 
-def test_gathered_and_broadcast_tensors_are_those_that_were_given(groups: list[SharedGroup]) -> None:
+def test_gathered_and_broadcast_tensors_arrive_unchanged(groups: list[SharedGroup]) -> None:
     given = [torch.arange(SLOT_BYTES // 8 + 5).add(1000 * rank).view(-1, 1) for rank in range(len(groups))]
     gathered = on_all(groups, lambda group: group.all_gather(given[group.index]))
     for found in gathered:
@@ -75,7 +75,7 @@ def test_all_to_all_sends_every_part_to_its_rank(groups: list[SharedGroup]) -> N
         assert all(torch.equal(each, part(source, target)) for source, each in enumerate(found))
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
+def test_a_rank_that_misses_an_operation_is_named() -> None:
     descriptor = make_shared_memory(3)
     late = SharedGroup(descriptor, 0, 3, seconds=0.05)
     SharedGroup(descriptor, 1, 3, seconds=0.0).shared._meetings[1] = 1  # rank 1 is there, rank 2 is not

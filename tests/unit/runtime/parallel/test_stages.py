@@ -59,7 +59,7 @@ def test_the_first_stage_has_the_embedding_and_the_last_one_norm_and_head() -> N
     assert {name.split(".")[2] for name in first - outer} == {"0", "1"}
 
 
-def test_a_tied_head_has_the_table_on_both_ends() -> None:
+def test_with_a_tied_head_the_first_and_last_stage_have_the_table() -> None:
     first, middle, last = map(names_of, stage_models(TIED.config, 3))
     assert "model.embed_tokens.weight" in first & last
     assert "model.embed_tokens.weight" not in middle

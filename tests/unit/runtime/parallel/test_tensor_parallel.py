@@ -44,7 +44,7 @@ def model(architecture: str = "llama", **changes: Any) -> MemoryCheckpoint:
 
 @pytest.mark.parametrize("attention", ["reference", "gather", "auto"])
 @pytest.mark.parametrize("tensor", [2, 3, 4])
-def test_ranks_with_unequally_many_heads_answer_as_one(attention: str, tensor: int) -> None:
+def test_ranks_with_different_numbers_of_heads_give_the_outputs_of_one(attention: str, tensor: int) -> None:
     checkpoint = model(heads=UNEVEN, qkv_bias=True, o_bias=True, mlp_bias=True)
     engine = check_same(checkpoint, tensor, attention=attention)
     assert all(group.num_reduced for group in engine.executor.groups)
@@ -68,7 +68,7 @@ def test_prompts_in_chunks_and_prefixes_from_the_cache_are_the_same() -> None:
     ],
     ids=lambda method: method["method"],
 )
-def test_models_that_draft_are_shared_too(method: dict[str, Any]) -> None:
+def test_draft_models_are_divided_among_ranks(method: dict[str, Any]) -> None:
     checkpoint = model()
     draft = similar_checkpoint(checkpoint, 0.1) if "model" in method else None
     engine = check_same(checkpoint, 2, speculative_config=method, draft=draft)
@@ -84,5 +84,5 @@ def test_models_that_draft_are_shared_too(method: dict[str, Any]) -> None:
         {"prompt_logprobs": 3},
     ],
 )
-def test_samples_are_shared_by_rows_and_told_as_of_one_rank(sampling: dict[str, Any]) -> None:
+def test_ranks_share_sampling_by_rows_and_give_the_result_of_one(sampling: dict[str, Any]) -> None:
     check_same(model(heads=UNEVEN), 3, sampling=sampling)

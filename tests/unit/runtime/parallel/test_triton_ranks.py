@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="no triton")
 captures_nothing = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU captures no sums of threads, nor in two threads")
 
 
-def test_two_ranks_answer_as_one() -> None:
+def test_two_ranks_with_triton_give_the_outputs_of_one() -> None:
     checkpoint = random_checkpoint(tiny_config("qwen3", heads=Heads(4, 2, 16), hidden_size=32, num_layers=2))
     prompts = [[5, 9, 2, 11, 7], [4, 17]]
     alone, shared = (
@@ -76,7 +76,7 @@ def test_ranks_of_a_stage_decode_by_graphs() -> None:
     assert [list(each._graphs) for each in graphs] == [[Kind(1)]] * 2
 
 
-def test_all_ranks_go_on_as_long_as_the_first_one() -> None:
+def test_all_ranks_prepare_as_long_as_the_first_one() -> None:
     answers = run_ranks(2, lambda group: _agree(group, torch.device("cpu"), group.index == 0))
     assert answers == [True, True]
     answers = run_ranks(2, lambda group: _agree(group, torch.device("cpu"), group.index == 1))

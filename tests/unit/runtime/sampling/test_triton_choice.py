@@ -78,20 +78,20 @@ def test_parameters_go_up_together_with_the_next_choice_and_only_the_last_ones(m
     choice = TritonChoice(ROWS, VOCAB, torch.device(DEVICE))
     choice.add(new_row(0, {"temperature": 0.3, "top_k": 4}))
     choice.add(new_row(1, {"temperature": 0.4, "top_k": VOCAB}))
-    assert [choice.is_narrow(np.array([row])) for row in (0, 1)] == [True, False]
+    assert [choice.needs_top_k_top_p(np.array([row])) for row in (0, 1)] == [True, False]
     choice.remove(0)
     choice.add(new_row(0, {"temperature": 0.9, "min_p": 0.5}))
     sent: list[int] = []
-    send = choice._courier.send
-    monkeypatch.setattr(choice._courier, "send", lambda *arrays: sent.append(len(arrays)) or send(*arrays))
-    choice.settle()
-    choice.settle()
+    send = choice._uploader.upload
+    monkeypatch.setattr(choice._uploader, "upload", lambda *arrays: sent.append(len(arrays)) or send(*arrays))
+    choice.upload_parameters()
+    choice.upload_parameters()
     assert len(sent) == 1
     parameters = choice._parameters
     torch.testing.assert_close(parameters.temperature[:3].cpu(), torch.tensor([0.9, 0.4, 0.0]))
     assert parameters.top_k[:2].tolist() == [0, VOCAB]
     torch.testing.assert_close(parameters.log_min_p[0].cpu().exp(), torch.tensor(0.5))
-    assert not choice.is_narrow(np.array([0, 1]))
+    assert not choice.needs_top_k_top_p(np.array([0, 1]))
     choice.check()
 
 

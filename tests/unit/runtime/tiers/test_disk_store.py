@@ -1,4 +1,4 @@
-"""Blocks as files: whole or gone, in order, and no failure ever raises."""
+"""Blocks as files: complete or deleted, in order, and no failure raises."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_what_was_stored_is_fetched(disk: Disk) -> None:
     assert disk.holds(1, 1)
 
 
-def test_folder_and_files_are_for_this_user_alone(disk: Disk) -> None:
+def test_folder_and_files_are_private_to_this_user(disk: Disk) -> None:
     disk.put(1)
     assert stat.S_IMODE(disk.path.stat().st_mode) == 0o700
     assert stat.S_IMODE(disk.file(1).stat().st_mode) == 0o600
     assert disk.names == {key(1).hex()}
 
 
-def test_a_file_holds_a_header_and_the_bytes_as_they_are(disk: Disk) -> None:
+def test_a_file_holds_a_header_and_the_unchanged_bytes(disk: Disk) -> None:
     disk.put(1)
     data = disk.file(1).read_bytes()
     assert len(data) == HEADER_BYTES + SLOT_BYTES
@@ -51,7 +51,7 @@ def test_a_file_holds_a_header_and_the_bytes_as_they_are(disk: Disk) -> None:
     assert key(1) in data[:HEADER_BYTES]
 
 
-def test_a_link_is_never_followed(disk: Disk) -> None:
+def test_a_symbolic_link_is_never_followed(disk: Disk) -> None:
     disk.put(1)
     disk.file(1).rename(disk.path / "moved")
     disk.file(1).symlink_to(disk.path / "moved")
@@ -76,7 +76,7 @@ def test_a_disk_that_cannot_be_written_is_reported(disk: Disk, operation: str) -
 
 
 @pytest.mark.parametrize("operation", ["open", "read"])
-def test_a_file_that_cannot_be_read_is_reported_and_gone(disk: Disk, operation: str) -> None:
+def test_a_file_that_cannot_be_read_is_reported_and_deleted(disk: Disk, operation: str) -> None:
     disk.put(1)
     disk.folder.errors[operation] = BROKEN
     assert disk.get(1).failed == (FailedFile(key(1), "io"),)
@@ -89,7 +89,7 @@ def test_a_missing_file_is_reported(disk: Disk) -> None:
     assert disk.get(1).failed == (FailedFile(key(1), "missing"),)
 
 
-def test_a_deleted_folder_fails_every_order_and_nothing_else(disk: Disk) -> None:
+def test_a_deleted_folder_fails_every_job_and_nothing_else(disk: Disk) -> None:
     disk.put(1)
     disk.file(1).unlink()
     disk.path.rmdir()
@@ -112,7 +112,7 @@ KINDS = ["shorter", "empty", "longer", "magic", "version", "key", "length", "che
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_file_is_reported_and_gone(disk: Disk, kind: str) -> None:
+def test_a_damaged_file_is_reported_and_deleted(disk: Disk, kind: str) -> None:
     disk.put(1)
     disk.file(1).write_bytes(damage(bytearray(disk.file(1).read_bytes()), kind))
     assert disk.get(1).failed == (FailedFile(key(1), "corrupt"),)
@@ -136,7 +136,7 @@ def test_another_blocks_file_under_a_name_is_noticed(disk: Disk) -> None:
     assert [failed.reason for failed in disk.get(1).failed] == ["corrupt"]
 
 
-def test_dropped_files_are_deleted_and_dropping_nothing_is_no_failure(disk: Disk) -> None:
+def test_dropped_files_are_deleted_and_dropping_a_missing_file_is_no_failure(disk: Disk) -> None:
     disk.put(1)
     disk.store.drop(key(1))
     disk.store.drop(key(2))
@@ -144,7 +144,7 @@ def test_dropped_files_are_deleted_and_dropping_nothing_is_no_failure(disk: Disk
     assert [failed.reason for failed in disk.get(1).failed] == ["missing"]
 
 
-def test_a_file_that_cannot_be_deleted_is_logged_and_fails_no_later_order(
+def test_a_file_that_cannot_be_deleted_is_logged_and_fails_no_later_job(
     disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk.put(1)
@@ -164,7 +164,7 @@ def test_a_store_waits_until_its_slot_is_ready(disk: Disk) -> None:
     assert disk.holds(1, 1)
 
 
-def test_orders_on_a_key_or_a_slot_happen_in_turn(disk: Disk) -> None:
+def test_jobs_on_one_key_or_slot_run_in_order(disk: Disk) -> None:
     disk.folder.gate.clear()
     disk.put(1, slot=0)
     disk.store.fetch(key(1), 1, at_once)  # hangs until the gate opens
@@ -177,7 +177,7 @@ def test_orders_on_a_key_or_a_slot_happen_in_turn(disk: Disk) -> None:
     assert disk.file(2).read_bytes()[HEADER_BYTES:] == disk.slots[0].tobytes()
 
 
-def test_a_disk_that_hangs_does_not_hold_up_closing(disk: Disk) -> None:
+def test_a_hanging_disk_does_not_delay_closing(disk: Disk) -> None:
     disk.put(1)
     disk.folder.gate.clear()
     disk.store.fetch(key(1), 1, at_once)
@@ -191,7 +191,7 @@ def test_a_disk_that_hangs_does_not_hold_up_closing(disk: Disk) -> None:
     assert key(2).hex() not in disk.names
 
 
-def test_a_flush_waits_for_all_jobs_and_says_whether_they_are_done(disk: Disk) -> None:
+def test_a_flush_waits_for_all_jobs_and_returns_whether_they_are_done(disk: Disk) -> None:
     disk.put(1)
     disk.folder.gate.clear()
     disk.store.fetch(key(1), 1, at_once)
@@ -204,7 +204,7 @@ def test_a_flush_waits_for_all_jobs_and_says_whether_they_are_done(disk: Disk) -
     assert disk.store.flush(seconds=0.0)
 
 
-def test_closing_finishes_what_was_ordered(tmp_path: Path) -> None:
+def test_closing_finishes_submitted_jobs(tmp_path: Path) -> None:
     disk = Disk(tmp_path / "cache")
     for number in range(NUM_SLOTS):
         disk.fill(number, number)
@@ -228,7 +228,7 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
         each.store.close()
 
 
-def test_random_orders_leave_what_a_dictionary_would(disk: Disk) -> None:
+def test_random_jobs_leave_the_same_files_as_a_dictionary(disk: Disk) -> None:
     rng, files, slots = random.Random(11), {}, dict.fromkeys(range(NUM_SLOTS), -1)
     disk.slots[:] = 0
     for _ in range(300):
@@ -252,12 +252,12 @@ def test_random_orders_leave_what_a_dictionary_would(disk: Disk) -> None:
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"disk_cache_path: others may enter .* \(mode 755\)"):
+    with pytest.raises(ConfigError, match=r"disk_cache_path: other users may access .* \(mode 755\)"):
         PrivateFolder(str(tmp_path))
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o1777])
-def test_a_shared_folder_is_answered_with_a_private_subfolder_that_works(tmp_path: Path, mode: int) -> None:
+def test_the_error_for_a_shared_folder_names_a_private_subfolder_that_works(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(ConfigError) as caught:
         PrivateFolder(str(tmp_path))
@@ -276,7 +276,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
         PrivateFolder(str(tmp_path))
 
 
-def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="disk_cache_path: .* cannot be used"):
         PrivateFolder(str(tmp_path / "file"))

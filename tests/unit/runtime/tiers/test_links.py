@@ -1,4 +1,4 @@
-"""Links against a dictionary of what every block and slot must hold, under random orders."""
+"""Links compared with a dictionary of the expected blocks and slots, with random copies."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def at_once(work: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_a_cpu_carries_orders_out_as_they_are_given(dtype: torch.dtype) -> None:
+def test_a_cpu_executes_copies_in_submission_order(dtype: torch.dtype) -> None:
     cache = make_cache(dtype=dtype)
     host = make_host(cache)
     drill = Drill(cache, SynchronousLink(cache, host), seed=3, run=at_once)
@@ -145,26 +145,26 @@ def run_staged(cache: KVCache, route: RouteName, seed: int, num_plans: int) -> C
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_a_gpu_does_first_blocks_and_slots_hold_what_orders_in_turn_would_leave(seed: int) -> None:
+def test_in_any_device_order_blocks_and_slots_end_as_after_sequential_copies(seed: int) -> None:
     assert min(run_staged(make_cache(), "copies", seed, num_plans=40)) > 0
 
 
 @pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="for the interpreter")
 @pytest.mark.parametrize("seed", range(4))
-def test_kernels_over_host_memory_leave_the_same(seed: int) -> None:
+def test_kernels_over_host_memory_give_the_result_of_sequential_copies(seed: int) -> None:
     from quire.runtime.worker.device_cache import DeviceCache
 
     assert min(run_staged(make_cache(DeviceCache), "kernel", seed, num_plans=20)) > 0
 
 
-def test_neighbouring_slots_cross_together_unless_they_are_pinned_apart() -> None:
+def test_neighbouring_slots_are_copied_together_within_a_pinned_chunk() -> None:
     assert list(contiguous_runs(np.array([2, 3, 4, 7, 8, 11]), chunk=4)) == [
         (0, 2, 2), (2, 4, 1), (3, 7, 1), (4, 8, 1), (5, 11, 1),
     ]  # fmt: skip
     assert list(contiguous_runs(np.array([], dtype=np.int64), chunk=4)) == []
 
 
-def test_lists_of_pieces_begin_where_kernels_expect_them() -> None:
+def test_rows_of_padded_pieces_are_aligned() -> None:
     lines = padded_rows([np.arange(17, dtype=np.int32), np.array([5], dtype=np.int32)], -1)
     assert lines.shape == (2, 32)
     assert lines[0, :17].tolist() == list(range(17))

@@ -98,7 +98,7 @@ def test_a_clean_up_that_has_locked_a_new_file_and_not_deleted_it_costs_no_block
     assert disk.names == {key(1).hex()}
 
 
-def test_a_writer_whose_files_are_all_taken_reports_the_block_and_leaves_nothing(
+def test_a_writer_whose_new_files_are_all_locked_reports_the_block_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(*_: object) -> None:
@@ -159,7 +159,7 @@ def test_what_another_process_writes_stays_until_that_process_has_died(tmp_path:
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_where_there_are_no_locks_blocks_are_written_and_part_files_go_by_their_age(
+def test_without_file_locks_blocks_are_written_and_old_part_files_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def no_locks(*_: object) -> None:

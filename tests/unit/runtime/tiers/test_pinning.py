@@ -1,4 +1,4 @@
-"""Host memory is pinned in chunks, ahead of use; where it cannot be, it is used as it is."""
+"""Host memory is pinned in chunks before it is used; if it cannot be pinned, it is used pageable."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_chunks_are_pinned_when_they_are_needed_and_one_ahead(driver: Driver) ->
     assert driver.devices == [0]
 
 
-def test_memory_that_nobody_closed_is_unpinned_before_it_goes(driver: Driver) -> None:
+def test_memory_that_was_not_closed_is_unpinned_before_it_is_freed(driver: Driver) -> None:
     host = make_host()
     (thread,) = host._pinning._thread._threads  # type: ignore[attr-defined]
     assert host.pin([1])
@@ -88,7 +88,7 @@ def test_memory_that_nobody_closed_is_unpinned_before_it_goes(driver: Driver) ->
     assert driver.pinned == {}
 
 
-def test_memory_that_goes_while_its_next_chunk_is_pinned_is_unpinned_after_that(driver: Driver) -> None:
+def test_memory_freed_while_its_next_chunk_is_being_pinned_is_unpinned_after_that(driver: Driver) -> None:
     host = make_host()
     (thread,) = host._pinning._thread._threads  # type: ignore[attr-defined]
     address, owner = host.address, weakref.ref(host._memory)
@@ -105,7 +105,7 @@ def test_memory_that_goes_while_its_next_chunk_is_pinned_is_unpinned_after_that(
     assert owner() is None
 
 
-def test_memory_that_cannot_be_pinned_is_used_by_copies(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_pinned_uses_the_copy_engine(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     host = make_host()
     driver.refused |= {host.address + CHUNK, host.address + 2 * CHUNK}
     stream: Stream = SimpleNamespace(upload=torch.from_numpy)  # type: ignore[assignment]
@@ -117,7 +117,7 @@ def test_memory_that_cannot_be_pinned_is_used_by_copies(driver: Driver, caplog: 
     host.close()
 
 
-def test_large_runs_cross_by_copies(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_runs_use_the_copy_engine(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinning, "CHUNK_BYTES", 1 << 20)
     host = make_host(512)
     stream: Stream = SimpleNamespace(upload=torch.from_numpy)  # type: ignore[assignment]
@@ -134,6 +134,6 @@ def test_a_chunk_is_a_whole_number_of_pages(slot_bytes: int) -> None:
     assert chunk_slots(slot_bytes) * slot_bytes <= max(256 << 20, slot_bytes)
 
 
-def test_more_memory_than_there_can_be_is_refused() -> None:
+def test_too_much_host_memory_is_refused() -> None:
     with pytest.raises(DoesNotFit, match="host_cache_memory: the system refuses"):
         HostStore(1 << 20, (1 << 15, 1 << 13), torch.float32)

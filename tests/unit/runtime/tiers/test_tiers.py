@@ -1,4 +1,4 @@
-"""A worker with tiers: rows go on from blocks that left the device and came back."""
+"""A worker with tiers: rows continue from blocks that were moved off the device and back."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def fresh_row(bench: Bench, row: int, length: int = 8) -> None:
 
 
 @pytest.mark.parametrize("attention", ["reference", "auto"])
-def test_a_row_goes_on_from_blocks_that_were_in_host_memory(attention: str) -> None:
+def test_a_row_continues_from_blocks_that_were_in_host_memory(attention: str) -> None:
     bench = TieredBench(attention)
     tokens, blocks, wanted = answered(bench)
     bench.transfer(saves=tuple(SlotMove(block, 2 + place) for place, block in enumerate(blocks)))
@@ -106,7 +106,7 @@ def test_a_row_goes_on_from_blocks_that_were_in_host_memory(attention: str) -> N
 
 
 @pytest.mark.parametrize("attention", ["reference", "triton"])
-def test_a_block_may_be_given_away_in_the_plan_that_saves_it(attention: str) -> None:
+def test_a_block_may_be_reused_in_the_plan_that_saves_it(attention: str) -> None:
     if attention == "triton":
         pytest.importorskip("triton")
     bench = TieredBench(attention)
@@ -129,7 +129,7 @@ def test_a_block_may_be_given_away_in_the_plan_that_saves_it(attention: str) -> 
     assert continued(bench, 2, 1) == wanted
 
 
-def test_a_row_goes_on_from_blocks_that_were_files(tmp_path: Path) -> None:
+def test_a_row_continues_from_blocks_that_were_files(tmp_path: Path) -> None:
     first = TieredBench("reference", tmp_path / "cache")
     tokens, blocks, wanted = answered(first)
     count = len(blocks)
@@ -194,7 +194,7 @@ def disk_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("quire-disk")}
 
 
-def test_tiers_that_cannot_be_made_give_back_what_there_was_of_them(
+def test_if_making_the_tiers_fails_their_resources_are_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed, before = watch_closing(monkeypatch), disk_threads()
@@ -205,9 +205,7 @@ def test_tiers_that_cannot_be_made_give_back_what_there_was_of_them(
     assert disk_threads() <= before
 
 
-def test_what_can_be_closed_is_closed_where_a_device_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_tiers_are_closed_even_if_the_device_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = disk_threads()
     tiers, closed = TieredBench("reference", tmp_path / "cache").worker.tiers, watch_closing(monkeypatch)
     assert isinstance(tiers, CacheTiers)
@@ -218,7 +216,7 @@ def test_what_can_be_closed_is_closed_where_a_device_has_failed(
     assert disk_threads() <= before
 
 
-def test_a_draft_model_computes_again_what_was_loaded_for_the_target_alone() -> None:
+def test_a_draft_model_recomputes_tokens_whose_blocks_were_loaded_only_for_the_target() -> None:
     coverage = OwnCoverage(CacheConfig(4, 16), num_rows=2, max_blocks=4)
     grants = {"grant_rows": [0, 0], "grant_slots": [0, 1], "grant_blocks": [7, 3]}
     coverage.observe(StepPlan(0, **{name: np.array(each, dtype=np.int32) for name, each in grants.items()}))
@@ -232,7 +230,7 @@ def make_executor(config: EngineConfig, load_format: Literal["auto", "dummy"] = 
     return SingleExecutor(ModelFiles("tiny", Path("nowhere"), "hf"), tiny_config(), config, load_format=load_format)
 
 
-def test_the_executor_runs_plans_of_nothing_but_transfers_and_reports_them() -> None:
+def test_the_executor_runs_and_reports_plans_with_only_transfers() -> None:
     single = make_executor(with_tiers(engine_config(block_size=16, rows=4)))
     assert single.transfers() is NOTHING_MOVED
     single.launch(StepPlan(0, transfers=Transfers(saves=(SlotMove(1, 2), SlotMove(3, 0)), loads=(SlotMove(5, 2),))))
@@ -253,7 +251,7 @@ def test_a_folder_that_cannot_be_used_is_refused_before_the_model_is_loaded(tmp_
         make_executor(with_tiers(engine_config(block_size=16, rows=4), disk=tmp_path), "auto")  # there are no files
 
 
-def test_an_executor_whose_device_has_failed_gives_back_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_whose_device_has_failed_releases_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     heap = Mock()
     monkeypatch.setattr(single_executor, "gc", heap)
     single = make_executor(with_tiers(engine_config(block_size=16, rows=4)))

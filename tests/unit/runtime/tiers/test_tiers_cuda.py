@@ -61,7 +61,7 @@ def wait(link: StagedLink, wanted: tuple[int, int]) -> None:
 @pytest.mark.parametrize("route", ["copies", "kernel", "auto"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("ring_bytes", [4 << 20, 64 << 20])
-def test_random_orders_leave_what_orders_in_turn_would(dtype: torch.dtype, route: RouteName, ring_bytes: int) -> None:
+def test_random_copies_end_as_after_sequential_copies(dtype: torch.dtype, route: RouteName, ring_bytes: int) -> None:
     cache, host, link = make_link(dtype, route, ring_bytes)
     rng, bad = random.Random(1), torch.zeros((), dtype=torch.int64, device=CUDA)
     blocks, slots = dict.fromkeys(range(NUM_BLOCKS), 0), dict.fromkeys(range(NUM_SLOTS), 0)
@@ -119,7 +119,7 @@ def row(number: int, length: int, blocks: tuple[int, ...]) -> NewRow:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_row_that_was_swapped_out_says_the_same_beside_captured_steps(eager: bool) -> None:
+def test_a_swapped_row_gives_the_same_tokens_beside_captured_steps(eager: bool) -> None:
     config = engine_config(block_size=16, rows=4, device="cuda", dtype="bfloat16", num_blocks=32)
     config = replace(config, cache=replace(config.cache, tiers=TierConfig(host_blocks=64)))
     config = replace(config, device=replace(config.device, enforce_eager=eager))

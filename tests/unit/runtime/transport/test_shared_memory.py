@@ -51,13 +51,13 @@ def got(transport: SharedMemoryTransport, number: int) -> bytes:
     return bytes(data)
 
 
-def test_what_one_engine_puts_another_gets() -> None:
+def test_a_block_that_one_engine_puts_another_gets() -> None:
     one, other = make(), make()
     for number in range(5):
         one.put(key(number), block(number), LATER)
     assert other.has([key(3), key(9), key(0)], LATER) == {key(3), key(0)}
     assert [got(other, number) for number in range(5)] == [bytes(block(number)) for number in range(5)]
-    with pytest.raises(TransportError, match="shm://test has the block no more") as raised:
+    with pytest.raises(TransportError, match="shm://test no longer has the block") as raised:
         got(other, 9)
     assert raised.value.reason == "missing"
     one.close()
@@ -78,7 +78,7 @@ def test_the_last_owner_removes_everything(root: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 10, 20, 60, 80, SEAL_BYTES, SEAL_BYTES + SIZE - 1])
-def test_a_changed_byte_is_found_and_the_block_dropped(place: int, root: Path) -> None:
+def test_a_changed_byte_is_detected_and_the_block_dropped(place: int, root: Path) -> None:
     transport = make()
     transport.put(key(1), block(1), LATER)
     path = folder(root) / key(1).hex()
@@ -198,7 +198,7 @@ def test_nobody_reads_half_a_block_of_an_engine_that_was_killed(root: Path) -> N
 
 def test_a_folder_that_is_not_private_is_refused(root: Path) -> None:
     folder(root).mkdir(mode=0o755)
-    with pytest.raises(ConfigError, match=r"kv_transport: others may enter"):
+    with pytest.raises(ConfigError, match=r"kv_transport: other users may access"):
         make()
     folder(root).rmdir()
     folder(root).symlink_to(root)
@@ -206,6 +206,6 @@ def test_a_folder_that_is_not_private_is_refused(root: Path) -> None:
         make()
 
 
-def test_memory_for_no_block_is_refused() -> None:
+def test_memory_for_less_than_one_block_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"kv_transport_memory: .* hold no block"):
         SharedMemoryTransport("test", SIZE, LAYOUT, SIZE)

@@ -65,7 +65,7 @@ def got(peers: TcpPeers, number: int, deadline: float | None = None) -> bytes:
     return bytes(data)
 
 
-def test_what_a_prefill_engine_puts_decode_engines_get(store: TcpStore) -> None:
+def test_decode_engines_get_the_blocks_that_a_prefill_engine_puts(store: TcpStore) -> None:
     for number in range(5):
         store.put(key(number), block(number), soon())
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_the_least_recently_used_blocks_make_room() -> None:
 
 
 @pytest.mark.parametrize("token", [b"", b"Secret"])
-def test_who_does_not_know_the_token_gets_nothing(store: TcpStore, token: bytes) -> None:
+def test_a_client_without_the_token_gets_nothing(store: TcpStore, token: bytes) -> None:
     store.put(key(1), block(1), soon())
     peers = peers_of(store.port, token=token)
     with pytest.raises(TransportError, match=f"tcp://127.0.0.1:{store.port} has another kv_token_file"):
@@ -127,7 +127,7 @@ def test_a_client_that_skips_the_greeting_gets_nothing(store: TcpStore) -> None:
         assert sock.recv(100) == b""
 
 
-def test_a_block_of_another_model_is_not_taken(store: TcpStore) -> None:
+def test_a_block_of_another_model_is_refused(store: TcpStore) -> None:
     store.put(key(1), block(1), soon())
     peers = peers_of(store.port, layout=layout_digest("01", "torch.float32", (2, 4), 0, 1))
     assert peers.has([key(1)], soon()) == {key(1)}
@@ -137,7 +137,7 @@ def test_a_block_of_another_model_is_not_taken(store: TcpStore) -> None:
     peers.close()
 
 
-def test_a_block_that_was_changed_on_its_way_is_not_taken(store: TcpStore) -> None:
+def test_a_block_that_was_changed_in_transit_is_refused(store: TcpStore) -> None:
     store.put(key(1), block(1), soon())
     seal, data = store._blocks[key(1)]
     store._blocks[key(1)] = seal, data[:-1] + b"x"
@@ -146,14 +146,14 @@ def test_a_block_that_was_changed_on_its_way_is_not_taken(store: TcpStore) -> No
     with pytest.raises(TransportError, match="checksum"):
         got(peers, 1)
     store._blocks[key(1)] = seal, data[:-1]
-    with pytest.raises(TransportError, match="another size"):
+    with pytest.raises(TransportError, match="wrong size"):
         got(peers, 1)
     store._blocks[key(1)] = seal, data
     assert got(peers, 1) == bytes(block(1))
     peers.close()
 
 
-def test_a_silent_peer_is_given_up_at_the_deadline_and_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_peer_times_out_and_is_not_called_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_peers, "_LEAST_PAUSE", 600.0)
     monkeypatch.setattr(tcp_peers, "_MOST_PAUSE", 600.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -162,7 +162,7 @@ def test_a_silent_peer_is_given_up_at_the_deadline_and_left_alone_for_a_while(mo
         with pytest.raises(TransportError, match=f"tcp://127.0.0.1:{port} did not answer in time") as raised:
             peers.has([key(1)], soon(0.05))
         assert raised.value.reason == "timeout"
-        with pytest.raises(TransportError, match="failed just now and is not asked again yet"):
+        with pytest.raises(TransportError, match="failed recently and is not retried yet"):
             peers.has([key(1)], soon(3600))
         peers.close()
 
@@ -193,7 +193,7 @@ def test_a_peer_that_restarts_is_found_again(monkeypatch: pytest.MonkeyPatch) ->
         struct.pack("<4sBQ", b"QKT9", 0, 32) + bytes(32),
     ],
 )
-def test_strange_frames_end_the_connection_and_nothing_else(store: TcpStore, frame: bytes) -> None:
+def test_invalid_frames_end_only_their_connection(store: TcpStore, frame: bytes) -> None:
     store.put(key(1), block(1), soon())
     with socket.create_connection(("127.0.0.1", store.port), 60) as sock:
         sock.sendall(frame)
@@ -204,7 +204,7 @@ def test_strange_frames_end_the_connection_and_nothing_else(store: TcpStore, fra
     peers.close()
 
 
-def test_a_store_whose_process_had_too_many_files_open_takes_connections_again(
+def test_a_store_accepts_connections_again_after_too_many_open_files(
     store: TcpStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.put(key(1), block(1), soon())
@@ -225,7 +225,7 @@ def test_a_store_whose_process_had_too_many_files_open_takes_connections_again(
     peers.close()
 
 
-def test_blocks_that_were_asked_for_are_evicted_after_others() -> None:
+def test_blocks_that_were_looked_up_are_evicted_after_others() -> None:
     store = make_store(num_blocks=3)
     for number in range(3):
         store.put(key(number), block(number), soon())
@@ -236,5 +236,5 @@ def test_blocks_that_were_asked_for_are_evicted_after_others() -> None:
 
 
 def test_an_address_in_use_is_refused(store: TcpStore) -> None:
-    with pytest.raises(ConfigError, match=f"kv_transport: tcp://127.0.0.1:{store.port} cannot be listened at"):
+    with pytest.raises(ConfigError, match=f"kv_transport: cannot listen on tcp://127.0.0.1:{store.port}"):
         make_store(port=store.port)

@@ -112,7 +112,7 @@ def test_graphs_follow_rows_whose_adapters_change(folders: list[Path]) -> None:
 
 
 @needs_triton
-def test_steps_with_chunks_run_by_graphs_of_their_own(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_chunks_and_adapters_run_by_graphs(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 0)
     plain, triton = greedy("reference"), greedy("triton")
     for made in (plain, triton):
@@ -127,7 +127,7 @@ def test_steps_with_chunks_run_by_graphs_of_their_own(folders: list[Path], monke
 
 
 @needs_triton
-def test_eager_steps_narrow_their_adapters_to_the_wanted_tokens(folders: list[Path]) -> None:
+def test_eager_steps_keep_only_the_adapters_of_the_wanted_tokens(folders: list[Path]) -> None:
     plain, config = greedy("reference"), engine_config(rows=ROWS, max_len=64, adapters=SMALL)
     eager = replace(config, device=replace(config.device, enforce_eager=True))
     triton = Bench(checkpoint(), eager, attention="triton", sampler=GreedySampler())
@@ -140,7 +140,7 @@ def test_eager_steps_narrow_their_adapters_to_the_wanted_tokens(folders: list[Pa
 
 
 @pytest.mark.parametrize("attention", ["reference", pytest.param("triton", marks=needs_triton)])
-def test_a_slot_gives_what_was_put_there_last(attention: str, folders: list[Path]) -> None:
+def test_a_slot_holds_the_adapter_that_was_put_there_last(attention: str, folders: list[Path]) -> None:
     fresh, used = greedy(attention), greedy(attention)
     used.put_adapter(0, folders[3])  # a larger rank
     prefill(used, {0: 0})
@@ -154,7 +154,9 @@ def test_a_slot_gives_what_was_put_there_last(attention: str, folders: list[Path
 
 
 @pytest.mark.parametrize("attention", ["reference", "auto", pytest.param("triton", marks=needs_triton)])
-def test_an_adapter_of_the_head_changes_prompt_logprobs_and_samples_in_parts(attention: str, tmp_path: Path) -> None:
+def test_an_adapter_of_the_head_changes_prompt_logprobs_and_samples_of_several_rounds(
+    attention: str, tmp_path: Path
+) -> None:
     folder = make_adapter(tmp_path, model(), rank=5, only=lambda name: name == "lm_head")
     bench = greedy(attention)
     bench.worker._runner._num_samples = 3  # of the four
@@ -172,7 +174,7 @@ def test_an_adapter_of_the_head_changes_prompt_logprobs_and_samples_in_parts(att
         torch.testing.assert_close(bench.sampler.seen[row][0], logits[-1], rtol=1e-3, atol=1e-3)
 
 
-def test_adapters_that_come_and_go_under_traffic_never_change_another_row(folders: list[Path]) -> None:
+def test_loading_and_unloading_adapters_under_traffic_never_changes_other_rows(folders: list[Path]) -> None:
     """Every row must give the tokens that it gives alone, whatever was loaded, put into slots and forgotten since."""
     alone: dict[int, list[int]] = {}
     for number in range(-1, len(folders)):
@@ -212,7 +214,7 @@ def test_adapters_that_come_and_go_under_traffic_never_change_another_row(folder
     assert adapters.store.num_held <= SMALL.host_adapters
 
 
-def test_quantized_weights_and_adapters_go_together(folders: list[Path]) -> None:
+def test_adapters_work_with_quantized_weights(folders: list[Path]) -> None:
     quantized = greedy("auto", quantization="int8")
     plain = greedy("auto", quantization="int8")
     quantized.put_adapter(0, folders[0])
@@ -226,7 +228,7 @@ def test_quantized_weights_and_adapters_go_together(folders: list[Path]) -> None
     torch.testing.assert_close(quantized.sampler.seen[1][0], plain.sampler.seen[1][0])
 
 
-def test_an_adapter_that_cannot_be_read_fails_its_rows_alone(folders: list[Path]) -> None:
+def test_an_adapter_that_cannot_be_read_fails_only_its_rows(folders: list[Path]) -> None:
     bench, whole = greedy("auto"), greedy("auto")
     adapters = bench.worker.adapters
     assert adapters is not None
@@ -270,7 +272,7 @@ def test_a_row_with_an_adapter_fails_where_there_are_no_slots() -> None:
     assert "no slots for adapters" in failure.reason
 
 
-def test_the_memory_plan_counts_what_slots_take() -> None:
+def test_the_memory_plan_counts_the_memory_of_adapter_slots() -> None:
     bench = greedy("reference")
     assert bench.worker.adapters is not None
     layers = bench.worker.adapters.slots.layers

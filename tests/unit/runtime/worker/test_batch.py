@@ -1,4 +1,4 @@
-"""Where a plan's tokens and samples lie in its batch, against the chunks taken one after the other."""
+"""The indices of a plan's tokens and samples in its batch, compared with a simple loop over the chunks."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_steps_of_one_shape_run_by_one_graph_whatever_their_rows_and_lengths() -
     }
 
 
-def test_a_shape_is_captured_when_it_has_been_met_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_is_captured_when_it_has_occurred_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 2)
     plain, graphed, graphs = both()
     monkeypatch.setattr(graphs._capture, "is_idle", lambda: False)
@@ -85,7 +85,7 @@ def test_a_shape_is_captured_when_it_has_been_met_a_few_times(monkeypatch: pytes
     assert_same(plain, graphed)
 
 
-def test_a_step_beyond_the_largest_bucket_runs_as_it_is() -> None:
+def test_a_step_larger_than_all_buckets_runs_without_padding_or_graph() -> None:
     plain, graphed, graphs = both()
     graphed.worker._runner._batches._buckets = (16,)  # type: ignore[attr-defined]
     for made in (plain, graphed):
@@ -96,7 +96,7 @@ def test_a_step_beyond_the_largest_bucket_runs_as_it_is() -> None:
     assert set(graphs._graphs) == {StepShape(16, False, True, False)}
 
 
-def test_a_step_of_more_pieces_than_there_is_room_for_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_too_many_tiles_runs_without_padding_or_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "SPARE_TILES", 1)
     plain, graphed, graphs = both()
     for made in (plain, graphed):
@@ -108,7 +108,7 @@ def test_a_step_of_more_pieces_than_there_is_room_for_runs_as_it_is(monkeypatch:
     assert set(graphs._graphs) == {StepShape(16, True, False, False)}
 
 
-def test_prompt_logprobs_and_forks_take_their_positions_of_a_padded_step() -> None:
+def test_prompt_logprobs_and_forks_find_their_positions_in_a_padded_step() -> None:
     plain, graphed, _ = both()
     found: list[list[float]] = []
     for made in (plain, graphed):

@@ -1,4 +1,4 @@
-"""Float8 weights and a float8 cache: the same in every backend, and near the model as it was."""
+"""Float8 weights and a float8 cache: the same in every backend, and close to the unquantized model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     ],
 )
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2"])
-def test_logits_stay_near_those_of_the_model_as_it_was(
+def test_logits_stay_near_those_of_the_unquantized_model(
     architecture: str, quantization: str | None, kv_dtype: str, near: float
 ) -> None:
     source = checkpoint(architecture)
@@ -117,7 +117,7 @@ def test_triton_gives_the_logits_of_the_reference(
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize("attention", ["auto", "gather", "triton"])
 @pytest.mark.parametrize("kv_dtype", ["float8", "int8", "int4"])
-def test_a_row_whose_keys_go_bad_fails_alone(kv_dtype: str, attention: str) -> None:
+def test_only_the_row_whose_keys_are_nan_fails(kv_dtype: str, attention: str) -> None:
     if attention == "triton":
         pytest.importorskip("triton")
         import triton_cases  # noqa: F401  float8 as hardware rounds it

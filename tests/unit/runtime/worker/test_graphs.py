@@ -94,7 +94,7 @@ def test_graphs_of_padded_steps_choose_what_the_reference_chooses() -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the reference waits for the device, which no graph does")
-def test_the_graph_of_a_lone_row_runs_its_program() -> None:
+def test_the_graph_of_a_single_row_runs_its_program() -> None:
     kernel = ReferenceKernel()
     plain, triton = bench("reference"), bench("triton", kernel)
     graphs, _ = graphs_of(triton)
@@ -111,7 +111,7 @@ def test_the_graph_of_a_lone_row_runs_its_program() -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the reference waits for the device, which no graph does")
-def test_a_lone_row_that_has_grown_too_long_runs_layer_by_layer() -> None:
+def test_a_single_row_that_is_too_long_runs_layer_by_layer() -> None:
     kernel = ReferenceKernel(longest=len(PROMPTS[0]) + 1)
     plain, triton = bench("reference"), bench("triton", kernel)
     graphs_of(triton)[0].trace_row()
@@ -124,7 +124,7 @@ def test_a_lone_row_that_has_grown_too_long_runs_layer_by_layer() -> None:
     assert program.num_runs == 2  # when it was captured, and for the first token
 
 
-def test_a_kind_runs_by_the_graph_of_a_larger_bucket_until_it_has_been_met_often(
+def test_a_kind_uses_the_graph_of_a_larger_bucket_until_it_has_occurred_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kind_graphs, "BORROWED_RUNS", 2)
@@ -168,7 +168,7 @@ def test_capturing_changes_no_row_and_no_block() -> None:
     rows, memory = made.worker.rows, made.worker.cache.blocks
     before = [each.clone() for each in (rows.tokens, rows.history.lengths, memory)]
     with torch.inference_mode():
-        for kind in (Kind(1), Kind(4, narrow=True), Kind(2, listed=8)):
+        for kind in (Kind(1), Kind(4, top_k_top_p=True), Kind(2, listed=8)):
             graphs._graphs.capture(kind)
     for was, each in zip(before, (rows.tokens, rows.history.lengths, memory), strict=True):
         assert torch.equal(was, each)
@@ -194,14 +194,14 @@ def test_rows_are_written_only_when_they_change(monkeypatch: pytest.MonkeyPatch)
     graphs, _ = graphs_of(made)
     start(made, [0, 1])
     sent: list[list[int]] = []
-    courier = made.worker.rows.courier
-    send_into = courier.send_into
+    uploader = made.worker.rows.uploader
+    upload_into = uploader.upload_into
 
     def spy(target: torch.Tensor, array: np.ndarray) -> None:
         sent.append(array.tolist())
-        send_into(target, array)
+        upload_into(target, array)
 
-    monkeypatch.setattr(courier, "send_into", spy)
+    monkeypatch.setattr(uploader, "upload_into", spy)
     made.run(decode=[0, 1])
     sent.clear()
     made.run(decode=[0, 1])
@@ -215,7 +215,9 @@ def test_rows_are_written_only_when_they_change(monkeypatch: pytest.MonkeyPatch)
     "special",
     [{"presence_penalty": 0.5, "logit_bias": {5: 3.0}}, {"logprobs": 40}, {"logprobs": 0, "logprob_token_ids": [4]}],
 )
-def test_rows_that_ask_for_more_than_a_choice_and_a_short_list_go_without_a_graph(special: dict[str, object]) -> None:
+def test_rows_that_need_more_than_a_token_and_short_logprob_lists_run_without_a_graph(
+    special: dict[str, object],
+) -> None:
     plain, triton = bench("reference"), bench("triton")
     _, recorder = graphs_of(triton)
     for made in (plain, triton):
@@ -232,7 +234,7 @@ def test_rows_that_ask_for_more_than_a_choice_and_a_short_list_go_without_a_grap
     assert recorder.replayed == 1
 
 
-def test_graphs_tell_logprobs_and_candidates_as_the_reference_does() -> None:
+def test_graphs_report_the_logprobs_and_candidates_of_the_reference() -> None:
     plain, triton = bench("reference"), bench("triton")
     _, recorder = graphs_of(triton)
     for made in (plain, triton):
@@ -273,7 +275,7 @@ def test_a_failed_row_keeps_its_steps_out_of_graphs() -> None:
     assert recorder.replayed == 1
 
 
-def test_eager_is_enforced() -> None:
+def test_enforce_eager_captures_no_graph() -> None:
     config = engine_config(rows=ROWS, num_blocks=64, max_len=64)
     eager = type(config.device)(config.device.device, "float32", "float32", enforce_eager=True)
     sampler = make_sampler(ROWS, VOCAB, torch.device(DEVICE), "triton")

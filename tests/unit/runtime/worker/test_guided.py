@@ -143,7 +143,7 @@ def story(made: Bench) -> None:
     made.run(decode=[4, 2], masks=masks(p1=ODD, p0=ODD))
 
 
-def test_masks_that_come_later_choose_what_masks_in_the_plan_choose(attention: str) -> None:
+def test_masks_supplied_later_give_the_tokens_of_masks_in_the_plan(attention: str) -> None:
     before, after = bench(attention), guided(bench(attention))
     story(before)
     story(after)
@@ -153,7 +153,7 @@ def test_masks_that_come_later_choose_what_masks_in_the_plan_choose(attention: s
     assert after.tokens[4][6] in ODD
 
 
-def test_both_kinds_of_kernels_choose_the_same_under_masks_that_come_later() -> None:
+def test_torch_and_triton_choose_the_same_tokens_under_masks_supplied_later() -> None:
     pytest.importorskip("triton")
     plain, triton = guided(bench("reference")), guided(bench("triton"))
     story(plain)
@@ -177,7 +177,7 @@ def test_a_guided_step_samples_nothing_before_its_masks_come(attention: str) -> 
     made.worker.check()
 
 
-def test_samples_without_a_mask_and_steps_without_masks_are_free(attention: str) -> None:
+def test_samples_without_a_mask_and_steps_without_masks_are_not_constrained(attention: str) -> None:
     free, made = bench(attention), bench(attention)
     for each in (free, made):
         start(each, [0, 1])
@@ -189,7 +189,7 @@ def test_samples_without_a_mask_and_steps_without_masks_are_free(attention: str)
     assert tokens_of(made.worker.supply_masks(nobody)) == [wanted[1][0], wanted[1][1]]
 
 
-def test_a_row_without_a_mask_is_free_again_after_a_step_with_one(attention: str) -> None:
+def test_a_row_is_not_constrained_by_its_mask_of_an_earlier_step(attention: str) -> None:
     made = bench(attention)
     start(made, [0])
     begin(made, [0])
@@ -254,7 +254,9 @@ def test_masks_may_be_overwritten_once_they_were_supplied_and_lines_may_lie_apar
 
 
 @pytest.mark.parametrize("words", [WORDS - 1, WORDS + 2])
-def test_tokens_past_the_bits_are_banned_and_bits_past_the_tokens_are_nothing(attention: str, words: int) -> None:
+def test_tokens_beyond_the_mask_are_banned_and_mask_bits_beyond_the_vocabulary_are_ignored(
+    attention: str, words: int
+) -> None:
     made = bench(attention)
     start(made, [0])
     begin(made, [0])
@@ -268,7 +270,7 @@ def test_tokens_past_the_bits_are_banned_and_bits_past_the_tokens_are_nothing(at
     assert [failure.row for failure in result.failures] == [0]
 
 
-def test_a_row_for_which_the_grammar_allows_nothing_fails_alone(attention: str) -> None:
+def test_only_the_row_for_which_the_grammar_allows_nothing_fails(attention: str) -> None:
     made = bench(attention)
     start(made, [0, 1, 2])
     begin(made, [0, 1, 2])
@@ -278,7 +280,7 @@ def test_a_row_for_which_the_grammar_allows_nothing_fails_alone(attention: str) 
     assert [(failure.row, "grammar" in failure.reason) for failure in result.failures] == [(2, True)]
 
 
-def test_a_row_that_cannot_be_added_fails_alone_in_a_guided_step(attention: str) -> None:
+def test_only_the_row_that_cannot_be_added_fails_in_a_guided_step(attention: str) -> None:
     made = guided(bench(attention))
     start(made, [0])
     made.add(1, [1, VOCAB + 4])
@@ -289,7 +291,7 @@ def test_a_row_that_cannot_be_added_fails_alone_in_a_guided_step(attention: str)
     assert made.tokens[0][-1] == 41
 
 
-def test_more_samples_than_are_chosen_at_once_keep_their_own_masks(attention: str) -> None:
+def test_samples_of_several_rounds_keep_their_own_masks(attention: str) -> None:
     made = bench(attention)
     made.worker._runner._num_samples = 2
     made = guided(made)
@@ -345,7 +347,7 @@ def test_a_drafter_follows_a_guided_step_after_it_sampled() -> None:
     assert seen == [[40]]
 
 
-def test_decode_steps_go_by_graphs_and_unchanged_masks_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_run_by_graphs_and_unchanged_masks_are_not_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     made = bench("triton")
     graphs = made.worker._graphs
@@ -367,7 +369,7 @@ def test_decode_steps_go_by_graphs_and_unchanged_masks_are_not_sent_again(monkey
     assert {(kind.bucket, kind.guided) for kind in graphs._graphs} == {(4, True)}
 
 
-def test_guided_graphs_tell_logprobs_of_logits_before_masks() -> None:
+def test_guided_graphs_report_logprobs_before_masks() -> None:
     pytest.importorskip("triton")
     plain, triton = guided(bench("reference")), guided(bench("triton"))
     for made in (plain, triton):
@@ -402,7 +404,7 @@ def test_capturing_guided_graphs_changes_no_row_and_no_block() -> None:
     rows, memory = made.worker.rows, made.worker.cache.blocks
     before = [each.clone() for each in (rows.tokens, rows.history.lengths, memory)]
     with torch.inference_mode():
-        for kind in (Kind(1, guided=True), Kind(4, narrow=True, listed=8, guided=True)):
+        for kind in (Kind(1, guided=True), Kind(4, top_k_top_p=True, listed=8, guided=True)):
             made.worker._graphs._graphs.capture(kind)  # type: ignore[attr-defined]
     for was, each in zip(before, (rows.tokens, rows.history.lengths, memory), strict=True):
         assert torch.equal(was, each)
@@ -433,7 +435,7 @@ class Ranks:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU captures no graphs in two threads")
-def test_a_rank_that_did_not_sample_a_row_in_between_takes_its_newer_mask() -> None:
+def test_a_rank_that_did_not_sample_a_row_in_between_uses_its_newer_mask() -> None:
     """Steps of decoding run as graphs, to which every rank supplies all masks; a step with a chunk does not, and each
     rank gets the masks of the rows that it samples: of four rows the first two by the first rank."""
     pytest.importorskip("triton")

@@ -1,4 +1,4 @@
-"""Steps whose tokens the compiled kernels choose together with the head's product: which ones, and the same tokens."""
+"""Steps in which the compiled kernels fuse the head's gemm and the token choice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refuse_logits(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("asked", [{}, {"temperature": 0.9, "top_k": 20}, {"temperature": 1.2, "top_p": 0.8}])
-def test_plain_rows_get_their_tokens_without_a_tensor_of_logits(
+def test_plain_rows_are_sampled_without_a_tensor_of_logits(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
@@ -47,7 +47,9 @@ def test_plain_rows_get_their_tokens_without_a_tensor_of_logits(
 
 
 @pytest.mark.parametrize("asked", [{"logprobs": 2}, {"repetition_penalty": 1.5}])
-def test_rows_that_ask_for_more_are_sampled_from_logits(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_penalties_or_logprobs_are_sampled_from_logits(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Sampler, "sample_by_head", refuse_logits)
     assert len(tokens_of(**asked)[0]) == 10
 

@@ -1,4 +1,4 @@
-"""Batches that numpy gathers in host memory are those that torch gathers, number for number."""
+"""Batches that numpy builds in host memory equal those that torch builds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ComparedBuilder(HostBatchBuilder):
 
 @pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("pattern", WINDOWS)
-def test_batches_of_any_step_are_those_of_torch(pattern: str, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_builds_the_same_batches_as_torch(pattern: str, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "HostBatchBuilder", ComparedBuilder)
     windows = WINDOWS[pattern]
     made = random_checkpoint(tiny_config(num_layers=len(windows), windows=windows, heads=Heads(4, 2, 16)))
@@ -91,7 +91,9 @@ def test_batches_of_any_step_are_those_of_torch(pattern: str, block_size: int, m
     bench.worker.check()
 
 
-def test_so_are_those_of_layers_with_fewer_heads_than_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_builds_the_same_batches_for_layers_with_different_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(parts, "HostBatchBuilder", ComparedBuilder)
     case = FamilyCase("gemma4_text-moe", tmp_path)  # one head for all tokens, four in windows

@@ -1,4 +1,4 @@
-"""Rows whose tokens the engine says: drafts that are verified, beams that fork, masks, on every kind of worker."""
+"""Paced rows on every kind of worker: drafts that are verified, beams that fork, masks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def begun(attention: str, rows: list[int]) -> Bench:
     return made
 
 
-def test_a_draft_is_verified_by_the_tokens_of_plain_decoding_beside_rows_that_decode(attention: str) -> None:
+def test_drafts_are_verified_by_the_tokens_of_plain_decoding_beside_decoding_rows(attention: str) -> None:
     made = begun(attention, [0, 1, 2])
     wanted = plain(1)
     wrong = [wanted[1], wanted[2], (wanted[3] + 1) % VOCAB]
@@ -83,7 +83,7 @@ def test_a_draft_is_verified_by_the_tokens_of_plain_decoding_beside_rows_that_de
     assert made.tokens[0][3:] == plain(0)[:3]
 
 
-def test_a_row_that_goes_back_to_running_ahead_holds_what_was_written() -> None:
+def test_a_row_that_runs_ahead_again_continues_from_the_written_tokens() -> None:
     made = begun("reference", [0])
     wanted = plain(0)
     made.write(0, 4, wanted[1:3])  # the engine was told of these by a draft that was all right
@@ -103,7 +103,7 @@ def test_several_drafts_of_one_step_are_verified_each_from_its_own_position() ->
     assert made.result.token_ids.tolist() == wanted
 
 
-def test_more_samples_than_are_chosen_at_once_are_chosen_bit_by_bit() -> None:
+def test_more_samples_than_a_round_holds_are_sampled_in_several_rounds() -> None:
     made = begun("reference", [0, 1, 2])
     made.worker._runner._num_samples = 2
     for row in (0, 1, 2):
@@ -136,7 +136,7 @@ def test_beams_fork_and_continue_with_the_tokens_they_are_given(attention: str) 
         np.testing.assert_allclose(both.scores[row], wanted.scores[0], atol=1e-4)
 
 
-def test_masks_reach_the_samples_they_name_and_a_dead_end_fails_its_row_alone(attention: str) -> None:
+def test_masks_apply_to_their_samples_and_an_empty_mask_fails_only_its_row(attention: str) -> None:
     made = begun(attention, [0, 1, 2])
     bits = np.zeros((2, -(-VOCAB // 32)), dtype=np.uint32)
     bits[0, 1] = 1 << 9  # token 41 alone
@@ -162,7 +162,7 @@ def test_a_written_token_outside_the_vocabulary_fails_only_its_row() -> None:
     assert made.result.token_ids[0] == plain(0)[1]
 
 
-def test_a_row_that_becomes_shorter_lets_shared_blocks_be_found_anew() -> None:
+def test_shared_blocks_are_searched_again_when_a_row_becomes_shorter() -> None:
     pytest.importorskip("triton")
     made = begun("triton", [0])
     rows = made.worker.rows

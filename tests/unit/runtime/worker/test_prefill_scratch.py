@@ -1,4 +1,4 @@
-"""A worker whose prompt chunks attend over a dequantized copy: the tokens and logits of one that has none."""
+"""A worker whose prompt chunks attend over a dequantized copy gives the tokens and logits of one without a copy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def copying(monkeypatch: pytest.MonkeyPatch, kv_dtype: str, *, tokens: int = 64,
 
 
 @pytest.mark.parametrize("kv_dtype", ["float8", "int4"])
-def test_tokens_and_logits_are_those_over_the_cache(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_gives_the_tokens_and_logits_of_the_cache(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_graphs, "EAGER_RUNS", 0)
     plain, copied = mix_steps(bench(kv_dtype)), mix_steps(copying(monkeypatch, kv_dtype))
     assert copied.tokens == plain.tokens
@@ -61,14 +61,14 @@ def test_tokens_and_logits_are_those_over_the_cache(kv_dtype: str, monkeypatch: 
     }
 
 
-def test_steps_that_do_not_fit_or_are_not_padded_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_do_not_fit_or_are_not_padded_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = mix_steps(bench("float8")).tokens
     tight = copying(monkeypatch, "float8", tokens=PAGE)  # one sequence of up to 8 tokens
     assert mix_steps(tight).tokens == wanted
     assert mix_steps(copying(monkeypatch, "float8", eager=True)).tokens == wanted
 
 
-def test_usual_steps_are_prepared_with_a_copy_where_their_chunks_take_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparation_uses_a_copy_for_the_shapes_whose_chunks_use_one(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = copying(monkeypatch, "int8").worker._runner._batches
     shapes = batches.usual_shapes()  # type: ignore[attr-defined]
     assert {shape.scratch for shape in shapes if shape.tokens == 16} == {True}

@@ -46,7 +46,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # padding rows hold whatever was there before
 @pytest.mark.parametrize(("quantization", "near"), [("int4", 0.01), ("int8", 0.05)])
-def test_weights_quantized_while_loading(quantization: str, near: float) -> None:
+def test_weights_quantized_while_loading_give_the_logits_of_the_reference(quantization: str, near: float) -> None:
     pytest.importorskip("triton")
     config = engine_config(quantization=quantization)  # type: ignore[arg-type]
     wanted = logits(Bench(plain(), config, attention="reference"))
@@ -56,7 +56,7 @@ def test_weights_quantized_while_loading(quantization: str, near: float) -> None
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize("name", ["ct-fp8-block", "ct-w8a8"])
-def test_checkpoints_that_are_quantized(name: str) -> None:
+def test_quantized_checkpoints_give_the_logits_of_the_reference(name: str) -> None:
     pytest.importorskip("triton")
     import triton_cases  # noqa: F401  float8 as hardware rounds it
 
@@ -70,7 +70,7 @@ def test_checkpoints_that_are_quantized(name: str) -> None:
 
 @pytest.mark.parametrize("attention", ["reference", "auto"])
 @pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
-def test_a_row_that_goes_bad_fails_alone(quantization: str | None, attention: str) -> None:
+def test_only_the_row_with_nan_fails(quantization: str | None, attention: str) -> None:
     """One token's vector is NaN: its row's logits are, and no other's."""
     source = plain()
     tensors = {name: tensor.clone() for name, tensor in source.tensors.items()}
@@ -124,7 +124,7 @@ def gguf_mix() -> tuple[GgufMix, MemoryCheckpoint]:
     ("attention", "cpu_weights", "near"),
     [("triton", "float", 2e-3), ("auto", "integer", 0.05), ("auto", "integer16", 2e-3), ("auto", "float", 0.01)],
 )
-def test_the_types_of_a_q4_k_m_file_are_multiplied_as_they_are(
+def test_the_types_of_a_q4_k_m_file_are_multiplied_without_expansion(
     attention: str, cpu_weights: CpuWeights, near: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rows of 8 bits ("integer") change the logits by some hundredths. Without integer products, the native kernels

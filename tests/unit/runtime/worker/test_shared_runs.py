@@ -1,4 +1,4 @@
-"""Rows that begin with the same blocks are found, grouped where that saves most, and announced when they change."""
+"""Rows that begin with the same blocks are grouped where that saves most; attention gets groups when they change."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_rows_that_share_nothing_are_in_no_group() -> None:
     assert find(tables_of([1]), []) == []
 
 
-def test_rows_that_begin_alike_are_a_group_named_by_places_in_the_step() -> None:
+def test_rows_that_begin_with_the_same_blocks_are_a_group_of_step_indices() -> None:
     tables = tables_of([9] * 6, [1, 2, 3, 4, 5, 6], [8] * 6, [1, 2, 3, 4, 5, 7])
     groups = find(tables, [96, 90, 96], rows=[3, 1, 0])
     assert found(groups) == {(frozenset({0, 1}), 80)}
     assert groups[0].table_row in (1, 3)
 
 
-def test_only_blocks_count_that_every_member_has_gone_beyond() -> None:
+def test_only_full_blocks_before_the_newest_token_of_every_member_count() -> None:
     tables = tables_of([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6])
     assert found(find(tables, [96, 96])) == {(frozenset({0, 1}), 80)}  # the sixth holds the newest token
     assert found(find(tables, [97, 97])) == {(frozenset({0, 1}), 96)}
@@ -59,12 +59,12 @@ def test_only_blocks_count_that_every_member_has_gone_beyond() -> None:
     assert LEAST_TOKENS == 64
 
 
-def test_what_a_table_still_holds_of_an_earlier_row_means_nothing() -> None:
+def test_stale_entries_of_an_earlier_sequence_in_a_table_are_ignored() -> None:
     tables = tables_of([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8], [1, 2, 3, 4, 5, 6, 7])
     assert found(find(tables, [110, 110, 3])) == {(frozenset({0, 1}), 96)}
 
 
-def test_of_groups_within_groups_those_are_chosen_that_save_most() -> None:
+def test_of_nested_groups_those_that_save_most_are_chosen() -> None:
     common = [1, 2, 3, 4]
     pairs = [common + [10 * pair + i for i in range(6)] + [99 + row] for pair in (1, 2) for row in range(2)]
     lengths = [177] * 4
@@ -74,12 +74,12 @@ def test_of_groups_within_groups_those_are_chosen_that_save_most() -> None:
     assert found(find(tables, [177] * 14)) == {(frozenset(range(14)), 64)}
 
 
-def test_a_block_alike_behind_blocks_that_differ_is_not_shared() -> None:
+def test_an_equal_block_behind_different_blocks_is_not_shared() -> None:
     assert find(tables_of([1, 2, 3, 4, 5], [9, 2, 3, 4, 5]), [80, 80]) == []
     assert find(tables_of([1, 8, 3, 4, 5], [1, 2, 3, 4, 5]), [80, 80]) == []
 
 
-def test_groups_that_save_too_little_are_not_worth_a_pass() -> None:
+def test_groups_that_save_too_little_are_dropped() -> None:
     tables, lengths = tables_of(*[[1, 2, 3, 4, 5 + row] for row in range(4)]), [70] * 4
     assert len(find(tables, lengths, least_saved=3 * 64)) == 1
     assert find(tables, lengths, least_saved=3 * 64 + 1) == []
@@ -88,7 +88,7 @@ def test_groups_that_save_too_little_are_not_worth_a_pass() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_groups_of_any_tree_are_true_and_apart(seed: int) -> None:
+def test_groups_of_random_trees_are_correct_and_disjoint(seed: int) -> None:
     rng = random.Random(seed)
     tables: list[list[int]] = [[rng.randrange(1000) for _ in range(12)]]
     for fresh in range(rng.randrange(1, 40)):
@@ -126,20 +126,20 @@ def place(rows: DeviceRows, row: int, blocks: tuple[int, ...]) -> None:
     rows.place([NewRow(row, tokens, len(tokens), blocks, SamplingParams(), TokenRules(), sample_index=0, seed=0)])
 
 
-def test_attention_is_told_when_groups_change_and_only_then() -> None:
+def test_attention_gets_groups_only_when_they_change() -> None:
     rows, told = DeviceRows(4, 160, 4, torch.device(DEVICE)), Told()
     runs = SharedRuns(rows, told)  # type: ignore[arg-type]
     prefix = tuple(range(1, 21))
     for row in range(3):
         place(rows, row, (*prefix, 30 + row))
     first, second = np.array([0, 1, 2], dtype=np.int32), np.array([2, 0], dtype=np.int32)
-    assert runs.announce(first)
-    assert runs.announce(first.copy())
-    assert runs.announce(second)
+    assert runs.update_groups(first)
+    assert runs.update_groups(first.copy())
+    assert runs.update_groups(second)
     assert told.calls == [{(frozenset({0, 1, 2}), 80)}, {(frozenset({0, 1}), 80)}]
 
     place(rows, 2, tuple(range(40, 61)))  # another sequence in the same row
-    assert not runs.announce(second)
+    assert not runs.update_groups(second)
     assert told.calls[2:] == [set()]
-    assert not runs.announce(np.array([0], dtype=np.int32))
+    assert not runs.update_groups(np.array([0], dtype=np.int32))
     assert len(told.calls) == 3

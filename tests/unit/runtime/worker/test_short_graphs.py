@@ -70,7 +70,7 @@ def plain(row: int, count: int = 9) -> list[int]:
     return made.tokens[row][3:]
 
 
-def test_drafts_are_verified_beside_rows_that_decode_by_one_graph() -> None:
+def test_one_graph_verifies_drafts_beside_decoding_rows() -> None:
     made = begun("triton", [0, 1, 2])
     short, recorder = short_of(made)
     for row, right in ((0, 3), (1, 2)):  # both drafts are right at first, and then wrong
@@ -82,7 +82,7 @@ def test_drafts_are_verified_beside_rows_that_decode_by_one_graph() -> None:
     assert samples[1:5] == plain(0)[1:5]
     assert samples[6:9] == plain(1)[1:4]
     assert made.worker.rows.lengths[[0, 1, 2]].tolist() == [8, 7, 5]  # a row that verifies does not grow
-    assert list(short._graphs) == [ShortKind(16, narrow=True)]
+    assert list(short._graphs) == [ShortKind(16, top_k_top_p=True)]
 
     for row, right in ((0, 3), (1, 2)):
         made.write(row, 4 + right, [plain(row)[1 + right]])
@@ -92,7 +92,7 @@ def test_drafts_are_verified_beside_rows_that_decode_by_one_graph() -> None:
     made.worker.check()
 
 
-def test_a_step_of_few_tokens_runs_by_the_graph_of_a_larger_bucket_until_it_has_been_met_often() -> None:
+def test_a_small_step_uses_the_graph_of_a_larger_bucket_until_its_kind_has_occurred_often() -> None:
     made = begun("triton", [0])
     short, recorder = short_of(made)
     with torch.inference_mode():
@@ -107,7 +107,7 @@ def test_a_step_of_few_tokens_runs_by_the_graph_of_a_larger_bucket_until_it_has_
     assert recorder.replayed == 9
 
 
-def test_a_chunk_of_a_few_tokens_that_samples_at_its_end_alone_grows_its_row() -> None:
+def test_a_short_chunk_that_samples_only_at_its_end_grows_its_row() -> None:
     made = begun("triton", [0, 2])
     _, recorder = short_of(made)
     made.write(0, 4, plain(0)[1:3])
@@ -132,13 +132,13 @@ def test_a_chunk_of_a_few_tokens_that_samples_at_its_end_alone_grows_its_row() -
         (StepPlan(0, chunks=(Chunk(0, 0, 4, (0,)),), guided=True), False),
     ],
 )
-def test_it_takes_steps_with_short_chunks_alone(plan: StepPlan, taken: bool) -> None:
+def test_graphs_take_only_steps_with_short_chunks(plan: StepPlan, taken: bool) -> None:
     made = begun("triton", [0])
     assert made.worker._by_graph(plan) == taken
 
 
 @pytest.mark.parametrize("asked", [{"logprobs": 1}, {"frequency_penalty": 0.5}])
-def test_rows_that_ask_for_more_than_a_token_run_without_a_graph(asked: dict[str, Any]) -> None:
+def test_rows_that_need_more_than_a_token_run_without_a_graph(asked: dict[str, Any]) -> None:
     made, wanted = begun("triton", [0], **asked), begun("reference", [0], **asked)
     _, recorder = short_of(made)
     for each in (made, wanted):
@@ -148,7 +148,7 @@ def test_rows_that_ask_for_more_than_a_token_run_without_a_graph(asked: dict[str
     assert recorder.recorded == 0
 
 
-def test_engines_without_drafts_have_no_such_graphs() -> None:
+def test_engines_without_drafts_have_no_graphs_for_short_chunks() -> None:
     config = engine_config(rows=ROWS, num_blocks=64, max_len=64)
     sampler = make_sampler(ROWS, VOCAB, torch.device(DEVICE), "triton")
     made = Bench(checkpoint(), config, attention="triton", sampler=sampler)
@@ -156,7 +156,7 @@ def test_engines_without_drafts_have_no_such_graphs() -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="processes go on to compile")
-def test_what_there_was_no_time_for_is_prepared_later_and_changes_nothing() -> None:
+def test_remaining_preparation_is_done_later_and_changes_no_row_or_block() -> None:
     made, other = begun("triton", [0, 1]), begun("triton", [0, 1])
     made.worker.prepare(0.0)
     graphs = made.worker._graphs

@@ -118,20 +118,20 @@ def test_micro_batches_in_flight_give_the_tokens_of_one_worker(num_stages: int) 
         assert set(forward._graphs) == {StepShape(16, False, True, False)}
 
 
-def test_guided_plans_do_too() -> None:
+def test_guided_micro_batches_give_the_tokens_of_one_worker() -> None:
     plans, stages = plans_of(2, guided=True), stages_of(2)
     assert in_turns(stages, plans) == expected(2)
     assert {kind.guided for kind in graphs_of(stages[0])._graphs} == {False}  # masks do not matter there
     assert {kind.guided for kind in graphs_of(stages[1])._graphs} == {True}
 
 
-def test_stages_without_graphs_do_too() -> None:
+def test_stages_without_graphs_give_the_tokens_of_one_worker() -> None:
     plans, stages = plans_of(2), stages_of(2, eager=True)
     assert all(isinstance(worker._graphs, NoGraphs) for worker in stages)
     assert in_turns(stages, plans) == expected(2)
 
 
-def test_a_stage_that_samples_without_a_graph_takes_the_stream_of_one_that_has_it() -> None:
+def test_a_last_stage_without_graphs_receives_from_a_stage_with_graphs() -> None:
     """A penalty changes logits, which no graph does."""
     plans = plans_of(2)
     first = plans[0]
@@ -144,7 +144,7 @@ def test_a_stage_that_samples_without_a_graph_takes_the_stream_of_one_that_has_i
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="processes go on to compile")
-def test_stages_prepare_alone_and_change_nothing() -> None:
+def test_preparing_stages_leaves_no_task_and_changes_no_token() -> None:
     plans, stages = plans_of(2), stages_of(2)
     for worker in stages:
         worker.prepare(0.0)
@@ -152,7 +152,7 @@ def test_stages_prepare_alone_and_change_nothing() -> None:
     assert in_turns(stages, plans) == expected(2)
 
 
-def test_a_capture_leaves_a_stream_that_was_received() -> None:
+def test_a_capture_does_not_change_a_received_stream() -> None:
     last = stages_of(2)[1]
     received = last._runner._model.embedding
     assert isinstance(received, ReceivedStream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.runtime.worker.batch import find_spans
 from quire.runtime.worker.states import RowStates
 from quire.types.sampling import SamplingParams, TokenRules
@@ -17,7 +17,7 @@ def new(row: int) -> NewRow:
 
 
 def made() -> RowStates:
-    return RowStates((torch.zeros(9, 4),), 5, Courier(torch.device("cpu")))
+    return RowStates((torch.zeros(9, 4),), 5, Uploader(torch.device("cpu")))
 
 
 def segments(states: RowStates, plan: StepPlan) -> list[list[int]]:
@@ -32,7 +32,7 @@ def plan(*moves: StateMove, decode: tuple[int, ...] = (), chunks: tuple[Chunk, .
     return StepPlan(step=0, decode_rows=rows, chunks=chunks, states=moves, **more)  # type: ignore[arg-type]
 
 
-def test_a_row_begins_with_nothing_and_stays_where_it_is() -> None:
+def test_a_row_begins_without_a_state_and_keeps_its_slot() -> None:
     states = made()
     first = plan(StateMove(1, 0, 6, -1), chunks=(Chunk(1, 0, 3, (1,)),), new_rows=(new(1),))
     assert segments(states, first) == [[0, 3, -1, 6]]
@@ -58,14 +58,14 @@ def test_a_chunk_is_cut_where_its_state_moves() -> None:
     assert segments(states, plan(decode=(0, 3))) == [[0, 1, 6, 6], [1, 1, 8, 8]]
 
 
-def test_a_row_that_is_given_away_forgets_its_state() -> None:
+def test_a_reused_row_begins_without_a_state() -> None:
     states = made()
     segments(states, plan(StateMove(1, 3, 6, 0), decode=(1,), new_rows=(new(1),)))
     again = plan(StateMove(1, 0, 2, -1), chunks=(Chunk(1, 0, 3),), new_rows=(new(1),), released=(1,))
     assert segments(states, again) == [[0, 3, -1, 2]]
 
 
-def test_a_row_that_takes_another_ones_place_reads_that_ones_state() -> None:
+def test_a_replaced_beam_reads_the_state_of_its_new_parent() -> None:
     """A beam that was replaced: its row stays, its state is its new parent's."""
     states = made()
     segments(states, plan(StateMove(1, 3, 6, 0), StateMove(2, 3, 7, 0), decode=(1, 2), new_rows=(new(1), new(2))))

@@ -1,4 +1,4 @@
-"""The worker over Triton kernels says what it says over the reference."""
+"""The worker with Triton kernels gives the tokens and logits of the reference."""
 
 from __future__ import annotations
 

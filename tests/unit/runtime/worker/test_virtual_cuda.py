@@ -57,7 +57,7 @@ def test_a_block_is_the_same_memory_wherever_it_is_mapped() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_packed_kernel_reads_each_row_where_it_begins(dtype: torch.dtype) -> None:
+def test_the_flash_kernel_reads_each_row_at_its_address(dtype: torch.dtype) -> None:
     assert can_flash(HEADS, dtype, CUDA)
     generator, room, layers = torch.Generator(device=CUDA).manual_seed(0), 700, 2
     heads = torch.randn(6 * room * layers * 2 * HEADS.num_kv, HEADS.dim, generator=generator, device=CUDA, dtype=dtype)
@@ -82,9 +82,7 @@ def test_the_packed_kernel_reads_each_row_where_it_begins(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize(("dtype", "block_size"), [("float32", 64), ("bfloat16", 128)])
 @pytest.mark.parametrize("n", [1, 3])
-def test_answers_are_those_of_the_paged_layout_while_steps_run_ahead(
-    dtype: str, block_size: int, n: int, tmp_path: Path
-) -> None:
+def test_run_ahead_gives_the_tokens_of_the_paged_layout(dtype: str, block_size: int, n: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     rng = random.Random(1)
     load = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 150))] for _ in range(20)]

@@ -46,7 +46,7 @@ def test_a_block_is_the_same_memory_wherever_it_is_mapped() -> None:
     assert place(pages, 0).eq(0).all()
 
 
-def test_places_side_by_side_read_as_one_piece() -> None:
+def test_adjacent_places_read_as_contiguous_memory() -> None:
     pages = HostPages.make(num_blocks=4, block_bytes=PAGE, num_places=4)
     pages.map(0, [3, 1, 0, 2])
     for block in range(4):
@@ -54,7 +54,7 @@ def test_places_side_by_side_read_as_one_piece() -> None:
     assert pages.places.view(4, PAGE)[:, 0].tolist() == [3, 1, 0, 2]
 
 
-def test_a_place_can_show_another_block_later() -> None:
+def test_another_block_can_be_mapped_at_a_place_later() -> None:
     pages = HostPages.make(num_blocks=2, block_bytes=PAGE, num_places=1)
     pages.blocks[1].fill_(1)
     pages.map(0, [0])
@@ -70,16 +70,16 @@ def test_only_what_was_touched_takes_memory() -> None:
     assert os.fstat(pages._file.number).st_blocks * 512 == 16 * PAGE
 
 
-def test_another_range_shows_the_same_blocks() -> None:
+def test_a_second_range_maps_the_same_blocks() -> None:
     pages = HostPages.make(num_blocks=2, block_bytes=PAGE, num_places=2)
-    other = pages.again()
+    other = pages.with_new_range()
     other.map(1, [0])
     pages.map(0, [0])
     place(pages, 0).fill_(5)
     assert place(other, 1).eq(5).all()
 
 
-def test_addresses_and_file_are_given_back_with_the_last_tensor() -> None:
+def test_addresses_and_file_are_released_with_the_last_tensor() -> None:
     before = mappings(), files()
     pages = HostPages.make(num_blocks=4, block_bytes=PAGE, num_places=8)
     pages.map(0, [1])
@@ -180,7 +180,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return fake
 
 
-def test_blocks_on_a_gpu_are_mapped_one_by_one_and_opened_together(fake: FakeDriver) -> None:
+def test_blocks_on_a_gpu_are_mapped_one_by_one_and_made_accessible_together(fake: FakeDriver) -> None:
     driver = virtual_memory_cuda._Driver(0)
     handles = virtual_memory_cuda._Handles(driver, 3, PAGE)
     memory = virtual_memory_cuda._Range(driver, 10, PAGE)
@@ -194,7 +194,7 @@ def test_blocks_on_a_gpu_are_mapped_one_by_one_and_opened_together(fake: FakeDri
     assert (fake.mapped, fake.handles, fake.reserved) == ({}, set(), set())
 
 
-def test_a_gpu_without_enough_memory_says_so_and_keeps_nothing(fake: FakeDriver) -> None:
+def test_a_gpu_without_enough_memory_raises_an_error_and_frees_everything(fake: FakeDriver) -> None:
     driver = virtual_memory_cuda._Driver(0)
     with pytest.raises(QuireError, match="cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"):
         virtual_memory_cuda._Handles(driver, 4, PAGE)

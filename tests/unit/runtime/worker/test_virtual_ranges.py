@@ -1,4 +1,4 @@
-"""Rows and their addresses: mapped when told, unmapped when the device is done, and never sooner."""
+"""Address ranges of rows: blocks are mapped when noted, and unmapped only when the device is done."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Ledger:
             assert self.read_by.get(at, 0) <= self.done, "taken from under a step that runs"
             del self.mapped[at]
 
-    def again(self) -> PageMemory:
+    def with_new_range(self) -> PageMemory:
         return Ledger()
 
 
@@ -71,15 +71,15 @@ def rows(*numbers: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     return np.array(numbers, dtype=np.int64)
 
 
-def test_a_row_sees_its_blocks_in_order_and_shares_those_it_was_given() -> None:
+def test_a_row_sees_its_blocks_in_order_and_shares_granted_blocks() -> None:
     ledger = Ledger()
     ranges = RowRanges(ledger, 2, SLOTS, NoFences())
     ranges.enter(0, ())
     ranges.put([0, 0], [0, 1], [7, 3])
-    ranges.settle(rows(0))
+    ranges.begin_step(rows(0))
     ranges.enter(1, (7, 3))
     ranges.put([1], [2], [4])
-    ranges.settle(rows(0, 1))
+    ranges.begin_step(rows(0, 1))
     assert held(ranges, ledger, 0, 3) == [7, 3, None]
     assert held(ranges, ledger, 1, 3) == [7, 3, 4]
     assert ranges.num_mapped == 5
@@ -91,55 +91,55 @@ def test_blocks_of_rows_that_never_entered_are_not_mapped() -> None:
     ranges = RowRanges(ledger, 2, SLOTS, NoFences())
     ranges.enter(0, (1,))
     ranges.put([1, 0], [0, 1], [4, 2])  # row 1 is of a search that is none of ours
-    ranges.settle(rows(0))
+    ranges.begin_step(rows(0))
     assert sorted(ledger.mapped.values()) == [1, 2]
     ranges.check()
 
 
-def test_blocks_told_together_are_mapped_by_one_call() -> None:
+def test_blocks_noted_together_are_mapped_by_one_call() -> None:
     ledger = Ledger()
     ranges = RowRanges(ledger, 1, SLOTS, NoFences())
     ranges.enter(0, (5, 4))
     ranges.put([0, 0], [1, 2], [9, 1])  # the shared tail is replaced before it was ever mapped
-    ranges.settle(rows(0))
+    ranges.begin_step(rows(0))
     assert held(ranges, ledger, 0, 3) == [5, 9, 1]
     assert ledger.calls == 1
 
 
-def test_a_row_that_left_is_unmapped_and_its_addresses_serve_again() -> None:
+def test_a_range_that_a_row_left_is_unmapped_and_reused() -> None:
     ledger = Ledger()
     ranges = RowRanges(ledger, 1, SLOTS, NoFences())
     for block in range(5):
         ranges.enter(0, (block, block + 1))
-        ranges.settle(rows(0))
+        ranges.begin_step(rows(0))
         assert ranges.num_mapped == 2
         ranges.leave([0])
-        ranges.settle(rows())
+        ranges.begin_step(rows())
         assert ranges.num_mapped == 0
     ranges.check()
 
 
-def test_a_row_can_begin_anew_while_the_step_that_used_it_still_runs() -> None:
+def test_a_row_can_be_reused_while_a_step_that_used_it_still_runs() -> None:
     ledger = Ledger()
     ranges = RowRanges(ledger, 1, SLOTS, SlowDevice(ledger))
     ranges.enter(0, (1, 2))
-    ranges.settle(rows(0))
+    ranges.begin_step(rows(0))
     ranges.leave([0])
     ranges.enter(0, (3,))
-    ranges.settle(rows(0))
+    ranges.begin_step(rows(0))
     assert ranges.num_mapped == 3
     assert ranges.cost.waits == 0
     ledger.done = 1
-    ranges.settle(rows(0))
+    ranges.begin_step(rows(0))
     assert sorted(ledger.mapped.values()) == [3]
 
 
-def test_with_no_addresses_left_a_row_waits_for_the_step_that_leaves_some() -> None:
+def test_without_a_free_range_a_new_row_waits_for_the_step_that_uses_one() -> None:
     ledger = Ledger()
     ranges = RowRanges(ledger, 1, SLOTS, SlowDevice(ledger))
     for block in range(4):
         ranges.enter(0, (block,))
-        ranges.settle(rows(0))
+        ranges.begin_step(rows(0))
         ranges.leave([0])
     assert ranges.cost.waits > 0
     ranges.check()
@@ -150,20 +150,20 @@ def test_replacing_a_block_waits_only_for_steps_that_read_it() -> None:
     ranges = RowRanges(ledger, 2, SLOTS, SlowDevice(ledger))
     ranges.enter(0, (1,))
     ranges.enter(1, (2,))
-    ranges.settle(rows(0))
+    ranges.begin_step(rows(0))
     ledger.done = 1
-    ranges.settle(rows(1))
+    ranges.begin_step(rows(1))
     ranges.put([0], [0], [5])
-    ranges.settle(rows(0))
+    ranges.begin_step(rows(0))
     assert ranges.cost.waits == 0  # only row 1 is in a step that runs
     ranges.put([1], [0], [6])
-    ranges.settle(rows(1))
+    ranges.begin_step(rows(1))
     assert ranges.cost.waits == 1
     assert sorted(ledger.mapped.values()) == [5, 6]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_taken_from_a_running_step_whatever_rows_do(seed: int) -> None:
+def test_random_changes_never_unmap_what_a_running_step_reads(seed: int) -> None:
     rng, ledger = random.Random(seed), Ledger()
     ranges, tables, step = RowRanges(ledger, 4, SLOTS, SlowDevice(ledger)), dict[int, list[int]](), 0
     for _ in range(400):
@@ -185,7 +185,7 @@ def test_nothing_is_taken_from_a_running_step_whatever_rows_do(seed: int) -> Non
             if len(table) > 2 and rng.random() < 0.2:
                 del table[-1]  # cut short: what is beyond is not read
         chosen = [row for row in tables if rng.random() < 0.7]
-        ranges.settle(rows(*chosen))
+        ranges.begin_step(rows(*chosen))
         step = ranges._step
         for row in chosen:
             assert held(ranges, ledger, row, len(tables[row])) == tables[row]

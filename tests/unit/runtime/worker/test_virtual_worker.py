@@ -1,4 +1,4 @@
-"""The virtual layout under the real engine: the same answers as with tables, whatever is shared or taken."""
+"""The virtual layout under the real engine gives the outputs of the paged layout."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def ranges_of(virtual: TinyEngine) -> RowRanges:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_answers_are_those_of_the_paged_layout(depth: int) -> None:
+def test_outputs_equal_those_of_the_paged_layout(depth: int) -> None:
     load, length = prompts(8), SIZE + 9
     virtual = both(load, {"max_tokens": length, "logprobs": 2, "temperature": 0.7, "seed": 3}, depth=depth)
     assert [len(message.samples[0].token_ids) for message in virtual.finished.values()] == [length] * 8
@@ -71,7 +71,7 @@ def test_answers_are_those_of_the_paged_layout(depth: int) -> None:
     assert ranges_of(virtual).cost.mapped >= held
 
 
-def test_samples_that_share_a_prompt_see_it_at_addresses_of_their_own() -> None:
+def test_samples_map_a_shared_prompt_in_their_own_ranges() -> None:
     virtual = both(prompts(4), {"n": 3, "temperature": 1.0, "seed": 1, "max_tokens": SIZE + 5}, rows=6)
     assert any(plan.copies for plan in virtual.executor.plans)
 
@@ -85,14 +85,14 @@ def test_prompts_found_in_the_prefix_cache_are_mapped_and_not_computed() -> None
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_preempted_sequences_come_back_and_say_the_same(depth: int) -> None:
+def test_preempted_sequences_resume_with_the_same_tokens(depth: int) -> None:
     settings = {"num_blocks": 10, "max_len": 9 * SIZE, "depth": depth}
     virtual = both(prompts(5, seed=2), {"max_tokens": 3 * SIZE}, **settings)
     assert virtual.core.stats().preemptions > 0
 
 
 @pytest.mark.parametrize("method", ["ngram", "self_draft", "draft_model"])
-def test_drafts_are_verified_and_made_over_it(method: str) -> None:
+def test_drafts_are_made_and_verified_over_the_virtual_layout(method: str) -> None:
     asked = {"method": method} | ({"model": "draft"} if method == "draft_model" else {})
     draft = similar_checkpoint(CHECKPOINT, 0.02) if method == "draft_model" else None
     load = [prompt * 2 for prompt in prompts(5, seed=7)]
@@ -126,7 +126,7 @@ def test_as_many_pages_are_mapped_as_rows_hold_blocks() -> None:
     assert cache.ranges.cost.waits == 0
 
 
-def test_nothing_is_left_when_the_llm_is_closed(tmp_path: Path) -> None:
+def test_closing_the_llm_releases_all_mappings(tmp_path: Path) -> None:
     def mapped() -> int:
         gc.collect()
         return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:quire-kv")

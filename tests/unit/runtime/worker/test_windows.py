@@ -1,4 +1,4 @@
-"""Layers with a window in blocks of their own say what they say in one group, whatever is in the blocks they left."""
+"""Layers with a window give the same results with window blocks as in one group, whatever lies outside the window."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ def check_equal(
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_blocks_that_left_the_window_reach_no_result(backend: str, pattern: str, block_size: int) -> None:
+def test_blocks_outside_the_window_do_not_change_results(backend: str, pattern: str, block_size: int) -> None:
     atol = 0.0 if backend == "native" else 1e-5
     check_equal(pattern, backend, atol=atol, block_size=block_size, num_blocks=512)
 
 
 @needs_triton
 @pytest.mark.parametrize(("pattern", "block_size"), [("1:1", 1), ("2:1", 4), ("1:1", 16), ("2:0", 4)])
-def test_nor_do_they_on_a_gpu(pattern: str, block_size: int) -> None:
+def test_blocks_outside_the_window_do_not_change_results_on_a_gpu(pattern: str, block_size: int) -> None:
     check_equal(pattern, "triton", atol=1e-5, drive=drive_shortly, block_size=block_size, num_blocks=512)
 
 
@@ -126,30 +126,32 @@ def test_nor_do_they_on_a_gpu(pattern: str, block_size: int) -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="slow in an interpreter")
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_nor_do_they_on_a_gpu_in_any_pattern(pattern: str, block_size: int) -> None:
+def test_blocks_outside_the_window_do_not_change_results_on_a_gpu_with_any_layer_pattern(
+    pattern: str, block_size: int
+) -> None:
     check_equal(pattern, "triton", atol=1e-5, block_size=block_size, num_blocks=512)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nor_where_scores_are_capped(backend: str) -> None:
+def test_blocks_outside_the_window_do_not_change_capped_scores(backend: str) -> None:
     check_equal("alternating", backend, atol=1e-5, source={"softcap": 3.0}, num_blocks=512)
 
 
 @on_cpu
-def test_nor_in_bfloat16() -> None:
+def test_blocks_outside_the_window_do_not_change_results_in_bfloat16() -> None:
     config = {"dtype": "bfloat16", "block_size": 4, "num_blocks": 512}
     check_equal("alternating", "native", atol=0.0, source={"dim": 32}, **config)
 
 
 @needs_triton
-def test_nor_where_layers_run_one_by_one() -> None:
+def test_blocks_outside_the_window_do_not_change_results_layer_by_layer() -> None:
     """Angles that depend on the length of a sequence are not known to the kernel that writes keys."""
     check_equal("1:1", "triton", atol=1e-5, drive=drive_shortly, source={"rope": DYNAMIC}, num_blocks=64)
 
 
 @needs_triton
 @pytest.mark.parametrize("pattern", ["1:1", "2:0"])
-def test_nor_in_captured_steps(pattern: str) -> None:
+def test_blocks_outside_the_window_do_not_change_captured_steps(pattern: str) -> None:
     made, tokens = checkpoint(pattern), []
     for groups in (PLAIN, groups_of(made.config)):
         sampler = make_sampler(8, VOCAB, torch.device(DEVICE), "triton")
@@ -176,7 +178,7 @@ def test_a_row_finds_window_blocks_of_earlier_plans_and_of_its_own() -> None:
     assert rows.window_tables[0][1, 0] == 10
 
 
-def test_window_blocks_are_refused_where_there_is_one_group() -> None:
+def test_window_blocks_are_refused_without_a_window_group() -> None:
     with pytest.raises(AssertionError, match="without a window group"):
         Rows(2, 20, 4, torch.device(DEVICE)).assign_windows(ints(5), ints(10))
 

@@ -71,7 +71,7 @@ def test_sampled_tokens_come_back_in_the_order_of_the_plan() -> None:
         assert answer == alone(prompt, len(answer))
 
 
-def test_a_row_whose_own_code_raises_fails_alone() -> None:
+def test_only_the_row_whose_own_code_raises_fails() -> None:
     group = bench(sampler=GreedySampler(broken=[13]))
     group.add(0, [1, 2, 3])
     group.run(chunks=[Chunk(0, 0, 3, (0,))])
@@ -88,7 +88,7 @@ def test_a_row_whose_own_code_raises_fails_alone() -> None:
     assert group.tokens[1][2:] == alone([4, 5], 1)
 
 
-def test_a_row_that_fails_is_computed_all_the_same_as_others_may_share_its_blocks() -> None:
+def test_a_failed_row_is_still_computed_because_others_may_share_its_blocks() -> None:
     group = bench(sampler=GreedySampler(broken=[13]))
     group.add(1, [4, 5, 6, 7, 8], seed=13)
     group.run(chunks=[Chunk(1, 0, 5, (1,))])
@@ -158,7 +158,7 @@ def test_long_lists_of_prompt_logprobs_leave_the_device_slice_by_slice(
     np.testing.assert_allclose(table.logprobs.reshape(9, -1)[:, 0], wanted.logprobs, atol=1e-5)
 
 
-def test_prompt_logprobs_begin_where_they_are_asked_for() -> None:
+def test_prompt_logprobs_begin_at_the_requested_position() -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]
     whole, late = bench(), bench()
     whole.add(0, prompt, prompt_logprobs=1)
@@ -226,7 +226,7 @@ def test_a_row_full_to_its_last_token_still_decodes() -> None:
     assert len(group.tokens[0]) == 7
 
 
-def test_weights_of_half_precision_answer_on_any_cpu() -> None:
+def test_half_precision_weights_run_on_any_cpu() -> None:
     group = Bench(checkpoint(), engine_config(dtype="bfloat16"))
     group.add(0, [1, 2, 3])
     group.run(chunks=[Chunk(0, 0, 3, (0,))])
@@ -238,7 +238,7 @@ def test_weights_of_half_precision_answer_on_any_cpu() -> None:
     torch.testing.assert_close(group.sampler.seen[0][0], wide.sampler.seen[0][0], rtol=0.05, atol=0.1)
 
 
-def test_execution_is_refused_nothing_when_rows_are_released_and_reused_in_one_plan() -> None:
+def test_rows_may_be_released_and_reused_in_one_plan() -> None:
     group = bench(rows=1)
     for prompt in ([1, 2, 3], [4, 5, 6, 7, 8]):
         if group.tokens:
@@ -312,7 +312,7 @@ def test_a_head_unlike_the_tied_embedding_is_refused() -> None:
         _load(checkpoint().tensors | {"lm_head.weight": embedding + 1})
 
 
-def test_plans_of_numpy_integers_are_obeyed_like_any_other() -> None:
+def test_plans_may_hold_numpy_integers() -> None:
     group = bench()
     group.add(0, [1, 2])
     group.run(chunks=[Chunk(0, 0, 2, (0,))])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.runtime.sampling.samples import Longs, Members, Part
 from quire.runtime.sampling.transforms.transform import Step
-from quire.runtime.transfer import Courier
+from quire.runtime.transfer import Uploader
 from quire.types.step import Ints, NewRow
 
 
@@ -42,7 +42,7 @@ class BadWords:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.members = Members(num_rows)
-        self._courier = Courier(device)
+        self._uploader = Uploader(device)
         self._words: dict[int, _RowWords] = {}  # by row; may contain rows that were removed
         self._batch: tuple[Part, _BatchWords] | None = None  # the last step's part and its words
 
@@ -78,7 +78,7 @@ class BadWords:
         last, tokens, distances, words = (np.concatenate(arrays) for arrays in zip(*each, strict=True))
         samples = np.arange(len(each))
         return _BatchWords(
-            *self._courier.send(
+            *self._uploader.upload(
                 np.repeat(part.host_positions, num_words) * vocab_size + last,
                 tokens,
                 distances,
