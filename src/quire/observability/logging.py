@@ -87,9 +87,7 @@ class TextLines(logging.Formatter):
         if not record.exc_info:
             return escape_controls(line)
         traceback = self.formatException(record.exc_info).split("\n")
-        return "\n    ".join(
-            map(escape_controls, (line, *traceback))
-        )  # indented, so that no line of a traceback looks like an event
+        return "\n    ".join(map(escape_controls, (line, *traceback)))  # indented: no line of it looks like an event
 
 
 def escape_controls(text: str, *, is_json: bool = False) -> str:

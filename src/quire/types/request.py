@@ -39,9 +39,7 @@ class Submit:
     priority: int = 0
     cache_salt: str = ""  # requests share cached blocks only if their salts are equal
     beam: BeamRules | None = None  # beam search; the best sampling.n answers are returned
-    source: Branch | None = (
-        None  # where this request branches from; the blocks up to there are reused if they still exist
-    )
+    source: Branch | None = None  # the position it branches from; blocks up to there are reused if they still exist
     tenant: str = ""  # the client it runs for; the fair policy shares the device among tenants
     pin: str = ""  # if set: keep the prompt pinned under this name after the request
     images: tuple[PromptImage, ...] = ()  # of the prompt, in the order of their positions

@@ -202,9 +202,7 @@ class LogprobTable:
         for the first token."""
         yield from (None for _ in range(self.start))
         width = self.width
-        for begin in range(
-            0, len(self.ranks), _LINES_AT_ONCE
-        ):  # in batches, because lists take more memory than arrays
+        for begin in range(0, len(self.ranks), _LINES_AT_ONCE):  # batches, because lists take more memory than arrays
             ranks = self.ranks[begin : begin + _LINES_AT_ONCE].tolist()
             some = slice(begin * width, (begin + _LINES_AT_ONCE) * width)
             ids, values = self.token_ids[some].tolist(), self.logprobs[some].tolist()
