@@ -13,7 +13,7 @@ Method = Literal["ngram", "draft_model", "self_draft", "eagle3"]
 METHODS: tuple[Method, ...] = get_args(Method)
 MAX_TOKENS = 64  # longest draft, in tokens
 MAX_LOOKUP = 32  # longest n-gram, in tokens
-# Default maximum length of drafts; the engine adapts the length up to it. N-gram drafts are free, a draft model runs once
+# Default maximum length of drafts; the engine adapts the length up to it. N-gram drafts cost nothing, models run once
 # per token.
 DEFAULT_TOKENS: dict[Method, int] = {"ngram": 16, "draft_model": 5, "self_draft": 3, "eagle3": 5}
 DEFAULT_LOOKUP = (2, 4)
