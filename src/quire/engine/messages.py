@@ -1,8 +1,7 @@
 """The messages between edges and the engine process: typed msgpack, one message per frame, checked when decoded.
 
 An edge sends Submit, Abort, Ask, Unpin, LoadAdapter, UnloadAdapter and Goodbye. The engine sends TokensOut and the
-answers below. The dataclasses of `types` are not described a second time: their wire forms are derived from their
-fields.
+answers below. The wire forms of dataclasses in `types` are derived from their fields.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from quire.types.sampling import SamplingParams
 from quire.types.stats import BlockMap, EngineStats
 
 MAX_MESSAGE = 64 * 2**20  # bytes
-# In the decoder's reasons:
+# Field names in the decoder's error messages:
 _PATH, _NAME = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])?`$"), re.compile(r"field `([^`]+)`")
 
 Question = Literal["stats", "block_map", "reset_cache", "pins", "adapters"]

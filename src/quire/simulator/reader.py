@@ -335,8 +335,7 @@ def from_json(cls: type[T], data: Record) -> T:
     if unknown := set(data) - known:
         raise ValueError(f"{cls.__name__} has no {sorted(unknown)[0]!r}")
     values = {name: _value_from_json(hints[name], value) for name, value in data.items()}
-    # Type: ignore[arg-type].
-    needed = {item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING}
+    needed = {item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING}  # type: ignore[arg-type]
     if missing := needed - set(values):
         raise ValueError(f"{cls.__name__} needs {sorted(missing)[0]!r}")
     return cls(**values)

@@ -112,7 +112,7 @@ class WindowPool(GroupedPool):
             self._drop_sides(block)
 
     def take_assigned(self) -> dict[int, tuple[int, ...]]:
-        """Return nothing: workers know memory alone."""
+        """Return nothing, because plans and workers name memory only."""
         self._assigned.clear()
         return {}
 
