@@ -66,7 +66,7 @@ def resolve_adapters(
             raise ConfigError(name, f"must be a whole number {limit}, got {value!r}", "choose another")
     num_slots = slots or DEFAULT_SLOTS
     if host_adapters is not None and host_adapters < num_slots:
-        reason = f"is {host_adapters}, and max_loras is {num_slots}: what is on the device is in host memory too"
+        reason = f"is {host_adapters}, below max_loras={num_slots}: adapters on the device are kept in host memory too"
         raise ConfigError("max_cpu_loras", reason, f"set it to {num_slots} or more")
     return AdapterConfig(num_slots, max_rank or DEFAULT_RANK, host_adapters or HOST_SHARE * num_slots, experts)
 

@@ -305,7 +305,9 @@ def _read_layout(name: object, backend: str) -> Literal["paged", "virtual"]:
     that layout."""
     if name == "paged":
         if backend == VIRTUAL_BACKEND:
-            raise ConfigError("attention_backend", '"virtual" reads no paged cache', 'set kv_layout="virtual" instead')
+            raise ConfigError(
+                "attention_backend", '"virtual" cannot read a paged cache', 'set kv_layout="virtual" instead'
+            )
         return "paged"
     if name == "virtual":
         if backend not in ("auto", VIRTUAL_BACKEND):

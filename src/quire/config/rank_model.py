@@ -58,7 +58,7 @@ def check_shares(model: ModelConfig, parallel: ParallelConfig, kv_dtype: str) ->
     ranks = models_of_ranks(model, parallel)
     sizes = _sizes(model, whole_experts=parallel.expert)
     if 0 in [len(share_size(size, parallel.tensor - 1, parallel.tensor)) for size in sizes]:
-        reason = f"{parallel.tensor} ranks cannot share {min(sizes)} numbers of a layer"
+        reason = f"{parallel.tensor} ranks cannot share a layer size of {min(sizes)}"
         raise ConfigError(_SETTING, reason, "lower it")
     layouts = [lay_out(stored_specs(rank.kv_specs, kv_dtype), split=split) for rank in ranks for split in (False, True)]
     if len({(layout.places, layout.num_planes, layout.sources) for layout in layouts[::2]}) > 1 or (

@@ -33,7 +33,7 @@ def read_recording(record: object, tokens: object, limit: int | str | None) -> R
     if record is None:
         for name, value in (("record_tokens", tokens), ("record_limit", limit)):
             if value is not None:
-                raise ConfigError(name, "means nothing without record", "add record, or leave it out")
+                raise ConfigError(name, "has no effect without record", "add record, or leave it out")
         return None
     record = os.fspath(record) if isinstance(record, os.PathLike) else record
     if not isinstance(record, str) or not record:

@@ -254,7 +254,7 @@ def _resolve_layout(config: EngineConfig, facts: HardwareFacts, model: ModelConf
     if config.cache.layout == "paged":
         return config
     if model.recurrent is not None:
-        reason = 'the states of recurrent layers have no place in the layout "virtual"'
+        reason = '"virtual" does not support models with recurrent layers'
         raise ConfigError("kv_layout", reason, 'use "paged"')
     if config.device.kv_dtype in SCALED_DTYPES:
         reason = f'{config.device.kv_dtype} cannot be read in place, as kv_layout "virtual" does'
@@ -262,7 +262,7 @@ def _resolve_layout(config: EngineConfig, facts: HardwareFacts, model: ModelConf
     draft = None if config.speculation is None else config.speculation.draft
     for each in (model, draft):
         if each is not None and each.latent is not None:
-            raise ConfigError("kv_layout", '"virtual" cannot run this model: it keeps latents', 'use "paged"')
+            raise ConfigError("kv_layout", '"virtual" does not support models that keep latents', 'use "paged"')
         if each is not None:
             _check_pages(config, facts, each)
     return replace(config, device=replace(config.device, attention_backend=VIRTUAL_BACKEND))

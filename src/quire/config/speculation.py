@@ -87,7 +87,7 @@ def resolve_speculation(config: SpeculationConfig, target: ModelConfig, draft: M
     if draft is not None and draft.eagle is not None:
         return replace(config, method="eagle3", draft=_fit_head(draft, draft.eagle, target))
     if config.method == "eagle3":
-        reason = "is a model of its own: its config.json does not describe an EAGLE-3 head"
+        reason = "is a complete model: its config.json does not describe an EAGLE-3 head"
         raise ConfigError(f"{_SETTING}.model", reason, 'name an EAGLE-3 head, or set "method" to "draft_model"')
     if config.method == "draft_model":
         assert draft is not None, "the draft model was not read"

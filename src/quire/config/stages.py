@@ -79,7 +79,7 @@ def check_pipeline(config: EngineConfig) -> None:
     if config.parallel.pipeline == 1:
         return
     if config.speculation is not None and config.speculation.method != "ngram":
-        reason = f"{config.speculation.method!r} runs layers of its own, and the layers are divided among stages"
+        reason = f"{config.speculation.method!r} is not supported with several pipeline stages"
         raise ConfigError("speculative_config.method", reason, f'use "ngram", or set {SETTING} to 1')
     if config.cache.tiers.host_blocks:
         raise ConfigError(

@@ -35,7 +35,7 @@ class TierConfig:
 
     def __post_init__(self) -> None:
         if self.host_blocks < 0 or self.disk_blocks < 0:
-            raise ConfigError("host_cache_memory", "holds no negative number of blocks", "leave it out")
+            raise ConfigError("host_cache_memory", "must not be negative", "leave it out")
         if bool(self.disk_path) != bool(self.disk_blocks):
             raise ConfigError("disk_cache_path", "must be given together with disk_cache_memory", "give both")
         if self.disk_path and not self.host_blocks:
@@ -95,10 +95,10 @@ def read_tiers(
         if host is None and swap_space is None:
             host_bytes = DEFAULT_HOST_MEMORY
         if transport.puts and write == "back":
-            reason = f'"back" leaves blocks on the device, and kv_role {transport.role!r} sends what it computes'
+            reason = f'"back" saves blocks when they are evicted, too late for kv_role {transport.role!r}'
             raise ConfigError("tier_write", reason, "leave it out")
     if write is not None and not host_bytes:
-        raise ConfigError("tier_write", "means nothing without host_cache_memory", "add that, or leave it out")
+        raise ConfigError("tier_write", "has no effect without host_cache_memory", "add that, or leave it out")
     if (disk_path is None) != (disk is None):
         missing = "disk_cache_path" if disk_path is None else "disk_cache_memory"
         raise ConfigError(missing, "is missing: the disk tier needs a folder and a size", "give both or neither")
@@ -125,7 +125,7 @@ def check_tiers(tiers: TierConfig, preemption: PreemptionName, policy: PolicyNam
     if tiers.enabled and layout == "virtual":
         raise ConfigError("host_cache_memory", 'moves blocks, and kv_layout "virtual" maps them in place', _LEAVE_OUT)
     if tiers.enabled and policy in RESERVING:
-        reason = f"moves blocks, and the {policy!r} policy gives each sequence a run of its own"
+        reason = f"needs blocks allocated on demand, and the {policy!r} policy reserves adjacent ones"
         raise ConfigError("host_cache_memory", reason, _LEAVE_OUT)
 
 

@@ -45,7 +45,7 @@ def read_transport(role: object, url: object, memory: int | str | None, token_fi
     if url is None and role is None:
         for field, value in (("kv_transport_memory", memory), ("kv_token_file", token_file)):
             if value is not None:
-                raise ConfigError(field, "means nothing without kv_transport", "add that, or leave it out")
+                raise ConfigError(field, "has no effect without kv_transport", "add that, or leave it out")
         return None
     if role is None or url is None:
         missing, given = ("kv_role", "kv_transport") if role is None else ("kv_transport", "kv_role")

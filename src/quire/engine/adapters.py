@@ -63,7 +63,7 @@ class AdapterTable:
             used, before = self._used.get(request.source.request_id, (name, digest))
             if used == name and before != digest:
                 reason = f"{name!r} was replaced since {request.source.request_id!r:.80} ran with it"
-                raise InvalidRequest("source.adapter", reason, "send the prompt again, or load what it was before")
+                raise InvalidRequest("source.adapter", reason, "send the prompt again, or load the earlier adapter")
         return replace(request, adapter_digest=digest)
 
     def hold(self, request: Submit) -> None:

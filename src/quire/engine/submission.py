@@ -95,7 +95,7 @@ def _check_pooling(request: Submit) -> None:
     if len(work.lengths) != 1 or work.first_parts:
         raise InvalidRequest("input", "must be one text for each request to this model", "send texts one by one")
     if sampling.max_tokens != 1 or sampling.num_sequences != 1 or request.beam is not None or request.rules.grammar:
-        raise InvalidRequest("pooling", "goes with one sampled token alone", "leave sampling out")
+        raise InvalidRequest("pooling", "allows exactly one sampled token", "leave sampling out")
 
 
 def _check_types(request: Submit) -> None:
@@ -127,7 +127,7 @@ def check_images(request: Submit, limits: ImageLimits | None) -> None:
             reason = f"an image of {image.rows} x {image.columns} tokens at {image.start} cannot be placed"
             raise InvalidRequest("images", reason, f"an image has {FEWEST_TOKENS} to {grid.max_tokens} tokens")
         if len(image.pixels) != image.num_tokens * grid.unit**2 * 3 or len(image.key) != KEY_BYTES:
-            raise InvalidRequest("images", "an image has not the pixels of its size", "resize it as the model asks")
+            raise InvalidRequest("images", "an image's pixels do not match its size", "resize it as the model asks")
         end = image.end
     if sum(len(image.pixels) for image in images) > MAX_PIXEL_BYTES:
         reason = f"have more than {MAX_PIXEL_BYTES // 3:,} pixels in all"
@@ -153,9 +153,9 @@ def _check_sequences(request: Submit, config: SchedulerConfig, *, has_text: bool
     if beam is not None and sampling.n > beam.width:
         raise InvalidRequest("n", f"is {sampling.n}, above beam_width={beam.width}", "lower it or raise beam_width")
     if beam is not None and sampling.best_of is not None:
-        raise InvalidRequest("best_of", "means nothing to a beam search", "leave it out or set beam_width")
+        raise InvalidRequest("best_of", "has no effect in a beam search", "leave it out or set beam_width")
     if beam is not None and sampling.logprobs is not None:
-        raise InvalidRequest("logprobs", "are not kept by a beam search", "read cumulative_logprob")
+        raise InvalidRequest("logprobs", "are not available with beam search", "read cumulative_logprob")
     if field == "n":
         return
     if sampling.repetition_detection is not None:

@@ -91,7 +91,7 @@ class RecordingWriter:
         if self._has_stopped:
             return
         if len(self._events) >= MAX_PENDING:
-            self._stop(f"{MAX_PENDING} things had happened that were not written yet")
+            self._stop(f"more than {MAX_PENDING} events were waiting to be written")
         else:
             self._events.append(event)
 

@@ -70,7 +70,7 @@ class ImageRows:
         """Raise InvalidRequest for an image whose pixels are not what it says."""
         unit = self._vision.grid.unit
         if len(image.pixels) != image.num_tokens * unit * unit * 3:
-            raise InvalidRequest("images", "an image has not the pixels of its size", "resize it as the model asks")
+            raise InvalidRequest("images", "an image's pixels do not match its size", "resize it as the model asks")
 
     # -------------------------------------------------------------------------------------------------- positions
     def axes(
