@@ -42,7 +42,7 @@ class HardwareFacts:
     native_refusal: str | None = None  # why the native CPU kernels cannot be used; None: they can
     triton: bool = False  # Triton is installed and can compile kernels for the CUDA devices
     page_size: int = 4096  # bytes of a page of the CPU's virtual memory
-    level_panels: bool = False  # native kernels multiply float32 rows by weights that stay quantized
+    level_panels: bool = False  # on this CPU, panels of quantized weights are no slower than float panels
     cpu_path: str | None = None  # the instruction set that the native CPU kernels in use are compiled for
     unbuilt_path: str | None = None  # a better instruction set that this CPU has, for which no kernels were built
     tile_units: bool = False  # the CPU has AMX for bfloat16, and the native kernels use it
