@@ -49,7 +49,7 @@ class Load(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """What tells an engine from the others."""
+    """The settings of one engine under test."""
 
     threads: int
     pin: int  # 1: each thread is pinned to a separate core

@@ -178,7 +178,7 @@ def _plane_numbers(kept: Sequence[KVCacheSpec]) -> int:
 
 
 def _one_group(kept: Sequence[KVCacheSpec]) -> KVLayout:
-    """Return the layout in which all layers keep all tokens. Layers with a window get a table of their own if their
+    """Return the layout in which all layers keep all tokens. Layers with a window get a separate table if their
     heads differ: the blocks are the same, but attention is planned per table."""
     numbers = _plane_numbers(kept)
     full = next((spec for spec in kept if spec.kind != "window"), kept[0])
